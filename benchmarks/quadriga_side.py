@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quadriga's side of the step benchmark: the trainer of `quadriga train`, one step per order.
+
+The protocol stands in side.py. The configuration is the quickstart's with the benchmark's prompts and reward, and
+`ignore_eos` makes every completion equally long.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import torch
+import transformers
+
+import quadriga
+import workload
+from quadriga.config import load_config
+from quadriga.trainer.build import build_trainer
+from side import Driver, Stopwatch, arguments
+
+# A rendered prompt has 53 tokens; the rest is padding, which the engines never compute.
+MAX_PROMPT_TOKENS = 64
+
+
+def write_rows(path: Path, num_steps: int) -> None:
+    """Write the benchmark's prompts in the row schema of `RLHFDataset`."""
+    rows = [
+        {
+            "data_source": workload.DATA_SOURCE,
+            "prompt": [{"role": "user", "content": question.text}],
+            "ability": "comparison",
+            "reward_model": {"style": "rule", "ground_truth": question.answer},
+            "extra_info": {"split": "train", "index": index},
+        }
+        for index, question in enumerate(workload.questions(num_steps))
+    ]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+
+
+def overrides(args: Any, train_file: Path) -> list[str]:
+    """The command line of `quadriga train` that is this benchmark."""
+    rollout, actor = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
+    return [
+        f"data.train_files={train_file}",
+        f"data.val_files={train_file}",
+        f"data.train_batch_size={workload.NUM_PROMPTS}",
+        f"data.max_prompt_length={MAX_PROMPT_TOKENS}",
+        f"data.max_response_length={workload.NUM_NEW_TOKENS}",
+        "data.shuffle=False",
+        f"data.cache_dir={args.scratch}",
+        f"actor_rollout_ref.model.path={args.model}",
+        f"{rollout}.name=native",
+        f"{rollout}.n={workload.NUM_SAMPLES}",
+        f"{rollout}.temperature={workload.TEMPERATURE}",
+        f"{rollout}.ignore_eos=True",
+        f"{actor}.ppo_mini_batch_size={workload.NUM_PROMPTS}",
+        f"{actor}.fsdp_config.model_dtype={args.dtype}",
+        f"{actor}.optim.lr={workload.LEARNING_RATE}",
+        f"{actor}.optim.betas={list(workload.ADAM_BETAS)}",
+        f"{actor}.optim.weight_decay=0.0",
+        f"{actor}.grad_clip={workload.MAX_GRAD_NORM}",
+        "algorithm.adv_estimator=grpo",
+        f"custom_reward_function.path={Path(workload.__file__).resolve()}",
+        f"custom_reward_function.name=compute_{args.reward}_score",
+        f"trainer.total_training_steps={args.steps}",
+        "trainer.val_before_train=False",
+        "trainer.logger=[console]",
+        f"trainer.default_local_dir={args.scratch}",
+        "trainer.resume_mode=disable",
+    ]
+
+
+def main() -> None:
+    """Build the trainer, say that it is ready, and take one step per order."""
+    args, driver, watch = arguments(__doc__ or "").parse_args(), Driver(), Stopwatch()
+    train_file = Path(args.scratch) / "train.parquet"
+    write_rows(train_file, args.steps)
+    trainer = build_trainer(load_config(overrides(args, train_file)).config)
+    driver.send(
+        "ready",
+        package=f"quadriga {quadriga.__version__}",
+        setup_s=watch.read()["total_s"],
+        torch=torch.__version__,
+        transformers=transformers.__version__,
+        threads=torch.get_num_threads(),
+        weights=args.dtype,
+    )
+    for batch in trainer.train_dataloader:
+        if not driver.wants_step():
+            break
+        watch = Stopwatch()
+        metrics = trainer.step(batch)
+        clock = watch.read()
+        before_update = sum(metrics.get(f"timing_s/{phase}", 0.0) for phase in ("gen", "reward"))
+        driver.send(
+            "step",
+            **clock,
+            gen_s=metrics["timing_s/gen"],
+            train_s=clock["total_s"] - before_update,
+            response_tokens=round(metrics["response_length/mean"] * workload.NUM_SEQUENCES),
+            prompt_tokens=round(metrics["prompt_length/mean"] * workload.NUM_SEQUENCES),
+            reward=metrics["critic/score/mean"],
+        )
+    trainer.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GPG: group policy gradient. Chu et al., arXiv:2504.02546.
+
+The score of an answer minus the mean score of its group, divided by a constant. Answers of groups whose scores are
+all alike have no gradient, yet they count in the batch's mean; the rest is therefore scaled up by alpha = answers of
+the batch / answers of groups whose scores differ.
+
+Groups may have any size and order; a group of one keeps its score, and counts as one that has a gradient.
+"""
+
+from collections.abc import Hashable, Iterable
+
+from torch import Tensor
+
+from quadriga.algorithms.groups import Groups
+from quadriga.algorithms.masked import spread
+from quadriga.algorithms.registry import register_adv_est
+
+
+@register_adv_est("gpg")
+def gpg(
+    token_level_rewards: Tensor, response_mask: Tensor, uid: Iterable[Hashable], *, f_norm: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """The same advantage on every token of an answer.
+
+    Args:
+        token_level_rewards, response_mask: [B, T].
+        uid: [B], equal for answers to the same prompt.
+        f_norm: the constant to divide by.
+
+    Returns:
+        advantages and returns, the same [B, T] twice, 0 outside the mask.
+    """
+    scores = token_level_rewards.sum(-1)
+    groups = Groups.of(uid, scores)
+    num_with_gradient = (groups.deviation(scores) > 0).sum()
+    alpha = len(scores) / num_with_gradient.clamp(min=1)
+    advantages = spread(alpha * groups.centered(scores) / f_norm, response_mask)
+    return advantages, advantages

@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ReMax: the greedy answer is the baseline. Li et al., arXiv:2310.10505.
+
+The reward still to come at each token minus the score of the answer that greedy decoding gives to the same prompt.
+Reading `reward_baselines` is what makes the trainer generate that answer.
+"""
+
+from torch import Tensor
+
+from quadriga.algorithms.registry import register_adv_est
+
+
+@register_adv_est("remax")
+def remax(token_level_rewards: Tensor, reward_baselines: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Advantages and returns of each token.
+
+    Args:
+        token_level_rewards, response_mask: [B, T].
+        reward_baselines: [B], the score of the greedy answer to the row's prompt.
+
+    Returns:
+        advantages and returns (undiscounted rewards to go): [B, T], 0 outside the mask.
+    """
+    is_outside = ~response_mask.bool()
+    to_go = token_level_rewards.flip(-1).cumsum(-1).flip(-1)
+    return (to_go - reward_baselines[:, None]).masked_fill(is_outside, 0), to_go.masked_fill(is_outside, 0)

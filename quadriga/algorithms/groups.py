@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Responses to the same prompt: who belongs together, and how a score stands among its group.
+
+Groups may have any size and their rows any order. A group of one has nobody to be compared with: its mean is taken
+as 0 and its standard deviation as 1, so that its score passes unchanged.
+
+Shapes: B sequences, G groups.
+"""
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quadriga.errors import ProtocolError
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """The partition of B rows by `uid`; every method takes [B] and gives each row the value of its group, [B]."""
+
+    member: Tensor
+    """[B] int64: the number of the row's group, from 0 to G - 1."""
+    size: Tensor
+    """[B] int64: how many rows the row's group has."""
+    num_groups: int
+
+    @classmethod
+    def of(cls, uid: Iterable[Hashable], scores: Tensor) -> "Groups":
+        """Group the rows of `scores` [B] by equal `uid` (an array, list or tensor of B names or numbers)."""
+        numbers: dict[Hashable, int] = {}
+        names = uid.tolist() if isinstance(uid, Tensor) else uid
+        rows = [numbers.setdefault(name, len(numbers)) for name in names]
+        if len(rows) != len(scores):
+            raise ProtocolError(
+                "uid",
+                got=f"{len(rows)} entries",
+                expected=f"{len(scores)}, one per sequence",
+                fix="Give every row a uid.",
+            )
+        member = torch.tensor(rows, dtype=torch.int64, device=scores.device)
+        return cls(member, torch.bincount(member, minlength=len(numbers))[member], len(numbers))
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum over the group."""
+        return values.new_zeros(self.num_groups).index_add(0, self.member, values)[self.member]
+
+    def smallest(self, values: Tensor) -> Tensor:
+        """The smallest value of the group."""
+        blank = values.new_zeros(self.num_groups)
+        return blank.scatter_reduce(0, self.member, values, "amin", include_self=False)[self.member]
+
+    def centered(self, values: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Each value minus the mean of its group, weighted if `weights` [B] are given (their sums must not be 0).
+
+        Values that are all alike give exactly 0: distances are taken from the group's smallest value first, so
+        that no rounding error is left for a later division by a tiny deviation to blow up.
+        """
+        weights = torch.ones_like(values) if weights is None else weights
+        distance = values - self.smallest(values)
+        mean = self.sum(distance * weights) / self.sum(weights)
+        return torch.where(self.size > 1, distance - mean, values)
+
+    def deviation(self, values: Tensor) -> Tensor:
+        """The unbiased standard deviation of the group; 1 for a group of one."""
+        variance = self.sum(self.centered(values).square()) / (self.size - 1).clamp(min=1)
+        return torch.where(self.size > 1, variance.sqrt(), 1.0)

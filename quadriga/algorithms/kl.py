@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How far the policy is from the reference, per token, and how strongly that is held against it.
+
+Each kind estimates KL(policy || reference) from the sampled tokens alone; d = log-prob - reference log-prob:
+
+    kl, k1           d                      unbiased, may be negative
+    abs              |d|
+    mse, k2          d^2 / 2                its gradient is unbiased
+    low_var_kl, k3   exp(-d) + d - 1        never negative; its value is unbiased, its gradient is not
+
+A `+` behind a kind (`k3+`) takes its value and the gradient of k2 (straight-through), the one that is unbiased.
+From John Schulman, "Approximating KL Divergence" (2020), joschu.net/blog/kl-approx.html; on the gradients,
+arXiv:2506.09477.
+
+Shapes: B sequences, T response positions.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from quadriga.algorithms.masked import masked_mean
+from quadriga.algorithms.signature import did_you_mean
+from quadriga.errors import CheckpointError, ConfigError
+
+# exp() of a log-ratio is cut here so that one wild token gives a large number instead of infinity.
+MAX_LOG_RATIO = 20.0
+MAX_LOW_VARIANCE_KL = 10.0
+
+
+def _low_variance(difference: Tensor) -> Tensor:
+    log_ratio = (-difference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return (log_ratio.exp() - log_ratio - 1).clamp(-MAX_LOW_VARIANCE_KL, MAX_LOW_VARIANCE_KL)
+
+
+def _half_square(difference: Tensor) -> Tensor:
+    return difference.square() / 2
+
+
+_ESTIMATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "kl": lambda difference: difference,
+    "k1": lambda difference: difference,
+    "abs": lambda difference: difference.abs(),
+    "mse": _half_square,
+    "k2": _half_square,
+    "low_var_kl": _low_variance,
+    "k3": _low_variance,
+}
+KL_PENALTIES = (*_ESTIMATES, *(f"{kind}+" for kind in _ESTIMATES))
+
+
+def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
+    """The estimated divergence of each token.
+
+    Args:
+        logprob: log-probabilities under the policy, any shape.
+        ref_logprob: the same tokens under the reference, the same shape.
+        kl_penalty: one of KL_PENALTIES.
+
+    Returns:
+        One value per token, of the given shape.
+
+    Raises:
+        ConfigError: an unknown kind.
+    """
+    return _estimate(logprob, ref_logprob, kl_penalty)
+
+
+def _estimate(logprob: Tensor, ref_logprob: Tensor, kind: str) -> Tensor:
+    if kind not in KL_PENALTIES:
+        raise ConfigError(
+            "kl_penalty",
+            got=repr(kind),
+            expected=f"one of {', '.join(_ESTIMATES)}, each also with a +",
+            fix=did_you_mean(kind, KL_PENALTIES),
+        )
+    difference = logprob - ref_logprob
+    value = _ESTIMATES[kind.removesuffix("+")](difference)
+    if not kind.endswith("+"):
+        return value
+    carrier = _half_square(difference)
+    return value.detach() + (carrier - carrier.detach())
+
+
+class KLController(Protocol):
+    """Holds the coefficient of a KL penalty and, if it is adaptive, moves it."""
+
+    value: float
+
+    def update(self, current_kl: float, n_steps: int) -> None:
+        """Take notice of the divergence just measured over `n_steps` sequences."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved state; a state of another kind of controller is an error."""
+
+
+class FixedKLController:
+    """A coefficient that stays. Its value is the configuration's, so a resumed run takes it from there."""
+
+    def __init__(self, kl_coef: float) -> None:
+        self.value = kl_coef
+
+    def update(self, current_kl: float, n_steps: int) -> None:
+        """Nothing to move."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Only its kind."""
+        return {"type": "fixed"}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Check that the state is of a fixed controller."""
+        _check_kind(state, "fixed")
+
+
+class AdaptiveKLController:
+    """A coefficient that rises while the divergence is above its target and falls while it is below.
+
+    Multiplied after each batch by 1 + e * n_steps / horizon, where e is the relative error current / target - 1, cut
+    to [-0.2, 0.2]. Ziegler et al., "Fine-Tuning Language Models from Human Preferences", arXiv:1909.08593, section 2.2.
+
+    Args:
+        init_kl_coef: the coefficient to start from.
+        target_kl: the divergence to hold, in nats per token.
+        horizon: in sequences; the larger, the slower.
+    """
+
+    def __init__(self, init_kl_coef: float, target_kl: float, horizon: float) -> None:
+        for name, number in (("target_kl", target_kl), ("horizon", horizon)):
+            if not number > 0:
+                raise ConfigError(f"algorithm.kl_ctrl.{name}", got=str(number), expected="a number above 0")
+        self.value, self.target, self.horizon = init_kl_coef, target_kl, horizon
+
+    def update(self, current_kl: float, n_steps: int) -> None:
+        """Move the coefficient after `n_steps` sequences with a mean divergence of `current_kl`."""
+        error = min(max(current_kl / self.target - 1, -0.2), 0.2)
+        self.value *= 1 + error * n_steps / self.horizon
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the coefficient stands."""
+        return {"type": "adaptive", "value": self.value}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved coefficient; target and horizon are the configuration's."""
+        _check_kind(state, "adaptive")
+        self.value = float(state["value"])
+
+
+def _check_kind(state: Mapping[str, Any], expected: str) -> None:
+    if state.get("type") != expected:
+        raise CheckpointError(
+            "KL controller",
+            got=f"the state of type {state.get('type')!r}",
+            expected=repr(expected),
+            fix="Resume with the algorithm.kl_ctrl.type that the checkpoint was written with.",
+        )
+
+
+class KLControlSettings(Protocol):
+    """The keys below `algorithm.kl_ctrl`."""
+
+    @property
+    def type(self) -> str: ...
+    @property
+    def kl_coef(self) -> float: ...
+    @property
+    def horizon(self) -> float: ...
+    @property
+    def target_kl(self) -> float: ...
+
+
+def get_kl_controller(kl_ctrl: KLControlSettings) -> KLController:
+    """The controller that the keys below `algorithm.kl_ctrl` describe."""
+    if kl_ctrl.type == "fixed":
+        return FixedKLController(kl_ctrl.kl_coef)
+    if kl_ctrl.type == "adaptive":
+        return AdaptiveKLController(kl_ctrl.kl_coef, kl_ctrl.target_kl, kl_ctrl.horizon)
+    raise ConfigError("algorithm.kl_ctrl.type", got=repr(kl_ctrl.type), expected="fixed or adaptive")
+
+
+def apply_kl_penalty(
+    token_level_scores: Tensor,
+    old_log_probs: Tensor,
+    ref_log_prob: Tensor,
+    response_mask: Tensor,
+    kl_ctrl: KLController,
+    kl_penalty: str,
+) -> tuple[Tensor, dict[str, float]]:
+    """Charge each token for its distance from the reference, and let the controller see what was measured.
+
+    Args:
+        token_level_scores, old_log_probs, ref_log_prob, response_mask: [B, T].
+        kl_ctrl: gives the coefficient for this batch; updated afterwards.
+        kl_penalty: one of KL_PENALTIES.
+
+    Returns:
+        token_level_rewards [B, T], scores minus coefficient times divergence; and the metrics
+        `actor/reward_kl_penalty` (mean over sequences of their mean per token) and `actor/reward_kl_penalty_coeff`.
+    """
+    divergence = _estimate(old_log_probs, ref_log_prob, kl_penalty).masked_fill(~response_mask.bool(), 0)
+    coefficient = kl_ctrl.value
+    has_tokens = response_mask.bool().any(-1)
+    current = masked_mean(masked_mean(divergence, response_mask, dim=-1), has_tokens).item()
+    kl_ctrl.update(current_kl=current, n_steps=int(has_tokens.sum()))
+    metrics = {"actor/reward_kl_penalty": current, "actor/reward_kl_penalty_coeff": coefficient}
+    return token_level_scores - coefficient * divergence, metrics

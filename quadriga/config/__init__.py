@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The configuration: a typed schema, its loader, the checks between keys, and their explanation in words.
+
+Importing it loads neither torch nor ray.
+"""
+
+from quadriga.config.actor import ActorConfig, LogProbConfig, PolicyLossConfig, RefConfig
+from quadriga.config.algorithm import AlgorithmConfig, KLControlConfig
+from quadriga.config.arithmetic import BatchPlan, batch_plan, needs_old_log_prob_pass, needs_reference
+from quadriga.config.check import check_training, training_findings
+from quadriga.config.critic import CriticConfig, CriticModelConfig
+from quadriga.config.data import CustomDatasetConfig, DataConfig, SamplerConfig
+from quadriga.config.explain import explain, keys_text, show
+from quadriga.config.loader import Loaded, load_config
+from quadriga.config.model import ModelConfig
+from quadriga.config.optimizer import BatchingConfig, CheckpointConfig, CriticOptimConfig, FSDPConfig, OptimConfig
+from quadriga.config.profiler import ProfilerConfig
+from quadriga.config.reward import CustomRewardFunctionConfig, RewardModelConfig
+from quadriga.config.rollout import RolloutConfig, SamplingConfig
+from quadriga.config.root import ActorRolloutRefConfig, Config
+from quadriga.config.trainer import TrainerConfig
+from quadriga.config.tree import KeyInfo, leaf_keys
+
+__all__ = [
+    "ActorConfig",
+    "ActorRolloutRefConfig",
+    "AlgorithmConfig",
+    "BatchPlan",
+    "BatchingConfig",
+    "CheckpointConfig",
+    "Config",
+    "CriticConfig",
+    "CriticModelConfig",
+    "CriticOptimConfig",
+    "CustomDatasetConfig",
+    "CustomRewardFunctionConfig",
+    "DataConfig",
+    "FSDPConfig",
+    "KLControlConfig",
+    "KeyInfo",
+    "Loaded",
+    "LogProbConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "PolicyLossConfig",
+    "ProfilerConfig",
+    "RefConfig",
+    "RewardModelConfig",
+    "RolloutConfig",
+    "SamplerConfig",
+    "SamplingConfig",
+    "TrainerConfig",
+    "batch_plan",
+    "check_training",
+    "explain",
+    "keys_text",
+    "leaf_keys",
+    "load_config",
+    "needs_old_log_prob_pass",
+    "needs_reference",
+    "show",
+    "training_findings",
+]

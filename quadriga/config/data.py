@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`data`: the files, how prompts become tokens, and how many prompts a step takes."""
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from quadriga.config.base import Count, MinusOneOrCount, Name, NonNegativeInt, PathText, PathTexts, Section, refuse
+
+
+class CustomDatasetConfig(Section):
+    """A data set class of your own, loaded from a file."""
+
+    path: PathText | None = None
+    """Python file that holds the class. null: `RLHFDataset`."""
+    name: str | None = None
+    """Name of the class in that file."""
+
+    @model_validator(mode="after")
+    def _both_or_neither(self) -> Self:
+        if (self.path is None) != (self.name is None):
+            raise refuse("both path and name, or neither", "Name the file and the class in it.")
+        return self
+
+
+class SamplerConfig(Section):
+    """A sampler class of your own, loaded from a file."""
+
+    class_path: PathText | None = None
+    """Python file that holds the class. null: a seeded shuffle, or file order without `data.shuffle`."""
+    class_name: str | None = None
+    """Name of the class in that file."""
+
+    @model_validator(mode="after")
+    def _both_or_neither(self) -> Self:
+        if (self.class_path is None) != (self.class_name is None):
+            raise refuse("both class_path and class_name, or neither", "Name the file and the class in it.")
+        return self
+
+
+class DataConfig(Section):
+    """Training and validation data."""
+
+    train_files: PathTexts = ""
+    """Training data: a path, a glob, a URL that fsspec opens, or a list of these (parquet, json, jsonl)."""
+    val_files: PathTexts = ""
+    """Validation data, in the forms of `data.train_files`."""
+    prompt_key: Name = "prompt"
+    """Column that holds the prompt, a list of chat messages."""
+    reward_fn_key: Name = "data_source"
+    """Column that names the data source of a row; it chooses the built-in grader."""
+    max_prompt_length: Count = 512
+    """Longest prompt, in tokens; shorter ones are padded on the left up to it."""
+    max_response_length: Count = 512
+    """Longest response, in tokens: generation stops there."""
+    train_batch_size: Count = 1024
+    """Prompts a training step takes (each is answered `actor_rollout_ref.rollout.n` times)."""
+    val_batch_size: Count | None = None
+    """Prompts a validation batch takes. null: the whole set at once."""
+    tokenizer: PathText | None = None
+    """Path or hub name of the tokenizer. null: the model's own."""
+    trust_remote_code: bool = False
+    """Whether code that comes with the tokenizer may be run."""
+    return_raw_chat: bool = False
+    """Whether rows carry the chat messages as `raw_prompt`."""
+    return_full_prompt: bool = False
+    """Whether rows carry the rendered text of the prompt as `full_prompts`."""
+    apply_chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Open dictionary: arguments for the tokenizer's chat template, such as `enable_thinking: false`."""
+    filter_overlong_prompts: bool = False
+    """Whether prompts over `data.max_prompt_length` are left out before training, and counted."""
+    filter_overlong_prompts_workers: Count = 1
+    """Processes that measure the prompts for that filter."""
+    truncation: Literal["error", "left", "right", "middle"] = "error"
+    """What happens to a prompt over `data.max_prompt_length`: the run stops, or tokens go from that side."""
+    shuffle: bool = True
+    """Whether training prompts are shuffled in each epoch, from `data.seed`."""
+    validation_shuffle: bool = False
+    """Whether validation prompts are shuffled, from `data.seed`."""
+    seed: NonNegativeInt = 1
+    """Seed of the order of the data and of the choice of samples."""
+    train_max_samples: MinusOneOrCount = -1
+    """Training rows to use at most, drawn with `data.seed` when shuffled. -1: all."""
+    val_max_samples: MinusOneOrCount = -1
+    """Validation rows to use at most, drawn with `data.seed` when shuffled. -1: all."""
+    dataloader_num_workers: NonNegativeInt = 0
+    """Processes that prepare rows. 0: the trainer's own."""
+    cache_dir: PathText = "~/.cache/quadriga"
+    """Directory for copies of remote files and for the results of the over-long filter."""
+    custom_cls: CustomDatasetConfig = Field(default_factory=CustomDatasetConfig)
+    sampler: SamplerConfig = Field(default_factory=SamplerConfig)

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`trainer`: how long a run is, where it lies, and when it saves, validates and resumes."""
+
+from pathlib import Path
+from string import Formatter
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from quadriga.config.base import Count, Meaning, MinusOneOrCount, Name, NonNegativeInt, PathText, Section, refuse
+
+Backend = Literal["console", "jsonl", "tensorboard", "wandb", "mlflow", "swanlab"]
+
+
+def _only_one_node(value: int) -> int:
+    if value != 1:
+        raise refuse("1", "Set trainer.nnodes=1: training runs in one process.")
+    return value
+
+
+def _only_one_device(value: int) -> int:
+    if value != 1:
+        raise refuse("1", "Set trainer.n_gpus_per_node=1: training runs in one process, on one device.")
+    return value
+
+
+def _resume_word(value: Any) -> Any:
+    return "resume_path" if value == "path" else value
+
+
+def _known_places(value: str) -> str:
+    try:
+        names = {name for _, name, _, _ in Formatter().parse(value) if name is not None}
+    except ValueError:
+        names = {value}
+    if value == "" or names - {"project_name", "experiment_name"}:
+        raise refuse("a directory; {project_name} and {experiment_name} may stand in it")
+    return value
+
+
+class TrainerConfig(Section):
+    """The run."""
+
+    total_epochs: Count = 1
+    """Passes over the training data."""
+    total_training_steps: Count | None = None
+    """Training steps after which the run ends. null: epochs times batches of an epoch."""
+    project_name: Name = "quadriga"
+    """Name of the project, for trackers and for the run's directory."""
+    experiment_name: Name = "run"
+    """Name of the run, for trackers and for the run's directory."""
+    logger: Backend | list[Backend] = Field(default_factory=lambda: ["console"])
+    """Where metrics go: one name or a list."""
+    log_val_generations: NonNegativeInt = 0
+    """Validation answers to show in each tracker. 0: none."""
+    seed: NonNegativeInt = 1
+    """Seed of every random choice of the run except the order of the data (`data.seed`)."""
+    device: Name = "auto"
+    """Device that computes: auto, cpu, cuda, cuda:1, ... auto: the accelerator where there is one."""
+    nnodes: Annotated[int, Meaning("1"), AfterValidator(_only_one_node)] = 1
+    """Machines."""
+    n_gpus_per_node: Annotated[int, Meaning("1"), AfterValidator(_only_one_device)] = 1
+    """Devices on a machine."""
+    save_freq: MinusOneOrCount = -1
+    """Training steps between checkpoints; the last step has one too. -1: no checkpoints."""
+    test_freq: MinusOneOrCount = -1
+    """Training steps between validations; the last step has one too. -1: none while training."""
+    val_before_train: bool = True
+    """Whether the untrained model is validated first."""
+    val_only: bool = False
+    """Whether the run ends after that first validation."""
+    critic_warmup: NonNegativeInt = 0
+    """Training steps in which only the critic learns."""
+    default_local_dir: Annotated[PathText, AfterValidator(_known_places)] = "outputs/{project_name}/{experiment_name}"
+    """Directory of the run: checkpoints, metrics, the resolved configuration."""
+    resume_mode: Annotated[Literal["auto", "disable", "resume_path"], BeforeValidator(_resume_word)] = "auto"
+    """auto: go on from the run's newest checkpoint, if any; disable: start anew; resume_path: from the given one."""
+    resume_from_path: PathText | None = None
+    """Checkpoint to go on from, with `resume_mode=resume_path`."""
+    max_ckpt_to_keep: Count | None = None
+    """Checkpoints that stay on disk; older ones are deleted. null: all."""
+    rollout_data_dir: PathText | None = None
+    """Directory for the responses of every step, as JSONL. null: they are not written."""
+    validation_data_dir: PathText | None = None
+    """Directory for the responses of every validation, as JSONL. null: they are not written."""
+
+    @property
+    def directory(self) -> Path:
+        """`default_local_dir` with its names filled in."""
+        places = {"project_name": self.project_name, "experiment_name": self.experiment_name}
+        return Path(self.default_local_dir.format(**places)).expanduser()
+
+    @property
+    def loggers(self) -> list[str]:
+        """`logger` as a list, each name once."""
+        return [self.logger] if isinstance(self.logger, str) else list(dict.fromkeys(self.logger))

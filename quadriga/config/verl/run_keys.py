@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's keys of generation, rewards, data and the run that have no field here."""
+
+from quadriga.config.verl.rule import EMPTY, OFF, Rule, instead, note, only
+
+ROLLOUT: list[Rule] = [
+    *note(
+        "The engine plans its own memory and batches; results do not depend on it.",
+        *(
+            f"<rollout>.{name}"
+            for name in (
+                "gpu_memory_utilization",
+                "enforce_eager",
+                "free_cache_engine",
+                "enable_chunked_prefill",
+                "max_num_batched_tokens",
+                "enable_prefix_caching",
+                "cudagraph_capture_sizes",
+                "scheduling_policy",
+                "disable_log_stats",
+                "disable_log_requests",
+                "skip_tokenizer_init",
+                "max_model_len",
+                "block_size",
+                "swap_space",
+                "server.*",
+            )
+        ),
+    ),
+    *note(
+        "Generation reads the trainer's own weights: nothing is loaded or sent.",
+        "<rollout>.load_format",
+        "<rollout>.layered_summon",
+        "<rollout>.multi_stage_wake_up",
+        "<rollout>.checkpoint_engine.*",
+        "<rollout>.update_weights_bucket_megabytes",
+        "<rollout>.use_shm",
+    ),
+    *note(
+        "Generation is one call of the engine in the trainer's process.",
+        "<rollout>.mode",
+        "<rollout>.agent.num_workers",
+    ),
+    *only(
+        ("single_turn_agent", None), "A response is one turn: leave the key out.", "<rollout>.agent.default_agent_loop"
+    ),
+    *only(EMPTY, "A response is one turn: leave the key out.", "<rollout>.agent", "<rollout>.agent.*"),
+    *note("Log-probabilities of the sampled tokens are always kept.", "<rollout>.calculate_log_probs"),
+    *only(
+        ("processed_logprobs", None),
+        "Log-probabilities are those under rollout.temperature: leave the key out.",
+        "<rollout>.logprobs_mode",
+    ),
+    *only(OFF, "A response is one turn, without tools: set it to false.", "<rollout>.multi_turn.enable"),
+    *only(
+        EMPTY,
+        "A response is one turn, without tools: leave the key out.",
+        "<rollout>.multi_turn.*_path",
+        "<rollout>.multi_turn.interaction_config_file",
+    ),
+    *note("Read only in conversations of several turns, which are off.", "<rollout>.multi_turn.*"),
+    *only((0, 0.0, None), "Exactly the prompts of a batch are answered: set it to 0.", "<rollout>.over_sample_rate"),
+    *only(EMPTY, "Set trainer.rollout_data_dir to keep every response as JSONL.", "<rollout>.trace.backend"),
+    *note("Set trainer.rollout_data_dir to keep every response as JSONL.", "<rollout>.trace.*"),
+    *only(OFF, "Every step generates anew: leave the key out.", "<rollout>.skip_rollout", "<rollout>.skip.*.enable"),
+    *note("Read only with skipped rollouts, which are off.", "<rollout>.skip*"),
+    *only(OFF, "Routers are not replayed: leave the key out.", "<rollout>.enable_rollout_routing_replay"),
+    *only(OFF, "Metrics go where trainer.logger says: leave the key out.", "<rollout>.prometheus.enable"),
+    *note("Read only with a metrics server, which is off.", "<rollout>.prometheus.*"),
+    *instead(
+        "Generation uses the weights that are trained: leave the key out.", "<rollout>.quantization*", "<rollout>.qat*"
+    ),
+    *instead("Set data.max_prompt_length.", "<rollout>.prompt_length"),
+    *instead("Set data.max_response_length.", "<rollout>.response_length"),
+    *only(
+        (1, 1.0, None),
+        "Training samples from the model's own distribution: leave the key out.",
+        "<rollout>.repetition_penalty",
+        "<rollout>.val_kwargs.repetition_penalty",
+    ),
+    *note("The seeds of generation come from trainer.seed.", "<rollout>.seed"),
+    *instead("Images are not read: leave the key out.", "<rollout>.limit_images"),
+]
+
+REWARD: list[Rule] = [
+    *only(
+        OFF,
+        "Grade with a function: set custom_reward_function.path, or use a data source with a built-in grader.",
+        "reward_model.enable",
+        "reward.reward_model.enable",
+    ),
+    *only(
+        EMPTY,
+        "Code is graded by a function of your own: set custom_reward_function.path.",
+        "*.sandbox_fusion.url",
+        "sandbox_fusion.url",
+    ),
+    *note(
+        "Rewards are graded by processes of their own (reward_model.num_workers) after generation.",
+        "reward_model.use_reward_loop",
+        "reward_model.launch_reward_fn_async",
+    ),
+    *note(
+        "Read only with a reward model, which is off.",
+        "reward_model.model.*",
+        "reward_model.rollout.*",
+        "reward_model.*micro_batch_size*",
+        "reward_model.*max_token_len*",
+        "reward_model.use_dynamic_bsz",
+        "reward_model.*_resource_pool",
+        "reward_model.n_gpus_per_node",
+        "reward_model.nnodes",
+        "reward_model.max_length",
+        "reward_model.sandbox_fusion.*",
+        "sandbox_fusion.*",
+        "reward_model.ulysses_sequence_parallel_size",
+    ),
+    *instead("Set custom_reward_function.path and custom_reward_function.name.", "reward.custom_reward_function.*"),
+    *instead(
+        "Set reward_model.reward_manager.", "reward_manager.*", "reward.reward_manager.*", "reward_model.reward_loop_*"
+    ),
+    *instead("Set the key of this name under reward_model.", "reward.num_workers", "reward.reward_kwargs.*"),
+]
+
+DATA: list[Rule] = [
+    *instead(
+        "Images and video are not read: leave the key out to train on text.",
+        "data.image_key",
+        "data.video_key",
+        "data.audio_key",
+        "data.mm_processor_kwargs.*",
+    ),
+    *note(
+        "Images and video are not read.",
+        "data.return_multi_modal_inputs",
+        "data.image_patch_size",
+        "data.filter_overlong_images",
+    ),
+    *note("raw_prompt_ids are always there.", "data.return_raw_input_ids"),
+    *instead(
+        "Data come from files: set data.train_files, or data.custom_cls for a data set of your own.",
+        "data.datagen.*",
+        "data.datagen",
+    ),
+    *only(OFF, "A response is one turn, without tools: leave the key out.", "data.need_tools_kwargs"),
+    *instead(
+        "Set data.apply_chat_template_kwargs, or actor_rollout_ref.model.custom_chat_template.", "data.chat_template*"
+    ),
+]
+
+RUN: list[Rule] = [
+    *instead("Set trainer.max_ckpt_to_keep.", "trainer.max_actor_ckpt_to_keep", "trainer.max_critic_ckpt_to_keep"),
+    *note(
+        "There is one implementation of the workers and of the trainer.",
+        "trainer.use_legacy_worker_impl",
+        "trainer.use_v1",
+        "trainer.v1.*",
+    ),
+    *instead("Checkpoints are written to trainer.default_local_dir.", "trainer.default_hdfs_dir"),
+    *only(
+        OFF,
+        "A checkpoint is kept after it was read; set trainer.max_ckpt_to_keep to bound their number.",
+        "trainer.del_local_ckpt_after_load",
+    ),
+    *only(
+        (0, None),
+        "Checkpoints are written every trainer.save_freq steps: leave the key out.",
+        "trainer.esi_redundant_time",
+    ),
+    *instead("Set global_profiler.steps.", "trainer.profile_steps"),
+    *note(
+        "global_profiler.tool and global_profiler.steps say what is profiled.",
+        "<role>.profiler.*",
+        "trainer.npu_profile.*",
+        "global_profiler.global_tool_config.*",
+        "trainer.controller_nsight_options.*",
+        "trainer.worker_nsight_options.*",
+    ),
+    *only(OFF, "Batches travel inside the process: leave the key out.", "transfer_queue.enable"),
+    *note("Read only with a transfer queue, which is off.", "transfer_queue.*"),
+    *only(OFF, "There is no teacher model: leave the key out.", "distillation.enable*"),
+    *note("Read only with distillation, which is off.", "distillation.*"),
+    *instead("Generation and training take turns: leave the key out.", "async_training.*"),
+    *instead("Name configuration files in order, each with --config.", "defaults", "hydra.searchpath"),
+    *note("Hydra is not used.", "hydra.*", "*._target_", "_target_"),
+]

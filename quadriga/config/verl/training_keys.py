@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's keys of models, engines, optimizers and losses that have no field here."""
+
+from quadriga.config.verl.rule import EMPTY, OFF, ONE, Rule, instead, note, only
+
+PARALLEL: list[Rule] = [
+    *note(
+        "Settings of Megatron-core are not needed: the engine is fsdp.",
+        "<engine>.megatron.override_transformer_config.*",
+    ),
+    *only(
+        ONE,
+        "A model lives on one device, whole: set the size to 1, or leave the key out.",
+        "<engine>.megatron.*_parallel_size",
+        "<engine>.ulysses_sequence_parallel_size",
+        "<engine>.fsdp_config.ulysses_sequence_parallel_size",
+        "<rollout>.*_parallel_size",
+    ),
+    *only(
+        (None,),
+        "Weights are read from the Hugging Face folder in the model's path: leave the key out.",
+        "<engine>.megatron.dist_checkpointing_path",
+    ),
+    *note("Settings of Megatron-core are not needed: the engine is fsdp.", "<engine>.megatron.*"),
+    *only(
+        ("bfloat16", "auto", None),
+        "Set actor_rollout_ref.actor.fsdp_config.model_dtype: float32 or bfloat16.",
+        "<engine>.fsdp_config.dtype",
+        "<engine>.dtype",
+        "<rollout>.dtype",
+    ),
+    *only(
+        ("auto", None),
+        "The frozen model computes in actor_rollout_ref.actor.fsdp_config.model_dtype.",
+        "actor_rollout_ref.ref.fsdp_config.model_dtype",
+    ),
+    *instead("Set critic.fsdp_config.model_dtype.", "critic.model.fsdp_config.model_dtype"),
+    *only(
+        OFF,
+        "Every random choice is seeded from trainer.seed: leave the key out.",
+        "<engine>.fsdp_config.full_determinism",
+        "<rollout>.full_determinism",
+    ),
+    *note(
+        "How weights are split over devices and moved to the host does not matter on one device.",
+        "<engine>.fsdp_config.*",
+        "reward_model.model.fsdp_config.*",
+    ),
+    *note(
+        "The strategy of actor_rollout_ref.actor holds for every role.",
+        "actor_rollout_ref.ref.strategy",
+        "critic.strategy",
+        "reward_model.strategy",
+    ),
+    *note(
+        "Nothing waits on other processes.",
+        "actor_rollout_ref.nccl_timeout",
+        "trainer.ray_wait_register_center_timeout",
+    ),
+    *only(
+        (True, None), "Training and generation share one process: leave the key out.", "actor_rollout_ref.hybrid_engine"
+    ),
+    *note("Ray is not started: training runs in one process.", "ray_kwargs.*", "ray_init.*", "trainer.balance_batch"),
+    *only(
+        (0, 1, None),
+        "Generation runs in the trainer's process: leave the key out.",
+        "<rollout>.nnodes",
+        "<rollout>.n_gpus_per_node",
+    ),
+]
+
+BATCHING: list[Rule] = [
+    *instead(
+        "Set actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu.", "actor_rollout_ref.actor.ppo_micro_batch_size"
+    ),
+    *instead("Set critic.ppo_micro_batch_size_per_gpu.", "critic.ppo_micro_batch_size"),
+    *instead(
+        "Set the key of this name that ends in _per_gpu.",
+        "<rollout>.log_prob_micro_batch_size",
+        "actor_rollout_ref.ref.log_prob_micro_batch_size",
+    ),
+    *note(
+        "critic.ppo_max_token_len_per_gpu bounds the critic's passes; the bound does not change its values.",
+        "critic.forward_max_token_len_per_gpu",
+        "critic.forward_micro_batch_size*",
+        "critic.ppo_infer_*",
+        "actor_rollout_ref.actor.ppo_infer_*",
+    ),
+    *note(
+        "actor_rollout_ref.rollout.n holds for the critic too.", "critic.rollout_n", "actor_rollout_ref.actor.rollout_n"
+    ),
+    *note("Whether there is a critic follows from algorithm.adv_estimator.", "critic.enable"),
+    *instead("Set data.train_batch_size.", "data.gen_batch_size"),
+]
+
+COMPUTE: list[Rule] = [
+    *note(
+        "Sequences are always packed: padding is never computed.",
+        "<engine>.use_remove_padding",
+        "<model>.use_remove_padding",
+        "reward_model.model.use_remove_padding",
+    ),
+    *note(
+        "Log-probabilities and entropy are always fused with the output head, in chunks.",
+        "<model>.use_fused_kernels",
+        "<model>.fused_kernel_options.*",
+        "<engine>.use_fused_kernels",
+        "<engine>.entropy_from_logits_with_chunking",
+        "<engine>.entropy_checkpointing",
+        "<model>.use_liger",
+        "<model>.tiled_mlp.*",
+    ),
+    *note("The entropy is always reported.", "actor_rollout_ref.actor.calculate_entropy"),
+    *note("The engine chooses how it compiles; results do not depend on it.", "<engine>.use_torch_compile"),
+    *note(
+        "Activations are kept or computed again by enable_gradient_checkpointing; they are not moved to the host.",
+        "<model>.enable_activation_offload",
+    ),
+    *instead("Set actor_rollout_ref.actor.use_prefix_sharing.", "actor_rollout_ref.actor.use_prefix_grouper"),
+    *note("Copies in shared memory are not needed in one process.", "<model>.use_shm", "data.use_shm"),
+]
+
+MODEL: list[Rule] = [
+    *only(
+        (0, None),
+        "All weights are trained: leave the key out, or set it to 0.",
+        "<model>.lora_rank",
+        "<model>.lora.rank",
+    ),
+    *only(
+        EMPTY, "All weights are trained: leave the key out.", "<model>.lora_adapter_path", "<model>.lora.adapter_path"
+    ),
+    *note(
+        "Read only with LoRA, which is off.",
+        "<model>.lora_alpha",
+        "<model>.lora.*",
+        "<model>.target_modules",
+        "<model>.target_parameters",
+        "<model>.exclude_modules",
+    ),
+    *instead("Set data.tokenizer.", "<model>.tokenizer_path"),
+    *instead(
+        "The model's own config.json is used: change it with actor_rollout_ref.model.override_config.",
+        "<model>.hf_config_path",
+    ),
+    *only(
+        EMPTY,
+        "The critic takes actor_rollout_ref.model.override_config: leave the key out.",
+        "critic.model.override_config",
+        "critic.model.override_config.*",
+    ),
+    *note("actor_rollout_ref.model.trust_remote_code holds for the critic too.", "critic.model.trust_remote_code"),
+    *instead(
+        "Import what must be registered from the file of your reward function, data set or sampler.",
+        "<model>.external_lib",
+    ),
+    *only(OFF, "Multi-token prediction is not trained: leave the key out.", "<model>.mtp.enable*"),
+    *note("Read only with multi-token prediction, which is off.", "<model>.mtp.*"),
+    *only(OFF, "There is no vision tower: leave the key out.", "actor_rollout_ref.actor.freeze_vision_tower"),
+]
+
+OPTIMIZER: list[Rule] = [
+    *note(
+        "The optimizer's state stays on the device that trains.",
+        *(
+            f"<engine>.optim.override_optimizer_config.{name}"
+            for name in (
+                "optimizer_cpu_offload",
+                "optimizer_offload_fraction",
+                "overlap_cpu_optimizer_d2h_h2d",
+                "use_precision_aware_optimizer",
+            )
+        ),
+    ),
+    *only(
+        EMPTY,
+        "AdamW takes lr, betas, eps and weight_decay of this section: leave the key out.",
+        "<engine>.optim.override_optimizer_config",
+        "<engine>.optim.override_optimizer_config.*",
+    ),
+    *only(
+        ("adam", "adamw", "Adam", "AdamW", None),
+        "The optimizer is AdamW: leave the key out.",
+        "<engine>.optim.optimizer",
+    ),
+    *only(("torch.optim", None), "The optimizer is torch's AdamW: leave the key out.", "<engine>.optim.optimizer_impl"),
+    *only((1.0, None), "Set actor_rollout_ref.actor.grad_clip, or critic.grad_clip.", "<engine>.optim.clip_grad"),
+    *only((-1, None), "Set trainer.total_training_steps.", "<engine>.optim.total_training_steps"),
+    *only(
+        ("constant", None),
+        "Set lr_scheduler_type in the same section: constant, cosine or linear.",
+        "<engine>.optim.warmup_style",
+        "<engine>.optim.lr_decay_style",
+    ),
+    *only(
+        (None, 0, 0.0),
+        "Set min_lr_ratio in the same section: the end of the schedule as a share of lr.",
+        "<engine>.optim.min_lr",
+        "<engine>.optim.lr_warmup_init",
+    ),
+    *instead("The schedule ends with the run: set trainer.total_training_steps.", "<engine>.optim.lr_decay_steps"),
+    *only(
+        ("constant", None), "The weight decay is constant: leave the key out.", "<engine>.optim.weight_decay_incr_style"
+    ),
+    *note(
+        "Read only with a schedule that is not offered.",
+        "<engine>.optim.lr_wsd_decay_s*",
+        "<engine>.optim.use_checkpoint_opt_param_scheduler",
+    ),
+    *only(OFF, "Checkpoints are written before training goes on: leave the key out.", "<engine>.checkpoint.async_save"),
+]
+
+LOSS: list[Rule] = [
+    *note(
+        "Options of losses other than vanilla are keyword arguments of the registered function.",
+        "actor_rollout_ref.actor.policy_loss.*",
+        "actor_rollout_ref.actor.tau_*",
+    ),
+    *only(
+        ("disabled", None), "Routers are not replayed: leave the key out.", "actor_rollout_ref.actor.router_replay.mode"
+    ),
+    *note("Read only with the replay of routers, which is off.", "actor_rollout_ref.actor.router_replay.*"),
+    *only(
+        OFF,
+        "This is not computed: leave the key out.",
+        "actor_rollout_ref.actor.calculate_sum_pi_squared",
+        "actor_rollout_ref.actor.use_rollout_log_probs",
+        "actor_rollout_ref.actor.sum_pi_squared_checkpointing",
+    ),
+    *only(
+        OFF,
+        "Training and generation compute the same log-probabilities: leave the correction out.",
+        "algorithm.rollout_correction.bypass_mode",
+        "algorithm.rollout_correction.rollout_is",
+        "algorithm.rollout_correction.rollout_rs",
+        "algorithm.rollout_correction",
+    ),
+    *only(
+        ("ppo_clip", None),
+        "Set actor_rollout_ref.actor.policy_loss.loss_mode.",
+        "algorithm.rollout_correction.loss_type",
+    ),
+    *note("Read only with a rollout correction, which is off.", "algorithm.rollout_correction.*"),
+    *only(
+        OFF,
+        "Groups without a gradient stay in the batch and cost no training time: leave the key out.",
+        "algorithm.filter_groups.enable",
+        "algorithm.filter_groups",
+    ),
+    *note("Read only with the filter of groups, which is off.", "algorithm.filter_groups.*"),
+    *only(OFF, "Samples are not reweighted: leave the key out.", "algorithm.use_pf_ppo"),
+    *note("Read only with use_pf_ppo, which is off.", "algorithm.pf_ppo", "algorithm.pf_ppo.*"),
+]

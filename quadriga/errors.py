@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every error that Quadriga raises on purpose.
+
+    QuadrigaError
+    ├── ConfigError        a command line, a configuration file, a key
+    ├── DataError          a data file, a row, a tokenizer
+    ├── ProtocolError      a DataProto that does not hold together
+    ├── WorkerError        a worker, a worker group, a resource pool, a dispatch mode
+    ├── EngineError        a training engine
+    ├── RolloutError       a generation engine
+    ├── WeightSyncError    weights that are not those of the trainer
+    ├── RewardError        a grader, a reward manager
+    └── CheckpointError    a checkpoint that cannot be written or read
+
+Each says *where: got what, expected what. How to fix.*
+"""
+
+
+class QuadrigaError(Exception):
+    """An error with an answer.
+
+    Args:
+        where: the key, file, method or object concerned, as the user knows it.
+        got: what was found there.
+        expected: what would have been right.
+        fix: one sentence that says what to do.
+    """
+
+    def __init__(self, where: str, *, got: str = "", expected: str = "", fix: str = "") -> None:
+        found = f"got {got}" if got else ""
+        wanted = f"expected {expected}" if expected else ""
+        facts = ", ".join(part for part in (found, wanted) if part)
+        message = f"{where}: {facts}." if facts else f"{where}."
+        super().__init__(f"{message} {fix}".strip())
+        self.where, self.got, self.expected, self.fix = where, got, expected, fix
+
+    def __reduce__(self):
+        fields = {"got": self.got, "expected": self.expected, "fix": self.fix}
+        return _rebuild, (type(self), self.where, fields)
+
+
+def _rebuild(cls: type[QuadrigaError], where: str, fields: dict[str, str]) -> QuadrigaError:
+    return cls(where, **fields)
+
+
+class ConfigError(QuadrigaError):
+    """A command line, a configuration file or a key is wrong."""
+
+
+class DataError(QuadrigaError):
+    """A data file, a row or a tokenizer is wrong."""
+
+
+class ProtocolError(QuadrigaError):
+    """A DataProto does not hold together, or two of them do not fit."""
+
+
+class WorkerError(QuadrigaError):
+    """A worker, a worker group, a resource pool or a dispatch mode failed."""
+
+
+class EngineError(QuadrigaError):
+    """A training engine failed or was asked for what it cannot do."""
+
+
+class RolloutError(QuadrigaError):
+    """A generation engine failed or was asked for what it cannot do."""
+
+
+class WeightSyncError(QuadrigaError):
+    """A rollout's weights are not those of the trainer."""
+
+
+class RewardError(QuadrigaError):
+    """A grader or a reward manager failed."""
+
+
+class CheckpointError(QuadrigaError):
+    """A checkpoint could not be written or read."""

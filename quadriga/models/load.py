@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loading Hugging Face causal models, with errors that say what to do."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+from quadriga.errors import EngineError
+from quadriga.models.attention import ATTENTION_NAME
+from quadriga.models.norms import fuse_norms
+
+
+def load_causal_lm(
+    path: str | Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    attention: str = ATTENTION_NAME,
+    trust_remote_code: bool = False,
+    override_config: dict[str, Any] | None = None,
+) -> PreTrainedModel:
+    """A causal language model in evaluation mode, with its attention behind our door.
+
+    Args:
+        path: a folder with config.json and safetensors, or a name that transformers can resolve.
+        dtype: of the parameters.
+        device: where they live.
+        attention: `ATTENTION_NAME` for calls with an attention plan, or an implementation of transformers.
+        trust_remote_code: whether code that ships with the model may run.
+        override_config: entries of the model's configuration to replace.
+
+    Raises:
+        EngineError: the folder is missing or incomplete, or the architecture is unknown.
+    """
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **(override_config or {}))
+        model = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            attn_implementation=attention,
+            trust_remote_code=trust_remote_code,
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise EngineError(
+            f"model {path}",
+            got=str(error).strip().splitlines()[0],
+            expected="a folder or hub name that transformers can load as a causal language model",
+            fix="Check actor_rollout_ref.model.path; `quadriga prepare model NAME --output DIR` writes such a folder.",
+        ) from error
+    fuse_norms(model)
+    return model.to(device).eval()
+
+
+def backbone(model: PreTrainedModel) -> nn.Module:
+    """The part of a causal model that turns tokens into hidden states."""
+    return model.base_model
+
+
+def head_of(model: PreTrainedModel) -> nn.Module:
+    """The projection from hidden states to the vocabulary: a module with `weight` [V, D] and perhaps `bias`."""
+    return model.get_output_embeddings()
+
+
+def stop_token_ids(model_path: str | Path, tokenizer_eos: int | None) -> tuple[int, ...]:
+    """Token ids that end a response: those of the generation configuration, and the tokenizer's own."""
+    ids: list[int] = []
+    if (Path(model_path) / "generation_config.json").exists():
+        declared = GenerationConfig.from_pretrained(model_path).eos_token_id
+        ids = declared if isinstance(declared, list) else [declared] if declared is not None else []
+    return tuple(dict.fromkeys([*ids, *([tokenizer_eos] if tokenizer_eos is not None else [])]))

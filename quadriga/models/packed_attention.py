@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exact attention over packed sequences, with or without shared prompts.
+
+Packed tokens are cut into *segments*. A segment is causal in itself and may continue a prefix, another segment
+that it sees in full: the samples of one prompt are segments with the prompt as their prefix, so the prompt is
+computed once. Segments of similar length are padded into one call of scaled dot-product attention.
+
+Legend: N packed tokens, H query heads, K key-value heads, D head size, b rows of a bucket, L their longest
+segment, p different prefixes among them, S the longest prefix.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of packed tokens: [start, start + length), seeing itself causally and all of `prefix`."""
+
+    start: int
+    length: int
+    prefix: "Segment | None" = None
+
+
+class PackedAttention:
+    """Attention plan of one packed micro-batch.
+
+    Args:
+        segments: every packed token belongs to exactly one of them, in order of `start`.
+        device: of the packed tokens.
+        max_padding: how many padded tokens a bucket may hold for each real one.
+    """
+
+    def __init__(self, segments: Sequence[Segment], device: torch.device, max_padding: float = 0.25) -> None:
+        self.buckets = [_Bucket(members, device) for members in _bucket_by_length(segments, max_padding)]
+        order = torch.cat([bucket.queries.tokens for bucket in self.buckets])
+        self.inverse = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=device))
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """See `AttentionPlan.attend`; here B is 1."""
+        heads, head_size = query.shape[1], query.shape[3]
+        query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))  # [N, heads, D]
+        parts = [bucket.attend(query, key, value, scale) for bucket in self.buckets]
+        packed = torch.cat(parts) if len(parts) > 1 else parts[0]
+        return _Reorder.apply(packed, self.inverse).view(1, -1, heads, head_size)
+
+
+class _Bucket:
+    """Segments of similar length, computed in one call."""
+
+    def __init__(self, members: Sequence[Segment], device: torch.device) -> None:
+        self.queries = _Padding(members, device)
+        self.prefixes: _Padding | None = None
+        if members[0].prefix is not None:
+            self._continue_prefixes(members, device)
+
+    def _continue_prefixes(self, members: Sequence[Segment], device: torch.device) -> None:
+        prefixes = list(dict.fromkeys(segment.prefix for segment in members if segment.prefix is not None))
+        numbers = {prefix: number for number, prefix in enumerate(prefixes)}
+        self.prefixes = _Padding(prefixes, device)
+        self.prefix_of_row = torch.tensor([numbers[segment.prefix] for segment in members], device=device)
+        before, width = self.prefixes.width, self.queries.width
+        mask = torch.zeros(len(members), 1, width, before + width, dtype=torch.bool)
+        mask[..., before:] = torch.ones(width, width, dtype=torch.bool).tril()
+        for row, segment in enumerate(members):
+            mask[row, ..., : segment.prefix.length] = True
+        self.mask = mask.to(device)  # True where a query sees a key
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+        """[N, heads, D] each -> [tokens of the bucket, H * D], in the order of its rows."""
+        rows = self.queries.pad(query)
+        seen, read = self._keys(key), self._keys(value)
+        groups = query.shape[1] // key.shape[1]
+        if groups > 1:
+            seen, read = seen.repeat_interleave(groups, 2), read.repeat_interleave(groups, 2)
+        rows, seen, read = (part.transpose(1, 2) for part in (rows, seen, read))
+        if self.prefixes is None:
+            mixed = scaled_dot_product_attention(rows, seen, read, is_causal=True, scale=scale)
+        else:
+            mixed = scaled_dot_product_attention(rows, seen, read, attn_mask=self.mask, scale=scale)
+        return self.queries.unpad(mixed.transpose(1, 2).flatten(2).to(query.dtype))
+
+    def _keys(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[N, K, D] -> [b, L, K, D], or [b, S + L, K, D] where the rows continue a prefix."""
+        own = self.queries.pad(tokens)
+        if self.prefixes is None:
+            return own
+        return torch.cat([self.prefixes.pad(tokens).index_select(0, self.prefix_of_row), own], dim=1)
+
+
+class _Padding:
+    """Where the tokens of some segments stand when each segment is a row, padded on the right.
+
+    The padding repeats a row's first token: no real query sees it, and its gradient is dropped.
+    """
+
+    def __init__(self, segments: Sequence[Segment], device: torch.device) -> None:
+        self.width = max(segment.length for segment in segments)
+        indices = torch.tensor([segment.start for segment in segments])[:, None].repeat(1, self.width)
+        real = torch.zeros(indices.shape, dtype=torch.bool)
+        for row, segment in enumerate(segments):
+            indices[row, : segment.length] += torch.arange(segment.length)
+            real[row, : segment.length] = True
+        self.indices = indices.to(device)  # [b, L] into the packed tokens
+        self.tokens = indices[real].to(device)  # the packed tokens of all rows, one after the other
+        self.slots = real.flatten().nonzero()[:, 0].to(device)  # where these stand in the padded rows
+
+    def pad(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[N, heads, D] -> [b, L, heads, D]. Attention on CPUs is twice as fast backward in float32 as in bfloat16."""
+        rows = _Pad.apply(tokens, self)
+        return rows.float() if rows.device.type == "cpu" else rows
+
+    def unpad(self, rows: torch.Tensor) -> torch.Tensor:
+        """[b, L, X] -> [tokens, X]"""
+        return _Unpad.apply(rows, self)
+
+
+# Each packed token stands in one padded slot, so the gradients below are copies. Autograd cannot know that: its
+# own gradient of an index is a scatter with atomic or serial additions, ten times as slow.
+
+
+class _Pad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tokens: torch.Tensor, padding: _Padding) -> torch.Tensor:
+        ctx.padding, ctx.num_tokens = padding, tokens.shape[0]
+        return tokens.index_select(0, padding.indices.flatten()).view(*padding.indices.shape, *tokens.shape[1:])
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        padding = ctx.padding
+        out = grad.new_zeros(ctx.num_tokens, *grad.shape[2:])
+        return out.index_copy_(0, padding.tokens, grad.flatten(0, 1).index_select(0, padding.slots)), None
+
+
+class _Unpad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows: torch.Tensor, padding: _Padding) -> torch.Tensor:
+        ctx.slots, ctx.shape = padding.slots, rows.shape
+        return rows.flatten(0, 1).index_select(0, padding.slots)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        out = grad.new_zeros(ctx.shape).flatten(0, 1)
+        return out.index_copy_(0, ctx.slots, grad).view(ctx.shape), None
+
+
+class _Reorder(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tokens: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+        ctx.order = order
+        return tokens.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        return torch.empty_like(grad).index_copy_(0, ctx.order, grad), None
+
+
+def _bucket_by_length(segments: Sequence[Segment], max_padding: float) -> list[list[Segment]]:
+    """Segments of similar length and prefix together; those with a prefix apart from those without."""
+
+    def cost(segment: Segment) -> tuple[bool, int, int]:
+        prefix = segment.prefix.length if segment.prefix else 0
+        return segment.prefix is not None, segment.length, prefix
+
+    buckets: list[list[Segment]] = []
+    for segment in sorted(segments, key=cost, reverse=True):
+        current = buckets[-1] if buckets else []
+        if current and (current[0].prefix is None) == (segment.prefix is None):
+            total = sum(member.length for member in current) + segment.length
+            if current[0].length * (len(current) + 1) <= (1 + max_padding) * total:
+                current.append(segment)
+                continue
+        buckets.append([segment])
+    return _join_small(buckets)
+
+
+def _join_small(buckets: list[list[Segment]], min_tokens: int = 2048) -> list[list[Segment]]:
+    """A call costs as much as some hundred tokens, so neighbours that are small together share one."""
+    joined: list[list[Segment]] = []
+    for bucket in buckets:
+        last = joined[-1] if joined else None
+        if last and (last[0].prefix is None) == (bucket[0].prefix is None):
+            padded = last[0].length * (len(last) + len(bucket))
+            if padded <= min_tokens:
+                last.extend(bucket)
+                continue
+        joined.append(bucket)
+    return joined

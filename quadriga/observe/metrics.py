@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measured numbers that know how to be combined.
+
+A worker that saw 40 tokens and a worker that saw 4000 must not count the same in a mean. So a metric travels
+with the way it is reduced and with the weight it stands for, from the place where it was measured to the log.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+Reduction = Literal["mean", "sum", "max", "min", "last"]
+REDUCTIONS: tuple[str, ...] = get_args(Reduction)
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One number, how it combines with others of its name, and how much it weighs in a mean.
+
+    The weight is the count behind the number (tokens, sequences, optimizer steps); only "mean" uses it.
+    """
+
+    value: float
+    reduction: Reduction = "mean"
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.reduction not in REDUCTIONS:
+            raise ValueError(f"Metric.reduction: got {self.reduction!r}, expected one of {', '.join(REDUCTIONS)}.")
+        if not self.weight >= 0 or math.isinf(self.weight):
+            raise ValueError(f"Metric.weight: got {self.weight!r}, expected a finite number of at least 0.")
+        # Zero-dimensional tensors and numpy numbers become plain floats here, so that a metric never keeps a graph
+        # or a device alive and can be sent and written anywhere.
+        object.__setattr__(self, "value", _plain(self.value))
+        object.__setattr__(self, "weight", _plain(self.weight))
+
+
+def _plain(number: Any) -> float:
+    # item() and not float(): a loss that still has its graph is read without a warning.
+    return float(number.item() if hasattr(number, "item") else number)
+
+
+def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
+    """Combine the metrics of several workers, micro-batches or mini-batches into one metric per name.
+
+    The result can be merged again: merging in stages gives the same as merging at once.
+    """
+    collected: dict[str, list[Metric]] = {}
+    for part in parts:
+        for name, metric in part.items():
+            collected.setdefault(name, []).append(metric)
+    return {name: _combine(name, metrics) for name, metrics in collected.items()}
+
+
+def reduce_metrics(metrics: Mapping[str, Metric | Sequence[Metric]]) -> dict[str, float]:
+    """The plain numbers to log: one float per name, lists (from concatenated results) combined first.
+
+    A name whose list is empty was measured nowhere and is left out.
+    """
+    reduced: dict[str, float] = {}
+    for name, metric in metrics.items():
+        if isinstance(metric, Metric):
+            reduced[name] = metric.value
+        elif metric:
+            reduced[name] = _combine(name, metric).value
+    return reduced
+
+
+def _combine(name: str, metrics: Sequence[Metric]) -> Metric:
+    kinds = {metric.reduction for metric in metrics}
+    if len(kinds) > 1:
+        raise ValueError(f"metric {name}: got the reductions {', '.join(sorted(kinds))}, expected one for all parts.")
+    reduction = metrics[0].reduction
+    weight = math.fsum(metric.weight for metric in metrics)
+    return Metric(_reduce(metrics, reduction, weight), reduction, weight)
+
+
+def _reduce(metrics: Sequence[Metric], reduction: Reduction, weight: float) -> float:
+    values = [metric.value for metric in metrics]
+    if reduction == "mean":
+        return _weighted_mean(metrics, weight)
+    if reduction == "sum":
+        return _sum(values)
+    if reduction == "last":
+        return values[-1]
+    # max() and min() answer by position when a NaN is among the values; a NaN must be seen, so it wins.
+    if any(math.isnan(value) for value in values):
+        return math.nan
+    return max(values) if reduction == "max" else min(values)
+
+
+def _weighted_mean(metrics: Sequence[Metric], weight: float) -> float:
+    if weight == 0:
+        # Nothing stands behind these numbers (a rank without a single valid token): the mean of nothing is not 0.
+        return math.nan
+    # A part of weight 0 says nothing, even where its own value is NaN.
+    return _sum([metric.value * metric.weight for metric in metrics if metric.weight > 0]) / weight
+
+
+def _sum(values: Sequence[float]) -> float:
+    # fsum is exact in any order, but it refuses to add opposite infinities; plain addition gives the NaN they are.
+    return math.fsum(values) if all(math.isfinite(value) for value in values) else sum(values)

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a long piece of work stands: a bar on a terminal, one aligned line per step in a log.
+
+    step 12/30 ━━━━━━━━━╸────────────── reward 0.430  1 214 tok/s  8.1 s/step  2:24 left · gen
+
+Who prints what: a `Progress` is the only printer of steps while it is open. The console tracking backend, given the
+same `Progress`, leaves the steps to it and adds what a bar cannot show (validation results, sample answers) through
+`message`, above the bar. Without a `Progress` the backend prints the steps itself, in the same form.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, ProgressColumn, Task, TextColumn
+from rich.progress import Progress as RichProgress
+from rich.text import Text
+
+from quadriga.observe.headline import join_field
+
+# Time left follows the mean of so many last steps: long enough to be calm, short enough to notice a change of pace.
+PACE_STEPS = 10
+# A terminal has room for these beside the bar; a log line shows every field. Work that has none of them shows its own.
+BAR_FIELDS = ("reward", "tok/s", "s/step")
+GAP = "  "
+
+
+class Progress:
+    """The state of `total` steps, shown to a person.
+
+    Args:
+        total: number of steps of the whole work.
+        initial: steps done before this process (a resumed run); they do not enter the pace.
+        description: what is counted, shown before the count.
+        console: where to print; standard output by default. It decides between bar and lines.
+        activity: asked while the bar is shown what is being done at the moment, such as `timer.current`.
+        clock: seconds, for tests.
+    """
+
+    def __init__(
+        self,
+        total: int,
+        initial: int = 0,
+        description: str = "step",
+        *,
+        console: Console | None = None,
+        activity: Callable[[], str] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        # Long lines in a log stay whole: a log has no edge.
+        self._console = console or Console(highlight=False, soft_wrap=True)
+        self._total = total
+        self._description = description
+        self._columns = AlignedLine()
+        self._pace = _Pace(initial, clock)
+        self._bar: RichProgress | None = None
+        if self._console.is_interactive:
+            self._bar = _bar(self._console, self._pace, total, activity or str)
+            self._task = self._bar.add_task(description, total=total, completed=initial, fields="")
+            self._bar.start()
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds until the last step at the present pace; None before the first step."""
+        return self._pace.left_s(self._total)
+
+    def update(self, step: int, fields: Mapping[str, str]) -> None:
+        """Show that `step` steps are done, and the numbers of the last one.
+
+        Args:
+            step: steps done so far, counted from 1.
+            fields: label -> text, as `step_fields` makes them. A label with a slash is a unit and stands behind.
+        """
+        self._pace.record(step)
+        if self._bar is None:
+            self._print(self._line(step, fields))
+            return
+        shown = [name for name in BAR_FIELDS if name in fields] or fields
+        text = GAP.join(join_field(name, fields[name]) for name in shown)
+        self._bar.update(self._task, completed=step, fields=text)
+
+    def _line(self, step: int, fields: Mapping[str, str]) -> str:
+        position = f"{step:>{len(str(self._total))}}/{self._total}"
+        line = self._columns.render({self._description: position, **fields})
+        left_s = self.left_s
+        return f"{line}{GAP}{clock_text(left_s)} left" if left_s else line
+
+    def message(self, text: str) -> None:
+        """Print text that stays: above the bar on a terminal, as it is in a log."""
+        self._print(text)
+
+    def close(self) -> None:
+        """Leave the last state on the screen and give the terminal back. May be called twice."""
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _print(self, text: str) -> None:
+        # Metrics and answers of a model are not markup: "[/b]" in an answer is an answer.
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+class AlignedLine:
+    """Lines whose fields stand below each other; a column grows when a value needs it and never shrinks."""
+
+    def __init__(self) -> None:
+        self._widths: dict[str, int] = {}
+
+    def render(self, fields: Mapping[str, str]) -> str:
+        """One line. A known field that is missing leaves its place empty, so that the others stay in line."""
+        for label, value in fields.items():
+            self._widths[label] = max(self._widths.get(label, 0), len(value))
+        cells = []
+        for label, width in self._widths.items():
+            cell = join_field(label, fields.get(label, "").rjust(width))
+            cells.append(cell if label in fields else " " * len(cell))
+        return GAP.join(cells).rstrip()
+
+
+def clock_text(seconds: float) -> str:
+    """2:24, or 1:02:24 from an hour on, or 3 d 04 h from two days on."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    if hours >= 48:
+        return f"{hours // 24} d {hours % 24:02d} h"
+    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
+
+
+class _Pace:
+    """Seconds per step over the last few steps."""
+
+    def __init__(self, initial: int, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._marks: deque[tuple[int, float]] = deque([(initial, clock())], maxlen=PACE_STEPS + 1)
+        self._is_warm = False
+
+    def record(self, step: int) -> None:
+        self._marks.append((step, self._clock()))
+        if not self._is_warm and len(self._marks) > 2:
+            # The first step carries what happens only once (a validation before it, kernels that warm up).
+            self._marks.popleft()
+            self._is_warm = True
+
+    def left_s(self, total: int) -> float | None:
+        (first_step, first_s), (last_step, last_s) = self._marks[0], self._marks[-1]
+        if last_step == first_step:
+            return None
+        per_step_s = (last_s - first_s) / (last_step - first_step)
+        return max(0.0, (total - last_step) * per_step_s)
+
+    def countdown_s(self, total: int) -> float | None:
+        """As `left_s`, less the time since the last step: what a bar shows between two steps."""
+        left_s = self.left_s(total)
+        return None if left_s is None else max(0.0, left_s - (self._clock() - self._marks[-1][1]))
+
+
+class _TimeLeft(ProgressColumn):
+    def __init__(self, pace: _Pace, total: int, activity: Callable[[], str]) -> None:
+        super().__init__()
+        self._pace, self._total, self._activity = pace, total, activity
+
+    def render(self, task: Task) -> Text:
+        if task.finished:
+            return Text("done", style="green")
+        left_s = self._pace.countdown_s(self._total)
+        doing = self._activity()
+        left = "" if left_s is None else f"{clock_text(left_s)} left"
+        text = Text(left, style="cyan")
+        return text.append(f"{' · ' if left and doing else ''}{doing}", style="dim")
+
+
+def _bar(console: Console, pace: _Pace, total: int, activity: Callable[[], str]) -> RichProgress:
+    return RichProgress(
+        TextColumn("{task.description}", style="bold"),
+        TextColumn(f"{{task.completed:>{len(str(total))}.0f}}/{{task.total:.0f}}"),
+        BarColumn(bar_width=24),
+        TextColumn("{task.fields[fields]}", markup=False),
+        _TimeLeft(pace, total, activity),
+        console=console,
+        refresh_per_second=4,
+    )

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a tracking backend is, and what every one of them needs."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+from quadriga.errors import ConfigError
+
+# Columns of a validation sample by convention; a row may hold others and need not hold all of these.
+SAMPLE_COLUMNS = ("data_source", "input", "output", "ground_truth", "score")
+
+Sample = Mapping[str, Any]
+
+
+class TrackingBackend(Protocol):
+    """One place where metrics go. Steps arrive in order; after a resume they start again behind `resume_step`."""
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Write the metrics of a step."""
+        ...
+
+    def log_samples(self, rows: Sequence[Sample], step: int) -> None:
+        """Write validation samples: one mapping per sample, its columns those of `SAMPLE_COLUMNS` or others."""
+        ...
+
+    def close(self, *, has_failed: bool = False) -> None:
+        """Write everything out; a run that ended in an error is marked as failed where the backend can say so."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a backend is told about the run it records.
+
+    `resume_step` is the last step that counts: 0 for a run from the start. What was recorded behind it by a process
+    that died is recorded again.
+    """
+
+    project_name: str
+    experiment_name: str
+    config: Mapping[str, Any]
+    directory: Path
+    resume_step: int = 0
+
+    def load_id(self, backend: str) -> str | None:
+        """The identity this run has at a tracking service, if it is a continued one."""
+        path = self._id_file(backend)
+        return path.read_text().strip() if self.resume_step > 0 and path.exists() else None
+
+    def save_id(self, backend: str, identity: str) -> None:
+        """Remember the identity for the process that may continue this run."""
+        self._id_file(backend).write_text(f"{identity}\n")
+
+    def _id_file(self, backend: str) -> Path:
+        return self.directory / f".{backend}_run_id"
+
+
+def require(module: str, *, logger: str, install: str) -> ModuleType:
+    """Import the package of a backend, or say how to get it.
+
+    Raises:
+        ConfigError: it is not installed, or it is and does not import.
+    """
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"trainer.logger={logger}",
+            got=f"no usable package {module} ({error})",
+            expected="it to be installed",
+            fix=f"Install it with: pip install {install}; or take {logger} out of trainer.logger.",
+        ) from error
+
+
+def sample_columns(rows: Sequence[Sample]) -> list[str]:
+    """All columns of these rows: the conventional ones first, then others as they come."""
+    found = dict.fromkeys(name for row in rows for name in row)
+    return [name for name in SAMPLE_COLUMNS if name in found] + [name for name in found if name not in SAMPLE_COLUMNS]
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of a nested configuration as ("a.b.c", value)."""
+    for key, value in config.items():
+        path = f"{prefix}.{key}" if prefix else str(key)
+        if isinstance(value, Mapping) and value:
+            yield from flatten(value, path)
+        else:
+            yield path, value

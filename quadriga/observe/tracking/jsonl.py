@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The jsonl backend: `metrics.jsonl` and `samples.jsonl` in the run's directory, one JSON object per line.
+
+The files are the record of the run: they survive a kill at any moment (every line is handed to the system at once, a
+half-written last line is dropped when the run continues) and hold each number exactly. JSON has no word for NaN
+and the infinities; they are written as the strings "NaN", "Infinity" and "-Infinity", which `float` reads.
+"""
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quadriga.errors import DataError, QuadrigaError
+from quadriga.observe.tracking.base import Run, Sample
+
+METRICS_FILE = "metrics.jsonl"
+SAMPLES_FILE = "samples.jsonl"
+
+
+class JsonlBackend:
+    """Appends to the two files, after removing what a process that died wrote behind the last checkpoint.
+
+    A run that starts anew in a directory with files of another keeps those under a numbered name.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._metrics = _LineFile(run.directory / METRICS_FILE, run.resume_step)
+        self._samples = _LineFile(run.directory / SAMPLES_FILE, run.resume_step)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Append one line: {"step": 3, "actor/entropy": 0.7, ...}."""
+        self._metrics.append({"step": step, **{name: float(value) for name, value in metrics.items()}})
+
+    def log_samples(self, rows: Sequence[Sample], step: int) -> None:
+        """Append one line per sample."""
+        for row in rows:
+            self._samples.append({"step": step, **row})
+
+    def close(self, *, has_failed: bool = False) -> None:
+        """Close the files; every line already is in them."""
+        self._metrics.close()
+        self._samples.close()
+
+
+def read_metrics(path: Path) -> dict[int, dict[str, float]]:
+    """The metrics of each step, in order; lines of the same step are united, the later value counts.
+
+    Raises:
+        DataError: a line is not one that the backend writes. A last line cut short by a kill is left out.
+    """
+    steps: dict[int, dict[str, float]] = {}
+    for record in _complete_records(Path(path)):
+        step = int(record.pop("step"))
+        steps.setdefault(step, {}).update({name: float(value) for name, value in record.items()})
+    return dict(sorted(steps.items()))
+
+
+class _LineFile:
+    """Lines that are there as a whole or not at all, opened when the first one comes."""
+
+    def __init__(self, path: Path, resume_step: int) -> None:
+        self._path = path
+        self._descriptor: int | None = None
+        if not path.exists():
+            return
+        if resume_step > 0:
+            _drop_behind(path, resume_step)
+        elif path.stat().st_size:
+            _put_aside(path)
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        line = json.dumps(_jsonable(record), ensure_ascii=False, allow_nan=False).encode() + b"\n"
+        if self._descriptor is None:
+            self._descriptor = self._system(lambda: os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644))
+        size = os.fstat(self._descriptor).st_size
+        try:
+            self._system(lambda: _write_all(self._descriptor, line))
+        except QuadrigaError:
+            # Part of the line may be in the file; the next one must not be glued to it.
+            os.ftruncate(self._descriptor, size)
+            raise
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _system(self, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except OSError as error:
+            raise QuadrigaError(
+                str(self._path),
+                got=error.strerror or str(error),
+                expected="to append a line",
+                fix="The lines before it are whole; free the disk or the permission and continue the run.",
+            ) from error
+
+
+def _write_all(descriptor: int | None, line: bytes) -> None:
+    assert descriptor is not None
+    written = 0
+    while written < len(line):
+        written += os.write(descriptor, line[written:])
+
+
+def _drop_behind(path: Path, resume_step: int) -> None:
+    """Keep the lines up to `resume_step`, byte for byte; written aside and renamed, so a kill here loses nothing."""
+    kept = [line for line, record in _complete_lines(path) if int(record["step"]) <= resume_step]
+    aside = path.with_name(f"{path.name}.tmp")
+    with aside.open("wb") as file:
+        file.writelines(kept)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)
+
+
+def _put_aside(path: Path) -> None:
+    number = 1
+    while (other := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
+        number += 1
+    path.rename(other)
+
+
+def _complete_records(path: Path) -> Iterator[dict[str, Any]]:
+    return (record for _, record in _complete_lines(path))
+
+
+def _complete_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                return
+            yield line, _parse(line, path, number)
+
+
+def _parse(line: bytes, path: Path, number: int) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise DataError(
+            f"{path}, line {number}", got=f"no JSON ({error})", expected="one JSON object per line"
+        ) from error
+    if not isinstance(record, dict) or "step" not in record:
+        raise DataError(f"{path}, line {number}", got=line.decode()[:80].strip(), expected='an object with "step"')
+    return record
+
+
+def _jsonable(value: Any) -> Any:
+    """Plain JSON values; what has no JSON form (a tensor, an object of the user's) is written as its text."""
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _jsonable(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_jsonable(entry) for entry in value]
+    return str(value)

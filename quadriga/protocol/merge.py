@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Putting data together: what counts as equal, the union of columns, the concatenation of rows.
+
+Two entries of one name may only meet if they are equal; the error names the entry and the first
+row that differs. Equality sees through nested containers, takes NaN as equal to NaN, and does not
+hang on structures that contain themselves.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from quadriga.errors import ProtocolError
+
+METRICS = "metrics"
+
+
+def differing_rows(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Row numbers in which two tensors of one shape differ; NaN equals NaN."""
+    unequal = left != right
+    if left.is_floating_point() or left.is_complex():
+        unequal &= ~(torch.isnan(left) & torch.isnan(right))
+    return unequal.reshape(left.shape[0], -1).any(dim=1).nonzero().flatten() if left.numel() else torch.empty(0)
+
+
+def _tensors_equal(left: torch.Tensor, right: torch.Tensor) -> bool:
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    right = right.to(left.device)
+    return torch.equal(left, right) or not differing_rows(left.reshape(1, -1), right.reshape(1, -1)).numel()
+
+
+def _plain_arrays_equal(left: np.ndarray, right: np.ndarray) -> bool:
+    if left.shape != right.shape:
+        return False
+    unequal = left != right
+    if left.dtype.kind in "fc" and right.dtype.kind in "fc":
+        unequal &= ~(np.isnan(left) & np.isnan(right))
+    return not np.any(unequal)
+
+
+def _scalars_equal(left: Any, right: Any) -> bool:
+    both_nan = isinstance(left, float) and isinstance(right, float) and left != left and right != right
+    return both_nan or bool(left == right)
+
+
+def _children(left: Any, right: Any) -> list[tuple[Any, Any]] | None:
+    """Pairs that must be equal for `left` and `right` to be; None if they already differ in form."""
+    if isinstance(left, Mapping):
+        if not isinstance(right, Mapping) or left.keys() != right.keys():
+            return None
+        return [(left[key], right[key]) for key in left]
+    if isinstance(left, np.ndarray):
+        same = isinstance(right, np.ndarray) and left.shape == right.shape
+        return list(zip(left.flat, right.flat, strict=True)) if same else None
+    if isinstance(left, (list, tuple)):
+        same = isinstance(right, (list, tuple)) and len(left) == len(right)
+        return list(zip(left, right, strict=True)) if same else None
+    return [(vars(left), vars(right))] if type(left) is type(right) else None
+
+
+def _has_children(value: Any) -> bool:
+    if isinstance(value, np.ndarray):
+        return value.dtype == object
+    if isinstance(value, (Mapping, list, tuple)):
+        return True
+    # A plain object compares by identity, a dataclass field by field with a truth value that tensors refuse.
+    is_plain = type(value).__eq__ is object.__eq__ or hasattr(type(value), "__dataclass_fields__")
+    return is_plain and hasattr(value, "__dict__") and not callable(value)
+
+
+def deep_equal(left: Any, right: Any) -> bool:
+    """Whether two values are equal all the way down: NaN equals NaN, and cycles end.
+
+    A pair of containers that is met again while it is being compared is taken as equal, so two
+    structures are equal if no path from the roots leads to a difference.
+    """
+    pairs: list[tuple[Any, Any]] = [(left, right)]
+    seen: set[tuple[int, int]] = set()
+    while pairs:
+        left, right = pairs.pop()
+        if left is right or (id(left), id(right)) in seen:
+            continue
+        if isinstance(left, torch.Tensor):
+            if not (isinstance(right, torch.Tensor) and _tensors_equal(left, right)):
+                return False
+        elif _has_children(left):
+            seen.add((id(left), id(right)))
+            children = _children(left, right)
+            if children is None:
+                return False
+            pairs.extend(children)
+        elif isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
+            both = isinstance(left, np.ndarray) and isinstance(right, np.ndarray)
+            if not both or not _plain_arrays_equal(left, right):
+                return False
+        elif not _scalars_equal(left, right):
+            return False
+    return True
+
+
+def _refuse(name: str, got: str) -> ProtocolError:
+    return ProtocolError(
+        f"union: {name}",
+        got=got,
+        expected="equal entries on both sides",
+        fix="Remove one with pop, or rename it.",
+    )
+
+
+def _check_same_tensor(name: str, left: Any, right: Any) -> None:
+    if isinstance(left, TensorDict) and isinstance(right, TensorDict):
+        for key in left.keys() & right.keys():
+            _check_same_tensor(f"{name}[{key!r}]", left[key], right[key])
+        if left.keys() != right.keys():
+            raise _refuse(name, f"keys {sorted(left.keys())} and {sorted(right.keys())}")
+        return
+    if left is right:
+        return
+    if left.shape != right.shape or left.dtype != right.dtype:
+        raise _refuse(name, f"{tuple(left.shape)} {left.dtype} and {tuple(right.shape)} {right.dtype}")
+    right = right.to(left.device)
+    if not torch.equal(left, right):
+        rows = differing_rows(left, right)
+        if rows.numel():
+            row = int(rows[0])
+            raise _refuse(name, f"values that differ in {rows.numel()} row(s), the first being row {row}")
+
+
+def _check_same_array(name: str, left: np.ndarray, right: np.ndarray) -> None:
+    if left is right:
+        return
+    if left.shape != right.shape:
+        raise _refuse(name, f"shapes {left.shape} and {right.shape}")
+    for row in range(left.shape[0]):
+        if not deep_equal(left[row], right[row]):
+            raise _refuse(name, f"values that differ, the first in row {row}")
+
+
+def union_tensor_dict(left: TensorDict, right: TensorDict) -> TensorDict:
+    """Add the columns of `right` to `left`, in place, and return `left`.
+
+    Raises:
+        ProtocolError: the batch sizes differ, or a column of both is not equal (NaN equals NaN).
+            `left` is then as it was.
+    """
+    if left.batch_size != right.batch_size:
+        raise ProtocolError(
+            "union: batch size",
+            got=f"{tuple(left.batch_size)} and {tuple(right.batch_size)}",
+            expected="the same rows on both sides",
+        )
+    for key, value in right.items():
+        if key in left.keys():  # noqa: SIM118 - `in` on a TensorDict itself is refused by tensordict
+            _check_same_tensor(f"column {key!r}", left[key], value)
+    for key, value in right.items():
+        if key not in left.keys():  # noqa: SIM118
+            left[key] = value
+    return left
+
+
+def union_numpy_dict(left: dict[str, np.ndarray], right: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Add the arrays of `right` to `left`, in place, and return `left`.
+
+    Raises:
+        ProtocolError: an array of both is not equal, compared row by row and deeply.
+            `left` is then as it was.
+    """
+    for key, value in right.items():
+        if key in left:
+            _check_same_array(f"column {key!r}", left[key], value)
+    for key, value in right.items():
+        left.setdefault(key, value)
+    return left
+
+
+def union_meta_info(left: dict[str, Any], right: Mapping[str, Any]) -> dict[str, Any]:
+    """Add the entries of `right` to `left`, in place; entries of both must be equal."""
+    for key, value in right.items():
+        if key in left and not deep_equal(left[key], value):
+            raise _refuse(f"meta_info[{key!r}]", f"{left[key]!r:.80} and {value!r:.80}")
+    for key, value in right.items():
+        left.setdefault(key, value)
+    return left
+
+
+def merge_metrics(parts: Sequence[Any]) -> dict[str, list[Any]]:
+    """Metrics of several parts as name -> list of the parts' values; values that are lists are extended.
+
+    A part is a dictionary, or a list of dictionaries.
+    """
+    merged: dict[str, list[Any]] = {}
+    for part in parts:
+        for metrics in part if isinstance(part, list) else [part]:
+            for name, value in metrics.items():
+                merged.setdefault(name, []).extend(value if isinstance(value, list) else [value])
+    return merged
+
+
+def merge_meta_info(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """`meta_info` of concatenated parts: metrics are listed, any other entry must be equal wherever it is."""
+    merged: dict[str, Any] = {}
+    for number, part in enumerate(parts):
+        for key, value in part.items():
+            if key == METRICS or key not in merged:
+                merged[key] = value
+            elif not deep_equal(merged[key], value):
+                raise ProtocolError(
+                    f"concat: meta_info[{key!r}]",
+                    got=f"{merged[key]!r:.80} and, in part {number}, {value!r:.80}",
+                    expected="the same value in every part",
+                    fix="Report what differs between parts as a metric or as a column.",
+                )
+    if METRICS in merged:
+        merged[METRICS] = merge_metrics([part[METRICS] for part in parts if part.get(METRICS) is not None])
+    return merged
+
+
+def _check_same_keys(kind: str, parts: Sequence[Any]) -> None:
+    first = set(parts[0].keys())
+    for number, part in enumerate(parts):
+        if set(part.keys()) != first:
+            raise ProtocolError(
+                f"concat: {kind}",
+                got=f"columns {sorted(part.keys())} in part {number} and {sorted(first)} in part 0",
+                expected="the same columns in every part",
+            )
+
+
+def concat_tensors(parts: Sequence[TensorDict]) -> TensorDict:
+    """Rows of all parts, one below the other: one allocation per column, none for a single part."""
+    if len(parts) == 1:
+        return parts[0].copy()
+    _check_same_keys("batch", parts)
+    rows = sum(part.batch_size[0] for part in parts)
+    columns: dict[str, Any] = {}
+    for key in parts[0].keys():  # noqa: SIM118 - a TensorDict iterates over rows
+        values = [part[key] for part in parts]
+        if isinstance(values[0], TensorDict):
+            columns[key] = concat_tensors(values)
+            continue
+        for number, value in enumerate(values):
+            if value.shape[1:] != values[0].shape[1:] or value.dtype != values[0].dtype:
+                raise ProtocolError(
+                    f"concat: column {key!r}",
+                    got=f"{tuple(value.shape)} {value.dtype} in part {number}",
+                    expected=f"(rows, {', '.join(map(str, values[0].shape[1:]))}) {values[0].dtype} as in part 0",
+                    fix="Pad the parts to one length first.",
+                )
+        columns[key] = torch.cat(values)
+    return TensorDict(columns, batch_size=[rows], device=parts[0].device)
+
+
+def concat_arrays(parts: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Rows of all parts, one below the other; a single part is not copied."""
+    if len(parts) == 1:
+        return dict(parts[0])
+    _check_same_keys("non_tensor_batch", parts)
+    for key, first in parts[0].items():
+        for number, part in enumerate(parts):
+            if part[key].shape[1:] != first.shape[1:]:
+                raise ProtocolError(
+                    f"concat: column {key!r}",
+                    got=f"shape {part[key].shape} in part {number}",
+                    expected=f"shape (rows, *{first.shape[1:]}) as in part 0",
+                )
+    return {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wire format: how a DataProto becomes bytes, for another process or for the disk.
+
+Pickle protocol 5 with out-of-band buffers (PEP 574). A tensor is described by its dtype and shape and
+hands its memory over as a `pickle.PickleBuffer`: a transport that takes buffers (Ray, a
+`buffer_callback`) moves the memory as it lies, any other finds the bytes in the stream. `torch.save`
+is never called.
+
+What does not travel: devices (tensors arrive on the CPU), autograd graphs, views (a tensor that
+shares memory with another arrives with its own).
+"""
+
+import os
+import pickle
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from quadriga.errors import ProtocolError
+
+FILE_MAGIC = b"quadriga.DataProto.1\n"
+OUT_OF_BAND_PROTOCOL = 5
+
+
+class PackedTensor:
+    """Stands for a tensor in a pickle stream; what is unpickled is the tensor itself."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def __reduce_ex__(self, protocol: int) -> tuple[Any, ...]:
+        tensor = self.tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        memory = tensor.reshape(-1).view(torch.uint8).numpy()
+        # Older protocols know no buffers: the bytes go into the stream.
+        buffer = pickle.PickleBuffer(memory) if protocol >= OUT_OF_BAND_PROTOCOL else memory.tobytes()
+        return unpack_tensor, (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), buffer)
+
+
+def unpack_tensor(dtype_name: str, shape: tuple[int, ...], buffer: Any) -> torch.Tensor:
+    """The tensor whose bytes lie in `buffer`: without a copy, unless the memory may not be written to.
+
+    Shared memory (Ray's object store) is read-only; a tensor over it would let an in-place operation
+    write where it must not, so it is copied.
+    """
+    dtype = getattr(torch, dtype_name)
+    if 0 in shape:
+        return torch.empty(shape, dtype=dtype)
+    memory = np.frombuffer(buffer, dtype=np.uint8)
+    return torch.from_numpy(memory if memory.flags.writeable else memory.copy()).view(dtype).view(shape)
+
+
+def pack(value: Any, memo: dict[int, Any]) -> Any:
+    """`value` with the tensors inside plain dictionaries, lists and tuples replaced by PackedTensor.
+
+    A list is searched only if its first entry may hold a tensor, so that lists of token ids cost
+    nothing; a tensor that is overlooked is pickled by torch, which is slower and just as exact.
+    Objects that occur more than once (rows that were repeated) stay one object.
+    """
+    if id(value) in memo:
+        return memo[id(value)][0]
+    kind = type(value)
+    if kind is torch.Tensor and value.layout is torch.strided and not value.is_quantized:
+        packed: Any = PackedTensor(value)
+    elif kind is dict:
+        packed = {}
+        memo[id(value)] = (packed, value)
+        packed.update((key, pack(entry, memo)) for key, entry in value.items())
+    elif kind is list and value and type(value[0]) in (torch.Tensor, dict, list, tuple):
+        packed = []
+        memo[id(value)] = (packed, value)
+        packed.extend(pack(entry, memo) for entry in value)
+    elif kind is tuple and any(type(entry) is torch.Tensor for entry in value):
+        packed = tuple(pack(entry, memo) for entry in value)
+    else:
+        return value
+    # The memo keeps `value` alive as well: an id is only unique among living objects.
+    memo[id(value)] = (packed, value)
+    return packed
+
+
+def _pack_batch(batch: TensorDict) -> dict[str, Any]:
+    return {
+        key: _pack_batch(value) if isinstance(value, TensorDict) else PackedTensor(value)
+        for key, value in batch.items()
+    }
+
+
+def _unpack_batch(columns: Mapping[str, Any], rows: int) -> TensorDict:
+    unpacked = {key: _unpack_batch(value, rows) if type(value) is dict else value for key, value in columns.items()}
+    return TensorDict(unpacked, batch_size=[rows])
+
+
+def _pack_array(array: np.ndarray, memo: dict[int, Any]) -> np.ndarray:
+    if array.dtype != object:
+        return array
+    packed = np.empty(array.shape, dtype=object)
+    for position, value in enumerate(array.flat):
+        packed.flat[position] = pack(value, memo)
+    return packed
+
+
+def reduce_proto(proto: Any) -> tuple[Any, ...]:
+    """What `DataProto.__reduce_ex__` returns, for every pickle protocol."""
+    memo: dict[int, Any] = {}
+    columns = None if proto.batch is None else _pack_batch(proto.batch)
+    rows = 0 if proto.batch is None else proto.batch.batch_size[0]
+    arrays = {key: _pack_array(value, memo) for key, value in proto.non_tensor_batch.items()}
+    return rebuild_proto, (type(proto), rows, columns, arrays, pack(proto.meta_info, memo))
+
+
+def rebuild_proto(cls: type, rows: int, columns: Any, arrays: dict[str, np.ndarray], meta_info: dict[str, Any]) -> Any:
+    """Inverse of `reduce_proto`, called by unpickling."""
+    batch = None if columns is None else _unpack_batch(columns, rows)
+    writable = {key: value if value.flags.writeable else value.copy() for key, value in arrays.items()}
+    return cls(batch=batch, non_tensor_batch=writable, meta_info=meta_info)
+
+
+def save_atomically(value: Any, path: str | os.PathLike[str]) -> None:
+    """Pickle `value` into `path`: written aside, then renamed, so the file is whole or not there."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(FILE_MAGIC)
+            pickle.dump(value, file, protocol=OUT_OF_BAND_PROTOCOL)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def load_from_file(path: str | os.PathLike[str]) -> Any:
+    """What `save_atomically` wrote to `path`.
+
+    Raises:
+        ProtocolError: there is no such file, it is not one of ours, or it is damaged.
+    """
+    where, expected = f"load_from_disk({str(path)!r})", "a saved DataProto"
+    fix = "Write the file with DataProto.save_to_disk."
+    try:
+        with open(path, "rb") as file:
+            is_ours = file.read(len(FILE_MAGIC)) == FILE_MAGIC
+            value = pickle.load(file) if is_ours else None
+    except OSError as error:
+        raise ProtocolError(where, got=str(error), expected=expected, fix=fix) from error
+    except Exception as error:
+        # A damaged pickle stream may fail with any exception at all.
+        raise ProtocolError(where, got=f"a damaged file ({error})", expected=expected, fix=fix) from error
+    if not is_ours:
+        raise ProtocolError(where, got="another kind of file", expected=expected, fix=fix)
+    return value

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rewards: managers that grade batches, graders that know data sets, and the processes they run in.
+
+Names load on first use: a grading process imports from here and must not load torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from quadriga.rewards.base import RewardManager, RewardOutput
+    from quadriga.rewards.custom import ScoreFunction
+    from quadriga.rewards.load import load_reward_manager
+    from quadriga.rewards.managers.batch import BatchRewardManager
+    from quadriga.rewards.managers.dapo import DapoRewardManager
+    from quadriga.rewards.managers.naive import NaiveRewardManager
+    from quadriga.rewards.registry import get_reward_manager_cls, register
+    from quadriga.rewards.sandbox import GradingPool
+    from quadriga.rewards.scoring import default_compute_score
+
+_HOMES = {
+    "BatchRewardManager": "managers.batch",
+    "DapoRewardManager": "managers.dapo",
+    "GradingPool": "sandbox",
+    "NaiveRewardManager": "managers.naive",
+    "RewardManager": "base",
+    "RewardOutput": "base",
+    "ScoreFunction": "custom",
+    "default_compute_score": "scoring",
+    "get_reward_manager_cls": "registry",
+    "load_reward_manager": "load",
+    "register": "registry",
+}
+
+__all__ = [
+    "BatchRewardManager",
+    "DapoRewardManager",
+    "GradingPool",
+    "NaiveRewardManager",
+    "RewardManager",
+    "RewardOutput",
+    "ScoreFunction",
+    "default_compute_score",
+    "get_reward_manager_cls",
+    "load_reward_manager",
+    "register",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

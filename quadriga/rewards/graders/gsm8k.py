@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Grade-school word problems (GSM8K): a number as the answer.
+
+"strict" wants the number behind `####`, the data set's own form; "flexible" takes the last number of the response.
+"""
+
+from decimal import Decimal
+from typing import Any, Literal
+
+from quadriga.rewards.graders.numerals import find_numbers, leading_number, plain_text, true_number
+
+MARK = "####"
+
+
+def extract_solution(solution_str: str, method: Literal["strict", "flexible"] = "strict") -> Decimal | None:
+    """The number that a response gives as its answer, or None."""
+    if method == "strict":
+        _, mark, tail = solution_str.rpartition(MARK)
+        return leading_number(tail) if mark else None
+    if method == "flexible":
+        numbers = find_numbers(solution_str)
+        return numbers[-1] if numbers else None
+    raise ValueError(f"gsm8k method: got {method!r}, expected 'strict' or 'flexible'")
+
+
+def compute_score(
+    solution_str: str,
+    ground_truth: str,
+    extra_info: dict[str, Any] | None = None,
+    *,
+    method: Literal["strict", "flexible"] = "strict",
+    format_score: float = 0.0,
+    score: float = 1.0,
+) -> dict[str, Any]:
+    """`score` for the right number, `format_score` for a wrong one in the right form, 0 where no number is found.
+
+    Args:
+        solution_str: the response.
+        ground_truth: the number, or the data set's whole worked answer that ends in `#### number`.
+        extra_info: not used.
+        method: where the number is looked for.
+    """
+    truth = true_number(str(ground_truth).rpartition(MARK)[2])
+    answer = extract_solution(solution_str, method)
+    if answer is None:
+        return {"score": 0.0, "pred": None}
+    return {"score": score if answer == truth else format_score, "pred": plain_text(answer)}

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decimal numbers in running text: signs, thousands separators, currency signs."""
+
+import re
+from decimal import Decimal
+
+# A hyphen is a minus sign only where no word, digit or closing bracket stands before it: "3-5" ends in 5, not in -5.
+_NUMBER = re.compile(
+    r"""
+    (?P<sign>(?<![\w.)\]])[-\u2212])?
+    \$?
+    (?P<digits>
+        (?: [0-9]{1,3}(?:,[0-9]{3})+(?![0-9]) | [0-9]+ ) (?:\.[0-9]+)?
+        | \.[0-9]+
+    )
+    """,
+    re.VERBOSE,
+)
+# One number on its own may carry its separators anywhere ("12,34"), because nothing else can be meant.
+_LONE_NUMBER = re.compile(
+    r"\s*(?P<sign>[-\u2212]?)\s*\$?\s*(?P<minus>[-\u2212]?)(?P<digits>[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)"
+)
+
+
+def find_numbers(text: str) -> list[Decimal]:
+    """Every number of the text, in order."""
+    return [_decimal(match["digits"], is_negative=bool(match["sign"])) for match in _NUMBER.finditer(text)]
+
+
+def leading_number(text: str) -> Decimal | None:
+    """The number that the text starts with, blanks and a currency sign aside."""
+    match = _LONE_NUMBER.match(text)
+    return _decimal(match["digits"], is_negative=bool(match["sign"] or match["minus"])) if match else None
+
+
+def true_number(ground_truth: object) -> Decimal:
+    """The ground truth as a number.
+
+    Raises:
+        ValueError: where it is none; grading against it would silently give 0 to every answer.
+    """
+    number = leading_number(str(ground_truth))
+    if number is None:
+        raise ValueError(f"ground truth: got {ground_truth!r}, expected a number")
+    return number
+
+
+def plain_text(number: Decimal | None) -> str | None:
+    """The one way to write a number, so that "7", "7.0" and "7.00" are the same vote."""
+    if number is None:
+        return None
+    return "0" if number == 0 else format(number.normalize(), "f")
+
+
+def _decimal(digits: str, *, is_negative: bool) -> Decimal:
+    number = Decimal(digits.replace(",", ""))
+    return -number if is_negative else number

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The program of one grading process: receives samples over a pipe, answers one outcome each.
+
+It is started as a fresh interpreter (`COMMAND`), not through `multiprocessing`: so it neither inherits the
+trainer's threads and memory, nor runs the user's script again, and it never loads torch unless the user's score
+function does.
+
+    driver                          grading process
+      | -- settings ------------------> |  loads the score function
+      | <------------------ READY ----- |  or UNUSABLE, error
+      | -- [(key, arguments), ...] ---> |
+      | <---------------- LOADING ----- |  only before a grader's library is imported; READY follows
+      | <------ GRADED, key, outcome -- |  one at a time, each sent before the next sample is begun
+      | -- [(key, arguments), ...] ---> |  the next samples, once all are answered
+
+It ends when the driver does, in two ways: between samples it sees the end of the pipe; in the middle of a sample
+that hangs, even inside C code that holds the interpreter, the kernel ends it by a signal that it asked for: the
+other end of the lifeline has closed.
+"""
+
+import fcntl
+import os
+import pickle
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from quadriga.errors import QuadrigaError
+from quadriga.rewards.custom import ScoreFunction
+from quadriga.rewards.outcome import Outcome, raised, read_outcome, read_outcomes
+from quadriga.rewards.scoring import grader_name, load_grader
+
+READY, LOADING, UNUSABLE, GRADED = "ready", "loading", "unusable", "graded"
+
+COMMAND = (
+    "import sys; sys.path[:] = sys.argv[3:]; "
+    "from quadriga.rewards.grading_process import main; main(int(sys.argv[1]), int(sys.argv[2]))"
+)
+"""Program text for `python -c`: arguments are the two file descriptors and the driver's import path."""
+
+Arguments = dict[str, Any]
+
+
+_loaded: set[str] = set()
+
+
+@dataclass(frozen=True)
+class Grader:
+    """A loaded score function, and how to call it for what the driver sends."""
+
+    function: ScoreFunction
+    compute_score: Callable[..., Any]
+
+    def missing_module(self, arguments: Arguments) -> str | None:
+        """Name of the built-in grader that this sample needs and that is not loaded, if any."""
+        if self.function.path is not None:
+            return None
+        name = grader_name(arguments["data_source"])
+        return None if name in _loaded else name
+
+    def grade(self, arguments: Arguments) -> Outcome | list[Outcome]:
+        """The outcome of one sample, or of each of a list of samples when the function grades batches."""
+        is_batch = self.function.is_batch
+        num_samples = len(arguments["solution_strs"]) if is_batch else 1
+        try:
+            returned = self.compute_score(**arguments)
+            return read_outcomes(returned, num_samples) if is_batch else read_outcome(returned)
+        except BaseException as error:
+            # A score function may call sys.exit, and libraries have limits that are not Exceptions.
+            return [raised(error)] * num_samples if is_batch else raised(error)
+
+
+def main(connection_fd: int, lifeline_fd: int) -> None:
+    """Serve until the driver closes the pipe."""
+    _die_with(lifeline_fd)
+    # Programs that a score function starts must not keep the pipe open after this process has died.
+    os.set_inheritable(connection_fd, False)
+    os.set_inheritable(lifeline_fd, False)
+    connection = Connection(connection_fd)
+    try:
+        _serve(connection)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        # The driver is gone or is done with this process.
+        return
+
+
+def _serve(connection: Connection) -> None:
+    function: ScoreFunction = connection.recv()
+    try:
+        grader = Grader(function, function.load())
+        connection.send((READY, None, None))
+        while True:
+            for key, arguments in connection.recv():
+                _load_missing(grader, arguments, connection)
+                connection.send_bytes(pickle.dumps((GRADED, key, grader.grade(arguments)), pickle.HIGHEST_PROTOCOL))
+    except QuadrigaError as error:
+        # Only loading raises these here: a score function's own errors are outcomes.
+        connection.send((UNUSABLE, None, error))
+
+
+def _load_missing(grader: Grader, arguments: Arguments, connection: Connection) -> None:
+    """Import a built-in grader outside of any sample's time: libraries such as sympy take seconds."""
+    name = grader.missing_module(arguments)
+    if name is not None:
+        connection.send((LOADING, None, name))
+        load_grader(name)
+        _loaded.add(name)
+        connection.send((READY, None, None))
+
+
+def _die_with(lifeline_fd: int) -> None:
+    """Ask the kernel to end this process when the other end of the lifeline is closed."""
+    # A signal whose default is to end the process; nothing is ever written to the lifeline, so only its end raises it.
+    signal.signal(signal.SIGIO, signal.SIG_DFL)
+    fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, os.getpid())
+    flags = fcntl.fcntl(lifeline_fd, fcntl.F_GETFL)
+    fcntl.fcntl(lifeline_fd, fcntl.F_SETFL, flags | os.O_ASYNC)

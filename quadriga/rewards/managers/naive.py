@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One call of the score function a sample, in a pool of processes, with a time limit each."""
+
+from typing import Any
+
+from quadriga.config import Config
+from quadriga.errors import ConfigError
+from quadriga.observe.watchdog import waiting
+from quadriga.protocol import DataProto
+from quadriga.rewards.base import RewardOutput
+from quadriga.rewards.collect import allowed_failures, collect
+from quadriga.rewards.custom import ScoreFunction
+from quadriga.rewards.outcome import Outcome
+from quadriga.rewards.registry import register
+from quadriga.rewards.samples import Samples, read_samples
+from quadriga.rewards.sandbox import GradingPool
+from quadriga.rewards.scoring import grader_name
+
+
+@register("naive")
+class NaiveRewardManager:
+    """Grades each sample on its own.
+
+    A user's score function is loaded at construction, so that a mistake in its file shows before a model is.
+
+    Args:
+        config: the run's; read are `reward_model`, `custom_reward_function`, `data.reward_fn_key`.
+        tokenizer: decodes the responses; anything with `batch_decode`.
+    """
+
+    options: tuple[str, ...] = ()
+    """Names that `reward_model.reward_kwargs` may hold."""
+
+    def __init__(self, config: Config, tokenizer: Any) -> None:
+        self.settings = config.reward_model
+        check_options(self.settings.reward_manager, self.settings.reward_kwargs, self.options)
+        custom = config.custom_reward_function
+        self.function = ScoreFunction(custom.path, custom.name, dict(custom.reward_kwargs))
+        self._tokenizer = tokenizer
+        self._reward_fn_key = config.data.reward_fn_key
+        self._pool = GradingPool(self.function, num_workers=self.settings.num_workers)
+        if self.function.path is not None:
+            self._pool.start()
+
+    def __call__(self, data: DataProto) -> RewardOutput:
+        """Grade a batch, see `RewardManager`."""
+        samples = read_samples(data, self._tokenizer, self._reward_fn_key)
+        outcomes = self.shaped(self._graded(samples), samples)
+        return collect(samples, outcomes, self.settings.max_error_rate)
+
+    def shaped(self, outcomes: list[Outcome], samples: Samples) -> list[Outcome]:
+        """The outcomes with what this manager adds to the grades; here nothing."""
+        return outcomes
+
+    def close(self) -> None:
+        """End the grading processes."""
+        self._pool.close()
+
+    def _graded(self, samples: Samples) -> list[Outcome]:
+        if self.function.path is None:
+            for data_source in dict.fromkeys(row["data_source"] for row in samples.rows):
+                grader_name(data_source)
+        with waiting(f"the rewards of {len(samples.rows)} samples", detail=self._pool.progress):
+            return self._pool.grade(
+                samples.rows,
+                timeout_s=self.settings.timeout_s,
+                max_failures=allowed_failures(len(samples.rows), self.settings.max_error_rate),
+            )
+
+
+def check_options(manager: str, given: dict[str, Any], known: tuple[str, ...]) -> None:
+    """Raise ConfigError if `reward_model.reward_kwargs` holds what the manager does not know."""
+    unknown = [name for name in given if name not in known]
+    if unknown:
+        raise ConfigError(
+            "reward_model.reward_kwargs",
+            got=", ".join(unknown),
+            expected=f"options of the reward manager {manager} ({', '.join(known) or 'it has none'})",
+            fix="Arguments of your own score function belong to custom_reward_function.reward_kwargs.",
+        )

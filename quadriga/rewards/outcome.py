@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What became of one graded sample: a score with its extras, or the reason why there is none.
+
+A grading process turns whatever a score function returned into an `Outcome` of plain Python values, so that nothing
+a user's function invents has to be pickled, and so that a string, None or NaN is an error with a reason and never a
+number.
+"""
+
+import math
+import traceback
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from typing import Any, Literal, NamedTuple
+
+Kind = Literal["graded", "raised", "invalid", "timeout", "died", "skipped"]
+
+
+class Outcome(NamedTuple):
+    """One sample's grade. `error` is empty exactly when `kind` is "graded"; otherwise the score is 0."""
+
+    score: float
+    extra: dict[str, Any]
+    error: str
+    kind: Kind
+
+
+def failure(kind: Kind, error: str) -> Outcome:
+    """The outcome of a sample that has no grade."""
+    return Outcome(0.0, {}, error, kind)
+
+
+def raised(error: BaseException) -> Outcome:
+    """The outcome of a sample whose grader raised, with the grader's own traceback."""
+    # The outermost frame is the grading process's own: it says nothing about the mistake.
+    inner = error.__traceback__.tb_next if error.__traceback__ else None
+    text = "".join(traceback.format_exception(type(error), error, inner or error.__traceback__)).rstrip()
+    return failure("timeout" if isinstance(error, TimeoutError) else "raised", text)
+
+
+def read_outcome(returned: Any) -> Outcome:
+    """What a score function returned for one sample: a number, or a dict with the number as "score"."""
+    if not isinstance(returned, Mapping):
+        return _scored(returned, {}, "the score function returned")
+    if "score" not in returned:
+        keys = ", ".join(map(str, returned)) or "no keys"
+        return failure("invalid", f"the score function returned a dict with {keys}, expected one with 'score'")
+    extra = {str(name): _plain(value) for name, value in returned.items() if name != "score"}
+    return _scored(returned["score"], extra, "the score function's dict has as 'score'")
+
+
+def read_outcomes(returned: Any, num_samples: int) -> list[Outcome]:
+    """What a batch score function returned: one number or dict a sample, in order."""
+    if hasattr(returned, "tolist"):
+        returned = returned.tolist()
+    if not isinstance(returned, Sequence) or isinstance(returned, str) or len(returned) != num_samples:
+        length = f" of length {len(returned)}" if hasattr(returned, "__len__") else ""
+        got = f"{type(returned).__name__}{length}"
+        error = f"the batch score function returned {got}, expected a list of {num_samples} scores"
+        return [failure("invalid", error)] * num_samples
+    return [read_outcome(entry) for entry in returned]
+
+
+def _scored(value: Any, extra: dict[str, Any], what: str) -> Outcome:
+    number = value.item() if hasattr(value, "item") else value
+    if not isinstance(number, Real):
+        return failure("invalid", f"{what} {_named(value)}, expected a number")
+    score = float(number)
+    if not math.isfinite(score):
+        return failure("invalid", f"{what} {score}, expected a finite number")
+    return Outcome(score, extra, "", "graded")
+
+
+def _named(value: Any) -> str:
+    if value is None:
+        return "None"
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 80 else text[:80] + '...'}"
+
+
+def _plain(value: Any) -> Any:
+    """The value in plain Python types; of an object that has no such form, its text."""
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if hasattr(value, "tolist"):
+        return _plain(value.tolist())
+    if isinstance(value, Mapping):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    return str(value)

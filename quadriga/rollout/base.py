@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a generation engine is: tokens in, tokens out, with the log-probability of each and the version of the weights.
+
+An engine knows nothing of texts, templates, turns or `DataProto`s. A new engine implements `RolloutEngine` and gets
+its tests from tests/contract/test_rollout_engines.py.
+"""
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+
+from quadriga.errors import RolloutError
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one answer is sampled.
+
+    Args:
+        max_tokens: length of the longest answer, in tokens.
+        temperature: divides the logits; 0 takes the likeliest token.
+        top_p: keeps the likeliest tokens up to this much probability, among those that top_k keeps. 1: all.
+        top_k: keeps this many of the likeliest tokens. -1 or 0: all.
+        min_p: drops tokens below this share of the likeliest token's probability. 0: none.
+        do_sample: whether tokens are drawn; False takes the likeliest one.
+        seed: the answer's own seed; the same seed gives the same answer whatever is generated beside it.
+        stop_token_ids: end the answer, besides the model's own end-of-text tokens.
+        ignore_eos: whether the model's own end-of-text tokens do not end the answer.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    do_sample: bool = True
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        checks = (
+            ("max_tokens", self.max_tokens >= 1, "at least 1"),
+            ("temperature", self.temperature >= 0, "0 or more"),
+            ("top_p", 0 < self.top_p <= 1, "a number in (0, 1]"),
+            ("top_k", self.top_k >= -1, "-1 (all), or a number of tokens"),
+            ("min_p", 0 <= self.min_p <= 1, "a number in [0, 1]"),
+            ("seed", self.seed >= 0, "0 or more"),
+        )
+        for name, is_right, expected in checks:
+            if not is_right:
+                raise RolloutError(f"sampling {name}", got=str(getattr(self, name)), expected=expected)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether each token is the likeliest one; log-probabilities are then those at temperature 1."""
+        return not self.do_sample or self.temperature == 0
+
+    def stops(self, eos_token_ids: Iterable[int]) -> frozenset[int]:
+        """The tokens that end the answer. Each of them, where it is generated, is the answer's last token."""
+        return frozenset(self.stop_token_ids if self.ignore_eos else (*self.stop_token_ids, *eos_token_ids))
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One answer.
+
+    Attributes:
+        token_ids: what was generated, the stop token included.
+        log_probs: of each token under the temperature-scaled distribution before top-k, top-p and min-p: the number
+            that training computes for it.
+        finish_reason: "stop" at a stop token, "length" at max_tokens, "abort" when it was given up.
+        weight_version: of the weights that generated it.
+    """
+
+    token_ids: list[int]
+    log_probs: list[float]
+    finish_reason: FinishReason
+    weight_version: int
+
+
+class RolloutEngine(Protocol):
+    """Generates answers with weights of a known version."""
+
+    weight_version: int
+
+    async def generate(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+        """One answer; the engine decides what is computed together."""
+        ...
+
+    def generate_batch(
+        self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]
+    ) -> list[Completion]:
+        """One answer for each prompt, in their order. Equal prompts share what they can."""
+        ...
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Takes over a complete set of weights. Afterwards `weight_version` is `version`, or -1 if loading failed."""
+        ...
+
+    def named_weights(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """The weights that it generates with, for comparison with the trainer's."""
+        ...
+
+    def sleep(self) -> None:
+        """Gives back the memory that generation needs; generating while asleep is an error."""
+        ...
+
+    def wake(self) -> None:
+        """Ends the sleep."""
+        ...
+
+    def close(self) -> None:
+        """Ends the engine; it cannot be woken again."""
+        ...
+
+
+class EngineBase:
+    """What engines in this process share: being asleep, and `generate` on top of `generate_batch`.
+
+    Requests that are awaited together are generated together: the first one asks the event loop for a turn, and
+    those that came until then form a batch.
+
+        generate(a) ──┐
+        generate(b) ──┼─> pending ── next turn of the loop ──> generate_batch([a, b, c]) ──> a, b, c go on
+        generate(c) ──┘
+    """
+
+    name = "rollout"
+
+    def __init__(self) -> None:
+        self.weight_version = 0
+        self._state: Literal["awake", "asleep", "closed"] = "awake"
+        self._pending: list[tuple[Sequence[int], SamplingParams, asyncio.Future[Completion]]] = []
+
+    async def generate(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+        """See `RolloutEngine.generate`."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Completion] = loop.create_future()
+        self._pending.append((prompt_token_ids, sampling, future))
+        if len(self._pending) == 1:
+            loop.call_soon(self._generate_pending)
+        return await future
+
+    def generate_batch(
+        self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]
+    ) -> list[Completion]:
+        """See `RolloutEngine.generate_batch`."""
+        raise NotImplementedError
+
+    def sleep(self) -> None:
+        """See `RolloutEngine.sleep`."""
+        self._require_open("sleep")
+        self._state = "asleep"
+
+    def wake(self) -> None:
+        """See `RolloutEngine.wake`."""
+        self._require_open("wake")
+        self._state = "awake"
+
+    def close(self) -> None:
+        """See `RolloutEngine.close`."""
+        self._state = "closed"
+
+    def _generate_pending(self) -> None:
+        pending, self._pending = self._pending, []
+        waiting = [request for request in pending if not request[2].done()]
+        try:
+            completions = self.generate_batch([one[0] for one in waiting], [one[1] for one in waiting])
+        except Exception as error:  # every caller gets it, raised where it awaits
+            for _, _, future in waiting:
+                future.set_exception(error)
+            return
+        for (_, _, future), completion in zip(waiting, completions, strict=True):
+            future.set_result(completion)
+
+    def _require_open(self, action: str) -> None:
+        if self._state == "closed":
+            raise RolloutError(f"{self.name}.{action}", got="a closed engine", fix="Make a new one.")
+
+    def _require_ready(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> None:
+        """Checks what every engine checks before it generates."""
+        self._require_open("generate")
+        if self._state == "asleep":
+            raise RolloutError(f"{self.name}.generate", got="an engine that is asleep", fix="Call wake() first.")
+        if self.weight_version < 0:
+            raise RolloutError(
+                f"{self.name}.generate",
+                got="weights that were not loaded completely",
+                fix="Load a complete set of weights after the error of the last load.",
+            )
+        if len(prompts) != len(sampling):
+            raise RolloutError(
+                f"{self.name}.generate",
+                got=f"{len(prompts)} prompts and {len(sampling)} sampling parameters",
+                expected="one for each prompt",
+            )
+        for row, prompt in enumerate(prompts):
+            if len(prompt) == 0:
+                raise RolloutError(
+                    f"{self.name}.generate", got=f"prompt {row} without a token", expected="at least one token"
+                )

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From logits to tokens.
+
+One uniform number decides a token: the inverse of the cumulative distribution, found in two levels (first the block
+of the vocabulary, then the token in it). That reads the logits four times and sorts nothing. The uniform numbers of
+a sequence come from a counter-based generator with the sequence's own seed, so neighbours in the batch, their number
+and their order change nothing.
+
+Legend: R rows, V vocabulary, C tokens of a block.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from quadriga.rollout.base import SamplingParams
+
+_BLOCK = 256
+_FIRST_TOP = 512  # tokens that a search for top-p sorts at first; the search widens where they are too few
+
+
+def draw_uniforms(seed: int, count: int) -> np.ndarray:
+    """`count` numbers in [0, 1), float64; a longer draw begins with the shorter one."""
+    return np.random.Generator(np.random.Philox(key=seed)).random(count)
+
+
+@dataclass(frozen=True)
+class SamplingRules:
+    """The sampling parameters of all rows as columns; a column that would change no row is None.
+
+    `temperature`, `top_p`, `min_p` are [R, 1] float32, `top_k` [R, 1] int64, `is_greedy` [R] bool.
+    """
+
+    temperature: torch.Tensor | None
+    top_p: torch.Tensor | None
+    top_k: torch.Tensor | None
+    min_p: torch.Tensor | None
+    is_greedy: torch.Tensor | None
+    all_greedy: bool
+
+    @classmethod
+    def from_params(cls, params: Sequence[SamplingParams], device: torch.device | str = "cpu") -> "SamplingRules":
+        """The rules of rows in the order of `params`."""
+
+        def column(values: list[float], neutral: float) -> torch.Tensor | None:
+            if all(value == neutral for value in values):
+                return None
+            return torch.tensor(values, device=device)[:, None]
+
+        greedy = [one.is_greedy for one in params]
+        drawn = [one for one in params if not one.is_greedy]
+        filters = drawn and params  # greedy rows need none, and theirs are neutral
+        return cls(
+            temperature=column([1.0 if one.is_greedy else float(one.temperature) for one in params], 1.0),
+            top_p=column([1.0 if one.is_greedy else float(one.top_p) for one in filters], 1.0),
+            top_k=column([0 if one.is_greedy else max(one.top_k, 0) for one in filters], 0),
+            min_p=column([0.0 if one.is_greedy else float(one.min_p) for one in filters], 0.0),
+            is_greedy=torch.tensor(greedy, device=device) if any(greedy) else None,
+            all_greedy=not drawn,
+        )
+
+
+def sample(logits: torch.Tensor, rules: SamplingRules, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token for each row.
+
+    Args:
+        logits: [R, V] float32; overwritten.
+        rules: of the rows.
+        uniforms: [R] float64 in [0, 1).
+
+    Returns:
+        tokens [R] int64 and their log-probabilities [R] float32 before top-k, top-p and min-p. Greedy rows take the
+        likeliest token, the lowest id among equals.
+    """
+    likeliest = logits.argmax(-1) if rules.is_greedy is not None else None
+    if rules.temperature is not None:
+        logits.div_(rules.temperature)
+    highest = logits.gather(1, likeliest[:, None]) if rules.all_greedy else logits.amax(-1, keepdim=True)
+    odds = logits.sub_(highest).exp_()
+    kept = _filter(odds, rules)
+    sums = _block_sums(odds)
+    total = sums.sum(-1)
+    tokens = likeliest if rules.all_greedy else _invert(kept, sums if kept is odds else _block_sums(kept), uniforms)
+    if likeliest is not None and not rules.all_greedy:
+        tokens = torch.where(rules.is_greedy, likeliest, tokens)
+    chosen = odds.gather(1, tokens[:, None])[:, 0]
+    return tokens, (chosen.double() / total).log().float()
+
+
+def _block_sums(odds: torch.Tensor) -> torch.Tensor:
+    """[R, V] -> [R, ceil(V / C)] float64"""
+    whole = odds.shape[1] - odds.shape[1] % _BLOCK
+    sums = odds[:, :whole].unflatten(1, (-1, _BLOCK)).sum(-1) if whole else odds[:, :0]
+    if whole < odds.shape[1]:
+        sums = torch.cat((sums, odds[:, whole:].sum(-1, keepdim=True)), 1)
+    return sums.double()
+
+
+def _invert(odds: torch.Tensor, sums: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """The tokens [R] where the cumulative distribution of `odds` [R, V] passes `uniforms` [R]."""
+    block, share = _locate(sums, uniforms[:, None])
+    columns = block * _BLOCK + torch.arange(_BLOCK, device=odds.device)
+    inside = odds.gather(1, columns.clamp(max=odds.shape[1] - 1)).double()
+    inside.masked_fill_(columns >= odds.shape[1], 0.0)
+    offset, _ = _locate(inside, share)
+    return (block * _BLOCK + offset)[:, 0]
+
+
+def _locate(masses: torch.Tensor, share: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which entry of `masses` [R, X] holds the point at `share` [R, 1] of their sum, and the share inside it.
+
+    The entry is never an empty one: the point lies in [0, sum), and the first cumulative sum above it is taken.
+    """
+    ends = masses.cumsum(-1)
+    total = ends[:, -1:]
+    point = torch.minimum(share * total, torch.nextafter(total, torch.zeros_like(total)))
+    entry = torch.searchsorted(ends, point, right=True).clamp_(max=masses.shape[1] - 1)
+    mass = masses.gather(1, entry)
+    return entry, ((point - (ends.gather(1, entry) - mass)) / mass).clamp_(0.0, 1.0)
+
+
+def _filter(odds: torch.Tensor, rules: SamplingRules) -> torch.Tensor:
+    """`odds` [R, V] with zeros where top-k, top-p or min-p drop a token; `odds` itself where nothing can be dropped.
+
+    All three are thresholds on the odds, whose largest entry is 1. So tokens as likely as the last one kept stay.
+    """
+    threshold = rules.min_p
+    if rules.top_k is not None or rules.top_p is not None:
+        top = _top_threshold(odds, rules)
+        threshold = top if threshold is None else torch.maximum(top, threshold)
+    return odds if threshold is None else odds.masked_fill(odds < threshold, 0.0)
+
+
+def _top_threshold(odds: torch.Tensor, rules: SamplingRules) -> torch.Tensor:
+    """The odds [R, 1] of the last token that top-k, and then top-p among the rest, keep."""
+    num_tokens = odds.shape[1]
+    top_k = None if rules.top_k is None else rules.top_k.clamp(max=num_tokens)
+    size = _FIRST_TOP if top_k is None else max(int(top_k.max()), _FIRST_TOP if rules.top_p is not None else 1)
+    ranked = odds.topk(min(size, num_tokens)).values
+    threshold = torch.zeros_like(ranked[:, :1])
+    if top_k is not None:
+        threshold = torch.where(top_k > 0, ranked.gather(1, (top_k - 1).clamp(min=0)), threshold)
+    if rules.top_p is None:
+        return threshold
+    mass = odds.double() if top_k is None else odds.masked_fill(odds < threshold, 0.0).double()
+    wanted = mass.sum(-1, keepdim=True) * rules.top_p
+    while True:
+        reached = ranked.double().cumsum(-1)
+        is_enough = (reached[:, -1:] >= wanted) | (rules.top_p >= 1)
+        if ranked.shape[1] == num_tokens or bool(is_enough.all()):
+            break
+        ranked = odds.topk(min(8 * ranked.shape[1], num_tokens)).values
+    last = torch.searchsorted(reached, wanted).clamp_(max=ranked.shape[1] - 1)
+    nucleus = torch.where(rules.top_p >= 1, torch.zeros_like(threshold), ranked.gather(1, last))
+    return torch.maximum(threshold, nucleus)

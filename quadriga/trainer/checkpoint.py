@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints on disk: written aside, verified, renamed, and only then trusted.
+
+    DIRECTORY/
+      latest_checkpointed_iteration.txt     the newest complete one
+      global_step_20/
+        manifest.json                       size and SHA-256 of every file below
+        trainer/                            step, loader position, random states
+        actor/  critic/                     one folder per role that learns
+
+A folder named global_step_N is complete: it got this name by a rename after its last byte was on disk. Whatever
+a killed run left behind has another name and is swept away by the next save.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from quadriga.config import TrainerConfig
+from quadriga.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+LATEST = "latest_checkpointed_iteration.txt"
+_COMPLETE = re.compile(r"global_step_(\d+)")
+_UNFINISHED = ".unfinished_"
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    Args:
+        directory: of the run.
+        max_to_keep: how many stay; None keeps all.
+    """
+
+    def __init__(self, directory: Path, max_to_keep: int | None = None) -> None:
+        self.directory, self.max_to_keep = directory, max_to_keep
+
+    def steps(self) -> list[int]:
+        """Steps of the complete checkpoints, oldest first, as the disk has them."""
+        found = (_COMPLETE.fullmatch(path.name) for path in self.directory.glob("global_step_*") if path.is_dir())
+        return sorted(int(match[1]) for match in found if match)
+
+    def path(self, step: int) -> Path:
+        """Where the checkpoint of a step is or would be."""
+        return self.directory / f"global_step_{step}"
+
+    @contextmanager
+    def writing(self, step: int) -> Iterator[Path]:
+        """A folder to write the checkpoint of a step into; it becomes one when the block ends without an error.
+
+        Raises:
+            CheckpointError: it cannot be written, say because the disk is full; older checkpoints are untouched.
+        """
+        aside = self.directory / f"{_UNFINISHED}{step}_{os.getpid()}"
+        try:
+            self._sweep()
+            aside.mkdir(parents=True)
+            yield aside
+            _write_manifest(aside)
+            _sync(aside)
+            self._replace(aside, self.path(step))
+        except OSError as error:
+            raise CheckpointError(
+                f"checkpoint of step {step} in {self.directory}",
+                got=f"{type(error).__name__}: {error.strerror or error}",
+                expected="room and permission to write it",
+                fix=f"Free space or set trainer.default_local_dir. {self._remaining()}",
+            ) from error
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+        _write_atomically(self.directory / LATEST, f"{step}\n")
+        self._retain()
+
+    def _remaining(self) -> str:
+        steps = self.steps()
+        return f"Step {steps[-1]} is still there to resume from." if steps else "There is no earlier checkpoint."
+
+    def _replace(self, aside: Path, target: Path) -> None:
+        if target.exists():
+            shutil.rmtree(target)
+        aside.rename(target)
+        _sync(self.directory)
+
+    def _sweep(self) -> None:
+        for leftover in self.directory.glob(f"{_UNFINISHED}*"):
+            shutil.rmtree(leftover)
+
+    def _retain(self) -> None:
+        if self.max_to_keep is not None:
+            for step in self.steps()[: -self.max_to_keep]:
+                shutil.rmtree(self.path(step))
+
+    def to_resume(self, config: TrainerConfig) -> Path | None:
+        """The checkpoint that a run with this configuration goes on from, verified; None to start anew."""
+        if config.resume_mode == "disable":
+            return None
+        if config.resume_mode == "resume_path":
+            path = Path(config.resume_from_path or "")
+        else:
+            steps = self.steps()
+            if not steps:
+                return None
+            path = self.path(steps[-1])
+        verify(path)
+        return path
+
+
+def step_of(checkpoint: Path) -> int:
+    """The training step after which a checkpoint was written."""
+    match = _COMPLETE.fullmatch(checkpoint.resolve().name)
+    if match is None:
+        raise CheckpointError(str(checkpoint), got="this name", expected="a folder named global_step_N")
+    return int(match[1])
+
+
+def verify(checkpoint: Path) -> None:
+    """Compare a checkpoint with its manifest.
+
+    Raises:
+        CheckpointError: it is missing, or a file is missing, cut or damaged; names it.
+    """
+    fix = "Resume from another checkpoint with trainer.resume_mode=resume_path trainer.resume_from_path=..."
+    manifest = checkpoint / MANIFEST
+    if not manifest.is_file():
+        raise CheckpointError(str(checkpoint), got=f"no {MANIFEST}", expected="a complete checkpoint", fix=fix)
+    for name, facts in json.loads(manifest.read_text(encoding="utf-8")).items():
+        file = checkpoint / name
+        if not file.is_file():
+            raise CheckpointError(str(file), got="no such file", expected=f"{facts['bytes']} bytes", fix=fix)
+        if file.stat().st_size != facts["bytes"]:
+            raise CheckpointError(
+                str(file), got=f"{file.stat().st_size} bytes", expected=f"{facts['bytes']} bytes", fix=fix
+            )
+        if _sha256(file) != facts["sha256"]:
+            raise CheckpointError(str(file), got="other content than was written", expected="its SHA-256", fix=fix)
+
+
+def check_writable(directory: Path) -> None:
+    """Find out before an hour of training that its result has nowhere to go.
+
+    Raises:
+        CheckpointError: nothing can be written there.
+    """
+    probe = directory / f"{_UNFINISHED}probe_{os.getpid()}"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(b"probe")
+        probe.unlink()
+    except OSError as error:
+        raise CheckpointError(
+            f"trainer.default_local_dir={directory}",
+            got=f"{type(error).__name__}: {error.strerror or error}",
+            expected="a directory that can be written",
+            fix="Set trainer.default_local_dir to another one.",
+        ) from error
+
+
+def _write_manifest(directory: Path) -> None:
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    facts = {
+        path.relative_to(directory).as_posix(): {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+        for path in files
+    }
+    (directory / MANIFEST).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(directory: Path) -> None:
+    """Ask the system to put a folder and what is in it on the disk."""
+    for path in [*directory.rglob("*"), directory] if directory.name.startswith(_UNFINISHED) else [directory]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    aside = path.with_name(f"{_UNFINISHED}{path.name}")
+    aside.write_text(text, encoding="utf-8")
+    aside.replace(path)

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a step must compute, asked of the configuration and the estimator instead of listed by algorithm."""
+
+from dataclasses import dataclass
+
+from quadriga.algorithms.registry import get_adv_estimator_fn, required_fields
+from quadriga.config import Config, needs_old_log_prob_pass, needs_reference
+
+
+@dataclass(frozen=True)
+class Needs:
+    """The optional passes of a training step.
+
+    Attributes:
+        critic: the estimator reads `values`.
+        greedy_baseline: the estimator reads `reward_baselines`.
+        reference: a divergence from the first policy is used, or the estimator reads `ref_log_prob`.
+        old_log_probs: they are not the current ones by construction, or are wanted before the update.
+    """
+
+    critic: bool
+    greedy_baseline: bool
+    reference: bool
+    old_log_probs: bool
+
+    @classmethod
+    def of(cls, config: Config) -> "Needs":
+        """What a run with this configuration must compute at each step."""
+        fields = required_fields(get_adv_estimator_fn(config.algorithm.adv_estimator))
+        return cls(
+            critic="values" in fields,
+            greedy_baseline="reward_baselines" in fields,
+            reference=needs_reference(config) or "ref_log_prob" in fields,
+            old_log_probs=needs_old_log_prob_pass(config) or "old_log_probs" in fields,
+        )
+
+    def describe(self) -> dict[str, str]:
+        """The passes that are made or left out, each with its reason, for people to read."""
+        if self.old_log_probs:
+            old = "a pass of their own: they are read before the update, or several updates learn from one batch"
+        else:
+            old = "no pass of their own: the one optimizer step starts from the policy that sampled"
+        return {"old log-probs": old}

@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training loop: one short sequential program on the driver, over workers that may be anywhere.
+
+    generate -> reward -> old log-probs -> reference -> values -> advantages -> critic -> actor -> publish weights
+
+Each step of the algorithm is one call. What a step needs is asked of the estimator and the configuration (`Needs`),
+so that no branch here names an algorithm, an engine or a backend.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from quadriga.algorithms.estimate import estimate_advantages
+from quadriga.algorithms.kl import apply_kl_penalty, get_kl_controller
+from quadriga.algorithms.mismatch import log_prob_mismatch
+from quadriga.algorithms.registry import bind_options, get_adv_estimator_fn
+from quadriga.config import Config
+from quadriga.observe.headline import step_fields
+from quadriga.observe.metrics import Metric, reduce_metrics
+from quadriga.observe.profiler import Profiler
+from quadriga.observe.progress import Progress
+from quadriga.observe.timing import PhaseTimer
+from quadriga.observe.tracking import Tracking
+from quadriga.protocol import DataProto
+from quadriga.rewards import RewardManager, RewardOutput
+from quadriga.trainer.checkpoint import Checkpoints, step_of
+from quadriga.trainer.metrics import data_metrics, performance_metrics
+from quadriga.trainer.needs import Needs
+from quadriga.trainer.run_state import load_run_state, save_run_state
+from quadriga.trainer.samples import sample_rows, write_samples
+from quadriga.trainer.validate import Validator
+from quadriga.workers import ActorRolloutRefWorker, CriticWorker
+
+# What the rollout needs of a prompt; the rest waits on the driver.
+PROMPT_TENSORS = ["input_ids", "attention_mask", "position_ids"]
+PROMPT_OBJECTS = ["raw_prompt_ids"]
+
+
+@dataclass(frozen=True)
+class Workers:
+    """Handles of the worker groups, typed as their workers."""
+
+    actor: ActorRolloutRefWorker
+    critic: CriticWorker | None
+
+
+class RayPPOTrainer:
+    """PPO, GRPO and their relatives. The name is the one people know; the class runs on either backend.
+
+    Args:
+        config: of the run.
+        tokenizer: of the model.
+        workers: worker groups that hold the models.
+        reward: turns answers into rewards, in training and in validation.
+        train_dataloader: stateful; its batches are dictionaries of columns.
+        val_dataloader: the same, or None.
+        total_training_steps: where the run ends.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: Any,
+        workers: Workers,
+        reward: RewardManager,
+        train_dataloader: Any,
+        val_dataloader: Any,
+        total_training_steps: int,
+    ) -> None:
+        self.config, self.tokenizer, self.reward = config, tokenizer, reward
+        self.actor, self.critic = workers.actor, workers.critic
+        self.train_dataloader = train_dataloader
+        self.total_training_steps = total_training_steps
+        self.needs = Needs.of(config)
+        algorithm = config.algorithm
+        self.estimator = bind_options(get_adv_estimator_fn(algorithm.adv_estimator), shared=dict(algorithm))
+        self.kl_controller = get_kl_controller(algorithm.kl_ctrl)
+        self.validator = Validator(config, tokenizer, self.actor, reward, val_dataloader)
+        self.checkpoints = Checkpoints(config.trainer.directory, config.trainer.max_ckpt_to_keep)
+        self.profiler = Profiler(config.global_profiler)
+        self.global_steps = 0
+        self.metrics: dict[str, float] = {}
+        self.timer = PhaseTimer()
+
+    def fit(self) -> None:
+        """Train from the newest checkpoint, or from the start, to the last step."""
+        self.load_checkpoint()
+        with self._open_progress() as self.progress, self._open_tracking() as self.tracking:
+            if self.config.trainer.val_only or (self.config.trainer.val_before_train and self.global_steps == 0):
+                self.tracking.log(self.validate(), self.global_steps)
+            if self.config.trainer.val_only:
+                return
+            while self.global_steps < self.total_training_steps:
+                for batch_dict in self.train_dataloader:
+                    self.global_steps += 1
+                    self.timer, self.metrics = PhaseTimer(), {}
+                    with self.profiler.step(self.global_steps), self.timer.phase("step"):
+                        batch = self.step(DataProto.from_single_dict(batch_dict))
+                    self.finish_step(batch)
+                    if self.is_last_step:
+                        break
+
+    def step(self, batch: DataProto) -> DataProto:
+        """One batch of prompts, from answers to new weights. Returns the batch with all that was computed."""
+        batch = self.generate(batch)
+        self.compute_reward(batch)
+        if self.needs.old_log_probs:
+            self.compute_old_log_probs(batch)
+        if self.needs.reference:
+            with self.timer.phase("ref"):
+                batch.union(self.actor.compute_ref_log_prob(self._model_inputs(batch)))
+        if self.critic:
+            with self.timer.phase("values"):
+                batch.union(self.critic.compute_values(self._model_inputs(batch)))
+        self.compute_advantages(batch)
+        if self.critic:
+            with self.timer.phase("update_critic"):
+                self._record(self.critic.update_critic(batch))
+        if self.global_steps > self.config.trainer.critic_warmup:
+            with self.timer.phase("update_actor"):
+                self._record(self.actor.update_actor(batch))
+            with self.timer.phase("publish_weights"):
+                self.actor.publish_weights(self.global_steps)
+        return batch
+
+    def finish_step(self, batch: DataProto) -> None:
+        """Dump, validate, save, measure, and tell."""
+        self.metrics |= data_metrics(batch) | performance_metrics(batch, self.timer.seconds)
+        trainer = self.config.trainer
+        if trainer.rollout_data_dir:
+            write_samples(trainer.rollout_data_dir, self.global_steps, self._rows(batch))
+        if self._is_due(trainer.test_freq):
+            self.metrics |= self.validate()
+        self.metrics |= {"training/global_step": self.global_steps, "training/epoch": self.epoch}
+        self.progress.update(self.global_steps, step_fields(self.metrics))
+        self.tracking.log(self.metrics, self.global_steps)
+        for listener in (self.train_dataloader.sampler, self.train_dataloader.dataset):
+            if hasattr(listener, "on_batch_end"):
+                listener.on_batch_end(batch=batch)
+        if self._is_due(trainer.save_freq):
+            self.save_checkpoint()
+
+    def generate(self, batch: DataProto) -> DataProto:
+        """`rollout.n` answers to each prompt, beside all that is known of the prompt."""
+        batch.meta_info["global_steps"] = self.global_steps
+        # Derived from the step, not drawn: a resumed run gives its prompts the names that it would have given them.
+        uids = [f"{self.global_steps}-{row}" for row in range(len(batch))]
+        batch.non_tensor_batch["uid"] = np.array(uids, dtype=object)
+        objects = [key for key in PROMPT_OBJECTS if key in batch.non_tensor_batch]
+        prompts = batch.pop(batch_keys=PROMPT_TENSORS, non_tensor_batch_keys=objects)
+        prompts.non_tensor_batch["uid"] = batch.non_tensor_batch["uid"]
+        prompts.meta_info |= batch.meta_info
+        if self.needs.greedy_baseline:
+            with self.timer.phase("gen_max"):
+                batch.batch = self._greedy_baseline(batch, prompts).batch
+        with self.timer.phase("gen"):
+            answers = self.actor.generate_sequences(prompts.repeat(self.config.actor_rollout_ref.rollout.n))
+        self._record(answers)
+        return batch.repeat(self.config.actor_rollout_ref.rollout.n).union(answers)
+
+    def _greedy_baseline(self, batch: DataProto, prompts: DataProto) -> DataProto:
+        """`reward_baselines` [prompts]: the reward of the likeliest answer to each prompt."""
+        greedy = DataProto(prompts.batch, dict(prompts.non_tensor_batch), {**prompts.meta_info, "do_sample": False})
+        answers = self.actor.generate_sequences(greedy)
+        answers.meta_info.pop("metrics", None)
+        baselines = self.reward(DataProto(None, dict(batch.non_tensor_batch)).union(answers)).scores.sum(-1)
+        return DataProto.from_dict(tensors={"reward_baselines": baselines})
+
+    def compute_reward(self, batch: DataProto) -> None:
+        """`token_level_scores` [B, T], and what the graders say beside it."""
+        with self.timer.phase("reward"):
+            self.reward_output: RewardOutput = self.reward(batch)
+        batch.batch["token_level_scores"] = self.reward_output.scores
+        self.metrics |= reduce_metrics(self.reward_output.metrics)
+
+    def compute_old_log_probs(self, batch: DataProto) -> None:
+        """`old_log_probs` [B, T] of the policy that the update starts from."""
+        with self.timer.phase("old_log_prob"):
+            scores = self.actor.compute_log_prob(self._model_inputs(batch))
+        mask = batch.batch["response_mask"]
+        entropy = scores.batch.pop("entropys")
+        batch.union(scores)
+        self.metrics["actor/entropy"] = float((entropy * mask).sum() / mask.sum().clamp(min=1))
+        mismatch = log_prob_mismatch(batch.batch["old_log_probs"], batch.batch["rollout_log_probs"], mask)
+        self.metrics |= {f"rollout/{name}": value for name, value in mismatch.items()}
+
+    def compute_advantages(self, batch: DataProto) -> None:
+        """`token_level_rewards`, `advantages` and `returns` [B, T], here on the driver."""
+        with self.timer.phase("adv"):
+            columns = batch.batch
+            columns["token_level_rewards"] = columns["token_level_scores"]
+            if self.config.algorithm.use_kl_in_reward:
+                columns["token_level_rewards"], kl_metrics = apply_kl_penalty(
+                    columns["token_level_scores"],
+                    columns["old_log_probs"],
+                    columns["ref_log_prob"],
+                    columns["response_mask"],
+                    self.kl_controller,
+                    self.config.algorithm.kl_penalty,
+                )
+                self.metrics |= kl_metrics
+            fields = {**dict(columns.items()), **batch.non_tensor_batch}
+            columns["advantages"], columns["returns"] = estimate_advantages(self.estimator, fields)
+
+    def validate(self) -> dict[str, float]:
+        """Answers to all validation prompts, as metrics; also told to the trackers and written where asked."""
+        metrics, rows = self.validator.run(self.global_steps, self.progress)
+        self.tracking.log_samples(rows, self.global_steps)
+        return metrics
+
+    def save_checkpoint(self) -> None:
+        """All that is needed to go on from here as if nothing had happened."""
+        with self.checkpoints.writing(self.global_steps) as directory:
+            self.actor.save_checkpoint(directory)
+            if self.critic:
+                self.critic.save_checkpoint(directory)
+            save_run_state(
+                directory,
+                step=self.global_steps,
+                loader=self.train_dataloader.state_dict(),
+                kl_controller=self.kl_controller.state_dict(),
+            )
+        self.progress.message(f"checkpoint: {self.checkpoints.path(self.global_steps)}")
+
+    def load_checkpoint(self) -> None:
+        """Go on from the checkpoint that the configuration asks for, if there is one."""
+        path = self.checkpoints.to_resume(self.config.trainer)
+        if path is None:
+            return
+        self.global_steps = step_of(path)
+        self.actor.load_checkpoint(path, self.global_steps)
+        if self.critic:
+            self.critic.load_checkpoint(path)
+        state = load_run_state(path)
+        self.train_dataloader.load_state_dict(state["loader"])
+        self.kl_controller.load_state_dict(state["kl_controller"])
+        print(f"resumed from {path}")
+
+    @property
+    def is_last_step(self) -> bool:
+        """Whether the step that has begun is the last of the run."""
+        return self.global_steps >= self.total_training_steps
+
+    @property
+    def epoch(self) -> int:
+        """Passes over the training data that were complete before this step."""
+        return (self.global_steps - 1) // max(1, len(self.train_dataloader))
+
+    def _is_due(self, frequency: int) -> bool:
+        return frequency > 0 and (self.is_last_step or self.global_steps % frequency == 0)
+
+    def _model_inputs(self, batch: DataProto) -> DataProto:
+        return batch.select(batch_keys=[*PROMPT_TENSORS, "response_mask"], non_tensor_batch_keys=[])
+
+    def _record(self, result: DataProto) -> None:
+        """Take the metrics out of what a worker group returned."""
+        self.metrics |= reduce_metrics(result.meta_info.pop("metrics", {}))
+
+    def _rows(self, batch: DataProto) -> list[dict[str, Any]]:
+        return sample_rows(batch, self.reward_output, self.tokenizer, self.config.data.reward_fn_key)
+
+    def close(self) -> None:
+        """Stop what runs beside this process, and write a profile that is still open."""
+        self.profiler.close()
+        self.reward.close()
+        self.actor.close()
+
+    def _open_progress(self) -> Progress:
+        total = self.total_training_steps
+        return Progress(total, initial=self.global_steps, activity=lambda: self.timer.current)
+
+    def _open_tracking(self) -> Tracking:
+        trainer = self.config.trainer
+        return Tracking(
+            trainer.loggers,
+            project_name=trainer.project_name,
+            experiment_name=trainer.experiment_name,
+            config=self.config.model_dump(mode="json"),
+            directory=trainer.directory,
+            resume_step=self.global_steps,
+            progress=self.progress,
+        )

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers as rows that a person can read, for JSONL dumps and trackers."""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from quadriga.protocol import DataProto
+from quadriga.rewards import RewardOutput
+
+
+def sample_rows(
+    batch: DataProto, reward: RewardOutput, tokenizer: PreTrainedTokenizerBase, data_source_key: str
+) -> list[dict[str, Any]]:
+    """One row per answer: where it comes from, prompt, answer, ground truth, score and what the grader added."""
+    width = batch.batch["responses"].shape[1]
+    masks = batch.batch["attention_mask"].bool()
+    scores = reward.scores.sum(-1).tolist()
+    rows = []
+    for row in range(len(batch)):
+        prompt = batch.batch["prompts"][row][masks[row, :-width]]
+        answer = batch.batch["responses"][row][masks[row, -width:]]
+        rows.append(
+            {
+                "uid": batch.non_tensor_batch["uid"][row],
+                "data_source": batch.non_tensor_batch[data_source_key][row],
+                "input": tokenizer.decode(prompt, skip_special_tokens=True),
+                "output": tokenizer.decode(answer, skip_special_tokens=True),
+                "ground_truth": (batch.non_tensor_batch["reward_model"][row] or {}).get("ground_truth"),
+                "score": scores[row],
+                **{name: column[row] for name, column in reward.extra.items()},
+            }
+        )
+    return rows
+
+
+def write_samples(directory: str | Path, step: int, rows: Iterable[Mapping[str, Any]]) -> Path:
+    """Write rows to `directory/STEP.jsonl`: whole or not at all."""
+    path = Path(directory).expanduser() / f"{step}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_suffix(".unfinished")
+    with aside.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps({**row, "step": step}, ensure_ascii=False, default=_plain) + "\n" for row in rows)
+    aside.replace(path)
+    return path
+
+
+def first_of_each_prompt(rows: Iterable[Mapping[str, Any]], count: int) -> Iterator[dict[str, Any]]:
+    """The first answer to each of the first `count` prompts."""
+    seen: set[str] = set()
+    for row in rows:
+        if row["uid"] not in seen and len(seen) < count:
+            seen.add(row["uid"])
+            yield {name: row[name] for name in ("input", "output", "ground_truth", "score")}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
+    return value.tolist() if isinstance(value, np.ndarray) else str(value)

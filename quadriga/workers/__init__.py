@@ -1,0 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One class per role. They hold engines, say how their arguments travel, and know nothing of processes or of Ray."""
+
+from quadriga.workers.actor_rollout_ref import ActorRolloutRefWorker
+from quadriga.workers.critic import CriticWorker
+
+__all__ = ["ActorRolloutRefWorker", "CriticWorker"]

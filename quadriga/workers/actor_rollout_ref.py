@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The policy in its three parts: the actor that learns, the rollout that generates, the reference that stays."""
+
+from importlib import import_module
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from quadriga.config import Config
+from quadriga.engines.objectives import PolicyObjective
+from quadriga.engines.schedule import lr_at
+from quadriga.engines.step import infer, update
+from quadriga.engines.fsdp.engine import FSDPEngine
+from quadriga.models.load import stop_token_ids
+from quadriga.protocol import DataProto
+from quadriga.rollout import RolloutEngine, RolloutSetup, generate_sequences
+from quadriga.single_controller import Dispatch, Worker, register
+from quadriga.weight_sync import publish
+from quadriga.workers.roles import (
+    RunFacts,
+    Stopwatch,
+    Utilisation,
+    choose_device,
+    compute_dtype,
+    inference_pieces,
+    load_policy,
+    passes,
+    save_with_tokenizer,
+    trained_engine,
+)
+
+
+class ActorRolloutRefWorker(Worker):
+    """See the module.
+
+    Args:
+        config: of the run.
+        tokenizer: of the model.
+        facts: what follows from configuration and data together.
+    """
+
+    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, facts: RunFacts) -> None:
+        super().__init__()
+        self.config, self.tokenizer, self.facts = config, tokenizer, facts
+        self.actor_config = config.actor_rollout_ref.actor
+        self.rollout_config = config.actor_rollout_ref.rollout
+        self.weight_version = 0
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> dict[str, str]:
+        """Load the models and make the engines. Returns what was chosen, with reasons, for people to read."""
+        model = self.config.actor_rollout_ref.model
+        device = choose_device(self.config.trainer.device)
+        dtype = compute_dtype(self.actor_config.fsdp_config, device)
+        self.actor = trained_engine(
+            load_policy(self.config, torch.float32, device),
+            self.actor_config,
+            dtype=dtype.value,
+            device=device,
+            use_gradient_checkpointing=model.enable_gradient_checkpointing,
+            name="actor",
+        )
+        self.objective = PolicyObjective(self.actor_config)
+        self.utilisation = Utilisation(device, dtype.value)
+        self.reference = None
+        if self.facts.use_reference:
+            frozen = load_policy(self.config, dtype.value, device)
+            self.reference = FSDPEngine(frozen, dtype=dtype.value, device=device, name="reference")
+        self.rollout = self._make_rollout()
+        publish(self.actor.weights(), self.rollout, version=self.weight_version)
+        chosen = self.actor.describe()
+        return {
+            "actor": f"{chosen['parameters'] / 1e6:.1f} M parameters on {chosen['device']}",
+            "compute dtype": f"{chosen['weights']}: {dtype.reason}; masters and optimizer float32",
+            "rollout": f"{self.rollout_config.name}: {self.rollout.describe()}",
+            "reference": "a frozen copy" if self.reference else "none: no divergence from it is used",
+        }
+
+    def _make_rollout(self) -> RolloutEngine:
+        module, _, name = self.facts.rollout_engine.partition(":")
+        setup = RolloutSetup(
+            model=self.actor.scorer.model,
+            config=self.rollout_config,
+            tokenizer=self.tokenizer,
+            stop_token_ids=stop_token_ids(self.config.actor_rollout_ref.model.path, self.tokenizer.eos_token_id),
+            max_length=self.config.data.max_prompt_length + self.config.data.max_response_length,
+        )
+        return getattr(import_module(module), name).build(setup)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """Answers to prompts: see `rollout.generate_sequences`."""
+        prompts.meta_info["weight_version"] = self.weight_version
+        return generate_sequences(
+            self.rollout,
+            prompts,
+            config=self.rollout_config,
+            response_length=self.config.data.max_response_length,
+            pad_token_id=self.tokenizer.pad_token_id,
+            seed=self.config.trainer.seed,
+        )
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_log_prob(self, data: DataProto) -> DataProto:
+        """`old_log_probs` and `entropys` [B, T] of the actor as it is."""
+        scores = self._infer(self.actor, data, with_entropy=True)
+        return DataProto.from_dict(tensors={"old_log_probs": scores["log_probs"], "entropys": scores["entropy"]})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_ref_log_prob(self, data: DataProto) -> DataProto:
+        """`ref_log_prob` [B, T] of the policy that training started from."""
+        return DataProto.from_dict(tensors={"ref_log_prob": self._infer(self.reference, data)["log_probs"]})
+
+    def _infer(self, engine: FSDPEngine, data: DataProto, *, with_entropy: bool = False):
+        config = self.config.actor_rollout_ref.ref if engine is self.reference else self.rollout_config
+        micro = inference_pieces(config, share_prompts=self.actor_config.use_prefix_sharing)
+        temperature = self.rollout_config.temperature
+        return infer(engine, data, micro, temperature=temperature, with_entropy=with_entropy)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def update_actor(self, data: DataProto) -> DataProto:
+        """Learn from a batch with advantages. Returns metrics; the rollout has the new weights after `publish_weights`."""
+        watch = Stopwatch()
+        step = data.meta_info["global_steps"]
+        metrics = update(
+            self.actor,
+            data,
+            self.objective,
+            passes(
+                self.actor_config,
+                self.rollout_config.n,
+                share_prompts=self.actor_config.use_prefix_sharing,
+                global_step=step,
+            ),
+            lr=lr_at(step, self.actor_config.optim, self.facts.total_training_steps),
+            temperature=self.rollout_config.temperature,
+        )
+        return DataProto(meta_info={"metrics": self.utilisation.measure(metrics, "actor", watch.seconds)})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def publish_weights(self, version: int) -> None:
+        """Give the rollout the actor's weights; it refuses to generate with any others."""
+        self.weight_version = version
+        publish(self.actor.weights(), self.rollout, version=version)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, directory: Path) -> None:
+        """Write the actor below `directory`."""
+        contents = frozenset(self.actor_config.checkpoint.save_contents)
+        save_with_tokenizer(self.actor, directory / "actor", contents, self.tokenizer)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, directory: Path, version: int) -> None:
+        """Read the actor from below `directory`, and publish its weights."""
+        self.actor.load(directory / "actor", frozenset(self.actor_config.checkpoint.load_contents))
+        self.publish_weights(version)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def close(self) -> None:
+        """Release what the rollout holds."""
+        self.rollout.close()

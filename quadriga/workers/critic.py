@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The value function: what return to expect before each token of a response."""
+
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from quadriga.config import Config
+from quadriga.engines.micro_batches import MicroBatching
+from quadriga.engines.objectives import ValueObjective
+from quadriga.engines.schedule import lr_at
+from quadriga.engines.step import infer, update
+from quadriga.protocol import DataProto
+from quadriga.single_controller import Dispatch, Worker, register
+from quadriga.workers.roles import (
+    RunFacts,
+    Stopwatch,
+    Utilisation,
+    choose_device,
+    compute_dtype,
+    load_value_function,
+    passes,
+    save_with_tokenizer,
+    trained_engine,
+)
+
+
+class CriticWorker(Worker):
+    """See the module.
+
+    Args:
+        config: of the run.
+        tokenizer: of the model; saved beside it.
+        facts: what follows from configuration and data together.
+    """
+
+    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, facts: RunFacts) -> None:
+        super().__init__()
+        self.config, self.tokenizer, self.facts = config, tokenizer, facts
+        self.critic_config = config.critic
+        self.share_prompts = config.actor_rollout_ref.actor.use_prefix_sharing
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> dict[str, str]:
+        """Load the model and make the engine. Returns what was chosen, with reasons, for people to read."""
+        device = choose_device(self.config.trainer.device)
+        dtype = compute_dtype(self.critic_config.fsdp_config, device)
+        self.critic = trained_engine(
+            load_value_function(self.config, device),
+            self.critic_config,
+            dtype=dtype.value,
+            device=device,
+            use_gradient_checkpointing=self.critic_config.model.enable_gradient_checkpointing,
+            name="critic",
+        )
+        self.objective = ValueObjective(self.critic_config)
+        self.utilisation = Utilisation(device, dtype.value)
+        return {"critic": f"{self.critic.describe()['parameters'] / 1e6:.1f} M parameters, with a value head"}
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_values(self, data: DataProto) -> DataProto:
+        """`values` [B, T]"""
+        micro = MicroBatching(None, self.critic_config.ppo_max_token_len_per_gpu, self.share_prompts)
+        return DataProto.from_dict(tensors={"values": infer(self.critic, data, micro)["values"]})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def update_critic(self, data: DataProto) -> DataProto:
+        """Learn from a batch with returns. Returns metrics."""
+        watch = Stopwatch()
+        step = data.meta_info["global_steps"]
+        metrics = update(
+            self.critic,
+            data,
+            self.objective,
+            passes(
+                self.critic_config,
+                self.config.actor_rollout_ref.rollout.n,
+                share_prompts=self.share_prompts,
+                global_step=step,
+            ),
+            lr=lr_at(step, self.critic_config.optim, self.facts.total_training_steps),
+        )
+        return DataProto(meta_info={"metrics": self.utilisation.measure(metrics, "critic", watch.seconds)})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, directory: Path) -> None:
+        """Write the critic below `directory`."""
+        contents = frozenset(self.critic_config.checkpoint.save_contents)
+        save_with_tokenizer(self.critic, directory / "critic", contents, self.tokenizer)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, directory: Path) -> None:
+        """Read the critic from below `directory`."""
+        self.critic.load(directory / "critic", frozenset(self.critic_config.checkpoint.load_contents))

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every worker is told, and what the roles' workers do alike."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from quadriga.config import BatchingConfig, Config, FSDPConfig, LogProbConfig
+from quadriga.engines.base import TrainEngine
+from quadriga.engines.fsdp.engine import FSDPEngine, Training
+from quadriga.engines.micro_batches import MicroBatching
+from quadriga.engines.step import Passes
+from quadriga.models.flops import peak_flops
+from quadriga.models.load import load_causal_lm
+from quadriga.models.scorers import PolicyScorer, ValueScorer
+from quadriga.observe.machine import Choice, choose_dtype
+from quadriga.observe.metrics import Metric
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What follows from the configuration and the data together, and a worker cannot know alone.
+
+    Attributes:
+        total_training_steps: of the run; where learning-rate schedules end.
+        use_reference: whether a frozen copy of the first policy is needed.
+        rollout_engine: import string of the generation engine's class.
+    """
+
+    total_training_steps: int
+    use_reference: bool
+    rollout_engine: str
+
+
+def choose_device(wish: str) -> torch.device:
+    """`auto` is the accelerator where there is one."""
+    if wish != "auto":
+        return torch.device(wish)
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def load_policy(config: Config, dtype: torch.dtype, device: torch.device) -> PolicyScorer:
+    """The model of `actor_rollout_ref.model` as a policy."""
+    return PolicyScorer(_load(config, config.actor_rollout_ref.model.path, dtype, device))
+
+
+def load_value_function(config: Config, device: torch.device) -> ValueScorer:
+    """The model of `critic.model` with a value head."""
+    path = config.critic.model.path or config.actor_rollout_ref.model.path
+    return ValueScorer(_load(config, path, torch.float32, device))
+
+
+def _load(config: Config, path: str, dtype: torch.dtype, device: torch.device):
+    model = config.actor_rollout_ref.model
+    return load_causal_lm(
+        path,
+        dtype=dtype,
+        device=device,
+        trust_remote_code=model.trust_remote_code,
+        override_config=model.override_config,
+    )
+
+
+def compute_dtype(config: FSDPConfig, device: torch.device) -> Choice:
+    """The dtype of the weights that compute, with its reason."""
+    return choose_dtype(config.model_dtype, device)
+
+
+def trained_engine(
+    scorer: PolicyScorer | ValueScorer,
+    config: BatchingConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    use_gradient_checkpointing: bool,
+    name: str,
+) -> TrainEngine:
+    """The engine of a role that learns."""
+    return FSDPEngine(
+        scorer,
+        dtype=dtype,
+        device=device,
+        training=Training(config.optim, config.grad_clip, config.max_nonfinite_steps),
+        use_gradient_checkpointing=use_gradient_checkpointing,
+        name=name,
+    )
+
+
+def passes(config: BatchingConfig, responses_per_prompt: int, *, share_prompts: bool, global_step: int) -> Passes:
+    """How a role learns from the batch of one step."""
+    num_sequences = None if config.use_dynamic_bsz else config.ppo_micro_batch_size_per_gpu
+    return Passes(
+        mini_batch_size=config.ppo_mini_batch_size * responses_per_prompt,
+        num_epochs=config.ppo_epochs,
+        micro=MicroBatching(num_sequences, config.ppo_max_token_len_per_gpu, share_prompts),
+        shuffle_seed=config.data_loader_seed + global_step * config.ppo_epochs if config.shuffle else None,
+    )
+
+
+def inference_pieces(config: LogProbConfig, *, share_prompts: bool) -> MicroBatching:
+    """How a pass without gradients is cut."""
+    num_sequences = None if config.log_prob_use_dynamic_bsz else config.log_prob_micro_batch_size_per_gpu
+    return MicroBatching(num_sequences, config.log_prob_max_token_len_per_gpu, share_prompts)
+
+
+class Utilisation:
+    """How much of the device's measured peak an update reached.
+
+    Args:
+        device, dtype: of the computation; the peak is measured once, on first use.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.device, self.dtype = device, dtype
+        self.peak: float | None = None
+
+    def measure(self, metrics: dict[str, Metric], name: str, seconds: float) -> dict[str, Metric]:
+        """Add `perf/mfu/NAME` to the metrics of an update that took `seconds`."""
+        if self.peak is None:
+            self.peak = peak_flops(self.device, self.dtype)
+        flops = metrics.pop(f"perf/flops/{name}").value
+        return metrics | {f"perf/mfu/{name}": Metric(flops / seconds / self.peak)}
+
+
+class Stopwatch:
+    """Seconds since it was made."""
+
+    def __init__(self) -> None:
+        self.start = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """Since it was made."""
+        return time.perf_counter() - self.start
+
+
+def save_with_tokenizer(
+    engine: TrainEngine, directory: Path, contents: frozenset[str], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """A role's part of a checkpoint: with `model` among its contents it is a Hugging Face folder in itself."""
+    directory.mkdir(parents=True, exist_ok=True)
+    engine.save(directory, contents)
+    if "model" in contents:
+        tokenizer.save_pretrained(directory)

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules about habits: headers, docstrings, names, exceptions, left-overs."""
+
+import ast
+import re
+from collections.abc import Iterator
+
+from arch_tree import FunctionNode, Source
+
+SPDX = "# SPDX-License-Identifier: Apache-2.0"
+NAMELESS = frozenset({"utils", "util", "common", "helpers", "helper", "misc"})
+BROAD = frozenset({"Exception", "BaseException"})
+
+# Where anything may be raised and every one of it is passed on in another form: "file:function" and that form.
+CATCHES_ANYTHING: dict[str, str] = {
+    "quadriga/observe/tracking/fan_out.py:Tracking._each": "all trackers are served, then the first error is raised",
+    "quadriga/observe/watchdog.py:_detail": "a description that fails is reported inside the report of the wait",
+    "quadriga/rewards/graders/math.py:_is_same": "every pair is compared first, then the first failure is raised",
+    "quadriga/rewards/grading_process.py:Grader.grade": "what a grader raises is its outcome: counted and stored",
+    "quadriga/rollout/base.py:EngineBase._generate_pending": "every caller gets the error, raised where it awaits",
+}
+
+_LEFT_OVER = re.compile(r"#.*\b(TO" + r"DO|FIX" + r"ME|XX" + r"X|HA" + r"CK)\b")
+
+
+def no_licence_line(source: Source) -> Iterator[str]:
+    """A file whose first line does not name the licence."""
+    if source.text.partition("\n")[0] != SPDX:
+        yield source.at(1, f"the first line must be `{SPDX}`")
+
+
+def no_module_docstring(source: Source) -> Iterator[str]:
+    """A file that does not say what it is for."""
+    if not ast.get_docstring(source.tree):
+        yield source.at(2, "no docstring at the top; say in a sentence what the file is for")
+
+
+def no_public_docstring(source: Source) -> Iterator[str]:
+    """A public class or function of a module without a docstring."""
+    for node in source.tree.body:
+        is_public = isinstance(node, FunctionNode | ast.ClassDef) and not node.name.startswith("_")
+        if is_public and not ast.get_docstring(node) and not _is_overload(node):
+            yield source.at(node.lineno, f"{node.name} is public and has no docstring")
+
+
+def _is_overload(node: FunctionNode | ast.ClassDef) -> bool:
+    return any(ast.unparse(decorator).endswith("overload") for decorator in node.decorator_list)
+
+
+def nameless_module(source: Source) -> Iterator[str]:
+    """A module whose name says nothing about what is in it."""
+    for part in source.name.removesuffix(".py").split("/"):
+        if part in NAMELESS:
+            yield source.at(1, f"no module or package is called {part!r}; name it for what is in it")
+
+
+def swallowed_exception(source: Source) -> Iterator[str]:
+    """An `except` that takes anything without raising, or that does nothing at all."""
+    for name, node in broad_handlers(source):
+        if f"{source.name}:{name}" not in CATCHES_ANYTHING:
+            yield source.at(node.lineno, f"{name} catches anything and raises nothing; name what is expected here")
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.ExceptHandler) and node.type is None:
+            yield source.at(node.lineno, "a bare except; name what is expected here")
+        elif isinstance(node, ast.ExceptHandler) and all(isinstance(part, ast.Pass) for part in node.body):
+            yield source.at(node.lineno, "an exception is passed over in silence; say what happened, or let it go up")
+        elif isinstance(node, ast.Call) and _is_broad_suppress(node):
+            yield source.at(node.lineno, "suppress() of anything; name what is expected here")
+
+
+def _is_broad_suppress(call: ast.Call) -> bool:
+    return ast.unparse(call.func).endswith("suppress") and bool(BROAD & {ast.unparse(part) for part in call.args})
+
+
+def broad_handlers(source: Source) -> Iterator[tuple[str, ast.ExceptHandler]]:
+    """The handlers that catch anything and raise nothing, each with the function it stands in."""
+    for name, node in _handlers(source):
+        caught = {part.id for part in ast.walk(node.type) if isinstance(part, ast.Name)} if node.type else BROAD
+        if caught & BROAD and not any(isinstance(part, ast.Raise) for part in ast.walk(node)):
+            yield name, node
+
+
+def _handlers(source: Source) -> Iterator[tuple[str, ast.ExceptHandler]]:
+    owners = {}
+    for name, function in source.functions():
+        # An inner function comes after the one around it, so that the innermost owner stays.
+        owners.update({id(node): name for node in ast.walk(function)})
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.ExceptHandler):
+            yield owners.get(id(node), "the module"), node
+
+
+def left_over(source: Source) -> Iterator[str]:
+    """A comment that announces work instead of explaining code."""
+    for number, line in enumerate(source.text.splitlines(), start=1):
+        if _LEFT_OVER.search(line):
+            yield source.at(number, "a note of work not done; do it, or file it where work is filed")

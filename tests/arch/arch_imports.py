@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules about imports: which layer may know which, where an import may stand, who owns which third party."""
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+
+from arch_tree import Source
+
+_CORE = frozenset({"errors", "config", "observe", "protocol"})
+_BELOW_TRAINER = _CORE | {"algorithms", "rewards", "data", "single_controller", "workers"}
+_BELOW_WORKERS = _BELOW_TRAINER - {"workers"} | {"models", "engines", "rollout", "weight_sync"}
+
+# Each layer and what it may import besides itself. The order is the one in which they stand on each other.
+LAYERS: dict[str, frozenset[str]] = {
+    "errors": frozenset(),
+    "config": frozenset({"errors"}),
+    "observe": frozenset({"errors", "config"}),
+    "protocol": frozenset({"errors"}),
+    "algorithms": frozenset({"errors"}),
+    "rewards": _CORE,
+    "data": _CORE,
+    "models": frozenset({"errors", "config", "observe"}),
+    "single_controller": _CORE,
+    "engines": _CORE | {"algorithms", "models"},
+    "rollout": _CORE | {"models", "rewards"},
+    "weight_sync": frozenset({"errors", "config", "observe"}),
+    "workers": _BELOW_WORKERS,
+    "trainer": _BELOW_TRAINER,
+    "cli": _BELOW_WORKERS | {"workers", "trainer"},
+}
+
+# The one place where a name in the configuration becomes a class, by import string, so that it may name any layer.
+BUILD = "quadriga/trainer/build.py"
+
+# Extras, and what only one file has any business with. The subpackage of torch stands for the package it needs.
+ONE_FILE_EACH = frozenset(
+    {
+        "accelerate",
+        "gguf",
+        "math_verify",
+        "matplotlib",
+        "mlflow",
+        "peft",
+        "ray",
+        "sglang",
+        "swanlab",
+        "tensorboard",
+        "vllm",
+        "wandb",
+    }
+)
+_ALSO = {"torch.utils.tensorboard": "tensorboard"}
+
+# Engines are told apart by their class, not by their name; config checks names, and BUILD looks them up.
+ENGINES = frozenset({"native", "vllm", "sglang", "scripted", "fsdp", "fsdp2", "megatron"})
+
+_IMPORT_STRING = re.compile(r"quadriga(\.\w+)+(:\w+)?")
+
+
+def unknown_layer(source: Source) -> Iterator[str]:
+    """A package or module directly under quadriga/ that the table of layers does not have."""
+    if source.layer and source.layer not in LAYERS:
+        yield source.at(1, f"the layer {source.layer!r} is not in the table of layers; say there what it may import")
+
+
+def upward_import(source: Source) -> Iterator[str]:
+    """An import of a layer that this one must not know, as a statement or as an import string."""
+    if not source.layer:
+        return
+    allowed = LAYERS.get(source.layer, frozenset()) | {source.layer, "__version__", ""}
+    mentioned = [(entry.layer, entry.line) for entry in source.imports() if entry.layer is not None]
+    if source.name != BUILD:
+        mentioned += list(_import_strings(source.tree))
+    for layer, line in mentioned:
+        if layer not in allowed:
+            may = ", ".join(sorted(LAYERS.get(source.layer, ()))) or "nothing"
+            yield source.at(line, f"{source.layer} imports {layer}; of ours it may import {may}")
+
+
+def _import_strings(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and _IMPORT_STRING.fullmatch(node.value):
+            yield node.value.split(".")[1].partition(":")[0], node.lineno
+
+
+def late_import(source: Source) -> Iterator[str]:
+    """An import of one of our modules inside a function; a package's `__getattr__` (PEP 562) may load by string."""
+    for entry in source.imports():
+        is_lazy_table = not entry.is_statement and entry.function == "__getattr__"
+        if entry.layer is not None and entry.function and not is_lazy_table:
+            yield source.at(entry.line, f"{entry.function}() imports {entry.module}; move it to the top of the file")
+
+
+def compared_engine_name(source: Source) -> Iterator[str]:
+    """A comparison with the name of an engine: the branch belongs into the engine."""
+    if source.name == BUILD or source.layer == "config":
+        return
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Compare):
+            constants = {part.value for part in ast.walk(node) if isinstance(part, ast.Constant)}
+            for name in sorted(ENGINES & {value for value in constants if isinstance(value, str)}):
+                yield source.at(node.lineno, f"compares with the engine name {name!r}; ask the engine instead")
+
+
+def shared_third_party(sources: Iterable[Source]) -> Iterator[str]:
+    """A third party of one file that is imported in several."""
+    importers: dict[str, dict[str, int]] = defaultdict(dict)
+    for source in sources:
+        for entry in source.imports():
+            name = next((party for module, party in _ALSO.items() if entry.module.startswith(module)), entry.top)
+            if name in ONE_FILE_EACH:
+                importers[name].setdefault(source.name, entry.line)
+    for name, files in sorted(importers.items()):
+        if len(files) > 1:
+            where = ", ".join(f"{file}:{line}" for file, line in sorted(files.items()))
+            yield f"{name} is imported in {len(files)} files ({where}); let one of them own it"

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What holds the repository together: configuration files that parse, commands that exist, text that fits anywhere."""
+
+import os
+import re
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from arch_tree import REPOSITORY, tracked_files
+
+PAGES = sorted(name for name in tracked_files() if name.endswith(".md"))
+CONFIGS = sorted(name for name in tracked_files() if re.fullmatch(r"(configs|examples)/.*\.ya?ml", name))
+MAX_DOC_PAGES = 10
+MAX_CONTRIBUTING_LINES = 100
+MAX_TEXT_BYTES = 1 << 20
+
+# A bracket in each keeps this file from being found by its own rule.
+FOREIGN = {
+    "the host of a package registry": r"\b([p]ypi|[p]ythonhosted|[n]pmjs|[c]rates|[r]ubygems)\.(org|com|io)\b",
+    "a host of Debian's packages": r"\b(deb|security)\.[d]ebian\.org\b",
+    "a path of one machine": r"(?<![\w.])/([w]ork|[r]oot)/|/[t]mp/(q|bash_jobs)\b|/[o]pt/(wheels|pypi)\b",
+    "how the work was done": r"\b[v]erl-code\b",
+}
+
+
+def foreign_text(text: str) -> list[str]:
+    """Each line that names what only one machine or one day knows, with what it names."""
+    lines = text.splitlines()
+    found = [
+        (number, what) for number, line in enumerate(lines, 1) for what, it in FOREIGN.items() if re.search(it, line)
+    ]
+    return [f"{number}: names {what}" for number, what in found]
+
+
+def commands_of(page: str) -> list[str]:
+    """The command lines in the fenced blocks of a page, prompts, comments and continuation lines taken care of."""
+    blocks = re.findall(r"^```(?:bash|sh|shell|console)\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
+    lines = [line.strip().removeprefix("$ ") for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def paths_of(command: str) -> list[str]:
+    """The files of this repository that a command line names."""
+    return re.findall(r"(?<![\w./-])(?:scripts|examples|configs|benchmarks|docs)/[\w./-]*\w", command)
+
+
+def subcommand_of(command: str) -> str | None:
+    """`train` of `.venv/bin/quadriga train a=b`."""
+    match = re.match(r"(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?quadriga (\w+)", command)
+    return match.group(1) if match else None
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_configuration_file_loads(name: str) -> None:
+    """Every configuration file in the repository has only keys that exist, with values that they take."""
+    # Imported here, so that the other rules are tested even when this import fails.
+    import_module("quadriga.config").load_config(files=[REPOSITORY / name])
+
+
+def test_there_are_configurations() -> None:
+    """The test above has something to read."""
+    assert any(name.startswith("configs/") for name in CONFIGS)
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_commands_name_files_that_exist(name: str) -> None:
+    """What a page tells the reader to run is there."""
+    page = (REPOSITORY / name).read_text(encoding="utf-8")
+    missing = [path for command in commands_of(page) for path in paths_of(command) if not (REPOSITORY / path).exists()]
+    assert not missing, f"{name} shows commands with files that do not exist: {missing}"
+
+
+def test_commands_are_commands_of_the_program() -> None:
+    """Each `quadriga COMMAND` on a page is one that `quadriga --help` lists."""
+    program = [sys.executable, "-c", "from quadriga.cli.main import main; main()", "--help"]
+    printed = subprocess.run(program, cwd=REPOSITORY, capture_output=True, text=True, check=False).stdout
+    listed = set(re.findall(r"\w+", printed))
+    shown = {
+        (name, word)
+        for name in PAGES
+        for command in commands_of((REPOSITORY / name).read_text(encoding="utf-8"))
+        if (word := subcommand_of(command))
+    }
+    unknown = sorted((name, word) for name, word in shown if word not in listed)
+    assert not unknown, f"these pages show commands that `quadriga --help` does not list: {unknown}"
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_links_lead_somewhere(name: str) -> None:
+    """A relative link of a page, picture or text, leads to a file that is there."""
+    page = (REPOSITORY / name).read_text(encoding="utf-8")
+    targets = re.findall(r"\]\((?!https?:|mailto:|#)([^)#\s]+)", page)
+    missing = [target for target in targets if not (REPOSITORY / name).parent.joinpath(target).exists()]
+    assert not missing, f"{name} links to {missing}"
+
+
+def test_number_of_pages() -> None:
+    """The documentation stays small enough to be true."""
+    pages = [name for name in PAGES if name.startswith("docs/")]
+    assert len(pages) <= MAX_DOC_PAGES, f"{len(pages)} pages in docs/, at most {MAX_DOC_PAGES}: {pages}"
+    contributing = (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert len(contributing.splitlines()) < MAX_CONTRIBUTING_LINES
+
+
+def test_text_fits_any_machine() -> None:
+    """No tracked text names a registry's host, a path of one machine, or how the work was done."""
+    complaints = []
+    for name in tracked_files():
+        path = REPOSITORY / name
+        if path.stat().st_size <= MAX_TEXT_BYTES and b"\0" not in (data := path.read_bytes()):
+            complaints += [f"{name}:{line}" for line in foreign_text(data.decode("utf-8", errors="replace"))]
+    assert not complaints, "\n".join(complaints)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "see pypi" + ".org/simple",
+        "files.pythonhosted" + ".org",
+        "cd /wo" + "rk/main",
+        "`/ro" + "ot/x`",
+        "/tm" + "p/q/venv",
+    ],
+)
+def test_foreign_text_is_found(text: str) -> None:
+    """The rule about text finds what it looks for."""
+    assert foreign_text(f"a\n{text}\n")[0].startswith("2: ")
+
+
+@pytest.mark.parametrize(
+    "text", ["https://arxiv.org/abs/2409.19256", "quadriga/workers/root/x.py", "a framework/paper"]
+)
+def test_other_text_is_not(text: str) -> None:
+    """The rule about text leaves ordinary text in peace."""
+    assert foreign_text(text) == []
+
+
+def test_commands_are_read_from_pages() -> None:
+    """The reader of pages finds commands, their files and the program's subcommands, and nothing in other blocks."""
+    shell = "```bash\n# a comment\n$ scripts/test \\\n  tests/unit\n.venv/bin/quadriga train a=b\n```\n"
+    page = f"x\n{shell}```python\nimport x\n```\n"
+    commands = commands_of(page)
+    assert commands == ["scripts/test    tests/unit", ".venv/bin/quadriga train a=b"]
+    assert paths_of(commands[0]) == ["scripts/test"]
+    assert [subcommand_of(command) for command in commands] == [None, "train"]
+
+
+def test_scripts_are_executable() -> None:
+    """Whoever clones the repository can run its scripts, and each names its licence."""
+    scripts = [name for name in tracked_files() if re.fullmatch(r"scripts/\w+|\.ci/run", name)]
+    assert {".ci/run", "scripts/check", "scripts/install", "scripts/quickstart", "scripts/test"} <= set(scripts)
+    for name in scripts:
+        text = Path(REPOSITORY / name).read_text(encoding="utf-8")
+        assert os.access(REPOSITORY / name, os.X_OK), f"{name} is not executable"
+        assert text.splitlines()[1] == "# SPDX-License-Identifier: Apache-2.0", name
+
+
+def test_test_folders_are_no_packages() -> None:
+    """Tests are found by their path (`--import-mode=importlib`); an `__init__.py` would make two of them one module."""
+    assert [name for name in tracked_files() if name.startswith("tests/") and name.endswith("__init__.py")] == []

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The example of a run of one's own does what its page says: data, reward, estimator, and the keys of its run."""
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from quadriga.algorithms import bind_options, estimate_advantages, get_adv_estimator_fn
+from quadriga.algorithms.user_file import load_from_file
+from quadriga.config import load_config
+
+FOLDER = Path(__file__).resolve().parents[3] / "examples" / "custom"
+
+
+def test_it_is_short() -> None:
+    """The page promises fewer than 60 lines of Python in all."""
+    assert sum(len(file.read_text().splitlines()) for file in FOLDER.glob("*.py")) < 60
+
+
+def test_tournament() -> None:
+    """Of 0.2, 0.9 and 0.2 one beats both others, which tie; a lone answer plays nobody."""
+    fields = {
+        "token_level_rewards": torch.tensor([[0.0, 0.2], [0.9, 0.0], [0.5, 0.5], [0.0, 0.2]]),
+        "response_mask": torch.tensor([[1, 1], [1, 0], [1, 1], [1, 1]]),
+        "uid": np.array(["a", "a", "b", "a"], dtype=object),
+    }
+    estimator = bind_options(get_adv_estimator_fn(f"{FOLDER / 'advantage.py'}:tournament"), shared={"gamma": 1.0})
+    advantages, _ = estimate_advantages(estimator, fields)
+    assert advantages.tolist() == [[-0.5, -0.5], [1.0, 0.0], [0.0, 0.0], [-0.5, -0.5]]
+
+
+@pytest.mark.parametrize(
+    ("answer", "score"),
+    [
+        ("Big brown bears bring blueberry biscuits.", 1.0),
+        ("Bears.", 1 / 6),
+        ("bear bear bear bear bear bear bear bear", 1 / 8),
+        ("", 0.0),
+    ],
+)
+def test_reward(answer: str, score: float) -> None:
+    """Neither one word nor the same word again and again is a way to full marks."""
+    grade = load_from_file(f"{FOLDER / 'reward.py'}:compute_score", "test")
+    assert grade("alliteration", answer, "b")["score"] == pytest.approx(score)
+
+
+def test_data(tmp_path: Path) -> None:
+    """Rows as the data set reads them, the letter being that of the animal, and no prompt in both files."""
+    subprocess.run([sys.executable, FOLDER / "data.py", tmp_path / "new"], check=True)
+    train, val = (
+        [json.loads(line) for line in (tmp_path / "new" / name).read_text().splitlines()]
+        for name in ("train.jsonl", "val.jsonl")
+    )
+    assert len(train) == 54 and len(val) == 42
+    for row in train + val:
+        animal = row["prompt"][0]["content"].partition(" in words")[0].split()[-1]
+        assert animal[0] == row["reward_model"]["ground_truth"]
+    assert not {row["prompt"][0]["content"] for row in train} & {row["prompt"][0]["content"] for row in val}
+
+
+def test_keys_of_the_run() -> None:
+    """Every key that the script sets exists and takes its value; the files it names are there."""
+    command = (FOLDER / "run").read_text().partition("quadriga.trainer.main_ppo")[2].replace('"$@"', "")
+    loaded = load_config([word for word in shlex.split(command) if "=" in word])
+    assert loaded.config.algorithm.adv_estimator == "examples/custom/advantage.py:tournament"
+    assert (FOLDER.parents[1] / loaded.config.custom_reward_function.path).is_file()

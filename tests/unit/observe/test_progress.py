@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A bar on a terminal, aligned lines in a log, and an honest estimate of the time left."""
+
+import re
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from quadriga.observe.progress import AlignedLine, Progress, clock_text
+
+
+def last_state(screen: StringIO) -> str:
+    """What the bar's line shows in the end, without the codes that move the cursor."""
+    lines = re.split(r"[\r\n]", re.sub(r"\x1b\[[?0-9;]*[a-zA-Z]", "", screen.getvalue()))
+    return [line for line in lines if line.strip()][-1]
+
+
+class HandClock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def log_console(screen: StringIO) -> Console:
+    return Console(file=screen, force_terminal=False, soft_wrap=True)
+
+
+def terminal(screen: StringIO, width: int = 110) -> Console:
+    return Console(file=screen, force_terminal=True, force_interactive=True, width=width, color_system=None)
+
+
+def test_a_log_has_one_aligned_line_per_step():
+    screen, clock = StringIO(), HandClock()
+    with Progress(12, console=log_console(screen), clock=clock) as progress:
+        for step, speed in ((1, "980"), (2, "1 214"), (3, "998")):
+            clock.now += 10
+            progress.update(step, {"reward": f"0.{step}", "tok/s": speed})
+    assert screen.getvalue().splitlines() == [
+        "step  1/12  reward 0.1  980 tok/s  1:50 left",
+        "step  2/12  reward 0.2  1 214 tok/s  1:40 left",
+        "step  3/12  reward 0.3    998 tok/s  1:30 left",
+    ]
+
+
+def test_a_log_line_is_never_wrapped_and_brackets_are_no_markup():
+    screen = StringIO()
+    progress = Progress(2, console=log_console(screen))
+    progress.message("answer [bold]x[/bold] [/oops] " + "y" * 300)
+    progress.update(2, {f"name{i}": "0.123" for i in range(30)})
+    first, second = screen.getvalue().splitlines()
+    assert first == "answer [bold]x[/bold] [/oops] " + "y" * 300
+    assert second.startswith("step 2/2  name0 0.123") and second.endswith("name29 0.123")
+
+
+def test_the_first_step_does_not_spoil_the_estimate():
+    clock = HandClock()
+    progress = Progress(100, console=log_console(StringIO()), clock=clock)
+    assert progress.left_s is None
+    clock.now = 60.0
+    progress.update(1, {})
+    assert progress.left_s == 60 * 99
+    for step in range(2, 5):
+        clock.now += 2
+        progress.update(step, {})
+        assert progress.left_s == 2 * (100 - step)
+
+
+def test_a_resumed_run_counts_only_its_own_steps_and_the_pace_follows_a_change():
+    clock = HandClock()
+    progress = Progress(100, initial=50, console=log_console(StringIO()), clock=clock)
+    for step in range(51, 61):
+        clock.now += 4
+        progress.update(step, {})
+    assert progress.left_s == 4 * 40
+    for step in range(61, 72):
+        clock.now += 1
+        progress.update(step, {})
+    assert progress.left_s == 1 * 29
+
+
+def test_a_terminal_has_a_bar_with_the_few_fields_and_messages_above_it():
+    screen, clock = StringIO(), HandClock()
+    with Progress(30, console=terminal(screen), clock=clock, activity=lambda: "gen") as progress:
+        clock.now += 8
+        progress.update(12, {"reward": "0.430", "loss": "+0.0010", "tok/s": "1 214", "s/step": "8.1"})
+        progress.message("validation at step 12 [x]")
+    assert "validation at step 12 [x]\n" in screen.getvalue()
+    assert last_state(screen).startswith("step 12/30 ━")
+    assert "reward 0.430  1 214 tok/s  8.1 s/step 0:12 left · gen" in last_state(screen)
+    assert "loss" not in screen.getvalue()
+
+
+def test_a_finished_bar_says_so_and_closing_twice_is_fine():
+    screen = StringIO()
+    progress = Progress(2, description="filter", console=terminal(screen))
+    progress.update(2, {"kept": "17"})
+    progress.close()
+    progress.close()
+    assert last_state(screen).startswith("filter 2/2")
+    assert "kept 17 done" in last_state(screen)
+
+
+def test_a_narrow_terminal_keeps_the_bar_on_one_line():
+    screen = StringIO()
+    with Progress(30, console=terminal(screen, width=50)) as progress:
+        progress.update(3, {"reward": "0.430", "tok/s": "1 214", "s/step": "8.1"})
+    assert last_state(screen).startswith("step")
+    assert len(last_state(screen)) <= 50
+
+
+def test_a_missing_field_leaves_its_place_empty():
+    line = AlignedLine()
+    full = line.render({"reward": "0.5", "val": "0.25", "tok/s": "12"})
+    assert full == "reward 0.5  val 0.25  12 tok/s"
+    assert line.render({"reward": "0.5", "tok/s": "13"}) == "reward 0.5            13 tok/s"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (144, "2:24"), (3744, "1:02:24"), (187_000, "2 d 03 h")]
+)
+def test_clock_text(seconds, text):
+    assert clock_text(seconds) == text

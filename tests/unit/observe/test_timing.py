@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Phases add up and nest; the start-up chart stands where things happened. A clock moved by hand replaces waiting."""
+
+import pytest
+
+from quadriga.observe.timing import BAR_WIDTH, PhaseTimer, Timeline
+
+
+class HandClock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> HandClock:
+    return HandClock()
+
+
+def test_phases_accumulate_and_an_outer_one_includes_its_inner_ones(clock):
+    timer = PhaseTimer(clock)
+    for _ in range(2):
+        with timer.phase("step"):
+            clock.now += 1
+            with timer.phase("gen"):
+                assert timer.current == "gen"
+                clock.now += 3
+            assert timer.current == "step"
+    assert timer.current == ""
+    assert timer.seconds == {"gen": 6.0, "step": 8.0}
+
+
+def test_a_phase_open_inside_itself_counts_once(clock):
+    timer = PhaseTimer(clock)
+    with timer.phase("save"), timer.phase("save"):
+        clock.now += 2
+    assert timer.seconds == {"save": 2.0}
+
+
+def test_a_phase_that_raises_is_counted(clock):
+    timer = PhaseTimer(clock)
+    with pytest.raises(KeyError), timer.phase("reward"):
+        clock.now += 5
+        raise KeyError("x")
+    assert timer.seconds == {"reward": 5.0}
+    assert timer.current == ""
+
+
+def test_a_timeline_draws_parts_where_they_happened(clock):
+    timeline = Timeline("start", clock)
+    with timeline.part("import"):
+        clock.now += 2
+    with timeline.part("model"):
+        clock.now += 1
+        with timeline.part("weights"):
+            clock.now += 3
+    clock.now += 2
+    title, imported, model, weights = timeline.render().splitlines()
+    assert title == "start           6.0 s"
+    assert imported == "  import        2.0 s  " + "━" * 11
+    assert model == "  model         4.0 s  " + " " * 11 + "━" * 21
+    assert weights == "    weights     3.0 s  " + " " * 16 + "━" * 16
+    assert len(model) == len("  model         4.0 s  ") + BAR_WIDTH
+
+
+def test_time_that_no_part_accounts_for_is_shown(clock):
+    timeline = Timeline(clock=clock)
+    clock.now += 1
+    with timeline.part("a"):
+        clock.now += 1
+    clock.now += 0.1
+    with timeline.part("b"):
+        clock.now += 1
+    names = [line.split()[0] for line in timeline.render().splitlines()]
+    assert names == ["start-up", "(other)", "a", "b"]
+
+
+def test_an_open_part_and_an_empty_timeline_can_be_drawn(clock):
+    timeline = Timeline(clock=clock)
+    assert timeline.render() == "start-up     0.0 s"
+    with timeline.part("model"):
+        clock.now += 4
+        assert "model      4.0 s" in timeline.render()

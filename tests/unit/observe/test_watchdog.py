@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A long wait speaks, a short one does not."""
+
+import threading
+
+import pytest
+
+from quadriga.observe.watchdog import _duration, waiting
+
+
+class Ear:
+    """Collects reports and lets a test wait for the n-th instead of for a time."""
+
+    def __init__(self) -> None:
+        self.reports: list[str] = []
+        self._heard = threading.Condition()
+
+    def __call__(self, report: str) -> None:
+        with self._heard:
+            self.reports.append(report)
+            self._heard.notify_all()
+
+    def wait_for(self, count: int) -> None:
+        with self._heard:
+            assert self._heard.wait_for(lambda: len(self.reports) >= count, timeout=20)
+
+
+def test_a_short_wait_is_silent_and_leaves_no_thread():
+    ear = Ear()
+    with waiting("nothing", every_s=30.0, emit=ear):
+        assert any(thread.name == "waiting for nothing" for thread in threading.enumerate())
+    assert ear.reports == []
+    assert not any(thread.name == "waiting for nothing" for thread in threading.enumerate())
+
+
+def test_a_long_wait_says_what_it_waits_for_again_and_again_until_it_is_over():
+    ear = Ear()
+    with waiting("reward of 128 samples", detail=lambda: "96 are graded", every_s=0.01, emit=ear):
+        ear.wait_for(2)
+    count = len(ear.reports)
+    assert set(ear.reports) == {"waiting 0 s for reward of 128 samples: 96 are graded"}
+    assert len(ear.reports) == count
+
+
+def test_a_failing_detail_is_reported_and_the_watch_goes_on():
+    ear = Ear()
+
+    def detail() -> str:
+        raise OSError("no such pool")
+
+    with waiting("x", detail=detail, every_s=0.01, emit=ear):
+        ear.wait_for(2)
+    assert ear.reports[0] == "waiting 0 s for x (its detail failed: OSError: no such pool)"
+
+
+def test_an_error_inside_passes_and_ends_the_watch():
+    with pytest.raises(RuntimeError), waiting("the end", every_s=30.0):
+        raise RuntimeError
+    assert not any(thread.name == "waiting for the end" for thread in threading.enumerate())
+
+
+def test_an_interval_of_zero_is_refused():
+    with pytest.raises(ValueError, match="positive"), waiting("x", every_s=0):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(30.2, "30 s"), (119, "119 s"), (120, "2 min 00 s"), (3725, "62 min 05 s")]
+)
+def test_durations(seconds, text):
+    assert _duration(seconds) == text

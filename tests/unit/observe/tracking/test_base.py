@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all backends share."""
+
+import pytest
+
+from quadriga.errors import ConfigError
+from quadriga.observe.tracking.base import flatten, require, sample_columns
+
+
+def test_a_missing_package_is_answered_with_how_to_get_it():
+    with pytest.raises(ConfigError) as caught:
+        require("surely_not_a_module", logger="wandb", install="wandb")
+    assert str(caught.value) == (
+        "trainer.logger=wandb: got no usable package surely_not_a_module (No module named 'surely_not_a_module'), "
+        "expected it to be installed. Install it with: pip install wandb; or take wandb out of trainer.logger."
+    )
+
+
+def test_columns_come_in_the_usual_order_then_as_found(samples):
+    assert sample_columns(samples) == ["input", "output", "score", "step_in_game"]
+    assert sample_columns([{"z": 1, "score": 2}, {"data_source": "x", "a": 1}]) == ["data_source", "score", "z", "a"]
+
+
+def test_a_nested_configuration_is_flattened_and_an_empty_part_stays_visible():
+    assert dict(flatten({"a": {"b": 1, "c": {"d": [2]}}, "e": {}})) == {"a.b": 1, "a.c.d": [2], "e": {}}
+
+
+def test_an_identity_is_known_to_a_continued_run_only(make_run):
+    assert make_run().load_id("wandb") is None
+    make_run().save_id("wandb", "abc")
+    assert make_run(resume_step=2).load_id("wandb") == "abc"
+    assert make_run(resume_step=2).load_id("mlflow") is None
+    assert make_run().load_id("wandb") is None

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The real wandb, offline: rows over the training step, a table of samples, one identity over a resume.
+
+That the service shows them well is not tried here.
+"""
+
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("wandb", reason="needs wandb: pip install 'quadriga[wandb]'")
+
+from wandb.proto.wandb_internal_pb2 import Record
+
+from quadriga.observe.tracking.wandb import WandbBackend
+
+BLOCK_BYTES = 32 * 1024
+
+
+def log_entries(content: bytes) -> Iterator[bytes]:
+    """The entries of an offline file: LevelDB log chunks (checksum, length, kind) behind a header."""
+    position, entry = 7, b""
+    while position + 7 <= len(content):
+        left_in_block = BLOCK_BYTES - position % BLOCK_BYTES
+        if left_in_block < 7:
+            position += left_in_block
+            continue
+        length, kind = struct.unpack_from("<HB", content, position + 4)
+        entry += content[position + 7 : position + 7 + length]
+        position += 7 + length
+        # 1 is a whole entry, 2 the first chunk of one, 3 a middle chunk, 4 the last.
+        if kind in (1, 4):
+            yield entry
+            entry = b""
+
+
+def history(directory: Path) -> list[dict]:
+    """The rows of all runs in the directory, out of wandb's own offline files."""
+    rows = []
+    for path in sorted(directory.glob("wandb/offline-run-*/run-*.wandb")):
+        for entry in log_entries(path.read_bytes()):
+            record = Record.FromString(entry)
+            if record.WhichOneof("record_type") == "history":
+                items = record.history.item
+                rows.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items})
+    return rows
+
+
+def test_an_offline_run_and_its_continuation(make_run, samples, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    run = make_run()
+    first = WandbBackend(run)
+    identity = first._run.id
+    for step in (1, 2, 3):
+        first.log({"critic/rewards/mean": step / 4}, step)
+    first.log_samples(samples, 3)
+    first.log_samples([], 3)
+    first.close(has_failed=True)
+    second = WandbBackend(make_run(resume_step=2))
+    assert second._run.id == identity
+    second.log({"critic/rewards/mean": 0.75}, 3)
+    second.close()
+    rows = history(run.directory)
+    measured = [(row["step"], row["critic/rewards/mean"]) for row in rows if "critic/rewards/mean" in row]
+    assert sorted(measured) == [(1, 0.25), (2, 0.5), (3, 0.75), (3, 0.75)]
+    (table,) = [row for row in rows if "samples/nrows" in row]
+    assert table["step"] == 3 and table["samples/nrows"] == 2 and table["samples/_type"] == "table-file"
+    stored = json.loads(next(run.directory.glob("wandb/*/files/media/table/samples*.json")).read_text())
+    assert stored["data"][0] == ["Which is | the\nlargest?", "82", 1.0, "[1, 2]"]

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers compared by meaning.
+
+Not shown here: that math-verify is right about every form of mathematics; its own tests do that.
+"""
+
+import threading
+
+import pytest
+
+import quadriga.rewards.graders.math as grader
+from quadriga.rewards.graders.math import compute_score
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "score"),
+    [
+        (r"The answer is $\boxed{\frac{1}{2}}$. Check: 3 + 4 = 7.", "0.5", 1.0),
+        (r"\boxed{-\frac{3}{4}}", "-0.75", 1.0),
+        (r"\boxed{-\frac{3}{4}}", "0.75", 0.0),
+        (r"\boxed{\$1,234}", "1234", 1.0),
+        (r"\boxed{2\sqrt{2}}", r"\sqrt{8}", 1.0),
+        (r"\boxed{x^2-1}", r"$(x-1)(x+1)$", 1.0),
+        (r"\boxed{3}? No, wait: \boxed{4}", r"\boxed{4}", 1.0),
+        (r"\boxed{3} and \boxed{4}", "3", 0.0),
+        (r"\boxed{3}, so \boxed{\frac{4", "3", 0.0),
+        (r"\boxed{\{1, 2\}}", r"\{2, 1\}", 1.0),
+        ("in all $\\frac{8}{4}$ apples", "2", 1.0),
+        ("so the result is 42", "42", 1.0),
+        ("I do not know", "42", 0.0),
+        (r"\boxed{}", "42", 0.0),
+        ("", "42", 0.0),
+    ],
+)
+def test_equal_meaning_is_right(response, truth, score):
+    assert compute_score(response, truth)["score"] == score
+
+
+def test_equal_numbers_are_the_same_vote():
+    assert compute_score(r"\boxed{\frac{1}{2}}", "1")["pred"] == compute_score(r"\boxed{0.5}", "1")["pred"] == "0.5"
+    assert compute_score(r"\boxed{x + 1}", "1")["pred"] == "x + 1"
+    assert compute_score("nothing", "1")["pred"] is None
+
+
+def test_a_truth_that_is_no_mathematics_raises():
+    with pytest.raises(ValueError, match="ground truth: got ''"):
+        compute_score(r"\boxed{1}", "")
+
+
+def test_running_out_of_time_is_not_a_wrong_answer(monkeypatch):
+    monkeypatch.setattr(grader, "STEP_LIMIT_S", 1)
+    with pytest.raises(TimeoutError, match="did not finish a step within its 1 s"):
+        compute_score(r"\boxed{9^{9^{9^9}}}", "3")
+
+
+def test_a_thread_can_grade_too():
+    results = []
+    thread = threading.Thread(target=lambda: results.append(compute_score(r"\boxed{\frac{2}{4}}", "0.5")["score"]))
+    thread.start()
+    thread.join()
+    assert results == [1.0]

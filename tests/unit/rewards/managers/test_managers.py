@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The three managers on a batch, through their processes."""
+
+import numpy as np
+import pytest
+import torch
+
+from quadriga.config import Config, CustomRewardFunctionConfig, DataConfig, RewardModelConfig
+from quadriga.errors import ConfigError, RewardError
+from quadriga.protocol import DataProto
+from quadriga.rewards import load_reward_manager
+
+TEXTS = ["it is 5", "5 or 6", "", "raise", "5"]
+
+
+class Words:
+    """A tokenizer whose token ids are places in TEXTS; the id 99 pads."""
+
+    def batch_decode(self, token_ids, skip_special_tokens):
+        return [" ".join(TEXTS[token] for token in row if token < len(TEXTS)) for row in token_ids]
+
+
+def batch(rows, lengths=None, response_length=4):
+    lengths = lengths or [2] * len(rows)
+    responses = torch.full((len(rows), response_length), 99)
+    responses[:, 0] = torch.tensor(rows)
+    mask = torch.cat([torch.ones(len(rows), 1), torch.arange(response_length) < torch.tensor(lengths)[:, None]], dim=1)
+    non_tensors = {
+        "data_source": np.array(["quadriga/largest"] * len(rows), dtype=object),
+        "reward_model": np.array([{"style": "rule", "ground_truth": "5"}] * len(rows), dtype=object),
+        "extra_info": np.array([{"index": row} for row in rows], dtype=object),
+    }
+    return DataProto.from_dict({"responses": responses, "attention_mask": mask.long()}, non_tensors)
+
+
+@pytest.fixture
+def manager(tmp_path):
+    made = []
+
+    def make(code=None, function_kwargs=None, **settings):
+        custom = CustomRewardFunctionConfig()
+        if code is not None:
+            (tmp_path / "reward.py").write_text(code)
+            custom = CustomRewardFunctionConfig(path=str(tmp_path / "reward.py"), reward_kwargs=function_kwargs or {})
+        config = Config(reward_model=RewardModelConfig(**settings), custom_reward_function=custom, data=DataConfig())
+        made.append(load_reward_manager(config, Words()))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def test_naive_grades_by_data_source(manager):
+    output = manager()(batch([0, 1, 2, 4]))
+    assert output.scores.tolist() == [[0, 1, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0], [0, 1, 0, 0]]
+    assert output.extra["pred"].tolist() == ["5", "6", None, "5"]
+    assert output.metrics["reward/errors"].value == 0
+
+
+def test_naive_runs_a_users_function(manager):
+    code = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonus=0.0, **kwargs):
+    if solution_str == "raise":
+        raise LookupError("nothing to grade")
+    return {"score": float(solution_str.endswith(ground_truth)) + bonus, "index": extra_info["index"] + 0.0}
+"""
+    grade = manager(code, {"bonus": 0.5})
+    with pytest.raises(RewardError, match="index in the dict"):
+        grade(batch([0, 1]))
+    grade = manager(code.replace('"index":', '"row":'), {"bonus": 0.5})
+    output = grade(batch([0, 1, 3, 4]))
+    assert output.scores.sum(dim=1).tolist() == [1.5, 0.5, 0.0, 1.5]
+    assert output.extra["row"].tolist() == [0.0, 1.0, None, 4.0]
+    assert output.extra["reward_error"][2].endswith("LookupError: nothing to grade")
+    assert output.metrics["reward/error_rate"].value == 0.25
+
+
+def test_naive_stops_above_the_error_rate(manager):
+    code = "def compute_score(solution_str, **kwargs):\n    return None if solution_str == '5' else 1\n"
+    assert manager(code, max_error_rate=0.5)(batch([0, 4])).metrics["reward/errors"].value == 1
+    with pytest.raises(RewardError, match=r"1 of 2 samples .*row 1 .*returned None, expected a number"):
+        manager(code, max_error_rate=0.4)(batch([0, 4]))
+
+
+def test_a_hung_function_is_counted_as_timeout(manager):
+    code = "import time\ndef compute_score(solution_str, **kwargs):\n    return 1 if solution_str else time.sleep(60)\n"
+    output = manager(code, timeout_s=0.5, num_workers=1)(batch([0, 2, 4]))
+    assert output.scores.sum(dim=1).tolist() == [1, 0, 1]
+    assert output.metrics["reward/timeouts"].value == 1
+
+
+def test_an_unknown_data_source_is_an_error(manager):
+    data = batch([0])
+    data.non_tensor_batch["data_source"][0] = "nobody/knows"
+    with pytest.raises(RewardError, match="'nobody/knows'"):
+        manager()(data)
+
+
+def test_mistakes_in_the_configuration_show_at_construction(manager):
+    with pytest.raises(ConfigError, match="takes the keyword arguments"):
+        manager("def compute_score(text):\n    return 1\n")
+    with pytest.raises(
+        ConfigError, match=r"got max_resp_len, expected options of the reward manager naive \(it has none\)"
+    ):
+        manager(reward_kwargs={"max_resp_len": 4})
+    with pytest.raises(RewardError, match="got limited, expected one of batch, dapo, naive"):
+        manager(reward_manager="limited")
+    with pytest.raises(ConfigError, match="a function that grades lists"):
+        manager(reward_manager="batch")
+
+
+def test_batch_makes_one_call(manager):
+    code = """
+calls = []
+
+def compute_score(data_sources, solution_strs, ground_truths, extra_infos):
+    calls.append(len(solution_strs))
+    return [{"score": text.endswith(truth), "calls": list(calls)} for text, truth in zip(solution_strs, ground_truths)]
+"""
+    grade = manager(code, reward_manager="batch")
+    grade(batch([0, 1]))
+    output = grade(batch([0, 1, 4]))
+    assert output.scores.sum(dim=1).tolist() == [1, 0, 1]
+    assert output.extra["calls"][2] == [2, 3]
+    assert grade(batch([0])[:0]).scores.shape == (0, 4)
+
+
+def test_a_batch_that_fails_is_an_error_of_every_sample(manager):
+    code = "import os\ndef compute_score(solution_strs, **kwargs):\n    return os._exit(3) if len(solution_strs) > 2 else [0.5]\n"
+    grade = manager(code, reward_manager="batch", max_error_rate=1.0)
+    assert grade(batch([0])).scores.sum().item() == 0.5
+    assert "expected a list of 2 scores" in grade(batch([0, 1])).extra["reward_error"][1]
+    output = grade(batch([0, 1, 2]))
+    assert output.metrics["reward/errors"].value == 3
+    assert "exit status 3" in output.extra["reward_error"][2]
+
+
+def dapo(penalty_factor=1.0, **buffer):
+    buffer = {"enable": True, "len": 4, "penalty_factor": penalty_factor, "log": True, **buffer}
+    return {"reward_manager": "dapo", "reward_kwargs": {"max_resp_len": 6, "overlong_buffer_cfg": buffer}}
+
+
+def test_dapo_punishes_length_linearly(manager):
+    """Free up to 6 - 4 = 2 tokens, then a quarter of the factor for each."""
+    output = manager(**dapo(penalty_factor=2.0))(batch([0, 0, 1, 0], [1, 2, 4, 6], response_length=6))
+    assert output.scores.sum(dim=1).tolist() == [1.0, 1.0, -1.0, -1.0]
+    assert output.extra["acc"].tolist() == [1.0, 1.0, 0.0, 1.0]
+    assert output.extra["overlong_reward"].tolist() == [0.0, 0.0, -1.0, -2.0]
+    assert output.extra["overlong"].tolist() == [False, False, True, True]
+
+
+def test_dapo_without_the_buffer_is_naive(manager):
+    output = manager(**dapo(enable=False))(batch([0, 1], [6, 6], response_length=6))
+    assert output.scores.sum(dim=1).tolist() == [1.0, 0.0]
+    assert "overlong" not in output.extra
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"len": 7}, "from 1 to max_resp_len=6"),
+        ({"len": 0}, "got 0"),
+        ({"length": 3}, "got length, expected only enable"),
+    ],
+)
+def test_dapo_checks_its_options(manager, change, words):
+    with pytest.raises(ConfigError, match=words):
+        manager(**dapo(**change))
