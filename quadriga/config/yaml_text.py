@@ -96,7 +96,8 @@ def read_yaml(path: Path, problems: list[ConfigError]) -> tuple[dict[str, Any], 
     try:
         text = path.expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        problems.append(ConfigError(str(path), got=str(error), expected="a YAML file that can be read"))
+        got = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        problems.append(ConfigError(str(path), got=f"'{got}'", expected="a YAML file that can be read"))
         return {}, {}
     loader, places = _Loader(text), {}
     try:

@@ -176,6 +176,7 @@ _OBJECTS = (
         _ENGINES,
     ),
     Field("full_prompts", "(B,)", "object: str", "the prompt as text, after the chat template", _DATA, _TRAINER),
+    Field("reward_error", "(B,)", "object: str", "why the grader failed; empty where it did not", _REWARDS, _TRAINER),
 )
 
 FIELDS: dict[str, Field] = {field.name: field for field in (*_TENSORS, *_OBJECTS)}

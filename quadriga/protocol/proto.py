@@ -259,7 +259,9 @@ class DataProto:
         arrays, facts = self.non_tensor_batch, self.meta_info
         selected = DataProto(
             batch=tensors,
-            non_tensor_batch={key: arrays[key] for key in (arrays if non_tensor_batch_keys is None else non_tensor_batch_keys)},
+            non_tensor_batch={
+                key: arrays[key] for key in (arrays if non_tensor_batch_keys is None else non_tensor_batch_keys)
+            },
             meta_info={key: facts[key] for key in (facts if meta_info_keys is None else meta_info_keys)},
         )
         return deep_copy(selected) if deepcopy else selected

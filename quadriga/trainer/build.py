@@ -71,20 +71,35 @@ def build_dataloaders(config: Config, tokenizer: Any) -> tuple[Any, Any]:
         )
     sampler = create_rl_sampler(data, train)
     train_loader = create_dataloader(train, data, batch_size=data.train_batch_size, sampler=sampler, drop_last=True)
-    if not data.val_files:
-        return train_loader, None
+    return train_loader, build_val_dataloader(config, tokenizer) if data.val_files else None
+
+
+def build_val_dataloader(config: Config, tokenizer: Any) -> Any:
+    """A loader of all validation prompts, in the order of their files unless `data.validation_shuffle`."""
+    data = config.data
     val = create_rl_dataset(data.val_files, data, tokenizer, None, is_train=False, max_samples=data.val_max_samples)
     size = data.val_batch_size or len(val)
-    return train_loader, create_dataloader(val, data, batch_size=size, sampler=None, drop_last=False)
+    return create_dataloader(val, data, batch_size=size, sampler=create_rl_sampler(data, val, is_train=False), drop_last=False)
+
+
+def build_policy(config: Config, tokenizer: Any) -> ActorRolloutRefWorker:
+    """A policy that answers and does not learn."""
+    engine = ROLLOUT_ENGINES[config.actor_rollout_ref.rollout.name]
+    facts = RunFacts(total_training_steps=0, use_reference=False, rollout_engine=engine, is_trained=False)
+    policy = LocalWorkerGroup(ClassWithInitArgs(ActorRolloutRefWorker, config, tokenizer, facts)).as_worker()
+    policy.init_model()
+    return policy
 
 
 def build_workers(config: Config, tokenizer: Any, facts: RunFacts, needs: Needs) -> tuple[Workers, dict[str, str]]:
     """One worker per role, in this process. Returns their handles and what they chose."""
     pool = ResourcePool([1])
-    actor = LocalWorkerGroup(pool, ClassWithInitArgs(ActorRolloutRefWorker, config, tokenizer, facts)).as_worker()
+    actor_class = ClassWithInitArgs(ActorRolloutRefWorker, config, tokenizer, facts)
+    actor = LocalWorkerGroup(actor_class, pool, "actor_rollout_ref").as_worker()
     choices = dict(actor.init_model()[0])
     critic = None
     if needs.critic:
-        critic = LocalWorkerGroup(pool, ClassWithInitArgs(CriticWorker, config, tokenizer, facts)).as_worker()
+        critic_class = ClassWithInitArgs(CriticWorker, config, tokenizer, facts)
+        critic = LocalWorkerGroup(critic_class, pool, "critic").as_worker()
         choices |= critic.init_model()[0]
     return Workers(actor, critic), choices

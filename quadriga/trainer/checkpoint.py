@@ -119,6 +119,30 @@ def step_of(checkpoint: Path) -> int:
     return int(match[1])
 
 
+def model_folder(path: str | Path) -> str | Path:
+    """The Hugging Face folder that a run, a checkpoint, a role's part of one, or such a folder itself stands for.
+
+    A path that does not exist is returned as it is: it may be the name of a model on a hub.
+
+    Raises:
+        CheckpointError: a folder that is none of these.
+    """
+    folder = Path(path).expanduser()
+    if not folder.exists():
+        return path
+    steps = Checkpoints(folder).steps()
+    candidates = [folder, folder / "actor", *(Checkpoints(folder).path(step) / "actor" for step in steps[-1:])]
+    for candidate in candidates:
+        if (candidate / "config.json").is_file():
+            return candidate
+    raise CheckpointError(
+        str(folder),
+        got="a folder without config.json",
+        expected="a run, a checkpoint (global_step_N) or a Hugging Face folder",
+        fix="A checkpoint has the model when `model` is in actor_rollout_ref.actor.checkpoint.save_contents.",
+    )
+
+
 def verify(checkpoint: Path) -> None:
     """Compare a checkpoint with its manifest.
 

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from quadriga.cli.main import main as command_line
-from quadriga.config import Config, check_training, show
+from quadriga.config import Config, show
 from quadriga.observe.machine import describe_machine
 from quadriga.observe.timing import Timeline
 from quadriga.trainer.build import build_trainer
@@ -22,8 +22,6 @@ class TaskRunner:
             QuadrigaError: what is wrong with the configuration, the data or the models is said before the first step.
         """
         timeline = Timeline()
-        for notice in check_training(config):
-            print(f"note: {notice}")
         directory = config.trainer.directory
         check_writable(directory)
         (directory / "config.yaml").write_text(show(config), encoding="utf-8")

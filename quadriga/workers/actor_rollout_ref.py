@@ -53,14 +53,7 @@ class ActorRolloutRefWorker(Worker):
         model = self.config.actor_rollout_ref.model
         device = choose_device(self.config.trainer.device)
         dtype = compute_dtype(self.actor_config.fsdp_config, device)
-        self.actor = trained_engine(
-            load_policy(self.config, torch.float32, device),
-            self.actor_config,
-            dtype=dtype.value,
-            device=device,
-            use_gradient_checkpointing=model.enable_gradient_checkpointing,
-            name="actor",
-        )
+        self.actor = self._make_actor(dtype.value, device, model.enable_gradient_checkpointing)
         self.objective = PolicyObjective(self.actor_config)
         self.utilisation = Utilisation(device, dtype.value)
         self.reference = None
@@ -72,10 +65,22 @@ class ActorRolloutRefWorker(Worker):
         chosen = self.actor.describe()
         return {
             "actor": f"{chosen['parameters'] / 1e6:.1f} M parameters on {chosen['device']}",
-            "compute dtype": f"{chosen['weights']}: {dtype.reason}; masters and optimizer float32",
+            "weights": f"{chosen['weights']} ({dtype.reason}); masters and optimizer in float32",
             "rollout": f"{self.rollout_config.name}: {self.rollout.describe()}",
             "reference": "a frozen copy" if self.reference else "none: no divergence from it is used",
         }
+
+    def _make_actor(self, dtype: torch.dtype, device: torch.device, use_gradient_checkpointing: bool) -> FSDPEngine:
+        if not self.facts.is_trained:
+            return FSDPEngine(load_policy(self.config, dtype, device), dtype=dtype, device=device)
+        return trained_engine(
+            load_policy(self.config, torch.float32, device),
+            self.actor_config,
+            dtype,
+            name="actor",
+            device=device,
+            use_gradient_checkpointing=use_gradient_checkpointing,
+        )
 
     def _make_rollout(self) -> RolloutEngine:
         module, _, name = self.facts.rollout_engine.partition(":")

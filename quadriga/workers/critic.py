@@ -48,10 +48,10 @@ class CriticWorker(Worker):
         self.critic = trained_engine(
             load_value_function(self.config, device),
             self.critic_config,
-            dtype=dtype.value,
+            dtype.value,
+            name="critic",
             device=device,
             use_gradient_checkpointing=self.critic_config.model.enable_gradient_checkpointing,
-            name="critic",
         )
         self.objective = ValueObjective(self.critic_config)
         self.utilisation = Utilisation(device, dtype.value)

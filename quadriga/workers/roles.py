@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from quadriga.config import BatchingConfig, Config, FSDPConfig, LogProbConfig
+from quadriga.config import ActorConfig, BatchingConfig, Config, CriticConfig, FSDPConfig, LogProbConfig
 from quadriga.engines.base import TrainEngine
 from quadriga.engines.fsdp.engine import FSDPEngine, Training
 from quadriga.engines.micro_batches import MicroBatching
@@ -28,11 +28,13 @@ class RunFacts:
         total_training_steps: of the run; where learning-rate schedules end.
         use_reference: whether a frozen copy of the first policy is needed.
         rollout_engine: import string of the generation engine's class.
+        is_trained: whether the policy learns; one that only answers needs neither masters nor an optimizer.
     """
 
     total_training_steps: int
     use_reference: bool
     rollout_engine: str
+    is_trained: bool = True
 
 
 def choose_device(wish: str) -> torch.device:
@@ -53,7 +55,7 @@ def load_value_function(config: Config, device: torch.device) -> ValueScorer:
     return ValueScorer(_load(config, path, torch.float32, device))
 
 
-def _load(config: Config, path: str, dtype: torch.dtype, device: torch.device):
+def _load(config: Config, path: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     model = config.actor_rollout_ref.model
     return load_causal_lm(
         path,
@@ -70,23 +72,11 @@ def compute_dtype(config: FSDPConfig, device: torch.device) -> Choice:
 
 
 def trained_engine(
-    scorer: PolicyScorer | ValueScorer,
-    config: BatchingConfig,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    use_gradient_checkpointing: bool,
-    name: str,
-) -> TrainEngine:
-    """The engine of a role that learns."""
-    return FSDPEngine(
-        scorer,
-        dtype=dtype,
-        device=device,
-        training=Training(config.optim, config.grad_clip, config.max_nonfinite_steps),
-        use_gradient_checkpointing=use_gradient_checkpointing,
-        name=name,
-    )
+    scorer: PolicyScorer | ValueScorer, config: ActorConfig | CriticConfig, dtype: torch.dtype, *, name: str, **options
+) -> FSDPEngine:
+    """The engine of a role that learns; `options` are those of the engine."""
+    training = Training(config.optim, config.grad_clip, config.max_nonfinite_steps)
+    return FSDPEngine(scorer, dtype=dtype, training=training, name=name, **options)
 
 
 def passes(config: BatchingConfig, responses_per_prompt: int, *, share_prompts: bool, global_step: int) -> Passes:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mathematical answers compared by meaning (math-verify): 1/2, 0.5 and \\frac{1}{2} are the same answer.
 
-The last `\\boxed{...}` of a response counts, and nothing else of it; without a box, the answer that math-verify finds at
-the end of the text. (math-verify itself would read the boxes of one line as one answer of several parts.)
+The last `\\boxed{...}` of a response counts, and nothing else of it; without a box, the answer that math-verify finds
+at the end of the text. (math-verify itself would read the boxes of one line as one answer of several parts.)
 
 math-verify answers "wrong" when it fails or runs out of time, unless it is asked to raise: it is asked. Its own time
 limit is an alarm signal, which exists in a process's main thread only (where graders run); elsewhere it is off and

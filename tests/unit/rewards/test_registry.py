@@ -27,7 +27,7 @@ def test_a_taken_name_is_refused():
     registry.register("mine")(Mine)
     with pytest.raises(RewardError, match=r"got Other, expected a free name, it is .*Mine's"):
         registry.register("mine")(Other)
-    with pytest.raises(RewardError, match="managers.naive's"):
+    with pytest.raises(RewardError, match=r"managers\.naive's"):
         registry.register("naive")(Other)
 
 

@@ -21,7 +21,7 @@ class Letters:
 
 
 def batch(texts, response_length=6, **columns):
-    """Responses that end in the special token where there is room, behind prompts of three tokens, one of them padding."""
+    """Responses that end in the special token where there is room, behind prompts of padding and two tokens."""
     responses = torch.full((len(texts), response_length), ord("#"))
     mask = torch.zeros(len(texts), 3 + response_length, dtype=torch.long)
     mask[:, 1:3] = 1

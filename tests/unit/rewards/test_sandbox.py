@@ -37,14 +37,14 @@ def compute_score(solution_str, ground_truth, **kwargs):
 """
 
 
-@pytest.fixture
-def file(tmp_path):
-    path = tmp_path / "reward.py"
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("function") / "reward.py"
     path.write_text(FUNCTION)
     return str(path)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def pool(file):
     with GradingPool(ScoreFunction(file), num_workers=2) as pool:
         yield pool
@@ -73,9 +73,8 @@ def test_outcomes_come_in_order_from_kept_processes(pool):
     first = pool.grade(rows(*range(100)), timeout_s=10)
     assert [outcome.score for outcome in first] == list(range(100))
     second = pool.grade(rows(*range(100)), timeout_s=10)
-    pids = {outcome.extra["pid"] for outcome in first}
-    assert len(pids) == 2
-    assert {outcome.extra["pid"] for outcome in second} <= pids
+    # On a busy machine one of the two may have done all the work of a round.
+    assert len({outcome.extra["pid"] for outcome in first + second}) <= 2
     assert pool.grade([], timeout_s=10) == []
 
 
@@ -112,6 +111,7 @@ def test_too_many_failures_end_the_round_early(pool):
 def test_a_process_that_was_killed_between_rounds_costs_no_sample(pool):
     (outcome,) = pool.grade(rows(1), timeout_s=10)
     os.kill(outcome.extra["pid"], 9)
+    assert_ended([outcome.extra["pid"]])
     assert [o.score for o in pool.grade(rows(1, 2, 3), timeout_s=10)] == [1, 2, 3]
 
 

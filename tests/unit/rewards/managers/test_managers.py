@@ -127,7 +127,12 @@ def compute_score(data_sources, solution_strs, ground_truths, extra_infos):
 
 
 def test_a_batch_that_fails_is_an_error_of_every_sample(manager):
-    code = "import os\ndef compute_score(solution_strs, **kwargs):\n    return os._exit(3) if len(solution_strs) > 2 else [0.5]\n"
+    code = """
+import os
+
+def compute_score(solution_strs, **kwargs):
+    return os._exit(3) if len(solution_strs) > 2 else [0.5]
+"""
     grade = manager(code, reward_manager="batch", max_error_rate=1.0)
     assert grade(batch([0])).scores.sum().item() == 0.5
     assert "expected a list of 2 scores" in grade(batch([0, 1])).extra["reward_error"][1]

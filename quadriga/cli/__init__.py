@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commands. Each is a module with `main(argv) -> int`, loaded only when it is called."""

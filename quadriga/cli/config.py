@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`quadriga config`: the resolved tree, the batch arithmetic in words, every key.
+
+Also how every command reads its configuration: `--config FILE` and `key=value`.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from quadriga.config import Loaded, explain, keys_text, load_config, show, training_findings
+from quadriga.errors import ConfigError
+
+_DESCRIPTION = """\
+show     the resolved configuration as YAML, defaults included
+explain  what a training run with it does: batch arithmetic, passes, files; and what would keep it from starting
+keys     every key with what it takes, its default and its meaning; words narrow the list: `quadriga config keys optim`
+"""
+
+# The base files of verl's own command lines; the schema's defaults take their place.
+_VERL_BASE_FILES = frozenset({"ppo_trainer", "ppo_megatron_trainer"})
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs `quadriga config` and returns its exit status."""
+    parser = argparse.ArgumentParser(
+        prog="quadriga config", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("action", choices=("show", "explain", "keys"), help="what to print")
+    add_config_arguments(parser)
+    options = parser.parse_intermixed_args(list(argv))
+    if options.action == "keys":
+        return _keys(options.overrides)
+    loaded = load_from(options)
+    print_notices(loaded.notices)
+    if options.action == "show":
+        print(show(loaded.config), end="")
+        return 0
+    print(explain(loaded.config), end="")
+    problems, notices = training_findings(loaded.config)
+    for title, lines in (("Before training", problems), ("To know", notices)):
+        if lines:
+            print(f"\n{title}", *lines, sep="\n  ")
+    return 0
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what every command with a configuration takes; parse with `parse_intermixed_args`."""
+    parser.add_argument(
+        "--config",
+        dest="config_files",
+        metavar="FILE",
+        type=Path,
+        action="append",
+        default=[],
+        help="a YAML file; of several, each goes over the one before",
+    )
+    # verl's command lines name their base file in this way.
+    parser.add_argument("--config-path", type=Path, default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--config-name", default=None, help=argparse.SUPPRESS)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="a key of the tree, such as trainer.seed=2")
+
+
+def load_from(options: argparse.Namespace, *, for_training: bool = False) -> Loaded:
+    """Loads the configuration that parsed arguments ask for."""
+    files, notices = list(options.config_files), []
+    if options.config_name is not None:
+        name = options.config_name.removesuffix(".yaml")
+        file = (options.config_path or Path()) / f"{name}.yaml"
+        if name in _VERL_BASE_FILES:
+            notices.append(f"--config-name {name}: not needed, every key has its default here.")
+        elif file.is_file():
+            files.insert(0, file)
+        else:
+            fix = "Name a file with --config."
+            raise ConfigError("--config-name", got=f"'{name}'", expected="a YAML file that exists", fix=fix)
+    elif options.config_path is not None:
+        fix = "Name a file with --config."
+        raise ConfigError("--config-path", got=f"'{options.config_path}'", expected="--config-name with it", fix=fix)
+    loaded = load_config(options.overrides, files, for_training=for_training)
+    return Loaded(loaded.config, notices + loaded.notices)
+
+
+def print_notices(notices: Iterable[str]) -> None:
+    """Prints notices on standard error, so that what is on standard output stays YAML."""
+    for notice in notices:
+        print(f"notice: {notice}", file=sys.stderr)
+
+
+def _keys(words: Sequence[str]) -> int:
+    text = keys_text(words)
+    if not text:
+        raise ConfigError("quadriga config keys", got=" ".join(words), expected="part of a key", fix="No key has it.")
+    print(text, end="")
+    return 0

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`quadriga doctor`: what is installed and usable here, what is not and why, and what was chosen for this machine."""
+
+import argparse
+import os
+import platform
+import re
+import shutil
+import sys
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+
+import quadriga
+from quadriga.errors import ConfigError
+from quadriga.observe import probe_capabilities
+
+GIB = 1024**3
+LEAST_PYTHON = (3, 11)
+_REQUIREMENT = re.compile(r"(?P<name>[A-Za-z0-9_.\-]+)(?:\[[^\]]*\])?\s*(?:>=\s*(?P<least>[0-9.]+))?")
+# Environment variables that decide how many threads compute.
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_PROC_BIND", "KMP_AFFINITY", "KMP_BLOCKTIME")
+_CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd", "bf16")
+# Engines and backends that no code here drives; listed because users of verl ask for them.
+_UNUSED = ("ray", "vllm", "sglang", "peft")
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """A package that the core needs, and what is there."""
+
+    package: str
+    least: str
+    """Least version that will do; empty: any."""
+    found: str
+    """Version that is installed; empty: none."""
+
+    @property
+    def problem(self) -> str:
+        """Why it will not do; empty if it will."""
+        if not self.found:
+            return f"not installed; pip install '{self.package}{'>=' + self.least if self.least else ''}'"
+        if _numbers(self.found) < _numbers(self.least):
+            return f"too old; pip install -U '{self.package}>={self.least}'"
+        return ""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the report; 1 if something that the core needs is missing."""
+    parser = argparse.ArgumentParser(
+        prog="quadriga doctor", description="Says what is installed and usable here, and what is not and why."
+    )
+    parser.parse_args(list(argv))
+    print(f"quadriga {quadriga.__version__}, in {Path(quadriga.__file__).parent}")
+    is_sound = _report_core(core_requirements())
+    _report_extras()
+    is_sound = _report_machine() and is_sound
+    print(
+        "\nEverything that the core needs is here."
+        if is_sound
+        else "\nThe core cannot run here: see the lines with NO."
+    )
+    return 0 if is_sound else 1
+
+
+def core_requirements() -> list[Requirement]:
+    """The packages that the distribution declares, without extras; in a checkout, those of pyproject.toml."""
+    try:
+        declared = requires("quadriga") or []
+    except PackageNotFoundError:
+        project = Path(quadriga.__file__).parents[1] / "pyproject.toml"
+        if not project.is_file():
+            fix = "Install it with pip."
+            raise ConfigError(
+                "quadriga", got="no record of what it needs", expected="an installed package", fix=fix
+            ) from None
+        declared = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["dependencies"]
+    parsed = [_REQUIREMENT.match(line) for line in declared if "extra ==" not in line]
+    return [Requirement(one["name"], one["least"] or "", installed_version(one["name"])) for one in parsed if one]
+
+
+def installed_version(package: str) -> str:
+    """The version of a distribution, empty where it is not installed; nothing is imported."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _report_core(requirements: Sequence[Requirement]) -> bool:
+    print("\nCore")
+    python_is_fine = sys.version_info[:2] >= LEAST_PYTHON
+    least = ".".join(map(str, LEAST_PYTHON))
+    _line(python_is_fine, "python", platform.python_version(), "" if python_is_fine else f"{least} or later is needed")
+    for one in requirements:
+        _line(not one.problem, one.package, one.found, one.problem)
+    return python_is_fine and not any(one.problem for one in requirements)
+
+
+def _report_extras() -> None:
+    print("\nExtras", flush=True)
+    for one in probe_capabilities():
+        reason = one.purpose if one.is_usable else f"{one.purpose}: {one.reason}"
+        _line(one.is_usable, one.package, one.version, reason, no="no")
+    there = ", ".join(f"{name} {installed_version(name) or '(not installed)'}" for name in _UNUSED)
+    print(f"  not used: {there}")
+
+
+def _line(is_fine: bool, name: str, found: str, remark: str, *, no: str = "NO") -> None:
+    print(f"  {'yes' if is_fine else no:3}  {name:14} {found or '-':12} {remark}".rstrip())
+
+
+def _report_machine() -> bool:
+    """What the machine has and what is chosen for it; False where torch cannot be loaded."""
+    print("\nMachine", flush=True)
+    try:
+        lines = _machine_lines()
+    except (ImportError, OSError) as error:
+        print(f"  NO   torch does not load: {error}")
+        return False
+    print(*(f"  {line}" for line in lines), sep="\n")
+    return True
+
+
+def _machine_lines() -> list[str]:
+    # torch and what needs it load here: a doctor who asks for a healthy patient helps nobody.
+    torch = import_module("torch")
+    machine = import_module("quadriga.observe.machine")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    flags = [flag for flag in _CPU_FLAGS if flag in machine.cpu_flags()]
+    threads = [f"{name}={os.environ[name]}" for name in _THREAD_VARIABLES if name in os.environ]
+    disk = shutil.disk_usage(Path.cwd())
+    return [
+        machine.describe_machine(),
+        f"CPU features: {', '.join(flags) or 'none of ' + ', '.join(_CPU_FLAGS)}",
+        f"dtype on {device}: {machine.choose_dtype('auto', device).reason}",
+        f"threads: {torch.get_num_threads()} of {machine.num_usable_cores()} usable cores"
+        f" ({', '.join(threads) or 'no variable sets them'})",
+        f"free: {_free_memory_bytes() / GIB:.1f} GiB memory, {disk.free / GIB:.1f} GiB disk in {Path.cwd()}",
+    ]
+
+
+def _free_memory_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
+    """Memory that can be had without swapping, of the machine as a whole."""
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """The leading release numbers of a version: "2.13.0+cpu" -> (2, 13, 0)."""
+    release = re.match(r"\d+(?:\.\d+)*", text)
+    return tuple(int(part) for part in release.group().split(".")) if release else ()

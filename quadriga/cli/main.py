@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`quadriga`: picks the command and turns how it ends into an exit status.
+
+0    it worked
+1    it failed, and said why
+2    the command line or the configuration is wrong
+130  it was interrupted
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from importlib import import_module
+
+from quadriga import __version__
+from quadriga.errors import ConfigError, QuadrigaError
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "train": ("quadriga.cli.train", "train a model with rewards"),
+    "generate": ("quadriga.cli.generate", "answer prompts with a model or a checkpoint"),
+    "eval": ("quadriga.cli.eval", "grade a model or a checkpoint on a data set"),
+    "prepare": ("quadriga.cli.prepare", "write data and models that training reads"),
+    "config": ("quadriga.cli.config", "show, explain or list the configuration"),
+    "doctor": ("quadriga.cli.doctor", "say what is installed and usable here, and what is not and why"),
+    "export": ("quadriga.cli.export", "turn a checkpoint into a Hugging Face folder"),
+}
+"""Command -> its module and what it does; a module is imported when its command is called."""
+
+_TRACEBACK_OPTION = "--traceback"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    # It may stand anywhere, also behind the keys of a long command line.
+    has_traceback = _TRACEBACK_OPTION in arguments or os.environ.get("QUADRIGA_TRACEBACK") == "1"
+    arguments = [one for one in arguments if one != _TRACEBACK_OPTION]
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.command is None:
+        parser.print_help(sys.stderr)
+        return 2
+    if options.command not in COMMANDS:
+        close = get_close_matches(options.command, COMMANDS, n=1, cutoff=0.5)
+        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(COMMANDS)}"
+        parser.error(f"no command '{options.command}'; {hint}")
+    return _run(options.command, options.arguments, has_traceback)
+
+
+def _parser() -> argparse.ArgumentParser:
+    width = max(map(len, COMMANDS))
+    parser = argparse.ArgumentParser(
+        prog="quadriga",
+        description="Post-training of language models by reinforcement learning.",
+        epilog="commands:\n"
+        + "\n".join(f"  {name:{width}}  {summary}" for name, (_, summary) in COMMANDS.items())
+        + "\n\n`quadriga COMMAND --help` says more about each.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="quadriga [--version] [--traceback] COMMAND ...",
+    )
+    parser.add_argument("--version", action="version", version=f"quadriga {__version__}")
+    parser.add_argument(
+        _TRACEBACK_OPTION, action="store_true", help="show where an error arose (also: QUADRIGA_TRACEBACK=1)"
+    )
+    parser.add_argument("command", nargs="?", metavar="COMMAND", help="one of those below")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser
+
+
+def _run(command: str, arguments: list[str], has_traceback: bool) -> int:
+    try:
+        status = import_module(COMMANDS[command][0]).main(arguments)
+        # A pipe that was closed is noticed here, inside the try, and not in the interpreter's last breath.
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        if has_traceback:
+            raise
+        print(f"quadriga {command}: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader (`| head`) has what it wanted; what is left in the buffer goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except QuadrigaError as error:
+        if has_traceback:
+            raise
+        _report(command, error)
+        return 2 if isinstance(error, ConfigError) else 1
+    except ModuleNotFoundError as error:
+        if has_traceback or (error.name or "quadriga").split(".")[0] == "quadriga":
+            raise
+        print(
+            f"quadriga {command}: the package {error.name} is not installed. `quadriga doctor` says what is missing.",
+            file=sys.stderr,
+        )
+        return 1
+    return status
+
+
+def _report(command: str, error: QuadrigaError) -> None:
+    print(f"quadriga {command}: {error}", file=sys.stderr)
+    if not isinstance(error, ConfigError):
+        print(f"({type(error).__name__}; {_TRACEBACK_OPTION} shows where it arose)", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`quadriga prepare data` and `quadriga prepare model`: what a run reads, written once."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from quadriga.data import prepare
+
+_DATA_HELP = "largest, gsm8k, or reasoning_gym:TASK for any task of that library"
+_MODEL_HELP = "smollm2-135m-instruct, a .gguf file, a model folder, or a name on the Hugging Face hub"
+
+
+def main(argv: list[str]) -> int:
+    """Run the command and return its exit status.
+
+    Args:
+        argv: what follows `quadriga prepare` on the command line.
+    """
+    options = _parser().parse_args(argv)
+    if not sys.stderr.isatty():
+        # Progress bars of the libraries that are loaded from here on: in a log they would be one endless line.
+        os.environ.setdefault("TQDM_DISABLE", "1")
+    if options.what == "model":
+        folder = prepare.prepare_model(options.name, options.output)
+        print(f"model: {folder}")
+        return 0
+    files = prepare.prepare_data(
+        options.name,
+        options.output,
+        num_train=options.num_train,
+        num_val=options.num_val,
+        seed=options.seed,
+        source=options.source,
+    )
+    for split, path in files.items():
+        print(f"{split}: {path}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="quadriga prepare", description="Write data or a model as a run reads them.")
+    kinds = parser.add_subparsers(dest="what", required=True, metavar="{data,model}")
+    data = kinds.add_parser("data", help="write train.parquet and val.parquet")
+    data.add_argument("name", help=_DATA_HELP)
+    data.add_argument("--num-train", type=int, metavar="N", help="training rows (default: the task's own number)")
+    data.add_argument("--num-val", type=int, metavar="N", help="validation rows (default: the task's own number)")
+    data.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the training rows (default: 0)")
+    data.add_argument("--source", metavar="PATH", help="local file or folder to read instead of the hub (gsm8k)")
+    model = kinds.add_parser("model", help="write a model folder: safetensors, tokenizer, chat template")
+    model.add_argument("name", help=_MODEL_HELP)
+    for command in (data, model):
+        command.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder to write")
+    return parser

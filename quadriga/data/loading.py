@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds what the trainer iterates over: data set, sampler, loader.
+
+The order of the rows depends on `data.seed` alone. The loader's state (`state_dict`, `load_state_dict`) holds the position
+inside an epoch and the sampler's generator, so that a resumed run sees the rows that the other would have seen.
+"""
+
+import inspect
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset, Sampler, SequentialSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import RandomSampler
+from transformers import PreTrainedTokenizerBase
+
+from quadriga.config import DataConfig
+from quadriga.data.collate import collate_fn
+from quadriga.data.rl_dataset import RLHFDataset
+from quadriga.data.user_class import load_class
+from quadriga.errors import DataError
+
+
+def create_rl_dataset(
+    data_paths: str | Path | Sequence[str | Path],
+    data_config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    processor: Any = None,
+    is_train: bool = True,
+    max_samples: int = -1,
+) -> Dataset:
+    """`RLHFDataset`, or the class named by `data.custom_cls`.
+
+    A class of the user's own is called with `data_files`, `tokenizer`, `config`, `processor` and, if it takes them, with
+    `is_train` and `max_samples`.
+
+    Raises:
+        DataError: the class cannot be had, or cannot honour `max_samples`; or the data are wrong.
+    """
+    custom = data_config.custom_cls
+    cls: type[Dataset] = RLHFDataset
+    if custom.path is not None:
+        assert custom.name is not None
+        cls = load_class(custom.path, custom.name, Dataset, where="data.custom_cls")
+    optional = {"is_train": is_train, "max_samples": max_samples}
+    taken = {name: value for name, value in optional.items() if _takes(cls, name)}
+    if max_samples >= 0 and "max_samples" not in taken:
+        raise DataError(
+            f"data.{'train' if is_train else 'val'}_max_samples",
+            got=f"{max_samples}, which {cls.__name__} knows nothing about",
+            expected="-1 with this class",
+            fix=f"Give {cls.__name__}.__init__ a parameter max_samples, or leave the key out.",
+        )
+    return cls(data_files=data_paths, tokenizer=tokenizer, config=data_config, processor=processor, **taken)
+
+
+def create_rl_sampler(data_config: DataConfig, dataset: Dataset) -> Sampler:
+    """The order of the training rows: the user's own sampler, a shuffle that is seeded and new in each epoch, or file order.
+
+    A class of the user's own is called with `data_source` (the data set) and `data_config`.
+    """
+    custom = data_config.sampler
+    if custom.class_path is not None:
+        assert custom.class_name is not None
+        cls = load_class(custom.class_path, custom.class_name, Sampler, where="data.sampler")
+        if hasattr(cls, "update") and data_config.dataloader_num_workers > 0:
+            raise DataError(
+                "data.dataloader_num_workers",
+                got=str(data_config.dataloader_num_workers),
+                expected=f"0 with {cls.__name__}, which learns from each batch",
+                fix="Worker processes would fetch rows before the sampler has seen the batch before them.",
+            )
+        return cls(data_source=dataset, data_config=data_config)
+    if data_config.shuffle:
+        return _shuffled(dataset, data_config.seed)
+    return SequentialSampler(dataset)
+
+
+def create_validation_sampler(data_config: DataConfig, dataset: Dataset) -> Sampler:
+    """File order, or with `data.validation_shuffle` a seeded shuffle."""
+    return _shuffled(dataset, data_config.seed) if data_config.validation_shuffle else SequentialSampler(dataset)
+
+
+def create_dataloader(
+    dataset: Dataset, config: DataConfig, *, batch_size: int | None, sampler: Sampler, drop_last: bool
+) -> StatefulDataLoader:
+    """A loader whose position can be saved and restored.
+
+    Args:
+        dataset: has a length.
+        config: the section `data`.
+        batch_size: rows in a batch; None puts the whole data set into one.
+        sampler: the order of the rows.
+        drop_last: whether an incomplete last batch is left out.
+
+    Raises:
+        DataError: the data set is empty, or smaller than the only batch that would be kept.
+    """
+    num_rows = len(dataset)
+    if num_rows == 0:
+        raise DataError("data", got="a data set without rows", expected="at least one row", fix="Check the files.")
+    size = num_rows if batch_size is None else batch_size
+    if drop_last and size > num_rows:
+        raise DataError(
+            "data.train_batch_size",
+            got=f"{size} prompts a batch from a data set of {num_rows}",
+            expected=f"at most {num_rows}",
+            fix="Lower it, or add data: not one full batch could be made.",
+        )
+    return StatefulDataLoader(
+        dataset,
+        batch_size=size,
+        sampler=sampler,
+        num_workers=config.dataloader_num_workers,
+        collate_fn=collate_fn,
+        drop_last=drop_last,
+        # With a generator of its own, starting the loader leaves torch's global one alone: a resumed run starts it once more
+        # than the run that was not interrupted.
+        generator=torch.Generator().manual_seed(config.seed),
+    )
+
+
+def _shuffled(dataset: Dataset, seed: int) -> RandomSampler:
+    return RandomSampler(dataset, generator=torch.Generator().manual_seed(seed))
+
+
+def _takes(cls: type, name: str) -> bool:
+    parameters = inspect.signature(cls).parameters
+    return name in parameters or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())

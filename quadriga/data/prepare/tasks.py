@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`prepare_data`: from the name of a task to train.parquet and val.parquet."""
+
+from pathlib import Path
+
+from quadriga.data.prepare import gsm8k, largest_number, reasoning_gym
+from quadriga.data.prepare.rows import write_splits
+from quadriga.errors import DataError
+
+DATA_NAMES = ("largest", "gsm8k", f"{reasoning_gym.PREFIX}TASK")
+
+
+def prepare_data(
+    name: str,
+    output_dir: Path,
+    *,
+    num_train: int | None = None,
+    num_val: int | None = None,
+    seed: int = 0,
+    source: str | None = None,
+) -> dict[str, Path]:
+    """Write train.parquet and val.parquet into `output_dir`.
+
+    Args:
+        name: "largest", "gsm8k" or "reasoning_gym:TASK".
+        output_dir: is created if need be.
+        num_train: training rows; None is the task's own number (for gsm8k: all).
+        num_val: validation rows; None likewise.
+        seed: of the training rows. What is generated for validation does not depend on it.
+        source: for gsm8k, a local file or folder.
+
+    Returns:
+        The two paths by split, "train" and "val".
+
+    Raises:
+        DataError: an unknown name, an option that the task has no use for, or data that cannot be had or written.
+    """
+    for option, count in (("--num-train", num_train), ("--num-val", num_val)):
+        if count is not None and count < 1:
+            raise DataError(f"prepare data {name}", got=f"{option} {count}", expected="at least 1")
+    output_dir = Path(output_dir).expanduser()
+    if name == "gsm8k":
+        train, val = gsm8k.problems(num_train=num_train, num_val=num_val, seed=seed, source=source)
+        return write_splits(train, val, output_dir, data_source=gsm8k.DATA_SOURCE, ability=gsm8k.ABILITY)
+    if source is not None:
+        raise DataError(
+            f"prepare data {name}",
+            got=f"--source {source}",
+            expected="no source: the rows are generated",
+            fix="Omit it.",
+        )
+    if name == "largest":
+        train, val = largest_number.problems(
+            num_train=num_train or largest_number.DEFAULT_NUM_TRAIN,
+            num_val=num_val or largest_number.DEFAULT_NUM_VAL,
+            seed=seed,
+        )
+        data_source, ability = largest_number.DATA_SOURCE, largest_number.ABILITY
+    elif name.startswith(reasoning_gym.PREFIX):
+        task = name.removeprefix(reasoning_gym.PREFIX)
+        train, val = reasoning_gym.problems(
+            task,
+            num_train=num_train or reasoning_gym.DEFAULT_NUM_TRAIN,
+            num_val=num_val or reasoning_gym.DEFAULT_NUM_VAL,
+            seed=seed,
+        )
+        data_source, ability = f"reasoning_gym/{task}", reasoning_gym.ABILITY
+    else:
+        raise DataError("prepare data", got=repr(name), expected=f"one of {', '.join(DATA_NAMES)}")
+    return write_splits(train, val, output_dir, data_source=data_source, ability=ability)

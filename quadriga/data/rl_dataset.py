@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The data set of reinforcement learning: prompts with what is needed to grade the answers.
+
+    files -> rows -> (left out if too long) -> (a sample of them) -> chat template -> token ids -> cut, left-padded
+
+A row is data_source, prompt, ability, reward_model {"style", "ground_truth"} and extra_info; columns beyond these travel
+along. What a row yields is listed at `RLHFDataset.__getitem__`.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from quadriga.config import DataConfig
+from quadriga.data.files import resolve_files
+from quadriga.data.overlong import prompt_lengths
+from quadriga.data.positions import compute_position_id_with_mask
+from quadriga.data.tables import RowTable, read_table
+from quadriga.data.tokenizing import ChatEncoder, as_messages, check_tokenizer
+from quadriga.data.truncation import postprocess_data, truncate
+from quadriga.errors import DataError
+
+
+class RLHFDataset(Dataset):
+    """Prompts from parquet, json and jsonl files, tokenized when they are asked for.
+
+    Args:
+        data_files: a path, a glob, a URL, or a list of these.
+        tokenizer: renders and tokenizes the prompts.
+        config: the section `data`.
+        processor: must be None; this data set is for text.
+        is_train: decides whether errors name `data.train_files` or `data.val_files`, and whether `data.shuffle` or
+            `data.validation_shuffle` decides how a sample is drawn.
+        max_samples: use at most so many rows, -1 for all: drawn with `data.seed` when shuffled, else the first.
+        required_columns: columns every file must have; None stands for those that training reads.
+
+    Raises:
+        DataError: a file that is missing, empty, damaged or without a required column, or no row that is short enough.
+    """
+
+    def __init__(
+        self,
+        data_files: str | Path | Sequence[str | Path],
+        tokenizer: PreTrainedTokenizerBase,
+        config: DataConfig,
+        processor: Any = None,
+        *,
+        is_train: bool = True,
+        max_samples: int = -1,
+        required_columns: Sequence[str] | None = None,
+    ) -> None:
+        if processor is not None:
+            raise DataError("RLHFDataset(processor)", got=type(processor).__name__, expected="None: prompts are text")
+        self.config = config
+        self.tokenizer = tokenizer
+        self._key = "data.train_files" if is_train else "data.val_files"
+        self._encoder = ChatEncoder(tokenizer, config.apply_chat_template_kwargs)
+        check_tokenizer(
+            tokenizer, tokenizer.name_or_path, has_template="chat_template" in self._encoder.template_kwargs
+        )
+
+        files = resolve_files(data_files, config.cache_dir, where=self._key)
+        self._tables = [read_table(file) for file in files]
+        if required_columns is None:
+            required_columns = (config.prompt_key, config.reward_fn_key, "reward_model")
+        _check_columns(self._tables, required_columns, config)
+        self._columns = list(dict.fromkeys(column for table in self._tables for column in table.columns))
+        self._ends = np.cumsum([len(table) for table in self._tables])
+
+        rows = self._short_rows() if config.filter_overlong_prompts else np.arange(self._ends[-1])
+        is_shuffled = config.shuffle if is_train else config.validation_shuffle
+        self._rows = _sample(rows, max_samples, config.seed if is_shuffled else None)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, item: int) -> dict[str, Any]:
+        """Row `item`, ready for `collate_fn`. `P` is `data.max_prompt_length`.
+
+        Returns:
+            `input_ids`, `attention_mask` and `position_ids`, int64 [P], padded on the left; `raw_prompt_ids`, the same
+            ids as a list without padding; the row's columns but the prompt; `index`, `tools_kwargs` and
+            `interaction_kwargs` out of `extra_info` (`index` is the row's number where it has none); and, when asked for
+            in the configuration, `raw_prompt` (chat messages) and `full_prompts` (rendered text).
+
+        Raises:
+            DataError: the prompt is no chat, or too long under `data.truncation=error`; it names file and row.
+        """
+        number = int(self._rows[item])
+        table, row_number = self._locate(number)
+        where = table.where(row_number)
+        row = dict.fromkeys(self._columns) | table[row_number]
+        messages = as_messages(row.pop(self.config.prompt_key), where=where)
+        text = self._encoder.render(messages, where=where)
+        limit = self.config.max_prompt_length
+        ids = truncate(self._encoder.encode([text])[0], limit, self.config.truncation, where=where)
+        row |= self._tensors(ids)
+        row["raw_prompt_ids"] = ids
+        if self.config.return_raw_chat:
+            row["raw_prompt"] = messages
+        if self.config.return_full_prompt:
+            row["full_prompts"] = text
+        extra = row.get("extra_info") or {}
+        index = extra.get("index")
+        row["index"] = number if index is None else index
+        row["tools_kwargs"] = extra.get("tools_kwargs") or {}
+        row["interaction_kwargs"] = extra.get("interaction_kwargs") or {}
+        return row
+
+    def state_dict(self) -> dict[str, Any]:
+        """Which rows this data set stands for; a loader keeps it with its position."""
+        digest = hashlib.sha256("".join(table.digest for table in self._tables).encode())
+        digest.update(self._rows.tobytes())
+        return {"num_rows": len(self), "rows": digest.hexdigest()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Refuse to go on from a position in other rows than these: the order would be another."""
+        own = self.state_dict()
+        if state != own:
+            raise DataError(
+                self._key,
+                got=f"{own['num_rows']} rows that are not the {state['num_rows']} rows of the checkpoint",
+                expected="the data that the run began with, selected by the same settings",
+                fix="Restore the files and data settings, or begin a new run from the checkpoint's weights.",
+            )
+
+    def _locate(self, number: int) -> tuple[RowTable, int]:
+        """The file of a row that is counted over all files, and its number there."""
+        position = int(np.searchsorted(self._ends, number, side="right"))
+        start = int(self._ends[position - 1]) if position else 0
+        return self._tables[position], number - start
+
+    def _tensors(self, ids: list[int]) -> dict[str, torch.Tensor]:
+        input_ids = torch.tensor([ids], dtype=torch.int64)
+        input_ids, mask = postprocess_data(
+            input_ids, torch.ones_like(input_ids), self.config.max_prompt_length, self.tokenizer.pad_token_id
+        )
+        positions = compute_position_id_with_mask(mask)
+        return {"input_ids": input_ids[0], "attention_mask": mask[0], "position_ids": positions[0]}
+
+    def _short_rows(self) -> np.ndarray:
+        """The rows whose prompt is not too long; how many are left out is printed."""
+        config = self.config
+        lengths = [
+            prompt_lengths(
+                table,
+                self._encoder,
+                prompt_key=config.prompt_key,
+                cache_dir=config.cache_dir,
+                num_workers=config.filter_overlong_prompts_workers,
+            )
+            for table in self._tables
+        ]
+        every = np.concatenate(lengths)
+        rows = np.flatnonzero(every <= config.max_prompt_length)
+        if len(rows) == 0:
+            raise DataError(
+                self._key,
+                got=f"prompts of {every.min()} to {every.max()} tokens",
+                expected=f"at least one of at most data.max_prompt_length={config.max_prompt_length}",
+                fix="Raise that length.",
+            )
+        left_out = len(every) - len(rows)
+        if left_out:
+            limit = f"{config.max_prompt_length} tokens"
+            print(f"{self._key}: {left_out} of {len(every)} prompts are over {limit} and left out.", flush=True)
+        return rows
+
+
+def _check_columns(tables: list[RowTable], required: Sequence[str], config: DataConfig) -> None:
+    """One error for everything that is missing, so that a file is corrected once."""
+    fixes = {
+        config.prompt_key: "set data.prompt_key to the column that holds the prompts",
+        config.reward_fn_key: "set data.reward_fn_key to the column that names the data source",
+        "reward_model": 'give each row reward_model={"style": "rule", "ground_truth": "..."}',
+    }
+    problems = [
+        DataError(
+            str(table.path),
+            got=f"the columns {', '.join(table.columns)}",
+            expected=f"a column {column!r}",
+            fix=f"Rename or add it, or {fixes[column]}." if column in fixes else "Add it.",
+        )
+        for table in tables
+        for column in required
+        if column not in table.columns
+    ]
+    if len(problems) == 1:
+        raise problems[0]
+    if problems:
+        listed = "".join(f"\n  {problem}" for problem in problems)
+        raise DataError(f"data files, {len(problems)} missing columns{listed}\nTherefore nothing was loaded")
+
+
+def _sample(rows: np.ndarray, max_samples: int, seed: int | None) -> np.ndarray:
+    """At most `max_samples` of `rows`, in their order: drawn with `seed`, or the first where it is None."""
+    if max_samples < 0 or max_samples >= len(rows):
+        return rows
+    if seed is None:
+        return rows[:max_samples]
+    return np.sort(np.random.default_rng(seed).choice(rows, size=max_samples, replace=False))

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tokenizer, and the way from a prompt to token ids: chat messages, text by the chat template, ids."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from quadriga.errors import DataError
+
+Messages = list[dict[str, Any]]
+
+
+def load_tokenizer(
+    path: str | Path, *, trust_remote_code: bool = False, chat_template: str | None = None
+) -> PreTrainedTokenizerBase:
+    """A tokenizer that has what training needs: a pad token and a chat template.
+
+    Args:
+        path: a folder or a name on the hub.
+        trust_remote_code: whether code that comes with the tokenizer may be run.
+        chat_template: Jinja text that replaces the tokenizer's own template.
+
+    Raises:
+        DataError: it cannot be loaded, or has neither pad nor end-of-sequence token, or no chat template.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(
+            f"tokenizer {path}",
+            got=str(error).strip().partition("\n")[0],
+            expected="a folder or hub name with a tokenizer that transformers can load",
+            fix="Check data.tokenizer and actor_rollout_ref.model.path.",
+        ) from error
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
+    check_tokenizer(tokenizer, str(path))
+    return tokenizer
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str, *, has_template: bool = False) -> None:
+    """Give `tokenizer` a pad token if it has none, and refuse one that training cannot work with.
+
+    Args:
+        tokenizer: is changed if it lacks a pad token.
+        name: what errors and notices call it.
+        has_template: whether a chat template comes from elsewhere.
+    """
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token_id is None:
+            raise DataError(
+                f"tokenizer {name}",
+                got="neither a pad token nor an end-of-sequence token",
+                expected="at least one of them",
+                fix='Set "pad_token" in its tokenizer_config.json.',
+            )
+        tokenizer.pad_token = tokenizer.eos_token
+        print(f"tokenizer {name}: it has no pad token; {tokenizer.eos_token!r}, the end of sequence, pads.", flush=True)
+    if not (has_template or tokenizer.chat_template):
+        raise DataError(
+            f"tokenizer {name}",
+            got="no chat template",
+            expected="one, to turn chat messages into text",
+            fix="Set actor_rollout_ref.model.custom_chat_template, or use the tokenizer of an instruct model.",
+        )
+
+
+def as_messages(prompt: Any, *, where: str) -> Messages:
+    """The chat messages of a prompt; a plain string is one message of the user.
+
+    Raises:
+        DataError: it is neither text nor a list of messages with a role.
+    """
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    is_list = isinstance(prompt, Sequence) and len(prompt) > 0
+    if not is_list or not all(_is_message(message) for message in prompt):
+        raise DataError(
+            where,
+            got=f"the prompt {_shortened(prompt)}",
+            expected='text, or a list of messages such as [{"role": "user", "content": "..."}]',
+            fix="Correct the row, or set data.prompt_key to the column that holds the chat.",
+        )
+    # A column of a parquet file gives each message the keys of all; those without a value were never meant.
+    return [{key: value for key, value in message.items() if value is not None} for message in prompt]
+
+
+class ChatEncoder:
+    """Renders and tokenizes prompts as the rollout will see them.
+
+    Args:
+        tokenizer: has a chat template, unless `template_kwargs` brings one as `chat_template`.
+        template_kwargs: arguments for the chat template; `add_generation_prompt` is true unless they say otherwise.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]) -> None:
+        for key in ("tokenize", "return_tensors", "return_dict", "padding", "truncation", "max_length"):
+            if key in template_kwargs:
+                raise DataError(
+                    f"data.apply_chat_template_kwargs.{key}",
+                    got=repr(template_kwargs[key]),
+                    expected="arguments for the template only",
+                    fix="Remove it: how prompts are tokenized, cut and padded is decided by the keys of `data`.",
+                )
+        self.tokenizer = tokenizer
+        self.template_kwargs = {"add_generation_prompt": True, **template_kwargs}
+
+    def render(self, messages: Messages, *, where: str) -> str:
+        """The text of a prompt."""
+        try:
+            return self.tokenizer.apply_chat_template(messages, tokenize=False, **self.template_kwargs)
+        except Exception as error:
+            # A template is a program of the model's author: it may raise what it likes about messages that it dislikes.
+            raise DataError(
+                where,
+                got=f"messages that the chat template refuses ({type(error).__name__}: {error})",
+                expected="messages in the form that the model was trained on",
+                fix="Correct the row, or change data.apply_chat_template_kwargs.",
+            ) from error
+
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        """The token ids of rendered texts; the template has already written the special tokens."""
+        return self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+
+    def fingerprint(self) -> str:
+        """Changes whenever the ids of some prompt could."""
+        template = self.template_kwargs.get("chat_template") or self.tokenizer.chat_template
+        facts = {
+            "transformers": transformers.__version__,
+            "tokenizer": _describe(self.tokenizer),
+            "template": template,
+            "kwargs": self.template_kwargs,
+            # Some templates write the date into the prompt.
+            "date": str(date.today()) if "strftime_now" in json.dumps(template) else "",
+        }
+        return hashlib.sha256(json.dumps(facts, sort_keys=True, default=repr).encode()).hexdigest()
+
+
+def _describe(tokenizer: PreTrainedTokenizerBase) -> Any:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        return backend.to_str()
+    return [type(tokenizer).__qualname__, sorted(tokenizer.get_vocab().items()), tokenizer.special_tokens_map]
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, Mapping) and isinstance(message.get("role"), str)
+
+
+def _shortened(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generation in the trainer's process, with the trainer's own module: no copy of the weights, nothing to send.
+
+Prompts are computed once for all of their answers; keys and values are written in place; the batch is refilled and
+shrunk as answers end. Norms, attention scores, softmax and logits are float32, so that the log-probabilities are
+those of training.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from transformers import PreTrainedModel
+
+from quadriga.errors import RolloutError
+from quadriga.models.attention import ATTENTION_NAME
+from quadriga.models.load import backbone, head_of
+from quadriga.rollout.base import Completion, EngineBase, SamplingParams
+from quadriga.rollout.native.generation import Answer, Generation
+from quadriga.rollout.native.scheduler import Scheduler
+from quadriga.rollout.weights import copy_weights, named_weights
+
+_LOGIT_OPTIONS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+
+
+class NativeEngine(EngineBase):
+    """Our own generation engine; see `RolloutEngine` for its methods.
+
+    Args:
+        model: any causal model of transformers that was loaded with our attention. It may be the trainer's.
+        eos_token_ids: end-of-text tokens; None takes those of the model's generation configuration.
+        max_num_seqs: answers that are generated at the same time.
+        max_prefill_tokens: prompt tokens that are computed in one call.
+
+    Raises:
+        RolloutError: the model computes something that this engine does not.
+    """
+
+    name = "native"
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        eos_token_ids: Sequence[int] | None = None,
+        max_num_seqs: int = 256,
+        max_prefill_tokens: int = 4096,
+    ) -> None:
+        super().__init__()
+        _require_supported(model)
+        self.model = model
+        self.eos_token_ids = tuple(declared_eos(model) if eos_token_ids is None else eos_token_ids)
+        self.max_num_seqs = max_num_seqs
+        self.max_prefill_tokens = max_prefill_tokens
+
+    def generate_batch(
+        self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]
+    ) -> list[Completion]:
+        """See `RolloutEngine.generate_batch`."""
+        self._require_ready(prompts, sampling)
+        require_room(self.name, self.model, prompts, sampling)
+        if not prompts:
+            return []
+        answers = [Answer.open(*request, self.eos_token_ids) for request in zip(prompts, sampling, strict=True)]
+        scheduler = Scheduler([answer.prompt for answer in answers], self.max_num_seqs)
+        with torch.inference_mode(), evaluating(self.model):
+            head = head_of(self.model)
+            Generation(backbone(self.model), head, answers, scheduler, self.max_prefill_tokens).run()
+        return [answer.close(self.weight_version) for answer in answers]
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """See `RolloutEngine.load_weights`; a tensor that is the module's own parameter is not copied."""
+        self.weight_version = -1
+        copy_weights(self.model, weights)
+        self.weight_version = version
+
+    def named_weights(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """See `RolloutEngine.named_weights`."""
+        return named_weights(self.model).items()
+
+
+@contextmanager
+def evaluating(model: PreTrainedModel) -> Iterator[None]:
+    """Without dropout and gradient checkpointing, for a while."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
+def declared_eos(model: PreTrainedModel) -> list[int]:
+    """The end-of-text tokens of the model's generation configuration."""
+    generation_config = getattr(model, "generation_config", None)
+    declared = getattr(generation_config, "eos_token_id", None)
+    return declared if isinstance(declared, list) else [] if declared is None else [declared]
+
+
+def require_room(
+    name: str, model: PreTrainedModel, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]
+) -> None:
+    """Refuses requests that may run past the positions that the model knows."""
+    room = getattr(model.config, "max_position_embeddings", None)
+    for row, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
+        if room is not None and len(prompt) + params.max_tokens > room:
+            raise RolloutError(
+                f"{name}.generate, prompt {row}",
+                got=f"{len(prompt)} prompt tokens and up to {params.max_tokens} new ones",
+                expected=f"at most {room} together (the model's max_position_embeddings)",
+                fix="Lower data.max_prompt_length or data.max_response_length.",
+            )
+
+
+def _require_supported(model: PreTrainedModel) -> None:
+    found = model.config._attn_implementation
+    if found != ATTENTION_NAME:
+        raise RolloutError(
+            "rollout.name=native",
+            got=f"a model with {found} attention",
+            expected=f"one loaded with attention {ATTENTION_NAME}",
+            fix="Load it with quadriga.models.load.load_causal_lm.",
+        )
+    for option in _LOGIT_OPTIONS:
+        value = getattr(model.config, option, None)
+        if value not in (None, 1, 1.0):
+            raise RolloutError(
+                "rollout.name=native",
+                got=f"a model whose logits are changed by {option}={value}",
+                expected="plain logits",
+                fix="Use rollout.name=hf for this model.",
+            )

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One process of a role: what it knows of its place among the others.
+
+A worker knows no backend. It takes its place from whoever builds it (`placed`), else from the
+environment that torchrun and its like set; alone, it is rank 0 of 1.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from quadriga.errors import WorkerError
+from quadriga.single_controller.dispatch import Dispatch
+from quadriga.single_controller.registration import Execute, register
+
+
+def _environment_number(name: str, default: int) -> int:
+    value = os.environ.get(name)
+    if value is None:
+        return default
+    if not value.isdecimal():
+        raise WorkerError(f"environment variable {name}", got=repr(value), expected="a whole number")
+    return int(value)
+
+
+@dataclass(frozen=True)
+class WorkerPlace:
+    """Where a worker stands.
+
+    Attributes:
+        rank, world_size: its number among all ranks of the group.
+        local_rank, local_world_size: its number among the ranks on its node.
+        master_addr, master_port: where the ranks meet to form process groups.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    master_addr: str = "localhost"
+    master_port: int = 29500
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.rank < self.world_size and 0 <= self.local_rank < self.local_world_size):
+            raise WorkerError(
+                "worker's place",
+                got=f"rank {self.rank}/{self.world_size}, local rank {self.local_rank}/{self.local_world_size}",
+                expected="ranks from 0 to below the world sizes",
+            )
+
+    @classmethod
+    def from_environment(cls) -> "WorkerPlace":
+        """Read RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT."""
+        return cls(
+            rank=_environment_number("RANK", 0),
+            world_size=_environment_number("WORLD_SIZE", 1),
+            local_rank=_environment_number("LOCAL_RANK", 0),
+            local_world_size=_environment_number("LOCAL_WORLD_SIZE", 1),
+            master_addr=os.environ.get("MASTER_ADDR", cls.master_addr),
+            master_port=_environment_number("MASTER_PORT", cls.master_port),
+        )
+
+
+_place: ContextVar[WorkerPlace | None] = ContextVar("worker_place", default=None)
+
+
+@contextmanager
+def placed(place: WorkerPlace) -> Iterator[None]:
+    """Workers built inside stand at `place`, whatever the environment says."""
+    token = _place.set(place)
+    try:
+        yield
+    finally:
+        _place.reset(token)
+
+
+class Worker:
+    """Base class of every role's worker."""
+
+    place: WorkerPlace
+    _meshes: dict[str, tuple[int, bool]]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "Worker":
+        # Here and not in __init__, so that a subclass knows its rank before it calls super().__init__().
+        worker = super().__new__(cls)
+        worker.place = _place.get() or WorkerPlace.from_environment()
+        worker._meshes = {}
+        return worker
+
+    @property
+    def rank(self) -> int:
+        """Number of this worker in its group."""
+        return self.place.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers in the group."""
+        return self.place.world_size
+
+    @property
+    def local_rank(self) -> int:
+        """Number of this worker on its node."""
+        return self.place.local_rank
+
+    @property
+    def local_world_size(self) -> int:
+        """Number of workers on this node."""
+        return self.place.local_world_size
+
+    def register_mesh(self, mesh_name: str, dp_rank: int, is_collect: bool) -> None:
+        """Say which chunk of the data this rank works on, and whether its output is the one to collect.
+
+        `make_nd_compute_dataproto_dispatch_fn(mesh_name)` asks for it. Each data-parallel rank needs
+        exactly one worker that is collected.
+        """
+        self._meshes[mesh_name] = (dp_rank, is_collect)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def mesh_place(self, mesh_name: str) -> tuple[int, bool]:
+        """Data-parallel rank in the mesh, and whether this rank is collected."""
+        if mesh_name not in self._meshes:
+            raise WorkerError(
+                f"{type(self).__name__}: mesh {mesh_name!r}",
+                got=f"rank {self.rank} registered {sorted(self._meshes) or 'no mesh'}",
+                fix=f"Call self.register_mesh({mesh_name!r}, ...) where the worker builds its model.",
+            )
+        return self._meshes[mesh_name]
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
+    def execute_with_func_generator(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Run `function(worker, chunk, ...)` on every rank: for work that has no method of its own."""
+        return function(self, *args, **kwargs)
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO, execute_mode=Execute.RANK_ZERO)
+    def execute_func_rank_zero(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Run `function(...)` on rank 0."""
+        return function(*args, **kwargs)

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loading: order, strictness, and every error at once in the house form."""
+
+import pickle
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quadriga.config import Config, leaf_keys, load_config, show
+from quadriga.errors import ConfigError
+
+CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
+
+
+def error_of(*overrides: str, files: tuple[Path, ...] = (), for_training: bool = False) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        load_config(overrides, files, for_training=for_training)
+    return caught.value
+
+
+def test_without_anything_every_key_has_its_default() -> None:
+    assert load_config().config == Config()
+    assert load_config().notices == []
+
+
+def test_files_go_over_each_other_and_overrides_over_files(tmp_path: Path) -> None:
+    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
+    first.write_text("data:\n  seed: 1\n  train_batch_size: 8\n  max_prompt_length: 64\n")
+    second.write_text("data:\n  seed: 2\n  train_batch_size: 16\n")
+    data = load_config(["data.seed=3"], [first, second]).config.data
+    assert (data.max_prompt_length, data.train_batch_size, data.seed) == (64, 16, 3)
+
+
+def test_open_dictionaries_merge(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("data:\n  apply_chat_template_kwargs: {enable_thinking: true, style: {tone: calm}}\n")
+    added = ["data.apply_chat_template_kwargs.enable_thinking=False", "+data.apply_chat_template_kwargs.style.size=2"]
+    kwargs = load_config(added, [file]).config.data.apply_chat_template_kwargs
+    assert kwargs == {"enable_thinking": False, "style": {"tone": "calm", "size": 2}}
+
+
+def test_a_file_is_not_changed_by_what_comes_after_it(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("reward_model:\n  reward_kwargs: {a: {b: 1}}\n")
+    load_config(["reward_model.reward_kwargs.a.b=2"], [file])
+    assert load_config([], [file]).config.reward_model.reward_kwargs == {"a": {"b": 1}}
+
+
+def test_an_empty_section_says_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("data:\ntrainer: {}\n")
+    assert load_config([], [file]).config == Config()
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("data.train_batchsize", "data.train_batch_size"),
+        ("actor.optim.lr", "actor_rollout_ref.actor.optim.lr"),
+        ("actor_rollout_ref.rollout.temprature", "actor_rollout_ref.rollout.temperature"),
+        ("actor_rollout_ref.actor.n", "actor_rollout_ref.rollout.n"),
+        ("trainer.seeds", "trainer.seed"),
+    ],
+)
+def test_an_unknown_key_brings_the_nearest(typed: str, meant: str) -> None:
+    assert meant in error_of(f"{typed}=1").fix
+
+
+def test_a_key_like_no_other_brings_the_list() -> None:
+    assert "quadriga config keys" in error_of("zebra.stripes=1").fix
+
+
+def test_every_error_comes_at_once_with_its_key() -> None:
+    error = error_of("data.seeed=1", "data.seed=x", "data.shuffle=yes", "trainer.save_freq=0", "nonsense")
+    text = str(error)
+    assert text.startswith("5 things in the configuration are wrong:")
+    for key in ("data.seeed: got", "data.seed: got 'x'", "data.shuffle: got 'yes'", "trainer.save_freq: got 0", "'nonsense'"):
+        assert key in text
+    assert not text.endswith("..")
+
+
+def test_one_error_is_in_the_house_form() -> None:
+    error = error_of("data.max_prompt_length=0")
+    assert str(error) == "data.max_prompt_length: got 0, expected a whole number, at least 1."
+
+
+def test_an_error_survives_pickling() -> None:
+    error = error_of("data.seed=x", "data.shuffle=yes")
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+def test_checks_between_keys_come_with_the_errors_of_single_keys() -> None:
+    text = str(error_of("data.max_prompt_length=0", "actor_rollout_ref.rollout.temperature=0", for_training=True))
+    assert "data.max_prompt_length: got 0" in text
+    assert "actor_rollout_ref.rollout.temperature: got 0" in text
+    assert "actor_rollout_ref.model.path: got nothing" in text
+
+
+def test_a_wrong_key_is_not_said_to_be_missing_too() -> None:
+    text = str(error_of("data.train_files=${HOME}/x.parquet", "data.val_files=[1]", for_training=True))
+    assert text.count("data.train_files: ") == 1
+    assert text.count("data.val_files: ") == 1
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("data.seed=1.5", "a whole number"),
+        ("data.seed=True", "a whole number"),
+        ("data.shuffle=1", "true or false"),
+        ("actor_rollout_ref.actor.optim.lr=.nan", "a number"),
+        ("actor_rollout_ref.actor.optim.lr=-1", "at least 0"),
+        ("actor_rollout_ref.actor.optim.betas=[0.9]", "a list of 2"),
+        ("actor_rollout_ref.actor.optim.betas=[0.9, 1.0]", "below 1"),
+        ("actor_rollout_ref.actor.loss_agg_mode=mean", "seq-mean-token-sum-norm"),
+        ("actor_rollout_ref.actor.clip_ratio_c=1.0", "above 1"),
+        ("actor_rollout_ref.rollout.top_p=0", "above 0"),
+        ("actor_rollout_ref.rollout.top_k=0", "-1 or"),
+        ("actor_rollout_ref.rollout.name=vllm", "native, hf or scripted"),
+        ("actor_rollout_ref.actor.strategy=megatron", "fsdp"),
+        ("trainer.logger=[consle]", "console"),
+        ("trainer.default_local_dir=out/{run}", "{experiment_name}"),
+        ("reward_model.max_error_rate=2", "at most 1"),
+        ("data=3", "a section"),
+    ],
+)
+def test_a_value_out_of_range_is_refused(override: str, reason: str) -> None:
+    error = error_of(override)
+    assert error.where == override.split("=")[0]
+    assert reason in error.expected
+
+
+def test_none_in_python_is_null_in_yaml() -> None:
+    assert error_of("data.val_batch_size=None").fix == "Write null."
+    assert error_of("data.seed=None").fix == ""
+
+
+def test_only_the_key_that_was_written_is_named() -> None:
+    assert error_of("actor_rollout_ref.actor.clip_ratio=-1").where == "actor_rollout_ref.actor.clip_ratio"
+
+
+def test_a_key_given_twice_the_last_holds_and_it_is_said() -> None:
+    loaded = load_config(["data.seed=3", "data.shuffle=False", "++data.seed=4"])
+    assert loaded.config.data.seed == 4
+    assert loaded.notices == ["data.seed stands twice on the command line; the last value holds: 4."]
+
+
+def test_an_error_in_a_file_names_file_and_line(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("data:\n  seed: 1\n  shuffle: maybe\n  sed: 3\ntrainer:\n  experiment_name: 42\n")
+    text = str(error_of(files=(file,)))
+    assert f"data.shuffle ({file}, line 3): got 'maybe'" in text
+    assert f"data.sed ({file}, line 4): got a key that does not exist" in text
+    assert f"trainer.experiment_name ({file}, line 6): got 42, expected text, not empty. Put text" in text
+
+
+def test_an_override_hides_the_place_of_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("data:\n  seed: 1\n")
+    assert error_of("data.seed=x", files=(file,)).where == "data.seed"
+
+
+def test_what_is_shown_can_be_read_again(tmp_path: Path) -> None:
+    wanted = ["trainer.experiment_name=0123", "actor_rollout_ref.actor.optim.lr=1e-6", "data.train_files=[a.parquet, b.parquet]"]
+    wanted += ["data.apply_chat_template_kwargs.when='2026-01-31'", "actor_rollout_ref.actor.clip_ratio=0.1"]
+    config = load_config(wanted).config
+    file = tmp_path / "resolved.yaml"
+    file.write_text(show(config))
+    again = load_config([], [file])
+    assert again.config == config
+    assert again.notices == []
+    assert config.trainer.experiment_name == "0123"
+    assert config.data.apply_chat_template_kwargs == {"when": "2026-01-31"}
+
+
+@given(
+    text=st.text(st.characters(codec="utf-8", exclude_categories=("C", "Z")), min_size=1).filter(lambda t: "${" not in t),
+    number=st.floats(0, 1e6, allow_nan=False),
+    count=st.integers(1, 10**6),
+    flag=st.booleans(),
+)
+@settings(deadline=None, max_examples=30)
+def test_any_value_makes_the_round_trip(text: str, number: float, count: int, flag: bool) -> None:
+    config = Config.model_validate(
+        {
+            "trainer": {"experiment_name": text, "seed": count, "val_only": flag},
+            "actor_rollout_ref": {"actor": {"optim": {"lr": number}}},
+            "reward_model": {"reward_kwargs": {"text": text, "list": [text, number, flag, None]}},
+        }
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "resolved.yaml"
+        file.write_text(show(config), encoding="utf-8")
+        assert load_config([], [file]).config == config
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=[file.name for file in CONFIGS])
+def test_every_configuration_of_the_repository_is_valid(file: Path) -> None:
+    loaded = load_config([], [file])
+    assert loaded.notices == []
+    assert loaded.config != Config()
+
+
+def test_the_repository_has_configurations() -> None:
+    assert {"quickstart.yaml", "grpo.yaml"} <= {file.name for file in CONFIGS}
+
+
+def test_importing_the_configuration_loads_neither_torch_nor_ray() -> None:
+    code = (
+        "import sys; import quadriga.config as c; c.load_config(['data.seed=3']); c.explain(c.Config());"
+        "print([m for m in ('torch', 'ray', 'transformers', 'datasets', 'numpy', 'rich') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_number_of_keys_is_reviewed() -> None:
+    # verl has 556 to 898. Whoever changes this number has weighed whether the key is needed.
+    assert len(leaf_keys()) == 158
+    assert len(leaf_keys()) <= 260

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Learning rates at hand-computed steps."""
+
+import pytest
+
+from quadriga.config import OptimConfig
+from quadriga.engines.schedule import lr_at
+
+
+def rates(total: int, **options) -> list[float]:
+    config = OptimConfig(lr=1.0, **options)
+    return [lr_at(step, config, total) for step in range(1, total + 1)]
+
+
+def test_constant_with_warmup() -> None:
+    assert rates(5, lr_warmup_steps=3) == pytest.approx([1 / 3, 2 / 3, 1, 1, 1])
+
+
+def test_warmup_as_a_share_of_the_run() -> None:
+    assert rates(10, lr_warmup_steps_ratio=0.2)[:3] == pytest.approx([0.5, 1, 1])
+
+
+def test_linear_ends_at_the_minimum() -> None:
+    assert rates(4, lr_scheduler_type="linear", min_lr_ratio=0.2) == pytest.approx([0.8, 0.6, 0.4, 0.2])
+
+
+def test_cosine_passes_the_middle_and_ends_at_the_minimum() -> None:
+    result = rates(4, lr_scheduler_type="cosine", min_lr_ratio=0.1)
+    assert result[1] == pytest.approx(0.55)
+    assert result[3] == pytest.approx(0.1)
+
+
+def test_beyond_the_end_the_rate_stays() -> None:
+    assert lr_at(9, OptimConfig(lr=1.0, lr_scheduler_type="linear"), 4) == 0.0
