@@ -15,6 +15,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
 import quadriga
+from quadriga import observe
 from quadriga.errors import ConfigError
 from quadriga.observe import probe_capabilities
 
@@ -23,7 +24,6 @@ LEAST_PYTHON = (3, 11)
 _REQUIREMENT = re.compile(r"(?P<name>[A-Za-z0-9_.\-]+)(?:\[[^\]]*\])?\s*(?:>=\s*(?P<least>[0-9.]+))?")
 # Environment variables that decide how many threads compute.
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_PROC_BIND", "KMP_AFFINITY", "KMP_BLOCKTIME")
-_CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd", "bf16")
 # Engines and backends that no code here drives; listed because users of verl ask for them.
 _UNUSED = ("ray", "vllm", "sglang", "peft")
 
@@ -126,19 +126,15 @@ def _report_machine() -> bool:
 
 
 def _machine_lines() -> list[str]:
-    # torch and what needs it load here: a doctor who asks for a healthy patient helps nobody.
+    # torch, and what of `observe` needs it, load here: a doctor who asks for a healthy patient helps nobody.
     torch = import_module("torch")
-    machine = import_module("quadriga.observe.machine")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    flags = [flag for flag in _CPU_FLAGS if flag in machine.cpu_flags()]
     threads = [f"{name}={os.environ[name]}" for name in _THREAD_VARIABLES if name in os.environ]
     disk = shutil.disk_usage(Path.cwd())
     return [
-        machine.describe_machine(),
-        f"CPU features: {', '.join(flags) or 'none of ' + ', '.join(_CPU_FLAGS)}",
-        f"dtype on {device}: {machine.choose_dtype('auto', device).reason}",
-        f"threads: {torch.get_num_threads()} of {machine.num_usable_cores()} usable cores"
-        f" ({', '.join(threads) or 'no variable sets them'})",
+        observe.describe_machine(),
+        f"dtype on {device}: {observe.choose_dtype('auto', device).reason}",
+        f"threads: {torch.get_num_threads()} ({', '.join(threads) or 'no variable sets them'})",
         f"free: {_free_memory_bytes() / GIB:.1f} GiB memory, {disk.free / GIB:.1f} GiB disk in {Path.cwd()}",
     ]
 

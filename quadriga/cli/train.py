@@ -5,7 +5,7 @@ import argparse
 from collections.abc import Sequence
 
 from quadriga.cli.config import add_config_arguments, load_from, print_notices
-from quadriga.trainer.main_ppo import run_ppo
+from quadriga.trainer.task_runner import run_ppo
 
 
 def main(argv: Sequence[str]) -> int:

@@ -209,7 +209,8 @@ def _problems_by_key(
             continue
         leaf = leaf_keys().get(key)
         if one["type"] == "refused":
-            expected, fix = one["ctx"]["expected"], one["ctx"]["fix"]
+            said = one.get("ctx", {})
+            expected, fix = said["expected"], said["fix"]
         else:
             expected, fix = leaf.kind if leaf else "a section", _hint(value, leaf)
         problems[key] = ConfigError(_where(key, places), got=as_text(value), expected=expected, fix=fix)

@@ -61,7 +61,8 @@ def _describe(annotation: Any, metadata: list[Any]) -> str:
     for one in metadata:
         if isinstance(one, Meaning):
             return one.words
-    origin, arguments = get_origin(annotation), get_args(annotation)
+    origin: Any = get_origin(annotation)
+    arguments: tuple[Any, ...] = get_args(annotation)
     if origin is Annotated:
         words = _describe(arguments[0], list(arguments[1:]))
     elif origin in (Union, types.UnionType):
@@ -69,7 +70,7 @@ def _describe(annotation: Any, metadata: list[Any]) -> str:
     elif annotation is types.NoneType:
         words = "null"
     elif origin is Literal:
-        words = f"one of {', '.join(arguments)}" if len(arguments) > 1 else str(arguments[0])
+        words = f"one of {', '.join(arguments)}" if len(arguments) > 1 else "".join(arguments)
     elif origin is list:
         words = f"a list, each {_describe(arguments[0], [])}"
     elif origin is tuple:
@@ -130,9 +131,12 @@ def leaf_of(key: str) -> KeyInfo | None:
 
 
 def nearest_keys(key: str) -> list[str]:
-    """Up to three known keys that a mistyped one may have meant, the likeliest first."""
+    """Up to three known keys that a mistyped one may have meant, the likeliest first.
+
+    A right name in a wrong section is likelier than a wrong name in the right one.
+    """
     known = list(leaf_keys())
     tail = [one for one in known if one.endswith(f".{key}")]
     close = get_close_matches(key, known, n=3, cutoff=0.8)
     moved = get_close_matches(key, [one for one in known if one.split(".")[-1] == key.split(".")[-1]], n=3, cutoff=0.3)
-    return list(dict.fromkeys(tail + close + moved))[:3]
+    return list(dict.fromkeys(tail + moved + close))[:3]

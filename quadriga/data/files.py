@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """From what the user names (a path, a list, a glob, a URL) to files on this machine.
 
-Anything that fsspec opens may be named (`s3://`, `gs://`, `hf://`, `https://`, ...). A remote file is copied once into the
-cache, under a key made of its URL, its size and whatever its store says about its version.
+Anything that fsspec opens may be named (`s3://`, `gs://`, `hf://`, `https://`, ...). A remote file is copied once into
+the cache, under a key made of its URL, its size and whatever its store says about its version.
 """
 
 import hashlib

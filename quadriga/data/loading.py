@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds what the trainer iterates over: data set, sampler, loader.
 
-The order of the rows depends on `data.seed` alone. The loader's state (`state_dict`, `load_state_dict`) holds the position
-inside an epoch and the sampler's generator, so that a resumed run sees the rows that the other would have seen.
+The order of the rows depends on `data.seed` alone. The loader's state (`state_dict`, `load_state_dict`) holds the
+position inside an epoch and the generator of the sampler: a resumed run sees the rows that the other would have seen.
 """
 
 import inspect
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,8 @@ def create_rl_dataset(
 ) -> Dataset:
     """`RLHFDataset`, or the class named by `data.custom_cls`.
 
-    A class of the user's own is called with `data_files`, `tokenizer`, `config`, `processor` and, if it takes them, with
-    `is_train` and `max_samples`.
+    A class of the user's own is called with `data_files`, `tokenizer`, `config`, `processor` and, if it takes them,
+    with `is_train` and `max_samples`.
 
     Raises:
         DataError: the class cannot be had, or cannot honour `max_samples`; or the data are wrong.
@@ -57,7 +58,7 @@ def create_rl_dataset(
 
 
 def create_rl_sampler(data_config: DataConfig, dataset: Dataset) -> Sampler:
-    """The order of the training rows: the user's own sampler, a shuffle that is seeded and new in each epoch, or file order.
+    """The order of the training rows: the user's own sampler, a seeded shuffle, new in each epoch, or file order.
 
     A class of the user's own is called with `data_source` (the data set) and `data_config`.
     """
@@ -109,17 +110,20 @@ def create_dataloader(
             expected=f"at most {num_rows}",
             fix="Lower it, or add data: not one full batch could be made.",
         )
-    return StatefulDataLoader(
-        dataset,
-        batch_size=size,
-        sampler=sampler,
-        num_workers=config.dataloader_num_workers,
-        collate_fn=collate_fn,
-        drop_last=drop_last,
-        # With a generator of its own, starting the loader leaves torch's global one alone: a resumed run starts it once more
-        # than the run that was not interrupted.
-        generator=torch.Generator().manual_seed(config.seed),
-    )
+    with warnings.catch_warnings():
+        # torchdata calls a function that newer versions of torch only keep for its sake; it tells a user nothing.
+        warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
+        return StatefulDataLoader(
+            dataset,
+            batch_size=size,
+            sampler=sampler,
+            num_workers=config.dataloader_num_workers,
+            collate_fn=collate_fn,
+            drop_last=drop_last,
+            # With a generator of its own, starting the loader leaves torch's global one alone: a resumed run starts it
+            # once more than the run that was not interrupted.
+            generator=torch.Generator().manual_seed(config.seed),
+        )
 
 
 def _shuffled(dataset: Dataset, seed: int) -> RandomSampler:

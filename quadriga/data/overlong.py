@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many tokens each prompt of a file has, measured once and remembered.
 
-What is kept is the lengths, not the verdict, so that another `data.max_prompt_length` needs no new measurement. The key is
-made of the content of the file, the tokenizer, the chat template and its arguments. An entry that cannot be read is said to
-be damaged and measured again.
+What is kept is the lengths, not the verdict, so that another `data.max_prompt_length` needs no new measurement. The
+key is made of the content of the file, the tokenizer, the chat template and its arguments. An entry that cannot be read
+is said to be damaged, and measured again.
 """
 
 import hashlib
@@ -99,7 +99,7 @@ def _measure_batch(encoder: ChatEncoder, path: str, start: int, prompts: list[ob
     return [len(ids) for ids in encoder.encode(texts)]
 
 
-# The encoder of a worker process. It is handed over once, at the start: with each batch it would cost more than the batch.
+# The encoder of a worker process. It is handed over once, at the start: with each batch it would cost more than that.
 _encoder: ChatEncoder | None = None
 
 

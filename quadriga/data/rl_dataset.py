@@ -3,8 +3,8 @@
 
     files -> rows -> (left out if too long) -> (a sample of them) -> chat template -> token ids -> cut, left-padded
 
-A row is data_source, prompt, ability, reward_model {"style", "ground_truth"} and extra_info; columns beyond these travel
-along. What a row yields is listed at `RLHFDataset.__getitem__`.
+A row is data_source, prompt, ability, reward_model {"style", "ground_truth"} and extra_info; columns beyond these
+travel along. What a row yields is listed at `RLHFDataset.__getitem__`.
 """
 
 import hashlib
@@ -86,8 +86,8 @@ class RLHFDataset(Dataset):
         Returns:
             `input_ids`, `attention_mask` and `position_ids`, int64 [P], padded on the left; `raw_prompt_ids`, the same
             ids as a list without padding; the row's columns but the prompt; `index`, `tools_kwargs` and
-            `interaction_kwargs` out of `extra_info` (`index` is the row's number where it has none); and, when asked for
-            in the configuration, `raw_prompt` (chat messages) and `full_prompts` (rendered text).
+            `interaction_kwargs` out of `extra_info` (`index` is the row's number where it has none); and, when asked
+            for in the configuration, `raw_prompt` (chat messages) and `full_prompts` (rendered text).
 
         Raises:
             DataError: the prompt is no chat, or too long under `data.truncation=error`; it names file and row.

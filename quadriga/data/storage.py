@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where data code writes: beside the place it is meant for, then renamed, so that a reader never sees half of anything."""
+"""How data code writes: beside the place it is meant for, then renamed, so that nobody ever reads half of anything."""
 
 import json
 import os

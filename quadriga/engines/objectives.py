@@ -13,9 +13,9 @@ import torch
 
 from quadriga.algorithms.aggregate import LossCounts, agg_loss
 from quadriga.algorithms.kl import kl_penalty
+from quadriga.algorithms.losses import clipped_value_loss
 from quadriga.algorithms.mismatch import log_prob_mismatch
 from quadriga.algorithms.registry import bind_options, get_policy_loss_fn, required_fields
-from quadriga.algorithms.losses import clipped_value_loss
 from quadriga.config import ActorConfig, CriticConfig
 from quadriga.observe.metrics import Metric
 from quadriga.protocol import DataProto

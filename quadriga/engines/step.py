@@ -98,9 +98,7 @@ def _optimizer_step(
         parts.append(loss.metrics)
         num_tokens += packed.num_tokens
         # A backward pass costs two forward passes.
-        flops += 3 * engine.cost.forward_flops(
-            packed.num_tokens, len(packed.targets), packed.sum_of_squared_lengths
-        )
+        flops += 3 * engine.cost.forward_flops(packed.num_tokens, len(packed.targets), packed.sum_of_squared_lengths)
     result = engine.optimizer_step(lr)
     prefix = objective.name
     metrics = {name: _per_step(metric) for name, metric in merge_metrics(parts).items()}

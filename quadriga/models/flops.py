@@ -4,6 +4,7 @@
 Legend: D hidden size, V vocabulary; a multiplication and an addition are two operations.
 """
 
+import time
 from dataclasses import dataclass
 
 import torch
@@ -38,7 +39,7 @@ def model_cost(model: PreTrainedModel) -> ModelCost:
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return ModelCost(
         num_block_parameters=sum(module.weight.numel() for module in linears),
-        num_head_parameters=head.weight.numel() if head is not None else 0,
+        num_head_parameters=sum(parameter.numel() for parameter in head.parameters()),
         attention_width=config.num_hidden_layers * config.num_attention_heads * head_size,
     )
 
@@ -60,9 +61,10 @@ def _seconds(left: torch.Tensor, right: torch.Tensor) -> float:
     if left.is_cuda:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        left @ right
+        torch.mm(left, right)
         end.record()
         torch.cuda.synchronize()
         return start.elapsed_time(end) / 1e3
-    timer = torch.utils.benchmark.Timer("left @ right", globals={"left": left, "right": right})
-    return timer.timeit(2).median
+    start = time.perf_counter()
+    torch.mm(left, right)
+    return time.perf_counter() - start

@@ -8,6 +8,7 @@ last chunk's probabilities are the workspace that exists anyway, so they are kep
 Legend: M tokens to predict, D hidden size, V vocabulary, C tokens in a chunk.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,8 @@ from torch import nn
 from torch.nn.functional import linear
 
 CHUNK_TOKENS = 512
+_VOCABULARY_BLOCK = 4096  # rows of the weight that are widened at a time
+_TOKEN_BLOCK = 32  # tokens whose probabilities are handled while they are in the cache
 
 
 def head_logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -30,8 +33,15 @@ def head_logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
     """
     if hidden.is_cuda and hidden.dtype == weight.dtype != torch.float32:
         logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-        return logits if bias is None else logits.add_(bias)
-    return linear(hidden.float(), weight.float(), None if bias is None else bias.float())
+    elif weight.dtype == torch.float32:
+        logits = hidden.float() @ weight.t()
+    else:
+        wide = hidden.float()
+        logits = wide.new_empty(hidden.shape[0], weight.shape[0])
+        for start in range(0, weight.shape[0], _VOCABULARY_BLOCK):
+            block = slice(start, start + _VOCABULARY_BLOCK)
+            torch.mm(wide, weight[block].float().t(), out=logits[:, block])
+    return logits if bias is None else logits.add_(bias)
 
 
 @dataclass(frozen=True)
@@ -80,16 +90,12 @@ class _TokenScores(torch.autograd.Function):
         normalizer, entropy = torch.empty_like(log_probs), torch.zeros_like(log_probs)
         ctx.kept = None
         for rows in _chunks(num_tokens, chunk_tokens):
-            logits = _shifted_logits(hidden[rows], weight, bias, temperature)
-            chosen = logits.gather(-1, targets[rows, None])[:, 0]
-            odds = logits.exp() if with_entropy else logits.exp_()
-            total = odds.sum(-1)
-            normalizer[rows] = total
-            log_probs[rows] = chosen - total.log()
-            if with_entropy:
-                entropy[rows] = total.log() - torch.linalg.vecdot(odds, logits) / total
+            logits = head_logits(hidden[rows], weight, bias)
+            chosen = logits.gather(-1, targets[rows, None])[:, 0] / temperature
+            normalizer[rows], entropy[rows] = _softmax_(logits, temperature, with_entropy)
+            log_probs[rows] = chosen - normalizer[rows]
             if any(ctx.needs_input_grad[:3]) and rows.stop == num_tokens:
-                ctx.kept = odds
+                ctx.kept = logits
         ctx.save_for_backward(hidden, weight, bias, targets, normalizer, entropy)
         ctx.options = options
         ctx.set_materialize_grads(False)
@@ -104,16 +110,16 @@ class _TokenScores(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
         for rows in _chunks(hidden.shape[0], chunk_tokens):
-            odds, ctx.kept = ctx.kept, None
-            if odds is None or rows.stop < hidden.shape[0]:
-                odds, ctx.kept = _shifted_logits(hidden[rows], weight, bias, temperature).exp_(), odds
-            weights = -grad_log_probs[rows] / normalizer[rows]
-            if grad_entropy is not None:
-                surprise = odds.log().sub_(normalizer[rows, None].log()).add_(entropy[rows, None])
-                per_entry = surprise.mul_(-(grad_entropy[rows] / normalizer[rows])[:, None]).add_(weights[:, None])
-                grad = odds.mul_(per_entry.nan_to_num_())  # odds that underflow to 0 have no weight
+            if rows.stop == hidden.shape[0] and ctx.kept is not None:
+                grad, ctx.kept = ctx.kept, None
             else:
-                grad = odds.mul_(weights[:, None])
+                grad = head_logits(hidden[rows], weight, bias)
+                grad = grad.div_(temperature).sub_(normalizer[rows, None]).exp_()
+            if grad_entropy is None:
+                grad.mul_(-grad_log_probs[rows, None])
+            else:
+                for block in _blocks(grad, normalizer[rows], entropy[rows], grad_log_probs[rows], grad_entropy[rows]):
+                    _with_entropy_gradient(*block)
             grad[torch.arange(grad.shape[0], device=grad.device), targets[rows]] += grad_log_probs[rows]
             if temperature != 1.0:
                 grad /= temperature
@@ -127,19 +133,44 @@ class _TokenScores(torch.autograd.Function):
 
 
 def _chunks(num_tokens: int, chunk_tokens: int) -> list[slice]:
-    return [
-        slice(start, min(start + chunk_tokens, num_tokens)) for start in range(0, num_tokens, chunk_tokens)
-    ]
+    return [slice(start, min(start + chunk_tokens, num_tokens)) for start in range(0, num_tokens, chunk_tokens)]
 
 
-def _shifted_logits(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, temperature: float
-) -> torch.Tensor:
-    """Logits [C, V] over the temperature, less their maximum, so that their exponentials are at most 1."""
-    logits = head_logits(hidden, weight, bias)
-    if temperature != 1.0:
-        logits /= temperature
-    return logits.sub_(logits.amax(-1, keepdim=True))
+def _blocks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    return zip(*(tensor.split(_TOKEN_BLOCK) for tensor in tensors), strict=True)
+
+
+def _softmax_(logits: torch.Tensor, temperature: float, with_entropy: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Replace logits [C, V] by the probabilities at a temperature.
+
+    Returns:
+        the logarithm of the sum of exponentials, and the entropy (zero where it is not asked for): [C] each.
+    """
+    normalizer, entropy = (logits.new_zeros(logits.shape[0]) for _ in range(2))
+    for block, log_total, spread in _blocks(logits, normalizer, entropy):
+        block.div_(temperature)
+        peak = block.amax(-1)
+        block.sub_(peak[:, None])
+        shifted = block.clone() if with_entropy else None
+        total = block.exp_().sum(-1)
+        if shifted is not None:
+            spread.copy_(total.log() - torch.linalg.vecdot(block, shifted) / total)
+        log_total.copy_(peak + total.log())
+        block.div_(total[:, None])
+    return normalizer, entropy
+
+
+def _with_entropy_gradient(
+    probabilities: torch.Tensor,
+    normalizer: torch.Tensor,
+    entropy: torch.Tensor,
+    grad_log_probs: torch.Tensor,
+    grad_entropy: torch.Tensor,
+) -> None:
+    """Replace p [C, V] by -p (g + h (log p + H)), with g and h the gradients of log-prob and entropy. p log p is 0
+    where p is 0."""
+    weights = probabilities.log().nan_to_num_(neginf=0.0).add_(entropy[:, None])
+    probabilities.mul_(weights.mul_(grad_entropy[:, None]).add_(grad_log_probs[:, None]).neg_())
 
 
 class ValueHead(nn.Module):

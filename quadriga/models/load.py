@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 
 from quadriga.errors import EngineError
 from quadriga.models.attention import ATTENTION_NAME
-from quadriga.models.norms import fuse_norms
+from quadriga.models.fused import fuse
 
 
 def load_causal_lm(
@@ -35,6 +36,7 @@ def load_causal_lm(
     Raises:
         EngineError: the folder is missing or incomplete, or the architecture is unknown.
     """
+    disable_progress_bar()
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **(override_config or {}))
         model = AutoModelForCausalLM.from_pretrained(
@@ -51,7 +53,7 @@ def load_causal_lm(
             expected="a folder or hub name that transformers can load as a causal language model",
             fix="Check actor_rollout_ref.model.path; `quadriga prepare model NAME --output DIR` writes such a folder.",
         ) from error
-    fuse_norms(model)
+    fuse(model)
     return model.to(device).eval()
 
 

@@ -15,6 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+# Up to here a causal mask costs less than copies of the keys for each query head; beyond, it would grow as its square.
+MAX_MASKED_LENGTH = 256
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -56,33 +59,42 @@ class _Bucket:
     def __init__(self, members: Sequence[Segment], device: torch.device) -> None:
         self.queries = _Padding(members, device)
         self.prefixes: _Padding | None = None
+        self.mask: torch.Tensor | None = None  # True where a query sees a key; None: causal
+        width = self.queries.width
+        causal = torch.ones(width, width, dtype=torch.bool).tril()
         if members[0].prefix is not None:
-            self._continue_prefixes(members, device)
+            self.mask = self._continue_prefixes(members, causal).to(device)
+        elif width <= MAX_MASKED_LENGTH:
+            self.mask = causal[None, None].to(device)
 
-    def _continue_prefixes(self, members: Sequence[Segment], device: torch.device) -> None:
+    def _continue_prefixes(self, members: Sequence[Segment], causal: torch.Tensor) -> torch.Tensor:
+        """Note each row's prefix. Returns the mask [b, 1, L, S + L]."""
+        device = self.queries.indices.device
         prefixes = list(dict.fromkeys(segment.prefix for segment in members if segment.prefix is not None))
         numbers = {prefix: number for number, prefix in enumerate(prefixes)}
         self.prefixes = _Padding(prefixes, device)
         self.prefix_of_row = torch.tensor([numbers[segment.prefix] for segment in members], device=device)
         before, width = self.prefixes.width, self.queries.width
         mask = torch.zeros(len(members), 1, width, before + width, dtype=torch.bool)
-        mask[..., before:] = torch.ones(width, width, dtype=torch.bool).tril()
+        mask[..., before:] = causal
         for row, segment in enumerate(members):
             mask[row, ..., : segment.prefix.length] = True
-        self.mask = mask.to(device)  # True where a query sees a key
+        return mask
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
         """[N, heads, D] each -> [tokens of the bucket, H * D], in the order of its rows."""
-        rows = self.queries.pad(query)
-        seen, read = self._keys(key), self._keys(value)
-        groups = query.shape[1] // key.shape[1]
-        if groups > 1:
-            seen, read = seen.repeat_interleave(groups, 2), read.repeat_interleave(groups, 2)
-        rows, seen, read = (part.transpose(1, 2) for part in (rows, seen, read))
-        if self.prefixes is None:
+        rows = self.queries.pad(query).transpose(1, 2)  # [b, H, L, D]
+        seen, read = self._keys(key).transpose(1, 2), self._keys(value).transpose(1, 2)  # [b, K, S + L, D]
+        groups = rows.shape[1] // seen.shape[1]
+        if self.mask is None:
+            seen, read = seen.repeat_interleave(groups, 1), read.repeat_interleave(groups, 1)
             mixed = scaled_dot_product_attention(rows, seen, read, is_causal=True, scale=scale)
         else:
-            mixed = scaled_dot_product_attention(rows, seen, read, attn_mask=self.mask, scale=scale)
+            # The query heads that share a key head stand below each other, as one longer query: no key is copied.
+            folded = rows.unflatten(1, (-1, groups)).flatten(2, 3)
+            mask = self.mask.repeat(1, 1, groups, 1) if groups > 1 else self.mask
+            mixed = scaled_dot_product_attention(folded, seen, read, attn_mask=mask, scale=scale)
+            mixed = mixed.unflatten(2, (groups, -1)).flatten(1, 2)
         return self.queries.unpad(mixed.transpose(1, 2).flatten(2).to(query.dtype))
 
     def _keys(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -58,7 +58,7 @@ def _check_dense(batch: TensorDict) -> None:
 
 def check_arrays(arrays: Mapping[str, Any], rows: int | None) -> None:
     """Raise unless every entry is a numpy array whose first dimension is `rows` (None: that of the first)."""
-    first = next(iter(arrays), None)
+    source = "the batch size" if rows is not None else f"the length of {next(iter(arrays), None)!r}"
     for key, value in arrays.items():
         where = f"DataProto.non_tensor_batch[{key!r}]"
         if not isinstance(value, np.ndarray):
@@ -70,7 +70,6 @@ def check_arrays(arrays: Mapping[str, Any], rows: int | None) -> None:
             )
         if value.ndim == 0:
             raise ProtocolError(where, got="an array of shape ()", expected="one entry per row")
-        source = "the batch size" if rows is not None or key == first else f"the length of {first!r}"
         rows = value.shape[0] if rows is None else rows
         if value.shape[0] != rows:
             raise ProtocolError(where, got=f"shape {value.shape}", expected=f"{rows} rows, {source}")

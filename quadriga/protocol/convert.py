@@ -47,8 +47,9 @@ def join_tensordict(
 ) -> TensorDict:
     """Inverse of `split_tensordict`: arrays become stacks of objects, facts single objects."""
     joined = TensorDict({}, batch_size=[rows]) if batch is None else batch.copy()
+    tensors = set(joined.keys())
     for key in [*arrays, *facts]:
-        if key in joined.keys() or (key in arrays and key in facts):  # noqa: SIM118
+        if key in tensors or (key in arrays and key in facts):
             raise ProtocolError(
                 f"to_tensordict: {key!r}", got="two entries of this name", expected="one", fix="Rename one."
             )

@@ -93,9 +93,7 @@ class RolloutEngine(Protocol):
         """One answer; the engine decides what is computed together."""
         ...
 
-    def generate_batch(
-        self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]
-    ) -> list[Completion]:
+    def generate_batch(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> list[Completion]:
         """One answer for each prompt, in their order. Equal prompts share what they can."""
         ...
 
@@ -147,9 +145,7 @@ class EngineBase:
             loop.call_soon(self._generate_pending)
         return await future
 
-    def generate_batch(
-        self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]
-    ) -> list[Completion]:
+    def generate_batch(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> list[Completion]:
         """See `RolloutEngine.generate_batch`."""
         raise NotImplementedError
 

@@ -105,7 +105,8 @@ def _invert(odds: torch.Tensor, sums: torch.Tensor, uniforms: torch.Tensor) -> t
     inside = odds.gather(1, columns.clamp(max=odds.shape[1] - 1)).double()
     inside.masked_fill_(columns >= odds.shape[1], 0.0)
     offset, _ = _locate(inside, share)
-    return (block * _BLOCK + offset)[:, 0]
+    tokens = (block * _BLOCK + offset)[:, 0]
+    return tokens.clamp_(max=odds.shape[1] - 1)  # beyond it only where the odds are not numbers
 
 
 def _locate(masses: torch.Tensor, share: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

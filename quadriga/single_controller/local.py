@@ -10,7 +10,6 @@ import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -69,8 +68,10 @@ class LocalWorkerGroup(WorkerGroup[W]):
         """Run a method on one rank, to its end; a coroutine is run in an event loop of its own."""
         outcome: Future[Any] = Future()
         try:
-            method = partial(getattr(self.workers[rank], method_name), *args, **kwargs)
-            outcome.set_result(self._run(rank, method_name, method, args, kwargs))
+            worker = self.workers[rank]
+            outcome.set_result(
+                self._run(rank, method_name, lambda: getattr(worker, method_name)(*args, **kwargs), args, kwargs)
+            )
         except QuadrigaError as error:
             outcome.set_exception(error)
         return outcome

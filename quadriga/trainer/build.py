@@ -4,8 +4,13 @@
 from typing import Any
 
 from quadriga.config import Config
-from quadriga.data import RLHFDataset, collate_fn, create_dataloader, create_rl_dataset, create_rl_sampler, load_tokenizer
-from quadriga.errors import DataError
+from quadriga.data import (
+    create_dataloader,
+    create_rl_dataset,
+    create_rl_sampler,
+    create_validation_sampler,
+    load_tokenizer,
+)
 from quadriga.observe.timing import Timeline
 from quadriga.rewards import RewardManager, load_reward_manager
 from quadriga.single_controller import ClassWithInitArgs, LocalWorkerGroup, ResourcePool
@@ -16,9 +21,9 @@ from quadriga.workers.roles import RunFacts
 
 # Import strings: an engine is imported by the process that generates, never by the driver.
 ROLLOUT_ENGINES = {
-    "native": "quadriga.rollout.native:NativeEngine",
-    "hf": "quadriga.rollout.hf:HFEngine",
-    "scripted": "quadriga.rollout.scripted:ScriptedEngine",
+    "native": "quadriga.workers.rollouts:native",
+    "hf": "quadriga.workers.rollouts:hf",
+    "scripted": "quadriga.workers.rollouts:scripted",
 }
 
 
@@ -62,13 +67,6 @@ def build_dataloaders(config: Config, tokenizer: Any) -> tuple[Any, Any]:
     train = create_rl_dataset(
         data.train_files, data, tokenizer, None, is_train=True, max_samples=data.train_max_samples
     )
-    if len(train) < data.train_batch_size:
-        raise DataError(
-            "data.train_batch_size",
-            got=f"{data.train_batch_size} prompts a step from a data set of {len(train)}",
-            expected=f"at most {len(train)}",
-            fix="Lower data.train_batch_size, or check data.train_max_samples and data.filter_overlong_prompts.",
-        )
     sampler = create_rl_sampler(data, train)
     train_loader = create_dataloader(train, data, batch_size=data.train_batch_size, sampler=sampler, drop_last=True)
     return train_loader, build_val_dataloader(config, tokenizer) if data.val_files else None
@@ -78,8 +76,8 @@ def build_val_dataloader(config: Config, tokenizer: Any) -> Any:
     """A loader of all validation prompts, in the order of their files unless `data.validation_shuffle`."""
     data = config.data
     val = create_rl_dataset(data.val_files, data, tokenizer, None, is_train=False, max_samples=data.val_max_samples)
-    size = data.val_batch_size or len(val)
-    return create_dataloader(val, data, batch_size=size, sampler=create_rl_sampler(data, val, is_train=False), drop_last=False)
+    sampler = create_validation_sampler(data, val)
+    return create_dataloader(val, data, batch_size=data.val_batch_size, sampler=sampler, drop_last=False)
 
 
 def build_policy(config: Config, tokenizer: Any) -> ActorRolloutRefWorker:

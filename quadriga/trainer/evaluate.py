@@ -94,4 +94,3 @@ def _prompts(config: Config, tokenizer: Any, chats: Sequence[list[dict[str, str]
         non_tensors={"uid": np.array([str(row) for row in range(len(rows))], dtype=object)},
         meta_info={"global_steps": 0, "do_sample": config.actor_rollout_ref.rollout.do_sample},
     )
-

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from quadriga.algorithms.estimate import estimate_advantages
 from quadriga.algorithms.kl import apply_kl_penalty, get_kl_controller
@@ -19,7 +18,7 @@ from quadriga.algorithms.mismatch import log_prob_mismatch
 from quadriga.algorithms.registry import bind_options, get_adv_estimator_fn
 from quadriga.config import Config
 from quadriga.observe.headline import step_fields
-from quadriga.observe.metrics import Metric, reduce_metrics
+from quadriga.observe.metrics import reduce_metrics
 from quadriga.observe.profiler import Profiler
 from quadriga.observe.progress import Progress
 from quadriga.observe.timing import PhaseTimer
@@ -137,9 +136,10 @@ class RayPPOTrainer:
         self.metrics |= {"training/global_step": self.global_steps, "training/epoch": self.epoch}
         self.progress.update(self.global_steps, step_fields(self.metrics))
         self.tracking.log(self.metrics, self.global_steps)
-        for listener in (self.train_dataloader.sampler, self.train_dataloader.dataset):
-            if hasattr(listener, "on_batch_end"):
-                listener.on_batch_end(batch=batch)
+        if hasattr(self.train_dataloader.sampler, "update"):
+            self.train_dataloader.sampler.update(batch=batch)
+        if hasattr(self.train_dataloader.dataset, "on_batch_end"):
+            self.train_dataloader.dataset.on_batch_end(batch=batch)
         if self._is_due(trainer.save_freq):
             self.save_checkpoint()
 

@@ -8,15 +8,13 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from quadriga.config import Config
+from quadriga.engines.fsdp.engine import FSDPEngine
 from quadriga.engines.objectives import PolicyObjective
 from quadriga.engines.schedule import lr_at
 from quadriga.engines.step import infer, update
-from quadriga.engines.fsdp.engine import FSDPEngine
-from quadriga.models.load import stop_token_ids
 from quadriga.protocol import DataProto
-from quadriga.rollout import RolloutEngine, RolloutSetup, generate_sequences
+from quadriga.rollout import generate_sequences
 from quadriga.single_controller import Dispatch, Worker, register
-from quadriga.weight_sync import publish
 from quadriga.workers.roles import (
     RunFacts,
     Stopwatch,
@@ -29,6 +27,7 @@ from quadriga.workers.roles import (
     save_with_tokenizer,
     trained_engine,
 )
+from quadriga.workers.rollouts import Rollout
 
 
 class ActorRolloutRefWorker(Worker):
@@ -61,12 +60,12 @@ class ActorRolloutRefWorker(Worker):
             frozen = load_policy(self.config, dtype.value, device)
             self.reference = FSDPEngine(frozen, dtype=dtype.value, device=device, name="reference")
         self.rollout = self._make_rollout()
-        publish(self.actor.weights(), self.rollout, version=self.weight_version)
+        self.publish_weights(self.weight_version)
         chosen = self.actor.describe()
         return {
             "actor": f"{chosen['parameters'] / 1e6:.1f} M parameters on {chosen['device']}",
             "weights": f"{chosen['weights']} ({dtype.reason}); masters and optimizer in float32",
-            "rollout": f"{self.rollout_config.name}: {self.rollout.describe()}",
+            "rollout": self.rollout.description,
             "reference": "a frozen copy" if self.reference else "none: no divergence from it is used",
         }
 
@@ -82,23 +81,16 @@ class ActorRolloutRefWorker(Worker):
             use_gradient_checkpointing=use_gradient_checkpointing,
         )
 
-    def _make_rollout(self) -> RolloutEngine:
+    def _make_rollout(self) -> Rollout:
         module, _, name = self.facts.rollout_engine.partition(":")
-        setup = RolloutSetup(
-            model=self.actor.scorer.model,
-            config=self.rollout_config,
-            tokenizer=self.tokenizer,
-            stop_token_ids=stop_token_ids(self.config.actor_rollout_ref.model.path, self.tokenizer.eos_token_id),
-            max_length=self.config.data.max_prompt_length + self.config.data.max_response_length,
-        )
-        return getattr(import_module(module), name).build(setup)
+        return getattr(import_module(module), name)(self.config, self.actor.scorer.model, self.tokenizer)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Answers to prompts: see `rollout.generate_sequences`."""
         prompts.meta_info["weight_version"] = self.weight_version
         return generate_sequences(
-            self.rollout,
+            self.rollout.engine,
             prompts,
             config=self.rollout_config,
             response_length=self.config.data.max_response_length,
@@ -125,7 +117,7 @@ class ActorRolloutRefWorker(Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def update_actor(self, data: DataProto) -> DataProto:
-        """Learn from a batch with advantages. Returns metrics; the rollout has the new weights after `publish_weights`."""
+        """Learn from a batch with advantages. Returns metrics. `publish_weights` gives the rollout the new weights."""
         watch = Stopwatch()
         step = data.meta_info["global_steps"]
         metrics = update(
@@ -147,7 +139,7 @@ class ActorRolloutRefWorker(Worker):
     def publish_weights(self, version: int) -> None:
         """Give the rollout the actor's weights; it refuses to generate with any others."""
         self.weight_version = version
-        publish(self.actor.weights(), self.rollout, version=version)
+        self.rollout.weights.publish(self.actor.weights(), self.rollout.engine, version)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, directory: Path) -> None:
@@ -164,4 +156,4 @@ class ActorRolloutRefWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def close(self) -> None:
         """Release what the rollout holds."""
-        self.rollout.close()
+        self.rollout.engine.close()

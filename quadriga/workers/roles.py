@@ -27,7 +27,7 @@ class RunFacts:
     Attributes:
         total_training_steps: of the run; where learning-rate schedules end.
         use_reference: whether a frozen copy of the first policy is needed.
-        rollout_engine: import string of the generation engine's class.
+        rollout_engine: import string of the function in `workers.rollouts` that makes the generation engine.
         is_trained: whether the policy learns; one that only answers needs neither masters nor an optimizer.
     """
 

@@ -104,9 +104,7 @@ def test_gradient_does_not_depend_on_the_cut(make_model: Callable, batch: DataPr
 def test_gradient_with_entropy_and_divergence(make_model: Callable, batch: DataProto, mode: str) -> None:
     """The bonus and the divergence reach the gradient too. Does not show it for every kind of divergence: these are
     shown where they are defined."""
-    config = ActorConfig(
-        loss_agg_mode=mode, entropy_coeff=0.05, use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k3"
-    )
+    config = ActorConfig(loss_agg_mode=mode, entropy_coeff=0.05, use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k3")
     expected = reference_gradients(make_model("eager"), batch, config)
     for micro in (WHOLE, CUTS["three"]):
         assert largest_difference(gradients(make_model(), batch, config, micro), expected) < 1e-5

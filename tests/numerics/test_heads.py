@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import nn
 
+from quadriga.models.fused import rms_norm
 from quadriga.models.heads import ValueHead, token_scores
-from quadriga.models.norms import rms_norm
 
 
 def naive(hidden, head, targets, temperature):
@@ -31,9 +31,7 @@ def test_values_and_gradients(chunk: int, has_bias: bool, temperature: float) ->
     log_probs, entropy = naive(wide, head, targets, temperature)
     (log_probs * weights[0] + entropy * weights[1]).sum().backward()
     narrow = hidden.clone().requires_grad_()
-    scores = token_scores(
-        narrow, single, targets, temperature=temperature, with_entropy=True, chunk_tokens=chunk
-    )
+    scores = token_scores(narrow, single, targets, temperature=temperature, with_entropy=True, chunk_tokens=chunk)
     (scores.log_probs * weights[0] + scores.entropy * weights[1]).sum().backward()
 
     torch.testing.assert_close(scores.log_probs.double(), log_probs, atol=1e-4, rtol=1e-4)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """GSM8K: word problems of primary school, from local files or from the Hugging Face hub.
 
-A source has rows with `question` and `answer`, where the answer ends in `#### NUMBER`. A folder is searched for files with
-`train` and with `test` (or `val`) in their names; of a single file, a part is held out.
+A source has rows with `question` and `answer`, where the answer ends in `#### NUMBER`. A folder is searched for files
+with `train` and with `test` (or `val`) in their names; of a single file, a part is held out.
 """
 
 import re
@@ -87,7 +87,7 @@ def _from_hub() -> tuple[list[Problem], list[Problem]]:
         # Requests, sockets and caches fail in many ways; the way out is the same.
         raise DataError(
             _WHERE,
-            got=f"{DATA_SOURCE} could not be loaded from the hub ({type(error).__name__}: {str(error).splitlines()[0]})",
+            got=f"{DATA_SOURCE} could not be loaded from the hub ({type(error).__name__}: {error})",
             expected="the hub within reach, or local files",
             fix="Download the data where there is a network and name its file or folder with --source.",
         ) from error

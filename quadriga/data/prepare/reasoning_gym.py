@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Any task of reasoning-gym, a library of generators of problems that its own scorers can grade.
 
-A row carries in `extra_info` what the scorer wants: the question, and the metadata of the entry as JSON text (entries of
-one task may differ in the shape of their metadata, which columns of a parquet file may not). JSON knows no tuples; where the
-scorer minds that, each stands as {"__tuple__": [...]}.
+A row carries in `extra_info` what the scorer wants: the question, and the metadata of the entry as JSON text (entries
+of one task may differ in the shape of their metadata, which columns of a parquet file may not). What JSON does not
+know, such as a fraction, stands as its text. Tuples stand as lists; where the scorer minds that, each stands as
+{"__tuple__": [...]}.
 """
 
 import difflib
@@ -13,6 +14,7 @@ from typing import Any
 
 from quadriga.data.prepare.rows import Problem
 from quadriga.errors import DataError
+from quadriga.observe.watchdog import waiting
 
 PREFIX = "reasoning_gym:"
 ABILITY = "reasoning"
@@ -40,16 +42,18 @@ def problems(task: str, *, num_train: int, num_val: int, seed: int) -> tuple[lis
     library = _library()
     _check_task(task, library, where)
     val: dict[str, Problem] = {}
-    for problem in _generate(library, task, _DRAWS_PER_ROW * num_val, _VALIDATION_SEED, where):
-        if len(val) == num_val:
-            break
-        val.setdefault(problem.text, problem)
-    train = []
-    for problem in _generate(library, task, _DRAWS_PER_ROW * num_train, seed, where):
-        if len(train) == num_train:
-            break
-        if problem.text not in val:
-            train.append(problem)
+    train: list[Problem] = []
+    # Some puzzles take the library a second each.
+    with waiting(where, lambda: f"{len(val)} of {num_val} validation and {len(train)} of {num_train} training rows"):
+        for problem in _generate(library, task, _DRAWS_PER_ROW * num_val, _VALIDATION_SEED, where):
+            if len(val) == num_val:
+                break
+            val.setdefault(problem.text, problem)
+        for problem in _generate(library, task, _DRAWS_PER_ROW * num_train, seed, where):
+            if len(train) == num_train:
+                break
+            if problem.text not in val:
+                train.append(problem)
     for option, asked, got in (("--num-val", num_val, len(val)), ("--num-train", num_train, len(train))):
         if got < asked:
             raise DataError(
@@ -68,12 +72,12 @@ def encode_metadata(entry: Mapping[str, Any], score: Any) -> str:
         entry: question, answer and metadata, as the library made them.
         score: the library's scorer, called with `answer` and `entry`.
     """
-    plain = json.dumps(entry["metadata"])
+    plain = json.dumps(entry["metadata"], default=str)
     answer = entry["answer"]
     copy = {**entry, "metadata": json.loads(plain)}
     if answer is None or score(answer=answer, entry=copy) == score(answer=answer, entry=entry):
         return plain
-    return json.dumps(_tag_tuples(entry["metadata"]))
+    return json.dumps(_tag_tuples(entry["metadata"]), default=str)
 
 
 def _tag_tuples(value: Any) -> Any:
@@ -104,7 +108,7 @@ def _check_task(task: str, library: Any, where: str) -> None:
         near = difflib.get_close_matches(task, known, n=3)
         raise DataError(
             where,
-            got=f"no such task of reasoning-gym {library.__version__}",
+            got="no such task of reasoning-gym",
             expected=f"one of its {len(known)} tasks",
             fix=f"Did you mean {' or '.join(near)}?" if near else f"There are {', '.join(known)}.",
         )

@@ -143,7 +143,9 @@ class FSDPEngine:
         if "optimizer" in contents:
             moments, steps = self._moments()
             state_files.write_tensors(directory, "optimizer", moments)
-            state_files.write_json(directory / "optimizer.json", {"steps": steps, "nonfinite": self.num_nonfinite_steps})
+            state_files.write_json(
+                directory / "optimizer.json", {"steps": steps, "nonfinite": self.num_nonfinite_steps}
+            )
 
     def load(self, directory: Path, contents: frozenset[str]) -> None:
         """See `TrainEngine.load`."""

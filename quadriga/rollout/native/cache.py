@@ -131,9 +131,7 @@ class AnswerCache:
         else:
             self._at = (torch.arange(self.num_rows, device=device), torch.tensor(written, device=device))
 
-    def write(
-        self, layer: int, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Writes one token per row, [R, K, 1, D]; returns all tokens so far, [R, K, t, D] views."""
         if layer == len(self.keys):
             shape, dtype = (self.num_rows, key.shape[1], self.room, key.shape[3]), cache_dtype(key)

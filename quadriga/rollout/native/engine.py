@@ -16,9 +16,9 @@ from quadriga.errors import RolloutError
 from quadriga.models.attention import ATTENTION_NAME
 from quadriga.models.load import backbone, head_of
 from quadriga.rollout.base import Completion, EngineBase, SamplingParams
+from quadriga.rollout.causal_model import copy_weights, declared_eos, named_weights, require_room
 from quadriga.rollout.native.generation import Answer, Generation
 from quadriga.rollout.native.scheduler import Scheduler
-from quadriga.rollout.weights import copy_weights, named_weights
 
 _LOGIT_OPTIONS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
@@ -53,9 +53,7 @@ class NativeEngine(EngineBase):
         self.max_num_seqs = max_num_seqs
         self.max_prefill_tokens = max_prefill_tokens
 
-    def generate_batch(
-        self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]
-    ) -> list[Completion]:
+    def generate_batch(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> list[Completion]:
         """See `RolloutEngine.generate_batch`."""
         self._require_ready(prompts, sampling)
         require_room(self.name, self.model, prompts, sampling)
@@ -88,28 +86,6 @@ def evaluating(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         model.train(was_training)
-
-
-def declared_eos(model: PreTrainedModel) -> list[int]:
-    """The end-of-text tokens of the model's generation configuration."""
-    generation_config = getattr(model, "generation_config", None)
-    declared = getattr(generation_config, "eos_token_id", None)
-    return declared if isinstance(declared, list) else [] if declared is None else [declared]
-
-
-def require_room(
-    name: str, model: PreTrainedModel, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]
-) -> None:
-    """Refuses requests that may run past the positions that the model knows."""
-    room = getattr(model.config, "max_position_embeddings", None)
-    for row, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
-        if room is not None and len(prompt) + params.max_tokens > room:
-            raise RolloutError(
-                f"{name}.generate, prompt {row}",
-                got=f"{len(prompt)} prompt tokens and up to {params.max_tokens} new ones",
-                expected=f"at most {room} together (the model's max_position_embeddings)",
-                fix="Lower data.max_prompt_length or data.max_response_length.",
-            )
 
 
 def _require_supported(model: PreTrainedModel) -> None:

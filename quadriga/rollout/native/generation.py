@@ -28,9 +28,6 @@ from quadriga.rollout.native.scheduler import Change, Scheduler
 from quadriga.rollout.sampler import SamplingRules, draw_uniforms, sample
 
 
-_HEAD_ROWS = 4096
-
-
 @dataclass(slots=True)
 class Answer:
     """A request and what was generated for it."""
@@ -73,11 +70,7 @@ class Answer:
 
 
 class Head:
-    """The vocabulary projection with float32 logits.
-
-    A bfloat16 weight is widened a few rows at a time, which stay in the processor's cache: that takes no longer than
-    reading a float32 copy of the weight, and needs no memory for one.
-    """
+    """The vocabulary projection with float32 logits, by the function that training uses too."""
 
     def __init__(self, module: nn.Module) -> None:
         self.weight, self.bias = module.weight, getattr(module, "bias", None)
@@ -86,13 +79,8 @@ class Head:
         """[R, hidden size] -> [R, V] float32"""
         if hidden.device.type != "cpu" or not hidden.dtype == self.weight.dtype == torch.bfloat16:
             return head_logits(hidden, self.weight, self.bias)
-        hidden = hidden.float()
-        logits = hidden.new_empty(hidden.shape[0], self.weight.shape[0])
         with _bfloat16_factors():
-            for start in range(0, logits.shape[1], _HEAD_ROWS):
-                part = slice(start, start + _HEAD_ROWS)
-                logits[:, part] = head_logits(hidden, self.weight[part], None if self.bias is None else self.bias[part])
-        return logits
+            return head_logits(hidden, self.weight, self.bias)
 
 
 @contextmanager
@@ -184,7 +172,18 @@ class Generation:
             inputs, position_ids = torch.tensor([tokens, positions], device=self.device)[:, None]
             last_hidden.append(self._hidden(inputs, position_ids, plan)[0].index_select(0, plan.last))
         cache.last_hidden = torch.cat(last_hidden)
+        self._require_all_layers(len(cache.keys))
         return cache
+
+    def _require_all_layers(self, num_seen: int) -> None:
+        expected = self.backbone.config.num_hidden_layers
+        if num_seen != expected:
+            raise RolloutError(
+                f"native.generate with {type(self.backbone).__name__}",
+                got=f"{num_seen} layers with plain attention",
+                expected=f"{expected}, all of them",
+                fix="Use rollout.name=hf: layers of another kind keep a state that this engine does not know.",
+            )
 
     def _start_rows(self, first: int, places: Sequence[int]) -> None:
         """Samples the first token of the rows from `first` on, whose prompts are in these places."""

@@ -79,7 +79,13 @@ def test_every_error_comes_at_once_with_its_key() -> None:
     error = error_of("data.seeed=1", "data.seed=x", "data.shuffle=yes", "trainer.save_freq=0", "nonsense")
     text = str(error)
     assert text.startswith("5 things in the configuration are wrong:")
-    for key in ("data.seeed: got", "data.seed: got 'x'", "data.shuffle: got 'yes'", "trainer.save_freq: got 0", "'nonsense'"):
+    for key in (
+        "data.seeed: got",
+        "data.seed: got 'x'",
+        "data.shuffle: got 'yes'",
+        "trainer.save_freq: got 0",
+        "'nonsense'",
+    ):
         assert key in text
     assert not text.endswith("..")
 
@@ -166,7 +172,11 @@ def test_an_override_hides_the_place_of_the_file(tmp_path: Path) -> None:
 
 
 def test_what_is_shown_can_be_read_again(tmp_path: Path) -> None:
-    wanted = ["trainer.experiment_name=0123", "actor_rollout_ref.actor.optim.lr=1e-6", "data.train_files=[a.parquet, b.parquet]"]
+    wanted = [
+        "trainer.experiment_name=0123",
+        "actor_rollout_ref.actor.optim.lr=1e-6",
+        "data.train_files=[a.parquet, b.parquet]",
+    ]
     wanted += ["data.apply_chat_template_kwargs.when='2026-01-31'", "actor_rollout_ref.actor.clip_ratio=0.1"]
     config = load_config(wanted).config
     file = tmp_path / "resolved.yaml"
@@ -179,7 +189,9 @@ def test_what_is_shown_can_be_read_again(tmp_path: Path) -> None:
 
 
 @given(
-    text=st.text(st.characters(codec="utf-8", exclude_categories=("C", "Z")), min_size=1).filter(lambda t: "${" not in t),
+    text=st.text(st.characters(codec="utf-8", exclude_categories=("C", "Z")), min_size=1).filter(
+        lambda t: "${" not in t
+    ),
     number=st.floats(0, 1e6, allow_nan=False),
     count=st.integers(1, 10**6),
     flag=st.booleans(),

@@ -7,9 +7,7 @@ from hypothesis import strategies as st
 
 from quadriga.models.packed_attention import PackedAttention, Segment
 
-GROUPS = st.lists(
-    st.tuples(st.integers(1, 6), st.lists(st.integers(1, 5), max_size=4)), min_size=1, max_size=4
-)
+GROUPS = st.lists(st.tuples(st.integers(1, 6), st.lists(st.integers(1, 5), max_size=4)), min_size=1, max_size=4)
 
 
 def segments_of(groups: list[tuple[int, list[int]]]) -> list[Segment]:

@@ -108,10 +108,12 @@ def test_keys_with_the_same_sentence_share_a_notice() -> None:
 @pytest.mark.parametrize(
     ("neutral", "other"),
     [
-        ("actor_rollout_ref.rollout.tensor_model_parallel_size=1", "actor_rollout_ref.rollout.tensor_model_parallel_size=2"),
+        ("actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+         "actor_rollout_ref.rollout.tensor_model_parallel_size=2"),
         ("actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=1",
          "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=4"),
-        ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=1", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"),
+        ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=1",
+         "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"),
         ("actor_rollout_ref.rollout.multi_turn.enable=False", "actor_rollout_ref.rollout.multi_turn.enable=true"),
         ("actor_rollout_ref.model.lora_rank=0", "actor_rollout_ref.model.lora_rank=64"),
         ("actor_rollout_ref.model.lora.rank=0", "actor_rollout_ref.model.lora.rank=256"),

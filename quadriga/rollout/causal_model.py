@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copying a stream of named weights into a model, completely or with an error that names what is wrong."""
+"""What the engines on a causal model of transformers share: its weights, its end-of-text tokens, its room."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
-from quadriga.errors import WeightSyncError
+from quadriga.errors import RolloutError, WeightSyncError
+from quadriga.rollout.base import SamplingParams
 
 _NUM_NAMED = 5
 
@@ -48,3 +50,25 @@ def copy_weights(model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) 
             got=f"a stream without {len(missing)} of {len(targets)} weights: {named}",
             expected="every weight of the model",
         )
+
+
+def declared_eos(model: PreTrainedModel) -> list[int]:
+    """The end-of-text tokens of the model's generation configuration."""
+    generation_config = getattr(model, "generation_config", None)
+    declared = getattr(generation_config, "eos_token_id", None)
+    return declared if isinstance(declared, list) else [] if declared is None else [declared]
+
+
+def require_room(
+    name: str, model: PreTrainedModel, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]
+) -> None:
+    """Refuses requests that may run past the positions that the model knows."""
+    room = getattr(model.config, "max_position_embeddings", None)
+    for row, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
+        if room is not None and len(prompt) + params.max_tokens > room:
+            raise RolloutError(
+                f"{name}.generate, prompt {row}",
+                got=f"{len(prompt)} prompt tokens and up to {params.max_tokens} new ones",
+                expected=f"at most {room} together (the model's max_position_embeddings)",
+                fix="Lower data.max_prompt_length or data.max_response_length.",
+            )

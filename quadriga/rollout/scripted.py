@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Canned answers: a rollout without a model, for tests of rewards, data and training loops.
+
+    ScriptedEngine(["yes", "no"], tokenizer=tokenizer)              in turn, whatever is asked
+    ScriptedEngine({"2 + 2": ["4", "five"]}, tokenizer=tokenizer)   by what the prompt contains, in turn
+    ScriptedEngine(lambda prompt_ids: prompt_ids[-3:])              computed
+    ScriptedEngine("answers.jsonl", tokenizer=tokenizer)            lines {"prompt": ..., "response": ...}
+
+An answer is a text or a list of token ids. A text is encoded and followed by the tokenizer's end-of-text token; token
+ids are taken as they are. Every log-probability is 0.0: a canned answer is certain.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+
+from quadriga.errors import RolloutError
+from quadriga.rollout.base import Completion, EngineBase, SamplingParams
+
+CannedAnswer: TypeAlias = str | Sequence[int]
+Script: TypeAlias = (
+    Mapping[str, CannedAnswer | Sequence[CannedAnswer]]
+    | Sequence[CannedAnswer]
+    | str
+    | Path
+    | Callable[[list[int]], CannedAnswer]
+)
+
+
+class ScriptedEngine(EngineBase):
+    """Gives canned answers; see `RolloutEngine` for its methods. Several answers to one prompt are given in turn.
+
+    Args:
+        responses: a list; a mapping from a part of the prompt's text to an answer or a list of answers, of which the
+            longest part found counts; a function of the prompt's token ids; or the path of a JSONL file, each line with
+            `response` and, in all lines or in none, `prompt`.
+        tokenizer: needed wherever a text is given.
+
+    Raises:
+        RolloutError: the file cannot be read, a text comes without a tokenizer, or nothing fits a prompt.
+    """
+
+    name = "scripted"
+
+    def __init__(self, responses: Script, *, tokenizer: Any = None) -> None:
+        super().__init__()
+        script = _read(Path(responses)) if isinstance(responses, str | Path) else responses
+        self.tokenizer = tokenizer
+        self.function = script if callable(script) else None
+        self.by_prompt: dict[str, list[CannedAnswer]] = {}
+        if isinstance(script, Mapping):
+            self.by_prompt = {str(part): _several(answers) for part, answers in script.items()}
+        elif self.function is None:
+            self.by_prompt = {"": list(script)}
+        if self.function is None and not any(self.by_prompt.values()):
+            raise RolloutError("scripted", got="no answers", expected="at least one")
+        self._given: Counter[str] = Counter()
+
+    def generate_batch(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> list[Completion]:
+        """See `RolloutEngine.generate_batch`."""
+        self._require_ready(prompts, sampling)
+        return [self._complete(list(prompt), params) for prompt, params in zip(prompts, sampling, strict=True)]
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Takes the version; there is nothing that weights would change."""
+        for _ in weights:  # a stream may hold its sender until it is read to the end
+            pass
+        self.weight_version = version
+
+    def named_weights(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """None: a script has no weights."""
+        return ()
+
+    def _complete(self, prompt: list[int], params: SamplingParams) -> Completion:
+        token_ids = self._encode(self.function(prompt) if self.function else self._choose(prompt))
+        if not token_ids:
+            raise RolloutError("scripted", got="an answer without a token", expected="at least one token")
+        reason = "stop" if len(token_ids) <= params.max_tokens else "length"
+        token_ids = token_ids[: params.max_tokens]
+        return Completion(token_ids, [0.0] * len(token_ids), reason, self.weight_version)
+
+    def _choose(self, prompt: list[int]) -> CannedAnswer:
+        part = ""
+        if list(self.by_prompt) != [""]:
+            text = self._tokenizer().decode(prompt)
+            found = [part for part in self.by_prompt if part in text]
+            if not found:
+                raise RolloutError(
+                    "scripted",
+                    got=f"the prompt {text[-200:]!r}",
+                    expected=f"one that contains one of {len(self.by_prompt)} scripted parts",
+                    fix='Add a line for it, or one with the empty prompt "" that fits all.',
+                )
+            part = max(found, key=len)
+        answers = self.by_prompt[part]
+        answer = answers[self._given[part] % len(answers)]
+        self._given[part] += 1
+        return answer
+
+    def _encode(self, answer: CannedAnswer) -> list[int]:
+        if not isinstance(answer, str):
+            return [int(token) for token in answer]
+        tokenizer = self._tokenizer()
+        end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        return [*tokenizer.encode(answer, add_special_tokens=False), *end]
+
+    def _tokenizer(self) -> Any:
+        if self.tokenizer is None:
+            raise RolloutError("scripted", got="texts without a tokenizer", fix="Pass tokenizer=, or token ids.")
+        return self.tokenizer
+
+
+def _several(answers: CannedAnswer | Sequence[CannedAnswer]) -> list[CannedAnswer]:
+    """One answer (a text or token ids) or several."""
+    if isinstance(answers, str) or (len(answers) > 0 and isinstance(answers[0], int)):
+        return [answers]
+    return list(answers)
+
+
+def _read(path: Path) -> dict[str, list[CannedAnswer]]:
+    """The answers of a JSONL file by prompt; without prompts all of them stand under the empty one."""
+    script: dict[str, list[CannedAnswer]] = {}
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise RolloutError(
+            f"scripted {path}",
+            got=str(error),
+            expected="a JSONL file of answers",
+            fix="Set actor_rollout_ref.rollout.engine_kwargs.responses_file.",
+        ) from error
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            script.setdefault(row.get("prompt", ""), []).append(row["response"])
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise RolloutError(
+                f"scripted {path}, line {number}",
+                got=f"{type(error).__name__}: {error}",
+                expected='{"prompt": text, "response": text or token ids}, the prompt being optional',
+            ) from error
+    return script

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a `DataProto` of prompts to one of prompts with answers; written once, for every engine.
+
+Legend: B sequences, P prompt positions (padded left), T response positions (padded right).
+"""
+
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from quadriga.config.rollout import RolloutConfig
+from quadriga.errors import RolloutError, WeightSyncError
+from quadriga.observe.metrics import Metric
+from quadriga.protocol import DataProto
+from quadriga.rollout.base import Completion, RolloutEngine, SamplingParams
+
+
+def generate_sequences(
+    engine: RolloutEngine,
+    prompts: DataProto,
+    *,
+    config: RolloutConfig,
+    response_length: int,
+    pad_token_id: int,
+    seed: int,
+) -> DataProto:
+    """One answer for each row.
+
+    The prompt of a row is what stands in `input_ids` under its `attention_mask`, for that is what training sees.
+
+    Args:
+        engine: generates.
+        prompts: batch `input_ids`, `attention_mask`, `position_ids` [B, P]; non-tensors `uid`, and `sample_index` where
+            the samples of one prompt are spread over several calls. meta_info: `global_steps`; `do_sample` (as the
+            configuration says); `validate` (False: the settings of training); `weight_version` (that of the engine).
+        config: of the rollout.
+        response_length: T; also the longest answer, in tokens.
+        pad_token_id: fills the responses.
+        seed: of the run. A sequence's own seed comes from it, the step, the uid and the number of the sample.
+
+    Returns:
+        batch `prompts` [B, P], `responses`, `response_mask`, `rollout_log_probs` [B, T], `input_ids`,
+        `attention_mask`, `position_ids` [B, P + T]. meta_info: `metrics`, `weight_version`.
+
+    Raises:
+        WeightSyncError: the engine's weights are not of the version that meta_info names.
+    """
+    _require_version(engine, prompts.meta_info)
+    started = time.perf_counter()
+    token_ids = [
+        ids[mask.bool()].tolist()
+        for ids, mask in zip(prompts.batch["input_ids"], prompts.batch["attention_mask"], strict=True)
+    ]
+    params = sampling_of(prompts.meta_info, config, response_length)
+    seeds = sequence_seeds(prompts, seed)
+    requests = [SamplingParams(**params, seed=own) for own in seeds]
+    completions = engine.generate_batch(token_ids, requests)
+    _require_fit(completions, len(token_ids), response_length)
+    answers = _pad(completions, response_length, pad_token_id, prompts.batch["input_ids"].device)
+    batch = _join(prompts, *answers)
+    seconds = time.perf_counter() - started
+    meta_info = {"metrics": _metrics(token_ids, completions, seconds), "weight_version": engine.weight_version}
+    return DataProto.from_dict(tensors=batch, meta_info=meta_info)
+
+
+def sampling_of(meta_info: dict[str, Any], config: RolloutConfig, max_tokens: int) -> dict[str, Any]:
+    """The sampling parameters of a call, without the seed: those of training, or of validation where it says so."""
+    settings = config.val_kwargs if meta_info.get("validate", False) else config
+    return {
+        "max_tokens": max_tokens,
+        "temperature": settings.temperature,
+        "top_p": settings.top_p,
+        "top_k": settings.top_k,
+        "min_p": settings.min_p,
+        "do_sample": bool(meta_info.get("do_sample", settings.do_sample)),
+        "stop_token_ids": tuple(config.stop_token_ids),
+        "ignore_eos": config.ignore_eos,
+    }
+
+
+def sequence_seeds(prompts: DataProto, seed: int) -> list[int]:
+    """A seed for each row, from the run's seed, the step, the uid, the number of the sample and what it is for.
+
+    Samples are numbered as they come among rows of equal uid, unless `sample_index` numbers them. Rows without uid are
+    told apart by their place.
+    """
+    non_tensors, meta_info = prompts.non_tensor_batch, prompts.meta_info
+    uids = (
+        [str(uid) for uid in non_tensors["uid"]] if "uid" in non_tensors else [f"row {i}" for i in range(len(prompts))]
+    )
+    numbers: Sequence[int] | None = non_tensors.get("sample_index")
+    seen: Counter[str] = Counter()
+    seeds = []
+    for row, uid in enumerate(uids):
+        number = seen[uid] if numbers is None else int(numbers[row])
+        seen[uid] += 1
+        source = (int(seed), int(meta_info.get("global_steps", 0)), uid, number, bool(meta_info.get("validate", False)))
+        seeds.append(int.from_bytes(hashlib.blake2b(repr(source).encode(), digest_size=8).digest(), "big"))
+    return seeds
+
+
+def _require_version(engine: RolloutEngine, meta_info: dict[str, Any]) -> None:
+    expected = meta_info.get("weight_version")
+    if expected is not None and expected != engine.weight_version:
+        raise WeightSyncError(
+            "generate_sequences",
+            got=f"an engine with weights of version {engine.weight_version}",
+            expected=f"version {expected}",
+            fix="Publish the weights to the rollout after each update, before it generates.",
+        )
+
+
+def _require_fit(completions: Sequence[Completion], num_rows: int, response_length: int) -> None:
+    if len(completions) != num_rows:
+        raise RolloutError("engine", got=f"{len(completions)} answers", expected=f"{num_rows}, one for each prompt")
+    for row, completion in enumerate(completions):
+        length = len(completion.token_ids)
+        if not 0 < length <= response_length or length != len(completion.log_probs):
+            raise RolloutError(
+                f"engine, answer {row}",
+                got=f"{length} tokens with {len(completion.log_probs)} log-probabilities",
+                expected=f"1 to {response_length} tokens, each with its own",
+            )
+
+
+def _pad(
+    completions: Sequence[Completion], response_length: int, pad_token_id: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Responses, their mask and their log-probabilities, [B, T] each, padded on the right."""
+    shape = (len(completions), response_length)
+    responses = torch.full(shape, pad_token_id, dtype=torch.int64)
+    mask, log_probs = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
+    for row, completion in enumerate(completions):
+        length = len(completion.token_ids)
+        responses[row, :length] = torch.tensor(completion.token_ids)
+        mask[row, :length] = 1
+        log_probs[row, :length] = torch.tensor(completion.log_probs)
+    return responses.to(device), mask.to(device), log_probs.to(device)
+
+
+def _join(
+    prompts: DataProto, responses: torch.Tensor, mask: torch.Tensor, log_probs: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    before = prompts.batch
+    steps = torch.arange(1, responses.shape[1] + 1, device=responses.device)
+    position_ids = before["position_ids"]  # [B, P], or [B, 3, P] of models with several axes of position
+    following = position_ids[..., -1:] + steps
+    attention_mask = before["attention_mask"]
+    return {
+        "prompts": before["input_ids"],
+        "responses": responses.to(before["input_ids"].dtype),
+        "input_ids": torch.cat((before["input_ids"], responses.to(before["input_ids"].dtype)), -1),
+        "attention_mask": torch.cat((attention_mask, mask.to(attention_mask.dtype)), -1),
+        "position_ids": torch.cat((position_ids, following.to(position_ids.dtype)), -1),
+        "response_mask": mask,
+        "rollout_log_probs": log_probs,
+    }
+
+
+def _metrics(
+    token_ids: Sequence[Sequence[int]], completions: Sequence[Completion], seconds: float
+) -> dict[str, Metric]:
+    num_tokens = sum(len(completion.token_ids) for completion in completions)
+    total_log_prob = sum(sum(completion.log_probs) for completion in completions)
+    cut = sum(completion.finish_reason == "length" for completion in completions)
+    num_rows = len(completions)
+    return {
+        "rollout/num_prompt_tokens": Metric(sum(map(len, token_ids)), "sum"),
+        "rollout/num_response_tokens": Metric(num_tokens, "sum"),
+        "rollout/log_prob": Metric(total_log_prob / max(num_tokens, 1), "mean", num_tokens),
+        "rollout/length_share": Metric(cut / max(num_rows, 1), "mean", num_rows),
+        "timing_s/generate_sequences": Metric(seconds, "max"),
+    }

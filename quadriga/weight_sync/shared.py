@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trainer and rollout hold the same parameters: only the version travels, and that they are the same is checked."""
+
+import torch
+
+from quadriga.errors import WeightSyncError
+from quadriga.weight_sync.base import NamedWeights, WeightTarget, name_some
+
+
+class SharedWeights:
+    """See `WeightSync`."""
+
+    def publish(self, weights: NamedWeights, target: WeightTarget, version: int) -> None:
+        """Checks that each weight is the target's own memory, then passes on the version.
+
+        Raises:
+            WeightSyncError: some are not.
+        """
+        offered, held = dict(weights), dict(target.named_weights())
+        places = {_place(tensor) for tensor in offered.values()}
+        apart = [name for name, tensor in offered.items() if name not in held or _place(tensor) != _place(held[name])]
+        apart += [name for name, tensor in held.items() if name not in offered and _place(tensor) not in places]
+        if apart:
+            raise WeightSyncError(
+                f"shared weights, version {version}",
+                got=f"{len(apart)} of {len(held)} weights that are not the trainer's own: {name_some(apart)}",
+                expected="one set of parameters for both",
+                fix="Give the rollout the trainer's module, or publish by InProcessWeights.",
+            )
+        target.load_weights(offered.items(), version)
+
+
+def _place(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generation engines beside an actor: how each is made, and how the actor's weights reach it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from quadriga.config import Config
+from quadriga.errors import ConfigError
+from quadriga.models.load import load_causal_lm, stop_token_ids
+from quadriga.rollout import HFEngine, NativeEngine, RolloutEngine, ScriptedEngine
+from quadriga.weight_sync import InProcessWeights, SharedWeights, WeightSync
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """An engine, the way its weights come, and a sentence about both for people to read."""
+
+    engine: RolloutEngine
+    weights: WeightSync
+    description: str
+
+
+def native(config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Rollout:
+    """Our engine on the actor's own parameters."""
+    _no_options(config, "native")
+    engine = NativeEngine(
+        model,
+        eos_token_ids=_stops(config, tokenizer),
+        max_num_seqs=config.actor_rollout_ref.rollout.max_num_seqs,
+    )
+    return Rollout(engine, SharedWeights(), "native, on the actor's own weights: nothing is copied")
+
+
+def hf(config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Rollout:
+    """Transformers' generate on a copy of the model."""
+    _no_options(config, "hf")
+    section = config.actor_rollout_ref
+    copy = load_causal_lm(
+        section.model.path,
+        dtype=model.dtype,
+        device=model.device,
+        attention="sdpa",
+        trust_remote_code=section.model.trust_remote_code,
+        override_config=section.model.override_config,
+    )
+    engine = HFEngine(
+        copy, eos_token_ids=_stops(config, tokenizer), max_num_seqs=config.actor_rollout_ref.rollout.max_num_seqs
+    )
+    return Rollout(engine, InProcessWeights(), "hf, transformers' generate on a copy of the weights")
+
+
+def scripted(config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Rollout:
+    """Canned answers from a file."""
+    options = dict(config.actor_rollout_ref.rollout.engine_kwargs)
+    responses = options.pop("responses_file", None)
+    if responses is None or options:
+        raise ConfigError(
+            "actor_rollout_ref.rollout.engine_kwargs",
+            got=f"{config.actor_rollout_ref.rollout.engine_kwargs}",
+            expected="responses_file and nothing else, with rollout.name=scripted",
+            fix="Set +actor_rollout_ref.rollout.engine_kwargs.responses_file=answers.jsonl.",
+        )
+    engine = ScriptedEngine(responses, tokenizer=tokenizer)
+    return Rollout(engine, InProcessWeights(), f"scripted, answers from {responses}")
+
+
+def _stops(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    return stop_token_ids(config.actor_rollout_ref.model.path, tokenizer.eos_token_id)
+
+
+def _no_options(config: Config, name: str) -> None:
+    options: dict[str, Any] = config.actor_rollout_ref.rollout.engine_kwargs
+    if options:
+        raise ConfigError(
+            "actor_rollout_ref.rollout.engine_kwargs",
+            got=f"{options}",
+            expected=f"nothing: the engine {name} has no options of its own",
+            fix="Leave it out.",
+        )

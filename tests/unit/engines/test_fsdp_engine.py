@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine's optimizer step, its masters, and what it writes to disk."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from quadriga.config import OptimConfig
+from quadriga.engines.fsdp.engine import FSDPEngine, Training
+from quadriga.engines.fsdp.master_weights import MasterWeights
+from quadriga.engines.fsdp.state_files import read_tensors, write_tensors
+from quadriga.errors import CheckpointError, EngineError
+from quadriga.models.attention import ATTENTION_NAME
+from quadriga.models.scorers import PolicyScorer, ValueScorer
+
+ALL = frozenset({"model", "optimizer"})
+
+
+@pytest.fixture
+def make_engine() -> Callable[..., FSDPEngine]:
+    def make(dtype: torch.dtype = torch.float32, scorer=PolicyScorer, seed: int = 0) -> FSDPEngine:
+        torch.manual_seed(seed)
+        config = LlamaConfig(
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            vocab_size=31,
+            tie_word_embeddings=True,
+        )
+        config._attn_implementation = ATTENTION_NAME
+        training = Training(OptimConfig(weight_decay=0.0), grad_clip=1.0, max_nonfinite_steps=2)
+        model = LlamaForCausalLM(config).eval()
+        return FSDPEngine(scorer(model), dtype=dtype, device=torch.device("cpu"), training=training)
+
+    return make
+
+
+def give_gradient(engine: FSDPEngine, value: float) -> None:
+    total = sum((parameter * value).sum() for parameter in engine.scorer.model.parameters())
+    total.backward()
+
+
+def test_a_step_clips_to_the_norm(make_engine) -> None:
+    """AdamW's first step moves each weight by the learning rate, whatever the clipped gradient's size."""
+    engine = make_engine()
+    before = {name: weight.clone() for name, weight in engine.weights()}
+    num_weights = sum(weight.numel() for weight in before.values())
+    give_gradient(engine, 3.0)
+    result = engine.optimizer_step(lr=0.01)
+    assert result.grad_norm == pytest.approx(3.0 * num_weights**0.5, rel=1e-5)
+    for name, weight in engine.weights():
+        torch.testing.assert_close(weight, before[name] - 0.01, atol=1e-5, rtol=0)
+
+
+def test_small_steps_survive_in_the_masters(make_engine) -> None:
+    """A thousandth of bfloat16's precision per step: the compute weights move once the masters have come far enough."""
+    engine = make_engine(torch.bfloat16)
+    name = "model.norm.weight"
+    for _ in range(20):
+        give_gradient(engine, 1.0)
+        engine.optimizer_step(lr=1e-3)
+    master = engine.master.masters[name]
+    torch.testing.assert_close(master, torch.full_like(master, 0.98), atol=1e-4, rtol=0)
+    compute = dict(engine.weights())[name]
+    assert compute.dtype == torch.bfloat16
+    assert torch.equal(compute, master.bfloat16())
+
+
+def test_gradients_add_up_in_float32() -> None:
+    """256 + 1 is 256 in bfloat16; the sums of micro-batches are not kept there."""
+    layer = nn.Linear(1, 1, bias=False)
+    master = MasterWeights(layer, torch.bfloat16)
+    for gradient in (256.0, 1.0):
+        (layer.weight * gradient).sum().backward()
+    assert master.gradients()["weight"].item() == 257.0
+    assert layer.weight.grad is None
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_and_counted(make_engine) -> None:
+    engine = make_engine()
+    before = {name: weight.clone() for name, weight in engine.weights()}
+    give_gradient(engine, float("nan"))
+    assert not engine.optimizer_step(lr=0.1).is_applied
+    assert all(torch.equal(weight, before[name]) for name, weight in engine.weights())
+    give_gradient(engine, 1.0)
+    assert engine.optimizer_step(lr=0.1).is_applied
+    give_gradient(engine, float("inf"))
+    engine.optimizer_step(lr=0.1)
+    give_gradient(engine, float("inf"))
+    with pytest.raises(EngineError, match="2 gradients in a row that are not finite"):
+        engine.optimizer_step(lr=0.1)
+
+
+def test_no_gradient_at_all_is_a_step_with_a_zero_gradient(make_engine) -> None:
+    """Momentum goes on, as it does when every advantage happens to be zero and the sequences are computed."""
+    engines = [make_engine(), make_engine()]
+    for engine in engines:
+        give_gradient(engine, 1.0)
+        engine.optimizer_step(lr=0.1)
+    give_gradient(engines[0], 0.0)
+    assert [engine.optimizer_step(lr=0.1).grad_norm for engine in engines] == [0.0, 0.0]
+    for (_, one), (_, other) in zip(engines[0].weights(), engines[1].weights(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scorer", [PolicyScorer, ValueScorer])
+def test_saved_and_loaded_goes_on_bit_for_bit(make_engine, dtype, scorer, tmp_path: Path) -> None:
+    """Two steps, a save, a load into an engine with other weights, a third step: equal to three steps."""
+    engine, other = make_engine(dtype, scorer), make_engine(dtype, scorer, seed=1)
+    for value in (1.0, -0.5):
+        give_gradient(engine, value)
+        engine.optimizer_step(lr=0.01)
+    engine.save(tmp_path, ALL)
+    other.load(tmp_path, ALL)
+    for each in (engine, other):
+        give_gradient(each, 0.25)
+        each.optimizer_step(lr=0.01)
+    for name, master in engine.master.masters.items():
+        assert torch.equal(master, other.master.masters[name]), name
+
+
+def test_a_saved_policy_is_a_hugging_face_folder(make_engine, tmp_path: Path) -> None:
+    engine = make_engine()
+    engine.save(tmp_path, frozenset({"model"}))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    for name, weight in engine.weights():
+        assert torch.equal(dict(loaded.named_parameters())[name], weight), name
+
+
+def test_shards_and_their_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quadriga.engines.fsdp.state_files.SHARD_BYTES", 40)
+    tensors = {name: torch.full((5,), float(number)) for number, name in enumerate("abc")}
+    write_tensors(tmp_path, "model", tensors)
+    assert len(list(tmp_path.glob("model-*.safetensors"))) == 2
+    assert all(torch.equal(read_tensors(tmp_path, "model", expected=tensors)[name], tensors[name]) for name in "abc")
+
+
+def test_a_damaged_shard_is_named(tmp_path: Path) -> None:
+    tensors = {"a": torch.ones(4)}
+    write_tensors(tmp_path, "model", tensors)
+    (tmp_path / "model-00001-of-00001.safetensors").write_bytes(b"short")
+    with pytest.raises(CheckpointError, match="model-00001-of-00001"):
+        read_tensors(tmp_path, "model", expected=tensors)
+
+
+def test_another_models_checkpoint_is_refused(tmp_path: Path) -> None:
+    write_tensors(tmp_path, "model", {"a": torch.ones(4)})
+    with pytest.raises(CheckpointError, match="got 1 unknown and 1 missing"):
+        read_tensors(tmp_path, "model", expected={"b": torch.ones(4)})
+    with pytest.raises(CheckpointError, match=r"got shape \(4,\), expected \(5,\)"):
+        read_tensors(tmp_path, "model", expected={"a": torch.ones(5)})
