@@ -16,11 +16,14 @@ import transformers
 import quadriga
 import workload
 from quadriga.config import load_config
+from quadriga.observe.timing import Timeline
 from quadriga.trainer.build import build_trainer
 from side import Driver, Stopwatch, arguments
 
 # A rendered prompt has 53 tokens; the rest is padding, which the engines never compute.
 MAX_PROMPT_TOKENS = 64
+# As in the quickstart.
+MAX_PACKED_TOKENS = 448
 
 
 def write_rows(path: Path, num_steps: int) -> None:
@@ -55,6 +58,7 @@ def overrides(args: Any, train_file: Path) -> list[str]:
         f"{rollout}.temperature={workload.TEMPERATURE}",
         f"{rollout}.ignore_eos=True",
         f"{actor}.ppo_mini_batch_size={workload.NUM_PROMPTS}",
+        f"{actor}.ppo_max_token_len_per_gpu={MAX_PACKED_TOKENS}",
         f"{actor}.fsdp_config.model_dtype={args.dtype}",
         f"{actor}.optim.lr={workload.LEARNING_RATE}",
         f"{actor}.optim.betas={list(workload.ADAM_BETAS)}",
@@ -76,7 +80,7 @@ def main() -> None:
     args, driver, watch = arguments(__doc__ or "").parse_args(), Driver(), Stopwatch()
     train_file = Path(args.scratch) / "train.parquet"
     write_rows(train_file, args.steps)
-    trainer = build_trainer(load_config(overrides(args, train_file)).config)
+    trainer = build_trainer(load_config(overrides(args, train_file)).config, Timeline())
     driver.send(
         "ready",
         package=f"quadriga {quadriga.__version__}",
@@ -90,8 +94,8 @@ def main() -> None:
         if not driver.wants_step():
             break
         watch = Stopwatch()
-        metrics = trainer.step(batch)
-        clock = watch.read()
+        trainer.train_step(batch)
+        clock, metrics = watch.read(), trainer.metrics
         before_update = sum(metrics.get(f"timing_s/{phase}", 0.0) for phase in ("gen", "reward"))
         driver.send(
             "step",

@@ -9,6 +9,7 @@ Legend: M tokens to predict, D hidden size, V vocabulary, C tokens in a chunk.
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -38,10 +39,27 @@ def head_logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
     else:
         wide = hidden.float()
         logits = wide.new_empty(hidden.shape[0], weight.shape[0])
-        for start in range(0, weight.shape[0], _VOCABULARY_BLOCK):
-            block = slice(start, start + _VOCABULARY_BLOCK)
-            torch.mm(wide, weight[block].float().t(), out=logits[:, block])
+        with _exact_in_bfloat16() if weight.dtype == torch.bfloat16 == hidden.dtype else nullcontext():
+            for start in range(0, weight.shape[0], _VOCABULARY_BLOCK):
+                block = slice(start, start + _VOCABULARY_BLOCK)
+                torch.mm(wide, weight[block].float().t(), out=logits[:, block])
     return logits if bias is None else logits.add_(bias)
+
+
+@contextmanager
+def _exact_in_bfloat16() -> Iterator[None]:
+    """Let oneDNN round the factors of float32 products to bfloat16, which these factors are; sums stay float32.
+
+    Where a CPU multiplies bfloat16 in hardware this is the one way to a product of bfloat16 factors whose result
+    is not rounded to bfloat16.
+    """
+    settings = torch.backends.mkldnn.matmul
+    before = settings.fp32_precision
+    settings.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        settings.fp32_precision = before
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What this machine is, how much of it the process uses, and which number format suits it."""
 
+import ctypes
 import os
 import platform
 import resource
@@ -83,6 +84,16 @@ def resident_bytes() -> int:
 def peak_resident_bytes() -> int:
     """The most memory this process has held in RAM since it started."""
     return _status_bytes("VmHWM") or _peak_from_resource()
+
+
+def release_free_memory() -> bool:
+    """Give pages that nobody uses back to the system, where the C library keeps them (glibc). Returns whether it does.
+
+    Training and generation allocate in different patterns; without this each leaves holes for the other, and the
+    resident memory of a run creeps up.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    return trim is not None and bool(trim(0))
 
 
 def num_usable_cores() -> int:

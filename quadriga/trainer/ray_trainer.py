@@ -94,13 +94,18 @@ class RayPPOTrainer:
                 return
             while self.global_steps < self.total_training_steps:
                 for batch_dict in self.train_dataloader:
-                    self.global_steps += 1
-                    self.timer, self.metrics = PhaseTimer(), {}
-                    with self.profiler.step(self.global_steps), self.timer.phase("step"):
-                        batch = self.step(DataProto.from_single_dict(batch_dict))
-                    self.finish_step(batch)
+                    self.finish_step(self.train_step(batch_dict))
                     if self.is_last_step:
                         break
+
+    def train_step(self, batch_dict: dict[str, Any]) -> DataProto:
+        """The next step, measured: afterwards `metrics` holds its numbers. Returns the batch."""
+        self.global_steps += 1
+        self.timer, self.metrics = PhaseTimer(), {}
+        with self.profiler.step(self.global_steps), self.timer.phase("step"):
+            batch = self.step(DataProto.from_single_dict(batch_dict))
+        self.metrics |= data_metrics(batch) | performance_metrics(batch, self.timer.seconds)
+        return batch
 
     def step(self, batch: DataProto) -> DataProto:
         """One batch of prompts, from answers to new weights. Returns the batch with all that was computed."""
@@ -126,8 +131,7 @@ class RayPPOTrainer:
         return batch
 
     def finish_step(self, batch: DataProto) -> None:
-        """Dump, validate, save, measure, and tell."""
-        self.metrics |= data_metrics(batch) | performance_metrics(batch, self.timer.seconds)
+        """Dump, validate, tell, and save."""
         trainer = self.config.trainer
         if trainer.rollout_data_dir:
             write_samples(trainer.rollout_data_dir, self.global_steps, self._rows(batch))

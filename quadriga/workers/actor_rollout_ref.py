@@ -12,6 +12,7 @@ from quadriga.engines.fsdp.engine import FSDPEngine
 from quadriga.engines.objectives import PolicyObjective
 from quadriga.engines.schedule import lr_at
 from quadriga.engines.step import infer, update
+from quadriga.observe.machine import release_free_memory
 from quadriga.protocol import DataProto
 from quadriga.rollout import generate_sequences
 from quadriga.single_controller import Dispatch, Worker, register
@@ -89,7 +90,7 @@ class ActorRolloutRefWorker(Worker):
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Answers to prompts: see `rollout.generate_sequences`."""
         prompts.meta_info["weight_version"] = self.weight_version
-        return generate_sequences(
+        answers = generate_sequences(
             self.rollout.engine,
             prompts,
             config=self.rollout_config,
@@ -97,6 +98,8 @@ class ActorRolloutRefWorker(Worker):
             pad_token_id=self.tokenizer.pad_token_id,
             seed=self.config.trainer.seed,
         )
+        release_free_memory()
+        return answers
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_log_prob(self, data: DataProto) -> DataProto:
@@ -133,6 +136,7 @@ class ActorRolloutRefWorker(Worker):
             lr=lr_at(step, self.actor_config.optim, self.facts.total_training_steps),
             temperature=self.rollout_config.temperature,
         )
+        release_free_memory()
         return DataProto(meta_info={"metrics": self.utilisation.measure(metrics, "actor", watch.seconds)})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -15,9 +15,9 @@ import torch
 _FIRST_ROOM = 64
 
 
-def cache_dtype(states: torch.Tensor) -> torch.dtype:
-    """The dtype in which keys and values such as `states` are kept."""
-    return torch.float32 if states.device.type == "cpu" else states.dtype
+def cache_dtype(value: torch.Tensor) -> torch.dtype:
+    """The dtype in which values such as `value`, and the keys that belong to them, are kept."""
+    return torch.float32 if value.device.type == "cpu" else value.dtype
 
 
 class PromptCache:
@@ -43,7 +43,7 @@ class PromptCache:
     def write(self, layer: int, places: slice, key: torch.Tensor, value: torch.Tensor) -> None:
         """`key` and `value` [p, K, S, D] of the prompts in these places."""
         if layer == len(self.keys):
-            shape, dtype = (len(self.prompts), *key.shape[1:]), cache_dtype(key)
+            shape, dtype = (len(self.prompts), *key.shape[1:]), cache_dtype(value)
             self.keys.append(key.new_empty(shape, dtype=dtype))
             self.values.append(key.new_empty(shape, dtype=dtype))
         self.keys[layer][places] = key
@@ -134,7 +134,7 @@ class AnswerCache:
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Writes one token per row, [R, K, 1, D]; returns all tokens so far, [R, K, t, D] views."""
         if layer == len(self.keys):
-            shape, dtype = (self.num_rows, key.shape[1], self.room, key.shape[3]), cache_dtype(key)
+            shape, dtype = (self.num_rows, key.shape[1], self.room, key.shape[3]), cache_dtype(value)
             self.keys.append(key.new_zeros(shape, dtype=dtype))
             self.values.append(key.new_zeros(shape, dtype=dtype))
         keys, values = self.keys[layer], self.values[layer]

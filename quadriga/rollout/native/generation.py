@@ -12,7 +12,6 @@ Legend: R rows, U different prompts of the rows that start, V vocabulary.
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -77,26 +76,7 @@ class Head:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, hidden size] -> [R, V] float32"""
-        if hidden.device.type != "cpu" or not hidden.dtype == self.weight.dtype == torch.bfloat16:
-            return head_logits(hidden, self.weight, self.bias)
-        with _bfloat16_factors():
-            return head_logits(hidden, self.weight, self.bias)
-
-
-@contextmanager
-def _bfloat16_factors() -> Iterator[None]:
-    """Lets oneDNN round the factors of float32 products to bfloat16; the sums stay float32.
-
-    For factors that came from bfloat16 nothing is lost, and the product is up to twice as fast where the processor
-    has instructions for it.
-    """
-    settings = torch.backends.mkldnn.matmul
-    before = settings.fp32_precision
-    settings.fp32_precision = "bf16"
-    try:
-        yield
-    finally:
-        settings.fp32_precision = before
+        return head_logits(hidden, self.weight, self.bias)
 
 
 class Generation:

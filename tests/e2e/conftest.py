@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model of a few thousand weights, a data set of a few rows and a reward that a few steps can raise."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from quadriga.cli.main import main
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SPECIAL = ["<pad>", "<eos>", "<unk>", "<user>", "<assistant>"]
+LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789 ,:?"
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+REWARD = '''
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    """The share of the letter that the prompt asks for."""
+    return solution_str.count(ground_truth) / max(1, len(solution_str))
+'''
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per character."""
+    vocabulary = {token: number for number, token in enumerate([*SPECIAL, *LETTERS])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    backend.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<user>", "<assistant>"]})
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def make_row(number: int, **changes: Any) -> dict[str, Any]:
+    """A prompt of its own length that asks for the letter `a`."""
+    return {
+        "data_source": "letters",
+        "prompt": [{"role": "user", "content": f"say a {number}" + " please" * (number % 3)}],
+        "ability": "spelling",
+        "reward_model": {"style": "rule", "ground_truth": "a"},
+        "extra_info": {"split": "train", "index": number},
+    } | changes
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
+    """Rows as a parquet file."""
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def make_rows() -> Callable[..., list[dict[str, Any]]]:
+    """`make_rows(count, **changes)`: rows of the task, each with the given columns changed."""
+    return lambda count, **changes: [make_row(number, **changes) for number in range(count)]
+
+
+@pytest.fixture(scope="session")
+def write() -> Callable[[Path, list[dict[str, Any]]], Path]:
+    """Write rows to a parquet file."""
+    return write_rows
+
+
+@pytest.fixture(scope="session")
+def make_tokenizer() -> Callable[[], PreTrainedTokenizerFast]:
+    """A fresh tokenizer of the tiny model."""
+    return build_tokenizer
+
+
+@pytest.fixture(scope="session")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model, 10 training rows, 4 validation rows and a reward function."""
+    folder = tmp_path_factory.mktemp("home")
+    torch.manual_seed(0)
+    tokenizer = build_tokenizer()
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=len(tokenizer),
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    write_rows(folder / "train.parquet", [make_row(number) for number in range(10)])
+    write_rows(folder / "val.parquet", [make_row(number) for number in range(20, 24)])
+    (folder / "reward.py").write_text(REWARD)
+    return folder
+
+
+@pytest.fixture
+def arguments(home: Path, tmp_path: Path) -> Callable[..., list[str]]:
+    """`arguments(*overrides, run="run")`: the command line of a quick exact run in `tmp_path / run`; later ones win."""
+
+    def build(*overrides: str, run: str = "run") -> list[str]:
+        words = [
+            f"data.train_files={home / 'train.parquet'}",
+            f"data.val_files={home / 'val.parquet'}",
+            f"data.cache_dir={tmp_path / 'cache'}",
+            "data.train_batch_size=4",
+            "data.max_prompt_length=32",
+            "data.max_response_length=8",
+            f"actor_rollout_ref.model.path={home / 'model'}",
+            "actor_rollout_ref.actor.fsdp_config.model_dtype=float32",
+            "actor_rollout_ref.actor.optim.lr=1e-3",
+            "actor_rollout_ref.rollout.n=2",
+            "critic.fsdp_config.model_dtype=float32",
+            "critic.optim.lr=1e-3",
+            "reward_model.num_workers=1",
+            f"custom_reward_function.path={home / 'reward.py'}",
+            "trainer.device=cpu",
+            "trainer.total_training_steps=2",
+            "trainer.val_before_train=False",
+            "trainer.logger=[jsonl]",
+            f"trainer.default_local_dir={tmp_path / run}",
+            *overrides,
+        ]
+        return list({word.partition("=")[0]: word for word in words}.values())
+
+    return build
+
+
+@pytest.fixture
+def train(arguments: Callable[..., list[str]], tmp_path: Path) -> Callable[..., Path]:
+    """`train(*overrides, run="run")`: a run in this process that must succeed; returns its directory."""
+
+    def run_here(*overrides: str, run: str = "run") -> Path:
+        assert main(["train", *arguments(*overrides, run=run)]) == 0
+        return tmp_path / run
+
+    return run_here
+
+
+@pytest.fixture
+def start(arguments: Callable[..., list[str]], tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """`start(*overrides, run="run")`: a run in a process and a session of its own; what still lives is killed."""
+    started: list[subprocess.Popen[str]] = []
+
+    def run_apart(*overrides: str, run: str = "run") -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "quadriga.cli.main", "train", *arguments(*overrides, run=run)],
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        started.append(process)
+        return process
+
+    yield run_apart
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+@pytest.fixture(scope="session")
+def metric_lines() -> Callable[[Path], list[dict[str, Any]]]:
+    """The lines of a run's metrics.jsonl without what depends on the clock and the machine's load."""
+
+    def read(run: Path) -> list[dict[str, Any]]:
+        lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        return [
+            {name: value for name, value in json.loads(line).items() if not name.startswith(("timing_s/", "perf/"))}
+            for line in lines
+        ]
+
+    return read

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run that was killed and resumed equals, bit for bit, the run that was left alone.
+
+The numbers compared are every line of metrics.jsonl except times, speeds and memory, and at the end the weights.
+What it does not prove: that a machine that loses power keeps what the system had not yet put on the disk.
+"""
+
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+NUM_STEPS = 6
+WAIT_S = 120.0
+
+# 10 rows in batches of 4 are 2 steps an epoch: every run crosses two ends of an epoch.
+COMMON = (f"trainer.total_training_steps={NUM_STEPS}", "trainer.test_freq=2", "trainer.log_val_generations=2")
+GRPO = ("data.shuffle=True", "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine")
+SEVERAL_UPDATES = (
+    "actor_rollout_ref.actor.ppo_epochs=2",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    "actor_rollout_ref.actor.shuffle=True",
+    "actor_rollout_ref.actor.use_kl_loss=True",
+    "algorithm.use_kl_in_reward=True",
+    "algorithm.kl_ctrl.type=adaptive",
+    "algorithm.kl_ctrl.horizon=100",
+    "algorithm.kl_ctrl.target_kl=0.01",
+)
+CRITIC = ("algorithm.adv_estimator=gae", "critic.ppo_epochs=2", "critic.ppo_mini_batch_size=2", "critic.shuffle=True")
+
+
+def weights(run: Path, role: str = "actor") -> dict[str, torch.Tensor]:
+    """The weights of a run's last checkpoint."""
+    (file,) = (run / f"global_step_{NUM_STEPS}" / role).glob("model-*.safetensors")
+    return load_file(file)
+
+
+def assert_same_weights(one: Path, other: Path, role: str = "actor") -> None:
+    """Equal to the last bit."""
+    left, right = weights(one, role), weights(other, role)
+    assert left.keys() == right.keys()
+    assert [name for name in left if not torch.equal(left[name], right[name])] == []
+
+
+def kill_after(process: subprocess.Popen[str], metrics: Path, num_lines: int, delay_s: float) -> None:
+    """Send SIGKILL a moment after so many lines are written; a run that is quicker than that has come to its end."""
+    deadline = time.monotonic() + WAIT_S
+    while process.poll() is None and _num_lines(metrics) < num_lines:
+        assert time.monotonic() < deadline, f"no line {num_lines} in {metrics} after {WAIT_S:.0f} s"
+        time.sleep(0.002)
+    time.sleep(delay_s)
+    process.send_signal(signal.SIGKILL)
+    output, _ = process.communicate(timeout=WAIT_S)
+    assert process.returncode in (-signal.SIGKILL, 0), output
+
+
+def _num_lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "seed"),
+    [
+        pytest.param((*GRPO, "trainer.save_freq=1"), 0, id="grpo, every step saved"),
+        pytest.param((*GRPO, "trainer.save_freq=2", "trainer.max_ckpt_to_keep=1"), 1, id="grpo, every other step saved"),
+        pytest.param((*SEVERAL_UPDATES, "trainer.save_freq=1"), 2, id="several updates a batch, adaptive KL"),
+        pytest.param((*CRITIC, "trainer.save_freq=1"), 3, id="critic"),
+    ],
+)
+def test_killed_run_equals_the_run_left_alone(
+    overrides: tuple[str, ...],
+    seed: int,
+    train: Callable[..., Path],
+    start: Callable[..., subprocess.Popen[str]],
+    metric_lines: Callable[[Path], list[dict[str, Any]]],
+    tmp_path: Path,
+) -> None:
+    """The same command, started again after SIGKILL at a random moment, writes the same file."""
+    draw = random.Random(seed)
+    alone = train(*COMMON, *overrides, run="alone")
+    killed = tmp_path / "killed"
+    kill_after(
+        start(*COMMON, *overrides, run="killed"), killed / "metrics.jsonl", draw.randint(1, 5), draw.uniform(0, 0.05)
+    )
+    train(*COMMON, *overrides, run="killed")
+    assert metric_lines(killed) == metric_lines(alone)
+    assert (killed / "samples.jsonl").read_bytes() == (alone / "samples.jsonl").read_bytes()
+    assert_same_weights(killed, alone)
+
+
+@pytest.mark.parametrize("first_steps", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize(
+    "overrides", [GRPO, SEVERAL_UPDATES, CRITIC], ids=["grpo", "several updates a batch", "critic"]
+)
+def test_every_checkpoint_is_a_place_to_go_on_from(
+    overrides: tuple[str, ...],
+    first_steps: int,
+    train: Callable[..., Path],
+    metric_lines: Callable[[Path], list[dict[str, Any]]],
+    tmp_path: Path,
+) -> None:
+    """Mid-epoch and at the end of one: a second run that starts from any checkpoint of the first writes its end."""
+    alone = train(*COMMON, *overrides, "trainer.save_freq=1", run="alone")
+    resumed = train(
+        *COMMON,
+        *overrides,
+        "trainer.save_freq=1",
+        "trainer.resume_mode=resume_path",
+        f"trainer.resume_from_path={alone / f'global_step_{first_steps}'}",
+        run="resumed",
+    )
+    assert metric_lines(resumed) == [line for line in metric_lines(alone) if line["step"] > first_steps]
+    assert_same_weights(resumed, alone)
+    if overrides == CRITIC:
+        assert_same_weights(resumed, alone, role="critic")
+
+
+def test_finished_run_stays_as_it_is(train: Callable[..., Path]) -> None:
+    """The same command once more finds nothing to do, and takes nothing away."""
+    run = train(*COMMON, "trainer.save_freq=3")
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    train(*COMMON, "trainer.save_freq=3")
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+def test_longer_run_goes_on(train: Callable[..., Path], metric_lines: Callable[[Path], list[dict[str, Any]]]) -> None:
+    """A finished run that is given more steps equals one that had them from the start."""
+    train("trainer.save_freq=2", "trainer.total_training_steps=2", run="longer")
+    longer = train("trainer.save_freq=2", "trainer.total_training_steps=4", run="longer")
+    alone = train("trainer.save_freq=2", "trainer.total_training_steps=4", run="alone")
+    assert metric_lines(longer) == metric_lines(alone)
