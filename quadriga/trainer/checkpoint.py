@@ -2,14 +2,16 @@
 """Checkpoints on disk: written aside, verified, renamed, and only then trusted.
 
     DIRECTORY/
-      latest_checkpointed_iteration.txt     the newest complete one
+      config.yaml                           the resolved configuration
+      latest_checkpointed_iteration.txt     the step of the one written last
       global_step_20/
         manifest.json                       size and SHA-256 of every file below
         trainer/                            step, loader position, random states
         actor/  critic/                     one folder per role that learns
 
-A folder named global_step_N is complete: it got this name by a rename after its last byte was on disk. Whatever
-a killed run left behind has another name and is swept away by the next save.
+A folder named global_step_N is complete: it got this name by a rename after its last byte was on disk, and loses
+it by another before its first byte is deleted. Whatever a killed run left behind has another name and is swept away
+by the next save.
 """
 
 import hashlib
@@ -20,12 +22,15 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from quadriga.config import TrainerConfig
 from quadriga.errors import CheckpointError
+from quadriga.workers.roles import HF_FOLDER
 
 MANIFEST = "manifest.json"
 LATEST = "latest_checkpointed_iteration.txt"
+CONFIGURATION = "config.yaml"
 _COMPLETE = re.compile(r"global_step_(\d+)")
 _UNFINISHED = ".unfinished_"
 
@@ -46,6 +51,17 @@ class Checkpoints:
         found = (_COMPLETE.fullmatch(path.name) for path in self.directory.glob("global_step_*") if path.is_dir())
         return sorted(int(match[1]) for match in found if match)
 
+    def newest(self) -> int | None:
+        """The step of the checkpoint that was written last, if there is one.
+
+        It need not be the highest: a run that began anew, or from an earlier step, leaves later ones of its
+        predecessor where they are.
+        """
+        steps = self.steps()
+        file = self.directory / LATEST
+        written = file.read_text(encoding="utf-8").strip() if file.is_file() else ""
+        return int(written) if written in map(str, steps) else max(steps, default=None)
+
     def path(self, step: int) -> Path:
         """Where the checkpoint of a step is or would be."""
         return self.directory / f"global_step_{step}"
@@ -65,36 +81,45 @@ class Checkpoints:
             _write_manifest(aside)
             _sync(aside)
             self._replace(aside, self.path(step))
-        except OSError as error:
+            write_atomically(self.directory / LATEST, f"{step}\n")
+            self._retain(step)
+        except (OSError, CheckpointError) as error:
             raise CheckpointError(
                 f"checkpoint of step {step} in {self.directory}",
-                got=f"{type(error).__name__}: {error.strerror or error}",
+                got=_reason(error),
                 expected="room and permission to write it",
                 fix=f"Free space or set trainer.default_local_dir. {self._remaining()}",
             ) from error
         finally:
             shutil.rmtree(aside, ignore_errors=True)
-        _write_atomically(self.directory / LATEST, f"{step}\n")
-        self._retain()
 
     def _remaining(self) -> str:
-        steps = self.steps()
-        return f"Step {steps[-1]} is still there to resume from." if steps else "There is no earlier checkpoint."
+        step = self.newest()
+        return "There is no earlier checkpoint." if step is None else f"Step {step} is still there to resume from."
 
     def _replace(self, aside: Path, target: Path) -> None:
         if target.exists():
-            shutil.rmtree(target)
+            self._discard(target)
         aside.rename(target)
         _sync(self.directory)
 
+    def _discard(self, checkpoint: Path) -> None:
+        """Take its name first: half a checkpoint must not look like a whole one."""
+        aside = self.directory / f"{_UNFINISHED}{checkpoint.name}_{os.getpid()}"
+        checkpoint.rename(aside)
+        shutil.rmtree(aside)
+
     def _sweep(self) -> None:
         for leftover in self.directory.glob(f"{_UNFINISHED}*"):
-            shutil.rmtree(leftover)
+            if leftover.is_dir():
+                shutil.rmtree(leftover)
+            else:
+                leftover.unlink()
 
-    def _retain(self) -> None:
+    def _retain(self, newest: int) -> None:
         if self.max_to_keep is not None:
-            for step in self.steps()[: -self.max_to_keep]:
-                shutil.rmtree(self.path(step))
+            for step in [step for step in self.steps() if step <= newest][: -self.max_to_keep]:
+                self._discard(self.path(step))
 
     def to_resume(self, config: TrainerConfig) -> Path | None:
         """The checkpoint that a run with this configuration goes on from, verified; None to start anew."""
@@ -103,10 +128,10 @@ class Checkpoints:
         if config.resume_mode == "resume_path":
             path = Path(config.resume_from_path or "")
         else:
-            steps = self.steps()
-            if not steps:
+            step = self.newest()
+            if step is None:
                 return None
-            path = self.path(steps[-1])
+            path = self.path(step)
         verify(path)
         return path
 
@@ -130,16 +155,18 @@ def model_folder(path: str | Path) -> str | Path:
     folder = Path(path).expanduser()
     if not folder.exists():
         return path
-    steps = Checkpoints(folder).steps()
-    candidates = [folder, folder / "actor", *(Checkpoints(folder).path(step) / "actor" for step in steps[-1:])]
-    for candidate in candidates:
+    checkpoints = Checkpoints(folder)
+    newest = checkpoints.newest()
+    checkpoint = folder if newest is None else checkpoints.path(newest)
+    for candidate in (folder, checkpoint / "actor", checkpoint / "actor" / HF_FOLDER):
         if (candidate / "config.json").is_file():
             return candidate
     raise CheckpointError(
         str(folder),
         got="a folder without config.json",
         expected="a run, a checkpoint (global_step_N) or a Hugging Face folder",
-        fix="A checkpoint has the model when `model` is in actor_rollout_ref.actor.checkpoint.save_contents.",
+        fix="A checkpoint has the model when `model` or `hf_model` is in "
+        "actor_rollout_ref.actor.checkpoint.save_contents.",
     )
 
 
@@ -153,7 +180,7 @@ def verify(checkpoint: Path) -> None:
     manifest = checkpoint / MANIFEST
     if not manifest.is_file():
         raise CheckpointError(str(checkpoint), got=f"no {MANIFEST}", expected="a complete checkpoint", fix=fix)
-    for name, facts in json.loads(manifest.read_text(encoding="utf-8")).items():
+    for name, facts in _read_manifest(manifest, fix).items():
         file = checkpoint / name
         if not file.is_file():
             raise CheckpointError(str(file), got="no such file", expected=f"{facts['bytes']} bytes", fix=fix)
@@ -165,24 +192,45 @@ def verify(checkpoint: Path) -> None:
             raise CheckpointError(str(file), got="other content than was written", expected="its SHA-256", fix=fix)
 
 
-def check_writable(directory: Path) -> None:
-    """Find out before an hour of training that its result has nowhere to go.
+def write_configuration(directory: Path, text: str) -> None:
+    """Write config.yaml, and so find out before an hour of training that its result has nowhere to go.
 
     Raises:
         CheckpointError: nothing can be written there.
     """
-    probe = directory / f"{_UNFINISHED}probe_{os.getpid()}"
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        probe.write_bytes(b"probe")
-        probe.unlink()
+        write_atomically(directory / CONFIGURATION, text)
     except OSError as error:
         raise CheckpointError(
             f"trainer.default_local_dir={directory}",
-            got=f"{type(error).__name__}: {error.strerror or error}",
+            got=_reason(error),
             expected="a directory that can be written",
-            fix="Set trainer.default_local_dir to another one.",
+            fix="Free space or set trainer.default_local_dir to another one.",
         ) from error
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file that is whole under its name, whatever happens."""
+    aside = path.with_name(f"{_UNFINISHED}{path.name}")
+    try:
+        aside.write_text(text, encoding="utf-8")
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def _reason(error: OSError | CheckpointError) -> str:
+    if isinstance(error, CheckpointError):
+        return error.got
+    return f"{type(error).__name__}: {error.strerror or error}"
+
+
+def _read_manifest(path: Path, fix: str) -> dict[str, dict[str, Any]]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(str(path), got=f"no JSON ({error})", expected="the list of files", fix=fix) from error
 
 
 def _write_manifest(directory: Path) -> None:
@@ -207,9 +255,3 @@ def _sync(directory: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    aside = path.with_name(f"{_UNFINISHED}{path.name}")
-    aside.write_text(text, encoding="utf-8")
-    aside.replace(path)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the driver must remember for a resumed run to be the same run: position, controller, random states."""
 
+import io
+import pickle
 import random
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,10 @@ def save_run_state(directory: Path, *, step: int, loader: dict[str, Any], kl_con
             "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
         },
     }
-    torch.save(state, target / _FILE)
+    # Through memory: torch reports a full disk in its own words, Python as what it is.
+    content = io.BytesIO()
+    torch.save(state, content)
+    (target / _FILE).write_bytes(content.getvalue())
 
 
 def load_run_state(directory: Path) -> dict[str, Any]:
@@ -44,9 +49,13 @@ def load_run_state(directory: Path) -> dict[str, Any]:
     path = directory / "trainer" / _FILE
     try:
         state = torch.load(path, weights_only=True)
-    except (OSError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
         raise CheckpointError(
-            str(path), got=str(error), expected="the state of a run", fix="Resume from another checkpoint."
+            str(path),
+            got=str(error).strip().partition("\n")[0],
+            expected="the state of a run",
+            fix="Resume from another checkpoint. The state of a data set or sampler of your own must be made of "
+            "numbers, texts, lists, dictionaries and tensors.",
         ) from error
     saved = state["random"]
     random.setstate(saved["python"])

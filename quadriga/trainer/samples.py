@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from quadriga.errors import DataError
 from quadriga.protocol import DataProto
 from quadriga.rewards import RewardOutput
 
@@ -39,13 +40,27 @@ def sample_rows(
 
 
 def write_samples(directory: str | Path, step: int, rows: Iterable[Mapping[str, Any]]) -> Path:
-    """Write rows to `directory/STEP.jsonl`: whole or not at all."""
+    """Write rows to `directory/STEP.jsonl`: whole or not at all.
+
+    Raises:
+        DataError: they cannot be written.
+    """
     path = Path(directory).expanduser() / f"{step}.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps({**row, "step": step}, ensure_ascii=False, default=_plain) + "\n" for row in rows]
     aside = path.with_suffix(".unfinished")
-    with aside.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps({**row, "step": step}, ensure_ascii=False, default=_plain) + "\n" for row in rows)
-    aside.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside.write_text("".join(lines), encoding="utf-8")
+        aside.replace(path)
+    except OSError as error:
+        if aside.is_file():
+            aside.unlink()
+        raise DataError(
+            str(path),
+            got=error.strerror or str(error),
+            expected="room and permission to write the answers of a step",
+            fix="Free space, or set trainer.rollout_data_dir or trainer.validation_data_dir to another directory.",
+        ) from error
     return path
 
 

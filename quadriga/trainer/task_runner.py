@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run from its configuration to its last step, and what is said when it is cut short."""
 
-from collections.abc import Sequence
-
 from quadriga.config import Config, show
 from quadriga.observe.machine import describe_machine
 from quadriga.observe.timing import Timeline
 from quadriga.trainer.build import build_trainer
-from quadriga.trainer.checkpoint import check_writable
+from quadriga.trainer.checkpoint import write_configuration
 
 
 class TaskRunner:
@@ -20,25 +18,24 @@ class TaskRunner:
             QuadrigaError: what is wrong with the configuration, the data or the models is said before the first step.
         """
         timeline = Timeline()
-        directory = config.trainer.directory
-        check_writable(directory)
-        (directory / "config.yaml").write_text(show(config), encoding="utf-8")
+        write_configuration(config.trainer.directory, show(config))
         print(describe_machine())
         trainer = build_trainer(config, timeline)
         print(timeline.render())
         try:
             trainer.fit()
         except KeyboardInterrupt:
-            print(f"\ninterrupted in step {trainer.global_steps}. {_how_to_go_on(trainer.checkpoints.steps())}")
+            print(f"\ninterrupted in step {trainer.global_steps}. {_how_to_go_on(trainer.checkpoints.newest(), config)}")
             raise
         finally:
             trainer.close()
 
 
-def _how_to_go_on(steps: Sequence[int]) -> str:
-    if not steps:
+def _how_to_go_on(step: int | None, config: Config) -> str:
+    if step is None:
         return "There is no checkpoint to go on from; trainer.save_freq=N writes one every N steps."
-    return f"The same command goes on from the checkpoint of step {steps[-1]}."
+    change = "" if config.trainer.resume_mode == "auto" else " with trainer.resume_mode=auto"
+    return f"The same command{change} goes on from the checkpoint of step {step}."
 
 
 def run_ppo(config: Config) -> None:

@@ -13,11 +13,16 @@ from quadriga.engines.base import TrainEngine
 from quadriga.engines.fsdp.engine import FSDPEngine, Training
 from quadriga.engines.micro_batches import MicroBatching
 from quadriga.engines.step import Passes
+from quadriga.errors import CheckpointError, QuadrigaError
 from quadriga.models.flops import peak_flops
 from quadriga.models.load import load_causal_lm
 from quadriga.models.scorers import PolicyScorer, ValueScorer
 from quadriga.observe.machine import Choice, choose_dtype
 from quadriga.observe.metrics import Metric
+
+
+HF_FOLDER = "huggingface"
+"""Where a role's part of a checkpoint has the model that `hf_model` asks for."""
 
 
 @dataclass(frozen=True)
@@ -130,8 +135,24 @@ class Stopwatch:
 def save_with_tokenizer(
     engine: TrainEngine, directory: Path, contents: frozenset[str], tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """A role's part of a checkpoint: with `model` among its contents it is a Hugging Face folder in itself."""
-    directory.mkdir(parents=True, exist_ok=True)
-    engine.save(directory, contents)
-    if "model" in contents:
-        tokenizer.save_pretrained(directory)
+    """A role's part of a checkpoint: with `model` among its contents it is a Hugging Face folder in itself.
+
+    Raises:
+        CheckpointError: something cannot be written.
+    """
+    folders = {directory: contents & {"model", "optimizer"}}
+    if "hf_model" in contents:
+        folders[directory / HF_FOLDER] = frozenset({"model"})
+    try:
+        for folder, parts in folders.items():
+            folder.mkdir(parents=True, exist_ok=True)
+            engine.save(folder, parts)
+            if "model" in parts:
+                tokenizer.save_pretrained(folder)
+    except QuadrigaError:
+        raise
+    except Exception as error:
+        # A full disk is an OSError to Python, a SafetensorError to safetensors, and a bare Exception to tokenizers.
+        raise CheckpointError(
+            str(directory), got=f"{type(error).__name__}: {error}", expected="room and permission to write it"
+        ) from error

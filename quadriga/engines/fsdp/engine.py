@@ -140,6 +140,8 @@ class FSDPEngine:
         if "model" in contents:
             state_files.write_tensors(directory, "model", self._float_state())
             self.scorer.model.config.save_pretrained(directory)
+            # Without the checks of save_pretrained, which refuses files that models on the hub come with.
+            self.scorer.model.generation_config.to_json_file(directory / "generation_config.json")
         if "optimizer" in contents:
             moments, steps = self._moments()
             state_files.write_tensors(directory, "optimizer", moments)
