@@ -5,8 +5,11 @@ import argparse
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
 
+from quadriga.data.tokenizing import read_tokenizer
 from quadriga.errors import CheckpointError
 from quadriga.trainer.checkpoint import MANIFEST, model_folder, verify
 
@@ -23,10 +26,41 @@ def main(argv: list[str]) -> int:
         raise CheckpointError(
             arguments.checkpoint, got="no such folder", expected="a run or a checkpoint", fix="Check the path."
         )
-    if (folder.parent / MANIFEST).is_file():
-        verify(folder.parent)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, arguments.dtype))
-    model.save_pretrained(arguments.output)
-    AutoTokenizer.from_pretrained(folder).save_pretrained(arguments.output)
+    for place in (folder.parent, folder.parent.parent):
+        if (place / MANIFEST).is_file():
+            verify(place)
+    disable_progress_bar()
+    model, tokenizer = _load(folder, getattr(torch, arguments.dtype))
+    _save(model, tokenizer, arguments.output)
     print(f"{folder} -> {arguments.output} ({arguments.dtype})")
     return 0
+
+
+def _load(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    try:
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype), read_tokenizer(folder)
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise CheckpointError(
+            str(folder),
+            got=str(error).strip().partition("\n")[0],
+            expected="a model and a tokenizer that transformers can load",
+            fix="Export another checkpoint.",
+        ) from error
+
+
+def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    # Written by itself: save_pretrained refuses sampling settings that models on the hub come with.
+    generation_config, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        generation_config.to_json_file(folder / "generation_config.json")
+    except Exception as error:
+        # A full disk is an OSError to Python, a SafetensorError to safetensors, and a bare Exception to tokenizers.
+        raise CheckpointError(
+            f"--output {folder}",
+            got=f"{type(error).__name__}: {error}",
+            expected="room and permission to write the model",
+            fix="What is there already is not complete.",
+        ) from error

@@ -40,11 +40,7 @@ def create_rl_dataset(
     Raises:
         DataError: the class cannot be had, or cannot honour `max_samples`; or the data are wrong.
     """
-    custom = data_config.custom_cls
-    cls: type[Dataset] = RLHFDataset
-    if custom.path is not None:
-        assert custom.name is not None
-        cls = load_class(custom.path, custom.name, Dataset, where="data.custom_cls")
+    cls = _dataset_class(data_config)
     optional = {"is_train": is_train, "max_samples": max_samples}
     taken = {name: value for name, value in optional.items() if _takes(cls, name)}
     if max_samples >= 0 and "max_samples" not in taken:
@@ -57,6 +53,14 @@ def create_rl_dataset(
     return cls(data_files=data_paths, tokenizer=tokenizer, config=data_config, processor=processor, **taken)
 
 
+def _dataset_class(data_config: DataConfig) -> type[Any]:
+    custom = data_config.custom_cls
+    if custom.path is None:
+        return RLHFDataset
+    assert custom.name is not None
+    return load_class(custom.path, custom.name, Dataset, where="data.custom_cls")
+
+
 def create_rl_sampler(data_config: DataConfig, dataset: Dataset) -> Sampler:
     """The order of the training rows: the user's own sampler, a seeded shuffle, new in each epoch, or file order.
 
@@ -65,7 +69,7 @@ def create_rl_sampler(data_config: DataConfig, dataset: Dataset) -> Sampler:
     custom = data_config.sampler
     if custom.class_path is not None:
         assert custom.class_name is not None
-        cls = load_class(custom.class_path, custom.class_name, Sampler, where="data.sampler")
+        cls: type[Any] = load_class(custom.class_path, custom.class_name, Sampler, where="data.sampler")
         if hasattr(cls, "update") and data_config.dataloader_num_workers > 0:
             raise DataError(
                 "data.dataloader_num_workers",

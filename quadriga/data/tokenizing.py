@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import transformers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -14,6 +14,17 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from quadriga.errors import DataError
 
 Messages = list[dict[str, Any]]
+
+
+def read_tokenizer(path: str | Path, **options: Any) -> PreTrainedTokenizerBase:
+    """The tokenizer as transformers finds it; `load_tokenizer` also makes it fit for training.
+
+    Args:
+        path: a folder or a name on the hub.
+        options: of `AutoTokenizer.from_pretrained`.
+    """
+    # The annotation of transformers admits None, for installations without the package tokenizers, which it requires.
+    return cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(path, **options))
 
 
 def load_tokenizer(
@@ -30,7 +41,7 @@ def load_tokenizer(
         DataError: it cannot be loaded, or has neither pad nor end-of-sequence token, or no chat template.
     """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        tokenizer = read_tokenizer(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         raise DataError(
             f"tokenizer {path}",
@@ -114,7 +125,7 @@ class ChatEncoder:
     def render(self, messages: Messages, *, where: str) -> str:
         """The text of a prompt."""
         try:
-            return self.tokenizer.apply_chat_template(messages, tokenize=False, **self.template_kwargs)
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False, **self.template_kwargs)
         except Exception as error:
             # A template is a program of the model's author: it may raise what it likes about messages that it dislikes.
             raise DataError(
@@ -123,6 +134,8 @@ class ChatEncoder:
                 expected="messages in the form that the model was trained on",
                 fix="Correct the row, or change data.apply_chat_template_kwargs.",
             ) from error
+        # One conversation that is not tokenized gives text; the annotation of transformers covers every other case too.
+        return cast(str, text)
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """The token ids of rendered texts; the template has already written the special tokens."""

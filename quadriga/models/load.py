@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
@@ -46,7 +47,7 @@ def load_causal_lm(
             attn_implementation=attention,
             trust_remote_code=trust_remote_code,
         )
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise EngineError(
             f"model {path}",
             got=str(error).strip().splitlines()[0],
@@ -64,7 +65,12 @@ def backbone(model: PreTrainedModel) -> nn.Module:
 
 def head_of(model: PreTrainedModel) -> nn.Module:
     """The projection from hidden states to the vocabulary: a module with `weight` [V, D] and perhaps `bias`."""
-    return model.get_output_embeddings()
+    head = model.get_output_embeddings()
+    if head is None:
+        raise EngineError(
+            f"model {type(model).__name__}", got="no projection to the vocabulary", expected="a causal language model"
+        )
+    return head
 
 
 def stop_token_ids(model_path: str | Path, tokenizer_eos: int | None) -> tuple[int, ...]:

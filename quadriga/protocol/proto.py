@@ -340,7 +340,7 @@ class DataProto:
         return self.batch is not None or bool(self.non_tensor_batch)
 
     def _tensor_keys(self) -> list[str]:
-        return [] if self.batch is None else list(self.batch.keys())
+        return [] if self.batch is None else [str(key) for key in self.batch.keys()]
 
     # ---- iteration, devices, disk, looks ------------------------------------------------------
 
@@ -360,7 +360,7 @@ class DataProto:
             dataloader_kwargs: `shuffle` (False) and `drop_last` (False), as torch's DataLoader takes them.
         """
         order = columns.mini_batch_rows(len(self), mini_batch_size, epochs, seed, dataloader_kwargs or {})
-        return (self[rows] if isinstance(rows, slice) else self._gather(rows) for rows in order)
+        return (self.slice(rows.start, rows.stop) if isinstance(rows, slice) else self._gather(rows) for rows in order)
 
     def to(self, device: torch.device | str | int) -> "DataProto":
         """Move the tensors, in place; returns self."""

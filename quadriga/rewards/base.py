@@ -2,12 +2,13 @@
 """What every reward manager takes and gives."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
 
+    from quadriga.config import Config
     from quadriga.observe.metrics import Metric
     from quadriga.protocol import DataProto
 
@@ -31,7 +32,11 @@ class RewardOutput:
 
 
 class RewardManager(Protocol):
-    """Turns responses into rewards. A class is registered by name and constructed as `cls(config, tokenizer)`."""
+    """Turns responses into rewards. A class is registered by name."""
+
+    def __init__(self, config: "Config", tokenizer: Any) -> None:
+        """Made from the configuration of the run, and the tokenizer that decodes its responses."""
+        ...
 
     def __call__(self, data: "DataProto") -> RewardOutput:
         """Grade the responses of a batch.

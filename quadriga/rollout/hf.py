@@ -116,7 +116,7 @@ class _Chooser(LogitsProcessor):
         self.token_ids: list[list[int]] = [[] for _ in sampling]
         self.log_probs: list[list[float]] = [[] for _ in sampling]
 
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         step = len(self.token_ids[0])
         tokens, log_probs = sample(scores.float().clone(), self.rules, self.uniforms[:, step])
         for row, (token, log_prob) in enumerate(zip(tokens.tolist(), log_probs.tolist(), strict=True)):

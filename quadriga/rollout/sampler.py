@@ -77,13 +77,14 @@ def sample(logits: torch.Tensor, rules: SamplingRules, uniforms: torch.Tensor) -
     likeliest = logits.argmax(-1) if rules.is_greedy is not None else None
     if rules.temperature is not None:
         logits.div_(rules.temperature)
-    highest = logits.gather(1, likeliest[:, None]) if rules.all_greedy else logits.amax(-1, keepdim=True)
+    decided = likeliest if rules.all_greedy else None  # nothing is left to draw
+    highest = logits.amax(-1, keepdim=True) if decided is None else logits.gather(1, decided[:, None])
     odds = logits.sub_(highest).exp_()
     kept = _filter(odds, rules)
     sums = _block_sums(odds)
     total = sums.sum(-1)
-    tokens = likeliest if rules.all_greedy else _invert(kept, sums if kept is odds else _block_sums(kept), uniforms)
-    if likeliest is not None and not rules.all_greedy:
+    tokens = _invert(kept, sums if kept is odds else _block_sums(kept), uniforms) if decided is None else decided
+    if decided is None and likeliest is not None and rules.is_greedy is not None:
         tokens = torch.where(rules.is_greedy, likeliest, tokens)
     chosen = odds.gather(1, tokens[:, None])[:, 0]
     return tokens, (chosen.double() / total).log().float()

@@ -14,7 +14,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 
@@ -118,7 +118,7 @@ def _several(answers: CannedAnswer | Sequence[CannedAnswer]) -> list[CannedAnswe
     """One answer (a text or token ids) or several."""
     if isinstance(answers, str) or (len(answers) > 0 and isinstance(answers[0], int)):
         return [answers]
-    return list(answers)
+    return list(cast(Sequence[CannedAnswer], answers))  # the first entry spoke for the others
 
 
 def _read(path: Path) -> dict[str, list[CannedAnswer]]:

@@ -92,7 +92,7 @@ def sequence_seeds(prompts: DataProto, seed: int) -> list[int]:
     uids = (
         [str(uid) for uid in non_tensors["uid"]] if "uid" in non_tensors else [f"row {i}" for i in range(len(prompts))]
     )
-    numbers: Sequence[int] | None = non_tensors.get("sample_index")
+    numbers = non_tensors.get("sample_index")
     seen: Counter[str] = Counter()
     seeds = []
     for row, uid in enumerate(uids):

@@ -288,7 +288,7 @@ def _concat(outputs: list[Any]) -> DataProto | None:
 
 def pad_arguments(
     chunks: int, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[list[Any], dict[str, Any], int, int]:
+) -> tuple[tuple[Any, ...], dict[str, Any], int, int]:
     """Pad every DataProto to a multiple of `chunks` rows if one of them asks for it.
 
     Returns:
@@ -296,11 +296,11 @@ def pad_arguments(
     """
     data = [value for _, value in _named(args, kwargs) if _has_columns(value)]
     if not any(value.is_padding_enabled() for value in data):
-        return list(args), dict(kwargs), 0, 0
+        return tuple(args), dict(kwargs), 0, 0
     padded = {id(value): pad_dataproto_to_divisor(value, chunks) for value in data}
     result, pad_size = padded[id(data[0])]
     return (
-        [padded[id(value)][0] if id(value) in padded else value for value in args],
+        tuple(padded[id(value)][0] if id(value) in padded else value for value in args),
         {key: padded[id(value)][0] if id(value) in padded else value for key, value in kwargs.items()},
         pad_size,
         len(result),

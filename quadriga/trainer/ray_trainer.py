@@ -7,6 +7,7 @@ Each step of the algorithm is one call. What a step needs is asked of the estima
 so that no branch here names an algorithm, an engine or a backend.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from quadriga.algorithms.kl import apply_kl_penalty, get_kl_controller
 from quadriga.algorithms.mismatch import log_prob_mismatch
 from quadriga.algorithms.registry import bind_options, get_adv_estimator_fn
 from quadriga.config import Config
+from quadriga.errors import DataError
 from quadriga.observe.headline import step_fields
 from quadriga.observe.metrics import reduce_metrics
 from quadriga.observe.profiler import Profiler
@@ -92,11 +94,27 @@ class RayPPOTrainer:
                 self.tracking.log(self.validate(), self.global_steps)
             if self.config.trainer.val_only:
                 return
-            while self.global_steps < self.total_training_steps:
-                for batch_dict in self.train_dataloader:
-                    self.finish_step(self.train_step(batch_dict))
-                    if self.is_last_step:
-                        break
+            for batch_dict in self._batches():
+                self.finish_step(self.train_step(batch_dict))
+
+    def _batches(self) -> Iterator[dict[str, Any]]:
+        """Training batches, pass after pass over the data, until the last step."""
+        num_empty = 0
+        while not self.is_last_step:
+            # One pass may be empty: that of a loader which goes on from the very end of an epoch.
+            if num_empty == 2:
+                raise DataError(
+                    "data.train_files",
+                    got="two passes in a row without a batch",
+                    expected="at least one batch a pass",
+                    fix="Check the sampler of data.sampler, if it is your own: it must yield a whole batch of rows.",
+                )
+            num_empty += 1
+            for batch_dict in self.train_dataloader:
+                num_empty = 0
+                yield batch_dict
+                if self.is_last_step:
+                    return
 
     def train_step(self, batch_dict: dict[str, Any]) -> DataProto:
         """The next step, measured: afterwards `metrics` holds its numbers. Returns the batch."""
@@ -226,6 +244,7 @@ class RayPPOTrainer:
                 step=self.global_steps,
                 loader=self.train_dataloader.state_dict(),
                 kl_controller=self.kl_controller.state_dict(),
+                with_random_states="extra" in self.config.actor_rollout_ref.actor.checkpoint.save_contents,
             )
         self.progress.message(f"checkpoint: {self.checkpoints.path(self.global_steps)}")
 
@@ -238,7 +257,8 @@ class RayPPOTrainer:
         self.actor.load_checkpoint(path, self.global_steps)
         if self.critic:
             self.critic.load_checkpoint(path)
-        state = load_run_state(path)
+        contents = self.config.actor_rollout_ref.actor.checkpoint.load_contents
+        state = load_run_state(path, with_random_states="extra" in contents)
         self.train_dataloader.load_state_dict(state["loader"])
         self.kl_controller.load_state_dict(state["kl_controller"])
         print(f"resumed from {path}")

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from quadriga.errors import DataError
+from quadriga.observe.tracking.jsonl import jsonable
 from quadriga.protocol import DataProto
 from quadriga.rewards import RewardOutput
 
@@ -25,17 +25,17 @@ def sample_rows(
     for row in range(len(batch)):
         prompt = batch.batch["prompts"][row][masks[row, :-width]]
         answer = batch.batch["responses"][row][masks[row, -width:]]
-        rows.append(
-            {
-                "uid": batch.non_tensor_batch["uid"][row],
-                "data_source": batch.non_tensor_batch[data_source_key][row],
-                "input": tokenizer.decode(prompt, skip_special_tokens=True),
-                "output": tokenizer.decode(answer, skip_special_tokens=True),
-                "ground_truth": (batch.non_tensor_batch["reward_model"][row] or {}).get("ground_truth"),
-                "score": scores[row],
-                **{name: column[row] for name, column in reward.extra.items()},
-            }
-        )
+        known = {
+            "uid": batch.non_tensor_batch["uid"][row],
+            "data_source": batch.non_tensor_batch[data_source_key][row],
+            "input": tokenizer.decode(prompt, skip_special_tokens=True),
+            "output": tokenizer.decode(answer, skip_special_tokens=True),
+            "ground_truth": (batch.non_tensor_batch["reward_model"][row] or {}).get("ground_truth"),
+            "score": scores[row],
+        }
+        # A grader may give what it adds any name.
+        added = {f"reward/{name}" if name in known else name: column[row] for name, column in reward.extra.items()}
+        rows.append(known | added)
     return rows
 
 
@@ -46,7 +46,7 @@ def write_samples(directory: str | Path, step: int, rows: Iterable[Mapping[str, 
         DataError: they cannot be written.
     """
     path = Path(directory).expanduser() / f"{step}.jsonl"
-    lines = [json.dumps({**row, "step": step}, ensure_ascii=False, default=_plain) + "\n" for row in rows]
+    lines = [json.dumps(jsonable({**row, "step": step}), ensure_ascii=False, allow_nan=False) + "\n" for row in rows]
     aside = path.with_suffix(".unfinished")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -71,9 +71,3 @@ def first_of_each_prompt(rows: Iterable[Mapping[str, Any]], count: int) -> Itera
         if row["uid"] not in seen and len(seen) < count:
             seen.add(row["uid"])
             yield {name: row[name] for name in ("input", "output", "ground_truth", "score")}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, np.generic):
-        return value.item()
-    return value.tolist() if isinstance(value, np.ndarray) else str(value)

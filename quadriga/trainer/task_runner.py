@@ -25,7 +25,9 @@ class TaskRunner:
         try:
             trainer.fit()
         except KeyboardInterrupt:
-            print(f"\ninterrupted in step {trainer.global_steps}. {_how_to_go_on(trainer.checkpoints.newest(), config)}")
+            print(
+                f"\ninterrupted in step {trainer.global_steps}. {_how_to_go_on(trainer.checkpoints.newest(), config)}"
+            )
             raise
         finally:
             trainer.close()

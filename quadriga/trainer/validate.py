@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Validation: answer every held-out prompt with the validation's own sampling, grade, and count."""
 
+from collections.abc import Hashable
 from typing import Any
 
 import numpy as np
@@ -57,7 +58,7 @@ class Validator:
             [row["data_source"] for row in rows],
             [row["uid"] for row in rows],
             {"reward": [row["score"] for row in rows], **_numeric_columns(rows)},
-            [row.get("pred") for row in rows] if any("pred" in row for row in rows) else None,
+            [_comparable(row.get("pred")) for row in rows] if any("pred" in row for row in rows) else None,
         )
         return metrics | errors, list(first_of_each_prompt(rows, trainer.log_val_generations))
 
@@ -74,6 +75,15 @@ class Validator:
         answers = self.actor.generate_sequences(prompts)
         answers.meta_info.pop("metrics", None)
         return DataProto(None, batch.non_tensor_batch).union(answers)
+
+
+def _comparable(prediction: Any) -> Hashable:
+    """What is counted as equal answers: graders may return lists, whose elements count."""
+    try:
+        hash(prediction)
+    except TypeError:
+        return repr(prediction)
+    return prediction
 
 
 _NOT_MEASURED = ("uid", "data_source", "input", "output", "ground_truth", "score", "reward_error", "pred")

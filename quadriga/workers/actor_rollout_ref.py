@@ -12,6 +12,7 @@ from quadriga.engines.fsdp.engine import FSDPEngine
 from quadriga.engines.objectives import PolicyObjective
 from quadriga.engines.schedule import lr_at
 from quadriga.engines.step import infer, update
+from quadriga.errors import EngineError
 from quadriga.observe.machine import release_free_memory
 from quadriga.protocol import DataProto
 from quadriga.rollout import generate_sequences
@@ -89,6 +90,7 @@ class ActorRolloutRefWorker(Worker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Answers to prompts: see `rollout.generate_sequences`."""
+        self._require_known_tokens(prompts.batch["input_ids"])
         prompts.meta_info["weight_version"] = self.weight_version
         answers = generate_sequences(
             self.rollout.engine,
@@ -100,6 +102,16 @@ class ActorRolloutRefWorker(Worker):
         )
         release_free_memory()
         return answers
+
+    def _require_known_tokens(self, input_ids: torch.Tensor) -> None:
+        size = self.actor.scorer.model.get_input_embeddings().num_embeddings
+        if input_ids.numel() and int(input_ids.max()) >= size:
+            raise EngineError(
+                "prompts",
+                got=f"token id {int(input_ids.max())}",
+                expected=f"ids below {size}, the size of the model's vocabulary",
+                fix="Use the model's own tokenizer: see data.tokenizer.",
+            )
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_log_prob(self, data: DataProto) -> DataProto:

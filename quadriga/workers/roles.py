@@ -13,13 +13,12 @@ from quadriga.engines.base import TrainEngine
 from quadriga.engines.fsdp.engine import FSDPEngine, Training
 from quadriga.engines.micro_batches import MicroBatching
 from quadriga.engines.step import Passes
-from quadriga.errors import CheckpointError, QuadrigaError
+from quadriga.errors import CheckpointError, ConfigError, QuadrigaError
 from quadriga.models.flops import peak_flops
 from quadriga.models.load import load_causal_lm
 from quadriga.models.scorers import PolicyScorer, ValueScorer
 from quadriga.observe.machine import Choice, choose_dtype
 from quadriga.observe.metrics import Metric
-
 
 HF_FOLDER = "huggingface"
 """Where a role's part of a checkpoint has the model that `hf_model` asks for."""
@@ -43,10 +42,22 @@ class RunFacts:
 
 
 def choose_device(wish: str) -> torch.device:
-    """`auto` is the accelerator where there is one."""
-    if wish != "auto":
-        return torch.device(wish)
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    """`auto` is the accelerator where there is one.
+
+    Raises:
+        ConfigError: there is no such device here.
+    """
+    if wish == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.empty(0, device=wish).device
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(
+            "trainer.device",
+            got=f"{wish!r} ({str(error).strip().partition(chr(10))[0]})",
+            expected="a device that torch can use here",
+            fix="Set trainer.device=auto; `quadriga doctor` says what there is.",
+        ) from error
 
 
 def load_policy(config: Config, dtype: torch.dtype, device: torch.device) -> PolicyScorer:

@@ -189,3 +189,23 @@ def metric_lines() -> Callable[[Path], list[dict[str, Any]]]:
         ]
 
     return read
+
+
+def members_of_session(session: int) -> list[int]:
+    """Processes of a session that still live."""
+    members = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if int(fields[3]) == session and fields[0] != "Z":
+                members.append(int(entry.name))
+    return members
+
+
+@pytest.fixture(scope="session")
+def session_members() -> Callable[[int], list[int]]:
+    """The processes of a session that still live."""
+    return members_of_session

@@ -115,9 +115,7 @@ def test_remax_subtracts_the_greedy_answer(train: Train, user_file: Callable, ho
     assert "timing_s/gen_max" in lines[0]
     assert any(line["critic/advantages/max"] != line["critic/advantages/min"] for line in lines)
     cold = read_jsonl(
-        train(
-            "algorithm.adv_estimator=remax", "actor_rollout_ref.rollout.temperature=1e-6", run="cold"
-        )
+        train("algorithm.adv_estimator=remax", "actor_rollout_ref.rollout.temperature=1e-6", run="cold")
         / "metrics.jsonl"
     )
     assert all(line["critic/advantages/max"] == line["critic/advantages/min"] == 0 for line in cold)
@@ -206,7 +204,7 @@ def test_divergence_counts_in_the_loss(train: Train, metric_lines: Lines) -> Non
 
 
 def test_data_set_and_sampler_learn_from_each_batch(train: Train, user_file: Callable, tmp_path: Path) -> None:
-    """A curriculum: the user's data set hears of each batch after its update, and the user's sampler chooses the next."""
+    """A curriculum: the user's data set hears of each batch after its update, and the sampler chooses the next."""
     told = tmp_path / "told.txt"
     classes = user_file(
         "curriculum.py",
@@ -216,7 +214,8 @@ def test_data_set_and_sampler_learn_from_each_batch(train: Train, user_file: Cal
         "class Rows(RLHFDataset):\n"
         "    def on_batch_end(self, batch):\n"
         f"        with Path({str(told)!r}).open('a') as file:\n"
-        "            file.write(f\"{batch.meta_info['global_steps']} {len(batch)} {'advantages' in batch.batch.keys()}\\n\")\n\n"
+        "            step, learned = batch.meta_info['global_steps'], 'advantages' in batch.batch.keys()\n"
+        "            file.write(f'{step} {len(batch)} {learned}\\n')\n\n"
         "class First(Sampler):\n"
         "    def __init__(self, data_source, data_config):\n"
         "        self.rows, self.turn = len(data_source), 0\n"

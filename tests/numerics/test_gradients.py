@@ -2,6 +2,7 @@
 """The gradient of an update, against one written out with Hugging Face's eager attention on padded rows."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -40,10 +41,12 @@ class Recording(FSDPEngine):
         return OptimizerStep(0.0, is_applied=True)
 
 
-def gradients(model: PreTrainedModel, batch: DataProto, config: ActorConfig, micro: MicroBatching) -> dict[str, Tensor]:
+def gradients(
+    model: PreTrainedModel, batch: DataProto, config: ActorConfig, micro: MicroBatching, **options: Any
+) -> dict[str, Tensor]:
     training = Training(OptimConfig(), grad_clip=1.0, max_nonfinite_steps=3)
     device = torch.device("cpu")
-    engine = Recording(PolicyScorer(model), dtype=torch.float32, device=device, training=training)
+    engine = Recording(PolicyScorer(model), dtype=torch.float32, device=device, training=training, **options)
     update(engine, batch, PolicyObjective(config), Passes(len(batch), 1, micro), lr=1e-3, temperature=0.7)
     return engine.recorded
 
@@ -108,6 +111,20 @@ def test_gradient_with_entropy_and_divergence(make_model: Callable, batch: DataP
     expected = reference_gradients(make_model("eager"), batch, config)
     for micro in (WHOLE, CUTS["three"]):
         assert largest_difference(gradients(make_model(), batch, config, micro), expected) < 1e-5
+
+
+def test_gradient_checkpointing_changes_no_bit(make_model: Callable, batch: DataProto) -> None:
+    """Layers are computed twice and give what they gave. Does not show how much memory that saves."""
+    results, calls = [], []
+    for use_gradient_checkpointing in (False, True):
+        model, seen = make_model(), []
+        model.model.layers[0].mlp.register_forward_pre_hook(lambda *_, seen=seen: seen.append(1))
+        options = {"use_gradient_checkpointing": use_gradient_checkpointing}
+        results.append(gradients(model, batch, ActorConfig(), WHOLE, **options))
+        calls.append(len(seen))
+    assert calls == [1, 2]
+    for name, gradient in results[0].items():
+        torch.testing.assert_close(results[1][name], gradient, rtol=0, atol=0)
 
 
 def test_log_probs_and_entropies(make_model: Callable, batch: DataProto) -> None:

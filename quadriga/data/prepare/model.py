@@ -18,9 +18,10 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from quadriga.data.storage import make_directory, write_json, written_aside
+from quadriga.data.tokenizing import read_tokenizer
 from quadriga.errors import DataError
 
 MANIFEST = "quadriga_model.json"
@@ -152,7 +153,7 @@ def _load_gguf(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
             fix=f"pip install {' '.join(missing)}.",
         )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        tokenizer = read_tokenizer(file.parent, gguf_file=file.name)
         model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     except Exception as error:
         # A reader of a binary format fails on a damaged file wherever it happens to stand.
@@ -177,7 +178,7 @@ def _load_gguf(file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 def _load_pretrained(name_or_path: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name_or_path)
+        tokenizer = read_tokenizer(name_or_path)
         model = AutoModelForCausalLM.from_pretrained(name_or_path, dtype="auto")
     except (OSError, ValueError) as error:
         known = ", ".join(PACKAGED_MODELS)

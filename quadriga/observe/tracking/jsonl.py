@@ -74,7 +74,7 @@ class _LineFile:
             _put_aside(path)
 
     def append(self, record: Mapping[str, Any]) -> None:
-        line = json.dumps(_jsonable(record), ensure_ascii=False, allow_nan=False).encode() + b"\n"
+        line = json.dumps(jsonable(record), ensure_ascii=False, allow_nan=False).encode() + b"\n"
         if self._descriptor is None:
             self._descriptor = self._system(lambda: os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644))
         size = os.fstat(self._descriptor).st_size
@@ -151,7 +151,7 @@ def _parse(line: bytes, path: Path, number: int) -> dict[str, Any]:
     return record
 
 
-def _jsonable(value: Any) -> Any:
+def jsonable(value: Any) -> Any:
     """Plain JSON values; what has no JSON form (a tensor, an object of the user's) is written as its text."""
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
@@ -160,7 +160,7 @@ def _jsonable(value: Any) -> Any:
     if value is None or isinstance(value, str | int | float):
         return value
     if isinstance(value, Mapping):
-        return {str(key): _jsonable(entry) for key, entry in value.items()}
+        return {str(key): jsonable(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_jsonable(entry) for entry in value]
+        return [jsonable(entry) for entry in value]
     return str(value)

@@ -3,8 +3,12 @@
 
 The scorer wants the entry that the task generated. A row carries it in `extra_info`: as "entry", or as "metadata"
 (with the ground truth as the entry's answer). Either may be JSON text, which is how a parquet file keeps entries of
-different shapes. The answer is what stands in the last `<answer>` tags of the response, or the whole response where
-there are none.
+different shapes; {"__tuple__": [...]} in that text stands for a tuple, which some scorers tell from a list. The answer
+is what stands in the last `<answer>` tags of the response, or the whole response where there are none.
+
+Some of the library's scorers raise on an answer that they cannot parse: prime_factorization on "foo bar", coin_flip on
+"1e400", game_of_life on "{}", boxnet on "[[1]]". That is a wrong answer. A scorer that cannot judge the entry's own
+answer either, or misses a key of the entry, has found a fault of the row, and its error goes up.
 """
 
 import json
@@ -17,6 +21,22 @@ from reasoning_gym.utils import extract_answer
 
 SOURCE_PREFIX = "reasoning_gym/"
 
+# What a scorer may raise over the text of an answer: not a number, too large a one, or JSON of another shape.
+_MALFORMED = (ValueError, TypeError, ArithmeticError, LookupError, AttributeError, RecursionError)
+# The answer that says nothing, for entries without one of their own: no move, no colour.
+_EMPTY_ANSWER = "{}"
+
+
+class MissingKey(KeyError):
+    """The entry lacks something that the scorer of its task wants."""
+
+
+class _Record(dict[str, Any]):
+    """A dict that tells its own missing keys from those of a parsed answer."""
+
+    def __missing__(self, key: str) -> Any:
+        raise MissingKey(f"extra_info: the entry has no {key!r}, which the scorer of its task wants")
+
 
 def compute_score(
     solution_str: str, ground_truth: str | None, extra_info: dict[str, Any] | None = None, *, task: str = ""
@@ -28,33 +48,55 @@ def compute_score(
         ground_truth: the entry's answer, used where `extra_info` does not hold the whole entry.
         extra_info: "entry" or "metadata", see above.
         task: name of the task; without it the entry's `metadata["source_dataset"]`.
+
+    Raises:
+        ValueError: there is no entry, or no such task.
+        MissingKey: the entry is incomplete. What else a scorer raises over a faulty entry goes up as it is.
     """
     entry = _entry(ground_truth, extra_info or {})
     name = task or (entry.get("metadata") or {}).get("source_dataset") or ""
     answer = extract_answer(solution_str)
     if answer is None:
         answer = solution_str.strip()
-    return {"score": float(_scorer(name)(answer=answer, entry=entry)), "pred": answer}
+    return {"score": _score(_scorer(name), answer, entry), "pred": answer}
 
 
-def _entry(ground_truth: str | None, extra_info: Mapping[str, Any]) -> dict[str, Any]:
+def _score(scorer: Callable[..., float], answer: str, entry: _Record) -> float:
+    try:
+        return float(scorer(answer=answer, entry=entry))
+    except MissingKey:
+        raise
+    except _MALFORMED:
+        # Is the answer to blame, or the row? The row's own answer tells: this raises if it is the row.
+        reference = entry.get("answer")
+        scorer(answer=_EMPTY_ANSWER if reference is None else reference, entry=entry)
+        return 0.0
+
+
+def _entry(ground_truth: str | None, extra_info: Mapping[str, Any]) -> _Record:
     if extra_info.get("entry") is not None:
-        return _decoded(extra_info["entry"], "entry")
+        entry = _decoded(extra_info["entry"], "entry")
+        metadata = entry.get("metadata")
+        return _Record({**entry, "metadata": _Record(metadata)}) if isinstance(metadata, Mapping) else entry
     if extra_info.get("metadata") is None:
         got = f"the keys {sorted(extra_info)}" if extra_info else "nothing"
         raise ValueError(f"extra_info: got {got}, expected the reasoning-gym 'entry' or its 'metadata'")
-    return {
-        "question": extra_info.get("question", ""),
-        "answer": ground_truth,
-        "metadata": _decoded(extra_info["metadata"], "metadata"),
-    }
+    return _Record(
+        question=extra_info.get("question", ""),
+        answer=ground_truth,
+        metadata=_decoded(extra_info["metadata"], "metadata"),
+    )
 
 
-def _decoded(value: Any, key: str) -> dict[str, Any]:
-    decoded = json.loads(value) if isinstance(value, str) else value
+def _decoded(value: Any, key: str) -> _Record:
+    decoded = json.loads(value, object_hook=_tuples) if isinstance(value, str) else value
     if not isinstance(decoded, Mapping):
         raise ValueError(f"extra_info[{key!r}]: got {type(decoded).__name__}, expected a dict or a dict as JSON text")
-    return dict(decoded)
+    return _Record(decoded)
+
+
+def _tuples(value: dict[str, Any]) -> Any:
+    return tuple(value["__tuple__"]) if value.keys() == {"__tuple__"} else value
 
 
 @cache

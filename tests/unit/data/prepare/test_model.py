@@ -130,7 +130,7 @@ def test_a_gguf_file_becomes_plain_float32(make_tokenizer, tmp_path: Path, monke
     gguf = pytest.importorskip("gguf")
     pytest.importorskip("accelerate")
     weights = write_gguf(gguf, tmp_path / "tiny.gguf")
-    monkeypatch.setattr(preparation.AutoTokenizer, "from_pretrained", lambda *_, **__: make_tokenizer())
+    monkeypatch.setattr(preparation, "read_tokenizer", lambda *_, **__: make_tokenizer())
     output = prepare_model(str(tmp_path / "tiny.gguf"), tmp_path / "out")
     monkeypatch.undo()
     model = AutoModelForCausalLM.from_pretrained(output)

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The numbers about a batch, computed by hand."""
+
+import pytest
+import torch
+
+from quadriga.protocol import DataProto
+from quadriga.trainer.metrics import data_metrics, explained_variance, performance_metrics, spread
+
+
+@pytest.fixture
+def batch() -> DataProto:
+    """Two prompts of 1 and 2 tokens; answers of 3 (the whole width) and 1."""
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
+    return DataProto.from_dict(
+        tensors={
+            "attention_mask": torch.cat([torch.tensor([[0, 1], [1, 1]]), mask], -1),
+            "response_mask": mask,
+            "token_level_scores": torch.tensor([[0.0, 0.0, 1.0], [0.5, 0.0, 0.0]]),
+            "token_level_rewards": torch.tensor([[0.0, -0.5, 1.0], [0.5, 0.0, 0.0]]),
+            # Behind the mask stands what must not count.
+            "advantages": torch.tensor([[1.0, 2.0, 3.0], [-2.0, 99.0, 99.0]]),
+            "returns": torch.tensor([[1.0, 2.0, 3.0], [2.0, 99.0, 99.0]]),
+            "values": torch.tensor([[1.0, 2.0, 2.0], [2.0, -99.0, 99.0]]),
+        }
+    )
+
+
+def test_data_metrics(batch: DataProto) -> None:
+    metrics = data_metrics(batch)
+    expected = {
+        "critic/score/mean": 0.75,
+        "critic/score/max": 1.0,
+        "critic/rewards/mean": 0.5,
+        "critic/advantages/mean": 1.0,
+        "critic/advantages/min": -2.0,
+        "critic/advantages/max": 3.0,
+        "critic/values/max": 2.0,
+        "response_length/mean": 2.0,
+        "response_length/clip_ratio": 0.5,
+        "prompt_length/mean": 1.5,
+        "prompt_length/max": 2.0,
+        # returns 1 2 3 2 have variance 1/2, the errors 0 0 1 0 have 3/16
+        "critic/vf_explained_var": 1 - (3 / 16) / (1 / 2),
+    }
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected)
+
+
+def test_batch_without_values_or_answers(batch: DataProto) -> None:
+    batch.batch.pop("values")
+    batch.batch["response_mask"] = torch.zeros(2, 3, dtype=torch.int64)
+    metrics = data_metrics(batch)
+    assert not [name for name in metrics if "values" in name or "advantages" in name or "explained" in name]
+
+
+def test_equal_returns_have_no_variance_to_explain(batch: DataProto) -> None:
+    batch.batch["returns"] = torch.ones(2, 3)
+    assert explained_variance(batch, batch.batch["response_mask"].bool()) == 0.0
+
+
+def test_spread() -> None:
+    assert spread("x", torch.tensor([1, 2, 6])) == {"x/mean": 3.0, "x/max": 6.0, "x/min": 1.0}
+
+
+def test_performance_metrics(batch: DataProto) -> None:
+    metrics = performance_metrics(batch, {"step": 2.0, "gen": 0.5})
+    assert metrics["perf/total_num_tokens"] == 7
+    assert metrics["perf/throughput"] == 3.5
+    assert metrics["perf/generated_tokens_per_s"] == 8.0
+    assert (metrics["timing_s/step"], metrics["timing_s/gen"]) == (2.0, 0.5)
+    assert 0 < metrics["perf/memory_resident_gib"] <= metrics["perf/memory_peak_gib"]

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a step computes follows from the estimator and the configuration."""
+
+from pathlib import Path
+
+import pytest
+
+from quadriga.config import Config
+from quadriga.trainer.needs import Needs
+
+ONE_UPDATE = {
+    "data": {"train_batch_size": 8},
+    "actor_rollout_ref": {"actor": {"ppo_mini_batch_size": 8}},
+}
+
+
+def needs(*, actor: dict | None = None, **algorithm: object) -> Needs:
+    """Of a run with one update a batch, unless `actor` says otherwise."""
+    tree = {
+        **ONE_UPDATE,
+        "actor_rollout_ref": {"actor": {"ppo_mini_batch_size": 8} | (actor or {})},
+        "algorithm": algorithm,
+    }
+    return Needs.of(Config(**tree))
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    [
+        ("grpo", Needs(critic=False, greedy_baseline=False, reference=False, old_log_probs=False)),
+        ("gae", Needs(critic=True, greedy_baseline=False, reference=False, old_log_probs=False)),
+        ("remax", Needs(critic=False, greedy_baseline=True, reference=False, old_log_probs=False)),
+    ],
+)
+def test_estimators_ask_for_what_they_read(estimator: str, expected: Needs) -> None:
+    assert needs(adv_estimator=estimator) == expected
+
+
+def test_estimator_of_a_users_file(tmp_path: Path) -> None:
+    """Its parameters are read like those of our own."""
+    file = tmp_path / "mine.py"
+    file.write_text("def mine(token_level_rewards, response_mask, values, ref_log_prob, old_log_probs):\n    pass\n")
+    expected = Needs(critic=True, greedy_baseline=False, reference=True, old_log_probs=True)
+    assert needs(adv_estimator=f"{file}:mine") == expected
+
+
+def test_divergence_brings_the_reference() -> None:
+    assert needs(actor={"use_kl_loss": True}).reference
+    in_reward = needs(use_kl_in_reward=True)
+    assert in_reward.reference and in_reward.old_log_probs
+
+
+@pytest.mark.parametrize("actor", [{"ppo_mini_batch_size": 4}, {"ppo_epochs": 2}, {"ppo_mini_batch_size": 7}])
+def test_several_updates_need_old_log_probs(actor: dict) -> None:
+    assert needs(actor=actor).old_log_probs
+    assert "several updates" in needs(actor=actor).describe()["old log-probs"]
+
+
+def test_one_update_says_why_it_needs_none() -> None:
+    """A mini-batch larger than the batch is one update too."""
+    assert not needs(actor={"ppo_mini_batch_size": 64}).old_log_probs
+    assert "no pass" in needs().describe()["old log-probs"]

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers as rows for people, and as files that are whole."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from quadriga.errors import DataError
+from quadriga.protocol import DataProto
+from quadriga.trainer.samples import first_of_each_prompt, sample_rows, write_samples
+
+
+def test_rows_hold_texts_without_padding_and_special_tokens(
+    answers: DataProto, graded: Callable, tokenizer: object
+) -> None:
+    rows = sample_rows(answers, graded([1.0, 0.5, 0.0], acc=[1, 0, None]), tokenizer, "data_source")
+    assert rows[0] == {
+        "uid": "p",
+        "data_source": "x",
+        "input": "a",
+        "output": "bc",
+        "ground_truth": "bc",
+        "score": 1.0,
+        "acc": 1,
+    }
+    assert [(row["input"], row["output"], row["ground_truth"]) for row in rows[1:]] == [
+        ("a", "b", "bc"),
+        ("ab", "c", None),
+    ]
+
+
+def test_grader_cannot_overwrite_what_was_asked_and_answered(
+    answers: DataProto, graded: Callable, tokenizer: object
+) -> None:
+    """A grader may return any name beside its score."""
+    rows = sample_rows(answers, graded([1.0, 0.5, 0.0], output=["x", "y", "z"]), tokenizer, "data_source")
+    assert rows[0]["output"] == "bc"
+    assert rows[0]["reward/output"] == "x"
+
+
+def test_file_has_a_line_for_each_row(tmp_path: Path) -> None:
+    """Whatever graders return is written: numpy's numbers and arrays, texts of any language, objects by their text."""
+    rows = [
+        {"score": np.float32(0.5), "tokens": np.arange(2), "text": "größer\nals"},
+        {
+            "score": 1.0,
+            "path": Path("x"),
+            "rate": float("nan"),
+            "nested": {"rates": [float("inf"), np.float64("-inf")]},
+        },
+    ]
+    path = write_samples(tmp_path / "deep" / "er", 7, rows)
+    assert path == tmp_path / "deep" / "er" / "7.jsonl"
+    # Strict JSON, which has no word for NaN.
+    read = [json.loads(line, parse_constant=pytest.fail) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert read == [
+        {"score": 0.5, "tokens": [0, 1], "text": "größer\nals", "step": 7},
+        {"score": 1.0, "path": "x", "rate": "NaN", "nested": {"rates": ["Infinity", "-Infinity"]}, "step": 7},
+    ]
+    assert [entry.name for entry in path.parent.iterdir()] == ["7.jsonl"]
+
+
+def test_later_rows_of_a_step_replace_earlier_ones(tmp_path: Path) -> None:
+    """A resumed run writes the steps behind its checkpoint again."""
+    write_samples(tmp_path, 1, [{"score": 0.0}, {"score": 0.0}])
+    path = write_samples(tmp_path, 1, [{"score": 1.0}])
+    assert [json.loads(line)["score"] for line in path.read_text().splitlines()] == [1.0]
+
+
+def test_place_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match=r"1\.jsonl: got .*Free space"):
+        write_samples(tmp_path / "file" / "below", 1, [{"score": 1.0}])
+
+
+@pytest.mark.parametrize(("count", "expected"), [(0, []), (1, ["a"]), (2, ["a", "c"]), (9, ["a", "c"])])
+def test_first_of_each_prompt(count: int, expected: list[str]) -> None:
+    rows = [
+        {"uid": uid, "input": "?", "output": output, "ground_truth": None, "score": 0.0, "extra": 1}
+        for uid, output in (("p", "a"), ("p", "b"), ("q", "c"))
+    ]
+    chosen = list(first_of_each_prompt(rows, count))
+    assert [row["output"] for row in chosen] == expected
+    assert all(set(row) == {"input", "output", "ground_truth", "score"} for row in chosen)
