@@ -16,14 +16,16 @@ def log_prob_mismatch(log_prob: Tensor, rollout_log_probs: Tensor, response_mask
     Args:
         log_prob: [B, T] of the trainer.
         rollout_log_probs: [B, T] of the rollout.
-        response_mask: [B, T], with at least one token.
+        response_mask: [B, T]
 
     Returns:
         `log_prob_diff_mean`, `log_prob_diff_max`: absolute differences, in nats;
-        `prob_diff_mean`: absolute difference of the probabilities.
+        `prob_diff_mean`: absolute difference of the probabilities. Zeros where the mask is empty.
     """
     mask = response_mask.bool()
-    ours, theirs = log_prob[mask].detach().float(), rollout_log_probs[mask].float()
+    ours, theirs = log_prob[mask].detach().float(), rollout_log_probs[mask].detach().float()
+    if not ours.numel():
+        ours = theirs = ours.new_zeros(1)
     distance = (ours - theirs).abs()
     return {
         "log_prob_diff_mean": float(distance.mean()),

@@ -17,7 +17,7 @@ from pathlib import Path
 import quadriga
 from quadriga import observe
 from quadriga.errors import ConfigError
-from quadriga.observe import probe_capabilities
+from quadriga.observe.probe import probe_capabilities, release_numbers
 
 GIB = 1024**3
 LEAST_PYTHON = (3, 11)
@@ -43,7 +43,7 @@ class Requirement:
         """Why it will not do; empty if it will."""
         if not self.found:
             return f"not installed; pip install '{self.package}{'>=' + self.least if self.least else ''}'"
-        if _numbers(self.found) < _numbers(self.least):
+        if release_numbers(self.found) < release_numbers(self.least):
             return f"too old; pip install -U '{self.package}>={self.least}'"
         return ""
 
@@ -53,10 +53,11 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="quadriga doctor", description="Says what is installed and usable here, and what is not and why."
     )
-    parser.parse_args(list(argv))
+    parser.add_argument("--try-all", action="store_true", help="import every extra, also those that take seconds")
+    options = parser.parse_args(list(argv))
     print(f"quadriga {quadriga.__version__}, in {Path(quadriga.__file__).parent}")
     is_sound = _report_core(core_requirements())
-    _report_extras()
+    _report_extras(options.try_all)
     is_sound = _report_machine() and is_sound
     print(
         "\nEverything that the core needs is here."
@@ -100,11 +101,11 @@ def _report_core(requirements: Sequence[Requirement]) -> bool:
     return python_is_fine and not any(one.problem for one in requirements)
 
 
-def _report_extras() -> None:
+def _report_extras(try_all: bool) -> None:
     print("\nExtras", flush=True)
-    for one in probe_capabilities():
-        reason = one.purpose if one.is_usable else f"{one.purpose}: {one.reason}"
-        _line(one.is_usable, one.package, one.version, reason, no="no")
+    for one in probe_capabilities(try_all=try_all):
+        remark = f"{one.purpose} ({one.reason})" if one.is_usable else f"{one.purpose}: {one.reason}"
+        _line(one.is_usable, one.package, one.version, remark, no="no")
     there = ", ".join(f"{name} {installed_version(name) or '(not installed)'}" for name in _UNUSED)
     print(f"  not used: {there}")
 
@@ -146,9 +147,3 @@ def _free_memory_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    """The leading release numbers of a version: "2.13.0+cpu" -> (2, 13, 0)."""
-    release = re.match(r"\d+(?:\.\d+)*", text)
-    return tuple(int(part) for part in release.group().split(".")) if release else ()

@@ -29,6 +29,13 @@ def main(argv: list[str]) -> int:
     for place in (folder.parent, folder.parent.parent):
         if (place / MANIFEST).is_file():
             verify(place)
+    if arguments.output.resolve() == folder.resolve():
+        raise CheckpointError(
+            f"--output {arguments.output}",
+            got="the folder that is exported",
+            expected="another one",
+            fix="Writing would replace its weights by rounded ones.",
+        )
     disable_progress_bar()
     model, tokenizer = _load(folder, getattr(torch, arguments.dtype))
     _save(model, tokenizer, arguments.output)

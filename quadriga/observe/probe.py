@@ -1,37 +1,54 @@
 # SPDX-License-Identifier: Apache-2.0
 """What this environment can do: which optional packages are there, whether they work, and if not, why.
 
-"Installed" is not "usable": a package may be too old, or fail to load for want of a system library. So each one is
-imported, in a process of its own, where a crash or a hang of it hurts nobody.
+"Installed" is not "usable": a package may be too old, or fail to load for want of another one. Those that load quickly
+are imported, each in a process of its own, where a crash or a hang hurts nobody. Of the others, which take seconds, the
+versions of what they require are compared, and the report says that they were not tried.
 """
 
+import importlib.util
 import re
 import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, requires, version
 
 IMPORT_TIMEOUT_S = 60.0
 # Imports at the same time; more would only make each other slow.
 NUM_IMPORTS = 2
+NOT_TRIED = "installed, not tried"
+_REQUIREMENT = re.compile(r"(?P<name>[A-Za-z0-9_.\-]+)(?:\[[^\]]*\])?\s*\(?(?P<bounds>[^;)]*)\)?")
+_BOUND = re.compile(r"(>=|<=|<|>)\s*([0-9.]+)")
 
 
 @dataclass(frozen=True, slots=True)
 class Extra:
-    """An optional package: its distribution, the module it is imported as, the least version, what it is for."""
+    """An optional package: its distribution, the module it is imported as, the least version, what it is for.
+
+    `is_quick` says whether it loads in less than a second.
+    """
 
     package: str
     module: str
     least: str
     purpose: str
     install: str
+    is_quick: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Capability:
-    """What the probe found out about one package. `version` is empty when it is not installed."""
+    """What the probe found out about one package.
+
+    Attributes:
+        package: the distribution.
+        version: empty when it is not installed.
+        is_usable: whether nothing speaks against it; `reason` says whether it was tried.
+        reason: "imports", `NOT_TRIED`, or why it is not usable.
+        purpose: what it is for.
+    """
 
     package: str
     version: str
@@ -41,43 +58,92 @@ class Capability:
 
 
 EXTRAS = (
-    Extra("gguf", "gguf", "0.10", "reads a model from a GGUF file", "quadriga[gguf]"),
+    Extra("gguf", "gguf", "0.10", "reads a model from a GGUF file", "quadriga[gguf]", is_quick=True),
     Extra("accelerate", "accelerate", "1.0", "reads a model from a GGUF file", "quadriga[gguf]"),
-    Extra("matplotlib", "matplotlib", "3.8", "draws the learning curve", "quadriga[plot]"),
-    Extra("math-verify", "math_verify", "0.8", "grades mathematics", "quadriga[math]"),
+    Extra("matplotlib", "matplotlib", "3.8", "draws the learning curve", "quadriga[plot]", is_quick=True),
+    Extra("math-verify", "math_verify", "0.8", "grades mathematics", "quadriga[math]", is_quick=True),
     Extra("reasoning-gym", "reasoning_gym", "0.1.20", "verifiable tasks and their graders", "quadriga[reasoning-gym]"),
-    Extra("tensorboard", "tensorboard", "2.16", "tracks runs in event files", "quadriga[tensorboard]"),
+    Extra("tensorboard", "tensorboard", "2.16", "tracks runs in event files", "quadriga[tensorboard]", is_quick=True),
     Extra("wandb", "wandb", "0.18", "tracks runs at Weights & Biases", "quadriga[wandb]"),
     Extra("mlflow", "mlflow", "2.16", "tracks runs with MLflow", "quadriga[mlflow]"),
     Extra("swanlab", "swanlab", "0.6", "tracks runs with SwanLab", "quadriga[swanlab]"),
 )
 
 
-def probe_capabilities(extras: Sequence[Extra] = EXTRAS, timeout_s: float = IMPORT_TIMEOUT_S) -> list[Capability]:
-    """Look at each optional package, in the order given."""
+def probe_capabilities(
+    extras: Sequence[Extra] = EXTRAS, timeout_s: float = IMPORT_TIMEOUT_S, *, try_all: bool = False
+) -> list[Capability]:
+    """Look at each optional package, in the order given.
+
+    Args:
+        extras: the packages.
+        timeout_s: after which an import is given up.
+        try_all: whether those that take seconds to load are imported too.
+    """
     with ThreadPoolExecutor(NUM_IMPORTS) as pool:
-        return list(pool.map(lambda extra: _probe(extra, timeout_s), extras))
+        return list(pool.map(lambda extra: _probe(extra, timeout_s, extra.is_quick or try_all), extras))
 
 
-def _probe(extra: Extra, timeout_s: float) -> Capability:
-    found = _installed_version(extra.package)
+def release_numbers(text: str) -> tuple[int, ...]:
+    """The leading release numbers of a version: "2.13.0+cpu" -> (2, 13, 0)."""
+    release = re.match(r"\d+(?:\.\d+)*", text)
+    return tuple(int(part) for part in release.group().split(".")) if release else ()
+
+
+def _probe(extra: Extra, timeout_s: float, is_tried: bool) -> Capability:
+    distribution, found = _installed(extra.package)
     if not found:
-        reason = f"not installed; pip install '{extra.install}'"
-    elif _numbers(found) < _numbers(extra.least):
-        reason = f"too old; {extra.least} or later is needed: pip install -U '{extra.install}'"
+        problem = f"not installed; pip install '{extra.install}'"
+    elif release_numbers(found) < release_numbers(extra.least):
+        problem = f"too old; {extra.least} or later is needed: pip install -U '{extra.install}'"
+    elif is_tried:
+        problem = _import_problem(extra.module, timeout_s)
     else:
-        reason = _import_problem(extra.module, timeout_s)
-    return Capability(extra.package, found, not reason, reason or "imports", extra.purpose)
+        problem = _unmet_problem(extra.module, distribution)
+    fine = "imports" if is_tried else NOT_TRIED
+    return Capability(extra.package, found, not problem, problem or fine, extra.purpose)
 
 
-def _installed_version(package: str) -> str:
+def _installed(package: str) -> tuple[str, str]:
+    """The distribution that is installed, and its version; the latter empty if there is none."""
     # mlflow also comes as a smaller distribution with the same module, which is all that tracking needs.
     for name in (package, f"{package}-skinny"):
         try:
-            return version(name)
+            return name, version(name)
         except PackageNotFoundError:
             continue
+    return package, ""
+
+
+def _unmet_problem(module: str, distribution: str) -> str:
+    """What can be known without an import: is the module there, and what the distribution requires. Empty if it is.
+
+    Requirements for some systems or some versions of Python only are not looked at, nor are single versions ruled out.
+    """
+    if importlib.util.find_spec(module) is None:
+        return f"{NOT_TRIED}: there is no module {module}"
+    for line in requires(distribution) or ():
+        wanted = _REQUIREMENT.match(line)
+        if wanted is None or ";" in line:
+            continue
+        _, found = _installed(wanted["name"])
+        if not found:
+            return f"{NOT_TRIED}: it requires {wanted['name']}, which is not installed"
+        if not all(_is_within(found, side, bound) for side, bound in _BOUND.findall(wanted["bounds"])):
+            return f"{NOT_TRIED}: it requires {wanted['name']}{wanted['bounds'].strip()}, and {found} is installed"
     return ""
+
+
+def _is_within(found: str, side: str, bound: str) -> bool:
+    have, limit = (_without_zeros(release_numbers(text)) for text in (found, bound))
+    return {">=": have >= limit, "<=": have <= limit, ">": have > limit, "<": have < limit}[side]
+
+
+def _without_zeros(numbers: tuple[int, ...]) -> tuple[int, ...]:
+    """2.0.0 is 2."""
+    while numbers and numbers[-1] == 0:
+        numbers = numbers[:-1]
+    return numbers
 
 
 def _import_problem(module: str, timeout_s: float) -> str:
@@ -93,9 +159,3 @@ def _import_problem(module: str, timeout_s: float) -> str:
         return ""
     last_line = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
     return f"does not import: {last_line}"
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    """The leading release numbers of a version: "2.13.0+cpu" -> (2, 13, 0)."""
-    release = re.match(r"\d+(?:\.\d+)*", text)
-    return tuple(int(part) for part in release.group().split(".")) if release else ()

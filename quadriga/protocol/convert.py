@@ -22,7 +22,7 @@ def split_tensordict(tensor_dict: TensorDict) -> tuple[TensorDict | None, dict[s
     tensors: dict[str, Any] = {}
     arrays: dict[str, np.ndarray] = {}
     facts: dict[str, Any] = {}
-    for key in tensor_dict.keys():  # noqa: SIM118 - a TensorDict iterates over rows
+    for key in tensor_dict.keys():  # a TensorDict iterates over rows
         value = tensor_dict.get(key)
         if isinstance(value, NonTensorStack):
             arrays[key] = object_array(value.tolist())

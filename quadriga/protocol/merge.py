@@ -243,7 +243,7 @@ def concat_tensors(parts: Sequence[TensorDict]) -> TensorDict:
     _check_same_keys("batch", parts)
     rows = sum(part.batch_size[0] for part in parts)
     columns: dict[str, Any] = {}
-    for key in parts[0].keys():  # noqa: SIM118 - a TensorDict iterates over rows
+    for key in parts[0].keys():  # a TensorDict iterates over rows
         values = [part[key] for part in parts]
         if isinstance(values[0], TensorDict):
             columns[key] = concat_tensors(values)

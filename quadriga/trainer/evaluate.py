@@ -9,6 +9,7 @@ import torch
 
 from quadriga.config import Config
 from quadriga.data.positions import compute_position_id_with_mask
+from quadriga.data.tokenizing import ChatEncoder
 from quadriga.errors import DataError
 from quadriga.observe.progress import Progress
 from quadriga.protocol import DataProto
@@ -65,12 +66,9 @@ def answer(config: Config, chats: Sequence[list[dict[str, str]]]) -> list[list[s
 
 def _prompts(config: Config, tokenizer: Any, chats: Sequence[list[dict[str, str]]]) -> DataProto:
     limit = config.data.max_prompt_length
-    rows = []
-    for number, chat in enumerate(chats):
-        text = tokenizer.apply_chat_template(
-            chat, add_generation_prompt=True, tokenize=False, **config.data.apply_chat_template_kwargs
-        )
-        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+    encoder = ChatEncoder(tokenizer, config.data.apply_chat_template_kwargs)
+    rows = encoder.encode([encoder.render(chat, where=f"prompt {number}") for number, chat in enumerate(chats)])
+    for number, tokens in enumerate(rows):
         if len(tokens) > limit:
             raise DataError(
                 f"prompt {number}",
@@ -78,7 +76,6 @@ def _prompts(config: Config, tokenizer: Any, chats: Sequence[list[dict[str, str]
                 expected=f"at most {limit}",
                 fix="Raise data.max_prompt_length, or shorten the prompt.",
             )
-        rows.append(tokens)
     width = max(len(tokens) for tokens in rows)
     input_ids = torch.full((len(rows), width), tokenizer.pad_token_id)
     attention_mask = torch.zeros_like(input_ids)

@@ -18,6 +18,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from quadriga.cli.main import main
+from quadriga.trainer.checkpoint import verify
 
 WAIT_S = 120.0
 
@@ -369,7 +370,8 @@ def test_interrupt(
     (line,) = [line for line in output.splitlines() if line.startswith("interrupted in step ")]
     assert "The same command goes on from the checkpoint of step " in line
     assert session_members(process.pid) == []
-    assert not list((tmp_path / "run").glob(".unfinished*"))
+    for checkpoint in (tmp_path / "run").glob("global_step_*"):
+        verify(checkpoint)
     assert metrics.read_bytes().endswith(b"\n")
     train(*overrides)
     assert metric_lines(tmp_path / "run") == metric_lines(train(*overrides, run="alone"))

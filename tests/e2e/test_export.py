@@ -59,7 +59,7 @@ def test_export_in_half_the_bytes(run: Path, tmp_path: Path) -> None:
 
 
 def test_export_keeps_the_ways_to_stop(train: Callable[..., Path], home: Path, tmp_path: Path) -> None:
-    """A model names, beside its weights, the tokens that end an answer; and settings that transformers would not save."""
+    """A model names the tokens that end an answer beside its weights, and settings that transformers will not save."""
     source = tmp_path / "model"
     source.mkdir()
     for path in (home / "model").iterdir():
@@ -87,6 +87,7 @@ def test_hf_model_beside_the_weights(train: Callable[..., Path], tmp_path: Path)
         (["/nowhere/run", "--output", "{tmp}/out"], "/nowhere/run: got no such folder"),
         (["{tmp}", "--output", "{tmp}/out"], "config.json"),
         (["{home}/model", "--output", "{tmp}/file/out"], "--output"),
+        (["{home}/model", "--output", "{home}/../{home.name}/model"], "the folder that is exported"),
     ],
 )
 def test_export_refuses(
@@ -120,6 +121,12 @@ def test_generate_answers_with_the_trained_model(run: Path, tmp_path: Path, caps
     assert printed[0][0] == "> say a 3" and printed[0][2] == "> say a 4"
     assert printed[0][1].count("a") >= 4
     assert printed[0] == printed[1] == printed[2]
+
+
+def test_generate_refuses_what_the_template_refuses(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    template = "actor_rollout_ref.model.custom_chat_template=\"{{ raise_exception('no such role') }}\""
+    assert main(["generate", str(home / "model"), "--prompt", "a", *LONG, template]) == 1
+    assert "prompt 0: got messages that the chat template refuses" in capsys.readouterr().err
 
 
 def test_generate_refuses_a_long_prompt(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -77,7 +77,7 @@ def read_tensors(directory: Path, stem: str, *, expected: Mapping[str, torch.Ten
 def _read_shard(path: Path) -> dict[str, torch.Tensor]:
     try:
         with safe_open(path, framework="pt") as shard:
-            return {name: shard.get_tensor(name) for name in shard.keys()}  # noqa: SIM118: not a mapping
+            return {name: shard.get_tensor(name) for name in shard.keys()}  # it is no mapping
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             str(path), got=str(error), expected="a whole safetensors file", fix="Resume from another checkpoint."

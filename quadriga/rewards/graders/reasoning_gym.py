@@ -27,7 +27,7 @@ _MALFORMED = (ValueError, TypeError, ArithmeticError, LookupError, AttributeErro
 _EMPTY_ANSWER = "{}"
 
 
-class MissingKey(KeyError):
+class MissingKeyError(KeyError):
     """The entry lacks something that the scorer of its task wants."""
 
 
@@ -35,7 +35,7 @@ class _Record(dict[str, Any]):
     """A dict that tells its own missing keys from those of a parsed answer."""
 
     def __missing__(self, key: str) -> Any:
-        raise MissingKey(f"extra_info: the entry has no {key!r}, which the scorer of its task wants")
+        raise MissingKeyError(f"extra_info: the entry has no {key!r}, which the scorer of its task wants")
 
 
 def compute_score(
@@ -51,7 +51,7 @@ def compute_score(
 
     Raises:
         ValueError: there is no entry, or no such task.
-        MissingKey: the entry is incomplete. What else a scorer raises over a faulty entry goes up as it is.
+        MissingKeyError: the entry is incomplete. What else a scorer raises over a faulty entry goes up as it is.
     """
     entry = _entry(ground_truth, extra_info or {})
     name = task or (entry.get("metadata") or {}).get("source_dataset") or ""
@@ -64,7 +64,7 @@ def compute_score(
 def _score(scorer: Callable[..., float], answer: str, entry: _Record) -> float:
     try:
         return float(scorer(answer=answer, entry=entry))
-    except MissingKey:
+    except MissingKeyError:
         raise
     except _MALFORMED:
         # Is the answer to blame, or the row? The row's own answer tells: this raises if it is the row.

@@ -13,7 +13,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves out the imports of extras, which take seconds and have tests of their own."""
     there = Capability("wandb", "0.30.0", True, "imports", "tracks runs")
     gone = Capability("mlflow", "", False, "not installed; pip install 'quadriga[mlflow]'", "tracks runs")
-    monkeypatch.setattr(doctor, "probe_capabilities", lambda: [there, gone])
+    monkeypatch.setattr(doctor, "probe_capabilities", lambda *, try_all: [there, gone][: 1 if try_all else 2])
 
 
 def test_the_core_is_read_from_the_package_itself() -> None:
@@ -44,7 +44,10 @@ def test_this_environment_is_sound(quick, capsys) -> None:
     assert "yes  wandb" in printed
     assert "no   mlflow" in printed
     assert "dtype on c" in printed
+    assert "tracks runs (imports)" in printed
     assert "Everything that the core needs is here." in printed
+    assert main(["--try-all"]) == 0
+    assert "mlflow" not in capsys.readouterr().out
 
 
 def test_a_missing_requirement_is_status_one(quick, capsys, monkeypatch: pytest.MonkeyPatch) -> None:

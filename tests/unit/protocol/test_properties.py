@@ -139,7 +139,7 @@ def test_union_is_idempotent(data: DataProto) -> None:
 @quick
 @given(protos(), st.sets(st.sampled_from(["row", "a", "b", "c", "uid", "object"])))
 def test_pop_and_the_rest_are_a_partition(data: DataProto, names: set[str]) -> None:
-    tensors = [key for key in data.batch.keys() if key in names]  # noqa: SIM118 - it iterates over rows
+    tensors = [key for key in data.batch.keys() if key in names]  # it iterates over rows
     arrays = [key for key in data.non_tensor_batch if key in names]
     rest = data.select()
     popped = rest.pop(tensors, arrays, list(data.meta_info))

@@ -4,9 +4,10 @@
 import json
 
 import pytest
-from reasoning_gym import create_dataset
+from reasoning_gym import create_dataset, get_score_answer_fn
 
-from quadriga.rewards.graders.reasoning_gym import compute_score
+from quadriga.data.prepare.reasoning_gym import encode_metadata
+from quadriga.rewards.graders.reasoning_gym import MissingKeyError, compute_score
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +44,55 @@ def test_without_tags_the_whole_response_is_the_answer(countdown):
 def test_a_row_without_an_entry_raises(extra_info):
     with pytest.raises(ValueError, match="extra_info"):
         compute_score("5", "5", extra_info, task="countdown")
+
+
+@pytest.mark.parametrize("task", ["arc_agi", "rearc", "countdown"])
+def test_the_reference_answer_of_a_prepared_row_scores_one(task):
+    """Two of these tasks compare tuples, which JSON does not have."""
+    entry = create_dataset(task, size=1, seed=3)[0]
+    metadata = encode_metadata(entry, get_score_answer_fn(task))
+    assert ("__tuple__" in metadata) == (task != "countdown")
+    extra_info = {"question": entry["question"], "metadata": metadata}
+    assert compute_score(f"<answer>{entry['answer']}</answer>", entry["answer"], extra_info, task=task)["score"] == 1.0
+    assert compute_score("<answer>0 0</answer>", entry["answer"], extra_info, task=task)["score"] < 0.5
+
+
+@pytest.mark.parametrize(
+    ("task", "answer"),
+    [
+        ("prime_factorization", "foo bar"),
+        ("prime_factorization", "5 × 7 and so on"),
+        ("coin_flip", "1e400"),
+        ("game_of_life", "{}"),
+        ("boxnet", "[[1, 2]]"),
+        ("boxnet", "null"),
+    ],
+)
+def test_an_answer_that_a_scorer_cannot_parse_is_wrong(task, answer):
+    entry = create_dataset(task, size=1, seed=3)[0]
+    # Without this the test would prove nothing.
+    with pytest.raises((ValueError, TypeError, OverflowError, KeyError, AttributeError)):
+        get_score_answer_fn(task)(answer=answer, entry=entry)
+    assert compute_score(f"<answer>{answer}</answer>", None, {"entry": entry}, task=task) == {
+        "score": 0.0,
+        "pred": answer,
+    }
+
+
+@pytest.mark.parametrize("answer", ["[[1, 2]]", "{}"])
+def test_a_missing_entry_of_the_metadata_is_not_the_answers_fault(answer):
+    with pytest.raises(MissingKeyError, match="initial_state"):
+        compute_score(answer, None, {"metadata": {"row_num": 1}}, task="boxnet")
+    with pytest.raises(MissingKeyError, match="metadata"):
+        compute_score(answer, None, {"entry": {"question": "?", "answer": None}}, task="boxnet")
+
+
+def test_a_row_whose_own_answer_cannot_be_parsed_is_not_the_answers_fault():
+    entry = create_dataset("prime_factorization", size=1, seed=3)[0]
+    with pytest.raises(ValueError, match="invalid literal"):
+        compute_score("foo", None, {"entry": {**entry, "answer": "seven"}})
+    with pytest.raises(AttributeError):
+        compute_score("[[1, 2]]", None, {"metadata": {"initial_state": 3}}, task="boxnet")
 
 
 def test_an_unknown_task_raises(countdown):

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The policy's worker, called directly."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quadriga.config import Config
+from quadriga.errors import CheckpointError, EngineError, WeightSyncError
+from quadriga.protocol import DataProto
+from quadriga.workers import ActorRolloutRefWorker
+from quadriga.workers.roles import RunFacts
+
+FACTS = RunFacts(total_training_steps=10, use_reference=True, rollout_engine="quadriga.workers.rollouts:native")
+
+
+@pytest.fixture
+def worker(config: Config, tokenizer: Any) -> ActorRolloutRefWorker:
+    worker = ActorRolloutRefWorker(config, tokenizer, FACTS)
+    worker.init_model()
+    return worker
+
+
+def answered(worker: ActorRolloutRefWorker, prompts: DataProto) -> DataProto:
+    """Prompts with answers and advantages that differ within each group."""
+    batch = worker.generate_sequences(prompts)
+    batch.meta_info["global_steps"] = prompts.meta_info["global_steps"]
+    mask = batch.batch["response_mask"]
+    batch.batch["advantages"] = torch.tensor([[1.0], [-1.0], [2.0], [-2.0]]) * mask
+    return batch
+
+
+def test_choices_have_reasons(config: Config, tokenizer: Any) -> None:
+    chosen = ActorRolloutRefWorker(config, tokenizer, FACTS).init_model()
+    assert set(chosen) == {"actor", "weights", "rollout", "reference"}
+    assert "float32" in chosen["weights"]
+    assert chosen["reference"] == "a frozen copy"
+
+
+def test_generated_log_probs_are_those_of_the_actor(worker: ActorRolloutRefWorker, prompts: DataProto) -> None:
+    batch = worker.generate_sequences(prompts)
+    scores = worker.compute_log_prob(batch)
+    mask = batch.batch["response_mask"].bool()
+    own, told = scores.batch["old_log_probs"], batch.batch["rollout_log_probs"]
+    torch.testing.assert_close(own[mask], told[mask], atol=1e-5, rtol=0)
+    assert bool((scores.batch["entropys"][mask] > 0).all())
+    assert bool((own[~mask] == 0).all())
+
+
+def test_update_raises_what_was_rewarded_and_leaves_the_reference(
+    worker: ActorRolloutRefWorker, prompts: DataProto
+) -> None:
+    batch = answered(worker, prompts)
+    reference = worker.compute_ref_log_prob(batch).batch["ref_log_prob"]
+    before = worker.compute_log_prob(batch).batch["old_log_probs"]
+    metrics = worker.update_actor(batch).meta_info["metrics"]
+    after = worker.compute_log_prob(batch).batch["old_log_probs"]
+    assert metrics["actor/grad_norm"].value > 0
+    assert metrics["actor/lr"].value == 1e-2
+    assert float(((after - before) * batch.batch["advantages"]).sum()) > 0
+    assert torch.equal(worker.compute_ref_log_prob(batch).batch["ref_log_prob"], reference)
+
+
+def test_rollout_refuses_weights_that_were_not_published(worker: ActorRolloutRefWorker, prompts: DataProto) -> None:
+    worker.update_actor(answered(worker, prompts))
+    worker.weight_version = 1
+    with pytest.raises(WeightSyncError, match="version 0"):
+        worker.generate_sequences(prompts)
+    worker.publish_weights(1)
+    assert worker.generate_sequences(prompts).meta_info["weight_version"] == 1
+
+
+def test_checkpoint_brings_weights_and_optimizer_back(
+    worker: ActorRolloutRefWorker, config: Config, tokenizer: Any, prompts: DataProto, tmp_path: Path
+) -> None:
+    """Two workers that go on from the same checkpoint stay equal, in weights and in what they sample."""
+    batch = answered(worker, prompts)
+    worker.update_actor(batch)
+    worker.publish_weights(1)
+    worker.save_checkpoint(tmp_path)
+    other = ActorRolloutRefWorker(config, tokenizer, FACTS)
+    other.init_model()
+    other.load_checkpoint(tmp_path, 1)
+    for one in (worker, other):
+        one.update_actor(batch)
+        one.publish_weights(2)
+    left, right = (worker.generate_sequences(prompts).batch, other.generate_sequences(prompts).batch)
+    assert torch.equal(left["responses"], right["responses"])
+    assert torch.equal(left["rollout_log_probs"], right["rollout_log_probs"])
+
+
+def test_tokens_outside_the_vocabulary(worker: ActorRolloutRefWorker, prompts: DataProto) -> None:
+    prompts.batch["input_ids"][0, -1] = 23
+    with pytest.raises(EngineError, match=r"token id 23, expected ids below 23.*data\.tokenizer"):
+        worker.generate_sequences(prompts)
+
+
+def test_policy_that_only_answers_has_no_optimizer(config: Config, tokenizer: Any, prompts: DataProto) -> None:
+    worker = ActorRolloutRefWorker(config, tokenizer, replace(FACTS, use_reference=False, is_trained=False))
+    chosen = worker.init_model()
+    assert chosen["reference"].startswith("none")
+    assert worker.actor.master is None
+    assert len(worker.generate_sequences(prompts)) == 4
+
+
+def test_checkpoint_into_a_place_that_cannot_be_written(worker: ActorRolloutRefWorker, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(CheckpointError, match="NotADirectoryError"):
+        worker.save_checkpoint(tmp_path / "file")

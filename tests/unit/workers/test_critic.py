@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The value function's worker, called directly."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quadriga.config import Config
+from quadriga.protocol import DataProto
+from quadriga.workers import CriticWorker
+from quadriga.workers.roles import RunFacts
+
+FACTS = RunFacts(total_training_steps=100, use_reference=False, rollout_engine="")
+
+
+@pytest.fixture
+def make(config: Config, tokenizer: Any):
+    def build() -> CriticWorker:
+        worker = CriticWorker(config, tokenizer, FACTS)
+        worker.init_model()
+        return worker
+
+    return build
+
+
+@pytest.fixture
+def batch(prompts: DataProto) -> DataProto:
+    """Prompts with answers of 1 to 3 tokens whose return is 1 for the first prompt and -1 for the second."""
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0], [1, 1, 1]])
+    columns = dict(prompts.batch.items())
+    responses = torch.tensor([[4, 5, 6], [7, 0, 0], [8, 9, 0], [3, 4, 1]])
+    position_ids = columns["position_ids"]
+    returns = torch.tensor([[1.0], [1.0], [-1.0], [-1.0]]) * mask
+    return DataProto.from_dict(
+        tensors={
+            "input_ids": torch.cat([columns["input_ids"], responses], -1),
+            "attention_mask": torch.cat([columns["attention_mask"], mask], -1),
+            "position_ids": torch.cat([position_ids, position_ids[:, -1:] + torch.arange(1, 4)], -1),
+            "response_mask": mask,
+            "returns": returns,
+        },
+        meta_info={"global_steps": 1},
+    )
+
+
+def test_values_come_near_the_returns(make: Any, batch: DataProto) -> None:
+    worker = make()
+    mask = batch.batch["response_mask"].bool()
+
+    def error() -> float:
+        values = worker.compute_values(batch).batch["values"]
+        assert bool((values[~mask] == 0).all())
+        return float((values - batch.batch["returns"])[mask].abs().mean())
+
+    before = error()
+    for _ in range(25):
+        batch.batch["values"] = worker.compute_values(batch).batch["values"]
+        metrics = worker.update_critic(batch).meta_info["metrics"]
+    assert error() < before / 4
+    assert metrics["critic/lr"].value == 1e-2
+
+
+def test_checkpoint_brings_the_head_back(make: Any, batch: DataProto, tmp_path: Path) -> None:
+    worker, other = make(), make()
+    batch.batch["values"] = worker.compute_values(batch).batch["values"]
+    worker.update_critic(batch)
+    worker.save_checkpoint(tmp_path)
+    values = worker.compute_values(batch).batch["values"]
+    assert not torch.equal(other.compute_values(batch).batch["values"], values)
+    other.load_checkpoint(tmp_path)
+    assert torch.equal(other.compute_values(batch).batch["values"], values)
