@@ -101,7 +101,8 @@ def _optimizer_step(
         flops += 3 * engine.cost.forward_flops(packed.num_tokens, len(packed.targets), packed.sum_of_squared_lengths)
     result = engine.optimizer_step(lr)
     prefix = objective.name
-    metrics = {name: _per_step(metric) for name, metric in merge_metrics(parts).items()}
+    merged = merge_metrics(parts) if parts else objective.nothing_learned()
+    metrics = {name: _per_step(metric) for name, metric in merged.items()}
     return metrics | {
         f"{prefix}/grad_norm": Metric(result.grad_norm),
         f"{prefix}/lr": Metric(lr, "last"),

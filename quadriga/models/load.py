@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from quadriga.errors import EngineError
@@ -40,12 +40,13 @@ def load_causal_lm(
     disable_progress_bar()
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **(override_config or {}))
-        model = AutoModelForCausalLM.from_pretrained(
+        model, info = AutoModelForCausalLM.from_pretrained(
             path,
             config=config,
             dtype=dtype,
             attn_implementation=attention,
             trust_remote_code=trust_remote_code,
+            output_loading_info=True,
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise EngineError(
@@ -54,6 +55,13 @@ def load_causal_lm(
             expected="a folder or hub name that transformers can load as a causal language model",
             fix="Check actor_rollout_ref.model.path; `quadriga prepare model NAME --output DIR` writes such a folder.",
         ) from error
+    if missing := sorted(info["missing_keys"]):
+        raise EngineError(
+            f"model {path}",
+            got=f"no weights for {len(missing)} parameters, first {missing[0]}",
+            expected="all weights of the model; the missing ones would be random",
+            fix="Get the whole model, or take away what does not belong to it from its config.json.",
+        )
     fuse(model)
     return model.to(device).eval()
 
@@ -73,10 +81,8 @@ def head_of(model: PreTrainedModel) -> nn.Module:
     return head
 
 
-def stop_token_ids(model_path: str | Path, tokenizer_eos: int | None) -> tuple[int, ...]:
-    """Token ids that end a response: those of the generation configuration, and the tokenizer's own."""
-    ids: list[int] = []
-    if (Path(model_path) / "generation_config.json").exists():
-        declared = GenerationConfig.from_pretrained(model_path).eos_token_id
-        ids = declared if isinstance(declared, list) else [declared] if declared is not None else []
-    return tuple(dict.fromkeys([*ids, *([tokenizer_eos] if tokenizer_eos is not None else [])]))
+def stop_token_ids(model: PreTrainedModel, tokenizer_eos: int | None) -> tuple[int, ...]:
+    """Token ids that end a response: those of the model's generation configuration, and the tokenizer's own."""
+    declared = model.generation_config.eos_token_id if model.generation_config is not None else None
+    ids = declared if isinstance(declared, list) else [declared]
+    return tuple(dict.fromkeys(token for token in [*ids, tokenizer_eos] if token is not None))

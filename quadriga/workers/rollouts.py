@@ -27,7 +27,7 @@ def native(config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenize
     _no_options(config, "native")
     engine = NativeEngine(
         model,
-        eos_token_ids=_stops(config, tokenizer),
+        eos_token_ids=stop_token_ids(model, tokenizer.eos_token_id),
         max_num_seqs=config.actor_rollout_ref.rollout.max_num_seqs,
     )
     return Rollout(engine, SharedWeights(), "native, on the actor's own weights: nothing is copied")
@@ -46,7 +46,9 @@ def hf(config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBas
         override_config=section.model.override_config,
     )
     engine = HFEngine(
-        copy, eos_token_ids=_stops(config, tokenizer), max_num_seqs=config.actor_rollout_ref.rollout.max_num_seqs
+        copy,
+        eos_token_ids=stop_token_ids(model, tokenizer.eos_token_id),
+        max_num_seqs=config.actor_rollout_ref.rollout.max_num_seqs,
     )
     return Rollout(engine, InProcessWeights(), "hf, transformers' generate on a copy of the weights")
 
@@ -64,10 +66,6 @@ def scripted(config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokeni
         )
     engine = ScriptedEngine(responses, tokenizer=tokenizer)
     return Rollout(engine, InProcessWeights(), f"scripted, answers from {responses}")
-
-
-def _stops(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    return stop_token_ids(config.actor_rollout_ref.model.path, tokenizer.eos_token_id)
 
 
 def _no_options(config: Config, name: str) -> None:

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loading a causal model: what is checked, what is made of it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+from quadriga.errors import EngineError
+from quadriga.models.load import backbone, head_of, load_causal_lm, stop_token_ids
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=31,
+        tie_word_embeddings=True,
+        eos_token_id=3,
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_a_tied_model_is_complete_and_fused(folder: Path) -> None:
+    model = load_causal_lm(folder, dtype=torch.float32)
+    assert head_of(model).weight is backbone(model).embed_tokens.weight
+    assert not model.training
+    plain = LlamaForCausalLM.from_pretrained(folder)
+    ids = torch.tensor([[1, 2, 3, 4]])
+    sdpa = load_causal_lm(folder, dtype=torch.float32, attention="sdpa")
+    torch.testing.assert_close(sdpa(input_ids=ids).logits, plain(input_ids=ids).logits, atol=1e-6, rtol=1e-5)
+
+
+def test_missing_weights_are_refused_not_made_up(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    tensors.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(EngineError, match=r"no weights for 1 parameters, first model\.layers\.1\.mlp\.up_proj\.weight"):
+        load_causal_lm(folder, dtype=torch.float32)
+
+
+def test_what_is_no_model_is_one_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="Check actor_rollout_ref.model.path"):  # noqa: RUF043
+        load_causal_lm(tmp_path, dtype=torch.float32)
+
+
+def test_stop_tokens_are_those_of_model_and_tokenizer(folder: Path) -> None:
+    GenerationConfig(eos_token_id=[3, 7]).save_pretrained(folder)
+    model = load_causal_lm(folder, dtype=torch.float32)
+    assert stop_token_ids(model, 7) == (3, 7)
+    assert stop_token_ids(model, 9) == (3, 7, 9)
+    assert stop_token_ids(model, None) == (3, 7)
