@@ -8,9 +8,36 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from quadriga.errors import RolloutError, WeightSyncError
-from quadriga.rollout.base import SamplingParams
+from quadriga.models.load import stop_token_ids
+from quadriga.rollout.base import EngineBase, SamplingParams
 
 _NUM_NAMED = 5
+
+
+class CausalModelEngine(EngineBase):
+    """An engine that computes with a causal model of transformers; generation itself is the subclass's.
+
+    Args:
+        model: the model.
+        eos_token_ids: end-of-text tokens; None takes those of the model's generation configuration.
+        max_num_seqs: answers that are generated at the same time.
+    """
+
+    def __init__(self, model: PreTrainedModel, eos_token_ids: Sequence[int] | None, max_num_seqs: int) -> None:
+        super().__init__()
+        self.model = model
+        self.eos_token_ids = stop_token_ids(model, None) if eos_token_ids is None else tuple(eos_token_ids)
+        self.max_num_seqs = max_num_seqs
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """See `RolloutEngine.load_weights`; a tensor that is the module's own parameter is not copied."""
+        self.weight_version = -1
+        copy_weights(self.model, weights)
+        self.weight_version = version
+
+    def named_weights(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """See `RolloutEngine.named_weights`."""
+        return named_weights(self.model).items()
 
 
 def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -50,13 +77,6 @@ def copy_weights(model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) 
             got=f"a stream without {len(missing)} of {len(targets)} weights: {named}",
             expected="every weight of the model",
         )
-
-
-def declared_eos(model: PreTrainedModel) -> list[int]:
-    """The end-of-text tokens of the model's generation configuration."""
-    generation_config = getattr(model, "generation_config", None)
-    declared = getattr(generation_config, "eos_token_id", None)
-    return declared if isinstance(declared, list) else [] if declared is None else [declared]
 
 
 def require_room(

@@ -6,21 +6,21 @@ every engine. Logits are those that transformers gives: a model in bfloat16 roun
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from quadriga.errors import RolloutError
 from quadriga.models.attention import ATTENTION_NAME
-from quadriga.rollout.base import Completion, EngineBase, SamplingParams
-from quadriga.rollout.causal_model import copy_weights, declared_eos, named_weights, require_room
+from quadriga.rollout.base import Completion, SamplingParams
+from quadriga.rollout.causal_model import CausalModelEngine, require_room
 from quadriga.rollout.sampler import SamplingRules, draw_uniforms, sample
 
 _NO_TOKEN = -1
 
 
-class HFEngine(EngineBase):
+class HFEngine(CausalModelEngine):
     """Transformers' `generate`; see `RolloutEngine` for its methods.
 
     Args:
@@ -37,7 +37,6 @@ class HFEngine(EngineBase):
     def __init__(
         self, model: PreTrainedModel, *, eos_token_ids: Sequence[int] | None = None, max_num_seqs: int = 256
     ) -> None:
-        super().__init__()
         if model.config._attn_implementation == ATTENTION_NAME:
             raise RolloutError(
                 "rollout.name=hf",
@@ -45,9 +44,7 @@ class HFEngine(EngineBase):
                 expected="one with an attention of transformers",
                 fix='Load it with load_causal_lm(path, attention="sdpa").',
             )
-        self.model = model.eval()
-        self.eos_token_ids = tuple(declared_eos(model) if eos_token_ids is None else eos_token_ids)
-        self.max_num_seqs = max_num_seqs
+        super().__init__(model.eval(), eos_token_ids, max_num_seqs)
 
     def generate_batch(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> list[Completion]:
         """See `RolloutEngine.generate_batch`. Requests that end alike are computed together."""
@@ -63,16 +60,6 @@ class HFEngine(EngineBase):
                 done = self._generate([prompts[row] for row in part], [sampling[row] for row in part])
                 completions.update(zip(part, done, strict=True))
         return [completions[row] for row in range(len(prompts))]
-
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """See `RolloutEngine.load_weights`."""
-        self.weight_version = -1
-        copy_weights(self.model, weights)
-        self.weight_version = version
-
-    def named_weights(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """See `RolloutEngine.named_weights`."""
-        return named_weights(self.model).items()
 
     @torch.no_grad()
     def _generate(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> list[Completion]:

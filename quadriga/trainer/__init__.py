@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from quadriga.trainer.ray_trainer import RayPPOTrainer
+    from quadriga.trainer.roles import Role
     from quadriga.trainer.task_runner import TaskRunner, run_ppo
 
-_HOMES = {"RayPPOTrainer": "ray_trainer", "TaskRunner": "task_runner", "run_ppo": "task_runner"}
+_HOMES = {"RayPPOTrainer": "ray_trainer", "Role": "roles", "TaskRunner": "task_runner", "run_ppo": "task_runner"}
 
-__all__ = ["RayPPOTrainer", "TaskRunner", "run_ppo"]
+__all__ = ["RayPPOTrainer", "Role", "TaskRunner", "run_ppo"]
 
 
 def __getattr__(name: str) -> Any:

@@ -16,6 +16,7 @@ from quadriga.rewards import RewardManager, load_reward_manager
 from quadriga.single_controller import ClassWithInitArgs, LocalWorkerGroup, ResourcePool
 from quadriga.trainer.needs import Needs
 from quadriga.trainer.ray_trainer import RayPPOTrainer, Workers
+from quadriga.trainer.roles import Role
 from quadriga.workers import ActorRolloutRefWorker, CriticWorker
 from quadriga.workers.roles import RunFacts
 
@@ -93,11 +94,11 @@ def build_workers(config: Config, tokenizer: Any, facts: RunFacts, needs: Needs)
     """One worker per role, in this process. Returns their handles and what they chose."""
     pool = ResourcePool([1])
     actor_class = ClassWithInitArgs(ActorRolloutRefWorker, config, tokenizer, facts)
-    actor = LocalWorkerGroup(actor_class, pool, "actor_rollout_ref").as_worker()
+    actor = LocalWorkerGroup(actor_class, pool, Role.ActorRolloutRef).as_worker()
     choices = dict(actor.init_model()[0])
     critic = None
     if needs.critic:
         critic_class = ClassWithInitArgs(CriticWorker, config, tokenizer, facts)
-        critic = LocalWorkerGroup(critic_class, pool, "critic").as_worker()
+        critic = LocalWorkerGroup(critic_class, pool, Role.Critic).as_worker()
         choices |= critic.init_model()[0]
     return Workers(actor, critic), choices

@@ -6,7 +6,7 @@ shrunk as answers end. Norms, attention scores, softmax and logits are float32, 
 those of training.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -15,15 +15,15 @@ from transformers import PreTrainedModel
 from quadriga.errors import RolloutError
 from quadriga.models.attention import ATTENTION_NAME
 from quadriga.models.load import backbone, head_of
-from quadriga.rollout.base import Completion, EngineBase, SamplingParams
-from quadriga.rollout.causal_model import copy_weights, declared_eos, named_weights, require_room
+from quadriga.rollout.base import Completion, SamplingParams
+from quadriga.rollout.causal_model import CausalModelEngine, require_room
 from quadriga.rollout.native.generation import Answer, Generation
 from quadriga.rollout.native.scheduler import Scheduler
 
 _LOGIT_OPTIONS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
 
-class NativeEngine(EngineBase):
+class NativeEngine(CausalModelEngine):
     """Our own generation engine; see `RolloutEngine` for its methods.
 
     Args:
@@ -46,11 +46,8 @@ class NativeEngine(EngineBase):
         max_num_seqs: int = 256,
         max_prefill_tokens: int = 4096,
     ) -> None:
-        super().__init__()
         _require_supported(model)
-        self.model = model
-        self.eos_token_ids = tuple(declared_eos(model) if eos_token_ids is None else eos_token_ids)
-        self.max_num_seqs = max_num_seqs
+        super().__init__(model, eos_token_ids, max_num_seqs)
         self.max_prefill_tokens = max_prefill_tokens
 
     def generate_batch(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> list[Completion]:
@@ -65,16 +62,6 @@ class NativeEngine(EngineBase):
             head = head_of(self.model)
             Generation(backbone(self.model), head, answers, scheduler, self.max_prefill_tokens).run()
         return [answer.close(self.weight_version) for answer in answers]
-
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """See `RolloutEngine.load_weights`; a tensor that is the module's own parameter is not copied."""
-        self.weight_version = -1
-        copy_weights(self.model, weights)
-        self.weight_version = version
-
-    def named_weights(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """See `RolloutEngine.named_weights`."""
-        return named_weights(self.model).items()
 
 
 @contextmanager

@@ -68,17 +68,6 @@ class Answer:
         return Completion(self.token_ids, self.log_probs, self.finish_reason, weight_version)
 
 
-class Head:
-    """The vocabulary projection with float32 logits, by the function that training uses too."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.weight, self.bias = module.weight, getattr(module, "bias", None)
-
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[R, hidden size] -> [R, V] float32"""
-        return head_logits(hidden, self.weight, self.bias)
-
-
 class Generation:
     """The answers to some requests.
 
@@ -98,7 +87,7 @@ class Generation:
         scheduler: Scheduler,
         max_prefill_tokens: int,
     ) -> None:
-        self.backbone, self.head = backbone, Head(head)
+        self.backbone, self.head = backbone, head
         self.answers, self.scheduler = answers, scheduler
         self.max_prefill_tokens = max_prefill_tokens
         self.device = head.weight.device
@@ -168,7 +157,7 @@ class Generation:
     def _start_rows(self, first: int, places: Sequence[int]) -> None:
         """Samples the first token of the rows from `first` on, whose prompts are in these places."""
         started = sorted(set(places))
-        logits = self.head(self.prompts.last_hidden[torch.tensor(started, device=self.device)])  # [U, V]
+        logits = self._logits(self.prompts.last_hidden[torch.tensor(started, device=self.device)])  # [U, V]
         order = {place: number for number, place in enumerate(started)}
         logits = logits[torch.tensor([order[place] for place in places], device=self.device)]
         rules = SamplingRules.from_params([row.sampling for row in self.rows[first:]], self.device)
@@ -183,13 +172,17 @@ class Generation:
         inputs = torch.tensor([row.token_ids[-1] for row in self.rows], device=self.device)[:, None]
         hidden = self._hidden(inputs, positions, self.plan)[:, 0]
         self.written = [count + 1 for count in written]
-        self._sample(self.head(hidden), self.rules, range(len(self.rows)))
+        self._sample(self._logits(hidden), self.rules, range(len(self.rows)))
 
     def _hidden(self, inputs: torch.Tensor, positions: torch.Tensor, plan: PrefillPlan | DecodePlan) -> torch.Tensor:
         output = self.backbone(
             input_ids=inputs, position_ids=positions, attention_mask=None, use_cache=False, attention_plan=plan
         )
         return output.last_hidden_state
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[R, hidden size] -> [R, V] float32, by the function that training uses too."""
+        return head_logits(hidden, self.head.weight, getattr(self.head, "bias", None))
 
     def _sample(self, logits: torch.Tensor, rules: SamplingRules, rows: range) -> None:
         running = [self.scheduler.running[row] for row in rows]

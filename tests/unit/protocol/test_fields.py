@@ -89,3 +89,9 @@ def test_rendered_table_has_a_row_for_every_column() -> None:
     lines = render_fields().splitlines()
     assert [line.split("`")[1] for line in lines if line.startswith("| `")] == list(FIELDS)
     assert {line.count("|") for line in lines if line.startswith("|")} == {7}
+
+
+def test_the_page_of_the_documentation_is_the_table() -> None:
+    page = (PACKAGE.parent / "docs" / "batch_fields.md").read_text(encoding="utf-8")
+    assert page.startswith("# ")
+    assert page[page.index("### ") :] == render_fields(), "put the output of render_fields() into docs/batch_fields.md"

@@ -1,0 +1,11 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The roles that models play in a run; each is a worker group."""
+
+from enum import StrEnum
+
+
+class Role(StrEnum):
+    """A worker group's role, under the name that errors and logs use."""
+
+    ActorRolloutRef = "actor_rollout_ref"
+    Critic = "critic"
