@@ -3,6 +3,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -166,6 +167,8 @@ def start(arguments: Callable[..., list[str]], tmp_path: Path) -> Iterator[Calla
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
+            # A shell's background jobs, this test run perhaps among them, ignore SIGINT, and so would what they start.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         started.append(process)
         return process
