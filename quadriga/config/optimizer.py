@@ -52,7 +52,7 @@ class CheckpointConfig(Section):
     """What a checkpoint holds."""
 
     save_contents: list[CheckpointPart] = Field(default_factory=lambda: ["model", "optimizer", "extra"])
-    """Parts to write; `extra` is the schedule and random states, `hf_model` a Hugging Face folder beside them."""
+    """Parts to write; `extra` (random states) counts in the actor's list, `hf_model` is a Hugging Face folder."""
     load_contents: list[CheckpointPart] = Field(default_factory=lambda: ["model", "optimizer", "extra"])
     """Parts to read on resume. Left out: the parts that are written, without `hf_model`."""
 

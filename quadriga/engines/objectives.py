@@ -36,10 +36,6 @@ class Objective(Protocol):
         """[B] bool: rows whose computation can change the gradient; the others count, but need not be computed."""
         ...
 
-    def nothing_learned(self) -> dict[str, Metric]:
-        """What is told of a mini-batch in which no row has a gradient."""
-        ...
-
     def __call__(self, rows: DataProto, outputs: Mapping[str, torch.Tensor], counts: LossCounts) -> LossAndMetrics:
         """This micro-batch's share of the loss, from outputs [b, T], and what is worth telling about it."""
         ...
@@ -76,10 +72,6 @@ class PolicyObjective:
         if self.config.use_kl_loss or self.config.entropy_coeff:
             return mask.any(-1)
         return ((data.batch["advantages"] != 0) & mask).any(-1)
-
-    def nothing_learned(self) -> dict[str, Metric]:
-        """See `Objective.nothing_learned`."""
-        return {"actor/pg_loss": Metric(0.0, "sum")}
 
     def __call__(self, rows: DataProto, outputs: Mapping[str, torch.Tensor], counts: LossCounts) -> LossAndMetrics:
         """See `Objective.__call__`."""
@@ -132,10 +124,6 @@ class ValueObjective:
     def rows_with_gradient(self, data: DataProto) -> torch.Tensor:
         """All rows with a response."""
         return data.batch["response_mask"].bool().any(-1)
-
-    def nothing_learned(self) -> dict[str, Metric]:
-        """See `Objective.nothing_learned`."""
-        return {"critic/vf_loss": Metric(0.0, "sum")}
 
     def __call__(self, rows: DataProto, outputs: Mapping[str, torch.Tensor], counts: LossCounts) -> LossAndMetrics:
         """See `Objective.__call__`."""

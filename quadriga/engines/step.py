@@ -101,8 +101,9 @@ def _optimizer_step(
         flops += 3 * engine.cost.forward_flops(packed.num_tokens, len(packed.targets), packed.sum_of_squared_lengths)
     result = engine.optimizer_step(lr)
     prefix = objective.name
-    merged = merge_metrics(parts) if parts else objective.nothing_learned()
-    metrics = {name: _per_step(metric) for name, metric in merged.items()}
+    if not parts:
+        parts = _look_at_some(engine, mini, objective, micro, counts, temperature)
+    metrics = {name: _per_step(metric) for name, metric in merge_metrics(parts).items()}
     return metrics | {
         f"{prefix}/grad_norm": Metric(result.grad_norm),
         f"{prefix}/lr": Metric(lr, "last"),
@@ -111,6 +112,23 @@ def _optimizer_step(
         f"{prefix}/computed_sequences": Metric(len(rows), "sum"),
         f"perf/flops/{prefix}": Metric(flops, "sum"),
     }
+
+
+def _look_at_some(
+    engine: TrainEngine,
+    mini: DataProto,
+    objective: Objective,
+    micro: MicroBatching,
+    counts: LossCounts,
+    temperature: float,
+) -> list[dict[str, Metric]]:
+    """The metrics of one micro-batch, without gradients: where no row has one, entropy and mismatch are still told."""
+    for indices, packed in _packed(engine, mini, micro):
+        rows = mini.select_idxs(indices).select(objective.fields(mini)).to(engine.device)
+        loss = _LossOnRows(objective, rows, packed, counts)
+        loss(engine.forward(packed, temperature=temperature, with_entropy=True))
+        return [loss.metrics]
+    return []
 
 
 class _LossOnRows:

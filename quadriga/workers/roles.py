@@ -116,7 +116,8 @@ class Utilisation:
     """How much of the device's measured peak an update reached.
 
     Args:
-        device, dtype: of the computation; the peak is measured once, on first use.
+        device, dtype: of the computation. The peak is measured once, on first use; where that was at a busy moment, a
+            rate that an update reaches raises it.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -127,8 +128,9 @@ class Utilisation:
         """Add `perf/mfu/NAME` to the metrics of an update that took `seconds`."""
         if self.peak is None:
             self.peak = peak_flops(self.device, self.dtype)
-        flops = metrics.pop(f"perf/flops/{name}").value
-        return metrics | {f"perf/mfu/{name}": Metric(flops / seconds / self.peak)}
+        rate = metrics.pop(f"perf/flops/{name}").value / seconds
+        self.peak = max(self.peak, rate)
+        return metrics | {f"perf/mfu/{name}": Metric(rate / self.peak)}
 
 
 class Stopwatch:

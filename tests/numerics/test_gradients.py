@@ -152,6 +152,25 @@ def test_rows_without_advantage_are_counted_and_not_computed(make_model: Callabl
     assert update(engine, batch, with_entropy, Passes(99, 1, WHOLE), lr=1e-3)["actor/computed_sequences"].value == 12
 
 
+def test_a_batch_without_any_advantage_is_still_looked_at(make_model: Callable, batch: DataProto) -> None:
+    """No row is computed for its gradient, which is zero; entropy and the distance from the rollout are told all the
+    same. Does not show them for every row: one micro-batch stands for the batch."""
+    batch.batch["advantages"] = torch.zeros_like(batch.batch["advantages"])
+    batch.batch.pop("old_log_probs")
+    training = Training(OptimConfig(), 1.0, 3)
+    engine = FSDPEngine(PolicyScorer(make_model()), dtype=torch.float32, device=torch.device("cpu"), training=training)
+    known = infer(engine, batch, WHOLE, temperature=0.7, with_entropy=True)
+    mask = batch.batch["response_mask"]
+    batch.batch["rollout_log_probs"] = known["log_probs"] + 0.25 * mask
+    before = {name: weight.clone() for name, weight in engine.weights()}
+    metrics = update(engine, batch, PolicyObjective(ActorConfig()), Passes(99, 1, WHOLE), lr=0.0, temperature=0.7)
+    assert metrics["actor/computed_sequences"].value == metrics["actor/pg_loss"].value == 0
+    assert metrics["actor/grad_norm"].value == 0
+    assert metrics["rollout/log_prob_diff_mean"].value == pytest.approx(0.25, abs=1e-5)
+    assert metrics["actor/entropy"].value == pytest.approx(float(known["entropy"].sum() / mask.sum()), rel=1e-5)
+    assert all(torch.equal(weight, before[name]) for name, weight in engine.weights())
+
+
 def test_old_log_probs_by_construction(make_model: Callable, batch: DataProto) -> None:
     """One optimizer step from the sampling policy: leaving the old log-probs out gives the bits of passing them in."""
     policy = FSDPEngine(PolicyScorer(make_model()), dtype=torch.float32, device=torch.device("cpu"))
