@@ -17,7 +17,7 @@ import quadriga
 import workload
 from quadriga.config import load_config
 from quadriga.observe.timing import Timeline
-from quadriga.trainer.build import build_trainer
+from quadriga.trainer.build import build_run
 from side import Driver, Stopwatch, arguments
 
 # A rendered prompt has 53 tokens; the rest is padding, which the engines never compute.
@@ -80,7 +80,8 @@ def main() -> None:
     args, driver, watch = arguments(__doc__ or "").parse_args(), Driver(), Stopwatch()
     train_file = Path(args.scratch) / "train.parquet"
     write_rows(train_file, args.steps)
-    trainer = build_trainer(load_config(overrides(args, train_file)).config, Timeline())
+    run = build_run(load_config(overrides(args, train_file)).config, Timeline())
+    trainer = run.trainer
     driver.send(
         "ready",
         package=f"quadriga {quadriga.__version__}",
@@ -106,7 +107,7 @@ def main() -> None:
             prompt_tokens=round(metrics["prompt_length/mean"] * workload.NUM_SEQUENCES),
             reward=metrics["critic/score/mean"],
         )
-    trainer.close()
+    run.close()
 
 
 if __name__ == "__main__":

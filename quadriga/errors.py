@@ -7,6 +7,7 @@
     ├── ProtocolError      a DataProto that does not hold together
     ├── WorkerError        a worker, a worker group, a resource pool, a dispatch mode
     ├── EngineError        a training engine
+    │   └── PeerLostError  a collective that another process left
     ├── RolloutError       a generation engine
     ├── WeightSyncError    weights that are not those of the trainer
     ├── RewardError        a grader, a reward manager
@@ -24,7 +25,13 @@ class QuadrigaError(Exception):
         got: what was found there.
         expected: what would have been right.
         fix: one sentence that says what to do.
+
+    Attributes:
+        worker: the worker it comes from, as in "actor[rank 3/8 on 10.0.0.2]"; "": it arose in this process. That
+            worker's traceback is then a note of the error.
     """
+
+    worker: str = ""
 
     def __init__(self, where: str, *, got: str = "", expected: str = "", fix: str = "") -> None:
         found = f"got {got}" if got else ""
@@ -36,7 +43,9 @@ class QuadrigaError(Exception):
 
     def __reduce__(self):
         fields = {"got": self.got, "expected": self.expected, "fix": self.fix}
-        return _rebuild, (type(self), self.where, fields)
+        # The message is made anew; what was attached later travels as it is.
+        attached = {name: vars(self)[name] for name in ("worker", "__notes__") if name in vars(self)}
+        return _rebuild, (type(self), self.where, fields), attached or None
 
 
 def _rebuild(cls: type[QuadrigaError], where: str, fields: dict[str, str]) -> QuadrigaError:
@@ -61,6 +70,10 @@ class WorkerError(QuadrigaError):
 
 class EngineError(QuadrigaError):
     """A training engine failed or was asked for what it cannot do."""
+
+
+class PeerLostError(EngineError):
+    """A collective failed because another process did: the error to look for is that one's."""
 
 
 class RolloutError(QuadrigaError):

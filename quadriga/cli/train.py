@@ -5,7 +5,7 @@ import argparse
 from collections.abc import Sequence
 
 from quadriga.cli.config import add_config_arguments, load_from, print_notices
-from quadriga.trainer.task_runner import run_ppo
+from quadriga.trainer.launch import run_ppo
 
 
 def main(argv: Sequence[str]) -> int:
@@ -13,8 +13,12 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="quadriga train", description=__doc__, epilog="`quadriga config explain` says what a run will do."
     )
+    parser.add_argument("--ray", action="store_true", help="the same as trainer.backend=ray: worker processes, on Ray")
     add_config_arguments(parser)
-    loaded = load_from(parser.parse_intermixed_args(list(argv)), for_training=True)
+    options = parser.parse_intermixed_args(list(argv))
+    if options.ray:
+        options.overrides.append("trainer.backend=ray")
+    loaded = load_from(options, for_training=True)
     print_notices(loaded.notices)
     run_ppo(loaded.config)
     return 0

@@ -14,7 +14,9 @@ from quadriga.config.explain import explain, keys_text, show
 from quadriga.config.loader import Loaded, load_config
 from quadriga.config.model import ModelConfig
 from quadriga.config.optimizer import BatchingConfig, CheckpointConfig, CriticOptimConfig, FSDPConfig, OptimConfig
+from quadriga.config.placement import Placement, place_roles
 from quadriga.config.profiler import ProfilerConfig
+from quadriga.config.ray_kwargs import RayConfig
 from quadriga.config.reward import CustomRewardFunctionConfig, RewardModelConfig
 from quadriga.config.rollout import RolloutConfig, SamplingConfig
 from quadriga.config.root import ActorRolloutRefConfig, Config
@@ -42,8 +44,10 @@ __all__ = [
     "LogProbConfig",
     "ModelConfig",
     "OptimConfig",
+    "Placement",
     "PolicyLossConfig",
     "ProfilerConfig",
+    "RayConfig",
     "RefConfig",
     "RewardModelConfig",
     "RolloutConfig",
@@ -58,6 +62,7 @@ __all__ = [
     "load_config",
     "needs_old_log_prob_pass",
     "needs_reference",
+    "place_roles",
     "show",
     "training_findings",
 ]

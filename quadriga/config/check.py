@@ -6,6 +6,7 @@ from collections.abc import Callable
 from quadriga.config.arithmetic import batch_plan
 from quadriga.config.check_paths import check_paths
 from quadriga.config.findings import Findings
+from quadriga.config.placement import check_placement
 from quadriga.config.problems import combined
 from quadriga.config.root import Config
 from quadriga.errors import ConfigError
@@ -218,5 +219,5 @@ def _check_profiler(config: Config, found: Findings) -> None:
 
 _CHECKS: tuple[Callable[[Config, Findings], None], ...] = (
     check_paths, _check_batches, _check_micro_batches, _check_sampling, _check_validation, _check_loss,
-    _check_schedule, _check_checkpoints, _check_profiler,
+    _check_schedule, _check_checkpoints, _check_profiler, check_placement,
 )  # fmt: skip

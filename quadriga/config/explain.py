@@ -5,10 +5,18 @@ from collections.abc import Sequence
 from textwrap import fill
 
 from quadriga.config.arithmetic import BatchPlan, batch_plan, needs_old_log_prob_pass, needs_reference
+from quadriga.config.placement import role_pools
 from quadriga.config.problems import as_text
 from quadriga.config.root import Config
 from quadriga.config.tree import leaf_keys
 from quadriga.config.yaml_text import to_yaml
+
+_ROLE_WORDS = {
+    "actor_rollout_ref": "actor, rollout and reference (if one is used)",
+    "actor_rollout": "actor and rollout",
+    "ref": "reference (if one is used)",
+    "critic": "critic (if the advantages take values)",
+}
 
 
 def show(config: Config) -> str:
@@ -44,6 +52,7 @@ def explain(config: Config, num_train_prompts: int | None = None) -> str:
         ("Update", _update(config, plan)),
         ("Passes", _passes(config, plan)),
         ("Run", _run(config, plan, num_train_prompts)),
+        ("Processes", _processes(config)),
         ("Files", _files(config)),
     )
     return "\n".join(f"{title}\n" + "".join(f"  {line}\n" for line in lines) for title, lines in paragraphs)
@@ -129,6 +138,27 @@ def _run(config: Config, plan: BatchPlan, num_train_prompts: int | None) -> list
     saves = f"every {_count(trainer.save_freq, 'step')} and at the end" if trainer.save_freq > 0 else "none"
     kept = f", the last {trainer.max_ckpt_to_keep} kept" if trainer.max_ckpt_to_keep and trainer.save_freq > 0 else ""
     return [*lines, f"checkpoints: {saves}{kept}", f"resume: {trainer.resume_mode}"]
+
+
+def _processes(config: Config) -> list[str]:
+    trainer = config.trainer
+    if trainer.backend == "local":
+        return ["all models in one process, which computes with every core"]
+    lines = []
+    roles = role_pools(trainer)
+    for pool in dict.fromkeys(roles.values()):
+        counts = trainer.processes_of(pool)
+        inside = " and ".join(_ROLE_WORDS.get(role, role) for role, name in roles.items() if name == pool)
+        where = "on one machine" if len(counts) == 1 else f"on {len(counts)} machines ({' + '.join(map(str, counts))})"
+        each = "" if max(counts) == 1 else f", which share a machine's cores ({max(counts)} to a machine)"
+        lines.append(f"pool {pool}: {_count(sum(counts), 'process', 'processes')} {where}{each}, with {inside}")
+    if len(lines) > 1:
+        lines.append("pools take turns, so a process has the threads that it would have if there were no other pool")
+    if trainer.max_worker_restarts:
+        lines.append(
+            f"after a failure: up to {_count(trainer.max_worker_restarts, 'restart')} from the last checkpoint"
+        )
+    return lines
 
 
 def _files(config: Config) -> list[str]:

@@ -28,7 +28,9 @@ def parse_override(argument: str) -> tuple[str, Any]:
         raise _not_an_override(argument)
     key, text = match["key"], match["value"].strip()
     leaf = leaf_of(key)
-    if leaf is not None and leaf.is_text and text[:1] not in ("[", "'", '"'):
+    # A text may begin with a brace (a directory of "{project_name}"), unless a dictionary may stand in its place.
+    is_quoted = text[:1] in ("[", "'", '"') or (text[:1] == "{" and leaf is not None and leaf.is_open)
+    if leaf is not None and leaf.is_text and not (is_quoted or key != leaf.key):
         return key, None if text in _NULLS else text
     return key, _yaml_value(key, text, is_known=leaf is not None)
 

@@ -10,6 +10,7 @@ from quadriga.config.critic import CriticConfig
 from quadriga.config.data import DataConfig
 from quadriga.config.model import ModelConfig
 from quadriga.config.profiler import ProfilerConfig
+from quadriga.config.ray_kwargs import RayConfig
 from quadriga.config.reward import CustomRewardFunctionConfig, RewardModelConfig
 from quadriga.config.rollout import RolloutConfig
 from quadriga.config.trainer import TrainerConfig
@@ -35,3 +36,4 @@ class Config(Section):
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
     global_profiler: ProfilerConfig = Field(default_factory=ProfilerConfig)
+    ray_kwargs: RayConfig = Field(default_factory=RayConfig)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`trainer`: how long a run is, where it lies, and when it saves, validates and resumes."""
+"""`trainer`: how long a run is, on what it runs, where it lies, and when it saves, validates and resumes."""
 
 from pathlib import Path
 from string import Formatter
@@ -9,19 +9,10 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from quadriga.config.base import Count, Meaning, MinusOneOrCount, Name, NonNegativeInt, PathText, Section, refuse
 
-Backend = Literal["console", "jsonl", "tensorboard", "wandb", "mlflow", "swanlab"]
-
-
-def _only_one_node(value: int) -> int:
-    if value != 1:
-        raise refuse("1", "Set trainer.nnodes=1: training runs in one process.")
-    return value
-
-
-def _only_one_device(value: int) -> int:
-    if value != 1:
-        raise refuse("1", "Set trainer.n_gpus_per_node=1: training runs in one process, on one device.")
-    return value
+Tracker = Literal["console", "jsonl", "tensorboard", "wandb", "mlflow", "swanlab"]
+Arrangement = Literal["together", "grouped", "apart"]
+_PLACEMENT = "together, grouped, apart, or a dictionary of role: pool"
+_POOLS = "a dictionary of pool: list, each list a whole number of at least 1 for each machine"
 
 
 def _resume_word(value: Any) -> Any:
@@ -49,7 +40,7 @@ class TrainerConfig(Section):
     """Name of the project, for trackers and for the run's directory."""
     experiment_name: Name = "run"
     """Name of the run, for trackers and for the run's directory."""
-    logger: Backend | list[Backend] = Field(default_factory=lambda: ["console"])
+    logger: Tracker | list[Tracker] = Field(default_factory=lambda: ["console"])
     """Where metrics go: one name or a list."""
     log_val_generations: NonNegativeInt = 0
     """Validation answers to show in each tracker. 0: none."""
@@ -57,10 +48,23 @@ class TrainerConfig(Section):
     """Seed of every random choice of the run except the order of the data (`data.seed`)."""
     device: Name = "auto"
     """Device that computes: auto, cpu, cuda, cuda:1, ... auto: the accelerator where there is one."""
-    nnodes: Annotated[int, Meaning("1"), AfterValidator(_only_one_node)] = 1
-    """Machines."""
-    n_gpus_per_node: Annotated[int, Meaning("1"), AfterValidator(_only_one_device)] = 1
-    """Devices on a machine."""
+    backend: Literal["local", "ray"] = "local"
+    """local: all in one process; ray: the models in processes of their own, on one machine or on many."""
+    nnodes: Count = 1
+    """Machines that a resource pool spans."""
+    n_gpus_per_node: Count = 1
+    """Processes of a resource pool on each machine: one per GPU or, without GPUs, so many that share the cores."""
+    placement: Annotated[Arrangement | dict[str, Name], Meaning(_PLACEMENT)] = "together"
+    """Which models share processes. together: all; grouped: actor and rollout, critic and reference; apart: none.
+    Or the pool of each role by name: {actor_rollout: one, ref: two, critic: two}."""
+    resource_pools: Annotated[dict[str, Annotated[list[Count], Field(min_length=1)]], Meaning(_POOLS)] = Field(
+        default_factory=dict
+    )
+    """Pools of another shape than `nnodes` and `n_gpus_per_node` say: name -> processes on each machine."""
+    max_worker_restarts: NonNegativeInt = 0
+    """Times that the workers are built anew after one of them failed; the run goes on from its last checkpoint."""
+    balance_batch: bool = True
+    """Whether the sequences of a batch are dealt so that every data-parallel process gets the same amount of work."""
     save_freq: MinusOneOrCount = -1
     """Training steps between checkpoints; the last step has one too. -1: no checkpoints."""
     test_freq: MinusOneOrCount = -1
@@ -83,6 +87,10 @@ class TrainerConfig(Section):
     """Directory for the responses of every step, as JSONL. null: they are not written."""
     validation_data_dir: PathText | None = None
     """Directory for the responses of every validation, as JSONL. null: they are not written."""
+
+    def processes_of(self, pool: str) -> list[int]:
+        """Processes on each machine of a resource pool."""
+        return list(self.resource_pools.get(pool, [self.n_gpus_per_node] * self.nnodes))
 
     @property
     def directory(self) -> Path:

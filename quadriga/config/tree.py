@@ -91,6 +91,12 @@ def _takes_text(annotation: Any) -> bool:
     return annotation is str
 
 
+def _takes_dictionary(annotation: Any) -> bool:
+    if get_origin(annotation) in (Annotated, Union, types.UnionType):
+        return any(_takes_dictionary(one) for one in get_args(annotation))
+    return get_origin(annotation) is dict
+
+
 def _leaves(section: type[Section], prefix: str) -> Iterator[KeyInfo]:
     for name, field in section.model_fields.items():
         key, inner = f"{prefix}{name}", _section_of(field)
@@ -102,7 +108,7 @@ def _leaves(section: type[Section], prefix: str) -> Iterator[KeyInfo]:
             kind=_describe(field.annotation, field.metadata),
             default=field.get_default(call_default_factory=True),
             meaning=" ".join((field.description or "").split()),
-            is_open=get_origin(field.annotation) is dict,
+            is_open=_takes_dictionary(field.annotation),
             is_text=_takes_text(field.annotation),
         )
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from quadriga.engines.packing import PackedBatch
+from quadriga.engines.process_group import ProcessGroup
 from quadriga.models.flops import ModelCost
 
 Outputs = Mapping[str, torch.Tensor]
@@ -21,14 +22,6 @@ Outputs = Mapping[str, torch.Tensor]
 
 LossFunction = Callable[[Outputs], torch.Tensor]
 """From outputs to a scalar that is already normalised over the whole mini-batch."""
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Where this process stands among those that hold the same model."""
-
-    dp_rank: int = 0
-    dp_size: int = 1
 
 
 @dataclass(frozen=True)
@@ -40,11 +33,15 @@ class OptimizerStep:
 
 
 class TrainEngine(Protocol):
-    """One model that can be asked and taught."""
+    """One model that can be asked and taught; `replicas` are the processes that hold it too, each with other rows."""
 
-    layout: Layout
+    replicas: ProcessGroup
     device: torch.device
     cost: ModelCost
+
+    def output_names(self, with_entropy: bool) -> tuple[str, ...]:
+        """The names of the outputs."""
+        ...
 
     def forward(self, batch: PackedBatch, *, temperature: float, with_entropy: bool) -> Outputs:
         """Outputs without gradients."""
@@ -55,7 +52,7 @@ class TrainEngine(Protocol):
         ...
 
     def optimizer_step(self, lr: float) -> OptimizerStep:
-        """Clip the gradient, step at this learning rate, and clear the gradients."""
+        """Add the gradients of all replicas up, clip, step at this learning rate, and clear the gradients."""
         ...
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:

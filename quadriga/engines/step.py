@@ -4,14 +4,18 @@
 Legend: B rows, T response positions.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from operator import itemgetter
 
 import torch
 
 from quadriga.algorithms.aggregate import LossCounts
 from quadriga.engines.base import Outputs, TrainEngine
 from quadriga.engines.micro_batches import MicroBatching, RowLength, micro_batches
+from quadriga.engines.mini_batches import HeldRows, mini_batches
 from quadriga.engines.objectives import Objective
 from quadriga.engines.packing import PackedBatch, RowTokens, pack, row_tokens
 from quadriga.observe.metrics import Metric, merge_metrics
@@ -23,7 +27,7 @@ class Passes:
     """How often and in what pieces a batch is learned from.
 
     Attributes:
-        mini_batch_size: rows that one optimizer step takes; the last mini-batch may be smaller.
+        mini_batch_size: rows that one optimizer step takes, of all processes together; the last may be smaller.
         num_epochs: passes over the batch.
         micro: how a mini-batch is cut to fit in memory.
         shuffle_seed: rows are shuffled from this seed before each pass, or None to keep their order.
@@ -51,11 +55,10 @@ def infer(
         Float32 [B, T] by name, on the CPU, zero where the response mask is.
     """
     shape = data.batch["response_mask"].shape
-    results: dict[str, torch.Tensor] = {}
+    results = {name: torch.zeros(shape, dtype=torch.float32) for name in engine.output_names(with_entropy)}
     for indices, packed in _packed(engine, data, micro):
         for name, values in engine.forward(packed, temperature=temperature, with_entropy=with_entropy).items():
-            target = results.setdefault(name, torch.zeros(shape, dtype=torch.float32))
-            target[indices] = packed.unpack(values).cpu()
+            results[name][indices] = packed.unpack(values).cpu()
     return results
 
 
@@ -64,71 +67,145 @@ def update(
 ) -> dict[str, Metric]:
     """Teach a model one batch: `num_epochs` passes of one optimizer step per mini-batch.
 
+    Every process of the engine calls it with its own rows, which may be none.
+
     Args:
         engine: holds the model and its optimizer.
-        data: the columns that `infer` reads, and those that the objective reads.
+        data: the columns that `infer` reads, those that the objective reads, and `row_index` [B] where the rows of the
+            processes, one below the other, are not in the order of the whole batch.
         objective: the loss.
         passes: how often, and in what pieces.
         lr: learning rate.
         temperature: of the sampling.
 
     Returns:
-        Metrics, averaged over optimizer steps.
+        Metrics, averaged over optimizer steps; those of all processes are yet to be combined.
     """
+    held = HeldRows.of(data, engine.replicas)
     steps = []
     for epoch in range(passes.num_epochs):
-        for indices in _mini_batches(len(data), passes, epoch):
-            mini = data if len(indices) == len(data) and passes.shuffle_seed is None else data.select_idxs(indices)
+        seed = None if passes.shuffle_seed is None else passes.shuffle_seed + epoch
+        for rows, places in mini_batches(held, passes.mini_batch_size, seed):
+            is_all = torch.equal(rows, torch.arange(len(data)))
+            mini = MiniBatch(data if is_all else data.select_idxs(rows), places)
             steps.append(_optimizer_step(engine, mini, objective, passes.micro, lr, temperature))
-    return merge_metrics(steps)
+    return _over_steps(steps) | _imbalance(engine, objective.name, [step.flops for step in steps])
+
+
+@dataclass(frozen=True)
+class MiniBatch:
+    """The rows of a mini-batch that this process has, and their places [b] in the order of the whole batch."""
+
+    rows: DataProto
+    places: torch.Tensor
+
+
+@dataclass(frozen=True)
+class _StepOutcome:
+    """What one optimizer step says: shares of sums over the mini-batch, other metrics, and what it cost here."""
+
+    shares: dict[str, Metric]
+    others: dict[str, Metric]
+    flops: float
 
 
 def _optimizer_step(
-    engine: TrainEngine, mini: DataProto, objective: Objective, micro: MicroBatching, lr: float, temperature: float
-) -> dict[str, Metric]:
-    counts = LossCounts.of(mini.batch["response_mask"])
-    computed = objective.rows_with_gradient(mini)
-    rows = mini if bool(computed.all()) else mini.select_idxs(computed)
-    fields = objective.fields(rows)
+    engine: TrainEngine, mini: MiniBatch, objective: Objective, micro: MicroBatching, lr: float, temperature: float
+) -> _StepOutcome:
+    here = LossCounts.of(mini.rows.batch["response_mask"])
+    computed = objective.rows_with_gradient(mini.rows)
+    num_tokens, num_sequences, num_computed = engine.replicas.totals(
+        here.batch_num_tokens, here.global_batch_size, int(computed.sum())
+    )
+    counts = LossCounts(num_tokens, num_sequences)
+    rows = mini.rows if bool(computed.all()) else mini.rows.select_idxs(computed)
     parts: list[dict[str, Metric]] = []
-    num_tokens, flops = 0, 0.0
-    for indices, packed in _packed(engine, rows, micro):
-        loss = _LossOnRows(objective, rows.select_idxs(indices).select(fields).to(engine.device), packed, counts)
-        engine.backward(packed, loss, temperature=temperature)
+    num_packed, flops = 0, 0.0
+    for loss in _losses(engine, rows, objective, micro, counts):
+        engine.backward(loss.packed, loss, temperature=temperature)
         parts.append(loss.metrics)
-        num_tokens += packed.num_tokens
+        num_packed += loss.packed.num_tokens
         # A backward pass costs two forward passes.
-        flops += 3 * engine.cost.forward_flops(packed.num_tokens, len(packed.targets), packed.sum_of_squared_lengths)
+        flops += 3 * _forward_flops(engine, loss.packed)
     result = engine.optimizer_step(lr)
-    prefix = objective.name
-    if not parts:
+    if num_computed == 0:
         parts = _look_at_some(engine, mini, objective, micro, counts, temperature)
-    metrics = {name: _per_step(metric) for name, metric in merge_metrics(parts).items()}
-    return metrics | {
+    prefix, merged = objective.name, merge_metrics(parts)
+    told_once = {
         f"{prefix}/grad_norm": Metric(result.grad_norm),
         f"{prefix}/lr": Metric(lr, "last"),
         f"{prefix}/nonfinite_steps": Metric(float(not result.is_applied), "sum"),
-        f"{prefix}/packed_tokens": Metric(num_tokens, "sum"),
-        f"{prefix}/computed_sequences": Metric(len(rows), "sum"),
-        f"perf/flops/{prefix}": Metric(flops, "sum"),
+    }
+    return _StepOutcome(
+        shares={name: Metric(metric.value) for name, metric in merged.items() if metric.reduction == "sum"},
+        others={name: metric for name, metric in merged.items() if metric.reduction != "sum"}
+        | (told_once if engine.replicas.is_first else {})
+        | {
+            f"{prefix}/packed_tokens": Metric(num_packed, "sum"),
+            f"{prefix}/computed_sequences": Metric(len(rows), "sum"),
+            f"perf/flops/{prefix}": Metric(flops, "sum"),
+        },
+        flops=flops,
+    )
+
+
+def _forward_flops(engine: TrainEngine, packed: PackedBatch) -> float:
+    return engine.cost.forward_flops(packed.num_tokens, len(packed.targets), packed.sum_of_squared_lengths)
+
+
+def _over_steps(steps: Sequence[_StepOutcome]) -> dict[str, Metric]:
+    """Metrics of all optimizer steps. Shares are averaged over steps and stay sums for the processes to add up; one
+    that computed nothing in some step has a share of nothing there."""
+    names = dict.fromkeys(name for step in steps for name in step.shares)
+    complete = [{name: step.shares.get(name, Metric(0.0)) for name in names} for step in steps]
+    shares = {name: Metric(metric.value, "sum") for name, metric in merge_metrics(complete).items()}
+    return shares | merge_metrics(step.others for step in steps)
+
+
+def _imbalance(engine: TrainEngine, prefix: str, flops: list[float]) -> dict[str, Metric]:
+    """How much longer the steps take than if all processes had the same work: the largest share over the mean one."""
+    if engine.replicas.size == 1:
+        return {}
+    of_ranks = engine.replicas.gather(flops)
+    total = math.fsum(map(math.fsum, of_ranks))
+    if total == 0 or not engine.replicas.is_first:
+        return {}
+    return {
+        f"perf/imbalance/{prefix}": Metric(math.fsum(map(max, zip(*of_ranks, strict=True))) * len(of_ranks) / total)
     }
 
 
 def _look_at_some(
     engine: TrainEngine,
-    mini: DataProto,
+    mini: MiniBatch,
     objective: Objective,
     micro: MicroBatching,
     counts: LossCounts,
     temperature: float,
 ) -> list[dict[str, Metric]]:
-    """The metrics of one micro-batch, without gradients: where no row has one, entropy and mismatch are still told."""
-    for indices, packed in _packed(engine, mini, micro):
-        rows = mini.select_idxs(indices).select(objective.fields(mini)).to(engine.device)
-        loss = _LossOnRows(objective, rows, packed, counts)
-        loss(engine.forward(packed, temperature=temperature, with_entropy=True))
-        return [loss.metrics]
-    return []
+    """The metrics of the rows that would be the first micro-batch of one process alone, without gradients: where no
+    row has one, entropy and mismatch are still told, and are the same however the rows are spread."""
+    lengths = [_length(row) if len(row.trained) else None for row in row_tokens(mini.rows)]
+    places = mini.places.tolist()
+    here = [(place, length) for place, length in zip(places, lengths, strict=True) if length]
+    everywhere = sorted(chain.from_iterable(engine.replicas.gather(here)), key=itemgetter(0))
+    first, *_ = micro_batches([length for _, length in everywhere], micro) or [[]]
+    row_at = {place: row for row, place in enumerate(places)}
+    looked_at = [row_at[everywhere[index][0]] for index in first if everywhere[index][0] in row_at]
+    metrics = []
+    for loss in _losses(engine, mini.rows.select_idxs(looked_at), objective, micro, counts):
+        loss(engine.forward(loss.packed, temperature=temperature, with_entropy=True))
+        metrics.append(loss.metrics)
+    return metrics
+
+
+def _losses(
+    engine: TrainEngine, rows: DataProto, objective: Objective, micro: MicroBatching, counts: LossCounts
+) -> Iterator["_LossOnRows"]:
+    """The objective on each micro-batch of some rows."""
+    fields = objective.fields(rows)
+    for indices, packed in _packed(engine, rows, micro):
+        yield _LossOnRows(objective, rows.select_idxs(indices).select(fields).to(engine.device), packed, counts)
 
 
 class _LossOnRows:
@@ -142,19 +219,6 @@ class _LossOnRows:
         padded = {name: self.packed.unpack(values) for name, values in outputs.items()}
         loss, self.metrics = self.objective(self.rows, padded, self.counts)
         return loss
-
-
-def _per_step(metric: Metric) -> Metric:
-    """Shares of a mini-batch's loss add up within an optimizer step, and are averaged over steps."""
-    return Metric(metric.value) if metric.reduction == "sum" else metric
-
-
-def _mini_batches(num_rows: int, passes: Passes, epoch: int) -> Iterator[torch.Tensor]:
-    order = torch.arange(num_rows)
-    if passes.shuffle_seed is not None:
-        generator = torch.Generator().manual_seed(passes.shuffle_seed + epoch)
-        order = torch.randperm(num_rows, generator=generator)
-    yield from order.split(passes.mini_batch_size)
 
 
 def _packed(engine: TrainEngine, data: DataProto, micro: MicroBatching) -> Iterator[tuple[list[int], PackedBatch]]:

@@ -30,6 +30,10 @@ class Scorer(Protocol):
 
     model: PreTrainedModel
 
+    def output_names(self, with_entropy: bool) -> tuple[str, ...]:
+        """The names of the outputs."""
+        ...
+
     def __call__(self, batch: PackedTokens, *, temperature: float, with_entropy: bool) -> dict[str, torch.Tensor]:
         """Float32 [M] by name."""
         ...
@@ -40,6 +44,10 @@ class PolicyScorer:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
+
+    def output_names(self, with_entropy: bool) -> tuple[str, ...]:
+        """See `Scorer.output_names`."""
+        return ("log_probs", "entropy") if with_entropy else ("log_probs",)
 
     def __call__(self, batch: PackedTokens, *, temperature: float, with_entropy: bool) -> dict[str, torch.Tensor]:
         scores = token_scores(
@@ -64,6 +72,10 @@ class ValueScorer:
         model.set_output_embeddings(nn.Identity())
         model.value_head = ValueHead(hidden_size, next(model.parameters()).dtype).to(model.device)
         self.model = model
+
+    def output_names(self, with_entropy: bool) -> tuple[str, ...]:
+        """See `Scorer.output_names`."""
+        return ("values",)
 
     def __call__(self, batch: PackedTokens, *, temperature: float, with_entropy: bool) -> dict[str, torch.Tensor]:
         return {"values": self.model.value_head(_states(self.model, batch))}

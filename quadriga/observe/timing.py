@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the time goes: the phases of a training step, and the parts of a start-up."""
 
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -56,31 +57,49 @@ class _Part:
 class Timeline:
     """The parts of a start-up in the order in which they began, drawn as a small chart.
 
-    Time counts from the creation of the timeline.
+    Time counts from the creation of the timeline, or from the first of the earlier parts. Parts of several threads
+    stand beside each other.
+
+    Args:
+        title: of the chart.
+        clock: seconds, for tests.
+        earlier: what another process did before, part after part, each with the time of the wall clock at which it
+            began; the last ends now.
     """
 
-    def __init__(self, title: str = "start-up", clock: Clock = time.perf_counter) -> None:
+    def __init__(
+        self, title: str = "start-up", clock: Clock = time.perf_counter, earlier: Sequence[tuple[str, float]] = ()
+    ) -> None:
         self._title = title
         self._clock = clock
-        self._origin = clock()
-        self._parts: list[_Part] = []
-        self._depth = 0
+        # Clocks of two machines may differ a little; no part is shorter than nothing.
+        now_s = time.time()
+        ages_s = [max(0.0, now_s - began_s) for _, began_s in earlier]
+        before_s = max(ages_s, default=0.0)
+        self._origin = clock() - before_s
+        ends_s = [before_s - age_s for age_s in [*ages_s[1:], 0.0]]
+        self._parts = [
+            _Part(name, 0, before_s - age_s, end_s)
+            for (name, _), age_s, end_s in zip(earlier, ages_s, ends_s, strict=False)
+        ]
+        self._open = threading.local()
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
         """Record the block as one part; parts may nest, and a nested one is drawn indented."""
-        part = _Part(name, self._depth, self._clock() - self._origin)
+        depth = getattr(self._open, "depth", 0)
+        part = _Part(name, depth, self._clock() - self._origin)
         self._parts.append(part)
-        self._depth += 1
+        self._open.depth = depth + 1
         try:
             yield
         finally:
-            self._depth -= 1
+            self._open.depth = depth
             part.end_s = self._clock() - self._origin
 
     @property
     def total_s(self) -> float:
-        """Seconds from the creation of the timeline to the end of its last part (until now if one is open)."""
+        """Seconds from the beginning to the end of the last part (until now if one is open)."""
         if any(part.end_s is None for part in self._parts):
             return self._clock() - self._origin
         return max((part.end_s or 0.0 for part in self._parts), default=0.0)
@@ -106,7 +125,7 @@ class Timeline:
             if part.depth == 0:
                 if part.start_s - reached_s >= SHOWN_GAP_S:
                     rows.append(_Part("(other)", 0, reached_s, part.start_s))
-                reached_s = total_s if part.end_s is None else part.end_s
+                reached_s = max(reached_s, total_s if part.end_s is None else part.end_s)
             rows.append(part)
         return rows
 

@@ -147,6 +147,14 @@ _TENSORS = (
         "advantages", "(B, T)", "float32", "reward above expectation, as the estimator scales it", _TRAINER, _ENGINES
     ),
     Field("returns", "(B, T)", "float32", "reward to come from this token on", _TRAINER, _ENGINES),
+    Field(
+        "row_index",
+        "(B,)",
+        "int64",
+        "number of the row in the whole batch before its rows were dealt to ranks",
+        _TRAINER,
+        _ENGINES + _TRAINER,
+    ),
 )
 
 _OBJECTS = (
@@ -158,6 +166,7 @@ _OBJECTS = (
         _TRAINER,
         _ROLLOUT + _TRAINER + _ALGORITHMS,
     ),
+    Field("sample_index", "(B,)", "object: int", "number of the sample among those of its prompt", _TRAINER, _ROLLOUT),
     Field("raw_prompt_ids", "(B,)", "object: list[int]", "token ids of the prompt, without padding", _DATA, _ROLLOUT),
     Field("raw_prompt", "(B,)", "object: list[dict]", "messages of the prompt", _DATA, _ROLLOUT),
     Field("data_source", "(B,)", "object: str", "name of the data set; chooses the grader", _DATA, _REWARDS + _TRAINER),

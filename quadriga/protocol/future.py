@@ -9,10 +9,10 @@ group.method(data)  with blocking=False
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
+from quadriga.protocol.columns import chunk_bounds
 from quadriga.protocol.proto import DataProto
 
 Resolve = Callable[[Sequence[Any]], list[Any]]
@@ -23,9 +23,39 @@ def resolve_results(futures: Sequence[Any]) -> list[Any]:
     return [future.result() for future in futures]
 
 
-def _chunk_of(output: DataProto, number: int, chunks: int, before: Callable[[Any], Any] | None) -> DataProto:
-    output = output if before is None else before(output)
-    return output.chunk(chunks)[number]
+@dataclass(frozen=True)
+class ChunkOf:
+    """Part `number` of `chunks` parts of what `before` makes of an output; of the output itself if that is None."""
+
+    number: int
+    chunks: int
+    before: Callable[[Any], Any] | None = None
+
+    def __call__(self, output: Any) -> Any:
+        output = output if self.before is None else self.before(output)
+        return output.chunk(self.chunks)[self.number]
+
+    def bounds(self, rows: int) -> tuple[int, int] | None:
+        """First row and the one after the last, of an output of `rows` rows; None: it takes the output to know."""
+        whole = (0, rows)
+        if self.before is not None:
+            whole = self.before.bounds(rows) if isinstance(self.before, ChunkOf) else None
+        if whole is None:
+            return None
+        start, end = chunk_bounds(whole[1] - whole[0], self.chunks)[self.number]
+        return whole[0] + start, whole[0] + end
+
+
+def rows_between(parts: Sequence[DataProto], start: int, end: int) -> list[DataProto]:
+    """Views of the parts that hold the rows from `start` to before `end` of all of them, one below the other.
+
+    No part is left out, for `meta_info` counts in a concatenation even where there are no rows.
+    """
+    views, first = [], 0
+    for part in parts:
+        views.append(part.slice(max(0, start - first), max(0, end - first)))
+        first += len(part)
+    return views
 
 
 @dataclass(frozen=True)
@@ -37,32 +67,34 @@ class DataProtoFuture:
         futures: one handle per worker that was called.
         dispatch_fn: applied to what was collected; used to pick one rank's part.
         resolve: waits for the handles and returns their values; a backend with handles of its own
-            passes its own (Ray: `ray.get`).
+            passes its own.
+        rows_of: of the outputs, those whose rows `collect_fn` puts one below the other, in that order;
+            whoever wants some of the rows then copies no others. None: `collect_fn` does something else.
     """
 
     collect_fn: Callable[[list[Any]], Any]
     futures: Sequence[Any]
     dispatch_fn: Callable[[Any], Any] | None = None
     resolve: Resolve = resolve_results
+    rows_of: Callable[[list[Any]], list[Any]] | None = None
 
     @staticmethod
     def concat(data: Sequence[Any], resolve: Resolve = resolve_results) -> "DataProtoFuture":
         """A future of all rows of the outputs behind the handles `data`."""
-        return DataProtoFuture(collect_fn=DataProto.concat, futures=list(data), resolve=resolve)
+        return DataProtoFuture(DataProto.concat, list(data), resolve=resolve, rows_of=list)
 
     def chunk(self, chunks: int) -> "list[DataProtoFuture]":
         """Futures of the parts that `get().chunk(chunks)` would give; waits for nothing."""
-        return [
-            DataProtoFuture(
-                self.collect_fn,
-                self.futures,
-                partial(_chunk_of, number=number, chunks=chunks, before=self.dispatch_fn),
-                self.resolve,
-            )
-            for number in range(chunks)
-        ]
+        return [replace(self, dispatch_fn=ChunkOf(number, chunks, self.dispatch_fn)) for number in range(chunks)]
 
     def get(self) -> Any:
         """Wait, collect and return; a worker's error is raised here."""
-        output = self.collect_fn(self.resolve(self.futures))
+        outputs = self.resolve(self.futures)
+        if isinstance(self.dispatch_fn, ChunkOf) and self.rows_of is not None:
+            parts = self.rows_of(outputs)
+            if all(isinstance(part, DataProto) for part in parts):
+                bounds = self.dispatch_fn.bounds(sum(map(len, parts)))
+                if bounds is not None:
+                    return DataProto.concat(rows_between(parts, *bounds))
+        output = self.collect_fn(outputs)
         return output if self.dispatch_fn is None else self.dispatch_fn(output)

@@ -14,6 +14,7 @@ import torch
 from tensordict import TensorDict
 
 from quadriga.errors import ProtocolError
+from quadriga.protocol.memory import HUGE_PAGES_FROM_BYTES, allocate, is_lent, was_copied
 
 METRICS = "metrics"
 _PLAIN = frozenset({int, float, bool, str, type(None)})
@@ -237,8 +238,8 @@ def _check_same_keys(kind: str, parts: Sequence[Any]) -> None:
 
 
 def concat_tensors(parts: Sequence[TensorDict]) -> TensorDict:
-    """Rows of all parts, one below the other: one allocation per column, none for a single part."""
-    if len(parts) == 1:
+    """Rows of all parts, one below the other: one allocation per column, none for a single part that is not lent."""
+    if len(parts) == 1 and not _is_any_lent(parts[0]):
         return parts[0].copy()
     _check_same_keys("batch", parts)
     rows = sum(part.batch_size[0] for part in parts)
@@ -256,8 +257,24 @@ def concat_tensors(parts: Sequence[TensorDict]) -> TensorDict:
                     expected=f"(rows, {', '.join(map(str, values[0].shape[1:]))}) {values[0].dtype} as in part 0",
                     fix="Pad the parts to one length first.",
                 )
-        columns[key] = torch.cat(values)
+        columns[key] = _concat_rows(values, rows)
     return TensorDict(columns, batch_size=[rows], device=parts[0].device)
+
+
+def _is_any_lent(batch: TensorDict) -> bool:
+    return any(_is_any_lent(value) if isinstance(value, TensorDict) else is_lent(value) for value in batch.values())
+
+
+def _concat_rows(values: Sequence[torch.Tensor], rows: int) -> torch.Tensor:
+    is_plain = all(value.device.type == "cpu" and not value.requires_grad for value in values)
+    is_small = sum(value.nbytes for value in values) < HUGE_PAGES_FROM_BYTES
+    if not is_plain or (is_small and not any(map(is_lent, values))):
+        return torch.cat(values)
+    column = allocate((rows, *values[0].shape[1:]), values[0].dtype)
+    for target, value in zip(column.split([value.shape[0] for value in values]), values, strict=True):
+        target.copy_(value)
+        was_copied(value)
+    return column
 
 
 def concat_arrays(parts: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:

@@ -22,6 +22,7 @@ import torch
 from tensordict import TensorDict
 
 from quadriga.errors import ProtocolError
+from quadriga.protocol.memory import bytes_of, copy_of, tensor_over
 
 FILE_MAGIC = b"quadriga.DataProto.1\n"
 OUT_OF_BAND_PROTOCOL = 5
@@ -35,7 +36,7 @@ class PackedTensor:
 
     def __reduce_ex__(self, protocol: int) -> tuple[Any, ...]:
         tensor = self.tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        memory = tensor.reshape(-1).view(torch.uint8).numpy()
+        memory = bytes_of(tensor)
         # Older protocols know no buffers: the bytes go into the stream.
         buffer = pickle.PickleBuffer(memory) if protocol >= OUT_OF_BAND_PROTOCOL else memory.tobytes()
         return unpack_tensor, (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), buffer)
@@ -47,11 +48,9 @@ def unpack_tensor(dtype_name: str, shape: tuple[int, ...], buffer: Any) -> torch
     Shared memory (Ray's object store) is read-only; a tensor over it would let an in-place operation
     write where it must not, so it is copied.
     """
-    dtype = getattr(torch, dtype_name)
-    if 0 in shape:
-        return torch.empty(shape, dtype=dtype)
     memory = np.frombuffer(buffer, dtype=np.uint8)
-    return torch.from_numpy(memory if memory.flags.writeable else memory.copy()).view(dtype).view(shape)
+    tensor = tensor_over(memory, getattr(torch, dtype_name), shape)
+    return tensor if memory.flags.writeable else copy_of(tensor)
 
 
 def pack(value: Any, memo: dict[int, Any]) -> Any:

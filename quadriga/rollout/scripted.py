@@ -7,7 +7,8 @@
     ScriptedEngine("answers.jsonl", tokenizer=tokenizer)            lines {"prompt": ..., "response": ...}
 
 An answer is a text or a list of token ids. A text is encoded and followed by the tokenizer's end-of-text token; token
-ids are taken as they are. Every log-probability is 0.0: a canned answer is certain.
+ids are taken as they are. Every log-probability is 0.0: a canned answer is certain. Of several processes each begins
+with the first answer.
 """
 
 import json

@@ -31,6 +31,15 @@ from typing import Any, ClassVar, Protocol
 from quadriga.errors import WorkerError
 from quadriga.protocol import DataProto, DataProtoFuture, pad_dataproto_to_divisor, unpad_dataproto
 
+
+class DispatchError(WorkerError):
+    """Arguments or outputs that do not fit the mode of their method."""
+
+    def at(self, where: str) -> "DispatchError":
+        """The same error with the place of the call before its own."""
+        return type(self)(f"{where}: {self.where}", got=self.got, expected=self.expected, fix=self.fix)
+
+
 PerRank = tuple[Sequence[Sequence[Any]], Mapping[str, Sequence[Any]]]
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -81,11 +90,15 @@ class DispatchFunctions:
         dispatch_fn: splits the arguments.
         collect_fn: joins the outputs.
         num_chunks: into how many chunks rows are split, for modes that honour auto padding; None: it does not.
+        rows_of: of the outputs, those that `collect_fn` joins with `DataProto.concat`, in that order; None: it does
+            something else. A backend may lend them as views of shared memory, and whoever is to have some of
+            the rows need not copy the others.
     """
 
     dispatch_fn: DispatchFn
     collect_fn: CollectFn
     num_chunks: Callable[[GroupLayout], int] | None = None
+    rows_of: CollectFn | None = None
 
 
 class _Members(type):
@@ -190,7 +203,7 @@ def take_per_rank(group: GroupLayout, /, *args: Any, **kwargs: Any) -> PerRank:
     for name, value in _named(args, kwargs):
         if not isinstance(value, (list, tuple)) or len(value) != group.world_size:
             length = f" of {len(value)}" if isinstance(value, (list, tuple)) else ""
-            raise WorkerError(
+            raise DispatchError(
                 f"per-rank argument {name}",
                 got=f"{type(value).__name__}{length}",
                 expected=f"a list of {group.world_size}, one entry per rank",
@@ -204,10 +217,10 @@ def split_rows(group: GroupLayout, /, *args: Any, **kwargs: Any) -> PerRank:
     return _split(group.world_size, args, kwargs)
 
 
-def split_rows_with_function(group: GroupLayout, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> PerRank:
+def split_rows_with_function(group: GroupLayout, function: Any = None, /, *args: Any, **kwargs: Any) -> PerRank:
     """The function, whole, and the ranks' chunks of the other arguments."""
     if not callable(function):
-        raise WorkerError("first argument", got=type(function).__name__, expected="a function")
+        raise DispatchError("first argument", got=type(function).__name__, expected="a function")
     chunks, named_chunks = _split(group.world_size, args, kwargs)
     return [[function] * group.world_size, *chunks], named_chunks
 
@@ -234,17 +247,20 @@ def _has_columns(value: Any) -> bool:
 def _split(chunks: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> PerRank:
     rows = {name: len(value) for name, value in _named(args, kwargs) if _has_columns(value)}
     if len(set(rows.values())) > 1:
-        raise WorkerError("arguments to split", got=f"{rows} rows", expected="the same number in each DataProto")
-    return [_parts(value, chunks) for value in args], {key: _parts(value, chunks) for key, value in kwargs.items()}
+        raise DispatchError("arguments to split", got=f"{rows} rows", expected="the same number in each DataProto")
+    return (
+        [_parts(name, value, chunks) for name, value in enumerate(args)],
+        {name: _parts(name, value, chunks) for name, value in kwargs.items()},
+    )
 
 
-def _parts(value: Any, chunks: int) -> list[Any]:
+def _parts(name: str | int, value: Any, chunks: int) -> list[Any]:
     if isinstance(value, (DataProto, DataProtoFuture)):
         return value.chunk(chunks)
     if isinstance(value, _PLAIN):
         return [value] * chunks
-    raise WorkerError(
-        "argument to split",
+    raise DispatchError(
+        f"argument {name}",
         got=type(value).__name__,
         expected="a DataProto, the future of one, or a plain number, string or None, which every rank gets",
         fix="What holds for all rows belongs into meta_info.",
@@ -266,7 +282,12 @@ def collect_rows(group: GroupLayout, outputs: list[Any]) -> DataProto | None:
 
 def collect_rows_of_mesh(mesh_name: str, group: GroupLayout, outputs: list[Any]) -> DataProto | None:
     """All rows of the ranks that collect, in the order of their chunks."""
-    return _concat([outputs[rank] for rank in group.mesh(mesh_name).collecting_ranks()])
+    return _concat(outputs_of_mesh(mesh_name, group, outputs))
+
+
+def outputs_of_mesh(mesh_name: str, group: GroupLayout, outputs: list[Any]) -> list[Any]:
+    """The outputs of the ranks that collect, in the order of their chunks."""
+    return [outputs[rank] for rank in group.mesh(mesh_name).collecting_ranks()]
 
 
 def _concat(outputs: list[Any]) -> DataProto | None:
@@ -274,7 +295,7 @@ def _concat(outputs: list[Any]) -> DataProto | None:
         return None
     for rank, output in enumerate(outputs):
         if not isinstance(output, DataProto):
-            raise WorkerError(
+            raise DispatchError(
                 f"output {rank} of {len(outputs)}",
                 got=type(output).__name__,
                 expected="a DataProto from each rank that is collected, or None from all",
@@ -312,7 +333,7 @@ def remove_padding(result: Any, pad_size: int, padded_rows: int) -> Any:
     if pad_size == 0 or not _has_columns(result):
         return result
     if len(result) % padded_rows:
-        raise WorkerError(
+        raise DispatchError(
             "result of padded rows",
             got=f"{len(result)} rows from {padded_rows}",
             expected="the same number of rows for each row",
@@ -339,7 +360,10 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> DispatchFunctions:
         mesh_name: the name under which every worker calls `register_mesh`.
     """
     return DispatchFunctions(
-        partial(split_rows_over_mesh, mesh_name), partial(collect_rows_of_mesh, mesh_name), partial(_dp_size, mesh_name)
+        partial(split_rows_over_mesh, mesh_name),
+        partial(collect_rows_of_mesh, mesh_name),
+        partial(_dp_size, mesh_name),
+        partial(outputs_of_mesh, mesh_name),
     )
 
 
@@ -348,8 +372,8 @@ for _name, _entry in {
     "ONE_TO_ALL": DispatchFunctions(replicate, collect_list),
     "ALL_TO_ALL": DispatchFunctions(take_per_rank, collect_list),
     "DP_COMPUTE": DispatchFunctions(take_per_rank, collect_list),
-    "DP_COMPUTE_PROTO": DispatchFunctions(split_rows, collect_rows, _world_size),
-    "DP_COMPUTE_PROTO_WITH_FUNC": DispatchFunctions(split_rows_with_function, collect_rows, _world_size),
+    "DP_COMPUTE_PROTO": DispatchFunctions(split_rows, collect_rows, _world_size, collect_list),
+    "DP_COMPUTE_PROTO_WITH_FUNC": DispatchFunctions(split_rows_with_function, collect_rows, _world_size, collect_list),
     "DP_COMPUTE_METRIC": DispatchFunctions(split_rows, collect_list),
 }.items():
     register_dispatch_mode(_name)

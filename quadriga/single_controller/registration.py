@@ -32,6 +32,13 @@ class Registration:
     blocking: bool
 
     @property
+    def mode_name(self) -> str:
+        """The mode in an error message."""
+        return (
+            repr(self.dispatch_mode) if isinstance(self.dispatch_mode, Dispatch) else "a dispatch function of its own"
+        )
+
+    @property
     def is_rank_zero_only(self) -> bool:
         """Rank 0 alone gets the arguments, whole, and its output is the result."""
         return self.execute_mode is Execute.RANK_ZERO or self.dispatch_mode is Dispatch.RANK_ZERO

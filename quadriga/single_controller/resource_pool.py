@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes by node: the shape of what a worker group runs on."""
+"""Processes by node: the shape of what a worker group runs on, and which node of a cluster takes which part of it."""
 
-from collections.abc import Sequence
+import ipaddress
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from quadriga.errors import WorkerError
 
@@ -35,3 +37,109 @@ class ResourcePool:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(process_on_nodes={self.process_on_nodes})"
+
+
+@dataclass(frozen=True)
+class NodeResources:
+    """What a node of a cluster has.
+
+    Attributes:
+        node_id: the cluster's name for it.
+        address: its IP address.
+        total, free: amounts by resource, such as {"CPU": 8, "GPU": 4}.
+    """
+
+    node_id: str
+    address: str
+    total: Mapping[str, float]
+    free: Mapping[str, float]
+
+    def describe(self, resources: Sequence[str]) -> str:
+        """`10.0.0.2 has 2 of 8 CPU free`."""
+        amounts = (f"{self.free.get(name, 0):g} of {self.total.get(name, 0):g} {name}" for name in resources)
+        return f"{self.address} has {', '.join(amounts)} free"
+
+
+def address_order(address: str) -> tuple[int, int, str]:
+    """Sorts addresses as numbers, so that 10.0.0.9 stands before 10.0.0.10; names of hosts come last."""
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return 9, 0, address
+    return parsed.version, int(parsed), ""
+
+
+def choose_nodes(
+    pools: Mapping[str, Sequence[int]], each: Mapping[str, float], nodes: Sequence[NodeResources]
+) -> dict[str, list[NodeResources]]:
+    """A node of the cluster for each node of each pool.
+
+    Nodes of one pool are different nodes of the cluster while it has enough of them; after that several share one.
+
+    Args:
+        pools: numbers of processes on each node, by name of the pool.
+        each: what one process takes.
+        nodes: of the cluster.
+
+    Returns:
+        the nodes of each pool, in the order of its numbers.
+
+    Raises:
+        WorkerError: the cluster has not enough; says what each node has and what is missing.
+    """
+    free = {node.node_id: dict(node.free) for node in nodes}
+    chosen: dict[str, list[NodeResources | None]] = {name: [None] * len(counts) for name, counts in pools.items()}
+    # The largest parts first: they fit in the fewest places.
+    parts = [(count, name, index) for name, counts in pools.items() for index, count in enumerate(counts)]
+    for count, name, index in sorted(parts, key=lambda part: -part[0]):
+        wanted = {resource: amount * count for resource, amount in each.items()}
+        taken = {node.node_id for node in chosen[name] if node}
+        fitting = [node for node in nodes if not _missing(wanted, free[node.node_id])]
+        if not fitting:
+            raise _not_enough(name, pools, wanted, nodes, free)
+        # An unused node before a used one, a full one before an empty one, then the lowest address.
+        node = min(
+            fitting,
+            key=lambda node: (
+                node.node_id in taken,
+                [free[node.node_id][resource] for resource in each],
+                address_order(node.address),
+            ),
+        )
+        chosen[name][index] = node
+        for resource, amount in wanted.items():
+            free[node.node_id][resource] -= amount
+    return {name: [node for node in row if node] for name, row in chosen.items()}
+
+
+def _missing(wanted: Mapping[str, float], free: Mapping[str, float]) -> dict[str, float]:
+    gaps = {name: amount - free.get(name, 0) for name, amount in wanted.items()}
+    return {name: gap for name, gap in gaps.items() if gap > 1e-6}
+
+
+def _amounts(amounts: Mapping[str, float]) -> str:
+    return ", ".join(f"{amount:g} {name}" for name, amount in amounts.items())
+
+
+def _not_enough(
+    name: str,
+    pools: Mapping[str, Sequence[int]],
+    wanted: Mapping[str, float],
+    nodes: Sequence[NodeResources],
+    free: Mapping[str, Mapping[str, float]],
+) -> WorkerError:
+    # What an idle cluster would lack as well is not a matter of who else uses it.
+    gaps = [_missing(wanted, node.total) for node in nodes]
+    is_too_small = all(gaps)
+    if not is_too_small:
+        gaps = [_missing(wanted, free[node.node_id]) for node in nodes]
+    least = min(gaps, key=lambda gap: sum(gap.values()), default=dict(wanted))
+    others = {other: list(counts) for other, counts in pools.items() if other != name}
+    beside = f" beside {', '.join(f'{other} {counts}' for other, counts in others.items())}" if others else ""
+    return WorkerError(
+        f"resource pool {name} {list(pools[name])}{beside}",
+        got="; ".join(node.describe(list(wanted)) for node in nodes) or "a cluster without nodes",
+        expected=f"{_amounts(wanted)}{'' if is_too_small else ' free'} on one node: {_amounts(least)} missing",
+        fix="Ask for fewer processes (trainer.n_gpus_per_node, trainer.nnodes, trainer.resource_pools), put roles on a "
+        "common pool, or start Ray with more of it: ray_kwargs.ray_init.num_cpus, ray start --num-cpus/--num-gpus.",
+    )

@@ -21,6 +21,7 @@ from quadriga.errors import WorkerError
 from quadriga.protocol import DataProtoFuture
 from quadriga.single_controller.dispatch import (
     CollectFn,
+    DispatchError,
     GroupLayout,
     MeshLayout,
     dispatch_functions,
@@ -31,6 +32,10 @@ from quadriga.single_controller.registration import Registration, registered_met
 from quadriga.single_controller.worker import Worker
 
 W = TypeVar("W", bound=Worker)
+
+
+class NotRegisteredError(WorkerError, AttributeError):
+    """A group was asked for a method that its workers do not have, or have without `@register`."""
 
 
 class ClassWithInitArgs(Generic[W]):
@@ -61,10 +66,13 @@ def first_output(outputs: list[Any]) -> Any:
 
 
 def collect_outputs(
-    outputs: list[Any], *, collect_fn: CollectFn, layout: GroupLayout, pad_size: int, padded_rows: int
+    outputs: list[Any], *, collect_fn: CollectFn, layout: GroupLayout, padding: tuple[int, int], where: str
 ) -> Any:
     """One result of all ranks' outputs, without the rows of padding."""
-    return remove_padding(collect_fn(layout, outputs), pad_size, padded_rows)
+    try:
+        return remove_padding(collect_fn(layout, outputs), *padding)
+    except DispatchError as error:
+        raise error.at(where) from None
 
 
 class WorkerFacade:
@@ -110,10 +118,22 @@ class WorkerGroup(ABC, Generic[W]):
     def start(self, rank: int, method_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Start a method on one rank and return a handle of its output, without waiting for it."""
 
+    def start_all(self, method_name: str, per_rank: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]) -> list[Any]:
+        """Start a method on the ranks 0, 1, ... with the arguments of each, and return their handles in rank order.
+
+        A backend overrides it to pack what the ranks share once.
+        """
+        return [self.start(rank, method_name, args, kwargs) for rank, (args, kwargs) in enumerate(per_rank)]
+
     @staticmethod
     @abstractmethod
     def resolve(handles: Sequence[Any]) -> list[Any]:
         """Wait for handles and return their outputs; the first failing rank's error is raised."""
+
+    @classmethod
+    def resolve_lent(cls, handles: Sequence[Any]) -> list[Any]:
+        """The same for a caller that copies the rows of the outputs: they may lie in memory that is only lent."""
+        return cls.resolve(handles)
 
     @property
     def world_size(self) -> int:
@@ -137,18 +157,35 @@ class WorkerGroup(ABC, Generic[W]):
 
     def execute_all(self, method_name: str, /, *args: Any, **kwargs: Any) -> list[Any]:
         """Call any method, registered or not, on every rank with the same arguments; the outputs in rank order."""
-        return self.resolve([self.start(rank, method_name, args, kwargs) for rank in range(self.world_size)])
+        return self.resolve(self.start_all(method_name, [(args, kwargs)] * self.world_size))
+
+    def execute_all_sync(self, method_name: str, /, *args: Any, **kwargs: Any) -> list[Any]:
+        """The same as `execute_all`."""
+        return self.execute_all(method_name, *args, **kwargs)
+
+    def execute_all_async(self, method_name: str, /, *args: Any, **kwargs: Any) -> DataProtoFuture:
+        """The same as `execute_all`, as a future."""
+        handles = self.start_all(method_name, [(args, kwargs)] * self.world_size)
+        return DataProtoFuture(collect_fn=list, futures=handles, resolve=self.resolve)
 
     def execute_rank_zero(self, method_name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call any method, registered or not, on rank 0."""
         return self.resolve([self.start(0, method_name, args, kwargs)])[0]
 
+    def execute_rank_zero_sync(self, method_name: str, /, *args: Any, **kwargs: Any) -> Any:
+        """The same as `execute_rank_zero`."""
+        return self.execute_rank_zero(method_name, *args, **kwargs)
+
+    def execute_rank_zero_async(self, method_name: str, /, *args: Any, **kwargs: Any) -> DataProtoFuture:
+        """The same as `execute_rank_zero`, as a future."""
+        handles = [self.start(0, method_name, args, kwargs)]
+        return DataProtoFuture(collect_fn=first_output, futures=handles, resolve=self.resolve)
+
     def method(self, name: str) -> Callable[..., Any]:
         """The registered method `name`, bound to the group."""
         registration = self.methods.get(name)
         if registration is None:
-            known = ", ".join(sorted(self.methods))
-            raise AttributeError(f"{self.worker_class.__name__}.{name} is not a registered method; there are: {known}")
+            raise self._not_registered(name)
         return partial(self._call, name, registration)
 
     def as_worker(self) -> W:
@@ -169,41 +206,61 @@ class WorkerGroup(ABC, Generic[W]):
 
     def _call(self, method_name: str, registration: Registration, /, *args: Any, **kwargs: Any) -> Any:
         if registration.is_rank_zero_only:
-            return self._finish([self.start(0, method_name, args, kwargs)], first_output, registration)
+            return self._finish([self.start(0, method_name, args, kwargs)], first_output, registration.blocking)
         functions = dispatch_functions(registration.dispatch_mode)
-        pad_size = padded_rows = 0
-        if functions.num_chunks is not None:
-            args, kwargs, pad_size, padded_rows = pad_arguments(functions.num_chunks(self), args, kwargs)
-        per_rank, named_per_rank = functions.dispatch_fn(self, *args, **kwargs)
-        self._check_dispatched(method_name, [*per_rank, *named_per_rank.values()])
-        handles = [
-            self.start(
-                rank,
-                method_name,
-                [values[rank] for values in per_rank],
-                {key: values[rank] for key, values in named_per_rank.items()},
-            )
-            for rank in range(self.world_size)
-        ]
-        collect = partial(
-            collect_outputs,
-            collect_fn=functions.collect_fn,
-            layout=LayoutSnapshot(self.world_size, dict(self._meshes)),
-            pad_size=pad_size,
-            padded_rows=padded_rows,
+        padding = (0, 0)
+        where = f"{self.name}.{method_name} on {self.world_size} ranks ({registration.mode_name})"
+        try:
+            if functions.num_chunks is not None:
+                args, kwargs, *padding = pad_arguments(functions.num_chunks(self), args, kwargs)
+            per_rank, named_per_rank = functions.dispatch_fn(self, *args, **kwargs)
+            self._check_dispatched([*per_rank, *named_per_rank.values()])
+        except DispatchError as error:
+            raise error.at(where) from None
+        handles = self.start_all(
+            method_name,
+            [
+                ([values[rank] for values in per_rank], {key: values[rank] for key, values in named_per_rank.items()})
+                for rank in range(self.world_size)
+            ],
         )
-        return self._finish(handles, collect, registration)
+        layout = LayoutSnapshot(self.world_size, dict(self._meshes))
+        collect = partial(collect_outputs, collect_fn=functions.collect_fn, layout=layout, padding=padding, where=where)
+        joins_all = functions.rows_of is not None and not padding[0]
+        rows_of = partial(functions.rows_of, layout) if joins_all else None
+        return self._finish(handles, collect, registration.blocking, rows_of)
 
-    def _finish(self, handles: list[Any], collect: Callable[[list[Any]], Any], registration: Registration) -> Any:
-        if registration.blocking:
-            return collect(self.resolve(handles))
-        return DataProtoFuture(collect_fn=collect, futures=handles, resolve=self.resolve)
+    def _finish(
+        self,
+        handles: list[Any],
+        collect: Callable[[list[Any]], Any],
+        blocking: bool,
+        rows_of: Callable[[list[Any]], list[Any]] | None = None,
+    ) -> Any:
+        resolve = self.resolve if rows_of is None else self.resolve_lent
+        if blocking:
+            return collect(resolve(handles))
+        return DataProtoFuture(collect_fn=collect, futures=handles, resolve=resolve, rows_of=rows_of)
 
-    def _check_dispatched(self, method_name: str, per_rank: Sequence[Sequence[Any]]) -> None:
+    def _check_dispatched(self, per_rank: Sequence[Sequence[Any]]) -> None:
         for values in per_rank:
             if len(values) != self.world_size:
-                raise WorkerError(
-                    f"{self.name}.{method_name}: dispatch function",
+                raise DispatchError(
+                    "dispatch function",
                     got=f"{len(values)} values for an argument",
                     expected=f"{self.world_size}, one per rank",
                 )
+
+    def _not_registered(self, name: str) -> "NotRegisteredError":
+        method = getattr(self.worker_class, name, None)
+        if not callable(method):
+            known = ", ".join(sorted(self.methods))
+            return NotRegisteredError(
+                f"{self.name}.{name}", got="no such method", expected=f"a registered one: {known}"
+            )
+        return NotRegisteredError(
+            f"{self.worker_class.__name__}.{name}",
+            got="a method without @register",
+            expected="one that says how its arguments reach the ranks",
+            fix="Add @register(dispatch_mode=...) to it; an override needs it again.",
+        )

@@ -5,11 +5,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from quadriga.trainer.launch import run_ppo
     from quadriga.trainer.ray_trainer import RayPPOTrainer
     from quadriga.trainer.roles import Role
-    from quadriga.trainer.task_runner import TaskRunner, run_ppo
+    from quadriga.trainer.task_runner import TaskRunner
 
-_HOMES = {"RayPPOTrainer": "ray_trainer", "Role": "roles", "TaskRunner": "task_runner", "run_ppo": "task_runner"}
+_HOMES = {"RayPPOTrainer": "ray_trainer", "Role": "roles", "TaskRunner": "task_runner", "run_ppo": "launch"}
 
 __all__ = ["RayPPOTrainer", "Role", "TaskRunner", "run_ppo"]
 

@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a configuration to the objects of a run: the one place where a name becomes a class."""
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from typing import Any, TypeVar
 
-from quadriga.config import Config
+from quadriga.config import Config, place_roles
 from quadriga.data import (
     create_dataloader,
     create_rl_dataset,
@@ -13,7 +18,8 @@ from quadriga.data import (
 )
 from quadriga.observe.timing import Timeline
 from quadriga.rewards import RewardManager, load_reward_manager
-from quadriga.single_controller import ClassWithInitArgs, LocalWorkerGroup, ResourcePool
+from quadriga.single_controller import ClassWithInitArgs, LocalWorkerGroup
+from quadriga.single_controller.team import Team
 from quadriga.trainer.needs import Needs
 from quadriga.trainer.ray_trainer import RayPPOTrainer, Workers
 from quadriga.trainer.roles import Role
@@ -28,8 +34,34 @@ ROLLOUT_ENGINES = {
 }
 
 
-def build_trainer(config: Config, timeline: Timeline) -> RayPPOTrainer:
+# Likewise the backends: Ray is imported only where it is asked for.
+TEAMS = {
+    "local": "quadriga.single_controller.team:LocalTeam",
+    "ray": "quadriga.single_controller.ray.team:RayTeam",
+}
+T = TypeVar("T")
+LOOK_S = 0.1
+
+
+@dataclass(frozen=True)
+class Run:
+    """The objects of a run: the trainer on the driver, and the workers that it calls."""
+
+    trainer: RayPPOTrainer
+    team: Team
+
+    def close(self) -> None:
+        """Stop and end everything, whatever it is doing."""
+        try:
+            self.trainer.close()
+        finally:
+            self.team.end()
+
+
+def build_run(config: Config, timeline: Timeline) -> Run:
     """Everything a run needs, loaded and checked.
+
+    Where the workers are beside this process, they load their models while it prepares the data.
 
     Args:
         config: of the run.
@@ -38,18 +70,84 @@ def build_trainer(config: Config, timeline: Timeline) -> RayPPOTrainer:
     needs = Needs.of(config)
     with timeline.part("tokenizer"):
         tokenizer = build_tokenizer(config)
-    with timeline.part("data"):
-        train, val = build_dataloaders(config, tokenizer)
-    total = config.trainer.total_training_steps or config.trainer.total_epochs * len(train)
-    facts = RunFacts(total, needs.reference, ROLLOUT_ENGINES[config.actor_rollout_ref.rollout.name])
+    team = build_team(config, tokenizer, needs)
+    try:
+        models: Callable[[], dict[str, str]] = partial(load_models, team, timeline)
+        if team.is_beside:
+            models = _in_background(models)
+        with timeline.part("data"):
+            train, val = build_dataloaders(config, tokenizer)
+        choices = models()
+        with timeline.part("rewards"):
+            reward: RewardManager = load_reward_manager(config, tokenizer)
+        total = config.trainer.total_training_steps or config.trainer.total_epochs * len(train)
+        trainer = RayPPOTrainer(config, tokenizer, handles(team), reward, train, val, total)
+    except BaseException:
+        team.end()
+        raise
+    chosen = {**choices, **needs.describe()}
+    width = max(map(len, chosen))
+    for name, choice in chosen.items():
+        print(f"  {name:<{width}}  {choice}")
+    return Run(trainer, team)
+
+
+def build_team(config: Config, tokenizer: Any, needs: Needs) -> Team:
+    """A worker group for each role of the run, on the pools of `trainer.placement`."""
+    placement = place_roles(config.trainer, has_reference=needs.reference, has_critic=needs.critic)
+    facts = RunFacts(ROLLOUT_ENGINES[config.actor_rollout_ref.rollout.name])
+    classes = {
+        role: ClassWithInitArgs(CriticWorker, config, tokenizer)
+        if role == Role.Critic
+        else ClassWithInitArgs(ActorRolloutRefWorker, config, tokenizer, facts, Role(role))
+        for role in placement.roles
+    }
+    module, _, name = TEAMS[config.trainer.backend].partition(":")
+    return getattr(import_module(module), name)(classes, placement.roles, placement.pools, config.trainer.device)
+
+
+def load_models(team: Team, timeline: Timeline) -> dict[str, str]:
+    """Have all workers load their models, all at once where they can. Returns what was chosen, for people to read."""
     with timeline.part("models"):
-        workers, choices = build_workers(config, tokenizer, facts, needs)
-    with timeline.part("rewards"):
-        reward: RewardManager = load_reward_manager(config, tokenizer)
-    trainer = RayPPOTrainer(config, tokenizer, workers, reward, train, val, total)
-    for name, choice in {**choices, **needs.describe()}.items():
-        print(f"  {name:<14} {choice}")
-    return trainer
+        futures = [group.method("init_model")() for group in team.groups.values()]
+        chosen = [_of_all_ranks(future.get()) for future in futures]
+    return {name: choice for choices in [team.describe(), *chosen] for name, choice in choices.items()}
+
+
+def _of_all_ranks(chosen: Sequence[dict[str, str]]) -> dict[str, str]:
+    """Rank 0's choices; a rank that chose otherwise is named beside them."""
+    merged = dict(chosen[0])
+    for rank, choices in enumerate(chosen):
+        for name, choice in choices.items():
+            if choice != chosen[0].get(name):
+                merged[name] = f"{merged.get(name, 'none')}; rank {rank}: {choice}"
+    return merged
+
+
+def handles(team: Team) -> Workers:
+    """The team's groups as the loop calls them."""
+    workers = {Role(role): group.as_worker() for role, group in team.groups.items()}
+    inside = workers.get(Role.ActorRolloutRef)
+    return Workers(
+        actor=inside or workers[Role.ActorRollout],
+        reference=inside or workers.get(Role.RefPolicy),
+        critic=workers.get(Role.Critic),
+    )
+
+
+def _in_background(work: Callable[[], T]) -> Callable[[], T]:
+    """Start it in a thread. Returns a function that waits for its result, and raises its error."""
+    executor = ThreadPoolExecutor(1, "loading models")
+    future = executor.submit(work)
+    executor.shutdown(wait=False)
+
+    def result() -> T:
+        # In short waits: an interrupt that is meant for this thread is raised between them.
+        while not future.done():
+            wait([future], LOOK_S)
+        return future.result()
+
+    return result
 
 
 def build_tokenizer(config: Config) -> Any:
@@ -84,21 +182,8 @@ def build_val_dataloader(config: Config, tokenizer: Any) -> Any:
 def build_policy(config: Config, tokenizer: Any) -> ActorRolloutRefWorker:
     """A policy that answers and does not learn."""
     engine = ROLLOUT_ENGINES[config.actor_rollout_ref.rollout.name]
-    facts = RunFacts(total_training_steps=0, use_reference=False, rollout_engine=engine, is_trained=False)
-    policy = LocalWorkerGroup(ClassWithInitArgs(ActorRolloutRefWorker, config, tokenizer, facts)).as_worker()
-    policy.init_model()
-    return policy
-
-
-def build_workers(config: Config, tokenizer: Any, facts: RunFacts, needs: Needs) -> tuple[Workers, dict[str, str]]:
-    """One worker per role, in this process. Returns their handles and what they chose."""
-    pool = ResourcePool([1])
-    actor_class = ClassWithInitArgs(ActorRolloutRefWorker, config, tokenizer, facts)
-    actor = LocalWorkerGroup(actor_class, pool, Role.ActorRolloutRef).as_worker()
-    choices = dict(actor.init_model()[0])
-    critic = None
-    if needs.critic:
-        critic_class = ClassWithInitArgs(CriticWorker, config, tokenizer, facts)
-        critic = LocalWorkerGroup(critic_class, pool, Role.Critic).as_worker()
-        choices |= critic.init_model()[0]
-    return Workers(actor, critic), choices
+    facts = RunFacts(engine, is_trained=False)
+    policy_class = ClassWithInitArgs(ActorRolloutRefWorker, config, tokenizer, facts, Role.ActorRollout)
+    group = LocalWorkerGroup(policy_class)
+    group.method("init_model")().get()
+    return group.as_worker()

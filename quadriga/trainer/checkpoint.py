@@ -19,7 +19,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -41,10 +41,14 @@ class Checkpoints:
     Args:
         directory: of the run.
         max_to_keep: how many stay; None keeps all.
+
+    Attributes:
+        last_written: step of the checkpoint that this object has written last.
     """
 
     def __init__(self, directory: Path, max_to_keep: int | None = None) -> None:
         self.directory, self.max_to_keep = directory, max_to_keep
+        self.last_written: int | None = None
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, oldest first, as the disk has them."""
@@ -82,6 +86,7 @@ class Checkpoints:
             _sync(aside)
             self._replace(aside, self.path(step))
             write_atomically(self.directory / LATEST, f"{step}\n")
+            self.last_written = step
             self._retain(step)
         except (OSError, CheckpointError) as error:
             raise CheckpointError(
@@ -142,6 +147,18 @@ def step_of(checkpoint: Path) -> int:
     if match is None:
         raise CheckpointError(str(checkpoint), got="this name", expected="a folder named global_step_N")
     return int(match[1])
+
+
+def require_parts(directory: Path, roles: Iterable[str]) -> None:
+    """Raise a CheckpointError unless the workers of these roles have written their part into a folder of this node."""
+    for role in roles:
+        if not (directory / role).is_dir():
+            raise CheckpointError(
+                str(directory / role),
+                got="nothing here, though the worker has written it",
+                expected="the same folder on every node",
+                fix="Set trainer.default_local_dir to a disk that all nodes share.",
+            )
 
 
 def model_folder(path: str | Path) -> str | Path:

@@ -15,6 +15,7 @@ from quadriga.observe.progress import Progress
 from quadriga.protocol import DataProto
 from quadriga.rewards import load_reward_manager
 from quadriga.trainer.build import build_policy, build_tokenizer, build_val_dataloader
+from quadriga.trainer.ranks import with_samples
 from quadriga.trainer.validate import Validator
 
 
@@ -52,7 +53,7 @@ def answer(config: Config, chats: Sequence[list[dict[str, str]]]) -> list[list[s
     prompts = _prompts(config, tokenizer, chats)
     policy = build_policy(config, tokenizer)
     try:
-        answers = policy.generate_sequences(prompts.repeat(config.actor_rollout_ref.rollout.n))
+        answers = policy.generate_sequences(with_samples(prompts, config.actor_rollout_ref.rollout.n))
     finally:
         policy.close()
     masks = answers.batch["response_mask"].bool()

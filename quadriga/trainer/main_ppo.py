@@ -4,7 +4,8 @@
 import sys
 
 from quadriga.cli.main import main
-from quadriga.trainer.task_runner import TaskRunner, run_ppo
+from quadriga.trainer.launch import run_ppo
+from quadriga.trainer.task_runner import TaskRunner
 
 __all__ = ["TaskRunner", "run_ppo"]
 

@@ -40,4 +40,5 @@ class Needs:
             old = "a pass of their own: they are read before the update, or several updates learn from one batch"
         else:
             old = "no pass of their own: the one optimizer step starts from the policy that sampled"
-        return {"old log-probs": old}
+        choices = {"old log-probs": old}
+        return choices if self.reference else {"reference": "none: no divergence from it is used", **choices}

@@ -9,6 +9,7 @@ so that no branch here names an algorithm, an engine or a backend.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -27,24 +28,23 @@ from quadriga.observe.timing import PhaseTimer
 from quadriga.observe.tracking import Tracking
 from quadriga.protocol import DataProto
 from quadriga.rewards import RewardManager, RewardOutput
-from quadriga.trainer.checkpoint import Checkpoints, step_of
+from quadriga.trainer.checkpoint import Checkpoints, require_parts, step_of
 from quadriga.trainer.metrics import data_metrics, performance_metrics
 from quadriga.trainer.needs import Needs
+from quadriga.trainer.ranks import deal_rows, in_first_order, with_samples
 from quadriga.trainer.run_state import load_run_state, save_run_state
 from quadriga.trainer.samples import sample_rows, write_samples
 from quadriga.trainer.validate import Validator
 from quadriga.workers import ActorRolloutRefWorker, CriticWorker
-
-# What the rollout needs of a prompt; the rest waits on the driver.
-PROMPT_TENSORS = ["input_ids", "attention_mask", "position_ids"]
-PROMPT_OBJECTS = ["raw_prompt_ids"]
+from quadriga.workers.columns import PROMPT_OBJECTS, PROMPT_TENSORS, UpdateInputs, model_inputs
 
 
 @dataclass(frozen=True)
 class Workers:
-    """Handles of the worker groups, typed as their workers."""
+    """Handles of the worker groups, typed as their workers. The reference's is the actor's own where it is inside."""
 
     actor: ActorRolloutRefWorker
+    reference: ActorRolloutRefWorker | None
     critic: CriticWorker | None
 
 
@@ -72,10 +72,11 @@ class RayPPOTrainer:
         total_training_steps: int,
     ) -> None:
         self.config, self.tokenizer, self.reward = config, tokenizer, reward
-        self.actor, self.critic = workers.actor, workers.critic
+        self.actor, self.reference, self.critic = workers.actor, workers.reference, workers.critic
         self.train_dataloader = train_dataloader
         self.total_training_steps = total_training_steps
         self.needs = Needs.of(config)
+        self.inputs = UpdateInputs(config)
         algorithm = config.algorithm
         self.estimator = bind_options(get_adv_estimator_fn(algorithm.adv_estimator), shared=dict(algorithm))
         self.kl_controller = get_kl_controller(algorithm.kl_ctrl)
@@ -131,19 +132,19 @@ class RayPPOTrainer:
         self.compute_reward(batch)
         if self.needs.old_log_probs:
             self.compute_old_log_probs(batch)
-        if self.needs.reference:
+        if self.reference:
             with self.timer.phase("ref"):
-                batch.union(self.actor.compute_ref_log_prob(self._model_inputs(batch)))
+                batch.union(self.reference.compute_ref_log_prob(model_inputs(batch)))
         if self.critic:
             with self.timer.phase("values"):
-                batch.union(self.critic.compute_values(self._model_inputs(batch)))
+                batch.union(self.critic.compute_values(model_inputs(batch)))
         self.compute_advantages(batch)
         if self.critic:
             with self.timer.phase("update_critic"):
-                self._record(self.critic.update_critic(batch))
+                self._record(self.critic.update_critic(self.inputs.of_critic(batch)))
         if self.global_steps > self.config.trainer.critic_warmup:
             with self.timer.phase("update_actor"):
-                self._record(self.actor.update_actor(batch))
+                self._record(self.actor.update_actor(self.inputs.of_actor(batch)))
             with self.timer.phase("publish_weights"):
                 self.actor.publish_weights(self.global_steps)
         return batch
@@ -167,7 +168,7 @@ class RayPPOTrainer:
 
     def generate(self, batch: DataProto) -> DataProto:
         """`rollout.n` answers to each prompt, beside all that is known of the prompt."""
-        batch.meta_info["global_steps"] = self.global_steps
+        batch.meta_info |= {"global_steps": self.global_steps, "total_training_steps": self.total_training_steps}
         # Derived from the step, not drawn: a resumed run gives its prompts the names that it would have given them.
         uids = [f"{self.global_steps}-{row}" for row in range(len(batch))]
         batch.non_tensor_batch["uid"] = np.array(uids, dtype=object)
@@ -178,10 +179,19 @@ class RayPPOTrainer:
         if self.needs.greedy_baseline:
             with self.timer.phase("gen_max"):
                 batch.batch = self._greedy_baseline(batch, prompts).batch
+        num_samples = self.config.actor_rollout_ref.rollout.n
         with self.timer.phase("gen"):
-            answers = self.actor.generate_sequences(prompts.repeat(self.config.actor_rollout_ref.rollout.n))
+            answers = self.actor.generate_sequences(with_samples(prompts, num_samples))
         self._record(answers)
-        return batch.repeat(self.config.actor_rollout_ref.rollout.n).union(answers)
+        batch = batch.repeat(num_samples).union(answers)
+        if self.config.trainer.balance_batch:
+            self.metrics |= deal_rows(batch, self.num_ranks, num_samples, self.config.actor_rollout_ref.actor)
+        return batch
+
+    @cached_property
+    def num_ranks(self) -> int:
+        """How many processes share the rows of an update of the actor."""
+        return self.actor.num_replicas()
 
     def _greedy_baseline(self, batch: DataProto, prompts: DataProto) -> DataProto:
         """`reward_baselines` [prompts]: the reward of the likeliest answer to each prompt."""
@@ -201,7 +211,7 @@ class RayPPOTrainer:
     def compute_old_log_probs(self, batch: DataProto) -> None:
         """`old_log_probs` [B, T] of the policy that the update starts from."""
         with self.timer.phase("old_log_prob"):
-            scores = self.actor.compute_log_prob(self._model_inputs(batch))
+            scores = self.actor.compute_log_prob(model_inputs(batch))
         mask = batch.batch["response_mask"]
         entropy = scores.batch.pop("entropys")
         batch.union(scores)
@@ -236,9 +246,10 @@ class RayPPOTrainer:
     def save_checkpoint(self) -> None:
         """All that is needed to go on from here as if nothing had happened."""
         with self.checkpoints.writing(self.global_steps) as directory:
-            self.actor.save_checkpoint(directory)
+            self.actor.save_checkpoint(directory.absolute())
             if self.critic:
-                self.critic.save_checkpoint(directory)
+                self.critic.save_checkpoint(directory.absolute())
+            require_parts(directory, ["actor", "critic"] if self.critic else ["actor"])
             save_run_state(
                 directory,
                 step=self.global_steps,
@@ -254,9 +265,9 @@ class RayPPOTrainer:
         if path is None:
             return
         self.global_steps = step_of(path)
-        self.actor.load_checkpoint(path, self.global_steps)
+        self.actor.load_checkpoint(path.absolute(), self.global_steps)
         if self.critic:
-            self.critic.load_checkpoint(path)
+            self.critic.load_checkpoint(path.absolute())
         contents = self.config.actor_rollout_ref.actor.checkpoint.load_contents
         state = load_run_state(path, with_random_states="extra" in contents)
         self.train_dataloader.load_state_dict(state["loader"])
@@ -276,21 +287,18 @@ class RayPPOTrainer:
     def _is_due(self, frequency: int) -> bool:
         return frequency > 0 and (self.is_last_step or self.global_steps % frequency == 0)
 
-    def _model_inputs(self, batch: DataProto) -> DataProto:
-        return batch.select(batch_keys=[*PROMPT_TENSORS, "response_mask"], non_tensor_batch_keys=[])
-
     def _record(self, result: DataProto) -> None:
         """Take the metrics out of what a worker group returned."""
         self.metrics |= reduce_metrics(result.meta_info.pop("metrics", {}))
 
     def _rows(self, batch: DataProto) -> list[dict[str, Any]]:
-        return sample_rows(batch, self.reward_output, self.tokenizer, self.config.data.reward_fn_key)
+        rows = sample_rows(batch, self.reward_output, self.tokenizer, self.config.data.reward_fn_key)
+        return in_first_order(rows, batch)
 
     def close(self) -> None:
-        """Stop what runs beside this process, and write a profile that is still open."""
+        """Stop the graders, and write a profile that is still open. The workers end with their team."""
         self.profiler.close()
         self.reward.close()
-        self.actor.close()
 
     def _open_progress(self) -> Progress:
         total = self.total_training_steps

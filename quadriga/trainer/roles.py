@@ -8,4 +8,6 @@ class Role(StrEnum):
     """A worker group's role, under the name that errors and logs use."""
 
     ActorRolloutRef = "actor_rollout_ref"
+    ActorRollout = "actor_rollout"
+    RefPolicy = "ref"
     Critic = "critic"

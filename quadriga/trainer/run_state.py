@@ -40,7 +40,7 @@ def save_run_state(
     target.mkdir(parents=True, exist_ok=True)
     state = {"step": step, "loader": loader, "kl_controller": kl_controller}
     if with_random_states:
-        state["random"] = _random_states()
+        state["random"] = random_states()
     # Through memory: torch reports a full disk in its own words, Python as what it is.
     content = io.BytesIO()
     torch.save(state, content)
@@ -64,11 +64,12 @@ def load_run_state(directory: Path, *, with_random_states: bool = True) -> dict[
         raise CheckpointError(str(path), got=f"{error.strerror}", expected="the state of a run", fix=_FIX) from error
     state = _parse(content, path)
     if with_random_states and "random" in state:
-        _restore(state["random"])
+        restore_random_states(state["random"])
     return {name: state[name] for name in ("step", "loader", "kl_controller")}
 
 
-def _random_states() -> dict[str, Any]:
+def random_states() -> dict[str, Any]:
+    """Those of Python, numpy and torch in this process."""
     kind, keys, position, has_gauss, cached = np.random.get_state()
     return {
         "python": random.getstate(),
@@ -78,7 +79,8 @@ def _random_states() -> dict[str, Any]:
     }
 
 
-def _restore(saved: dict[str, Any]) -> None:
+def restore_random_states(saved: dict[str, Any]) -> None:
+    """Put back what `random_states` gave."""
     random.setstate(saved["python"])
     kind, keys, position, has_gauss, cached = saved["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))

@@ -1,36 +1,80 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run from its configuration to its last step, and what is said when it is cut short."""
+"""A run from its configuration to its last step: what is said when it is cut short, how it gets over a lost worker."""
+
+from collections.abc import Sequence
 
 from quadriga.config import Config, show
+from quadriga.errors import PeerLostError, QuadrigaError, WorkerError
 from quadriga.observe.machine import describe_machine
 from quadriga.observe.timing import Timeline
-from quadriga.trainer.build import build_trainer
-from quadriga.trainer.checkpoint import write_configuration
+from quadriga.trainer.build import build_run
+from quadriga.trainer.checkpoint import Checkpoints, write_configuration
+from quadriga.trainer.run_state import random_states, restore_random_states
 
 
 class TaskRunner:
-    """Runs one training from configuration to last step. On Ray this is the actor that holds the driver."""
+    """Runs one training from configuration to last step. On Ray this is the process that holds the driver."""
 
-    def run(self, config: Config) -> None:
+    def run(self, config: Config, start_up: Sequence[tuple[str, float]] = ()) -> None:
         """Build everything, say where the time went, train, and close what was opened.
+
+        Args:
+            config: of the run.
+            start_up: what happened before, each part with the time of the wall clock at which it began.
 
         Raises:
             QuadrigaError: what is wrong with the configuration, the data or the models is said before the first step.
         """
-        timeline = Timeline()
+        timeline = Timeline(earlier=start_up)
         write_configuration(config.trainer.directory, show(config))
         print(describe_machine())
-        trainer = build_trainer(config, timeline)
-        print(timeline.render())
+        at_first = random_states()
+        self._saved: int | None = None
+        restarts = config.trainer.max_worker_restarts
+        while True:
+            try:
+                self._train(config, timeline)
+                return
+            except QuadrigaError as error:
+                if not restarts or not is_lost_worker(error):
+                    raise
+                print(f"\n{error}\nThe workers are built anew; {_count(restarts - 1)} after this.")
+            restarts -= 1
+            restore_random_states(at_first)
+            config, timeline = self._going_on(config), Timeline("restart")
+
+    def _train(self, config: Config, timeline: Timeline) -> None:
+        run = build_run(config, timeline)
+        trainer = run.trainer
         try:
+            print(timeline.render())
             trainer.fit()
+            run.team.close()
         except KeyboardInterrupt:
             print(
                 f"\ninterrupted in step {trainer.global_steps}. {_how_to_go_on(trainer.checkpoints.newest(), config)}"
             )
             raise
         finally:
-            trainer.close()
+            self._saved = trainer.checkpoints.last_written or self._saved
+            run.close()
+
+    def _going_on(self, config: Config) -> Config:
+        """The run from the last checkpoint that it has written, or from where it began."""
+        if self._saved is None:
+            return config
+        newest = Checkpoints(config.trainer.directory).path(self._saved)
+        trainer = config.trainer.model_copy(update={"resume_mode": "resume_path", "resume_from_path": str(newest)})
+        return config.model_copy(update={"trainer": trainer})
+
+
+def is_lost_worker(error: QuadrigaError) -> bool:
+    """Whether a worker died or raised what is none of Quadriga's own errors: those would come again."""
+    return bool(error.worker) and isinstance(error, (WorkerError, PeerLostError))
+
+
+def _count(restarts: int) -> str:
+    return f"{restarts} restart{'' if restarts == 1 else 's'} left"
 
 
 def _how_to_go_on(step: int | None, config: Config) -> str:
@@ -40,6 +84,6 @@ def _how_to_go_on(step: int | None, config: Config) -> str:
     return f"The same command{change} goes on from the checkpoint of step {step}."
 
 
-def run_ppo(config: Config) -> None:
+def run(config: Config, start_up: Sequence[tuple[str, float]] = ()) -> None:
     """Train in this process."""
-    TaskRunner().run(config)
+    TaskRunner().run(config, start_up)

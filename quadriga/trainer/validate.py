@@ -11,9 +11,11 @@ from quadriga.observe.metrics import reduce_metrics
 from quadriga.observe.progress import Progress
 from quadriga.protocol import DataProto
 from quadriga.rewards import RewardManager
+from quadriga.trainer.ranks import with_samples
 from quadriga.trainer.samples import first_of_each_prompt, sample_rows, write_samples
 from quadriga.trainer.validation_metrics import validation_metrics
 from quadriga.workers import ActorRolloutRefWorker
+from quadriga.workers.columns import PROMPT_OBJECTS, PROMPT_TENSORS
 
 
 class Validator:
@@ -67,11 +69,9 @@ class Validator:
         uids = [f"val-{number}-{row}" for row in range(len(batch))]
         batch.non_tensor_batch["uid"] = np.array(uids, dtype=object)
         batch.meta_info |= {"global_steps": step, "validate": True, "do_sample": sampling.do_sample}
-        batch = batch.repeat(sampling.n)
-        prompts = batch.select(
-            batch_keys=["input_ids", "attention_mask", "position_ids"],
-            non_tensor_batch_keys=[key for key in ("raw_prompt_ids", "uid") if key in batch.non_tensor_batch],
-        )
+        batch = with_samples(batch, sampling.n)
+        objects = [key for key in PROMPT_OBJECTS if key in batch.non_tensor_batch]
+        prompts = batch.select(batch_keys=PROMPT_TENSORS, non_tensor_batch_keys=[*objects, "uid", "sample_index"])
         answers = self.actor.generate_sequences(prompts)
         answers.meta_info.pop("metrics", None)
         return DataProto(None, batch.non_tensor_batch).union(answers)

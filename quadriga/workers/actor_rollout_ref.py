@@ -8,15 +8,16 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from quadriga.config import Config
+from quadriga.engines import process_group
 from quadriga.engines.fsdp.engine import FSDPEngine
 from quadriga.engines.objectives import PolicyObjective
 from quadriga.engines.schedule import lr_at
 from quadriga.engines.step import infer, update
 from quadriga.errors import EngineError
-from quadriga.observe.machine import release_free_memory
+from quadriga.observe.machine import Choice, release_free_memory
 from quadriga.protocol import DataProto
 from quadriga.rollout import generate_sequences
-from quadriga.single_controller import Dispatch, Worker, register
+from quadriga.single_controller import Dispatch, Execute, Worker, register
 from quadriga.workers.roles import (
     RunFacts,
     Stopwatch,
@@ -31,6 +32,9 @@ from quadriga.workers.roles import (
 )
 from quadriga.workers.rollouts import Rollout
 
+PARTS = {"actor_rollout_ref": (True, True), "actor_rollout": (True, False), "ref": (False, True)}
+"""By role: whether actor and rollout are part of the worker, and whether the reference is."""
+
 
 class ActorRolloutRefWorker(Worker):
     """See the module.
@@ -38,29 +42,42 @@ class ActorRolloutRefWorker(Worker):
     Args:
         config: of the run.
         tokenizer: of the model.
-        facts: what follows from configuration and data together.
+        facts: what the builder of the run has decided.
+        role: which parts are here; see `PARTS`.
     """
 
-    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, facts: RunFacts) -> None:
+    def __init__(
+        self, config: Config, tokenizer: PreTrainedTokenizerBase, facts: RunFacts, role: str = "actor_rollout_ref"
+    ) -> None:
         super().__init__()
-        self.config, self.tokenizer, self.facts = config, tokenizer, facts
+        self.config, self.tokenizer, self.facts, self.role = config, tokenizer, facts, role
+        self.has_policy, self.has_reference = PARTS[role]
         self.actor_config = config.actor_rollout_ref.actor
         self.rollout_config = config.actor_rollout_ref.rollout
         self.weight_version = 0
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def init_model(self) -> dict[str, str]:
         """Load the models and make the engines. Returns what was chosen, with reasons, for people to read."""
-        model = self.config.actor_rollout_ref.model
-        device = choose_device(self.config.trainer.device)
+        device = choose_device(self.config.trainer.device, self.local_rank)
+        self.replicas = process_group.join(self.place, device)
         dtype = compute_dtype(self.actor_config.fsdp_config, device)
-        self.actor = self._make_actor(dtype.value, device, model.enable_gradient_checkpointing)
+        choices = self._init_policy(device, dtype) if self.has_policy else {}
+        self.reference = None
+        if self.has_reference:
+            frozen = load_policy(self.config, dtype.value, device)
+            self.reference = FSDPEngine(
+                frozen, dtype=dtype.value, device=device, name="reference", replicas=self.replicas
+            )
+            choices["reference"] = "a frozen copy"
+        return choices
+
+    def _init_policy(self, device: torch.device, dtype: Choice) -> dict[str, str]:
+        self.actor = self._make_actor(
+            dtype.value, device, self.config.actor_rollout_ref.model.enable_gradient_checkpointing
+        )
         self.objective = PolicyObjective(self.actor_config)
         self.utilisation = Utilisation(device, dtype.value)
-        self.reference = None
-        if self.facts.use_reference:
-            frozen = load_policy(self.config, dtype.value, device)
-            self.reference = FSDPEngine(frozen, dtype=dtype.value, device=device, name="reference")
         self.rollout = self._make_rollout()
         self.publish_weights(self.weight_version)
         chosen = self.actor.describe()
@@ -68,18 +85,20 @@ class ActorRolloutRefWorker(Worker):
             "actor": f"{chosen['parameters'] / 1e6:.1f} M parameters on {chosen['device']}",
             "weights": f"{chosen['weights']} ({dtype.reason}); masters and optimizer in float32",
             "rollout": self.rollout.description,
-            "reference": "a frozen copy" if self.reference else "none: no divergence from it is used",
         }
 
     def _make_actor(self, dtype: torch.dtype, device: torch.device, use_gradient_checkpointing: bool) -> FSDPEngine:
         if not self.facts.is_trained:
-            return FSDPEngine(load_policy(self.config, dtype, device), dtype=dtype, device=device)
+            return FSDPEngine(
+                load_policy(self.config, dtype, device), dtype=dtype, device=device, replicas=self.replicas
+            )
         return trained_engine(
             load_policy(self.config, torch.float32, device),
             self.actor_config,
             dtype,
             name="actor",
             device=device,
+            replicas=self.replicas,
             use_gradient_checkpointing=use_gradient_checkpointing,
         )
 
@@ -145,11 +164,16 @@ class ActorRolloutRefWorker(Worker):
                 share_prompts=self.actor_config.use_prefix_sharing,
                 global_step=step,
             ),
-            lr=lr_at(step, self.actor_config.optim, self.facts.total_training_steps),
+            lr=lr_at(step, self.actor_config.optim, data.meta_info["total_training_steps"]),
             temperature=self.rollout_config.temperature,
         )
         release_free_memory()
         return DataProto(meta_info={"metrics": self.utilisation.measure(metrics, "actor", watch.seconds)})
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO, execute_mode=Execute.RANK_ZERO)
+    def num_replicas(self) -> int:
+        """How many processes share a batch, each with rows of its own."""
+        return self.replicas.size
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def publish_weights(self, version: int) -> None:
@@ -171,5 +195,7 @@ class ActorRolloutRefWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def close(self) -> None:
-        """Release what the rollout holds."""
-        self.rollout.engine.close()
+        """Release what the rollout holds, and leave the other processes of the role."""
+        if self.has_policy:
+            self.rollout.engine.close()
+        process_group.leave(self.replicas)

@@ -6,6 +6,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from quadriga.config import Config
+from quadriga.engines import process_group
 from quadriga.engines.micro_batches import MicroBatching
 from quadriga.engines.objectives import ValueObjective
 from quadriga.engines.schedule import lr_at
@@ -13,7 +14,6 @@ from quadriga.engines.step import infer, update
 from quadriga.protocol import DataProto
 from quadriga.single_controller import Dispatch, Worker, register
 from quadriga.workers.roles import (
-    RunFacts,
     Stopwatch,
     Utilisation,
     choose_device,
@@ -31,19 +31,19 @@ class CriticWorker(Worker):
     Args:
         config: of the run.
         tokenizer: of the model; saved beside it.
-        facts: what follows from configuration and data together.
     """
 
-    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, facts: RunFacts) -> None:
+    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
         super().__init__()
-        self.config, self.tokenizer, self.facts = config, tokenizer, facts
+        self.config, self.tokenizer = config, tokenizer
         self.critic_config = config.critic
         self.share_prompts = config.actor_rollout_ref.actor.use_prefix_sharing
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def init_model(self) -> dict[str, str]:
         """Load the model and make the engine. Returns what was chosen, with reasons, for people to read."""
-        device = choose_device(self.config.trainer.device)
+        device = choose_device(self.config.trainer.device, self.local_rank)
+        self.replicas = process_group.join(self.place, device)
         dtype = compute_dtype(self.critic_config.fsdp_config, device)
         self.critic = trained_engine(
             load_value_function(self.config, device),
@@ -51,6 +51,7 @@ class CriticWorker(Worker):
             dtype.value,
             name="critic",
             device=device,
+            replicas=self.replicas,
             use_gradient_checkpointing=self.critic_config.model.enable_gradient_checkpointing,
         )
         self.objective = ValueObjective(self.critic_config)
@@ -78,7 +79,7 @@ class CriticWorker(Worker):
                 share_prompts=self.share_prompts,
                 global_step=step,
             ),
-            lr=lr_at(step, self.critic_config.optim, self.facts.total_training_steps),
+            lr=lr_at(step, self.critic_config.optim, data.meta_info["total_training_steps"]),
         )
         return DataProto(meta_info={"metrics": self.utilisation.measure(metrics, "critic", watch.seconds)})
 
@@ -92,3 +93,8 @@ class CriticWorker(Worker):
     def load_checkpoint(self, directory: Path) -> None:
         """Read the critic from below `directory`."""
         self.critic.load(directory / "critic", frozenset(self.critic_config.checkpoint.load_contents))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def close(self) -> None:
+        """Leave the other processes of the role."""
+        process_group.leave(self.replicas)

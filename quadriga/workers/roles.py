@@ -26,29 +26,32 @@ HF_FOLDER = "huggingface"
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What follows from the configuration and the data together, and a worker cannot know alone.
+    """What the builder of a run has decided, and a worker cannot know alone.
 
     Attributes:
-        total_training_steps: of the run; where learning-rate schedules end.
-        use_reference: whether a frozen copy of the first policy is needed.
         rollout_engine: import string of the function in `workers.rollouts` that makes the generation engine.
         is_trained: whether the policy learns; one that only answers needs neither masters nor an optimizer.
     """
 
-    total_training_steps: int
-    use_reference: bool
     rollout_engine: str
     is_trained: bool = True
 
 
-def choose_device(wish: str) -> torch.device:
+def choose_device(wish: str, local_rank: int = 0) -> torch.device:
     """`auto` is the accelerator where there is one.
+
+    Args:
+        wish: `auto`, or a device as torch names it; `cuda` is the process's own of those it sees.
+        local_rank: number of the process on its node.
 
     Raises:
         ConfigError: there is no such device here.
     """
     if wish == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        wish = "cuda" if torch.cuda.is_available() else "cpu"
+    # Ray shows a process one device, its own; torchrun and the like show all to each.
+    if wish == "cuda" and torch.cuda.device_count() > 1:
+        wish = f"cuda:{local_rank}"
     try:
         return torch.empty(0, device=wish).device
     except (RuntimeError, AssertionError) as error:
@@ -150,9 +153,13 @@ def save_with_tokenizer(
 ) -> None:
     """A role's part of a checkpoint: with `model` among its contents it is a Hugging Face folder in itself.
 
+    Every process of the role calls it; the first of those that hold the same weights writes.
+
     Raises:
         CheckpointError: something cannot be written.
     """
+    if not engine.replicas.is_first:
+        return
     folders = {directory: contents & {"model", "optimizer"}}
     if "hf_model" in contents:
         folders[directory / HF_FOLDER] = frozenset({"model"})

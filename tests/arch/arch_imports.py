@@ -46,7 +46,6 @@ ONE_FILE_EACH = frozenset(
         "matplotlib",
         "mlflow",
         "peft",
-        "ray",
         "sglang",
         "swanlab",
         "tensorboard",
@@ -54,6 +53,8 @@ ONE_FILE_EACH = frozenset(
         "wandb",
     }
 )
+# An extra that is too large for one file has a folder of its own.
+ONE_FOLDER_EACH = {"ray": "quadriga/single_controller/ray/"}
 _ALSO = {"torch.utils.tensorboard": "tensorboard"}
 
 # Engines are told apart by their class, not by their name; config checks names, and BUILD looks them up.
@@ -120,3 +121,11 @@ def shared_third_party(sources: Iterable[Source]) -> Iterator[str]:
         if len(files) > 1:
             where = ", ".join(f"{file}:{line}" for file, line in sorted(files.items()))
             yield f"{name} is imported in {len(files)} files ({where}); let one of them own it"
+
+
+def strayed_third_party(source: Source) -> Iterator[str]:
+    """A third party of one folder that is imported outside it."""
+    for entry in source.imports():
+        folder = ONE_FOLDER_EACH.get(entry.top)
+        if folder is not None and not source.name.startswith(folder):
+            yield source.at(entry.line, f"imports {entry.top}, which is the business of {folder} alone")

@@ -14,6 +14,7 @@ RULES = [
     arch_imports.upward_import,
     arch_imports.late_import,
     arch_imports.compared_engine_name,
+    arch_imports.strayed_third_party,
 ]
 
 BAD = [
@@ -32,9 +33,14 @@ BAD = [
     (arch_imports.late_import, "quadriga/data/__init__.py", "def __getattr__(name):\n    import quadriga.data.dataset"),
     (arch_imports.compared_engine_name, "quadriga/workers/critic.py", "if config.name == 'vllm': pass"),
     (arch_imports.compared_engine_name, "quadriga/trainer/ray_trainer.py", "x = name in ('native', 'hf')"),
+    (arch_imports.strayed_third_party, "quadriga/single_controller/worker_group.py", "import ray"),
+    (arch_imports.strayed_third_party, "quadriga/trainer/task_runner.py", "def f():\n    from ray.util import state"),
+    (arch_imports.strayed_third_party, "quadriga/single_controller/ray.py", "import_module('ray.exceptions')"),
 ]
 
 GOOD = [
+    (arch_imports.strayed_third_party, "quadriga/single_controller/ray/pools.py", "import ray\nimport ray.util"),
+    (arch_imports.strayed_third_party, "quadriga/trainer/build.py", "from quadriga.single_controller import ray"),
     (arch_imports.compared_engine_name, "quadriga/config/rollout.py", "x = name == 'vllm'"),
     (arch_imports.upward_import, "quadriga/data/dataset.py", "from quadriga.protocol import DataProto"),
     (arch_imports.upward_import, "quadriga/data/dataset.py", "from .tokenizing import load_tokenizer"),
@@ -55,7 +61,7 @@ def test_package(rule) -> None:
 
 
 def test_one_file_owns_each_extra() -> None:
-    """Ray, vLLM, wandb and the like are each imported in one file."""
+    """vLLM, wandb and the like are each imported in one file."""
     complaints = list(arch_imports.shared_third_party(package_sources()))
     assert not complaints, "\n".join(complaints)
 
@@ -103,3 +109,10 @@ def test_import_is_light(modules: str) -> None:
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"importing {modules} also loads, or fails with: {done.stderr}"
+
+
+def test_the_controller_needs_no_ray() -> None:
+    """The controller and the trainer run where Ray is not installed."""
+    program = "import sys, quadriga.single_controller, quadriga.trainer; sys.exit('ray' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"ray was loaded, or: {done.stderr}"

@@ -13,7 +13,7 @@ from quadriga.protocol import DataProto
 VOCABULARY, PROMPT_WIDTH, RESPONSE_WIDTH = 97, 9, 7
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_model() -> Callable[..., PreTrainedModel]:
     """The same random Llama at each call, with grouped heads and tied embeddings."""
 
@@ -35,8 +35,19 @@ def make_model() -> Callable[..., PreTrainedModel]:
 
 
 @pytest.fixture
-def batch() -> DataProto:
-    """Four prompts with three answers each, all lengths ragged; one prompt's answers have no advantage."""
+def batch(make_batch: Callable[[], DataProto]) -> DataProto:
+    """The batch of `make_batch`."""
+    return make_batch()
+
+
+@pytest.fixture(scope="session")
+def make_batch() -> Callable[[], DataProto]:
+    """At each call the same four prompts with three answers each, all lengths ragged; one prompt's answers have no
+    advantage."""
+    return ragged_batch
+
+
+def ragged_batch() -> DataProto:
     generator = torch.Generator().manual_seed(1)
 
     def draw(low: int, high: int, *size: int) -> torch.Tensor:

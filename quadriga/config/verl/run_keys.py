@@ -37,7 +37,7 @@ ROLLOUT: list[Rule] = [
         "<rollout>.use_shm",
     ),
     *note(
-        "Generation is one call of the engine in the trainer's process.",
+        "Generation is one call of the engine in each of the actor's processes.",
         "<rollout>.mode",
         "<rollout>.agent.num_workers",
     ),
@@ -176,7 +176,7 @@ RUN: list[Rule] = [
         "trainer.controller_nsight_options.*",
         "trainer.worker_nsight_options.*",
     ),
-    *only(OFF, "Batches travel inside the process: leave the key out.", "transfer_queue.enable"),
+    *only(OFF, "Batches travel through the driver, or inside the process: leave the key out.", "transfer_queue.enable"),
     *note("Read only with a transfer queue, which is off.", "transfer_queue.*"),
     *only(OFF, "There is no teacher model: leave the key out.", "distillation.enable*"),
     *note("Read only with distillation, which is off.", "distillation.*"),

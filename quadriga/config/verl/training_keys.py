@@ -53,17 +53,17 @@ PARALLEL: list[Rule] = [
         "reward_model.strategy",
     ),
     *note(
-        "Nothing waits on other processes.",
+        "A wait of over 30 s says every 30 s what it waits for, and ends as soon as a process dies.",
         "actor_rollout_ref.nccl_timeout",
         "trainer.ray_wait_register_center_timeout",
     ),
     *only(
         (True, None), "Training and generation share one process: leave the key out.", "actor_rollout_ref.hybrid_engine"
     ),
-    *note("Ray is not started: training runs in one process.", "ray_kwargs.*", "ray_init.*", "trainer.balance_batch"),
+    *instead("Set the key of this name under ray_kwargs.ray_init.", "ray_init.*"),
     *only(
         (0, 1, None),
-        "Generation runs in the trainer's process: leave the key out.",
+        "Generation runs in the actor's processes: leave the key out.",
         "<rollout>.nnodes",
         "<rollout>.n_gpus_per_node",
     ),
@@ -117,7 +117,7 @@ COMPUTE: list[Rule] = [
         "<model>.enable_activation_offload",
     ),
     *instead("Set actor_rollout_ref.actor.use_prefix_sharing.", "actor_rollout_ref.actor.use_prefix_grouper"),
-    *note("Copies in shared memory are not needed in one process.", "<model>.use_shm", "data.use_shm"),
+    *note("The processes of a machine share the system's cache of files.", "<model>.use_shm", "data.use_shm"),
 ]
 
 MODEL: list[Rule] = [

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One model, its float32 masters and AdamW, in one process."""
+"""One model, its float32 masters and AdamW: whole in every process, each of which learns from other rows.
+
+The gradients are added up over the processes before the step, so that replicas stay equal to the last bit.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,10 +13,11 @@ import torch
 from torch import nn
 
 from quadriga.config import OptimConfig
-from quadriga.engines.base import Layout, LossFunction, OptimizerStep, Outputs
+from quadriga.engines.base import LossFunction, OptimizerStep, Outputs
 from quadriga.engines.fsdp import state_files
 from quadriga.engines.fsdp.master_weights import MasterWeights
 from quadriga.engines.packing import PackedBatch
+from quadriga.engines.process_group import ALONE, ProcessGroup
 from quadriga.errors import EngineError
 from quadriga.models.flops import model_cost
 from quadriga.models.scorers import Scorer
@@ -38,6 +42,10 @@ class FSDPEngine:
         training: None for a model that is only asked.
         use_gradient_checkpointing: keep a layer's inputs only, and compute the layer again for its gradient.
         name: of the role, for errors.
+        replicas: the processes that hold this model.
+
+    Raises:
+        EngineError: another process has a model with other weights.
     """
 
     def __init__(
@@ -49,15 +57,17 @@ class FSDPEngine:
         training: Training | None = None,
         use_gradient_checkpointing: bool = False,
         name: str = "actor",
+        replicas: ProcessGroup = ALONE,
     ) -> None:
         self.scorer, self.dtype, self.device, self.name = scorer, dtype, device, name
-        self.layout = Layout()
+        self.replicas = replicas
         self.training = training
         self.cost = model_cost(scorer.model)
         self.use_gradient_checkpointing = use_gradient_checkpointing
         self.num_nonfinite_steps = 0
         model = scorer.model
         _without_dropout(model)
+        self._require_equal_replicas()
         if training is None:
             model.requires_grad_(False).to(dtype)
             self.master = None
@@ -73,6 +83,10 @@ class FSDPEngine:
         )
         if use_gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def output_names(self, with_entropy: bool) -> tuple[str, ...]:
+        """See `TrainEngine.output_names`."""
+        return self.scorer.output_names(with_entropy)
 
     @torch.no_grad()
     def forward(self, batch: PackedBatch, *, temperature: float = 1.0, with_entropy: bool = False) -> Outputs:
@@ -94,6 +108,8 @@ class FSDPEngine:
         """
         self.master.attach_gradients()
         masters = list(self.master.masters.values())
+        # Summed before anything is asked of them, so that every replica decides alike, also about broken ones.
+        self.replicas.add_up([master.grad for master in masters])
         norm = torch.nn.utils.get_total_norm([master.grad for master in masters])
         is_finite = bool(torch.isfinite(norm))
         if is_finite:
@@ -153,6 +169,7 @@ class FSDPEngine:
         """See `TrainEngine.load`."""
         if "model" in contents:
             self.master.load(state_files.read_tensors(directory, "model", expected=self._float_state()))
+            self._require_equal_replicas()
         if "optimizer" in contents:
             saved = state_files.read_json(directory / "optimizer.json")
             moments = state_files.read_tensors(directory, "optimizer", expected=self._empty_moments())
@@ -164,6 +181,9 @@ class FSDPEngine:
                         "exp_avg": moments[f"{name}.exp_avg"].to(self.device),
                         "exp_avg_sq": moments[f"{name}.exp_avg_sq"].to(self.device),
                     }
+
+    def _require_equal_replicas(self) -> None:
+        self.replicas.require_alike(f"weights of the {self.name}", list(self.scorer.model.parameters()))
 
     def _float_state(self) -> dict[str, torch.Tensor]:
         if self.master is None:

@@ -13,11 +13,12 @@ from quadriga.errors import ConfigError
 def test_show_prints_yaml_and_keeps_notices_apart(capsys, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("data:\n  seed: 5\n")
-    arguments = ["show", "data.shuffle=False", "--config", str(file), "trainer.nnodes=1", "trainer.balance_batch=True"]
+    rollout = "actor_rollout_ref.rollout"
+    arguments = ["show", "data.shuffle=False", "--config", str(file), "trainer.nnodes=1", f"{rollout}.load_format=auto"]
     assert main(arguments) == 0
     printed = capsys.readouterr()
     assert printed.out == show(load_config(["data.shuffle=False"], [file]).config)
-    assert printed.err.startswith("notice: trainer.balance_batch: ")
+    assert printed.err.startswith(f"notice: {rollout}.load_format: ")
 
 
 def test_several_files_in_order(capsys, tmp_path: Path) -> None:

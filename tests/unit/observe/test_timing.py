@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Phases add up and nest; the start-up chart stands where things happened. A clock moved by hand replaces waiting."""
 
+import threading
+import time
+
 import pytest
 
 from quadriga.observe.timing import BAR_WIDTH, PhaseTimer, Timeline
@@ -83,3 +86,37 @@ def test_an_open_part_and_an_empty_timeline_can_be_drawn(clock):
     with timeline.part("model"):
         clock.now += 4
         assert "model      4.0 s" in timeline.render()
+
+
+def test_parts_of_another_process_come_first(clock):
+    now_s = time.time()
+    timeline = Timeline(clock=clock, earlier=[("cluster", now_s - 6), ("process", now_s - 2)])
+    with timeline.part("data"):
+        clock.now += 2
+    lines = timeline.render().splitlines()
+    assert [line.split()[:2] for line in lines] == [
+        ["start-up", "8.0"], ["cluster", "4.0"], ["process", "2.0"], ["data", "2.0"]
+    ]  # fmt: skip
+    assert lines[3].rstrip("━").endswith(" " * 24)
+
+
+def test_parts_of_two_threads_stand_beside_each_other(clock):
+    timeline = Timeline(clock=clock)
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def load() -> None:
+        with timeline.part("models"):
+            has_begun.set()
+            may_end.wait(60)
+
+    thread = threading.Thread(target=load)
+    with timeline.part("data"):
+        thread.start()
+        assert has_begun.wait(60)
+        clock.now += 1
+    clock.now += 3
+    may_end.set()
+    thread.join()
+    assert [line.split()[:2] for line in timeline.render().splitlines()] == [
+        ["start-up", "4.0"], ["data", "1.0"], ["models", "4.0"]
+    ]  # fmt: skip

@@ -49,3 +49,33 @@ def test_a_future_travels_to_the_process_that_resolves_it() -> None:
     restored = pickle.loads(pickle.dumps(DataProtoFuture(part.collect_fn, [], part.dispatch_fn)))
     assert restored.dispatch_fn(rows(1, 2, 3)).batch["x"].tolist() == [3]
     assert part.get().batch["x"].tolist() == [5, 5]
+
+
+def test_some_rows_are_taken_before_anything_is_joined() -> None:
+    """What a rank gets of a future is what it would get of the whole, facts included, and no other row is copied."""
+    sizes = [3, 0, 4, 1]
+    outputs = [
+        DataProto.from_dict({"x": torch.arange(size) + 10 * number}, meta_info={"metrics": {"n": number}, "a": 1})
+        for number, size in enumerate(sizes)
+    ]
+
+    def refuse(parts: list[DataProto]) -> DataProto:
+        raise AssertionError("the whole was joined")
+
+    future = DataProtoFuture.concat([None], resolve=lambda handles: outputs)
+    choosy = DataProtoFuture(refuse, [None], resolve=lambda handles: outputs, rows_of=list)
+    for chunks in (1, 2, 3, 5, 11):
+        for number, part in enumerate(choosy.chunk(chunks)):
+            expected = future.get().chunk(chunks)[number]
+            got = part.get()
+            assert got.batch["x"].tolist() == expected.batch["x"].tolist() and got.meta_info == expected.meta_info
+            inner = [piece.get().batch["x"].tolist() for piece in part.chunk(2)]
+            assert inner == [piece.batch["x"].tolist() for piece in expected.chunk(2)]
+
+
+def test_rows_of_other_outputs_are_left_to_collect() -> None:
+    """A function in front of the chunk, or outputs that are no rows, say nothing of which rows are wanted."""
+    double = DataProtoFuture(DataProto.concat, [0, 1], lambda data: data.repeat(2), read_shelf, rows_of=list)
+    assert [part.get().batch["x"].tolist() for part in double.chunk(2)] == [[0, 0, 0, 0], [1, 1, 1, 1]]
+    none = DataProtoFuture(lambda outputs: rows(7, 8), [0], resolve=lambda handles: [None], rows_of=list)
+    assert none.chunk(2)[1].get().batch["x"].tolist() == [8]

@@ -182,11 +182,26 @@ def test_the_typed_view_has_the_registered_methods_and_nothing_else() -> None:
     assert view.add(values(1)).batch["values"].tolist() == [11]
     assert isinstance(view, WorkerFacade) and "add" in dir(view) and "add" in dir(adders)
     assert not hasattr(view, "not_registered") and not hasattr(adders, "not_registered")
-    with pytest.raises(
-        AttributeError, match=r"Adder.not_registered is not a registered method; there are: add, add_later"
-    ):
-        view.not_registered(1)
+    with pytest.raises(WorkerError, match=r"Adder.not_registered: got a method without @register.*Add @register"):
+        _ = view.not_registered
+    with pytest.raises(AttributeError, match=r"adder.nonsense: got no such method, .* registered one: add, add_later"):
+        _ = view.nonsense
     assert copy.copy(view).add is not None
+
+
+def test_arguments_that_do_not_fit_the_mode() -> None:
+    adders = group(2)
+    with pytest.raises(WorkerError, match=r"adder.add on 2 ranks \(Dispatch.DP_COMPUTE_PROTO\): argument 0: got list"):
+        adders.add([1, 2])
+    with pytest.raises(WorkerError, match=r"adder.execute_with_func_generator on 2 .* output 0 of 2: got int"):
+        adders.execute_with_func_generator(lambda worker, data: len(data), values(1, 2))
+
+
+def test_calls_by_name() -> None:
+    adders = group(2)
+    assert adders.execute_all_sync("not_registered", 3) == adders.execute_all("not_registered", amount=3) == [0, 3]
+    assert adders.execute_all_async("not_registered", 3).get() == [0, 3]
+    assert adders.execute_rank_zero_sync("think") == adders.execute_rank_zero_async("think").get() == 10
 
 
 def test_a_method_may_not_hide_a_group_method() -> None:

@@ -46,6 +46,8 @@ def test_estimator_of_a_users_file(tmp_path: Path) -> None:
 
 def test_divergence_brings_the_reference() -> None:
     assert needs(actor={"use_kl_loss": True}).reference
+    assert "reference" not in needs(actor={"use_kl_loss": True}).describe()
+    assert needs().describe()["reference"].startswith("none")
     in_reward = needs(use_kl_in_reward=True)
     assert in_reward.reference and in_reward.old_log_probs
 

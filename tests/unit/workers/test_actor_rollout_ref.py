@@ -14,7 +14,7 @@ from quadriga.protocol import DataProto
 from quadriga.workers import ActorRolloutRefWorker
 from quadriga.workers.roles import RunFacts
 
-FACTS = RunFacts(total_training_steps=10, use_reference=True, rollout_engine="quadriga.workers.rollouts:native")
+FACTS = RunFacts(rollout_engine="quadriga.workers.rollouts:native")
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def worker(config: Config, tokenizer: Any) -> ActorRolloutRefWorker:
 def answered(worker: ActorRolloutRefWorker, prompts: DataProto) -> DataProto:
     """Prompts with answers and advantages that differ within each group."""
     batch = worker.generate_sequences(prompts)
-    batch.meta_info["global_steps"] = prompts.meta_info["global_steps"]
+    batch.meta_info |= {"global_steps": prompts.meta_info["global_steps"], "total_training_steps": 10}
     mask = batch.batch["response_mask"]
     batch.batch["advantages"] = torch.tensor([[1.0], [-1.0], [2.0], [-2.0]]) * mask
     return batch
@@ -99,9 +99,8 @@ def test_tokens_outside_the_vocabulary(worker: ActorRolloutRefWorker, prompts: D
 
 
 def test_policy_that_only_answers_has_no_optimizer(config: Config, tokenizer: Any, prompts: DataProto) -> None:
-    worker = ActorRolloutRefWorker(config, tokenizer, replace(FACTS, use_reference=False, is_trained=False))
-    chosen = worker.init_model()
-    assert chosen["reference"].startswith("none")
+    worker = ActorRolloutRefWorker(config, tokenizer, replace(FACTS, is_trained=False), role="actor_rollout")
+    assert "reference" not in worker.init_model()
     assert worker.actor.master is None
     assert len(worker.generate_sequences(prompts)) == 4
 

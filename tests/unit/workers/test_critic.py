@@ -10,15 +10,12 @@ import torch
 from quadriga.config import Config
 from quadriga.protocol import DataProto
 from quadriga.workers import CriticWorker
-from quadriga.workers.roles import RunFacts
-
-FACTS = RunFacts(total_training_steps=100, use_reference=False, rollout_engine="")
 
 
 @pytest.fixture
 def make(config: Config, tokenizer: Any):
     def build() -> CriticWorker:
-        worker = CriticWorker(config, tokenizer, FACTS)
+        worker = CriticWorker(config, tokenizer)
         worker.init_model()
         return worker
 
@@ -41,7 +38,7 @@ def batch(prompts: DataProto) -> DataProto:
             "response_mask": mask,
             "returns": returns,
         },
-        meta_info={"global_steps": 1},
+        meta_info={"global_steps": 1, "total_training_steps": 100},
     )
 
 

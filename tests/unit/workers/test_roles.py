@@ -8,6 +8,7 @@ import torch
 
 from quadriga.config import ActorConfig, RolloutConfig
 from quadriga.engines.micro_batches import MicroBatching
+from quadriga.engines.process_group import ALONE, ProcessGroup
 from quadriga.errors import CheckpointError, ConfigError, EngineError
 from quadriga.workers.roles import HF_FOLDER, choose_device, inference_pieces, passes, save_with_tokenizer
 
@@ -15,7 +16,8 @@ from quadriga.workers.roles import HF_FOLDER, choose_device, inference_pieces, p
 class Recorder:
     """Stands for an engine and for a tokenizer: notes what it is asked to save, and fails on request."""
 
-    def __init__(self, error: Exception | None = None) -> None:
+    def __init__(self, error: Exception | None = None, replicas: ProcessGroup = ALONE) -> None:
+        self.replicas = replicas
         self.saved: list[tuple[str, frozenset[str]]] = []
         self.error = error
 
@@ -42,6 +44,12 @@ def test_parts_of_a_checkpoint(contents: set[str], folders: list, tokenizers: li
     save_with_tokenizer(engine, tmp_path / "actor", frozenset(contents), Recorder())
     assert engine.saved == folders
     assert sorted(path.parent.name for path in tmp_path.rglob("tokenizer.json")) == sorted(tokenizers)
+
+
+def test_only_the_first_replica_writes(tmp_path: Path) -> None:
+    engine = Recorder(replicas=ProcessGroup(rank=1, size=2))
+    save_with_tokenizer(engine, tmp_path / "actor", frozenset({"model"}), Recorder())
+    assert engine.saved == [] and not (tmp_path / "actor").exists()
 
 
 def test_failed_save_is_one_error(tmp_path: Path) -> None:

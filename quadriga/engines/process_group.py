@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the processes that hold replicas of one model meet, and the few things that they do together.
+
+    rank 0      rank 1      rank 2
+      | join      | join      | join        once per process; the roles in it share the group
+      |-- counts of the mini-batch --|      `totals`: small, before the first backward pass
+      |-- sums of the gradients -----|      `add_up`: large, once per optimizer step
+      | leave     | leave     | leave       the last role in the process to leave ends the group
+
+Every process calls the same collectives in the same order, also one that has no rows. A process alone has no group
+and pays nothing: its collectives return what they were given.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from quadriga.errors import EngineError, PeerLostError
+from quadriga.observe.watchdog import waiting
+
+# A process may wait for one that is still loading its model, or has the longer half of a batch.
+TIMEOUT = timedelta(minutes=30)
+# Large enough that a collective's latency does not count, small enough not to double the memory of the gradients.
+BUCKET_BYTES = 256 << 20
+
+
+class Place(Protocol):
+    """Where a process stands; a worker's place is one."""
+
+    rank: int
+    world_size: int
+    master_addr: str
+    master_port: int
+
+
+class ProcessGroup:
+    """The processes that hold the same model, seen from one of them.
+
+    Args:
+        rank, size: number of this process, and how many there are.
+        device: where tensors must lie to be sent.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1, device: torch.device | None = None) -> None:
+        self.rank, self.size = rank, size
+        self.device = device or torch.device("cpu")
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the process that writes and tells what is the same everywhere."""
+        return self.rank == 0
+
+    def totals(self, *counts: int) -> list[int]:
+        """Each count's sum over all processes."""
+        if self.size == 1:
+            return list(counts)
+        numbers = torch.tensor(counts, dtype=torch.int64, device=self.device)
+        with self._meeting("the sum of counts"):
+            dist.all_reduce(numbers)
+            return numbers.tolist()
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all processes in rank order; for small things that can be pickled."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        with self._meeting("an exchange of facts"):
+            dist.all_gather_object(values, value)
+        return values
+
+    def add_up(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Replace each tensor by its sum over all processes, in place; all float32, the same shapes everywhere.
+
+        All processes receive the same bits: each element is added up in one place and sent from there.
+        """
+        if self.size == 1:
+            return
+        with self._meeting("the sum of gradients"):
+            for bucket in buckets(tensors, BUCKET_BYTES):
+                _add_up_bucket(bucket)
+
+    def require_alike(self, what: str, tensors: Sequence[torch.Tensor]) -> None:
+        """Raise an EngineError, on every process, unless all of them hold the same numbers.
+
+        Args:
+            what: names the tensors in the error.
+            tensors: compared by the sums of their bits, which no order of additions changes.
+        """
+        if self.size == 1:
+            return
+        of_ranks = self.gather([_sum_of_bits(tensor) for tensor in tensors])
+        others = [rank for rank, other in enumerate(of_ranks) if other != of_ranks[0]]
+        if others:
+            raise EngineError(
+                what,
+                got=f"other numbers on rank {', '.join(map(str, others))} than on rank 0",
+                expected="the same on every rank",
+                fix="Every node must read the same model and the same checkpoint: put them on a shared disk.",
+            )
+
+    @contextmanager
+    def _meeting(self, what: str) -> Iterator[None]:
+        """A collective that fails because another process is gone says so."""
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise PeerLostError(
+                f"rank {self.rank} of {self.size} in {what}",
+                got=str(error).strip().partition("\n")[0],
+                expected="all ranks to take part",
+                fix="Look for the error of another rank: this one was only left alone by it.",
+            ) from error
+
+
+ALONE = ProcessGroup()
+
+
+class _Membership:
+    """The default group of torch in this process, and how many roles here are in it."""
+
+    num_roles = 0
+
+
+def join(place: Place, device: torch.device) -> ProcessGroup:
+    """Meet the other processes at rank 0's address; the first role of a process does, the others find the group there.
+
+    Args:
+        place: of this process.
+        device: of its models; chooses the backend (`nccl` for CUDA, `gloo` for all else).
+
+    Raises:
+        EngineError: not all of them came, or this process is in a group of another shape.
+    """
+    if place.world_size == 1:
+        return ALONE
+    if not dist.is_initialized():
+        _meet(place, device)
+    found, expected = (dist.get_rank(), dist.get_world_size()), (place.rank, place.world_size)
+    if found != expected:
+        raise EngineError(
+            "process group",
+            got="rank {} of {} in this process already".format(*found),
+            expected="rank {} of {}".format(*expected),
+            fix="Roles that share processes need pools of one size.",
+        )
+    _Membership.num_roles += 1
+    return ProcessGroup(place.rank, place.world_size, device)
+
+
+def leave(group: ProcessGroup) -> None:
+    """End a role's part in the group; with the last role of the process the group ends."""
+    if group.size == 1:
+        return
+    _Membership.num_roles -= 1
+    if _Membership.num_roles == 0 and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _meet(place: Place, device: torch.device) -> None:
+    host = f"[{place.master_addr}]" if ":" in place.master_addr else place.master_addr
+    address = f"{host}:{place.master_port}"
+    where = f"rank {place.rank} of {place.world_size} at {address}"
+    is_cuda = device.type == "cuda"
+    if is_cuda:
+        torch.cuda.set_device(device)
+    try:
+        with waiting(f"the other ranks of a process group: {where}"):
+            dist.init_process_group(
+                "nccl" if is_cuda else "gloo",
+                init_method=f"tcp://{address}",
+                rank=place.rank,
+                world_size=place.world_size,
+                timeout=TIMEOUT,
+                device_id=device if is_cuda else None,
+            )
+    except RuntimeError as error:
+        raise EngineError(
+            f"process group, {where}",
+            got=str(error).strip().partition("\n")[0],
+            expected="all ranks to meet there",
+            fix="Check that the address can be reached from every node and that no other program uses the port.",
+        ) from error
+
+
+def _sum_of_bits(tensor: torch.Tensor) -> int:
+    words = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return int(tensor.detach().view(words[tensor.element_size()]).sum(dtype=torch.int64))
+
+
+def buckets(tensors: Sequence[torch.Tensor], max_bytes: int) -> list[list[torch.Tensor]]:
+    """Tensors in their order, in as few lists as hold `max_bytes` each; a larger tensor stands alone."""
+    lists: list[list[torch.Tensor]] = []
+    room = -math.inf
+    for tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        if size > room:
+            lists.append([])
+            room = max_bytes
+        lists[-1].append(tensor)
+        room -= size
+    return lists
+
+
+def _add_up_bucket(bucket: list[torch.Tensor]) -> None:
+    if len(bucket) == 1 and bucket[0].is_contiguous():
+        dist.all_reduce(bucket[0])
+        return
+    flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+    dist.all_reduce(flat)
+    parts = flat.split([tensor.numel() for tensor in bucket])
+    torch._foreach_copy_(bucket, [part.view(tensor.shape) for part, tensor in zip(parts, bucket, strict=True)])

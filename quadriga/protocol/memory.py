@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory of columns: bytes without a copy, large blocks in huge pages, and memory that is only lent.
+
+A transport may hand out tensors over memory that is not theirs to keep, such as shared memory that
+nobody may write to. They are *lent*: whoever joins rows copies them, also where memory of one's own
+would have been passed on, and says so (`was_copied`), which lets the lender take the pages back at once.
+"""
+
+import ctypes
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+HUGE_PAGES_FROM_BYTES = 4 << 20
+PAGE_BYTES = 4096
+MADV_HUGEPAGE = 14
+
+_madvise = ctypes.CDLL(None).madvise if sys.platform == "linux" else None
+_lent: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def advise(address: int, num_bytes: int, advice: int) -> None:
+    """`madvise` for the whole pages inside a range; a kernel that knows nothing of the advice does not follow it."""
+    start = -(-address // PAGE_BYTES) * PAGE_BYTES
+    size = (address + num_bytes) // PAGE_BYTES * PAGE_BYTES - start
+    if _madvise is not None and size > 0:
+        _madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), ctypes.c_int(advice))
+
+
+def allocate(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """An uninitialised tensor on the CPU; a large one in huge pages, of which a fraction as many faults are taken."""
+    tensor = torch.empty(shape, dtype=dtype)
+    if tensor.nbytes >= HUGE_PAGES_FROM_BYTES:
+        advise(tensor.data_ptr(), tensor.nbytes, MADV_HUGEPAGE)
+    return tensor
+
+
+def bytes_of(tensor: torch.Tensor) -> np.ndarray:
+    """The memory of a contiguous tensor on the CPU as bytes.
+
+    Not by way of `Tensor.numpy`, which marks the storage as one that others may write to (`has_other_writers`).
+    """
+    if tensor.numel() == 0:
+        return np.empty(0, dtype=np.uint8)
+    # A contiguous tensor may have any stride in a dimension of one entry, which `view` would not take.
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))
+    return np.from_dlpack(flat.view(torch.uint8))
+
+
+def has_other_writers(tensor: torch.Tensor) -> bool:
+    """Whether the memory may change without a trace in the tensor's `_version`.
+
+    True of memory that numpy has lent or was lent (torch may not resize it), of memory that other
+    processes share, and of inference tensors, which count no versions. What cannot be seen are writes
+    through `Tensor.data` and through DLPack.
+    """
+    is_shared = tensor.device.type == "cpu" and tensor.is_shared()
+    return tensor.is_inference() or is_shared or not tensor.untyped_storage().resizable()
+
+
+def tensor_over(
+    memory: np.ndarray,
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    stride: Sequence[int] | None = None,
+    offset: int = 0,
+) -> torch.Tensor:
+    """A tensor over bytes, without a copy.
+
+    Args:
+        memory: (bytes,) uint8, contiguous.
+        dtype, shape: what the tensor is to be.
+        stride, offset: counted in elements, as torch does; None: contiguous.
+    """
+    if 0 in shape:
+        return torch.empty(tuple(shape), dtype=dtype)
+    whole = len(memory) // dtype.itemsize * dtype.itemsize
+    flat = torch.from_numpy(memory[:whole]).view(dtype)
+    return flat.view(tuple(shape)) if stride is None else flat.as_strided(tuple(shape), tuple(stride), offset)
+
+
+def copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy of a tensor on the CPU."""
+    return allocate(tensor.shape, tensor.dtype).copy_(tensor)
+
+
+def root_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor of which `tensor` is a view; itself if it is none."""
+    return tensor if tensor._base is None else tensor._base
+
+
+def lend(tensor: torch.Tensor, when_copied: Callable[[], None] | None = None) -> torch.Tensor:
+    """Mark `tensor`, and the views of it, as lent; `when_copied` is called each time one of them was copied."""
+    _lent[root_of(tensor)] = when_copied
+    return tensor
+
+
+def is_lent(tensor: torch.Tensor) -> bool:
+    """Whether the memory is somebody else's, so that it must be copied before it is kept or written to."""
+    return bool(_lent) and root_of(tensor) in _lent
+
+
+def was_copied(tensor: torch.Tensor) -> None:
+    """Tell the lender, if there is one, that `tensor` has been copied."""
+    when_copied = _lent.get(root_of(tensor)) if _lent else None
+    if when_copied is not None:
+        when_copied()
+
+
+def _hear_the_warning() -> None:
+    # torch warns, once in a process, when a tensor is made over memory that may not be written to. Here it is
+    # the rule: such tensors are copied or lent.
+    memory = np.zeros(1, dtype=np.uint8)
+    memory.flags.writeable = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.from_numpy(memory)
+
+
+_hear_the_warning()

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which data-parallel rank gets which rows, so that none waits for the others. Host code without torch.
+
+    rows of the batch     0 1 2 3 4 5 6 | 7 8 9 ...     mini-batches, in the order of the batch
+    order                 0 3 6 7 ... ; 1 4 8 ... ; 2 5 9 ...
+                          rank 0        rank 1      rank 2
+
+All ranks meet at each optimizer step, so it is the rows of each mini-batch that are dealt evenly, not those of the
+batch alone. The number of rows that a rank gets is fixed, by `DataProto.chunk`; which ones is not. The samples of a
+prompt begin on one rank, where the prompt is computed once for all of them, and are parted only where that shortens
+the step. What a rank gets changes no gradient: every row remembers its number.
+
+Legend: R ranks.
+"""
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+# Tokens of a sequence at which attention costs as much as all else: 12 times a hidden size of 2048.
+ATTENTION_TOKENS = 24_576
+# A swap that shortens the longest share by less than this part of it is not worth making.
+WORTHWHILE = 1e-3
+
+
+@dataclass(frozen=True)
+class Row:
+    """What counts of one row: which prompt it answers (equal for those that share its computation), and lengths."""
+
+    prompt: Hashable
+    num_prompt_tokens: int
+    num_response_tokens: int
+
+    @property
+    def prompt_cost(self) -> float:
+        """Of computing the prompt alone."""
+        return cost_of_tokens(self.num_prompt_tokens)
+
+    @property
+    def response_cost(self) -> float:
+        """Of computing the response where the prompt is there already."""
+        return cost_of_tokens(self.num_prompt_tokens + self.num_response_tokens) - self.prompt_cost
+
+
+@dataclass(frozen=True)
+class Balance:
+    """An order of the rows, and how even the shares of its equal chunks are.
+
+    Attributes:
+        order: row numbers; the first chunk is for rank 0, and so on.
+        imbalance: the time of all steps over what it would be if each were shared evenly: 1 is even, R is all on one.
+        imbalance_before: that of the rows as they came.
+    """
+
+    order: list[int]
+    imbalance: float
+    imbalance_before: float
+
+    def metrics(self) -> dict[str, float]:
+        """What a step tells of it."""
+        return {"balance/imbalance": self.imbalance, "balance/imbalance_before": self.imbalance_before}
+
+
+def cost_of_tokens(num_tokens: int) -> float:
+    """Of one sequence: linear layers, and attention that grows with the square."""
+    return num_tokens * (1 + num_tokens / ATTENTION_TOKENS)
+
+
+def balance(rows: Sequence[Row], num_ranks: int, mini_batch_size: int) -> Balance:
+    """Deal the rows of a batch.
+
+    Args:
+        rows: of the batch.
+        num_ranks: how many chunks the batch will be cut into.
+        mini_batch_size: rows of an optimizer step, in the order of the batch; all rows where it is shuffled later.
+    """
+    shares: list[list[list[int]]] = []
+    for start in range(0, len(rows), mini_batch_size):
+        members = range(start, min(start + mini_batch_size, len(rows)))
+        # Dealt out like cards: each rank's hands add up to the size of its chunk, and no two differ by more than a row.
+        quotas = [
+            len(range(rank, members.stop, num_ranks)) - len(range(rank, start, num_ranks)) for rank in range(num_ranks)
+        ]
+        hands = _deal(rows, members, quotas)
+        _even_out(rows, hands)
+        shares.append(hands)
+    order = [row for rank in range(num_ranks) for hands in shares for row in sorted(hands[rank])]
+    before = _as_they_came(len(rows), num_ranks, mini_batch_size)
+    return Balance(order, _imbalance(rows, shares), _imbalance(rows, before))
+
+
+def cost_of_share(rows: Sequence[Row], share: Iterable[int]) -> float:
+    """Of some rows on one rank: each prompt once, and every response."""
+    members = [rows[number] for number in share]
+    prompts = {row.prompt: row.prompt_cost for row in members}
+    return sum(prompts.values()) + sum(row.response_cost for row in members)
+
+
+def _deal(rows: Sequence[Row], members: Sequence[int], quotas: Sequence[int]) -> list[list[int]]:
+    """Costly groups first, each to the rank that has room and is then the least loaded; one that finds no room whole
+    is dealt row by row."""
+    groups: dict[Hashable, list[int]] = {}
+    for number in members:
+        groups.setdefault(rows[number].prompt, []).append(number)
+    hands = _Hands(rows, quotas)
+    for group in sorted(groups.values(), key=lambda group: -cost_of_share(rows, group)):
+        if not hands.give(group):
+            for number in sorted(group, key=lambda number: -rows[number].response_cost):
+                hands.give([number])
+    return hands.shares
+
+
+class _Hands:
+    """The shares of the ranks while they are being dealt."""
+
+    def __init__(self, rows: Sequence[Row], quotas: Sequence[int]) -> None:
+        self.rows, self.room = rows, list(quotas)
+        self.shares: list[list[int]] = [[] for _ in quotas]
+        self.prompts: list[set[Hashable]] = [set() for _ in quotas]
+        self.loads = [0.0] * len(quotas)
+
+    def give(self, group: Sequence[int]) -> bool:
+        """Rows of one prompt to the rank that is the least loaded with them; False: there is no room for all."""
+        first = self.rows[group[0]]
+        responses = sum(self.rows[number].response_cost for number in group)
+        candidates = [
+            (self.loads[rank] + responses + (0.0 if first.prompt in self.prompts[rank] else first.prompt_cost), rank)
+            for rank, room in enumerate(self.room)
+            if room >= len(group)
+        ]
+        if not candidates:
+            return False
+        load, rank = min(candidates)
+        self.loads[rank] = load
+        self.shares[rank] += group
+        self.prompts[rank].add(first.prompt)
+        self.room[rank] -= len(group)
+        return True
+
+
+def _even_out(rows: Sequence[Row], shares: list[list[int]]) -> None:
+    """Swap rows of the most and the least loaded rank, in place, as long as that shortens the longest share."""
+    loads = [cost_of_share(rows, share) for share in shares]
+    for _ in range(100 + 10 * len(shares)):
+        heavy, light = loads.index(max(loads)), loads.index(min(loads))
+        if heavy == light or not shares[light]:
+            return
+        out, into = _best_swap(rows, shares, (heavy, light), (loads[heavy], loads[light]))
+        swapped = [
+            [*(number for number in shares[heavy] if number != out), into],
+            [*(number for number in shares[light] if number != into), out],
+        ]
+        costs = [cost_of_share(rows, share) for share in swapped]
+        if max(costs) >= loads[heavy] * (1 - WORTHWHILE):
+            return
+        for rank, share, cost in zip((heavy, light), swapped, costs, strict=True):
+            shares[rank], loads[rank] = share, cost
+
+
+def _best_swap(
+    rows: Sequence[Row], shares: Sequence[Sequence[int]], ranks: tuple[int, int], loads: tuple[float, float]
+) -> tuple[int, int]:
+    """The row of each of two ranks whose exchange leaves the smaller maximum; two rows of one prompt are taken as if
+    they were of different ones."""
+    counts = [Counter(rows[number].prompt for number in shares[rank]) for rank in ranks]
+
+    def changes(side: int) -> tuple[np.ndarray, np.ndarray]:
+        """What each row of a side takes from it when it goes, and adds to the other when it comes."""
+        members = [rows[number] for number in shares[ranks[side]]]
+        responses = np.array([row.response_cost for row in members])
+        prompts = np.array([row.prompt_cost for row in members])
+        is_last = np.array([counts[side][row.prompt] == 1 for row in members])
+        is_new = np.array([row.prompt not in counts[1 - side] for row in members])
+        return responses + prompts * is_last, responses + prompts * is_new
+
+    (heavy_loses, light_gains), (light_loses, heavy_gains) = changes(0), changes(1)
+    heavy = loads[0] - heavy_loses[:, None] + heavy_gains[None, :]
+    light = loads[1] + light_gains[:, None] - light_loses[None, :]
+    out, into = np.unravel_index(np.argmin(np.maximum(heavy, light)), heavy.shape)
+    return shares[ranks[0]][int(out)], shares[ranks[1]][int(into)]
+
+
+def _as_they_came(num_rows: int, num_ranks: int, mini_batch_size: int) -> list[list[list[int]]]:
+    """Shares of each mini-batch when the batch is cut into chunks in its own order."""
+    size, larger = divmod(num_rows, num_ranks)
+    rank_of = [rank for rank in range(num_ranks) for _ in range(size + (rank < larger))]
+    shares = []
+    for start in range(0, num_rows, mini_batch_size):
+        members = range(start, min(start + mini_batch_size, num_rows))
+        shares.append([[number for number in members if rank_of[number] == rank] for rank in range(num_ranks)])
+    return shares
+
+
+def _imbalance(rows: Sequence[Row], shares: Sequence[Sequence[Sequence[int]]]) -> float:
+    """The sum of each step's longest share over that of its mean one."""
+    costs = [[cost_of_share(rows, share) for share in hands] for hands in shares]
+    total = sum(map(sum, costs))
+    return sum(max(step) * len(step) for step in costs) / total if total else 1.0

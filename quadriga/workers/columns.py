@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The columns that each call on a worker reads, asked on the driver, so that nothing else travels.
+
+generate_sequences           PROMPT_TENSORS, PROMPT_OBJECTS
+compute_*                    MODEL_INPUTS
+update_actor, update_critic  MODEL_INPUTS, the fields of the objective, and the numbers of the rows
+"""
+
+from collections.abc import Sequence
+
+from quadriga.config import Config
+from quadriga.engines.objectives import Objective, PolicyObjective, ValueObjective
+from quadriga.protocol import DataProto
+
+PROMPT_TENSORS = ("input_ids", "attention_mask", "position_ids")
+PROMPT_OBJECTS = ("raw_prompt_ids",)
+MODEL_INPUTS = (*PROMPT_TENSORS, "response_mask")
+
+
+def model_inputs(batch: DataProto) -> DataProto:
+    """What a pass without gradients reads."""
+    return batch.select(batch_keys=MODEL_INPUTS, non_tensor_batch_keys=[])
+
+
+class UpdateInputs:
+    """What the updates read.
+
+    Args:
+        config: of the run; chooses the losses.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._policy = PolicyObjective(config.actor_rollout_ref.actor)
+        self._value = ValueObjective(config.critic)
+
+    def of_actor(self, batch: DataProto) -> DataProto:
+        """Columns for `update_actor`."""
+        return _for_update(batch, self._policy)
+
+    def of_critic(self, batch: DataProto) -> DataProto:
+        """Columns for `update_critic`."""
+        return _for_update(batch, self._value)
+
+
+def _for_update(batch: DataProto, objective: Objective) -> DataProto:
+    numbers: Sequence[str] = ["row_index"] if "row_index" in batch.batch.keys() else []
+    names = dict.fromkeys((*MODEL_INPUTS, *objective.fields(batch), *numbers))
+    return batch.select(batch_keys=list(names), non_tensor_batch_keys=[])

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ray clusters of this machine: one of one node that all tests share, one of two nodes, and programs that join them.
+
+A process is connected to one cluster at a time. The tests' own process stays with `ray_cluster`; what concerns
+another cluster, or takes a second driver, runs as a program of its own (`drive`).
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ray = pytest.importorskip("ray")
+
+from ray.cluster_utils import Cluster  # noqa: E402
+
+SECOND_NODE = "127.0.0.2"
+QUIET = {
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quiet_ray() -> None:
+    """Ray neither reports home nor asks for a token."""
+    os.environ.update(QUIET)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _module_travels(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Classes and functions of the test's file travel by value: worker processes cannot import it."""
+    ray.cloudpickle.register_pickle_by_value(request.module)
+    yield
+    ray.cloudpickle.unregister_pickle_by_value(request.module)
+
+
+@pytest.fixture(scope="session")
+def ray_folder() -> Iterator[Path]:
+    """Where Ray keeps its logs and sockets: a short path, for those of sockets are limited to 107 characters."""
+    folder = Path(tempfile.mkdtemp(prefix="ray-"))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def ray_cluster(ray_folder: Path) -> Iterator[str]:
+    """This process is the driver of a cluster of one node with 8 logical CPUs; gives its address."""
+    context = ray.init(
+        address="local",
+        num_cpus=8,
+        include_dashboard=False,
+        object_store_memory=256 * 2**20,
+        log_to_driver=False,
+        _temp_dir=str(ray_folder / "one"),
+    )
+    yield context.address_info["gcs_address"]
+    ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def two_nodes(ray_folder: Path) -> Iterator[str]:
+    """A second cluster, of two nodes with 4 logical CPUs each; gives its address, for `drive`."""
+    common = {"num_cpus": 4, "object_store_memory": 100 * 2**20, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args={**common, "temp_dir": str(ray_folder / "two")})
+    cluster.add_node(**common, node_ip_address=SECOND_NODE)
+    yield cluster.address
+    cluster.shutdown()
+
+
+@pytest.fixture(scope="session")
+def drive() -> Callable[..., str]:
+    """`drive(program, address, status=0)`: runs Python text as another driver of the cluster; gives what it printed."""
+
+    def run(program: str, address: str, status: int = 0) -> str:
+        environment = {**os.environ, "RAY_ADDRESS": address}
+        command = [sys.executable, "-c", program]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == status, f"status {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    return run

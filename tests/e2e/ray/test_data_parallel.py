@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole runs of the command line whose models live in Ray's processes, against the same run in one process.
+
+What they do not prove: anything of speed, nor that sums over NCCL agree as well as those over gloo.
+"""
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+Lines = Callable[[Path], list[dict[str, Any]]]
+Train = Callable[..., Path]
+Start = Callable[..., subprocess.Popen[str]]
+
+NUM_STEPS = 4
+COMMON = (f"trainer.total_training_steps={NUM_STEPS}", "trainer.test_freq=2", "trainer.save_freq=2")
+# 5 prompts with 3 answers each, mini-batches of 2 prompts, micro-batches of 4 rows: nothing divides anything.
+RAGGED = (
+    "data.train_batch_size=5",
+    "actor_rollout_ref.rollout.n=3",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
+    "actor_rollout_ref.actor.use_kl_loss=True",
+)
+CRITIC = (
+    "algorithm.adv_estimator=gae",
+    "algorithm.use_kl_in_reward=True",
+    "actor_rollout_ref.actor.ppo_epochs=2",
+    "actor_rollout_ref.actor.shuffle=True",
+    "critic.ppo_mini_batch_size=3",
+)
+# What a process computes follows from the rows that it has: a prompt once for all its answers there.
+OF_THE_LAYOUT = ("balance/", "actor/packed_tokens", "critic/packed_tokens")
+RUN_LIMIT_S = 300
+
+
+@pytest.fixture
+def train_on_ray(start: Start, tmp_path: Path) -> Callable[..., Path]:
+    """`train_on_ray(processes, *overrides, run=...)`: a run that must succeed; returns its directory."""
+
+    def run_apart(num_processes: int, *overrides: str, run: str) -> Path:
+        cluster = ("trainer.backend=ray", f"trainer.n_gpus_per_node={num_processes}")
+        process = start(*overrides, *cluster, run=run)
+        output, _ = process.communicate(timeout=RUN_LIMIT_S)
+        assert process.returncode == 0, output
+        return tmp_path / run
+
+    return run_apart
+
+
+def dumps(run: Path) -> list[list[dict[str, Any]]]:
+    """The answers of each step, in the order in which they were written."""
+    files = sorted((run / "rollouts").glob("*.jsonl"))
+    return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+
+
+def assert_near(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
+    """To 1e-4, and to what float32 cannot tell from zero."""
+    assert [line["step"] for line in ours] == [line["step"] for line in theirs] != []
+    for left, right in zip(ours, theirs, strict=True):
+        names = {name for name in left if not name.startswith(OF_THE_LAYOUT)}
+        assert names == {name for name in right if not name.startswith(OF_THE_LAYOUT)}
+        for name in names:
+            assert left[name] == pytest.approx(right[name], rel=1e-4, abs=2e-6), (name, left["step"])
+
+
+@pytest.mark.parametrize("overrides", [RAGGED, CRITIC], ids=["ragged", "critic"])
+def test_two_processes_learn_what_one_does(
+    overrides: tuple[str, ...], train: Train, train_on_ray: Callable[..., Path], metric_lines: Lines, tmp_path: Path
+) -> None:
+    """Metrics, validation and weights agree; the answers are the same ones, and are written in the same order."""
+    alone = train(*COMMON, *overrides, f"trainer.rollout_data_dir={tmp_path / 'alone' / 'rollouts'}", run="alone")
+    told = f"trainer.rollout_data_dir={tmp_path / 'two' / 'rollouts'}"
+    two = train_on_ray(2, *COMMON, *overrides, told, run="two")
+    assert_near(metric_lines(two), metric_lines(alone))
+    assert "balance/imbalance" in metric_lines(two)[0]
+    for ours, theirs in zip(dumps(two), dumps(alone), strict=True):
+        assert [row["output"] for row in ours] == [row["output"] for row in theirs]
+    ours, theirs = (load_file(*(run / f"global_step_{NUM_STEPS}" / "actor").glob("model-*")) for run in (two, alone))
+    for name, weight in theirs.items():
+        assert float((ours[name] - weight).norm() / weight.norm()) < 1e-4, name
+
+
+def test_one_process_on_ray_has_the_bits_of_the_local_run(
+    train: Train, train_on_ray: Callable[..., Path], metric_lines: Lines
+) -> None:
+    alone = train(*COMMON, *RAGGED, run="alone")
+    one = train_on_ray(1, *COMMON, *RAGGED, run="one")
+    assert metric_lines(one) == metric_lines(alone)
+
+
+def test_two_processes_go_on_where_one_stopped(
+    train: Train, train_on_ray: Callable[..., Path], metric_lines: Lines, tmp_path: Path
+) -> None:
+    """A checkpoint knows nothing of how many processes wrote it."""
+    alone = train(*COMMON, *CRITIC, run="alone")
+    source = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={alone / 'global_step_2'}")
+    two = train_on_ray(2, *COMMON, *CRITIC, *source, run="two")
+    assert_near(metric_lines(two), [line for line in metric_lines(alone) if line["step"] > 2])

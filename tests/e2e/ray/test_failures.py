@@ -1,0 +1,375 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What goes wrong in worker processes, on real Ray: one error on the driver that says it all, and nothing left over."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ray = pytest.importorskip("ray")
+
+import torch  # noqa: E402
+
+import clumsy  # noqa: E402
+from clumsy import Clumsy, error_of, is_gone, notes  # noqa: E402
+from quadriga.errors import DataError, WorkerError  # noqa: E402
+from quadriga.protocol import DataProto  # noqa: E402
+from quadriga.single_controller.ray import (  # noqa: E402
+    RayClassWithInitArgs,
+    RayResourcePool,
+    RayWorkerGroup,
+    create_colocated_worker_cls,
+    waiting,
+)
+from quadriga.single_controller.ray.process import ask_status, start_of  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+BREAKING = """
+import os, signal, sys
+sys.path.insert(0, {tests!r})
+import ray
+from ray.cluster_utils import Cluster
+import clumsy
+import test_failures as t
+
+ray.cloudpickle.register_pickle_by_value(clumsy)
+t.waiting.LOOK_AT_NODES_S = 1.0
+node = dict(num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20)
+quick = dict(health_check_initial_delay_ms=0, health_check_period_ms=1000)
+cluster = Cluster(initialize_head=True, head_node_args=dict(node, temp_dir={folder!r}, _system_config=quick))
+second = cluster.add_node(**node, node_ip_address="127.0.0.2")
+ray.init(address=cluster.address, log_to_driver=False)
+
+
+def start(shape):
+    group = t.RayWorkerGroup(t.RayResourcePool(shape), t.RayClassWithInitArgs(t.Clumsy), name="actor")
+    for address in group.crew.addresses:
+        print("process", address.pid, address.started)
+    return group, group.start_all("sleep", [((600.0,), {{}})] * sum(shape))
+
+
+group, calls = start([1, 1])
+cluster.remove_node(second, allow_graceful=False)
+print("first", t.error_of(lambda: t.waiting.resolve(calls)))
+group.shutdown()
+group, calls = start([1])
+os.kill(cluster.head_node.all_processes["gcs_server"][0].process.pid, signal.SIGKILL)
+try:
+    t.waiting.resolve(calls)
+except clumsy.QuadrigaError as error:
+    print("then", error, flush=True)
+    group.shutdown()
+    sys.exit(1)
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def breaking_cluster(ray_folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """The driver of a cluster of its own that loses its second node, then its head.
+
+    Most of its half minute is Ray's waiting, so it runs beside the other tests.
+    """
+    program = BREAKING.format(tests=str(Path(__file__).parent), folder=str(ray_folder / "lost"))
+    command = [sys.executable, "-c", program]
+    driver = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    yield driver
+    if driver.poll() is None:
+        driver.kill()
+    driver.communicate()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _workers_travel() -> Iterator[None]:
+    """The worker's class travels by value: its module is not where the processes look for any."""
+    ray.cloudpickle.register_pickle_by_value(clumsy)
+    yield
+    ray.cloudpickle.unregister_pickle_by_value(clumsy)
+
+
+Make = Callable[..., RayWorkerGroup[Clumsy]]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """`make(size, *arguments)`: a group that is closed after the test; then no process of it is left."""
+    made: list[tuple[RayResourcePool, RayWorkerGroup[Clumsy]]] = []
+
+    def build(size: int, *arguments: object) -> RayWorkerGroup[Clumsy]:
+        pool = RayResourcePool([size])
+        made.append((pool, RayWorkerGroup(pool, RayClassWithInitArgs(Clumsy, *arguments), name="actor")))
+        return made[-1][1]
+
+    yield build
+    for pool, group in made:
+        addresses = group.crew.addresses
+        group.shutdown()
+        assert [address.pid for address in addresses if start_of(address.pid) == address.started] == []
+        pool.close()
+
+
+@pytest.fixture(scope="module")
+def group(ray_cluster: str) -> Iterator[RayWorkerGroup[Clumsy]]:
+    """Two processes that live on after each failure."""
+    pool = RayResourcePool([2])
+    group = RayWorkerGroup(pool, RayClassWithInitArgs(Clumsy), name="actor")
+    yield group
+    group.shutdown()
+    pool.close()
+
+
+# ---- a worker raises ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("value", "ValueError: of rank 1"),
+        ("unpicklable", "UnpicklableError: cannot be pickled"),
+        ("exit", "SystemExit: 3"),
+        ("interrupt", "KeyboardInterrupt"),
+    ],
+)
+def test_whatever_a_worker_raises_is_one_error_that_names_place_method_and_line(group, what, told):
+    error = error_of(lambda: group.execute_all("raise_on_one", what))
+
+    assert type(error) is WorkerError
+    assert str(error).startswith("actor[rank 1/2 on ")
+    assert " failed in raise_on_one: got " in str(error)
+    assert told in str(error)
+    assert "clumsy.py:" in str(error)
+    assert "in Clumsy._raise" in str(error)
+    assert error.worker.startswith("actor[rank 1/2 on ")
+    assert group.execute_rank_zero("raise_on_one", "") == "rank 0 is well"
+
+
+def test_the_traceback_is_the_workers_own_from_its_method_on(group):
+    trace = notes(error_of(lambda: group.execute_all("raise_on_one", "value")))
+
+    files = [line for line in trace.splitlines() if line.startswith("  File ")]
+    assert [line.rpartition(" ")[2] for line in files] == ["raise_on_one", "_raise"]
+    assert trace.strip().endswith("ValueError: of rank 1")
+    assert "ray" not in "".join(files).replace(str(Path(__file__).parent), "")
+
+
+def test_an_error_of_ours_comes_as_its_own_type_with_the_place_in_front(group):
+    error = error_of(lambda: group.execute_all("raise_on_one", "ours"))
+
+    assert type(error) is DataError
+    assert error.where.endswith("failed in raise_on_one: data/x.parquet")
+    assert (error.got, error.expected, error.fix) == ("no rows", "some", "Add rows.")
+    assert "in raise_on_one" in notes(error)
+
+
+def test_a_coroutine_fails_like_any_method(group):
+    error = error_of(lambda: group.execute_all("raise_in_coroutine"))
+
+    assert "failed in raise_in_coroutine: got ValueError: of rank 1" in str(error)
+    assert "asyncio" not in notes(error)
+
+
+def test_the_error_has_the_shapes_of_the_ranks_own_arguments(group):
+    data = DataProto.from_dict({"input_ids": torch.zeros(3, 5, dtype=torch.int64)})
+
+    error = error_of(lambda: group.update(data))
+
+    assert "loss is not finite" in str(error)
+    assert "input_ids (1, 5) int64" in str(error) or "(1, 5)" in str(error)
+
+
+def test_a_failure_that_travels_inside_a_future_still_names_the_worker_that_raised(group):
+    error = error_of(lambda: group.consume(group.later()))
+
+    assert str(error).startswith("actor[rank 1/2 on ")
+    assert " failed in later: got ValueError: of rank 1" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("method", "told"),
+    [
+        (
+            "lock",
+            "got TypeError: cannot pickle '_thread.lock' object (called with no arguments), expected arguments and",
+        ),
+        ("numbers", "got a generator, expected an output. Return a list."),
+    ],
+)
+def test_an_output_that_cannot_travel_is_said(group, method, told):
+    error = error_of(lambda: group.execute_rank_zero(method))
+
+    assert str(error).startswith("actor[rank 0/2 on ")
+    assert told in str(error)
+
+
+def test_a_worker_that_cannot_be_built_says_why_and_so_do_calls_to_it(make):
+    group = make(2, 1)
+
+    for error in (error_of(group.wait_until_built), error_of(lambda: group.execute_all("process"))):
+        assert "actor[rank 1/2 on " in str(error)
+        assert "failed in __init__: got FileNotFoundError: no model here" in str(error)
+        assert "called with 1" in str(error)
+
+
+def test_the_other_roles_of_a_process_live_on_when_one_fails():
+    roles = {"actor": RayClassWithInitArgs(Clumsy), "critic": RayClassWithInitArgs(Clumsy, 0)}
+    pool = RayResourcePool([1])
+    both = RayWorkerGroup(pool, create_colocated_worker_cls(roles))
+    try:
+        views = both.spawn({"actor", "critic"})
+        assert str(error_of(lambda: views["critic"].execute_all("process"))).startswith("critic[rank 0/1 on ")
+        assert views["actor"].execute_rank_zero("raise_on_one", "") == "rank 0 is well"
+    finally:
+        both.shutdown()
+        pool.close()
+
+
+# ---- a worker hangs -----------------------------------------------------------------------------
+
+
+def until(sign: Path, is_told: Callable[[str], bool]) -> tuple[list[str], Callable[[str], None]]:
+    """The reports of a wait, and where they go to; the first one that tells what it should gives the sign."""
+    said: list[str] = []
+
+    def emit(report: str) -> None:
+        said.append(report)
+        if is_told(report):
+            sign.touch()
+
+    return said, emit
+
+
+def test_a_long_wait_says_who_has_answered_and_where_the_others_stand_and_an_error_ends_it_at_once(make, tmp_path):
+    """Ranks 0 and 2 hang in a collective for which rank 1 comes late, and then not at all."""
+    group = make(3)
+    group.execute_all("join")
+    said, emit = until(tmp_path / "sign", lambda report: "rank 1 at" in report and "in all_reduce" in report)
+
+    calls = group.start_all("add_up", [((str(tmp_path / "sign"), "value"), {})] * 3)
+    error = error_of(lambda: waiting.resolve(calls, report_every_s=0.5, emit=emit))
+
+    assert str(error).startswith("actor[rank 1/3 on ")
+    assert "ValueError: of rank 1" in str(error)
+    assert re.match(r"waiting \d+ s for actor.add_up on 3 ranks: no rank answered; not yet: ranks 0, 2 at ", said[-1])
+    assert "in Clumsy.add_up, inside torch/distributed/distributed_c10d.py:" in said[-1]
+    assert re.search(r"; rank 1 at \S*clumsy\.py:\d+ in Clumsy\.add_up", said[-1])
+    states = ask_status(group.workers, 5.0)
+    assert [state.method if state else None for state in states] == ["add_up", "", "add_up"]
+
+
+def test_a_coroutine_that_waits_is_found_where_it_waits(group, tmp_path):
+    said, emit = until(tmp_path / "sign", lambda report: "_wait_for" in report)
+
+    waiting.resolve(group.start_all("wait_for", [((str(tmp_path / "sign"),), {})] * 2), report_every_s=0.5, emit=emit)
+
+    assert "in Clumsy._wait_for" in said[-1]
+
+
+def test_a_call_behind_another_one_says_so(group, tmp_path):
+    said, emit = until(tmp_path / "sign", lambda report: "still in" in report)
+
+    before = group.start_all("wait_for", [((str(tmp_path / "sign"),), {})] * 2)
+    behind = group.start_all("process", [((), {})] * 2)
+    waiting.resolve(behind, report_every_s=0.5, emit=emit)
+
+    assert "still in actor.wait_for for " in said[-1]
+    waiting.resolve(before)
+
+
+# ---- a process dies -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("end", "told"),
+    [
+        ("signal", "died in add_up: got SIGSEGV (segmentation fault) at "),
+        ("exit status", "died in add_up: got it ended without a word, as after SIGKILL or os._exit() (called with "),
+    ],
+)
+def test_a_process_that_ends_by_itself_in_a_call_is_named_and_not_its_peers_in_the_collective(
+    make, tmp_path, end, told
+):
+    group = make(2)
+    group.execute_all("join")
+    children = group.execute_all("start_child")
+
+    error = error_of(lambda: group.execute_all("add_up", str(tmp_path), end))
+
+    assert str(error).startswith("actor[rank 1/2 on ")
+    assert told in str(error)
+    if end == "signal":
+        assert "in _raise" in str(error)
+        assert "Fatal Python error: Segmentation fault" in notes(error)
+    assert "actor[rank 0/2 on " in notes(error)
+    assert "PeerLostError" in notes(error)
+    assert is_gone(children[1])
+    group.shutdown()
+    assert is_gone(children[0])
+
+
+def test_a_process_killed_between_calls_is_found_by_the_next_one(make, tmp_path):
+    group = make(2)
+    group.execute_all("join")
+    victim = group.crew.addresses[1]
+
+    os.kill(victim.pid, signal.SIGKILL)
+    error = error_of(lambda: group.execute_all("add_up", str(tmp_path), ""))
+
+    assert str(error).startswith("actor[rank 1/2 on ")
+    assert "SIGKILL" in str(error)
+    assert "called with str, str" in str(error)
+
+
+def test_a_child_of_a_worker_can_be_interrupted(group):
+    assert group.execute_all("interruptible_child") == [-signal.SIGINT] * 2
+
+
+def test_processes_end_with_the_driver_that_started_them(ray_cluster):
+    program = f"""
+import os, sys, time
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import ray
+ray.init(address={ray_cluster!r}, log_to_driver=False)
+import clumsy
+import test_failures as t
+ray.cloudpickle.register_pickle_by_value(clumsy)
+group = t.RayWorkerGroup(t.RayResourcePool([2]), t.RayClassWithInitArgs(t.Clumsy), name="actor")
+(first, second), children = group.execute_all("process"), group.execute_all("start_child")
+print("processes", *first, *second, *children, flush=True)
+time.sleep(600)
+"""
+    driver = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert driver.stdout is not None
+    line = next(line for line in driver.stdout if line.startswith("processes "))
+    first, first_start, second, second_start, *children = map(int, line.split()[1:])
+
+    driver.kill()
+    driver.wait()
+
+    assert is_gone(first, first_start)
+    assert is_gone(second, second_start)
+    assert all(is_gone(child) for child in children)
+
+
+# ---- a node goes, the cluster goes --------------------------------------------------------------
+
+
+def test_a_lost_node_and_a_lost_head_are_each_one_sentence_and_the_end_of_all_processes(breaking_cluster):
+    out, _ = breaking_cluster.communicate(timeout=120)
+    told = dict(line.split(" ", 1) for line in out.splitlines() if line.startswith(("first ", "then ")))
+    processes = [tuple(map(int, line.split()[1:])) for line in out.splitlines() if line.startswith("process")]
+
+    assert list(told) == ["first", "then"], out
+    assert told["first"].startswith(
+        "actor[rank 0/2 on 127.0.0.2] died in sleep: got its node is gone (called with 600.0)"
+    )
+    assert told["then"].startswith("Ray cluster at ")
+    assert "got no answer from its head while waiting for actor.sleep on 1 rank, expected" in told["then"]
+    assert breaking_cluster.returncode == 1
+    assert len(processes) == 3
+    assert all(is_gone(pid, started) for pid, started in processes)

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which role runs where: the three arrangements, arrangements of one's own, and what cannot be placed."""
+
+import inspect
+
+import pytest
+
+from quadriga.config import explain, load_config, place_roles, training_findings
+from quadriga.config.ray_kwargs import RAY_INIT_KEYS
+from quadriga.errors import ConfigError
+
+RAY = "trainer.backend=ray"
+
+
+def placed(*overrides: str, has_reference: bool = True, has_critic: bool = True):
+    trainer = load_config([RAY, *overrides]).config.trainer
+    return place_roles(trainer, has_reference=has_reference, has_critic=has_critic)
+
+
+def findings(*overrides: str) -> tuple[dict[str, str], str]:
+    problems, notices = training_findings(load_config(overrides).config)
+    return {one.where: str(one) for one in problems if one.where.startswith("trainer.")}, "\n".join(notices)
+
+
+@pytest.mark.parametrize(
+    ("placement", "roles"),
+    [
+        ("together", {"actor_rollout_ref": "all", "critic": "all"}),
+        ("grouped", {"actor_rollout": "policy", "ref": "scoring", "critic": "scoring"}),
+        ("apart", {"actor_rollout": "actor_rollout", "ref": "ref", "critic": "critic"}),
+        ("{actor_rollout: a, ref: b, critic: a}", {"actor_rollout": "a", "ref": "b", "critic": "a"}),
+        ("{actor_rollout_ref: a, critic: b}", {"actor_rollout_ref": "a", "critic": "b"}),
+    ],
+)
+def test_roles_and_pools(placement: str, roles: dict[str, str]) -> None:
+    found = placed(f"trainer.placement={placement}", "trainer.n_gpus_per_node=2", "trainer.nnodes=2")
+    assert found.roles == roles
+    assert found.pools == dict.fromkeys(dict.fromkeys(roles.values()), [2, 2])
+
+
+def test_a_role_that_the_run_has_not_needs_no_pool() -> None:
+    found = placed("trainer.placement=grouped", has_reference=False, has_critic=False)
+    assert (found.roles, found.pools) == ({"actor_rollout": "policy"}, {"policy": [1]})
+    # Without a reference the policy is the same role wherever a reference would be.
+    assert placed(has_reference=False).roles == {"actor_rollout": "all", "critic": "all"}
+
+
+def test_pools_of_other_shapes() -> None:
+    keys = ("trainer.placement.actor_rollout_ref=large", "trainer.placement.critic=small")
+    found = placed(*keys, "trainer.resource_pools.small=[2, 1]", "trainer.n_gpus_per_node=4")
+    assert found.pools == {"large": [4], "small": [2, 1]}
+    assert found.num_processes == 7
+
+
+def test_in_one_process_nothing_else_counts() -> None:
+    config = load_config(["trainer.placement=apart", "trainer.resource_pools.ref=[3]"]).config
+    assert place_roles(config.trainer, has_reference=True, has_critic=True).pools == {"all": [1]}
+
+
+@pytest.mark.parametrize(("missing", "given"), [("critic", "{actor_rollout_ref: a}"), ("ref", "{actor_rollout: a}")])
+def test_a_role_without_a_pool(missing: str, given: str) -> None:
+    with pytest.raises(ConfigError, match=f"no pool for {missing}.*Add trainer.placement.{missing}=NAME"):
+        placed(f"trainer.placement={given}", has_critic=missing == "critic")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "said"),
+    [
+        ([RAY, "trainer.device=cuda:1"], "trainer.device", "Ray gives each process a device of its own"),
+        ([RAY, "trainer.placement={actor_rollout: a, reward: b}"], "trainer.placement", "the role reward"),
+        ([RAY, "trainer.placement={actor_rollout_ref: a, ref: b}"], "trainer.placement", "a role of its own"),
+        ([RAY, "trainer.placement={critic: b}"], "trainer.placement", "no pool for the policy"),
+        ([RAY, "trainer.placement=grouped", "trainer.resource_pools.ref=[1]"], "trainer.resource_pools.ref",
+         "a pool without a role, expected pools out of policy, scoring"),
+        (["trainer.n_gpus_per_node=8"], "trainer.n_gpus_per_node", "8, with trainer.backend=local, expected 1"),
+        (["trainer.nnodes=2"], "trainer.nnodes", "set trainer.backend=ray"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_placed(overrides: list[str], key: str, said: str) -> None:
+    problems, _ = findings(*overrides)
+    assert list(problems) == [key]
+    assert said in problems[key]
+
+
+def test_what_is_read_on_ray_only() -> None:
+    _, notices = findings("trainer.placement=apart", "ray_kwargs.ray_init.num_cpus=4")
+    assert "trainer.placement, ray_kwargs.ray_init: not used, for trainer.backend is local." in notices
+    _, notices = findings(RAY, "trainer.placement=apart", "ray_kwargs.ray_init.num_cpus=4")
+    assert "not used, for trainer.backend" not in notices
+
+
+def test_the_words() -> None:
+    assert "all models in one process" in explain(load_config([]).config)
+    keys = [RAY, "trainer.placement=grouped", "trainer.n_gpus_per_node=2", "trainer.nnodes=2"]
+    text = explain(load_config([*keys, "trainer.resource_pools.scoring=[1]", "trainer.max_worker_restarts=1"]).config)
+    assert "pool policy: 4 processes on 2 machines (2 + 2), which share a machine's cores (2 to a machine)" in text
+    assert "pool scoring: 1 process on one machine, with reference (if one is used) and critic" in text
+    assert "up to 1 restart from the last checkpoint" in text
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["trainer.placement=beside", "trainer.placement=7", "trainer.placement={ref: 1}", "trainer.resource_pools.a=[]",
+     "trainer.resource_pools.a=[0]", "trainer.resource_pools=3", "trainer.max_worker_restarts=-1",
+     "ray_kwargs.ray_init.num_cpu=3", "ray_kwargs.ray_init.log_to_driver=True"],
+)  # fmt: skip
+def test_values_that_do_not_fit(override: str) -> None:
+    with pytest.raises(ConfigError, match="expected"):
+        load_config([override])
+
+
+def test_a_key_of_ray_that_is_null_is_as_good_as_left_out() -> None:
+    config = load_config(["ray_kwargs.ray_init.num_cpus=null", "ray_kwargs.ray_init.address=auto"]).config
+    assert config.ray_kwargs.arguments == {"address": "auto"}
+
+
+def test_rays_own_arguments() -> None:
+    ray = pytest.importorskip("ray")
+    hidden = {name for name in RAY_INIT_KEYS if name.startswith("_") or name == "object_spilling_directory"}
+    assert RAY_INIT_KEYS - hidden <= set(inspect.signature(ray.init).parameters)
+    assert hidden <= set(inspect.getdoc(ray.init).replace("`", " ").split())

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process group of one, and how tensors are put together to be sent; tests/numerics has groups of several."""
+
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from quadriga.engines.process_group import ALONE, buckets, join, leave
+from quadriga.errors import EngineError
+from quadriga.single_controller import WorkerPlace
+
+
+def test_a_process_alone_has_no_group() -> None:
+    group = join(WorkerPlace(), torch.device("cpu"))
+    assert group is ALONE and not dist.is_initialized()
+    leave(group)
+
+
+def test_a_meeting_place_that_is_taken_is_named() -> None:
+    with socket.create_server(("localhost", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(EngineError, match=rf"rank 0 of 2 at localhost:{port}: got .*in use"):
+            join(WorkerPlace(0, 2, master_port=port), torch.device("cpu"))
+
+
+def test_collectives_of_one_return_what_they_were_given() -> None:
+    gradient = torch.arange(3.0)
+    ALONE.add_up([gradient])
+    ALONE.require_alike("weights", [gradient])
+    assert gradient.tolist() == [0, 1, 2]
+    assert ALONE.totals(3, 4) == [3, 4]
+    assert ALONE.gather("x") == ["x"]
+    assert ALONE.is_first
+
+
+@pytest.mark.parametrize(
+    ("max_bytes", "expected"),
+    [(40, [[3, 5, 2], [12], [1, 1]]), (4, [[3], [5], [2], [12], [1], [1]]), (999, [[3, 5, 2, 12, 1, 1]])],
+)
+def test_buckets_are_few_and_keep_the_order(max_bytes: int, expected: list[list[int]]) -> None:
+    """One that is larger than a bucket stands alone."""
+    tensors = [torch.zeros(count) for count in (3, 5, 2, 12, 1, 1)]
+    assert [[tensor.numel() for tensor in bucket] for bucket in buckets(tensors, max_bytes)] == expected
+
+
+def test_no_tensors_need_no_bucket() -> None:
+    assert buckets([], 8) == []

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clusters that cannot be joined: each is one sentence, at once, with what to do."""
+
+import platform
+import socket
+from collections.abc import Iterator
+
+import pytest
+import ray
+from ray._private.utils import check_version_info
+
+from quadriga.errors import WorkerError
+from quadriga.single_controller.ray.cluster import _versions, cluster, forwarded_variables
+
+
+@pytest.fixture
+def dead_address() -> Iterator[str]:
+    """A port of this machine at which nobody listens, and nobody else will."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{taken.getsockname()[1]}"
+
+
+def refusal(**arguments: object) -> str:
+    with pytest.raises(WorkerError) as caught, cluster(arguments, num_processes=1):
+        pass
+    assert not ray.is_initialized()
+    return str(caught.value)
+
+
+def test_an_address_where_nothing_is(dead_address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = refusal(address=dead_address)
+    assert f"ray_kwargs.ray_init.address: got '{dead_address}', where nothing answers" in said
+    monkeypatch.setenv("RAY_ADDRESS", dead_address)
+    assert f"RAY_ADDRESS: got '{dead_address}', where nothing answers" in refusal()
+
+
+@pytest.mark.parametrize("address", ["ray://10.0.0.1:10001", "head", "head:port"])
+def test_what_is_no_address(address: str) -> None:
+    assert "expected HOST:PORT, auto or local" in refusal(address=address)
+
+
+def test_arguments_that_ray_refuses() -> None:
+    said = refusal(address="local", _temp_dir="relative")
+    assert "ray_kwargs.ray_init: got temp_dir must be absolute path or None, expected a cluster on this machine" in said
+
+
+def test_rays_words_about_another_version_are_understood() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        check_version_info({"ray_version": "2.49.1", "python_version": "3.10.4"}, "10.0.0.2")
+    theirs, ours = _versions(str(caught.value))
+    assert theirs == "Ray 2.49.1 on Python 3.10.4"
+    assert ours == f"Ray {ray.__version__} on Python {platform.python_version()}"
+
+
+def test_variables_that_follow_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Secrets go to the driver's process, as an argument, and not into what Ray shows of a job."""
+    for name in ("HF_HUB_OFFLINE", "HF_TOKEN", "WANDB_API_KEY", "SOMETHING_ELSE"):
+        monkeypatch.setenv(name, "1")
+    assert {"HF_HUB_OFFLINE", "HF_TOKEN", "WANDB_API_KEY"} <= forwarded_variables().keys()
+    shown = forwarded_variables(with_secrets=False)
+    assert "HF_HUB_OFFLINE" in shown
+    assert not {"HF_TOKEN", "WANDB_API_KEY", "SOMETHING_ELSE"} & shown.keys()

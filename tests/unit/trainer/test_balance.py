@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows dealt to data-parallel ranks."""
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quadriga.protocol import DataProto
+from quadriga.trainer.balance import Balance, Row, balance, cost_of_share
+
+LENGTHS = st.integers(1, 4000)
+PROMPTS = st.lists(st.tuples(LENGTHS, st.lists(LENGTHS, min_size=1, max_size=5)), min_size=1, max_size=12)
+SINGLES = st.lists(st.builds(Row, st.uuids(), LENGTHS, LENGTHS), min_size=1, max_size=40)
+RANKS, SIZES = st.integers(1, 7), st.integers(1, 30)
+
+
+def rows_of(prompts: Sequence[tuple[int, list[int]]]) -> list[Row]:
+    """Rows of prompts with several answers each."""
+    return [Row(name, prompt, answer) for name, (prompt, answers) in enumerate(prompts) for answer in answers]
+
+
+def chunks(order: Sequence[int], num_ranks: int) -> list[list[int]]:
+    """What each rank gets when a batch in this order is cut by `DataProto.chunk`."""
+    data = DataProto.from_dict(non_tensors={"row": list(order)})
+    return [list(part.non_tensor_batch["row"]) for part in data.chunk(num_ranks)]
+
+
+def shares_of(result: Balance, num_rows: int, num_ranks: int, size: int) -> list[list[list[int]]]:
+    """For each mini-batch the rows of each rank."""
+    parts = chunks(result.order, num_ranks)
+    return [
+        [[row for row in part if start <= row < start + size] for part in parts] for start in range(0, num_rows, size)
+    ]
+
+
+@given(PROMPTS, RANKS, SIZES)
+def test_every_row_goes_to_one_rank(prompts, num_ranks: int, size: int) -> None:
+    """Every row once; of each mini-batch every rank has as many rows as any other, or one more; always the same."""
+    rows = rows_of(prompts)
+    result = balance(rows, num_ranks, size)
+    assert sorted(result.order) == list(range(len(rows)))
+    for hands in shares_of(result, len(rows), num_ranks, size):
+        assert max(map(len, hands)) - min(map(len, hands)) <= 1
+    assert balance(rows, num_ranks, size) == result
+
+
+@given(SINGLES, RANKS, SIZES)
+def test_shares_differ_by_one_row_at_most(rows: list[Row], num_ranks: int, size: int) -> None:
+    """In each mini-batch the longest share exceeds the shortest by no more than the costliest row (and the little that
+    a swap must gain): the bound of dealing costly rows first. Says nothing of rows that share prompts."""
+    for hands in shares_of(balance(rows, num_ranks, size), len(rows), num_ranks, size):
+        costs = [cost_of_share(rows, share) for share in hands]
+        costliest = max(cost_of_share(rows, [row]) for share in hands for row in share)
+        assert max(costs) - min(costs) <= costliest + 2e-3 * max(costs)
+
+
+@given(PROMPTS, RANKS, SIZES)
+def test_numbers_are_those_of_the_order(prompts, num_ranks: int, size: int) -> None:
+    """The imbalance told is what the chunks of the order have, and that of the rows as they came is theirs."""
+    rows = rows_of(prompts)
+    result = balance(rows, num_ranks, size)
+
+    def imbalance(told: Balance) -> float:
+        costs = [
+            [cost_of_share(rows, share) for share in hands] for hands in shares_of(told, len(rows), num_ranks, size)
+        ]
+        return sum(max(step) for step in costs) * num_ranks / sum(map(sum, costs))
+
+    assert result.imbalance == pytest.approx(imbalance(result))
+    assert result.imbalance_before == pytest.approx(imbalance(Balance(list(range(len(rows))), 0, 0)))
+
+
+def test_samples_of_a_prompt_stay_together_where_that_costs_nothing() -> None:
+    """Four prompts with four equal answers each on two ranks: two prompts for each."""
+    rows = rows_of([(100, [10] * 4)] * 4)
+    parts = chunks(balance(rows, 2, len(rows)).order, 2)
+    assert [len({rows[row].prompt for row in part}) for part in parts] == [2, 2]
+
+
+def test_samples_are_parted_where_one_rank_would_wait() -> None:
+    """One prompt with long answers and one with short ones: both ranks get of both."""
+    rows = rows_of([(10, [1000] * 4), (10, [10] * 4)])
+    result = balance(rows, 2, len(rows))
+    assert result.imbalance_before > 1.9
+    assert result.imbalance < 1.02
+
+
+def test_mini_batches_are_balanced_one_by_one() -> None:
+    """Long rows in the first mini-batch, short ones in the second: an even sum over both would not be enough."""
+    rows = [Row(number, 10, length) for number, length in enumerate([800, 900, 700, 600, 8, 9, 7, 6])]
+    result = balance(rows, 2, 4)
+    for hands in shares_of(result, len(rows), 2, 4):
+        costs = [cost_of_share(rows, share) for share in hands]
+        assert max(costs) / min(costs) < 1.05
+
+
+def test_more_ranks_than_rows() -> None:
+    """Three rows on four ranks: the last has none."""
+    rows = rows_of([(5, [1, 2, 3])])
+    assert [len(part) for part in chunks(balance(rows, 4, 8).order, 4)] == [1, 1, 1, 0]
+
+
+def test_one_rank_keeps_the_order() -> None:
+    rows = rows_of([(7, [3, 1, 2]), (2, [9])])
+    assert balance(rows, 1, 2) == Balance([0, 1, 2, 3], 1.0, 1.0)

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a run runs, and what is said where Ray is not installed."""
+
+import subprocess
+import sys
+
+import pytest
+
+from quadriga.config import load_config
+from quadriga.errors import ConfigError, DataError, EngineError, PeerLostError, QuadrigaError, WorkerError
+from quadriga.trainer.launch import run_ppo
+from quadriga.trainer.task_runner import is_lost_worker
+
+
+def test_without_ray_the_fix_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith(("ray.", "quadriga.single_controller.ray"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError, match=r"'ray', which is not installed here.*pip install 'quadriga\[ray\]'"):
+        run_ppo(load_config(["trainer.backend=ray"]).config)
+
+
+def test_until_it_is_known_where_neither_torch_nor_ray_is_loaded() -> None:
+    """The command line that starts a cluster does not wait for torch before it does."""
+    program = (
+        "import sys, quadriga.cli.train, quadriga.trainer.launch\n"
+        "sys.exit(' '.join(name for name in ('torch', 'ray') if name in sys.modules) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "worker", "is_lost"),
+    [
+        (WorkerError("actor"), "actor[rank 0/1 on 10.0.0.2]", True),
+        (PeerLostError("collective"), "actor[rank 1/2 on 10.0.0.2]", True),
+        (WorkerError("resource pool all"), "", False),
+        (EngineError("prompts"), "actor[rank 0/1 on 10.0.0.2]", False),
+        (DataError("data.train_files"), "", False),
+    ],
+)
+def test_which_errors_a_restart_may_get_over(error: QuadrigaError, worker: str, is_lost: bool) -> None:
+    error.worker = worker
+    assert is_lost_worker(error) == is_lost
