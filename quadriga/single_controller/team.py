@@ -36,7 +36,7 @@ class Team(Protocol):
         ...
 
     def end(self) -> None:
-        """End what was started, whatever it is doing. May be called again."""
+        """End what was started, whatever it is doing and however far it has come. May be called again."""
         ...
 
 
@@ -67,7 +67,6 @@ class LocalTeam:
         device: str,
     ) -> None:
         self.groups = {role: LocalWorkerGroup(entry, ResourcePool([1]), role) for role, entry in classes.items()}
-        self._is_ended = False
 
     def describe(self) -> dict[str, str]:
         """Nothing: there is one process, and the machine was described."""
@@ -75,10 +74,7 @@ class LocalTeam:
 
     def close(self) -> None:
         """Let the workers release what they hold."""
-        self.end()
+        close_workers(self.groups)
 
     def end(self) -> None:
-        """The same: the workers are objects of this process, and hold what it holds."""
-        if not self._is_ended:
-            self._is_ended = True
-            close_workers(self.groups)
+        """Nothing: the workers end with this process."""

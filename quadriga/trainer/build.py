@@ -50,12 +50,19 @@ class Run:
     trainer: RayPPOTrainer
     team: Team
 
-    def close(self) -> None:
-        """Stop and end everything, whatever it is doing."""
+    def close(self, *, is_cut_short: bool = False) -> None:
+        """Stop and end everything.
+
+        Args:
+            is_cut_short: the loop did not come to its end: workers beside it may be dead, or in the midst of a call.
+        """
         try:
             self.trainer.close()
         finally:
-            self.team.end()
+            if is_cut_short and self.team.is_beside:
+                self.team.end()
+            else:
+                self.team.close()
 
 
 def build_run(config: Config, timeline: Timeline) -> Run:

@@ -46,10 +46,11 @@ class TaskRunner:
     def _train(self, config: Config, timeline: Timeline) -> None:
         run = build_run(config, timeline)
         trainer = run.trainer
+        is_cut_short = True
         try:
             print(timeline.render())
             trainer.fit()
-            run.team.close()
+            is_cut_short = False
         except KeyboardInterrupt:
             print(
                 f"\ninterrupted in step {trainer.global_steps}. {_how_to_go_on(trainer.checkpoints.newest(), config)}"
@@ -57,7 +58,7 @@ class TaskRunner:
             raise
         finally:
             self._saved = trainer.checkpoints.last_written or self._saved
-            run.close()
+            run.close(is_cut_short=is_cut_short)
 
     def _going_on(self, config: Config) -> Config:
         """The run from the last checkpoint that it has written, or from where it began."""

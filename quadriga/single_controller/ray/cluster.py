@@ -8,7 +8,7 @@
 A cluster that was joined stays up; what the run had in it goes with the job. One that was started has at least as many
 logical CPUs as the pools have processes, whatever the number of cores: a process of a pool without GPUs takes one, and
 how many threads it computes with is decided by the cores (`threads.py`). It dies with the process that started it, by
-whatever signal.
+whatever signal; after a SIGKILL two small agents of Ray's try for a minute to report that to the head, and end then.
 """
 
 import os
@@ -62,6 +62,8 @@ class Cluster:
 def cluster(arguments: Mapping[str, Any], num_processes: int) -> Iterator[Cluster]:
     """Join or start a cluster, and leave or end it with the block.
 
+    A process that is connected to a cluster already stays connected to it, and runs there.
+
     Args:
         arguments: of `ray.init`: `ray_kwargs.ray_init`.
         num_processes: that the run's pools have together; a cluster that is started gets a logical CPU for each.
@@ -78,6 +80,9 @@ def cluster(arguments: Mapping[str, Any], num_processes: int) -> Iterator[Cluste
     else:
         _check_address(where, address)
         given["runtime_env"] = _runtime_env(given.get("runtime_env"))
+    if ray.is_initialized():
+        yield Cluster(ray.get_runtime_context().gcs_address, is_own=False)
+        return
     try:
         context = _connect(address, given, where)
         yield Cluster(context.address_info["gcs_address"], is_own=address == "local")

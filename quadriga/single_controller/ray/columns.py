@@ -22,6 +22,7 @@ free as soon as its column is gone; small ones share an object, for a put costs 
 size. Only what the same ranks read shares one, so that no node fetches what its ranks do not use.
 """
 
+import ctypes
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -36,6 +37,7 @@ from quadriga.single_controller.ray.objects import PickledArrays
 
 INLINE_BELOW_BYTES = 64 << 10
 ALONE_FROM_BYTES = 1 << 20
+COPIED_UP_TO_BYTES = 4 << 10
 
 Put = Callable[[list[np.ndarray]], Any]
 
@@ -112,26 +114,41 @@ class Placed(NamedTuple):
     """Where a tensor's bytes lie, and how they are to be read.
 
     Attributes:
-        source: the bytes themselves, or (number of the object among those of the call, item in it).
+        source: the bytes themselves, or (number of the object among those of the call, item in it). Few bytes are a
+            copy as `bytes`, which costs pickle nothing.
         dtype, shape: the tensor's.
         stride, offset: in elements of the source; None: the source is the tensor's own memory, contiguous.
     """
 
-    source: np.ndarray | tuple[int, int]
+    source: bytes | np.ndarray | tuple[int, int]
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...] | None = None
     offset: int = 0
 
     def open(self, objects: dict[int, Sequence[np.ndarray]]) -> torch.Tensor:
-        """The tensor, over the memory as it lies, which may be read-only."""
-        memory = self.source if isinstance(self.source, np.ndarray) else objects[self.source[0]][self.source[1]]
+        """The tensor, over the memory as it lies, which may be read-only, or over a copy (`is_copy`)."""
+        source = self.source
+        if isinstance(source, bytes):
+            return torch.frombuffer(bytearray(source), dtype=self.dtype).view(self.shape)
+        memory = source if isinstance(source, np.ndarray) else objects[source[0]][source[1]]
         return tensor_over(memory, self.dtype, self.shape, self.stride, self.offset)
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether what `open` gives has memory of its own."""
+        return isinstance(self.source, bytes)
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
 
 
 def placed_here(tensor: torch.Tensor) -> Placed:
-    """A tensor's own bytes, of whatever device and layout; not copied where they lie contiguous on the CPU."""
-    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    """A tensor's own bytes, of whatever device and layout; many are not copied where they lie contiguous on the CPU."""
+    plain = _plain(tensor)
+    if 0 < plain.nbytes <= COPIED_UP_TO_BYTES:
+        return Placed(ctypes.string_at(plain.data_ptr(), plain.nbytes), plain.dtype, tuple(plain.shape))
     return Placed(bytes_of(plain), plain.dtype, tuple(plain.shape))
 
 
@@ -339,13 +356,12 @@ class Shipment:
         return [_Item(root.memory(), root.ranks(), arrived)]
 
     def _piece(self, view: View) -> _Item:
-        piece = placed_here(view.tensor)
+        piece = _plain(view.tensor)
 
         def arrived(location: Location) -> None:
-            view.placed = Placed(self._source(location, view.ranks), piece.dtype, piece.shape)
+            view.placed = Placed(self._source(location, view.ranks), piece.dtype, tuple(piece.shape))
 
-        assert isinstance(piece.source, np.ndarray)
-        return _Item(piece.source, view.ranks, arrived)
+        return _Item(bytes_of(piece), view.ranks, arrived)
 
     def _items_of_blob(self, blob: Blob) -> list[_Item]:
         memories = blob.memories()

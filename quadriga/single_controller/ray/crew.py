@@ -32,10 +32,18 @@ def cores_of(node_id: str) -> int:
     return run_on_node(node_id, num_usable_cores)
 
 
-def thread_shares(bundles: Sequence[Bundle]) -> dict[str, ThreadShare]:
-    """The threads of each process of a pool, by the id of its node."""
+def thread_shares(bundles: Sequence[Bundle], neighbours: Mapping[str, int]) -> dict[str, ThreadShare]:
+    """The threads of each process of a pool, by the id of its node.
+
+    Args:
+        bundles: of the pool.
+        neighbours: processes of all pools that take turns with it, by the id of their node.
+    """
     processes = Counter(bundle.node_id for bundle in bundles)
-    return {node_id: share_of_cores(cores_of(node_id), count) for node_id, count in processes.items()}
+    return {
+        node_id: share_of_cores(cores_of(node_id), count, neighbours.get(node_id, count))
+        for node_id, count in processes.items()
+    }
 
 
 class Crew:
@@ -85,7 +93,7 @@ class Crew:
         pool = own or pool
         assert pool is not None
         bundles = pool.take_share(name, entry.additional_resource)
-        threads = thread_shares(bundles)
+        threads = thread_shares(bundles, pool.neighbours)
         names = [f"{prefix}.{name}:{rank}" for rank in range(pool.world_size)]
         options = entry.options
         runtime_env = dict(options.get("runtime_env") or {})

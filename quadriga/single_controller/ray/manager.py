@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which role runs on which pool, and whether the cluster has what all pools together ask for."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from quadriga.errors import WorkerError
@@ -64,8 +65,9 @@ class ResourcePoolManager:
     def create_resource_pool(self) -> dict[str, RayResourcePool]:
         """Take the resources of all pools, after `check`. Returns the pools by name."""
         self.check()
+        neighbours = Counter(bundle.node_id for pool in self.pools.values() for bundle in pool.bundles())
         for pool in self.pools.values():
-            pool.bundles()
+            pool.neighbours = neighbours
         return self.pools
 
     def get_resource_pool(self, role: str) -> RayResourcePool:

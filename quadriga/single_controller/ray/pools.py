@@ -109,7 +109,13 @@ class RayResourcePool(ResourcePool):
         max_colocate_count: how many groups may run on the pool; each takes this part of the resources.
         detached: the resources outlive the driver.
         accelerator_type: kind of GPU, as Ray names it ("A100").
+
+    Attributes:
+        neighbours: processes of all pools that take turns with this one, its own included, by the id of their node;
+            empty: it has the machine to itself.
     """
+
+    neighbours: Mapping[str, int]
 
     def __init__(
         self,
@@ -131,6 +137,7 @@ class RayResourcePool(ResourcePool):
             )
         self.use_gpu, self.name_prefix, self.detached = use_gpu, name_prefix, detached
         self.max_colocate_count, self.accelerator_type = max_colocate_count, accelerator_type
+        self.neighbours = {}
         self._bundles: list[Bundle] = []
         self._extra: dict[str, float] = {}
         self._is_owner, self._is_spread = True, False
@@ -298,6 +305,7 @@ class RayResourcePool(ResourcePool):
             counts, self.use_gpu, name, self.max_colocate_count, self.detached, self.accelerator_type
         )
         part._bundles, part._extra, part._is_owner = list(bundles), dict(self._extra), False
+        part.neighbours = self.neighbours
         return part
 
 

@@ -3,6 +3,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import ray
@@ -39,7 +40,7 @@ class RayTeam:
         pools: Mapping[str, Sequence[int]],
         device: str,
     ) -> None:
-        self._variables = _variables(len(pools))
+        self._variables = _threads_of_the_user()
         use_gpu = device == "cuda" or (device == "auto" and ray.cluster_resources().get("GPU", 0) > 0)
         self.groups: dict[str, RayWorkerGroup[Any]] = {}
         self._together: dict[str, RayWorkerGroup[Any]] = {}
@@ -74,14 +75,18 @@ class RayTeam:
 
     def close(self) -> None:
         """Let the workers release what they hold, then end their processes."""
-        close_workers(self.groups)
-        self.end()
+        try:
+            close_workers(self.groups)
+        finally:
+            self.end()
 
     def end(self) -> None:
         """Kill the processes of all groups, give their resources back, and wait until both have happened."""
-        for group in self._together.values():
-            group.shutdown()
-        self._manager.close()
+        # Each of them, whatever comes of the others.
+        with ExitStack() as stack:
+            stack.callback(self._manager.close)
+            for group in self._together.values():
+                stack.callback(group.shutdown)
 
     def _on_ray(self, entry: ClassWithInitArgs[Any]) -> RayClassWithInitArgs[Any]:
         on_ray = RayClassWithInitArgs(entry.cls, *entry.args, **entry.kwargs)
@@ -89,14 +94,9 @@ class RayTeam:
         return on_ray
 
 
-def _variables(num_pools: int) -> dict[str, str]:
-    """What the processes are told of threads beyond their share of the cores."""
-    # Pools on one machine take turns: those that wait must not spin on the cores of the one that computes.
-    variables = {"OMP_WAIT_POLICY": "PASSIVE"} if num_pools > 1 else {}
-    if THREADS in os.environ:
-        # A user who says how many threads a process has means each process, as in a run without Ray.
-        variables |= {
-            THREADS: os.environ[THREADS],
-            "MKL_NUM_THREADS": os.environ.get("MKL_NUM_THREADS", os.environ[THREADS]),
-        }
-    return variables
+def _threads_of_the_user() -> dict[str, str]:
+    """A user who says how many threads a process has means each process, as in a run without Ray."""
+    if THREADS not in os.environ:
+        return {}
+    threads = os.environ[THREADS]
+    return {THREADS: threads, "MKL_NUM_THREADS": os.environ.get("MKL_NUM_THREADS", threads)}

@@ -252,6 +252,8 @@ def unpack_result(value: Any, borrow: bool = False) -> Any:
 def _open(packed: PackedProto, objects: Objects, borrow: bool) -> DataProto:
     def column(placed: Placed) -> torch.Tensor:
         tensor = placed.open(objects)
+        if placed.is_copy:
+            return tensor
         if not borrow:
             return copy_of(tensor)
         return lend(tensor, pages.release if tensor.nbytes >= ALONE_FROM_BYTES else None)

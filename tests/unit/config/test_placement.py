@@ -35,7 +35,7 @@ def findings(*overrides: str) -> tuple[dict[str, str], str]:
 def test_roles_and_pools(placement: str, roles: dict[str, str]) -> None:
     found = placed(f"trainer.placement={placement}", "trainer.n_gpus_per_node=2", "trainer.nnodes=2")
     assert found.roles == roles
-    assert found.pools == dict.fromkeys(dict.fromkeys(roles.values()), [2, 2])
+    assert found.pools == {pool: [2, 2] for pool in roles.values()}
 
 
 def test_a_role_that_the_run_has_not_needs_no_pool() -> None:

@@ -3,6 +3,8 @@
 
 import platform
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -22,9 +24,10 @@ def dead_address() -> Iterator[str]:
 
 
 def refusal(**arguments: object) -> str:
+    was_connected = ray.is_initialized()
     with pytest.raises(WorkerError) as caught, cluster(arguments, num_processes=1):
         pass
-    assert not ray.is_initialized()
+    assert ray.is_initialized() == was_connected
     return str(caught.value)
 
 
@@ -41,8 +44,14 @@ def test_what_is_no_address(address: str) -> None:
 
 
 def test_arguments_that_ray_refuses() -> None:
-    said = refusal(address="local", _temp_dir="relative")
-    assert "ray_kwargs.ray_init: got temp_dir must be absolute path or None, expected a cluster on this machine" in said
+    """In a program of its own: this one may be connected to a cluster."""
+    program = (
+        "from quadriga.single_controller.ray.cluster import cluster\n"
+        "with cluster({'address': 'local', '_temp_dir': 'relative'}, 1):\n    pass\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    said = "ray_kwargs.ray_init: got temp_dir must be absolute path or None, expected a cluster on this machine."
+    assert said in done.stderr
 
 
 def test_rays_words_about_another_version_are_understood() -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a process prints arrives whole and in order; here without Ray in between.
 
-A process that takes over its own output has nowhere left to report to: each of these runs is a program of its own, whose
-chunks come back in a file.
+A process that takes over its own output has nowhere left to report to: each of these runs is a program of its own,
+whose chunks come back in a file.
 """
 
 import os
@@ -16,32 +16,39 @@ import pytest
 
 from quadriga.single_controller.ray.relay import RAY_ON_DEATHS, STDERR, STDOUT, Chunk, Screen, Streams
 
-RUN = """
+BEGIN = """
 import os, pickle, sys, threading
 from quadriga.single_controller.ray.relay import CapturedOutput, Streams
-streams = Streams({sizes}, {is_one}, "utf-8")
-captured = CapturedOutput(streams)
+captured = CapturedOutput(Streams({sizes}, {is_one}, "utf-8"))
 arrived = []
+
 def follow():
-    while True:
+    is_over = False
+    while not is_over:
         chunks, is_over = captured.take(len(arrived), 60.0)
         arrived.extend(chunks)
-        if is_over:
-            return
-thread = threading.Thread(target=follow)
-thread.start()
+
+"""
+FOLLOWED = """
+follower = threading.Thread(target=follow)
+follower.start()
 {body}
 captured.end()
-thread.join()
+follower.join()
+"""
+END = """
 with open({file!r}, "wb") as file:
     pickle.dump(arrived, file)
 """
 
 
-def captured(tmp_path: Path, body: str, *, sizes: str = "{1: None, 2: None}", is_one: bool = False) -> list[Chunk]:
-    """What arrives of a program's output."""
+def captured(
+    tmp_path: Path, body: str, *, sizes: str = "{1: None, 2: None}", is_one: bool = False, is_followed: bool = True
+) -> list[Chunk]:
+    """What arrives of a program's output; one that is not followed puts it into `arrived` itself."""
     file = tmp_path / "chunks"
-    program = RUN.format(sizes=sizes, is_one=is_one, body=body, file=str(file))
+    middle = FOLLOWED.format(body=body) if is_followed else body
+    program = BEGIN.format(sizes=sizes, is_one=is_one) + middle + END.format(file=str(file))
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout == done.stderr == ""
@@ -56,13 +63,13 @@ def test_everything_arrives_from_python_c_and_children(tmp_path: Path) -> None:
     body = (
         "for number in range(20000):\n    print(number, 'ü' * 50)\n"
         "os.write(1, b'from below\\n')\n"
-        "sys.stderr.write('an error, without a line feed')\n"
+        "print('an error', file=sys.stderr)\n"
         "os.system('echo from a child; echo its error >&2')\n"
     )
     chunks = captured(tmp_path, body)
     lines = text_of(chunks, STDOUT).splitlines()
     assert lines == [*(f"{number} {'ü' * 50}" for number in range(20000)), "from below", "from a child"]
-    assert text_of(chunks, STDERR) == "an error, without a line feedits error\n"
+    assert text_of(chunks, STDERR) == "an error\nits error\n"
 
 
 def test_one_file_for_both_keeps_their_order(tmp_path: Path) -> None:
@@ -86,22 +93,16 @@ def test_a_terminal_at_the_other_end_is_a_terminal_here(tmp_path: Path) -> None:
 def test_chunks_stay_until_they_have_arrived(tmp_path: Path) -> None:
     """An answer that gets lost is asked for again."""
     body = (
-        "thread.join = lambda: None\n"
         "print('first')\n"
-        "one, _ = captured.take(0, 5.0)\n"
-        "again, _ = captured.take(0, 5.0)\n"
+        "one, _ = captured.take(0, 60.0)\n"
+        "again, _ = captured.take(0, 60.0)\n"
         "print('second')\n"
-        "two = []\n"
-        "while not two:\n    two, _ = captured.take(len(again), 5.0)\n"
-        "arrived = [*one, *again[: len(one)], *two]\n"
+        "captured.end()\n"
+        "two, is_over = captured.take(len(again), 60.0)\n"
+        "assert is_over\n"
+        "arrived = [*one, *again, *two]\n"
     )
-    # Alone with its output: nothing else takes from it.
-    program_body = body.replace("thread.join", "arrived_before = thread.join", 0)
-    run = RUN.replace("thread.start()\n", "").replace("thread.join()\n", "")
-    file = tmp_path / "chunks"
-    program = run.format(sizes="{1: None, 2: None}", is_one=False, body=program_body.partition("\n")[2], file=str(file))
-    subprocess.run([sys.executable, "-c", program], timeout=120, check=True)
-    assert text_of(pickle.loads(file.read_bytes()), STDOUT) == "first\nfirst\nsecond\n"
+    assert text_of(captured(tmp_path, body, is_followed=False), STDOUT) == "first\nfirst\nsecond\n"
 
 
 def test_the_screen_shows_characters_that_were_cut_in_two(capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,7 +128,9 @@ def test_others_print_whole_lines_above_a_bar(monkeypatch: pytest.MonkeyPatch) -
             print(" ".join([*RAY_ON_DEATHS, "while executing a task ..."]))
             print("the next")
         assert sys.stdout is file
-    printed = os.read(controller, 1000).decode()
+    printed = ""
+    while "the next\r\n" not in printed:
+        printed += os.read(controller, 1000).decode()
     assert printed == "step 1/3 ===\r\x1b[2K(actor[0] pid=7) half a line\r\nthe next\r\n"
 
 
