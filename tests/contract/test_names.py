@@ -9,15 +9,16 @@ from quadriga.algorithms.aggregate import LOSS_AGG_MODES
 from quadriga.algorithms.kl import KL_PENALTIES
 from quadriga.config.base import KLKind, LossAggMode
 from quadriga.config.rollout import RolloutConfig
-from quadriga.config.trainer import Backend
+from quadriga.config.trainer import Tracker, TrainerConfig
 from quadriga.observe.tracking.fan_out import BACKENDS
-from quadriga.trainer.build import ROLLOUT_ENGINES
+from quadriga.trainer.build import ROLLOUT_ENGINES, TEAMS
 
 PAIRS = {
     "loss_agg_mode": (LossAggMode, LOSS_AGG_MODES),
     "kl_loss_type and kl_penalty": (KLKind, KL_PENALTIES),
-    "trainer.logger": (Backend, BACKENDS),
+    "trainer.logger": (Tracker, BACKENDS),
     "rollout.name": (RolloutConfig.model_fields["name"].annotation, ROLLOUT_ENGINES),
+    "trainer.backend": (TrainerConfig.model_fields["backend"].annotation, TEAMS),
 }
 
 
