@@ -136,8 +136,8 @@ def _shown(frame: FrameType | None) -> str:
     if frame is None:
         return "an unknown place"
     path, code = frame.f_code.co_filename, frame.f_code
-    # The shortest form that still says which file: from the package on, or from site-packages on.
-    for root in (str(_PACKAGE.parent), *_LIBRARIES):
+    # The shortest form that still says which file: from site-packages on, which may lie in the checkout, or from there.
+    for root in (*_LIBRARIES, str(_PACKAGE.parent)):
         path = path.removeprefix(f"{root}/")
     return f"{path}:{frame.f_lineno} in {code.co_qualname}"
 
