@@ -9,12 +9,16 @@ Three runs, each from the start:
     ray, 1       on Ray with one worker: equal to `alone` bit for bit
     ray, 2       on Ray with two data-parallel workers: equal to 1e-4 relative, so --dtype is float32 by default
 
+Every process computes with --threads threads. How a matrix product is split over threads shows in the last bits of the
+logits, and a draw from tens of thousands of tokens is so fine a cut that some of a step's answers change with them.
+
 Left out are the clock and the machine's load (timing_s/, perf/). With two workers also what says how rows were spread
 over them (balance/, packed_tokens), and what measures rounding itself (the differences of log-probs between rollout
 and trainer). A metric near zero is compared with the largest value that it takes in the run.
 """
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -44,7 +48,7 @@ def run(name: str, directory: Path, args: Namespace) -> tuple[Steps, float]:
         *args.overrides,
     ]
     start = time.perf_counter()
-    subprocess.run(command, check=True)
+    subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": str(args.threads)})
     seconds = time.perf_counter() - start
     lines = (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines], seconds
@@ -69,6 +73,7 @@ def main() -> int:
     """Run, compare, and print a table; the status is 1 if the runs do not agree."""
     parser = ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=3, help="training steps of each run")
+    parser.add_argument("--threads", type=int, default=1, help="of each process")
     parser.add_argument("--dtype", default="float32", help="of the compute weights")
     parser.add_argument("overrides", nargs="*", help="configuration keys for all runs")
     args = parser.parse_args()
