@@ -17,6 +17,9 @@ from dataclasses import dataclass
 
 from quadriga.errors import WorkerError
 
+THREADS = "OMP_NUM_THREADS"
+"""The variable that says how many threads a process computes with."""
+
 
 @dataclass(frozen=True)
 class ThreadShare:
@@ -36,7 +39,7 @@ class ThreadShare:
         """The variables that say so to OpenMP and MKL, which read them when torch is loaded and never again."""
         threads = str(self.num_threads)
         policy = {"OMP_WAIT_POLICY": "PASSIVE"} if self.is_passive else {}
-        return {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, **policy}
+        return {THREADS: threads, "MKL_NUM_THREADS": threads, **policy}
 
 
 def share_of_cores(cores: int, processes_of_pool_on_node: int, processes_on_node: int = 0) -> ThreadShare:

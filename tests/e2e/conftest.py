@@ -19,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from quadriga.cli.main import main
 
+INTERRUPT_LIMIT_S = 300.0
 REPOSITORY = Path(__file__).resolve().parents[2]
 SPECIAL = ["<pad>", "<eos>", "<unk>", "<user>", "<assistant>"]
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789 ,:?"
@@ -206,6 +207,24 @@ def members_of_session(session: int) -> list[int]:
             if int(fields[3]) == session and fields[0] != "Z":
                 members.append(int(entry.name))
     return members
+
+
+@pytest.fixture(scope="session")
+def interrupt() -> Callable[[subprocess.Popen[str]], str]:
+    """Ctrl-C: one line says how to go on, and no process stays. Returns what was printed."""
+
+    def press(process: subprocess.Popen[str]) -> str:
+        # As a terminal does: to the whole foreground process group.
+        os.killpg(process.pid, signal.SIGINT)
+        output, _ = process.communicate(timeout=INTERRUPT_LIMIT_S)
+        assert process.returncode == 130, output
+        assert "Traceback" not in output
+        (line,) = [line for line in output.splitlines() if line.startswith("interrupted in step ")]
+        assert "The same command goes on from the checkpoint of step " in line
+        assert members_of_session(process.pid) == []
+        return output
+
+    return press
 
 
 @pytest.fixture(scope="session")

@@ -2,9 +2,7 @@
 """What a person sees who gives a run something wrong: one clear error, no traceback, and nothing lost on the disk."""
 
 import json
-import os
 import resource
-import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -347,7 +345,7 @@ def test_run_is_no_checkpoint(train: Callable[..., Path], refused: Callable[...,
 
 def test_interrupt(
     start: Callable[..., subprocess.Popen[str]],
-    session_members: Callable[[int], list[int]],
+    interrupt: Callable[[subprocess.Popen[str]], str],
     train: Callable[..., Path],
     metric_lines: Callable[[Path], list[dict[str, Any]]],
     tmp_path: Path,
@@ -362,14 +360,7 @@ def test_interrupt(
     while not metrics.exists() or metrics.read_bytes().count(b"\n") < 2:
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
         time.sleep(0.01)
-    # As a terminal does: to the whole foreground process group.
-    os.killpg(process.pid, signal.SIGINT)
-    output, _ = process.communicate(timeout=WAIT_S)
-    assert process.returncode == 130, output
-    assert "Traceback" not in output
-    (line,) = [line for line in output.splitlines() if line.startswith("interrupted in step ")]
-    assert "The same command goes on from the checkpoint of step " in line
-    assert session_members(process.pid) == []
+    interrupt(process)
     for checkpoint in (tmp_path / "run").glob("global_step_*"):
         verify(checkpoint)
     assert metrics.read_bytes().endswith(b"\n")

@@ -37,7 +37,7 @@ def end_processes(
         # The connection is over, and with it what this process started; `ray.kill` would begin a new one.
         return
     # Without its head Ray kills nothing, and waits for a minute before it says so.
-    has_head = answers(*head_address()) or not is_lost(*head_address())
+    has_head = not is_lost(*head_address())
     if has_head:
         for actor in actors:
             ray.kill(actor, no_restart=True)

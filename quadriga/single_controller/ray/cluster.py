@@ -23,7 +23,7 @@ from quadriga.errors import WorkerError
 from quadriga.observe.probe import release_numbers
 from quadriga.single_controller.ray.nodes import answers, is_lost
 
-LEAST_RAY = "2.50"
+LEAST_RAY = "2.60"
 ADDRESS_KEY = "ray_kwargs.ray_init.address"
 # What is let go is freed at once, not once a second: memory that the store uses again costs a tenth of fresh memory.
 OWN_CLUSTER = {"free_objects_period_milliseconds": 0}
@@ -187,5 +187,5 @@ def _entering(directory: str) -> Any:
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
+    """Cores that this process may use, as OpenMP counts them: without the quota of a control group."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

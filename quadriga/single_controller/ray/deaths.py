@@ -128,7 +128,8 @@ def _told_by_ray(text: str, remains: Remains, oom_kills_before: int) -> Cause:
         return Cause("killed by the kernel while the node was out of memory", _LESS_MEMORY)
     if "End of file" in text or "Socket closed" in text:
         return Cause(
-            "it ended without a word, as after SIGKILL or os._exit()", "If nobody killed it, the node's `dmesg` may."
+            "it ended without a word, as after SIGKILL or os._exit()",
+            "If nobody killed it, `dmesg` on its node may say why.",
         )
     return Cause(_lines(text.partition("worker process has died.")[2] or text)[0])
 

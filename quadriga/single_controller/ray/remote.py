@@ -38,8 +38,8 @@ from quadriga.errors import WorkerError
 from quadriga.single_controller.ray.cluster import Cluster, cluster, forwarded_variables, num_cores
 from quadriga.single_controller.ray.deaths import Remains, cause_of_death, oom_kills
 from quadriga.single_controller.ray.relay import CapturedOutput, Chunk, Screen, Size, Streams
+from quadriga.single_controller.threads import THREADS
 
-THREADS = "OMP_NUM_THREADS"
 # How long the actor waits for something to report before it says that there is nothing.
 REPORT_S = 5.0
 # How often the command line looks at signals while it waits.

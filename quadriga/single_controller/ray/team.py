@@ -13,9 +13,8 @@ from quadriga.single_controller.ray.group import RayWorkerGroup
 from quadriga.single_controller.ray.manager import ResourcePoolManager
 from quadriga.single_controller.ray.nodes import await_lost_nodes
 from quadriga.single_controller.team import close_workers
+from quadriga.single_controller.threads import THREADS
 from quadriga.single_controller.worker_group import ClassWithInitArgs
-
-THREADS = "OMP_NUM_THREADS"
 
 
 class RayTeam:

@@ -128,6 +128,8 @@ class Clumsy(Worker):
     def _raise(self, what: str) -> None:
         if what == "exit status":
             os._exit(7)
+        if what == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
         if what == "signal":
             os.kill(os.getpid(), signal.SIGSEGV)
             time.sleep(60)

@@ -288,6 +288,7 @@ def test_a_call_behind_another_one_says_so(group, tmp_path):
     ("end", "told"),
     [
         ("signal", "died in add_up: got SIGSEGV (segmentation fault) at "),
+        ("killed", "died in add_up: got it ended without a word, as after SIGKILL or os._exit() (called with "),
         ("exit status", "died in add_up: got it ended without a word, as after SIGKILL or os._exit() (called with "),
     ],
 )
