@@ -8,6 +8,7 @@ every engine. Logits are those that transformers gives: a model in bfloat16 roun
 from collections import defaultdict
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
@@ -15,7 +16,7 @@ from quadriga.errors import RolloutError
 from quadriga.models.attention import ATTENTION_NAME
 from quadriga.rollout.base import Completion, SamplingParams
 from quadriga.rollout.causal_model import CausalModelEngine, require_room
-from quadriga.rollout.sampler import SamplingRules, draw_uniforms, sample
+from quadriga.rollout.sampler import Draws, SamplingRules, sample
 
 _NO_TOKEN = -1
 
@@ -97,15 +98,13 @@ class _Chooser(LogitsProcessor):
 
     def __init__(self, sampling: Sequence[SamplingParams], device: torch.device) -> None:
         self.rules = SamplingRules.from_params(sampling, device)
-        self.uniforms = torch.stack(
-            [torch.from_numpy(draw_uniforms(params.seed, params.max_tokens)) for params in sampling]
-        ).to(device)
+        self.draws = [Draws(params.seed) for params in sampling]
         self.token_ids: list[list[int]] = [[] for _ in sampling]
         self.log_probs: list[list[float]] = [[] for _ in sampling]
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        step = len(self.token_ids[0])
-        tokens, log_probs = sample(scores.float().clone(), self.rules, self.uniforms[:, step])
+        uniforms = torch.from_numpy(np.stack([draws.next() for draws in self.draws])).to(scores.device)
+        tokens, log_probs = sample(scores.float().clone(), self.rules, uniforms)
         for row, (token, log_prob) in enumerate(zip(tokens.tolist(), log_probs.tolist(), strict=True)):
             self.token_ids[row].append(token)
             self.log_probs[row].append(log_prob)

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """From logits to tokens.
 
-One uniform number decides a token: the inverse of the cumulative distribution, found in two levels (first the block
-of the vocabulary, then the token in it). That reads the logits four times and sorts nothing. The uniform numbers of
-a sequence come from a counter-based generator with the sequence's own seed, so neighbours in the batch, their number
+A token is drawn by halving: the vocabulary is cut in two, a uniform number decides for one half by what each weighs,
+and so on, first among blocks of the vocabulary, then in the block. That reads the logits four times and sorts nothing.
+Each decision has a number of its own: logits that differ by 1e-5 then choose another token in 3 of 1e5 draws. A single
+number, cut by the cumulative distribution, would meet a boundary of some token a hundred times as often. The numbers
+of a sequence come from a counter-based generator with the sequence's own seed, so neighbours in the batch, their number
 and their order change nothing.
 
 Legend: R rows, V vocabulary, C tokens of a block.
@@ -18,12 +20,19 @@ import torch
 from quadriga.rollout.base import SamplingParams
 
 _BLOCK = 256
+NUM_DRAWS = 24  # numbers for a token: one for each halving, so enough for 2**24 tokens
 _FIRST_TOP = 512  # tokens that a search for top-p sorts at first; the search widens where they are too few
 
 
-def draw_uniforms(seed: int, count: int) -> np.ndarray:
-    """`count` numbers in [0, 1), float64; a longer draw begins with the shorter one."""
-    return np.random.Generator(np.random.Philox(key=seed)).random(count)
+class Draws:
+    """The uniform numbers of one sequence, token by token."""
+
+    def __init__(self, seed: int) -> None:
+        self._generator = np.random.Generator(np.random.Philox(key=seed))
+
+    def next(self) -> np.ndarray:
+        """[NUM_DRAWS] float64 in [0, 1), for the next token."""
+        return self._generator.random(NUM_DRAWS)
 
 
 @dataclass(frozen=True)
@@ -68,7 +77,7 @@ def sample(logits: torch.Tensor, rules: SamplingRules, uniforms: torch.Tensor) -
     Args:
         logits: [R, V] float32; overwritten.
         rules: of the rows.
-        uniforms: [R] float64 in [0, 1).
+        uniforms: [R, NUM_DRAWS] float64 in [0, 1).
 
     Returns:
         tokens [R] int64 and their log-probabilities [R] float32 before top-k, top-p and min-p. Greedy rows take the
@@ -83,7 +92,7 @@ def sample(logits: torch.Tensor, rules: SamplingRules, uniforms: torch.Tensor) -
     kept = _filter(odds, rules)
     sums = _block_sums(odds)
     total = sums.sum(-1)
-    tokens = _invert(kept, sums if kept is odds else _block_sums(kept), uniforms) if decided is None else decided
+    tokens = _draw(kept, sums if kept is odds else _block_sums(kept), uniforms) if decided is None else decided
     if decided is None and likeliest is not None and rules.is_greedy is not None:
         tokens = torch.where(rules.is_greedy, likeliest, tokens)
     chosen = odds.gather(1, tokens[:, None])[:, 0]
@@ -99,28 +108,33 @@ def _block_sums(odds: torch.Tensor) -> torch.Tensor:
     return sums.double()
 
 
-def _invert(odds: torch.Tensor, sums: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """The tokens [R] where the cumulative distribution of `odds` [R, V] passes `uniforms` [R]."""
-    block, share = _locate(sums, uniforms[:, None])
+def _draw(odds: torch.Tensor, sums: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """The tokens [R] that `uniforms` [R, NUM_DRAWS] choose by `odds` [R, V], whose blocks weigh `sums`."""
+    block, num_used = _descend(sums, uniforms)
     columns = block * _BLOCK + torch.arange(_BLOCK, device=odds.device)
     inside = odds.gather(1, columns.clamp(max=odds.shape[1] - 1)).double()
     inside.masked_fill_(columns >= odds.shape[1], 0.0)
-    offset, _ = _locate(inside, share)
+    offset, _ = _descend(inside, uniforms[:, num_used:])
     tokens = (block * _BLOCK + offset)[:, 0]
     return tokens.clamp_(max=odds.shape[1] - 1)  # beyond it only where the odds are not numbers
 
 
-def _locate(masses: torch.Tensor, share: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which entry of `masses` [R, X] holds the point at `share` [R, 1] of their sum, and the share inside it.
+def _descend(masses: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Choose entries [R, 1] of `masses` [R, X] by halving, never empty ones; and how many numbers that took.
 
-    The entry is never an empty one: the point lies in [0, sum), and the first cumulative sum above it is taken.
+    A number below 1 times a sum, rounded, stays below the sum, so a half that weighs nothing is not taken.
     """
-    ends = masses.cumsum(-1)
-    total = ends[:, -1:]
-    point = torch.minimum(share * total, torch.nextafter(total, torch.zeros_like(total)))
-    entry = torch.searchsorted(ends, point, right=True).clamp_(max=masses.shape[1] - 1)
-    mass = masses.gather(1, entry)
-    return entry, ((point - (ends.gather(1, entry) - mass)) / mass).clamp_(0.0, 1.0)
+    depth = (masses.shape[1] - 1).bit_length()
+    level = torch.nn.functional.pad(masses, (0, 2**depth - masses.shape[1]))
+    takes_upper = []
+    for step in range(depth - 1, -1, -1):
+        lower, upper = level.chunk(2, 1)
+        level = lower + upper
+        takes_upper.append(uniforms[:, step : step + 1] * level >= lower)
+    entry = torch.zeros((masses.shape[0], 1), dtype=torch.int64, device=masses.device)
+    for is_upper in reversed(takes_upper):
+        entry = entry + is_upper.gather(1, entry) * is_upper.shape[1]
+    return entry, depth
 
 
 def _filter(odds: torch.Tensor, rules: SamplingRules) -> torch.Tensor:

@@ -24,7 +24,7 @@ from quadriga.rollout.base import Completion, FinishReason, SamplingParams
 from quadriga.rollout.native.attention import DecodePlan, PrefillPlan
 from quadriga.rollout.native.cache import AnswerCache, PromptCache
 from quadriga.rollout.native.scheduler import Change, Scheduler
-from quadriga.rollout.sampler import SamplingRules, draw_uniforms, sample
+from quadriga.rollout.sampler import NUM_DRAWS, Draws, SamplingRules, sample
 
 
 @dataclass(slots=True)
@@ -34,7 +34,7 @@ class Answer:
     prompt: tuple[int, ...]
     sampling: SamplingParams
     stops: frozenset[int]
-    uniforms: np.ndarray
+    draws: Draws
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -42,9 +42,7 @@ class Answer:
     @classmethod
     def open(cls, prompt: Sequence[int], sampling: SamplingParams, eos_token_ids: Sequence[int]) -> "Answer":
         """The answer to a request, still empty."""
-        count = 1 if sampling.is_greedy else sampling.max_tokens
-        uniforms = np.broadcast_to(draw_uniforms(sampling.seed, count), sampling.max_tokens)
-        return cls(tuple(prompt), sampling, sampling.stops(eos_token_ids), uniforms)
+        return cls(tuple(prompt), sampling, sampling.stops(eos_token_ids), Draws(sampling.seed))
 
     def add(self, token: int, log_prob: float) -> None:
         """One more token."""
@@ -186,11 +184,11 @@ class Generation:
 
     def _sample(self, logits: torch.Tensor, rules: SamplingRules, rows: range) -> None:
         running = [self.scheduler.running[row] for row in rows]
-        numbers = [
-            self.rows[row].uniforms[len(self.rows[row].token_ids)] if is_running else 0.0
-            for row, is_running in zip(rows, running, strict=True)
-        ]
-        tokens, log_probs = sample(logits, rules, torch.tensor(numbers, dtype=torch.float64, device=self.device))
+        uniforms = np.zeros((len(rows), NUM_DRAWS))
+        for index, (row, is_running) in enumerate(zip(rows, running, strict=True)):
+            if is_running:
+                uniforms[index] = self.rows[row].draws.next()
+        tokens, log_probs = sample(logits, rules, torch.from_numpy(uniforms).to(self.device))
         results = zip(rows, running, tokens.tolist(), log_probs.tolist(), strict=True)
         for row, is_running, token, log_prob in results:
             if is_running:
