@@ -6,7 +6,7 @@
                    cluster's head that takes no connections
     report thread  (observe.watchdog) every 30 s asks each process that has not answered what it is doing, prints it
 
-    good case      ray.wait(all) ---- all ready ----> ray.get(all) ----> outputs
+    good case      ray.get(all, 0.25 s) ---- all there ----> outputs
     long wait      ray.wait(all, 0.25 s) again and again; what is ready is looked at: is it a failure?
                    every 5 s: do the head and the nodes still take connections?
     failure        others that fail now are given a moment, so that the cause is raised and not its consequence:
@@ -73,7 +73,7 @@ def resolve(
             as its own type. The worker's traceback, or its last words, are a note of the error.
     """
     wait = _Wait(calls)
-    if not wait.is_over(POLL_S):
+    if not wait.is_over_at_once(POLL_S):
         with waiting(what_is_called(calls), wait.report, report_every_s or REPORT_EVERY_S, emit):
             wait.until_over()
     if wait.has_failed:
@@ -111,6 +111,16 @@ class _Wait:
     @property
     def has_failed(self) -> bool:
         return bool(self._failed())
+
+    def is_over_at_once(self, limit_s: float) -> bool:
+        """The same as `is_over`, with one call to Ray instead of two where all answer in time."""
+        try:
+            self._answers = dict(zip(self._pending, ray.get(self._pending, timeout=limit_s), strict=True))
+        except RayError:
+            # Some are late, or one is lost: which, must be asked one by one.
+            return self.is_over(0)
+        self._pending = []
+        return True
 
     def is_over(self, limit_s: float) -> bool:
         """Wait for so many seconds, and say whether all have answered, or one has failed."""
