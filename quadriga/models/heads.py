@@ -2,32 +2,52 @@
 """From hidden states to log-probabilities, entropies and values, without the [tokens, vocabulary] logits.
 
 Logits are float32 whatever the model computes in: a bfloat16 logit of 30 is off by up to 0.06, which is more than
-the difference between two policies. The vocabulary is projected in chunks of tokens, forward and backward; the
-last chunk's probabilities are the workspace that exists anyway, so they are kept and not computed again.
+the difference between two policies. The vocabulary is projected in chunks of tokens, forward and backward, into one
+workspace; the last chunk's logits are in it when the backward pass begins, which therefore starts with that chunk.
 
-Legend: M tokens to predict, D hidden size, V vocabulary, C tokens in a chunk.
+What a part of the vocabulary says of a token is three numbers: the logarithm of its sum of exponentials, the entropy
+within the part, and the target's logit. Parts are put together by the chain rule of the entropy, whose terms are all
+positive, so nothing cancels. Parts are the blocks of a GPU kernel (heads_triton.py) and the rows of the weight that
+other processes hold (`VocabularyShard`).
+
+Legend: M tokens to predict, D hidden size, V vocabulary, V' rows of it in this process, C tokens in a chunk,
+P parts, k likeliest tokens.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import linear
 
+HAS_TRITON = find_spec("triton") is not None
+if HAS_TRITON:
+    from quadriga.models import heads_triton
+
 CHUNK_TOKENS = 512
 _VOCABULARY_BLOCK = 4096  # rows of the weight that are widened at a time
-_TOKEN_BLOCK = 32  # tokens whose probabilities are handled while they are in the cache
+_TOKEN_BLOCK = {"cpu": 16}  # tokens whose logits are handled while they are in the cache, by the device
+_TOKEN_BLOCK_ELSEWHERE = 128
 
 
-def head_logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def head_logits(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Float32 logits.
 
     Args:
         hidden: [C, D]
         weight: [V, D], in the dtype of `hidden` or already widened to float32.
         bias: [V] or None.
+        workspace: [C, V] float32 that the logits may be written to. A CPU hands out memory of this size page by page
+            each time anew, which takes as long as reading it; the allocator of a GPU keeps it.
 
     Returns:
         [C, V] float32
@@ -35,10 +55,10 @@ def head_logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
     if hidden.is_cuda and hidden.dtype == weight.dtype != torch.float32:
         logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     elif weight.dtype == torch.float32:
-        logits = hidden.float() @ weight.t()
+        logits = torch.mm(hidden.float(), weight.t(), out=workspace)
     else:
         wide = hidden.float()
-        logits = wide.new_empty(hidden.shape[0], weight.shape[0])
+        logits = wide.new_empty(hidden.shape[0], weight.shape[0]) if workspace is None else workspace
         with _exact_in_bfloat16() if weight.dtype == torch.bfloat16 == hidden.dtype else nullcontext():
             for start in range(0, weight.shape[0], _VOCABULARY_BLOCK):
                 block = slice(start, start + _VOCABULARY_BLOCK)
@@ -63,37 +83,100 @@ def _exact_in_bfloat16() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
+class VocabularyShard:
+    """This process holds the rows [start, start + V') of the weight, the others of `group` hold the rest.
+
+    V' may differ between processes, and be 0. All processes of the group call with the same tokens.
+    """
+
+    group: dist.ProcessGroup
+    start: int
+
+
+@dataclass(frozen=True)
 class TokenScores:
-    """What the policy says of given tokens: `log_probs` [M] and, where asked for, `entropy` [M], both float32."""
+    """What the policy says of given tokens.
+
+    Attributes:
+        log_probs: [M] float32.
+        entropy: [M] float32 in nats, or None where it was not asked for.
+        top_log_probs: [M, k] float32, the largest log-probabilities in descending order, without gradient, or None.
+        top_ids: [M, k] int64, their tokens, or None.
+    """
 
     log_probs: torch.Tensor
     entropy: torch.Tensor | None
+    top_log_probs: torch.Tensor | None = None
+    top_ids: torch.Tensor | None = None
 
 
 def token_scores(
     hidden: torch.Tensor,
-    head: nn.Module,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
     targets: torch.Tensor,
     *,
     temperature: float = 1.0,
     with_entropy: bool = False,
+    top_k: int | None = None,
     chunk_tokens: int = CHUNK_TOKENS,
+    shard: VocabularyShard | None = None,
 ) -> TokenScores:
     """Log-probabilities of `targets` and entropies of the distributions that they were drawn from.
 
+    On CUDA, half-precision states and weights go through the kernels of heads_triton.py where Triton is installed,
+    because they never write the logits. Everything else goes through chunks in plain torch: CPUs; float32, whose exact
+    products are left to cuBLAS, as tensor cores would round the factors; and `top_k`, which needs the logits.
+
+    With a shard, all outputs are the same on all processes; the gradient of `hidden` is this process's part, which the
+    caller sums over the group, and those of `weight` and `bias` are complete. One collective per call (three with
+    `top_k`), of a few numbers for each token. The backward pass has none.
+
     Args:
         hidden: [M, D], the states that predict the targets.
-        head: module with `weight` [V, D] and perhaps `bias` [V].
-        targets: [M] token ids.
+        weight: [V, D], or with a shard [V', D].
+        bias: [V] or [V'], or None.
+        targets: [M] token ids. With a shard, one that no process holds has log-probability -inf.
         temperature: the logits are divided by it.
         with_entropy: whether to compute entropies too, in nats.
+        top_k: how many of the likeliest tokens to return, for distillation and diagnostics; None: none. Where the
+            vocabulary has fewer, the rest is -inf with id -1.
         chunk_tokens: C.
+        shard: which rows of the vocabulary this process holds; None: all.
     """
-    bias = getattr(head, "bias", None)
-    log_probs, entropy = _TokenScores.apply(
-        hidden, head.weight, bias, targets, (temperature, with_entropy, chunk_tokens)
-    )
-    return TokenScores(log_probs, entropy if with_entropy else None)
+    call = _Call(temperature, with_entropy, top_k, chunk_tokens, shard, _use_triton(hidden, weight, top_k))
+    log_probs, entropy, *top = _TokenScores.apply(hidden, weight, bias, targets, call)
+    return TokenScores(log_probs, entropy if with_entropy else None, *top)
+
+
+def _use_triton(hidden: torch.Tensor, weight: torch.Tensor, top_k: int | None) -> bool:
+    is_half = hidden.dtype == weight.dtype and hidden.dtype in (torch.bfloat16, torch.float16)
+    return HAS_TRITON and hidden.is_cuda and is_half and top_k is None
+
+
+@dataclass(frozen=True)
+class _Call:
+    """How `token_scores` was called, and whether by Triton."""
+
+    temperature: float
+    with_entropy: bool
+    top_k: int | None
+    chunk_tokens: int
+    shard: VocabularyShard | None
+    use_triton: bool
+
+    def places(self, targets: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """[M] which of this process's rows a target is; -1: another process's."""
+        if self.shard is None:
+            return targets.contiguous()
+        places = targets - self.shard.start
+        return torch.where((places >= 0) & (places < num_rows), places, -1)
+
+
+# Gradients of log-probs and of entropies (or None), normalisers, entropies: [M] each.
+_Outer = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]
+# The likeliest tokens' numbers and their ids: [M, k] each, or None twice.
+_Top = tuple[torch.Tensor, torch.Tensor] | tuple[None, None]
 
 
 class _TokenScores(torch.autograd.Function):
@@ -101,94 +184,231 @@ class _TokenScores(torch.autograd.Function):
     dH / dz = -p (log p + H)."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, options):
-        temperature, with_entropy, chunk_tokens = options
-        num_tokens = hidden.shape[0]
-        log_probs = hidden.new_empty(num_tokens, dtype=torch.float32)
-        normalizer, entropy = torch.empty_like(log_probs), torch.zeros_like(log_probs)
-        ctx.kept = None
-        for rows in _chunks(num_tokens, chunk_tokens):
-            logits = head_logits(hidden[rows], weight, bias)
-            chosen = logits.gather(-1, targets[rows, None])[:, 0] / temperature
-            normalizer[rows], entropy[rows] = _softmax_(logits, temperature, with_entropy)
-            log_probs[rows] = chosen - normalizer[rows]
-            if any(ctx.needs_input_grad[:3]) and rows.stop == num_tokens:
-                ctx.kept = logits
-        ctx.save_for_backward(hidden, weight, bias, targets, normalizer, entropy)
-        ctx.options = options
+    def forward(ctx, hidden, weight, bias, targets, call):
+        places = call.places(targets, weight.shape[0])
+        ctx.kept, top = None, (None, None)
+        if call.use_triton:
+            parts = heads_triton.statistics(hidden, weight, bias, places, call.temperature, call.with_entropy)
+        else:
+            parts, ctx.kept, top = _statistics(hidden, weight, bias, places, call, keep=any(ctx.needs_input_grad[:3]))
+        normalizer, entropy, chosen = _combine(parts)
+        if call.shard is not None and len(targets):
+            parts = _gather(torch.stack([normalizer, entropy, chosen]), call.shard.group)
+            normalizer, entropy, chosen = _combine(parts)
+        if top[0] is not None:
+            top = _top(*top, call)
+            top[0].sub_(normalizer[:, None])
+            ctx.mark_non_differentiable(*top)
+        ctx.save_for_backward(hidden, weight, bias, places, normalizer, entropy)
+        ctx.call = call
         ctx.set_materialize_grads(False)
-        return log_probs, entropy
+        return chosen - normalizer, entropy.clone(), *top  # what is saved is nobody else's to change
 
     @staticmethod
-    def backward(ctx, grad_log_probs, grad_entropy):
-        hidden, weight, bias, targets, normalizer, entropy = ctx.saved_tensors
-        temperature, _, chunk_tokens = ctx.options
+    def backward(ctx, grad_log_probs, grad_entropy, *_):
+        hidden, weight, bias, places, normalizer, entropy = ctx.saved_tensors
         grad_log_probs = torch.zeros_like(normalizer) if grad_log_probs is None else grad_log_probs
-        grad_hidden = torch.empty_like(hidden)
+        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
-        for rows in _chunks(hidden.shape[0], chunk_tokens):
-            if rows.stop == hidden.shape[0] and ctx.kept is not None:
-                grad, ctx.kept = ctx.kept, None
-            else:
-                grad = head_logits(hidden[rows], weight, bias)
-                grad = grad.div_(temperature).sub_(normalizer[rows, None]).exp_()
-            if grad_entropy is None:
-                grad.mul_(-grad_log_probs[rows, None])
-            else:
-                for block in _blocks(grad, normalizer[rows], entropy[rows], grad_log_probs[rows], grad_entropy[rows]):
-                    _with_entropy_gradient(*block)
-            grad[torch.arange(grad.shape[0], device=grad.device), targets[rows]] += grad_log_probs[rows]
-            if temperature != 1.0:
-                grad /= temperature
+        outer = (grad_log_probs, grad_entropy, normalizer, entropy)
+        if ctx.call.use_triton:
+            chunks = _triton_gradients(hidden, weight, bias, places, outer, ctx.call)
+        else:
+            chunks = _gradients(hidden, weight, bias, places, outer, ctx.call, ctx.kept)
+        ctx.kept = None
+        for rows, grad in chunks:
             if grad_bias is not None:
-                grad_bias += grad.sum(0)
-            grad = grad.to(hidden.dtype)
-            grad_hidden[rows] = grad @ weight
+                grad_bias += grad.sum(0, dtype=torch.float32)
+            if grad_hidden is not None:
+                grad_hidden[rows] = grad @ weight
             if grad_weight is not None:
-                grad_weight.addmm_(grad.t(), hidden[rows])
+                grad_weight.addmm_(grad.t(), hidden[rows].to(weight.dtype))
         return grad_hidden, grad_weight, grad_bias, None, None
+
+
+def _combine(parts: torch.Tensor) -> torch.Tensor:
+    """What the parts say together.
+
+    Args:
+        parts: [P, 3, M] normaliser (-inf of an empty part), entropy within the part, and the target's logit (-inf where
+            the part does not have it).
+
+    Returns:
+        [3, M] the same of the whole. With w the share of a part: H = sum of w H_part - w log w.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    normalizers, entropies, chosen = parts.unbind(1)
+    normalizer = normalizers.logsumexp(0)
+    shares = (normalizers - normalizer).exp()
+    return torch.stack([normalizer, (shares * entropies + torch.special.entr(shares)).sum(0), chosen.amax(0)])
+
+
+def _gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """[...] of every process -> [processes, ...]: everyone then does the same arithmetic, so results are equal."""
+    gathered = tensor.new_empty(group.size() * len(tensor), *tensor.shape[1:])
+    dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=group)
+    return gathered.view(group.size(), *tensor.shape)
+
+
+def _top(values: torch.Tensor, ids: torch.Tensor, call: _Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """The likeliest tokens over all processes: [M, k] each, out of this process's."""
+    if call.shard is None or not len(ids):
+        return values, ids
+    values, ids = (_gather(one, call.shard.group).transpose(0, 1).flatten(1) for one in (values, ids))
+    values, order = values.topk(call.top_k, dim=-1)
+    return values, ids.gather(-1, order)
 
 
 def _chunks(num_tokens: int, chunk_tokens: int) -> list[slice]:
     return [slice(start, min(start + chunk_tokens, num_tokens)) for start in range(0, num_tokens, chunk_tokens)]
 
 
-def _blocks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    return zip(*(tensor.split(_TOKEN_BLOCK) for tensor in tensors), strict=True)
+def _blocks(*tensors: torch.Tensor | None) -> Iterator[tuple[torch.Tensor | None, ...]]:
+    """Tensors cut into few tokens each; None stays None."""
+    first = next(tensor for tensor in tensors if tensor is not None)
+    step = _TOKEN_BLOCK.get(first.device.type, _TOKEN_BLOCK_ELSEWHERE)
+    for start in range(0, len(first), step):
+        yield tuple(None if tensor is None else tensor[start : start + step] for tensor in tensors)
 
 
-def _softmax_(logits: torch.Tensor, temperature: float, with_entropy: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Replace logits [C, V] by the probabilities at a temperature.
+def _statistics(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    places: torch.Tensor,
+    call: _Call,
+    *,
+    keep: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None, _Top]:
+    """The three numbers of this process's vocabulary [1, 3, M]; the workspace with the last chunk's logits where it
+    is to be kept; and the top tokens with their logits, [M, k] each, or None twice."""
+    num_tokens, num_rows = hidden.shape[0], weight.shape[0]
+    result = hidden.new_zeros(3, num_tokens, dtype=torch.float32)
+    workspace = _workspace(hidden, num_rows, call.chunk_tokens)
+    top: _Top = (None, None)
+    if call.top_k is not None:
+        shape = (num_tokens, call.top_k)
+        top = result.new_full(shape, -torch.inf), places.new_full(shape, -1)
+    for rows in _chunks(num_tokens, call.chunk_tokens):
+        logits = head_logits(hidden[rows], weight, bias, workspace[: rows.stop - rows.start])
+        for block, normalizer, entropy, chosen, place in _blocks(logits, *result[:, rows], places[rows]):
+            if call.temperature != 1.0:
+                block.div_(call.temperature)
+            _block_statistics(block, normalizer, entropy if call.with_entropy else None)
+            _block_chosen(block, place, chosen, is_shard=call.shard is not None)
+        if top[0] is not None:
+            best = logits.topk(min(top[0].shape[1], num_rows), dim=-1)
+            top[0][rows, : best.values.shape[1]] = best.values
+            top[1][rows, : best.values.shape[1]] = best.indices + (call.shard.start if call.shard else 0)
+    return result[None], workspace if keep else None, top
 
-    Returns:
-        the logarithm of the sum of exponentials, and the entropy (zero where it is not asked for): [C] each.
+
+def _workspace(hidden: torch.Tensor, num_rows: int, chunk_tokens: int) -> torch.Tensor:
+    return hidden.new_empty(min(chunk_tokens, hidden.shape[0]), num_rows, dtype=torch.float32)
+
+
+def _block_statistics(logits: torch.Tensor, normalizer: torch.Tensor, entropy: torch.Tensor | None) -> None:
+    """Write normalisers [C] and entropies [C] of logits [C, V']."""
+    if not logits.shape[1]:
+        normalizer.fill_(-torch.inf)
+        return
+    peak = logits.amax(-1)
+    shifted = logits - peak[:, None]
+    if entropy is None:
+        torch.add(peak, shifted.exp_().sum(-1).log_(), out=normalizer)
+        return
+    weights = shifted.exp()
+    total = weights.sum(-1)
+    log_total = total.log()
+    torch.add(peak, log_total, out=normalizer)
+    torch.sub(log_total, torch.linalg.vecdot(weights, shifted) / total, out=entropy)
+
+
+def _block_chosen(logits: torch.Tensor, places: torch.Tensor, chosen: torch.Tensor, *, is_shard: bool) -> None:
+    """Write the targets' logits [C]."""
+    if not is_shard:
+        chosen.copy_(logits.gather(-1, places[:, None])[:, 0])
+    elif not logits.shape[1]:
+        chosen.fill_(-torch.inf)
+    else:
+        found = logits.gather(-1, places.clamp(min=0)[:, None])[:, 0]
+        chosen.copy_(torch.where(places >= 0, found, -torch.inf))
+
+
+def _gradients(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    places: torch.Tensor,
+    outer: _Outer,
+    call: _Call,
+    kept: torch.Tensor | None,
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Yield rows and the gradient of their logits [C, V'] in the weight's dtype, the last chunk first.
+
+    Args:
+        kept: the workspace with the last chunk's logits over the temperature, or None.
     """
-    normalizer, entropy = (logits.new_zeros(logits.shape[0]) for _ in range(2))
-    for block, log_total, spread in _blocks(logits, normalizer, entropy):
-        block.div_(temperature)
-        peak = block.amax(-1)
-        block.sub_(peak[:, None])
-        shifted = block.clone() if with_entropy else None
-        total = block.exp_().sum(-1)
-        if shifted is not None:
-            spread.copy_(total.log() - torch.linalg.vecdot(block, shifted) / total)
-        log_total.copy_(peak + total.log())
-        block.div_(total[:, None])
-    return normalizer, entropy
+    workspace = _workspace(hidden, weight.shape[0], call.chunk_tokens) if kept is None else kept
+    is_narrow = weight.dtype != torch.float32
+    narrow = torch.empty_like(workspace, dtype=weight.dtype) if is_narrow else workspace
+    for rows in reversed(_chunks(hidden.shape[0], call.chunk_tokens)):
+        size = rows.stop - rows.start
+        logits = workspace[:size]
+        if kept is None:
+            logits = head_logits(hidden[rows], weight, bias, logits)
+        for block, result, *numbers in _blocks(logits, narrow[:size], places[rows], *_cut(outer, rows)):
+            if kept is None and call.temperature != 1.0:
+                block.div_(call.temperature)
+            _block_gradients(call.temperature, block, *numbers)
+            if is_narrow:
+                result.copy_(block)
+        kept = None
+        yield rows, narrow[:size] if is_narrow else logits
 
 
-def _with_entropy_gradient(
-    probabilities: torch.Tensor,
+def _cut(outer: _Outer, rows: slice) -> _Outer:
+    grad_log_probs, grad_entropy, normalizer, entropy = outer
+    return grad_log_probs[rows], None if grad_entropy is None else grad_entropy[rows], normalizer[rows], entropy[rows]
+
+
+def _block_gradients(
+    temperature: float,
+    logits: torch.Tensor,
+    places: torch.Tensor,
+    grad_log_probs: torch.Tensor,
+    grad_entropy: torch.Tensor | None,
     normalizer: torch.Tensor,
     entropy: torch.Tensor,
-    grad_log_probs: torch.Tensor,
-    grad_entropy: torch.Tensor,
 ) -> None:
-    """Replace p [C, V] by -p (g + h (log p + H)), with g and h the gradients of log-prob and entropy. p log p is 0
-    where p is 0."""
-    weights = probabilities.log().nan_to_num_(neginf=0.0).add_(entropy[:, None])
-    probabilities.mul_(weights.mul_(grad_entropy[:, None]).add_(grad_log_probs[:, None]).neg_())
+    """Replace logits z [C, V'] by (g onehot_t - p (g + h (log p + H))) / temperature, with g and h the gradients of
+    log-prob and entropy."""
+    log_p = logits.sub_(normalizer[:, None])
+    outer = grad_log_probs / temperature
+    if grad_entropy is None:
+        log_p.exp_().mul_(-outer[:, None])
+    else:
+        slope = grad_entropy / temperature
+        p = log_p.exp()
+        log_p.mul_(-slope[:, None]).sub_((outer + slope * entropy)[:, None]).mul_(p)
+    if logits.shape[1]:
+        logits.scatter_add_(1, places.clamp(min=0)[:, None], torch.where(places >= 0, outer, 0.0)[:, None])
+
+
+def _triton_gradients(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    places: torch.Tensor,
+    outer: _Outer,
+    call: _Call,
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Yield rows and the gradient of their logits [C, V'] in the weight's dtype."""
+    for rows in _chunks(hidden.shape[0], call.chunk_tokens):
+        numbers = _cut(outer, rows)
+        yield rows, heads_triton.logit_gradients(call.temperature, hidden[rows], weight, bias, places[rows], numbers)
 
 
 class ValueHead(nn.Module):

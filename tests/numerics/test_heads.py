@@ -31,7 +31,9 @@ def test_values_and_gradients(chunk: int, has_bias: bool, temperature: float) ->
     log_probs, entropy = naive(wide, head, targets, temperature)
     (log_probs * weights[0] + entropy * weights[1]).sum().backward()
     narrow = hidden.clone().requires_grad_()
-    scores = token_scores(narrow, single, targets, temperature=temperature, with_entropy=True, chunk_tokens=chunk)
+    scores = token_scores(
+        narrow, single.weight, single.bias, targets, temperature=temperature, with_entropy=True, chunk_tokens=chunk
+    )
     (scores.log_probs * weights[0] + scores.entropy * weights[1]).sum().backward()
 
     torch.testing.assert_close(scores.log_probs.double(), log_probs, atol=1e-4, rtol=1e-4)
@@ -48,7 +50,7 @@ def test_entropy_without_gradient_costs_nothing_else() -> None:
     results = []
     for with_entropy in (False, True):
         leaf = hidden.clone().requires_grad_()
-        token_scores(leaf, head, targets, with_entropy=with_entropy).log_probs.sum().backward()
+        token_scores(leaf, head.weight, head.bias, targets, with_entropy=with_entropy).log_probs.sum().backward()
         results.append(leaf.grad)
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
 
@@ -59,7 +61,7 @@ def test_a_token_of_probability_zero_keeps_the_gradient_finite() -> None:
     with torch.no_grad():
         head.weight.copy_(torch.tensor([[0.0, 400], [0, 0], [0, -400], [1, 1], [2, 2]]))
     hidden = torch.tensor([[1.0, 1.0]], requires_grad=True)
-    scores = token_scores(hidden, head, torch.tensor([2]), with_entropy=True)
+    scores = token_scores(hidden, head.weight, None, torch.tensor([2]), with_entropy=True)
     (scores.log_probs + scores.entropy).sum().backward()
     assert torch.isfinite(hidden.grad).all()
     assert scores.log_probs.item() == pytest.approx(-800.0)
@@ -71,7 +73,56 @@ def test_bfloat16_logits_are_not_rounded() -> None:
     head = nn.Linear(64, 1000, bias=False).bfloat16()
     hidden, targets = (torch.randn(20, 64) * 4).bfloat16(), torch.randint(0, 1000, (20,))
     exact = (hidden.float() @ head.weight.float().t()).log_softmax(-1).gather(-1, targets[:, None])[:, 0]
-    torch.testing.assert_close(token_scores(hidden, head, targets).log_probs, exact.detach(), atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(
+        token_scores(hidden, head.weight, None, targets).log_probs, exact.detach(), atol=1e-4, rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_top_tokens_are_the_largest_of_all(temperature: float) -> None:
+    """In descending order, over several chunks, without a gradient and without a trace in the others' gradient."""
+    torch.manual_seed(0)
+    head, hidden, targets = nn.Linear(8, 30), torch.randn(6, 8, requires_grad=True), torch.randint(0, 30, (6,))
+    expected = (head(hidden) / temperature).log_softmax(-1).topk(4, dim=-1)
+    scores = token_scores(
+        hidden, head.weight, head.bias, targets, temperature=temperature, top_k=4, with_entropy=True, chunk_tokens=4
+    )
+    torch.testing.assert_close(scores.top_log_probs, expected.values.detach(), atol=1e-6, rtol=1e-5)
+    assert torch.equal(scores.top_ids, expected.indices)
+    assert not scores.top_log_probs.requires_grad and not scores.top_ids.requires_grad
+    (gradient,) = torch.autograd.grad(scores.log_probs.sum() + scores.entropy.sum(), hidden)
+    plain = token_scores(hidden, head.weight, head.bias, targets, temperature=temperature, with_entropy=True)
+    (expected_gradient,) = torch.autograd.grad(plain.log_probs.sum() + plain.entropy.sum(), hidden)
+    torch.testing.assert_close(gradient, expected_gradient, atol=1e-6, rtol=1e-5)
+    assert plain.top_log_probs is None and plain.top_ids is None
+
+
+def test_a_small_vocabulary_fills_its_top_with_nothing() -> None:
+    scores = token_scores(torch.zeros(2, 3), torch.ones(4, 3), None, torch.tensor([0, 3]), top_k=6)
+    assert scores.top_ids[0, 4:].tolist() == [-1, -1] and sorted(scores.top_ids[0, :4].tolist()) == [0, 1, 2, 3]
+    assert scores.top_log_probs[1, 4:].tolist() == [-float("inf")] * 2
+
+
+def test_a_second_backward_pass_gives_the_same() -> None:
+    """The first one uses up the logits of the last chunk that the forward pass has kept."""
+    torch.manual_seed(0)
+    head, hidden, targets = nn.Linear(8, 30), torch.randn(6, 8, requires_grad=True), torch.randint(0, 30, (6,))
+    scores = token_scores(hidden, head.weight, None, targets, temperature=0.7, with_entropy=True, chunk_tokens=4)
+    loss = scores.log_probs.sum() + scores.entropy.square().sum()
+    first, second = (torch.autograd.grad(loss, (hidden, head.weight), retain_graph=True) for _ in range(2))
+    torch.testing.assert_close(first, second, atol=1e-6, rtol=1e-6)
+
+
+def test_the_only_output_used_is_the_entropy() -> None:
+    """And only the states are trained: a frozen head."""
+    torch.manual_seed(0)
+    head, hidden, targets = nn.Linear(8, 30), torch.randn(6, 8), torch.randint(0, 30, (6,))
+    leaves = [hidden.clone().requires_grad_() for _ in range(2)]
+    _, expected = naive(leaves[0], head, targets, 1.0)
+    frozen = head.requires_grad_(False)
+    found = token_scores(leaves[1], frozen.weight, frozen.bias, targets, with_entropy=True, chunk_tokens=4).entropy
+    gradients = [torch.autograd.grad(one.sum(), leaf)[0] for one, leaf in zip((expected, found), leaves, strict=True)]
+    torch.testing.assert_close(*gradients, atol=1e-6, rtol=1e-5)
 
 
 def test_value_head_starts_at_zero_and_learns() -> None:

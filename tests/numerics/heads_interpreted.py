@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Triton kernels of the vocabulary head, interpreted on the CPU, against torch: for test_heads_triton.py.
+
+Prints one line for each case that agrees. bfloat16 is left out: the interpreter keeps such numbers as integers of 16
+bits, and its matrix product multiplies those.
+"""
+
+import torch
+
+from quadriga.models import heads, heads_triton
+from quadriga.models.heads import token_scores
+
+TOKENS, ROWS, HIDDEN = 150, 700, 80  # none of them a multiple of a tile
+
+
+def scores_and_gradients(use_triton: bool, parts: list[torch.Tensor], targets: torch.Tensor, **options) -> list:
+    """Log-probs, entropies and the gradients of states, weight and bias."""
+    heads._use_triton = lambda *_: use_triton
+    hidden, weight, *bias = (part.detach().clone().requires_grad_() for part in parts)
+    outer = torch.randn(2, len(hidden), generator=torch.Generator().manual_seed(1))
+    scores = token_scores(hidden, weight, bias[0] if bias else None, targets, **options)
+    loss = scores.log_probs @ outer[0]
+    if scores.entropy is not None:
+        loss = loss + scores.entropy @ outer[1]
+    loss.backward()
+    found = [scores.log_probs.detach(), *(leaf.grad for leaf in (hidden, weight, *bias))]
+    return found if scores.entropy is None else [*found, scores.entropy.detach()]
+
+
+def check(dtype: torch.dtype, *, has_bias: bool, with_entropy: bool, temperature: float) -> None:
+    """Half-precision gradients are rounded before they are multiplied, elsewhere in either way."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(TOKENS, HIDDEN, generator=generator)
+    weight = torch.randn(ROWS, HIDDEN, generator=generator) / 3
+    parts = [hidden, weight, torch.randn(ROWS, generator=generator)] if has_bias else [hidden, weight]
+    parts = [part.to(dtype) for part in parts]
+    targets = torch.randint(0, ROWS, (TOKENS,), generator=generator)
+    options = {"temperature": temperature, "with_entropy": with_entropy, "chunk_tokens": 140}
+    found = scores_and_gradients(True, parts, targets, **options)
+    expected = scores_and_gradients(False, parts, targets, **options)
+    for ours, theirs in zip(found, expected, strict=True):
+        bound = 2e-5 if ours.dtype == torch.float32 else 0.02
+        torch.testing.assert_close(
+            ours.float(), theirs.float(), rtol=bound, atol=bound * theirs.abs().max().item(), check_dtype=False
+        )
+    print(f"agrees: {dtype}, bias {has_bias}, entropy {with_entropy}, temperature {temperature}", flush=True)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    heads_triton._ROWS_OF_PART = 256
+    check(torch.float32, has_bias=True, with_entropy=True, temperature=0.7)
+    check(torch.float32, has_bias=False, with_entropy=False, temperature=1.0)
+    check(torch.float16, has_bias=True, with_entropy=True, temperature=1.3)
+    check(torch.float16, has_bias=False, with_entropy=True, temperature=1.0)

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A vocabulary in parts over two and three processes on gloo, against the whole vocabulary in one.
+
+What this does not prove: the same on NCCL.
+"""
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+PROGRAM = Path(__file__).with_name("head_shards.py")
+REPOSITORY = PROGRAM.parents[2]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What each rank found."""
+    folder = tmp_path_factory.mktemp("shards")
+    processes = [
+        subprocess.Popen(
+            [sys.executable, PROGRAM, str(rank), folder / "store", folder],
+            env=os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    outputs = [process.communicate(timeout=240)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0], "\n".join(outputs)
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(3)]
+
+
+def test_parts_say_what_the_whole_says(results: list[Any]) -> None:
+    """Log-probs, entropies, top tokens and all gradients to 1e-6, with uneven and empty parts, bias and temperature;
+    in bfloat16 the outputs to 1e-6 and the gradients to its rounding."""
+    cases = [(key, found) for differences, *_ in results for key, found in differences.items()]
+    assert len(cases) == (3 * 2 + 3 * 3) * 2 * 2
+    for (sizes, temperature, dtype), found in cases:
+        for name, error in found.items():
+            is_rounded = dtype == "torch.bfloat16" and name in ("hidden", "weight", "bias")
+            assert error <= (0.01 if is_rounded else 1e-6), (sizes, temperature, dtype, name, error)
+
+
+def test_all_ranks_get_the_same_bits(results: list[Any]) -> None:
+    assert all(found["ranks"] == 0 for differences, *_ in results for found in differences.values())
+
+
+def test_a_token_that_nobody_holds_and_a_top_beyond_the_vocabulary(results: list[Any]) -> None:
+    """Twelve rows of equal logits: -inf for the thirteenth, and fourteen likeliest of twelve end in two of none."""
+    for _, few, _ in results:
+        assert few.entropy is None
+        assert few.log_probs.tolist() == [pytest.approx(-math.log(12)), -math.inf]
+        assert few.top_log_probs[0].tolist() == [pytest.approx(-math.log(12))] * 12 + [-math.inf] * 2
+        assert sorted(few.top_ids[0].tolist()) == [-1, -1, *range(12)]
+
+
+def test_no_tokens(results: list[Any]) -> None:
+    for *_, none in results:
+        assert none.log_probs.shape == none.entropy.shape == (0,)
+        assert none.top_ids.shape == (0, 2)
