@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints on disk: written aside, verified, renamed, and only then trusted.
+"""Checkpoints on disk: written aside, listed, read back, renamed, and only then trusted.
 
     DIRECTORY/
       config.yaml                           the resolved configuration
@@ -7,7 +7,7 @@
       global_step_20/
         manifest.json                       size and SHA-256 of every file below
         trainer/                            step, loader position, random states
-        actor/  critic/                     one folder per role that learns
+        actor/  critic/                     one folder per role that learns: see workers/checkpoints.py
 
 A folder named global_step_N is complete: it got this name by a rename after its last byte was on disk, and loses
 it by another before its first byte is deleted. Whatever a killed run left behind has another name and is swept away
@@ -26,7 +26,7 @@ from typing import Any
 
 from quadriga.config import TrainerConfig
 from quadriga.errors import CheckpointError
-from quadriga.workers.roles import HF_FOLDER
+from quadriga.workers.checkpoints import HF_FOLDER
 
 MANIFEST = "manifest.json"
 LATEST = "latest_checkpointed_iteration.txt"
@@ -70,33 +70,60 @@ class Checkpoints:
         """Where the checkpoint of a step is or would be."""
         return self.directory / f"global_step_{step}"
 
-    @contextmanager
-    def writing(self, step: int) -> Iterator[Path]:
-        """A folder to write the checkpoint of a step into; it becomes one when the block ends without an error.
+    def begin(self, step: int) -> Path:
+        """An empty folder to write the checkpoint of a step into; `complete` makes one of it.
 
         Raises:
-            CheckpointError: it cannot be written, say because the disk is full; older checkpoints are untouched.
+            CheckpointError: it cannot be made.
         """
-        aside = self.directory / f"{_UNFINISHED}{step}_{os.getpid()}"
-        try:
+        with self.guarded(step):
             self._sweep()
-            aside.mkdir(parents=True)
-            yield aside
+            self._aside(step).mkdir(parents=True)
+        return self._aside(step)
+
+    def complete(self, step: int) -> None:
+        """All is written: list it, put it on the disk, read it back, and only then name it and delete older ones.
+
+        Raises:
+            CheckpointError: something cannot be written, or is not what was written; older ones are untouched.
+        """
+        aside = self._aside(step)
+        with self.guarded(step):
             _write_manifest(aside)
             _sync(aside)
+            verify(aside)
             self._replace(aside, self.path(step))
             write_atomically(self.directory / LATEST, f"{step}\n")
             self.last_written = step
             self._retain(step)
+
+    def abandon(self, step: int) -> None:
+        """Take away what was written of a checkpoint that will not be one."""
+        shutil.rmtree(self._aside(step), ignore_errors=True)
+
+    @contextmanager
+    def guarded(self, step: int) -> Iterator[None]:
+        """What goes wrong inside ends the checkpoint of this step, and says what is left to resume from.
+
+        Raises:
+            CheckpointError: it cannot be written, say because the disk is full; older checkpoints are untouched.
+        """
+        try:
+            yield
         except (OSError, CheckpointError) as error:
+            self.abandon(step)
             raise CheckpointError(
                 f"checkpoint of step {step} in {self.directory}",
                 got=_reason(error),
                 expected="room and permission to write it",
                 fix=f"Free space or set trainer.default_local_dir. {self._remaining()}",
             ) from error
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
+        except Exception:
+            self.abandon(step)
+            raise
+
+    def _aside(self, step: int) -> Path:
+        return self.directory / f"{_UNFINISHED}{step}_{os.getpid()}"
 
     def _remaining(self) -> str:
         step = self.newest()
@@ -239,7 +266,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 def _reason(error: OSError | CheckpointError) -> str:
     if isinstance(error, CheckpointError):
-        return error.got
+        return f"{error.where}: {error.got}"
     return f"{type(error).__name__}: {error.strerror or error}"
 
 

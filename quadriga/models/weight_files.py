@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The weights of a model on disk, read one tensor at a time, whoever wrote them.
+
+    open_weights(folder)
+      folder/model.safetensors.index.json   Hugging Face, in shards
+      folder/model*.safetensors             Hugging Face, without an index
+      folder/.metadata                      torch's distributed checkpoint
+      folder/model/.metadata                the same, in a role's part of a checkpoint
+
+A distributed checkpoint is read by its own list of chunks, so it does not matter how many processes wrote it, nor how
+the tensors were cut. Nothing that a file could name is called while it is read: the list of chunks is a pickle, and
+only the classes that it is made of are let through.
+"""
+
+import json
+import pickle
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from quadriga.errors import CheckpointError
+
+SHARD_BYTES = 64 << 20
+MODEL = "model"
+METADATA = ".metadata"
+INDEX = "model.safetensors.index.json"
+_ANOTHER = "Use another checkpoint."
+_UNSHARDED = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
+
+
+class WeightFiles(Protocol):
+    """Tensors by name; each is read when it is asked for."""
+
+    def names(self) -> list[str]:
+        """The names of all tensors, in the order of the files."""
+        ...
+
+    def shape(self, name: str) -> torch.Size:
+        """The whole shape of a tensor."""
+        ...
+
+    def read(self, name: str) -> torch.Tensor:
+        """A whole tensor, in the dtype in which it was written.
+
+        Raises:
+            CheckpointError: its file is missing, cut or damaged.
+        """
+        ...
+
+
+def open_weights(folder: str | Path) -> WeightFiles:
+    """The weights of a Hugging Face folder, of a role's part of a checkpoint, or of a distributed checkpoint.
+
+    Raises:
+        CheckpointError: there are none, or a file that belongs to them is missing or damaged.
+    """
+    folder = Path(folder)
+    if place := distributed_folder(folder):
+        return DistributedFiles(place, prefix=f"{MODEL}.")
+    if (folder / INDEX).is_file():
+        return SafetensorFiles(folder, _indexed(folder / INDEX))
+    files = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(
+            str(folder),
+            got="neither *.safetensors nor a distributed checkpoint",
+            expected="the weights of a model",
+            fix="A checkpoint has them when `model` or `hf_model` is in checkpoint.save_contents.",
+        )
+    return SafetensorFiles(folder, {name: file.name for file in files for name in names_in(file)})
+
+
+def distributed_folder(folder: str | Path) -> Path | None:
+    """Where the weights of a folder are, if they are a distributed checkpoint."""
+    places = (Path(folder), Path(folder) / MODEL)
+    return next((place for place in places if (place / METADATA).is_file()), None)
+
+
+class SafetensorFiles:
+    """See `WeightFiles`.
+
+    Args:
+        folder: the files are in.
+        where: the file of each tensor.
+    """
+
+    def __init__(self, folder: Path, where: Mapping[str, str]) -> None:
+        self.folder, self._where = folder, dict(where)
+        self._file, self._open = "", None
+
+    def names(self) -> list[str]:
+        """See `WeightFiles.names`."""
+        return list(self._where)
+
+    def shape(self, name: str) -> torch.Size:
+        """See `WeightFiles.shape`."""
+        return torch.Size(self._slice(name).get_shape())
+
+    def read(self, name: str) -> torch.Tensor:
+        """See `WeightFiles.read`."""
+        return self._slice(name)[...]
+
+    def _slice(self, name: str) -> Any:
+        file = self._where[name]
+        if file != self._file:
+            # One file at a time: neighbours stand in the same one.
+            self._open, self._file = _open(self.folder / file), file
+        try:
+            return self._open.get_slice(name)
+        except SafetensorError as error:
+            raise _unreadable(self.folder / file, error) from error
+
+
+class DistributedFiles:
+    """See `WeightFiles`; each tensor is put together from the chunks of all who wrote it.
+
+    Args:
+        folder: of a distributed checkpoint.
+        prefix: of the names that are weights; it is not part of what `names` returns.
+    """
+
+    def __init__(self, folder: Path, prefix: str = "") -> None:
+        self.folder, self._prefix = folder, prefix
+        self.reader = ChunkReader(folder)
+        self._sizes = {
+            name.removeprefix(prefix): entry.size
+            for name, entry in self.reader.tensors.items()
+            if name.startswith(prefix)
+        }
+
+    def names(self) -> list[str]:
+        """See `WeightFiles.names`."""
+        return list(self._sizes)
+
+    def shape(self, name: str) -> torch.Size:
+        """See `WeightFiles.shape`."""
+        return self._sizes[name]
+
+    def read(self, name: str) -> torch.Tensor:
+        """See `WeightFiles.read`."""
+        name = f"{self._prefix}{name}"
+        entry = self.reader.tensors[name]
+        tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+        self.reader.read_into({name: tensor})
+        return tensor
+
+
+class ChunkReader(FileSystemReader):
+    """Reads a distributed checkpoint of torch without any other process, and without trusting its pickle.
+
+    Args:
+        folder: with `.metadata` and the files that it names.
+
+    Attributes:
+        tensors: size, dtype and chunks of each tensor, by name.
+
+    Raises:
+        CheckpointError: the list of chunks is missing or damaged, or a file that it names is missing or cut.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.folder = folder
+        self.listed = _read_metadata(folder / METADATA)
+        _require_files(folder, self.listed)
+        self.tensors: dict[str, TensorStorageMetadata] = {
+            name: entry
+            for name, entry in self.listed.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+        self.set_up_storage_reader(self.listed, is_coordinator=True)
+
+    def read_into(self, state: dict[str, torch.Tensor]) -> None:
+        """Fill tensors in place, of DTensors the part that this process holds.
+
+        Raises:
+            CheckpointError: a file is missing, cut or damaged.
+        """
+        planner = DefaultLoadPlanner(**_UNSHARDED)
+        planner.set_up_planner(state, self.listed, is_coordinator=True)
+        try:
+            with torch.no_grad():
+                self.read_data(planner.create_local_plan(), planner).wait()
+        except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+            raise _unreadable(self.folder, error) from error
+
+
+def write_safetensors(folder: Path, weights: WeightFiles, dtype: torch.dtype | None = None) -> None:
+    """Write `model-00001-of-0000N.safetensors` and their index; at most one shard is in memory.
+
+    Args:
+        folder: that exists.
+        weights: all that is to be written.
+        dtype: to write in; None: that in which they are float32 already.
+    """
+    dtype = dtype or torch.float32
+    shards = list(_shards({name: weights.shape(name).numel() * dtype.itemsize for name in weights.names()}))
+    where: dict[str, str] = {}
+    for number, names in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        shard = {name: weights.read(name).to(dtype).contiguous() for name in names}
+        save_file(shard, folder / file, metadata={"format": "pt"})
+        where |= dict.fromkeys(names, file)
+    total = sum(weights.shape(name).numel() * dtype.itemsize for name in weights.names())
+    index = {"metadata": {"total_size": total}, "weight_map": where}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _shards(sizes: Mapping[str, int]) -> Iterator[list[str]]:
+    """Names in their order, in as few lists as hold `SHARD_BYTES` each; a larger tensor stands alone."""
+    names: list[str] = []
+    room = SHARD_BYTES
+    for name, size in sizes.items():
+        if names and size > room:
+            yield names
+            names, room = [], SHARD_BYTES
+        names.append(name)
+        room -= size
+    if names:
+        yield names
+
+
+def _indexed(index: Path) -> dict[str, str]:
+    try:
+        where = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise _unreadable(index, error) from error
+    for file in sorted(set(where.values())):
+        if not (index.parent / file).is_file():
+            raise CheckpointError(
+                str(index.parent / file), got="no such file", expected=f"the file that {index.name} names", fix=_ANOTHER
+            )
+    return where
+
+
+def names_in(file: Path) -> list[str]:
+    """The names of the tensors of a safetensors file.
+
+    Raises:
+        CheckpointError: it is missing, cut or damaged.
+    """
+    return list(_open(file).keys())
+
+
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise _unreadable(file, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> CheckpointError:
+    reason = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
+    # The error of a missing file names it.
+    path = Path(error.filename) if isinstance(error, OSError) and error.filename else path
+    return CheckpointError(str(path), got=reason, expected="whole files of weights", fix=_ANOTHER)
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Makes what a list of chunks consists of, and nothing else."""
+
+    _CLASSES = frozenset(
+        {
+            *((metadata.__name__, name) for name in ("Metadata", "TensorStorageMetadata", "TensorProperties")),
+            *((metadata.__name__, name) for name in ("ChunkStorageMetadata", "MetadataIndex", "StorageMeta")),
+            (metadata.__name__, "_MEM_FORMAT_ENCODING"),
+            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+            ("torch.serialization", "_get_layout"),
+            ("torch", "Size"),
+            # Where torch's own writer was told to write to. Python 3.13 has the classes in another module.
+            *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")),
+        }
+    )
+
+    def find_class(self, module: str, name: str) -> Any:
+        """A class of the list, or a dtype of torch."""
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if (module, name) not in self._CLASSES and not is_dtype:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which no list of chunks has")
+        return super().find_class(module, name)
+
+
+def _require_files(folder: Path, listed: Metadata) -> None:
+    ends: dict[str, int] = {}
+    for chunk in listed.storage_data.values():
+        ends[chunk.relative_path] = max(ends.get(chunk.relative_path, 0), chunk.offset + chunk.length)
+    for name, end in sorted(ends.items()):
+        size = (folder / name).stat().st_size if (folder / name).is_file() else None
+        if size is None or size < end:
+            got = "no such file" if size is None else f"{size} bytes"
+            raise CheckpointError(str(folder / name), got=got, expected=f"at least {end} bytes", fix=_ANOTHER)
+
+
+def _read_metadata(path: Path) -> Metadata:
+    try:
+        with path.open("rb") as file:
+            found = _MetadataUnpickler(file).load()
+    # Damaged bytes make the unpickler raise whatever its next instruction happens to be.
+    except Exception as error:
+        raise _unreadable(path, error) from error
+    if not isinstance(found, Metadata) or found.storage_data is None:
+        raise CheckpointError(str(path), got=type(found).__name__, expected="a list of chunks", fix=_ANOTHER)
+    return found

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A role's part of a checkpoint: what its processes write and read.
+
+    actor/
+      config.json, generation_config.json, the tokenizer's files      with `model`
+      model/         distributed checkpoint: float32 weights under Hugging Face names
+      adapter_config.json, adapter_model.safetensors                  with `model`, of one with an adapter: PEFT's files
+      optimizer/     distributed checkpoint: moments and step counts
+      huggingface/   with `hf_model`: safetensors of the whole model, and the small files above
+
+The folders are written by all processes of the role, the rest by its first. `huggingface` is put together from the
+files of `model`, tensor by tensor, after all have written theirs: no process holds more of it than one shard. Of a
+model with an adapter `model` is the adapter alone; for `huggingface` it is merged into the frozen weights, which are
+written beside it for that long.
+"""
+
+import shutil
+from functools import partial
+from pathlib import Path
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from quadriga.config.adapter import ADAPTER_CONFIG, AdapterShape, is_adapter, read_adapter
+from quadriga.engines.base import TrainEngine
+from quadriga.engines.checkpoint import StateWriter, explained, load_state
+from quadriga.errors import CheckpointError
+from quadriga.models.adapter_files import MergedFiles, write_adapter
+from quadriga.models.lora import adapter_of, write_adapter_config
+from quadriga.models.weight_files import MODEL, DistributedFiles, open_weights, write_safetensors
+
+HF_FOLDER = "huggingface"
+"""Where a role's part of a checkpoint has the model that `hf_model` asks for."""
+OPTIMIZER, FROZEN = "optimizer", "frozen"
+
+
+class RoleCheckpoint:
+    """See the module. All processes of the role call the same methods in turn.
+
+    Args:
+        engine: of the role.
+        model: the engine's, for its configuration and generation settings.
+        tokenizer: saved beside the model.
+    """
+
+    def __init__(self, engine: TrainEngine, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.engine, self.model, self.tokenizer = engine, model, tokenizer
+        self._writer = StateWriter(engine.world)
+
+    def start(self, folder: Path, contents: frozenset[str]) -> None:
+        """Copy what is asked for out of the engine, and begin to write it.
+
+        Args:
+            folder: of the role; is made.
+            contents: `model`, `optimizer` and `hf_model`, or some of them.
+
+        Raises:
+            CheckpointError: something cannot be written, now or in the last call.
+        """
+        adapter = adapter_of(self.model)
+        whole = {MODEL, FROZEN} if adapter else {MODEL}
+        parts = contents & {MODEL, OPTIMIZER} | (whole if "hf_model" in contents else frozenset())
+        states = {folder / part: self.engine.state(frozenset({part})) for part in sorted(parts)}
+        self._writer.start(states, partial(_complete, folder, contents, adapter))
+        if self.engine.world.is_first:
+            self._write_small_files(folder, contents)
+
+    def is_written(self, *, wait: bool = False) -> bool:
+        """Whether all of it is on disk.
+
+        Args:
+            wait: until it is.
+
+        Raises:
+            CheckpointError: something could not be written.
+        """
+        return self._writer.is_written(wait=wait)
+
+    def load(self, folder: Path, contents: frozenset[str]) -> None:
+        """Read `model`, `optimizer` or both back into the engine, whatever layout has written them.
+
+        Raises:
+            CheckpointError: the checkpoint has no such part, or is that of another model or optimizer.
+        """
+        parts = contents & {MODEL, OPTIMIZER}
+        if MODEL in parts:
+            _require_same_kind(folder, adapter_of(self.model))
+        for part in sorted(parts):
+            load_state(folder / part, self.engine.state(frozenset({part})), self.engine.world)
+        self.engine.state_was_loaded(parts)
+
+    def _write_small_files(self, folder: Path, contents: frozenset[str]) -> None:
+        """Here and not in the thread: a tokenizer must not be saved while it is used."""
+        folders = [folder] if MODEL in contents else []
+        if "hf_model" in contents:
+            folders.append(folder / HF_FOLDER)
+        with explained(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            for place in folders:
+                place.mkdir(exist_ok=True)
+                self.model.config.save_pretrained(place)
+                # Without the checks of save_pretrained, which refuses files that models on the hub come with.
+                if self.model.generation_config is not None:
+                    self.model.generation_config.to_json_file(place / "generation_config.json")
+                self.tokenizer.save_pretrained(place)
+            if MODEL in contents and adapter_of(self.model):
+                write_adapter_config(self.model, folder)
+
+
+def _complete(folder: Path, contents: frozenset[str], adapter: AdapterShape | None) -> None:
+    """Write what is put together from the files that all processes have written."""
+    if adapter and MODEL in contents:
+        with explained(folder):
+            write_adapter(folder, open_weights(folder / MODEL))
+    if "hf_model" in contents:
+        with explained(folder / HF_FOLDER):
+            _assemble(folder, adapter)
+        if MODEL not in contents:
+            shutil.rmtree(folder / MODEL)
+
+
+def _assemble(folder: Path, adapter: AdapterShape | None) -> None:
+    weights = open_weights(folder / MODEL)
+    if adapter:
+        frozen = DistributedFiles(folder / FROZEN, prefix=f"{FROZEN}.")
+        weights = MergedFiles(frozen, weights, adapter.scale, folder)
+    (folder / HF_FOLDER).mkdir(exist_ok=True)
+    write_safetensors(folder / HF_FOLDER, weights)
+    if adapter:
+        shutil.rmtree(folder / FROZEN)
+
+
+def _require_same_kind(folder: Path, adapter: AdapterShape | None) -> None:
+    """An adapter goes on as an adapter of the same rank and scale, which its tensors do not say."""
+    saved = read_adapter(folder) if is_adapter(folder) else None
+    names = [_kind(saved), _kind(adapter)]
+    if names[0] != names[1]:
+        raise CheckpointError(
+            str(folder / ADAPTER_CONFIG if saved else folder),
+            got=names[0],
+            expected=f"{names[1]}, as actor_rollout_ref.model asks for",
+            fix="Resume with the lora_rank and lora_alpha of the run that wrote it.",
+        )
+
+
+def _kind(adapter: AdapterShape | None) -> str:
+    return f"an adapter of rank {adapter.rank} and scale {adapter.scale:g}" if adapter else "all weights"

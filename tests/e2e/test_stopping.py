@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs that are asked to stop, that are killed while a checkpoint is written, and whose machine is taken back.
+
+What it does not prove: the same on Ray, where the command must pass the signal on.
+"""
+
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quadriga.observe.stopping import EXPIRY_VARIABLES
+from quadriga.trainer.checkpoint import Checkpoints, verify
+
+WAIT_S = 120.0
+ENDLESS = ("trainer.total_training_steps=100000", "trainer.save_freq=90000")
+# Data sets of the run's own: one that stands still in step 2, one with which the checkpoint of step 4 never ends.
+STANDS_STILL = """
+import time
+from quadriga.data import RLHFDataset
+
+class Rows(RLHFDataset):
+    def on_batch_end(self, batch):
+        if batch.meta_info["global_steps"] == 2:
+            time.sleep(600)
+"""
+WRITES_FOREVER = """
+import time
+from quadriga.data import RLHFDataset
+from quadriga.engines import checkpoint
+
+write_data = checkpoint._Writer.write_data
+
+def write_some(writer, plan, planner):
+    results = write_data(writer, plan, planner)
+    if ".unfinished_4_" in str(writer.path):
+        time.sleep(600)
+    return results
+
+checkpoint._Writer.write_data = write_some
+
+class Rows(RLHFDataset):
+    pass
+"""
+
+
+def rows(tmp_path: Path, text: str) -> tuple[str, str]:
+    """Overrides for a data set of this text."""
+    (tmp_path / "rows.py").write_text(text)
+    return f"data.custom_cls.path={tmp_path / 'rows.py'}", "data.custom_cls.name=Rows"
+
+
+def wait_for_line(process: subprocess.Popen[str], run: Path, number: int) -> None:
+    """Until the metrics have so many lines."""
+    metrics, deadline = run / "metrics.jsonl", time.monotonic() + WAIT_S
+    while not metrics.exists() or metrics.read_bytes().count(b"\n") < number:
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
+        time.sleep(0.01)
+
+
+def test_sigterm_saves_the_step_in_work(
+    start: Callable[..., subprocess.Popen[str]],
+    train: Callable[..., Path],
+    metric_lines: Callable[[Path], list[dict[str, Any]]],
+    tmp_path: Path,
+) -> None:
+    """It ends as an interrupted run does, with a checkpoint of its last step, from which it goes on to the bit."""
+    process = start(*ENDLESS)
+    wait_for_line(process, tmp_path / "run", 2)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 130, output
+    last = len(metric_lines(tmp_path / "run"))
+    assert "SIGTERM: the run ends after this step" in output
+    told = f"interrupted in step {last}. The same command goes on from the checkpoint of step {last}."
+    assert told in output and output.rstrip().endswith("quadriga train: interrupted")
+    checkpoints = Checkpoints(tmp_path / "run")
+    assert checkpoints.steps() == [last] == [checkpoints.newest()]
+    verify(checkpoints.path(last))
+    more = (f"trainer.total_training_steps={last + 2}", "trainer.save_freq=90000")
+    assert metric_lines(train(*more)) == metric_lines(train(*more, run="alone"))
+
+
+def test_second_sigterm_ends_at_once(
+    start: Callable[..., subprocess.Popen[str]], session_members: Callable[[int], list[int]], tmp_path: Path
+) -> None:
+    """Also a run that stands still; nothing that it has started stays."""
+    process = start(*ENDLESS, *rows(tmp_path, STANDS_STILL))
+    wait_for_line(process, tmp_path / "run", 2)
+    process.send_signal(signal.SIGTERM)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(timeout=2)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=WAIT_S) == -signal.SIGTERM
+    deadline = time.monotonic() + WAIT_S
+    while session_members(process.pid):
+        assert time.monotonic() < deadline, session_members(process.pid)
+        time.sleep(0.01)
+    assert Checkpoints(tmp_path / "run").steps() == []
+
+
+def test_kill_while_a_checkpoint_is_written(
+    start: Callable[..., subprocess.Popen[str]],
+    train: Callable[..., Path],
+    metric_lines: Callable[[Path], list[dict[str, Any]]],
+    tmp_path: Path,
+) -> None:
+    """Training goes on meanwhile; half of one is never taken for a checkpoint; the run goes on from the one before."""
+    steps = ("trainer.total_training_steps=6", "trainer.save_freq=2")
+    process = start(*steps, *rows(tmp_path, WRITES_FOREVER))
+    run = tmp_path / "run"
+    wait_for_line(process, run, 5)
+    (half,) = run.glob(".unfinished_4_*")
+    assert list((half / "actor" / "model").glob("*.distcp"))
+    process.kill()
+    process.communicate(timeout=WAIT_S)
+    checkpoints = Checkpoints(run)
+    assert checkpoints.steps() == [2] == [checkpoints.newest()]
+    train(*steps)
+    assert metric_lines(run) == metric_lines(train(*steps, run="alone"))
+    assert checkpoints.steps() == [2, 4, 6] and not list(run.glob(".unfinished*"))
+
+
+@pytest.mark.parametrize("variable", EXPIRY_VARIABLES)
+def test_machine_that_is_taken_back(
+    variable: str, train: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Far from its end only the last step is saved; near to it each may be the last; without saving, none."""
+    steps = ("trainer.total_training_steps=3", "trainer.save_freq=100", "trainer.esi_redundant_time=600")
+    monkeypatch.setenv(variable, str(int(time.time()) + 1_000_000))
+    assert Checkpoints(train(*steps, run="far")).steps() == [3]
+    monkeypatch.setenv(variable, str(int(time.time()) + 500))
+    assert Checkpoints(train(*steps, run="near")).steps() == [1, 2, 3]
+    assert Checkpoints(train(*steps, "trainer.save_freq=-1", run="none")).steps() == []

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Written by four, two or one process under one layout, read under any other: every value is the same, to the bit.
+
+What it does not prove: that an engine's own state has these names; the tests of the engine do.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+PROGRAM = Path(__file__).with_name("layouts.py")
+REPOSITORY = PROGRAM.parents[2]
+BY_FOUR = ["fsdp 4", "hsdp 2x2", "tp 4", "fsdp 2 x tp 2", "pp 2 x fsdp 2"]
+BY_TWO = ["fsdp 2", "tp 2", "pp 2", "replicas 2"]
+ALL = [*BY_FOUR, *BY_TWO, "whole"]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
+    """Of all layouts, from one launch."""
+    folder = tmp_path_factory.mktemp("layouts")
+    sockets = [socket.create_server(("localhost", 0)) for _ in range(4)]
+    ports = [str(one.getsockname()[1]) for one in sockets]
+    for one in sockets:
+        one.close()
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(PROGRAM), str(rank), str(folder), *ports],
+            env=os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(4)
+    ]
+    outputs = [process.communicate(timeout=600)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0, 0], "\n".join(outputs)
+    return torch.load(folder / "results.pt")
+
+
+@pytest.mark.parametrize("reader", ALL)
+@pytest.mark.parametrize("writer", ALL)
+def test_any_layout_reads_any_other(results: dict[Any, Any], writer: str, reader: str) -> None:
+    """Weights, moments and step counts; the writer's memory was cleared as soon as the call returned."""
+    assert results[writer, reader] == []
+
+
+def test_names_are_those_of_the_model(results: dict[Any, Any]) -> None:
+    for writer in ALL:
+        names = sorted(results["files"][writer])
+        assert len(names) == 14 and {name.partition(".")[0] for name in names} == {"first", "second"}
+
+
+def test_one_rank_that_cannot_write_is_an_error_of_all(results: dict[Any, Any]) -> None:
+    """It names the file; what is there is no checkpoint; the next save is one."""
+    full = results["full disk"]
+    assert len(set(full["errors"])) == 1 and "full/__1_0.distcp: got OSError: [Errno 28] No space" in full["errors"][0]
+    assert full["is complete"] is False
+    assert full["is written after"] is True
+
+
+def test_another_model_is_refused_by_all_stages(results: dict[Any, Any]) -> None:
+    """Also by the stage whose own tensors are all there."""
+    first, second = results["others"]
+    assert first == second
+    assert "got 0 unknown and 1 missing tensors, first model.third" in first[0]
+    assert "model.second.few: got shape (2, 5), expected (3, 5)" in first[1]

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights by name, from the folders that transformers writes and from those of our checkpoints."""
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch.distributed.checkpoint import FileSystemWriter, save
+
+from quadriga.errors import CheckpointError
+from quadriga.models import weight_files
+from quadriga.models.weight_files import WeightFiles, open_weights, write_safetensors
+
+WEIGHTS = {
+    "layer.weight": torch.arange(12.0).reshape(3, 4),
+    "layer.bias": torch.tensor([0.5, -1.25]).bfloat16(),
+    "scale": torch.tensor(3.0),
+}
+
+
+def one_file(folder: Path) -> None:
+    save_file(WEIGHTS, folder / "model.safetensors")
+
+
+def several_files(folder: Path) -> None:
+    save_file({"scale": WEIGHTS["scale"]}, folder / "model-00001-of-00002.safetensors")
+    save_file({name: WEIGHTS[name] for name in WEIGHTS if name != "scale"}, folder / "model-00002-of-00002.safetensors")
+
+
+def indexed(folder: Path) -> None:
+    """Beside a file that the index does not name."""
+    several_files(folder)
+    (folder / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"scale": "model-00001-of-00002.safetensors", '
+        '"layer.weight": "model-00002-of-00002.safetensors", "layer.bias": "model-00002-of-00002.safetensors"}}'
+    )
+    save_file({"of another model": torch.ones(2)}, folder / "model-old.safetensors")
+
+
+def distributed(folder: Path) -> None:
+    """Beside what is no weight."""
+    state = {f"model.{name}": weight for name, weight in WEIGHTS.items()} | {"optimizer.step.scale": torch.tensor(1.0)}
+    with pytest.warns(UserWarning, match="single process"):
+        save(state, storage_writer=FileSystemWriter(folder))
+
+
+def in_a_role(folder: Path) -> None:
+    distributed(folder / "model")
+
+
+ALL = [one_file, several_files, indexed, distributed, in_a_role]
+
+
+@pytest.mark.parametrize("write", ALL, ids=lambda write: write.__name__)
+def test_what_was_written_is_read(write: Callable[[Path], None], tmp_path: Path) -> None:
+    """Names, shapes, dtypes and values; in any order."""
+    write(tmp_path)
+    files = open_weights(tmp_path)
+    assert sorted(files.names()) == sorted(WEIGHTS)
+    for name in [*WEIGHTS, *reversed(WEIGHTS)]:
+        tensor = files.read(name)
+        assert files.shape(name) == WEIGHTS[name].shape and tensor.dtype == WEIGHTS[name].dtype
+        assert torch.equal(tensor, WEIGHTS[name])
+
+
+@pytest.mark.parametrize(
+    ("write", "damage", "words"),
+    [
+        (indexed, lambda folder: (folder / "model-00002-of-00002.safetensors").unlink(), "00002.safetensors: got no"),
+        (indexed, lambda folder: (folder / "model.safetensors.index.json").write_text("{"), "index.json: got JSON"),
+        (one_file, lambda folder: cut(folder / "model.safetensors"), "model.safetensors: got SafetensorError"),
+        (distributed, lambda folder: (folder / "__0_0.distcp").unlink(), "__0_0.distcp: got no such file"),
+        (distributed, lambda folder: cut(folder / "__0_0.distcp"), "__0_0.distcp: got "),
+        (in_a_role, lambda folder: cut(folder / "model" / ".metadata"), "model/.metadata: got "),
+        (lambda folder: None, lambda folder: None, "neither *.safetensors nor a distributed checkpoint"),
+    ],
+    ids=["missing", "no index", "cut", "missing chunk", "cut chunk", "cut list", "empty"],
+)
+def test_damage_is_named(
+    write: Callable[[Path], None], damage: Callable[[Path], object], words: str, tmp_path: Path
+) -> None:
+    write(tmp_path)
+    damage(tmp_path)
+    with pytest.raises(CheckpointError) as caught:
+        open_weights(tmp_path).names()
+    assert words in str(caught.value)
+
+
+def test_bytes_that_are_no_tensor_are_named(tmp_path: Path) -> None:
+    """Without a manifest a flipped byte is found only where it breaks the file's own form."""
+    distributed(tmp_path)
+    (tmp_path / "__0_0.distcp").write_bytes(bytes((tmp_path / "__0_0.distcp").stat().st_size))
+    with pytest.raises(CheckpointError, match="expected whole files of weights"):
+        open_weights(tmp_path).read("layer.weight")
+
+
+class Bomb:
+    """A pickle that would call something."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Path.touch, (Path("exploded"),)
+
+
+def test_nothing_that_a_list_of_chunks_names_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Bomb()))
+    with pytest.raises(CheckpointError, match=r"\.metadata: got UnpicklingError: it names pathlib"):
+        open_weights(tmp_path)
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_safetensors_are_written_in_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor larger than a shard has one of its own; what is read back is what was written, rounded once."""
+    monkeypatch.setattr(weight_files, "SHARD_BYTES", 6)
+    distributed(tmp_path / "from")
+    source = open_weights(tmp_path / "from")
+    (tmp_path / "to").mkdir()
+    most: list[int] = []
+    write_safetensors(tmp_path / "to", Counting(source, most), torch.bfloat16)
+    assert sorted(path.name for path in (tmp_path / "to").glob("*.safetensors")) == [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+    ]
+    written = open_weights(tmp_path / "to")
+    for name, weight in WEIGHTS.items():
+        assert torch.equal(written.read(name), weight.bfloat16())
+    assert sorted(most) == sorted(weight.numel() for weight in WEIGHTS.values())
+
+
+class Counting:
+    """Notes how many numbers are read."""
+
+    def __init__(self, files: WeightFiles, read: list[int]) -> None:
+        self.files, self.noted = files, read
+        self.names, self.shape = files.names, files.shape
+
+    def read(self, name: str) -> torch.Tensor:
+        self.noted.append(self.files.shape(name).numel())
+        return self.files.read(name)
+
+
+def cut(file: Path) -> None:
+    content = file.read_bytes()
+    file.write_bytes(content[: len(content) // 2])
