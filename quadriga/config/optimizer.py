@@ -3,9 +3,26 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from quadriga.config.base import Count, Dtype, MinusOneOrMore, NonNegativeFloat, PositiveFloat, Section, Share, follow
+from quadriga.config.base import (
+    Count,
+    Dtype,
+    MinusOneOrMore,
+    NonNegativeFloat,
+    PositiveFloat,
+    Section,
+    Share,
+    follow,
+    refuse,
+)
+
+
+def _not_zero(value: int) -> int:
+    if value == 0 or value < -1:
+        raise refuse("-1, or 1 and more", "-1 lets all processes share one copy of the weights; 1 gives each its own.")
+    return value
+
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 CheckpointPart = Literal["model", "optimizer", "extra", "hf_model"]
@@ -46,6 +63,12 @@ class FSDPConfig(Section):
 
     model_dtype: Dtype = "auto"
     """Dtype of the weights that compute; the master weights are always float32. auto: what the machine is fast at."""
+    fsdp_size: Annotated[int, AfterValidator(_not_zero)] = -1
+    """Processes that share one copy of the weights, of those with the same layers and heads. -1: all; 1: none."""
+    reshard_after_forward: bool = True
+    """Whether a layer's gathered weights are dropped before its backward pass gathers them again."""
+    offload_policy: bool = False
+    """Whether shared weights and optimizer rest, and step, in the memory of the CPU; with CUDA."""
 
 
 class CheckpointConfig(Section):
@@ -65,7 +88,18 @@ class CheckpointConfig(Section):
         return follow(given, {"load_contents": [part for part in saved if part != "hf_model"]})
 
 
-class BatchingConfig(Section):
+class ParallelConfig(Section):
+    """How the processes of a role share the rows of a data-parallel rank; the numbers do not depend on it."""
+
+    ulysses_sequence_parallel_size: Count = 1
+    """Processes that share the tokens of a batch; it divides the heads."""
+    tensor_model_parallel_size: Count = 1
+    """Processes that share each layer; it divides the heads and the key-value heads."""
+    pipeline_model_parallel_size: Count = 1
+    """Processes that have some of the layers each."""
+
+
+class BatchingConfig(ParallelConfig):
     """How a mini-batch is cut into the pieces that fit in memory; the gradient does not depend on it."""
 
     ppo_mini_batch_size: Count = 256

@@ -6,9 +6,8 @@ The loop over epochs, mini-batches and micro-batches stands above it, once, in `
 Legend: M predicted tokens of a packed micro-batch.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -33,9 +32,17 @@ class OptimizerStep:
 
 
 class TrainEngine(Protocol):
-    """One model that can be asked and taught; `replicas` are the processes that hold it too, each with other rows."""
+    """One model that can be asked and taught, in one process or in many that call the same methods in turn.
+
+    Attributes:
+        replicas: the processes that hold the model with other rows; those with the same rows are one of them.
+        world: all processes that hold it.
+        device: where it computes.
+        cost: of a token.
+    """
 
     replicas: ProcessGroup
+    world: ProcessGroup
     device: torch.device
     cost: ModelCost
 
@@ -43,28 +50,40 @@ class TrainEngine(Protocol):
         """The names of the outputs."""
         ...
 
-    def forward(self, batch: PackedBatch, *, temperature: float, with_entropy: bool) -> Outputs:
-        """Outputs without gradients."""
+    def forward(self, batches: Sequence[PackedBatch], *, temperature: float, with_entropy: bool) -> list[Outputs]:
+        """Outputs of micro-batches without gradients, in their order; none from a process that others answer for."""
         ...
 
-    def backward(self, batch: PackedBatch, loss: LossFunction, *, temperature: float) -> None:
-        """Outputs with gradients, the loss, and its gradients added to those already there."""
+    def backward(self, batches: Sequence[PackedBatch], losses: Sequence[LossFunction], *, temperature: float) -> None:
+        """Outputs with gradients, the loss of each micro-batch, and its gradients added to those already there."""
         ...
 
     def optimizer_step(self, lr: float) -> OptimizerStep:
         """Add the gradients of all replicas up, clip, step at this learning rate, and clear the gradients."""
         ...
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Full tensors under the model's own names, in the compute dtype."""
+    def weights(self, *, is_merged: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+        """Full tensors under the model's own names, in the compute dtype.
+
+        Args:
+            is_merged: whether an adapter is merged into the weights beside it, as if it had been trained in them;
+                False: parameters as the engine holds them.
+        """
         ...
 
-    def save(self, directory: Path, contents: frozenset[str]) -> None:
-        """Write `model`, `optimizer` or both into an existing directory."""
+    def state(self, contents: frozenset[str]) -> dict[str, torch.Tensor]:
+        """What a checkpoint holds, in the engine's own memory; DTensors where several processes hold a tensor.
+
+        Args:
+            contents: `model` (`model.NAME`, float32), `optimizer` (`optimizer.exp_avg.NAME`,
+                `optimizer.exp_avg_sq.NAME`, `optimizer.step.NAME`, `optimizer.nonfinite_steps`), or both. Of a model
+                with an adapter `model` is the adapter alone, and `frozen` (`frozen.NAME`, in the compute dtype) the
+                rest, under the names that it has without one.
+        """
         ...
 
-    def load(self, directory: Path, contents: frozenset[str]) -> None:
-        """Read what `save` wrote."""
+    def state_was_loaded(self, contents: frozenset[str]) -> None:
+        """The tensors of `state` were written to."""
         ...
 
     def sleep(self) -> None:

@@ -8,7 +8,8 @@ Legend: b rows, P prompt positions, T response positions, N packed tokens, M pre
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ class PackedBatch:
 
     Attributes:
         input_ids, position_ids: [1, N]
-        plan: which packed token sees which.
+        segments: which packed token sees which.
         predictors: [M] packed index of the token whose state predicts each target.
         targets: [M] token ids.
         rows, columns: [M] where each target stands in the padded [b, T] responses.
@@ -34,13 +35,30 @@ class PackedBatch:
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
-    plan: PackedAttention
+    segments: tuple[Segment, ...]
     predictors: torch.Tensor
     targets: torch.Tensor
     rows: torch.Tensor
     columns: torch.Tensor
     shape: tuple[int, int]
     sum_of_squared_lengths: int
+
+    @cached_property
+    def plan(self) -> PackedAttention:
+        """How its tokens attend."""
+        return PackedAttention(self.segments, self.input_ids.device)
+
+    def extended(self, num_tokens: int) -> "PackedBatch":
+        """The same with N brought to `num_tokens`, by a segment that nothing is predicted from."""
+        missing = num_tokens - self.num_tokens
+        if missing == 0:
+            return self
+        return replace(
+            self,
+            input_ids=torch.nn.functional.pad(self.input_ids, (0, missing)),
+            position_ids=torch.nn.functional.pad(self.position_ids, (0, missing)),
+            segments=(*self.segments, Segment(self.num_tokens, missing)),
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -117,6 +135,22 @@ def pack(rows: Sequence[RowTokens], num_columns: int, *, share_prompts: bool, de
     return builder.build((len(rows), num_columns), device)
 
 
+def filler(device: torch.device) -> PackedBatch:
+    """A micro-batch for processes that have no rows left while others have: one token that predicts one."""
+    nothing = torch.zeros(1, dtype=torch.int64, device=device)
+    return PackedBatch(
+        input_ids=nothing[None],
+        position_ids=nothing[None],
+        segments=(Segment(0, 1),),
+        predictors=nothing,
+        targets=nothing,
+        rows=nothing,
+        columns=nothing,
+        shape=(1, 1),
+        sum_of_squared_lengths=1,
+    )
+
+
 class _Builder:
     def __init__(self) -> None:
         self.num_tokens = 0
@@ -173,7 +207,7 @@ class _Builder:
         return PackedBatch(
             input_ids=tensor(self.input_ids)[None],
             position_ids=tensor(self.positions)[None],
-            plan=PackedAttention(self.segments, device),
+            segments=tuple(self.segments),
             predictors=tensor(self.predictors),
             targets=tensor(self.targets),
             rows=tensor(self.rows),

@@ -44,10 +44,17 @@ class ProcessGroup:
     Args:
         rank, size: number of this process, and how many there are.
         device: where tensors must lie to be sent.
+        group: torch's group of them; None: its default one.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1, device: torch.device | None = None) -> None:
-        self.rank, self.size = rank, size
+    def __init__(
+        self,
+        rank: int = 0,
+        size: int = 1,
+        device: torch.device | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.rank, self.size, self.group = rank, size, group
         self.device = device or torch.device("cpu")
 
     @property
@@ -61,7 +68,7 @@ class ProcessGroup:
             return list(counts)
         numbers = torch.tensor(counts, dtype=torch.int64, device=self.device)
         with self._meeting("the sum of counts"):
-            dist.all_reduce(numbers)
+            dist.all_reduce(numbers, group=self.group)
             return numbers.tolist()
 
     def gather(self, value: Any) -> list[Any]:
@@ -70,7 +77,7 @@ class ProcessGroup:
             return [value]
         values: list[Any] = [None] * self.size
         with self._meeting("an exchange of facts"):
-            dist.all_gather_object(values, value)
+            dist.all_gather_object(values, value, group=self.group)
         return values
 
     def add_up(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -82,7 +89,7 @@ class ProcessGroup:
             return
         with self._meeting("the sum of gradients"):
             for bucket in buckets(tensors, BUCKET_BYTES):
-                _add_up_bucket(bucket)
+                _add_up_bucket(bucket, self.group)
 
     def require_alike(self, what: str, tensors: Sequence[torch.Tensor]) -> None:
         """Raise an EngineError, on every process, unless all of them hold the same numbers.
@@ -123,9 +130,15 @@ ALONE = ProcessGroup()
 
 
 class _Membership:
-    """The default group of torch in this process, and how many roles here are in it."""
+    """The default group of torch in this process, how many roles here are in it, and the how-manieth it is."""
 
     num_roles = 0
+    num_meetings = 0
+
+
+def num_meetings() -> int:
+    """How often this process has met others: groups made in an earlier meeting are gone."""
+    return _Membership.num_meetings
 
 
 def join(place: Place, device: torch.device) -> ProcessGroup:
@@ -142,6 +155,7 @@ def join(place: Place, device: torch.device) -> ProcessGroup:
         return ALONE
     if not dist.is_initialized():
         _meet(place, device)
+        _Membership.num_meetings += 1
     found, expected = (dist.get_rank(), dist.get_world_size()), (place.rank, place.world_size)
     if found != expected:
         raise EngineError(
@@ -208,11 +222,11 @@ def buckets(tensors: Sequence[torch.Tensor], max_bytes: int) -> list[list[torch.
     return lists
 
 
-def _add_up_bucket(bucket: list[torch.Tensor]) -> None:
+def _add_up_bucket(bucket: list[torch.Tensor], group: dist.ProcessGroup | None) -> None:
     if len(bucket) == 1 and bucket[0].is_contiguous():
-        dist.all_reduce(bucket[0])
+        dist.all_reduce(bucket[0], group=group)
         return
     flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-    dist.all_reduce(flat)
+    dist.all_reduce(flat, group=group)
     parts = flat.split([tensor.numel() for tensor in bucket])
     torch._foreach_copy_(bucket, [part.view(tensor.shape) for part, tensor in zip(parts, bucket, strict=True)])

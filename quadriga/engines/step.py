@@ -56,8 +56,11 @@ def infer(
     """
     shape = data.batch["response_mask"].shape
     results = {name: torch.zeros(shape, dtype=torch.float32) for name in engine.output_names(with_entropy)}
-    for indices, packed in _packed(engine, data, micro):
-        for name, values in engine.forward(packed, temperature=temperature, with_entropy=with_entropy).items():
+    pieces = list(_packed(engine, data, micro))
+    outputs = engine.forward([packed for _, packed in pieces], temperature=temperature, with_entropy=with_entropy)
+    # A process that others answer for has no outputs: nobody reads its results.
+    for (indices, packed), scores in zip(pieces, outputs, strict=False):
+        for name, values in scores.items():
             results[name][indices] = packed.unpack(values).cpu()
     return results
 
@@ -119,14 +122,13 @@ def _optimizer_step(
     )
     counts = LossCounts(num_tokens, num_sequences)
     rows = mini.rows if bool(computed.all()) else mini.rows.select_idxs(computed)
-    parts: list[dict[str, Metric]] = []
-    num_packed, flops = 0, 0.0
-    for loss in _losses(engine, rows, objective, micro, counts):
-        engine.backward(loss.packed, loss, temperature=temperature)
-        parts.append(loss.metrics)
-        num_packed += loss.packed.num_tokens
-        # A backward pass costs two forward passes.
-        flops += 3 * _forward_flops(engine, loss.packed)
+    losses = list(_losses(engine, rows, objective, micro, counts))
+    engine.backward([loss.packed for loss in losses], losses, temperature=temperature)
+    parts = [loss.metrics for loss in losses]
+    num_packed = sum(loss.packed.num_tokens for loss in losses)
+    # A backward pass costs two forward passes. Processes with the same rows share them.
+    sharers = engine.world.size / engine.replicas.size
+    flops = math.fsum(3 * _forward_flops(engine, loss.packed) for loss in losses) / sharers
     result = engine.optimizer_step(lr)
     if num_computed == 0:
         parts = _look_at_some(engine, mini, objective, micro, counts, temperature)
@@ -192,11 +194,11 @@ def _look_at_some(
     first, *_ = micro_batches([length for _, length in everywhere], micro) or [[]]
     row_at = {place: row for row, place in enumerate(places)}
     looked_at = [row_at[everywhere[index][0]] for index in first if everywhere[index][0] in row_at]
-    metrics = []
-    for loss in _losses(engine, mini.rows.select_idxs(looked_at), objective, micro, counts):
-        loss(engine.forward(loss.packed, temperature=temperature, with_entropy=True))
-        metrics.append(loss.metrics)
-    return metrics
+    losses = list(_losses(engine, mini.rows.select_idxs(looked_at), objective, micro, counts))
+    outputs = engine.forward([loss.packed for loss in losses], temperature=temperature, with_entropy=True)
+    for loss, scores in zip(losses, outputs, strict=False):
+        loss(scores)
+    return [loss.metrics for loss in losses]
 
 
 def _losses(

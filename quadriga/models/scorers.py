@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A causal model as a policy or as a value function of packed tokens.
 
-Legend: N packed tokens, M predicted tokens, D hidden size.
+Legend: N packed tokens, n of them in this process, M predicted tokens, m of them scored by this process, D hidden size.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -11,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from quadriga.models.attention import AttentionPlan
-from quadriga.models.heads import ValueHead, token_scores
+from quadriga.models.heads import ValueHead, VocabularyShard, token_scores
 from quadriga.models.load import backbone, head_of
 
 
@@ -25,43 +27,153 @@ class PackedTokens(Protocol):
     targets: torch.Tensor  # [M]
 
 
-class Scorer(Protocol):
-    """A model and what it says of each predicted token."""
+@dataclass(frozen=True)
+class ModelInputs:
+    """What the backbone reads in this process: `input_ids` and `position_ids` [1, n], and the plan of attention."""
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    plan: AttentionPlan
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The predicted tokens that this process scores.
+
+    Attributes:
+        states: [m, D] hidden states of the tokens before them.
+        targets: [m]
+        join: from [m] numbers of each process to all [M], the same in all of them.
+    """
+
+    states: torch.Tensor
+    targets: torch.Tensor
+    join: Callable[[torch.Tensor], torch.Tensor]
+
+
+class Sharing(Protocol):
+    """How the processes with the same rows share the work on them."""
+
+    has_embedding: bool
+    has_head: bool
+    vocabulary: VocabularyShard | None
+
+    def inputs(self, batch: PackedTokens) -> ModelInputs:
+        """The tokens of this process."""
+        ...
+
+    def scored(self, hidden: torch.Tensor, batch: PackedTokens, *, is_vocabulary: bool) -> Scored:
+        """What this process scores, given the hidden states [n, D] of its tokens.
+
+        Args:
+            hidden: after the last layer and its norm.
+            batch: they are of.
+            is_vocabulary: whether the score reads the head's part of the vocabulary in every process.
+        """
+        ...
+
+
+class Unshared:
+    """One process does all of it."""
+
+    has_embedding = has_head = True
+    vocabulary: VocabularyShard | None = None
+
+    def inputs(self, batch: PackedTokens) -> ModelInputs:
+        """See `Sharing.inputs`."""
+        return ModelInputs(batch.input_ids, batch.position_ids, batch.plan)
+
+    def scored(self, hidden: torch.Tensor, batch: PackedTokens, *, is_vocabulary: bool) -> Scored:
+        """See `Sharing.scored`."""
+        return Scored(hidden.index_select(0, batch.predictors), batch.targets, lambda values: values)
+
+
+UNSHARED = Unshared()
+
+
+class Scorer(nn.Module):
+    """A model and what it says of each predicted token: a subclass for each kind of head.
+
+    Args:
+        model: the causal model.
+
+    Attributes:
+        sharing: how the processes with the same rows share the work.
+    """
 
     model: PreTrainedModel
 
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+        self.sharing: Sharing = UNSHARED
+
     def output_names(self, with_entropy: bool) -> tuple[str, ...]:
         """The names of the outputs."""
-        ...
+        raise NotImplementedError
 
-    def __call__(self, batch: PackedTokens, *, temperature: float, with_entropy: bool) -> dict[str, torch.Tensor]:
-        """Float32 [M] by name."""
-        ...
+    def score(
+        self, hidden: torch.Tensor, batch: PackedTokens, *, temperature: float, with_entropy: bool
+    ) -> dict[str, torch.Tensor]:
+        """Float32 [M] by name, of hidden states [n, D]."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        batch: PackedTokens,
+        *,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+        received: torch.Tensor | None = None,
+    ) -> "torch.Tensor | dict[str, torch.Tensor]":
+        """Float32 [M] by name; the hidden states [1, n, D] of a pipeline stage that has no head.
+
+        Args:
+            batch: packed tokens.
+            temperature: of the distribution asked about.
+            with_entropy: whether its entropy is wanted too.
+            received: [1, n, D] of the stage before, where this one has no embedding.
+        """
+        inputs = self.sharing.inputs(batch)
+        tokens = {"input_ids": inputs.input_ids} if received is None else {"inputs_embeds": received}
+        hidden = backbone(self.model)(
+            **tokens,
+            position_ids=inputs.position_ids,
+            attention_mask=None,
+            use_cache=False,
+            attention_plan=inputs.plan,
+        ).last_hidden_state
+        if not self.sharing.has_head:
+            return hidden
+        return self.score(hidden[0], batch, temperature=temperature, with_entropy=with_entropy)
 
 
-class PolicyScorer:
+class PolicyScorer(Scorer):
     """`log_probs` and `entropy` of the response tokens under the model."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model
 
     def output_names(self, with_entropy: bool) -> tuple[str, ...]:
         """See `Scorer.output_names`."""
         return ("log_probs", "entropy") if with_entropy else ("log_probs",)
 
-    def __call__(self, batch: PackedTokens, *, temperature: float, with_entropy: bool) -> dict[str, torch.Tensor]:
+    def score(
+        self, hidden: torch.Tensor, batch: PackedTokens, *, temperature: float, with_entropy: bool
+    ) -> dict[str, torch.Tensor]:
+        """See `Scorer.score`."""
+        head, part = head_of(self.model), self.sharing.scored(hidden, batch, is_vocabulary=True)
         scores = token_scores(
-            _states(self.model, batch),
-            head_of(self.model),
-            batch.targets,
+            part.states,
+            head.weight,
+            getattr(head, "bias", None),
+            part.targets,
             temperature=temperature,
             with_entropy=with_entropy,
+            shard=self.sharing.vocabulary,
         )
-        outputs = {"log_probs": scores.log_probs}
-        return outputs if scores.entropy is None else {**outputs, "entropy": scores.entropy}
+        outputs = {"log_probs": part.join(scores.log_probs)}
+        return outputs if scores.entropy is None else {**outputs, "entropy": part.join(scores.entropy)}
 
 
-class ValueScorer:
+class ValueScorer(Scorer):
     """`values`: the return expected before each response token is drawn.
 
     The vocabulary head is replaced by a value head, so a checkpoint of the model holds it too.
@@ -71,23 +183,15 @@ class ValueScorer:
         hidden_size = model.config.get_text_config().hidden_size
         model.set_output_embeddings(nn.Identity())
         model.value_head = ValueHead(hidden_size, next(model.parameters()).dtype).to(model.device)
-        self.model = model
+        super().__init__(model)
 
     def output_names(self, with_entropy: bool) -> tuple[str, ...]:
         """See `Scorer.output_names`."""
         return ("values",)
 
-    def __call__(self, batch: PackedTokens, *, temperature: float, with_entropy: bool) -> dict[str, torch.Tensor]:
-        return {"values": self.model.value_head(_states(self.model, batch))}
-
-
-def _states(model: PreTrainedModel, batch: PackedTokens) -> torch.Tensor:
-    """Hidden states [M, D] of the tokens before the predicted ones."""
-    hidden = backbone(model)(
-        input_ids=batch.input_ids,
-        position_ids=batch.position_ids,
-        attention_mask=None,
-        use_cache=False,
-        attention_plan=batch.plan,
-    ).last_hidden_state[0]
-    return hidden.index_select(0, batch.predictors)
+    def score(
+        self, hidden: torch.Tensor, batch: PackedTokens, *, temperature: float, with_entropy: bool
+    ) -> dict[str, torch.Tensor]:
+        """See `Scorer.score`."""
+        part = self.sharing.scored(hidden, batch, is_vocabulary=False)
+        return {"values": part.join(self.model.value_head(part.states))}

@@ -20,9 +20,11 @@ from transformers import PreTrainedTokenizerFast
 from quadriga.algorithms.aggregate import LOSS_AGG_MODES
 from quadriga.config import ActorConfig, Config, CriticConfig, OptimConfig
 from quadriga.engines import process_group
+from quadriga.engines.checkpoint import StateWriter, load_state
 from quadriga.engines.fsdp.engine import FSDPEngine, Training
 from quadriga.engines.micro_batches import MicroBatching
 from quadriga.engines.objectives import Objective, PolicyObjective, ValueObjective
+from quadriga.engines.parallel.processes import alike
 from quadriga.engines.process_group import ALONE, ProcessGroup
 from quadriga.engines.step import Passes, infer, update
 from quadriga.errors import EngineError, PeerLostError
@@ -84,7 +86,7 @@ CASES = {
 def make_engine(folder: Path, replicas: ProcessGroup, scorer: type = PolicyScorer) -> FSDPEngine:
     model = load_causal_lm(folder / "model", dtype=torch.float32, device=CPU)
     training = Training(OPTIMIZER, grad_clip=1e6, max_nonfinite_steps=2)
-    return FSDPEngine(scorer(model), dtype=torch.float32, device=CPU, training=training, replicas=replicas)
+    return FSDPEngine(scorer(model), dtype=torch.float32, device=CPU, training=training, processes=alike(replicas))
 
 
 def own_rows(batch: DataProto, case: Case, replicas: ProcessGroup) -> DataProto:
@@ -107,7 +109,7 @@ def state_of(engine: FSDPEngine, replicas: ProcessGroup) -> dict[str, Any]:
     weights = {name: weight.clone() for name, weight in engine.weights()}
     moments = {
         name: engine.optimizer.state[master]["exp_avg"].clone()
-        for name, master in engine.master.masters.items()
+        for name, master in engine.parameters.masters.items()
         if engine.optimizer.state.get(master)
     }
     others = replicas.gather((weights, moments))
@@ -145,13 +147,13 @@ def go_on(folder: Path, batch: DataProto, replicas: ProcessGroup, *, save: str =
     """Two updates with a checkpoint between them, or the second of them from one."""
     engine, parts = make_engine(folder, replicas), frozenset({"model", "optimizer"})
     if load:
-        engine.load(folder / load, parts)
+        load_state(folder / load, engine.state(parts), engine.world)
+        engine.state_was_loaded(parts)
     else:
         learn(engine, batch, CASES["several steps"])
-        if replicas.is_first:
-            (folder / save).mkdir()
-            engine.save(folder / save, parts)
-        replicas.gather(None)  # the others must not read before it is there
+        writer = StateWriter(engine.world)
+        writer.start({folder / save: engine.state(parts)})
+        writer.is_written(wait=True)
     learn(engine, batch, CASES["seven rows"])
     return state_of(engine, replicas)
 
@@ -200,7 +202,7 @@ def work(folder: Path, place: WorkerPlace, count: int) -> dict[str, Any]:
     prompts.meta_info["do_sample"] = False
     part.batch["greedy"] = worker.generate_sequences(prompts).batch["responses"]
     part.meta_info["metrics"] = metrics
-    collected = whole(part, worker.replicas)
+    collected = whole(part, worker.processes.replicas)
     worker.close()
     return {**dict(collected.batch.items()), "metrics": reduce_metrics(collected.meta_info["metrics"])}
 

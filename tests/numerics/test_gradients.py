@@ -15,6 +15,7 @@ from quadriga.algorithms.losses import vanilla
 from quadriga.config import ActorConfig, OptimConfig
 from quadriga.engines.base import OptimizerStep
 from quadriga.engines.fsdp.engine import FSDPEngine, Training
+from quadriga.engines.fsdp.memory import Memory
 from quadriga.engines.micro_batches import MicroBatching
 from quadriga.engines.objectives import PolicyObjective
 from quadriga.engines.step import Passes, infer, update
@@ -36,8 +37,9 @@ class Recording(FSDPEngine):
     """An engine that keeps its gradients instead of stepping."""
 
     def optimizer_step(self, lr: float) -> OptimizerStep:
-        self.recorded = {name: gradient.clone() for name, gradient in self.master.gradients().items()}
-        self.master.clear_gradients()
+        self.parameters.attach_gradients()
+        self.recorded = {name: self.parameters.masters[name].grad.clone() for name in self.parameters.trained()}
+        self.parameters.clear_gradients()
         return OptimizerStep(0.0, is_applied=True)
 
 
@@ -119,7 +121,7 @@ def test_gradient_checkpointing_changes_no_bit(make_model: Callable, batch: Data
     for use_gradient_checkpointing in (False, True):
         model, seen = make_model(), []
         model.model.layers[0].mlp.register_forward_pre_hook(lambda *_, seen=seen: seen.append(1))
-        options = {"use_gradient_checkpointing": use_gradient_checkpointing}
+        options = {"memory": Memory(gradient_checkpointing=use_gradient_checkpointing)}
         results.append(gradients(model, batch, ActorConfig(), WHOLE, **options))
         calls.append(len(seen))
     assert calls == [1, 2]

@@ -164,7 +164,7 @@ def test_bfloat16_log_probs_are_close_to_training(model: PreTrainedModel) -> Non
         hidden = narrow.model(
             input_ids=tokens[None], position_ids=positions[None], use_cache=False, attention_plan=plan
         ).last_hidden_state[0]
-        expected = token_scores(hidden[places], narrow.lm_head, tokens[torch.tensor(places) + 1]).log_probs
+        expected = token_scores(hidden[places], narrow.lm_head.weight, None, tokens[torch.tensor(places) + 1]).log_probs
     found = torch.tensor([number for one in completions for number in one.log_probs])
     assert (found - expected).abs().mean() < 0.02
 

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One model, its float32 masters and AdamW: whole in every process, each of which learns from other rows.
+"""One model, its float32 masters and AdamW, in one process or spread over many.
 
-The gradients are added up over the processes before the step, so that replicas stay equal to the last bit.
+    whole weights     every process computes its own rows; gradients are added up     whole_weights.py
+    sharded weights   FSDP2, with tensor, sequence and pipeline parallelism inside    sharded_weights.py, building.py
+
+What is done with them is the same: gradients are clipped by the norm of all of them, and a step moves the masters.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,12 +17,17 @@ from torch import nn
 
 from quadriga.config import OptimConfig
 from quadriga.engines.base import LossFunction, OptimizerStep, Outputs
-from quadriga.engines.fsdp import state_files
-from quadriga.engines.fsdp.master_weights import MasterWeights
-from quadriga.engines.packing import PackedBatch
-from quadriga.engines.process_group import ALONE, ProcessGroup
+from quadriga.engines.fsdp.building import build_weights
+from quadriga.engines.fsdp.memory import Memory
+from quadriga.engines.fsdp.sharded_weights import ReadWeight, ShardedWeights
+from quadriga.engines.fsdp.whole_weights import WholeWeights
+from quadriga.engines.packing import PackedBatch, filler
+from quadriga.engines.parallel.pipeline import Pipeline, Stage
+from quadriga.engines.parallel.processes import ONE_PROCESS, Processes
 from quadriga.errors import EngineError
+from quadriga.models.adapter_files import base_name, merged
 from quadriga.models.flops import model_cost
+from quadriga.models.lora import adapter_of
 from quadriga.models.scorers import Scorer
 
 
@@ -36,13 +44,14 @@ class FSDPEngine:
     """See `engines.base.TrainEngine`.
 
     Args:
-        scorer: the model and its head; its parameters are float32 on arrival.
+        scorer: the model and its head. Its parameters are float32 on arrival, whole, or on "meta" with `read`.
         dtype: of the compute weights.
-        device: where everything lives.
+        device: where the model computes.
         training: None for a model that is only asked.
-        use_gradient_checkpointing: keep a layer's inputs only, and compute the layer again for its gradient.
+        memory: what is given up to save some.
         name: of the role, for errors.
-        replicas: the processes that hold this model.
+        processes: that hold this model.
+        read: gives the parameters' values, where the scorer has none.
 
     Raises:
         EngineError: another process has a model with other weights.
@@ -55,50 +64,94 @@ class FSDPEngine:
         dtype: torch.dtype,
         device: torch.device,
         training: Training | None = None,
-        use_gradient_checkpointing: bool = False,
+        memory: Memory | None = None,
         name: str = "actor",
-        replicas: ProcessGroup = ALONE,
+        processes: Processes = ONE_PROCESS,
+        read: ReadWeight | None = None,
     ) -> None:
         self.scorer, self.dtype, self.device, self.name = scorer, dtype, device, name
-        self.replicas = replicas
-        self.training = training
-        self.cost = model_cost(scorer.model)
-        self.use_gradient_checkpointing = use_gradient_checkpointing
-        self.num_nonfinite_steps = 0
+        self.processes, self.replicas, self.world = processes, processes.replicas, processes.world
+        self.training, self.memory = training, memory or Memory()
         model = scorer.model
+        self.cost = model_cost(model)
+        self.num_nonfinite_steps = torch.zeros((), dtype=torch.int64)
         _without_dropout(model)
-        self._require_equal_replicas()
         if training is None:
-            model.requires_grad_(False).to(dtype)
-            self.master = None
+            model.requires_grad_(False)
+        self.parameters: WholeWeights | ShardedWeights = build_weights(
+            scorer,
+            dtype=dtype,
+            processes=processes,
+            read=read,
+            memory=self.memory,
+        )
+        self._require_equal_replicas()
+        root = self.parameters.root
+        self.pipeline = Pipeline(root, processes, dtype) if isinstance(root, Stage) else None
+        if training is None:
             return
-        self.master = MasterWeights(model, dtype)
         self.optimizer = torch.optim.AdamW(
-            list(self.master.masters.values()),
+            self._masters(),
             lr=training.optim.lr,
             betas=training.optim.betas,
             eps=training.optim.eps,
             weight_decay=training.optim.weight_decay,
             fused=True,
         )
-        if use_gradient_checkpointing:
+        if self.memory.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    # ---- asking and teaching --------------------------------------------------------------------------
 
     def output_names(self, with_entropy: bool) -> tuple[str, ...]:
         """See `TrainEngine.output_names`."""
         return self.scorer.output_names(with_entropy)
 
     @torch.no_grad()
-    def forward(self, batch: PackedBatch, *, temperature: float = 1.0, with_entropy: bool = False) -> Outputs:
+    def forward(
+        self, batches: Sequence[PackedBatch], *, temperature: float = 1.0, with_entropy: bool = False
+    ) -> list[Outputs]:
         """See `TrainEngine.forward`."""
-        return self.scorer(batch, temperature=temperature, with_entropy=with_entropy)
+        question = {"temperature": temperature, "with_entropy": with_entropy}
+        work = [batch for batch, _ in self._in_step([(batch, _nothing) for batch in batches])]
+        if self.pipeline is not None:
+            outputs = self.pipeline.forward(work, question) if work else []
+        else:
+            outputs = [self.scorer(batch, **question) for batch in work]
+            self.parameters.rest()
+        return outputs[: len(batches)]
 
-    def backward(self, batch: PackedBatch, loss: LossFunction, *, temperature: float = 1.0) -> None:
+    def backward(
+        self, batches: Sequence[PackedBatch], losses: Sequence[LossFunction], *, temperature: float = 1.0
+    ) -> None:
         """See `TrainEngine.backward`."""
-        model = self.scorer.model
-        model.train(self.use_gradient_checkpointing)  # Hugging Face checkpoints layers in training mode only
-        loss(self.scorer(batch, temperature=temperature, with_entropy=True)).backward()
+        model, question = self.scorer.model, {"temperature": temperature, "with_entropy": True}
+        work = self._in_step(list(zip(batches, losses, strict=True)))
+        model.train(self.memory.gradient_checkpointing)  # Hugging Face checkpoints layers in training mode only
+        with self._activations():
+            if self.pipeline is not None and work:
+                self.pipeline.backward(work, question)
+            elif self.pipeline is None:
+                for batch, loss in work:
+                    loss(self.scorer(batch, **question)).backward()
         model.eval()
+
+    def _in_step(self, work: list[tuple[PackedBatch, LossFunction]]) -> list[tuple[PackedBatch, LossFunction]]:
+        """Micro-batches as all processes need them: as many everywhere, tokens in multiples, fillers at the end."""
+        layout = self.processes.layout
+        if layout.is_whole:
+            return work
+        number = max(self.replicas.gather(len(work)))
+        if number and self.pipeline is not None:
+            number = max(number, self.pipeline.min_batches)
+        multiple = self.processes.token_multiple
+        fillers = [(filler(self.device), _nothing)] * (number - len(work))
+        return [(batch.extended(-(-batch.num_tokens // multiple) * multiple), loss) for batch, loss in work + fillers]
+
+    def _activations(self) -> AbstractContextManager[Any]:
+        if self.memory.activation_offload and self.device.type == "cuda":
+            return torch.autograd.graph.save_on_cpu(pin_memory=True)
+        return nullcontext()
 
     def optimizer_step(self, lr: float) -> OptimizerStep:
         """See `TrainEngine.optimizer_step`. A gradient that is not finite is dropped, and counted.
@@ -106,116 +159,110 @@ class FSDPEngine:
         Raises:
             EngineError: for the last of `max_nonfinite_steps` such gradients in a row.
         """
-        self.master.attach_gradients()
-        masters = list(self.master.masters.values())
-        # Summed before anything is asked of them, so that every replica decides alike, also about broken ones.
-        self.replicas.add_up([master.grad for master in masters])
-        norm = torch.nn.utils.get_total_norm([master.grad for master in masters])
+        weights = self.parameters
+        weights.attach_gradients()
+        norm = weights.grad_norm()
         is_finite = bool(torch.isfinite(norm))
         if is_finite:
-            self.num_nonfinite_steps = 0
-            torch.nn.utils.clip_grads_with_norm_(masters, self.training.grad_clip, norm)
+            self.num_nonfinite_steps.zero_()
+            torch.nn.utils.clip_grads_with_norm_(self._masters(), self.training.grad_clip, norm)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
-            self.master.refresh_compute()
+            weights.refresh_compute()
         else:
             self._count_nonfinite()
-        self.master.clear_gradients()
+        weights.clear_gradients()
         return OptimizerStep(float(norm), is_finite)
+
+    def _masters(self) -> list[torch.Tensor]:
+        return [self.parameters.masters[name] for name in self.parameters.trained()]
 
     def _count_nonfinite(self) -> None:
         self.num_nonfinite_steps += 1
         if self.num_nonfinite_steps < self.training.max_nonfinite_steps:
             return
-        broken = [name for name, grad in self.master.gradients().items() if not torch.isfinite(grad).all()]
+        trained = self.parameters.trained()
+        broken = [name for name in trained if not torch.isfinite(self.parameters.masters[name].grad).all()]
         raise EngineError(
             f"optimizer of the {self.name}",
-            got=f"{self.num_nonfinite_steps} gradients in a row that are not finite, in {len(broken)} of "
-            f"{len(self.master.masters)} parameters, first in {broken[0]}",
+            got=f"{int(self.num_nonfinite_steps)} gradients in a row that are not finite, in {len(broken)} of "
+            f"{len(trained)} parameters, first in {next(iter(broken), 'those of another process')}",
             expected="finite gradients",
             fix="Lower the learning rate, look for NaN in rewards, or resume from an earlier checkpoint; "
             "max_nonfinite_steps is the patience.",
         )
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    # ---- weights and state ----------------------------------------------------------------------------
+
+    def weights(self, *, is_merged: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
         """See `TrainEngine.weights`."""
-        for name, parameter in self.scorer.model.named_parameters():
-            yield name, parameter.detach()
+        adapter = adapter_of(self.scorer.model)
+        weights = self.parameters.whole()
+        return merged(weights, adapter.scale) if adapter and is_merged else weights
 
     def sleep(self) -> None:
         """Give the gradient sums back; they are zero between optimizer steps."""
-        if self.master is not None:
-            self.master.release_gradients()
+        self.parameters.release_gradients()
 
     def wake(self) -> None:
         """Nothing to take back: gradient sums are made when the first gradient arrives."""
 
-    def save(self, directory: Path, contents: frozenset[str]) -> None:
-        """See `TrainEngine.save`: float32 masters under Hugging Face names, and the optimizer's two moments."""
+    def state(self, contents: frozenset[str]) -> dict[str, torch.Tensor]:
+        """See `TrainEngine.state`."""
+        weights, state = self.parameters, {}
         if "model" in contents:
-            state_files.write_tensors(directory, "model", self._float_state())
-            self.scorer.model.config.save_pretrained(directory)
-            # Without the checks of save_pretrained, which refuses files that models on the hub come with.
-            self.scorer.model.generation_config.to_json_file(directory / "generation_config.json")
+            for name in weights.trained() or weights.masters:
+                state[f"model.{weights.name_of(name)}"] = weights.distributed(name, weights.masters[name].detach())
+        if "frozen" in contents:
+            trained = set(weights.trained())
+            for name in (name for name in weights.masters if name not in trained):
+                state[f"frozen.{base_name(weights.name_of(name))}"] = weights.distributed(name, weights.masters[name])
         if "optimizer" in contents:
-            moments, steps = self._moments()
-            state_files.write_tensors(directory, "optimizer", moments)
-            state_files.write_json(
-                directory / "optimizer.json", {"steps": steps, "nonfinite": self.num_nonfinite_steps}
-            )
+            for name in weights.trained():
+                moments = self._optimizer_state(weights.masters[name])
+                whole = weights.name_of(name)
+                for kind in ("exp_avg", "exp_avg_sq"):
+                    state[f"optimizer.{kind}.{whole}"] = weights.distributed(name, moments[kind])
+                state[f"optimizer.step.{whole}"] = moments["step"]
+            state["optimizer.nonfinite_steps"] = self.num_nonfinite_steps
+        return state
 
-    def load(self, directory: Path, contents: frozenset[str]) -> None:
-        """See `TrainEngine.load`."""
+    def state_was_loaded(self, contents: frozenset[str]) -> None:
+        """See `TrainEngine.state_was_loaded`."""
         if "model" in contents:
-            self.master.load(state_files.read_tensors(directory, "model", expected=self._float_state()))
+            self.parameters.refresh_compute()
             self._require_equal_replicas()
-        if "optimizer" in contents:
-            saved = state_files.read_json(directory / "optimizer.json")
-            moments = state_files.read_tensors(directory, "optimizer", expected=self._empty_moments())
-            self.num_nonfinite_steps = saved["nonfinite"]
-            for name, master in self.master.masters.items():
-                if name in saved["steps"]:
-                    self.optimizer.state[master] = {
-                        "step": torch.tensor(saved["steps"][name], dtype=torch.float32),
-                        "exp_avg": moments[f"{name}.exp_avg"].to(self.device),
-                        "exp_avg_sq": moments[f"{name}.exp_avg_sq"].to(self.device),
-                    }
+
+    def _optimizer_state(self, master: torch.Tensor) -> dict[str, torch.Tensor]:
+        """AdamW's own state of a parameter, made where there was no step yet."""
+        return self.optimizer.state.setdefault(
+            master,
+            {
+                "step": torch.zeros((), dtype=torch.float32, device=master.device if master.is_cuda else None),
+                "exp_avg": torch.zeros_like(master),
+                "exp_avg_sq": torch.zeros_like(master),
+            },
+        )
 
     def _require_equal_replicas(self) -> None:
-        self.replicas.require_alike(f"weights of the {self.name}", list(self.scorer.model.parameters()))
-
-    def _float_state(self) -> dict[str, torch.Tensor]:
-        if self.master is None:
-            return dict(self.weights())
-        return {name: master.detach() for name, master in self.master.masters.items()}
-
-    def _moments(self) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-        moments: dict[str, torch.Tensor] = {}
-        steps: dict[str, float] = {}
-        for name, master in self.master.masters.items():
-            state = self.optimizer.state.get(master)
-            if state:
-                moments[f"{name}.exp_avg"], moments[f"{name}.exp_avg_sq"] = state["exp_avg"], state["exp_avg_sq"]
-                steps[name] = float(state["step"])
-        return moments, steps
-
-    def _empty_moments(self) -> dict[str, torch.Tensor]:
-        """Names and shapes of the moments, without memory behind them."""
-        return {
-            f"{name}.{moment}": torch.empty_like(master, device="meta")
-            for name, master in self.master.masters.items()
-            for moment in ("exp_avg", "exp_avg_sq")
-        }
+        if self.processes.layout.is_whole:
+            self.replicas.require_alike(f"weights of the {self.name}", list(self.scorer.model.parameters()))
 
     def describe(self) -> dict[str, Any]:
         """See `TrainEngine.describe`."""
-        kind = "trained" if self.master is not None else "frozen"
+        kind = "trained" if self.training is not None else "frozen"
         return {
-            "parameters": sum(parameter.numel() for parameter in self.scorer.model.parameters()),
+            "parameters": self.parameters.num_parameters(),
             "weights": f"{self.dtype}".removeprefix("torch.") + f", {kind}",
             "device": str(self.device),
+            "processes": self.processes.layout.describe(),
         }
+
+
+def _nothing(outputs: Outputs) -> torch.Tensor:
+    """The loss of a filler: zero, with a zero gradient for whatever was computed."""
+    return torch.stack([values.sum() for values in outputs.values()]).sum() * 0.0
 
 
 def _without_dropout(model: nn.Module) -> None:

@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine's optimizer step, its masters, and what it writes to disk."""
+"""The engine's optimizer step, its masters, and its state."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from quadriga.config import OptimConfig
 from quadriga.engines.fsdp.engine import FSDPEngine, Training
-from quadriga.engines.fsdp.master_weights import MasterWeights
-from quadriga.engines.fsdp.state_files import read_tensors, write_tensors
-from quadriga.errors import CheckpointError, EngineError
+from quadriga.engines.fsdp.whole_weights import WholeWeights
+from quadriga.engines.process_group import ALONE
+from quadriga.errors import EngineError
 from quadriga.models.attention import ATTENTION_NAME
 from quadriga.models.scorers import PolicyScorer, ValueScorer
 
@@ -65,7 +64,7 @@ def test_small_steps_survive_in_the_masters(make_engine) -> None:
     for _ in range(20):
         give_gradient(engine, 1.0)
         engine.optimizer_step(lr=1e-3)
-    master = engine.master.masters[name]
+    master = engine.parameters.masters[name]
     torch.testing.assert_close(master, torch.full_like(master, 0.98), atol=1e-4, rtol=0)
     compute = dict(engine.weights())[name]
     assert compute.dtype == torch.bfloat16
@@ -75,10 +74,11 @@ def test_small_steps_survive_in_the_masters(make_engine) -> None:
 def test_gradients_add_up_in_float32() -> None:
     """256 + 1 is 256 in bfloat16; the sums of micro-batches are not kept there."""
     layer = nn.Linear(1, 1, bias=False)
-    master = MasterWeights(layer, torch.bfloat16)
+    master = WholeWeights(layer, layer, torch.bfloat16, ALONE)
     for gradient in (256.0, 1.0):
         (layer.weight * gradient).sum().backward()
-    assert master.gradients()["weight"].item() == 257.0
+    master.attach_gradients()
+    assert master.masters["weight"].grad.item() == 257.0
     assert layer.weight.grad is None
 
 
@@ -111,48 +111,19 @@ def test_no_gradient_at_all_is_a_step_with_a_zero_gradient(make_engine) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scorer", [PolicyScorer, ValueScorer])
-def test_saved_and_loaded_goes_on_bit_for_bit(make_engine, dtype, scorer, tmp_path: Path) -> None:
-    """Two steps, a save, a load into an engine with other weights, a third step: equal to three steps."""
+def test_saved_and_loaded_goes_on_bit_for_bit(make_engine, dtype, scorer) -> None:
+    """Two steps, their state written into an engine with other weights, a third step: equal to three steps."""
     engine, other = make_engine(dtype, scorer), make_engine(dtype, scorer, seed=1)
     for value in (1.0, -0.5):
         give_gradient(engine, value)
         engine.optimizer_step(lr=0.01)
-    engine.save(tmp_path, ALL)
-    other.load(tmp_path, ALL)
+    saved = {name: tensor.clone() for name, tensor in engine.state(ALL).items()}
+    for name, tensor in other.state(ALL).items():
+        tensor.copy_(saved.pop(name))
+    assert not saved
+    other.state_was_loaded(ALL)
     for each in (engine, other):
         give_gradient(each, 0.25)
         each.optimizer_step(lr=0.01)
-    for name, master in engine.master.masters.items():
-        assert torch.equal(master, other.master.masters[name]), name
-
-
-def test_a_saved_policy_is_a_hugging_face_folder(make_engine, tmp_path: Path) -> None:
-    engine = make_engine()
-    engine.save(tmp_path, frozenset({"model"}))
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    for name, weight in engine.weights():
-        assert torch.equal(dict(loaded.named_parameters())[name], weight), name
-
-
-def test_shards_and_their_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quadriga.engines.fsdp.state_files.SHARD_BYTES", 40)
-    tensors = {name: torch.full((5,), float(number)) for number, name in enumerate("abc")}
-    write_tensors(tmp_path, "model", tensors)
-    assert len(list(tmp_path.glob("model-*.safetensors"))) == 2
-    assert all(torch.equal(read_tensors(tmp_path, "model", expected=tensors)[name], tensors[name]) for name in "abc")
-
-
-def test_a_damaged_shard_is_named(tmp_path: Path) -> None:
-    tensors = {"a": torch.ones(4)}
-    write_tensors(tmp_path, "model", tensors)
-    (tmp_path / "model-00001-of-00001.safetensors").write_bytes(b"short")
-    with pytest.raises(CheckpointError, match="model-00001-of-00001"):
-        read_tensors(tmp_path, "model", expected=tensors)
-
-
-def test_another_models_checkpoint_is_refused(tmp_path: Path) -> None:
-    write_tensors(tmp_path, "model", {"a": torch.ones(4)})
-    with pytest.raises(CheckpointError, match="got 1 unknown and 1 missing"):
-        read_tensors(tmp_path, "model", expected={"b": torch.ones(4)})
-    with pytest.raises(CheckpointError, match=r"got shape \(4,\), expected \(5,\)"):
-        read_tensors(tmp_path, "model", expected={"a": torch.ones(5)})
+    for name, master in engine.parameters.masters.items():
+        assert torch.equal(master, other.parameters.masters[name]), name

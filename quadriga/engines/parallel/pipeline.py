@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pipeline parallelism: each process has some of the layers, and micro-batches pass from one to the next.
+
+    stage 0        embedding, layers 0-3     hidden states  --->
+    stage 1                   layers 4-7, norm, head: outputs and loss; gradients of hidden states  <---
+
+The schedules are torch's: one forward, one backward (arXiv:2104.04473) for training; forward only for asking. They
+want tensors of one shape, so the micro-batches of a step are extended to the longest of them.
+
+A stage keeps the model whole in name: layers of other stages pass on what they get, so that the architecture's own
+forward runs, and a parameter has one name wherever it lives.
+
+Legend: n packed tokens of a micro-batch in this process, D hidden size.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from transformers import PreTrainedModel
+
+from quadriga.engines.base import LossFunction, Outputs
+from quadriga.engines.packing import PackedBatch
+from quadriga.engines.parallel.processes import Processes
+from quadriga.errors import EngineError
+from quadriga.models.load import backbone
+from quadriga.models.scorers import Scorer
+
+
+class _PassOn(nn.Module):
+    """A layer of another stage. It keeps the plain attributes that architectures read of their layers."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        for name, value in vars(layer).items():
+            if isinstance(value, (str, int)) and not name.startswith("_"):
+                setattr(self, name, value)
+
+    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """[1, n, D], as it came."""
+        return hidden
+
+
+def layers_of_stage(num_layers: int, stage: int, num_stages: int) -> range:
+    """The layers of a stage: even shares, one more in the first stages where they do not come out even."""
+    share, rest = divmod(num_layers, num_stages)
+    start = stage * share + min(stage, rest)
+    return range(start, start + share + (stage < rest))
+
+
+def keep_stage(model: PreTrainedModel, processes: Processes) -> Mapping[str, str]:
+    """Take out of a model what other stages have.
+
+    Returns:
+        names here -> names in the whole model, of parameters that the first and the last stage both have: the head's
+        weight where it is the embedding's.
+
+    Raises:
+        EngineError: the architecture has not the parts that are to be taken out.
+    """
+    base = backbone(model)
+    for part in ("layers", "norm"):
+        if not hasattr(base, part):
+            raise EngineError(
+                f"pipeline parallelism of {type(model).__name__}",
+                got=f"a backbone without `{part}`",
+                expected="embedding, layers and norm, as in the Llama family",
+                fix="Set pipeline_model_parallel_size=1.",
+            )
+    own = layers_of_stage(len(base.layers), processes.place.pp, processes.layout.pp)
+    for number, layer in enumerate(base.layers):
+        if number not in own:
+            base.layers[number] = _PassOn(layer)
+    table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    names = {id(module): name for name, module in model.named_modules()}
+    is_tied = isinstance(head, nn.Linear) and head.weight is table.weight
+    tied = {f"{names[id(head)]}.weight": f"{names[id(table)]}.weight"} if is_tied else {}
+    if not processes.is_last_stage:
+        base.norm = nn.Identity()
+        model.set_output_embeddings(nn.Identity())
+        if hasattr(model, "value_head"):
+            model.value_head = nn.Identity()
+    if not processes.is_first_stage:
+        model.set_input_embeddings(nn.Identity())
+    return tied if processes.is_last_stage and not processes.is_first_stage else {}
+
+
+class Stage(nn.Module):
+    """The module of one stage, as torch's schedules call it: with the number of a micro-batch.
+
+    Args:
+        scorer: with the layers of this stage.
+        hidden_size: D
+    """
+
+    def __init__(self, scorer: Scorer, hidden_size: int) -> None:
+        super().__init__()
+        self.scorer, self.hidden_size = scorer, hidden_size
+        self._work: Sequence[tuple[PackedBatch, LossFunction | None]] = ()
+        self._question: dict[str, Any] = {}
+        self.outputs: list[Outputs] = []
+
+    def forward(self, received: torch.Tensor, *, number: torch.Tensor) -> torch.Tensor:
+        """[1, n, D] for the next stage; from the last one the loss [1]."""
+        batch, loss = self._work[int(number)]
+        sharing = self.scorer.sharing
+        outputs = self.scorer(batch, received=None if sharing.has_embedding else received, **self._question)
+        if not sharing.has_head:
+            return outputs
+        self.outputs.append({name: values.detach() for name, values in outputs.items()})
+        return next(iter(outputs.values())).new_zeros(1) if loss is None else loss(outputs).reshape(1)
+
+    def set_work(self, work: Sequence[tuple[PackedBatch, LossFunction | None]], question: dict[str, Any]) -> None:
+        """The micro-batches of the next run, each with its loss, and what is asked of the scorer."""
+        self._work, self._question, self.outputs = work, question, []
+
+
+class Pipeline:
+    """One stage and its way to the others.
+
+    Args:
+        stage: the module of this process, sharded or not.
+        processes: of the engine.
+        dtype: of hidden states.
+    """
+
+    def __init__(self, stage: Stage, processes: Processes, dtype: torch.dtype) -> None:
+        self.stage, self.processes, self.dtype = stage, processes, dtype
+
+    @property
+    def min_batches(self) -> int:
+        """Fewest micro-batches of a run."""
+        return self.processes.layout.pp
+
+    @torch.no_grad()
+    def forward(self, batches: Sequence[PackedBatch], question: dict[str, Any]) -> list[Outputs]:
+        """Outputs of each micro-batch without gradients; none but in the last stage."""
+        self._run([(batch, None) for batch in batches], question, is_training=False)
+        return self.stage.outputs
+
+    def backward(self, work: Sequence[tuple[PackedBatch, LossFunction]], question: dict[str, Any]) -> None:
+        """The gradients of the losses of all micro-batches, added up."""
+        self._run(work, question, is_training=True)
+
+    def _run(self, work: Sequence[Any], question: dict[str, Any], *, is_training: bool) -> None:
+        longest = max(batch.num_tokens for batch, _ in work)
+        self.stage.set_work([(batch.extended(longest), loss) for batch, loss in work], question)
+        layout, place = self.processes.layout, self.processes.place
+        device = self.processes.world.device
+        numbers = torch.arange(len(work), device=device)
+        shape = (1, longest // (layout.sp * layout.tp), self.stage.hidden_size)
+        hidden = torch.empty(shape, dtype=self.dtype, device=device, requires_grad=is_training)
+        loss = torch.empty(1, device=device, requires_grad=is_training)
+        stage = PipelineStage(
+            self.stage,
+            place.pp,
+            layout.pp,
+            device,
+            input_args=numbers[:1] if place.pp == 0 else hidden,
+            output_args=loss if self.processes.is_last_stage else hidden,
+            group=self.processes.group("pp"),
+        )
+        if is_training:
+            schedule: Any = Schedule1F1B(stage, len(work), _loss_itself, scale_grads=False)
+        else:
+            schedule = ScheduleGPipe(stage, len(work), None)
+        targets = {"target": numbers} if is_training and self.processes.is_last_stage else {}
+        schedule.step(*([numbers] if place.pp == 0 else []), number=numbers, **targets)
+
+
+def _loss_itself(loss: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+    return loss.sum()

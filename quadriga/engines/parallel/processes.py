@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The processes of one engine, seen from one of them, and the groups in which they talk.
+
+Two views of the same ranks: `storage` says where parameters lie, `work` who computes what.
+
+    storage   (pp, dp_replicate, tp, fsdp)     a parameter is cut by tp, and each part by fsdp = dp_shard x sp
+    work      (pp, dp, sp, tp)                 dp = dp_replicate x dp_shard; the order of the ranks
+"""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from quadriga.config.layout import Layout, RankPlace
+from quadriga.engines.process_group import ALONE, ProcessGroup, num_meetings
+
+STORAGE_NAMES = ("pp", "dp_replicate", "tp", "fsdp")
+WORK_NAMES = ("pp", "dp", "sp", "tp")
+
+
+@dataclass(frozen=True)
+class Processes:
+    """See the module.
+
+    Attributes:
+        layout: how they are arranged.
+        place: of this one.
+        world: all of them.
+        replicas: those with other rows, at the same place otherwise.
+        storage, work: the meshes; None where every process has everything.
+    """
+
+    layout: Layout
+    place: RankPlace
+    world: ProcessGroup
+    replicas: ProcessGroup
+    storage: DeviceMesh | None = None
+    work: DeviceMesh | None = None
+
+    @classmethod
+    def arrange(cls, world: ProcessGroup, layout: Layout) -> "Processes":
+        """Form the groups of a layout; every process of the world calls it, in the same order of layouts."""
+        place = layout.place(world.rank)
+        if layout.is_whole:
+            return cls(layout, place, world, world)
+        storage, work = _meshes(layout, world.device.type)
+        replicas = ProcessGroup(place.dp_rank, layout.dp_size, world.device, work.get_group("dp"))
+        return cls(layout, place, world, replicas, storage, work)
+
+    def group(self, name: str) -> dist.ProcessGroup:
+        """The process group along one direction of `work`."""
+        assert self.work is not None, "only asked where there are meshes"
+        return self.work.get_group(name)
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this process has the embedding."""
+        return self.place.pp == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this process has the head."""
+        return self.place.pp == self.layout.pp - 1
+
+    @property
+    def token_multiple(self) -> int:
+        """Packed tokens come in multiples of this, so that all processes get as many."""
+        return self.layout.sp * self.layout.tp
+
+
+ONE_PROCESS = Processes(Layout(), Layout().place(0), ALONE, ALONE)
+
+
+def alike(replicas: ProcessGroup) -> Processes:
+    """Processes that each have whole weights, and rows of their own."""
+    return Processes.arrange(replicas, Layout(dp_replicate=replicas.size))
+
+
+@functools.lru_cache(maxsize=16)
+def _meshes_of(layout: Layout, device_type: str, meeting: int) -> tuple[DeviceMesh, DeviceMesh]:
+    ranks = torch.arange(layout.world_size).view(layout.pp, layout.dp_replicate, layout.fsdp, layout.tp)
+    work = (layout.pp, layout.dp_size, layout.sp, layout.tp)
+    return (
+        DeviceMesh(device_type, ranks.transpose(2, 3), mesh_dim_names=STORAGE_NAMES),
+        init_device_mesh(device_type, work, mesh_dim_names=WORK_NAMES),
+    )
+
+
+def _meshes(layout: Layout, device_type: str) -> tuple[DeviceMesh, DeviceMesh]:
+    # Roles with the same layout in the same processes share their groups; those of an earlier meeting are gone.
+    return _meshes_of(layout, device_type, num_meetings())

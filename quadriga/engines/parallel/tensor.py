@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensor parallelism, arXiv:1909.08053, with the tokens parted between the layers, arXiv:2205.05198.
+
+    norm      n tokens            every process its own
+    gather    N tokens            before attention and MLP
+    colwise   rows of a weight    each process computes some heads, some of the MLP's width
+    rowwise   columns of it       each has a part of every token's sum
+    scatter   n tokens            added up, and parted again
+
+Parameters become plain tensors that hold this process's part; those that all processes have alike (norms, the bias of
+a rowwise projection) see only some of the tokens or heads, so their gradients are added up before a step
+(`TensorParts.replicated`). Which projection is shared how is what transformers declares for the architecture.
+
+Legend: n tokens of this process, N = n x tp, D hidden size, V' entries of the vocabulary in this process.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import embedding, linear
+from transformers import PreTrainedModel
+
+from quadriga.engines.parallel.collectives import gather, scatter_sum
+from quadriga.engines.parallel.sharing import part_sizes
+from quadriga.models.load import backbone
+
+_SPLIT_DIMENSION = {"colwise": 0, "rowwise": 1}
+
+
+@dataclass
+class TensorParts:
+    """How the parameters of a model are shared: by name, the dimension in which they are cut. Others are replicated."""
+
+    dimensions: dict[str, int] = field(default_factory=dict)
+
+    def replicated(self, names: Iterator[str]) -> list[str]:
+        """Those of `names` that every process has whole."""
+        return [name for name in names if name not in self.dimensions]
+
+
+def share_layers(model: PreTrainedModel, group: dist.ProcessGroup) -> TensorParts:
+    """Cut a model's projections, embedding and head, and let their modules talk. Parameters may be on "meta".
+
+    Args:
+        model: whole; it computes with the tokens of this process afterwards.
+        group: the processes.
+    """
+    parts = TensorParts()
+    base = backbone(model)
+    prefix = f"{model.base_model_prefix}." if base is not model else ""
+    parents: dict[str, nn.Module] = {}
+    for name, style in _styles(base, model.config.base_model_tp_plan):
+        module = base.get_submodule(name)
+        if style == "colwise":
+            parents[name.rpartition(".")[0]] = base.get_submodule(name.rpartition(".")[0])
+        else:
+            module.forward = _RowwiseProjection(module, group)
+        for kind, parameter in list(module.named_parameters(recurse=False)):
+            dimension = _SPLIT_DIMENSION[style]
+            if dimension < parameter.dim():
+                _cut(module, kind, dimension, group)
+                parts.dimensions[f"{prefix}{name}.{kind}"] = dimension
+    for parent in parents.values():
+        parent.register_forward_pre_hook(_GatherTokens(group), with_kwargs=True)
+    _share_vocabulary(model, group, parts)
+    return parts
+
+
+def _styles(base: nn.Module, plan: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """Name and style of each module of a backbone that a plan cuts."""
+    patterns = {re.compile(re.escape(name).replace(r"\*", r"\d+")): style for name, style in plan.items()}
+    for name, module in base.named_modules():
+        for pattern, style in patterns.items():
+            if style in _SPLIT_DIMENSION and isinstance(module, nn.Linear) and pattern.fullmatch(name):
+                yield name, style
+
+
+def _share_vocabulary(model: PreTrainedModel, group: dist.ProcessGroup, parts: TensorParts) -> None:
+    table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    is_tied = isinstance(head, nn.Linear) and head.weight is table.weight
+    start = sum(part_sizes(table.weight.shape[0], dist.get_world_size(group))[: dist.get_rank(group)])
+    names = {id(module): name for name, module in model.named_modules()}
+    _cut(table, "weight", 0, group)
+    parts.dimensions[f"{names[id(table)]}.weight"] = 0
+    table.forward = _VocabularyEmbedding(table, start, group)
+    if not isinstance(head, nn.Linear):
+        return
+    if is_tied:
+        head.weight = table.weight
+    for kind in dict(head.named_parameters(recurse=False)):
+        if not (is_tied and kind == "weight"):
+            _cut(head, kind, 0, group)
+        parts.dimensions[f"{names[id(head)]}.{kind}"] = 0
+
+
+def _cut(module: nn.Module, kind: str, dimension: int, group: dist.ProcessGroup) -> None:
+    whole = getattr(module, kind)
+    sizes = part_sizes(whole.shape[dimension], dist.get_world_size(group))
+    part = whole.detach().narrow(dimension, sum(sizes[: (rank := dist.get_rank(group))]), sizes[rank])
+    setattr(module, kind, nn.Parameter(part.clone(), whole.requires_grad))
+
+
+class _GatherTokens:
+    """Hook of a module whose projections are cut by rows: it reads all tokens."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        if args:
+            return (gather(args[0][0], self.group)[None], *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": gather(kwargs["hidden_states"][0], self.group)[None]}
+
+
+class _RowwiseProjection:
+    """Forward of a linear layer cut by columns: [1, N, its inputs] -> [1, n, D]."""
+
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
+        self.module, self.group = module, group
+
+    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs = scatter_sum(linear(inputs[0], self.module.weight), self.group)[None]
+        return outputs if self.module.bias is None else outputs + self.module.bias
+
+
+class _VocabularyEmbedding:
+    """Forward of an embedding that has some of the vocabulary: [1, N] -> [1, n, D]."""
+
+    def __init__(self, module: nn.Module, start: int, group: dist.ProcessGroup) -> None:
+        self.module, self.start, self.group = module, start, group
+
+    def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:
+        table, local = self.module.weight, input_ids[0] - self.start
+        here = (local >= 0) & (local < table.shape[0])
+        if table.shape[0] == 0:
+            rows = table.sum() + torch.zeros(len(local), table.shape[1], dtype=table.dtype, device=table.device)
+        else:
+            rows = embedding(torch.where(here, local, 0), table) * here[:, None]
+        return scatter_sum(rows, self.group)[None]

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model spread over processes in every way learns what it learns in one, over gloo.
+
+What none of this proves: the same on NCCL, where the order of additions is another, and in bfloat16.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from quadriga.protocol import DataProto
+from tests.numerics.layouts import GOES_ON, KINDS, LAYOUTS, SAVED
+from tests.numerics.test_replicas import free_ports
+
+PROGRAM = Path(__file__).with_name("layouts.py")
+REPOSITORY = PROGRAM.parents[2]
+TOLERANCE = 1e-5
+SPREAD = [(name, kind) for size in (2, 4) for name in LAYOUTS[size] for kind in KINDS]
+# How a batch was cut shows in these and in nothing else.
+OF_THE_CUT = ("packed_tokens", "perf/")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory, make_batch: Callable[[], DataProto]) -> dict[str, Any]:
+    """What every layout gave."""
+    folder = tmp_path_factory.mktemp("layouts")
+    for name in ("tied", "untied"):
+        torch.manual_seed(0)
+        config = Qwen2Config(
+            hidden_size=32,
+            intermediate_size=44,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=97,
+            tie_word_embeddings=name == "tied",
+        )
+        model = Qwen2ForCausalLM(config)
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.1)
+        model.save_pretrained(folder / name)
+    batch = make_batch()
+    batch.batch["values"] = batch.batch["advantages"] * 0.3
+    batch.batch["returns"] = batch.batch["advantages"] + 1.0
+    batch.save_to_disk(folder / "batch")
+    ports = [str(port) for port in free_ports(2)]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(PROGRAM), str(rank), str(folder), *ports],
+            env=os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(4)
+    ]
+    outputs = [process.communicate(timeout=900)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0, 0], "\n".join(outputs)
+    found: dict[str, Any] = {}
+    for size in LAYOUTS:
+        found |= torch.load(folder / f"{size}.pt")
+    return found
+
+
+def require_close(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Each tensor differs by at most TOLERANCE of its largest number."""
+    assert list(got) == list(expected)
+    for name, tensor in expected.items():
+        assert (got[name] - tensor).abs().max() <= TOLERANCE * tensor.abs().max(), name
+
+
+def require_same_metrics(got: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
+    for one, other in zip(got, expected, strict=True):
+        named = {name for name in other if not any(part in name for part in OF_THE_CUT)}
+        assert named <= one.keys()
+        for name in named:
+            # Losses and divergences are means of terms of order 1 that nearly cancel.
+            assert one[name] == pytest.approx(other[name], rel=TOLERANCE, abs=0.1 * TOLERANCE), name
+
+
+@pytest.mark.parametrize(("layout", "kind"), SPREAD)
+def test_log_probs_and_values(results: dict[str, Any], layout: str, kind: str) -> None:
+    """What the model says before it has learned."""
+    require_close(results[f"{layout}, {kind}"]["asked"], results[f"one process, {kind}"]["asked"])
+
+
+@pytest.mark.parametrize(("layout", "kind"), SPREAD)
+def test_loss_and_gradient_norm(results: dict[str, Any], layout: str, kind: str) -> None:
+    """Two mini-batches of ragged rows, then one of all of them: losses, gradient norms (clipped ones), and what a
+    learning rate of one half makes of them."""
+    metrics = results[f"{layout}, {kind}"]["metrics"]
+    require_same_metrics(metrics, results[f"one process, {kind}"]["metrics"])
+    assert all(norm > 0.05 for each in metrics for name, norm in each.items() if name.endswith("grad_norm"))
+
+
+@pytest.mark.parametrize(("layout", "kind"), SPREAD)
+def test_parameters_after_three_steps(results: dict[str, Any], layout: str, kind: str) -> None:
+    """Of the whole model, gathered."""
+    got, expected = results[f"{layout}, {kind}"]["weights"], results[f"one process, {kind}"]["weights"]
+    require_close(got, expected)
+
+
+@pytest.mark.parametrize("layout", GOES_ON)
+def test_a_checkpoint_goes_on_in_another_layout(results: dict[str, Any], layout: str) -> None:
+    """Written by four processes, read by four, two and one: bit for bit on the same layout, to rounding on others."""
+    got, expected = results[f"{layout}, goes on"], results["undisturbed"]
+    if layout == SAVED:
+        assert got["metrics"] == expected["metrics"]
+        assert all(torch.equal(got["weights"][name], weight) for name, weight in expected["weights"].items())
+    require_same_metrics(got["metrics"], expected["metrics"])
+    require_close(got["weights"], expected["weights"])
