@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A reward manager beside a reward model: the score of a response is the sum of what both say.
+
+B responses, T response positions.
+"""
+
+import logging
+from functools import cached_property
+
+import torch
+
+from quadriga.observe.metrics import Metric, reduce_metrics
+from quadriga.observe.timing import PhaseTimer
+from quadriga.protocol import DataProto
+from quadriga.protocol.columns import object_array
+from quadriga.rewards import RewardManager, RewardOutput
+from quadriga.workers import RewardModelWorker
+from quadriga.workers.columns import reward_model_inputs
+
+logger = logging.getLogger(__name__)
+
+
+class ModelReward:
+    """See `rewards.RewardManager`.
+
+    Args:
+        model: scores every response.
+        graders: add to it; where there is nothing to grade by, zero.
+    """
+
+    def __init__(self, model: RewardModelWorker, graders: RewardManager) -> None:
+        self.model, self.graders = model, graders
+
+    @cached_property
+    def reads_chats(self) -> bool:
+        """Whether the reward model has a chat template of its own."""
+        return self.model.reads_chats()
+
+    def __call__(self, data: DataProto) -> RewardOutput:
+        """`rm_scores` [B, T] go to the batch, and their sum with the graders' scores to the output.
+
+        Metrics beside the graders': mean, max and min of `reward/rm_score` and `reward/rule_score`, the two summands;
+        `reward/rm_cut`, inputs of the reward model that were too long; `timing_s/rm`, seconds.
+        """
+        timer = PhaseTimer()
+        with timer.phase("rm"):
+            scored = self.model.compute_rm_score(reward_model_inputs(data, with_chats=self.reads_chats))
+        told = reduce_metrics(scored.meta_info.pop("metrics"))
+        if told["reward/rm_cut"]:
+            logger.warning(
+                "reward model: %d of %d inputs were too long (reward_model.max_length) and lost their beginning.",
+                told["reward/rm_cut"],
+                len(data),
+            )
+        data.union(scored)
+        rule = self.graders(data)
+        by_model = data.batch["rm_scores"]
+        totals = by_model.sum(-1)
+        metrics = {
+            **rule.metrics,
+            **_spread("reward/rm_score", totals),
+            **_spread("reward/rule_score", rule.scores.sum(-1)),
+            "reward/rm_cut": Metric(told["reward/rm_cut"], "sum"),
+            "timing_s/rm": Metric(timer.seconds["rm"], "sum"),
+        }
+        extra = {**rule.extra, "rm_score": object_array(totals.tolist())}
+        return RewardOutput(by_model + rule.scores, extra, metrics)
+
+    def close(self) -> None:
+        """End the graders; the reward model ends with its group."""
+        self.graders.close()
+
+
+def _spread(name: str, scores: torch.Tensor) -> dict[str, Metric]:
+    """Mean, max and min of some scores."""
+    return {
+        f"{name}/mean": Metric(float(scores.mean()), "mean", weight=len(scores)),
+        f"{name}/max": Metric(float(scores.max()), "max"),
+        f"{name}/min": Metric(float(scores.min()), "min"),
+    }
