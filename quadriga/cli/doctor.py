@@ -25,7 +25,7 @@ _REQUIREMENT = re.compile(r"(?P<name>[A-Za-z0-9_.\-]+)(?:\[[^\]]*\])?\s*(?:>=\s*
 # Environment variables that decide how many threads compute.
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_PROC_BIND", "KMP_AFFINITY", "KMP_BLOCKTIME")
 # Engines and backends that no code here drives; listed because users of verl ask for them.
-_UNUSED = ("vllm", "sglang", "peft")
+_UNUSED = ("vllm", "sglang")
 
 
 @dataclass(frozen=True)

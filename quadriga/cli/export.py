@@ -2,15 +2,21 @@
 """`quadriga export`: turn a run or a checkpoint into an ordinary Hugging Face folder."""
 
 import argparse
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
+from quadriga.config.adapter import ADAPTER_CONFIG, is_adapter
 from quadriga.data.tokenizing import read_tokenizer
-from quadriga.errors import CheckpointError
+from quadriga.errors import CheckpointError, QuadrigaError
+from quadriga.models.adapter_files import AdapterFiles, write_adapter
+from quadriga.models.pretrained import from_pretrained
 from quadriga.trainer.checkpoint import MANIFEST, model_folder, verify
 
 
@@ -19,7 +25,12 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="quadriga export", description=__doc__)
     parser.add_argument("checkpoint", help="a run's directory (its newest checkpoint), or one of its global_step_N")
     parser.add_argument("--output", required=True, type=Path, help="folder to write")
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument(
+        "--dtype", choices=["bfloat16", "float16", "float32"], help="default: bfloat16; of an adapter alone: float32"
+    )
+    parser.add_argument(
+        "--adapter", action="store_true", help="write the adapter alone, as PEFT does (default: merged into its model)"
+    )
     arguments = parser.parse_args(argv)
     folder = Path(model_folder(arguments.checkpoint))
     if not folder.is_dir():
@@ -37,15 +48,34 @@ def main(argv: list[str]) -> int:
             fix="Writing would replace its weights by rounded ones.",
         )
     disable_progress_bar()
-    model, tokenizer = _load(folder, getattr(torch, arguments.dtype))
-    _save(model, tokenizer, arguments.output)
-    print(f"{folder} -> {arguments.output} ({arguments.dtype})")
+    dtype = arguments.dtype or ("float32" if arguments.adapter else "bfloat16")
+    if arguments.adapter:
+        _save_adapter(folder, getattr(torch, dtype), arguments.output)
+    else:
+        model, tokenizer = _load(folder, getattr(torch, dtype))
+        _save(model, tokenizer, arguments.output)
+    print(f"{folder} -> {arguments.output} ({dtype})")
     return 0
+
+
+def _save_adapter(folder: Path, dtype: torch.dtype, output: Path) -> None:
+    if not is_adapter(folder):
+        raise CheckpointError(
+            str(folder),
+            got="no adapter: all weights were trained",
+            expected="a checkpoint of a run with an adapter, or PEFT's folder of one",
+            fix="Leave --adapter out.",
+        )
+    with _writing(output):
+        output.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(folder / ADAPTER_CONFIG, output / ADAPTER_CONFIG)
+        write_adapter(output, AdapterFiles(folder), dtype)
 
 
 def _load(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     try:
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype), read_tokenizer(folder)
+        model, _ = from_pretrained(folder, AutoConfig.from_pretrained(folder), dtype=dtype)
+        return model, read_tokenizer(folder)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(
             str(folder),
@@ -58,11 +88,19 @@ def _load(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrained
 def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     # Written by itself: save_pretrained refuses sampling settings that models on the hub come with.
     generation_config, model.generation_config = model.generation_config, GenerationConfig()
-    try:
+    with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         generation_config.to_json_file(folder / "generation_config.json")
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except QuadrigaError:
+        raise
     except Exception as error:
         # A full disk is an OSError to Python, a SafetensorError to safetensors, and a bare Exception to tokenizers.
         raise CheckpointError(

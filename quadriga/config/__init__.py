@@ -11,13 +11,21 @@ from quadriga.config.check import check_training, training_findings
 from quadriga.config.critic import CriticConfig, CriticModelConfig
 from quadriga.config.data import CustomDatasetConfig, DataConfig, SamplerConfig
 from quadriga.config.explain import explain, keys_text, show
+from quadriga.config.layout import Layout, ModelShape, RankPlace, Sizes, check_model
 from quadriga.config.loader import Loaded, load_config
 from quadriga.config.model import ModelConfig
-from quadriga.config.optimizer import BatchingConfig, CheckpointConfig, CriticOptimConfig, FSDPConfig, OptimConfig
+from quadriga.config.optimizer import (
+    BatchingConfig,
+    CheckpointConfig,
+    CriticOptimConfig,
+    FSDPConfig,
+    OptimConfig,
+    ParallelConfig,
+)
 from quadriga.config.placement import Placement, place_roles
 from quadriga.config.profiler import ProfilerConfig
 from quadriga.config.ray_kwargs import RayConfig
-from quadriga.config.reward import CustomRewardFunctionConfig, RewardModelConfig
+from quadriga.config.reward import CustomRewardFunctionConfig, RewardClassifierConfig, RewardModelConfig
 from quadriga.config.rollout import RolloutConfig, SamplingConfig
 from quadriga.config.root import ActorRolloutRefConfig, Config
 from quadriga.config.trainer import TrainerConfig
@@ -40,21 +48,28 @@ __all__ = [
     "FSDPConfig",
     "KLControlConfig",
     "KeyInfo",
+    "Layout",
     "Loaded",
     "LogProbConfig",
     "ModelConfig",
+    "ModelShape",
     "OptimConfig",
+    "ParallelConfig",
     "Placement",
     "PolicyLossConfig",
     "ProfilerConfig",
+    "RankPlace",
     "RayConfig",
     "RefConfig",
+    "RewardClassifierConfig",
     "RewardModelConfig",
     "RolloutConfig",
     "SamplerConfig",
     "SamplingConfig",
+    "Sizes",
     "TrainerConfig",
     "batch_plan",
+    "check_model",
     "check_training",
     "explain",
     "keys_text",

@@ -4,7 +4,10 @@
 from collections.abc import Callable
 
 from quadriga.config.arithmetic import batch_plan
+from quadriga.config.check_layout import check_layouts
+from quadriga.config.check_lora import check_lora
 from quadriga.config.check_paths import check_paths
+from quadriga.config.check_reward_model import check_reward_model
 from quadriga.config.findings import Findings
 from quadriga.config.placement import check_placement
 from quadriga.config.problems import combined
@@ -219,5 +222,6 @@ def _check_profiler(config: Config, found: Findings) -> None:
 
 _CHECKS: tuple[Callable[[Config, Findings], None], ...] = (
     check_paths, _check_batches, _check_micro_batches, _check_sampling, _check_validation, _check_loss,
-    _check_schedule, _check_checkpoints, _check_profiler, check_placement,
+    _check_schedule, _check_checkpoints, _check_profiler, check_placement, check_reward_model,
+    check_layouts, check_lora,
 )  # fmt: skip

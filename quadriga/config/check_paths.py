@@ -57,7 +57,12 @@ def _check_models(config: Config, found: Findings) -> None:
     if not policy:
         fix = "Set it to a folder or a name on the hub (`quadriga prepare model` writes a folder)."
         found.refuse("actor_rollout_ref.model.path", got="nothing", expected="a model", fix=fix)
-    for key, path in (("actor_rollout_ref.model.path", policy), ("critic.model.path", config.critic.model.path)):
+    reward = config.reward_model
+    for key, path in (
+        ("actor_rollout_ref.model.path", policy),
+        ("critic.model.path", config.critic.model.path),
+        ("reward_model.model.path", reward.model.path if reward.enable else None),
+    ):
         if not path:
             continue
         folder = Path(path).expanduser()

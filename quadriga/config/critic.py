@@ -14,6 +14,8 @@ class CriticModelConfig(Section):
     """Folder or hub name of a model. null: `actor_rollout_ref.model.path`, with a new value head."""
     enable_gradient_checkpointing: bool = False
     """Whether activations are computed again in the backward pass: less memory, about a third more time."""
+    enable_activation_offload: bool = False
+    """Whether what the backward pass needs rests in the memory of the CPU; with CUDA."""
 
 
 class CriticConfig(BatchingConfig):

@@ -16,6 +16,7 @@ _ROLE_WORDS = {
     "actor_rollout": "actor and rollout",
     "ref": "reference (if one is used)",
     "critic": "critic (if the advantages take values)",
+    "reward_model": "reward model",
 }
 
 
@@ -107,13 +108,18 @@ def _passes(config: Config, plan: BatchPlan) -> list[str]:
         lines = [f"old log-probs: a pass of their own, for {why}"]
     else:
         lines = ["old log-probs: no separate pass; the only update is made by the policy that sampled"]
+    if config.reward_model.enable:
+        added = ", added to the custom reward function" if config.custom_reward_function.path else ""
+        lines.append(f"reward model: one pass a step{added}")
     if not needs_reference(config):
         return [*lines, "reference model: none, for no divergence from it is used"]
     places = [
         *(["the loss"] if config.actor_rollout_ref.actor.use_kl_loss else []),
         *(["the reward"] if config.algorithm.use_kl_in_reward else []),
     ]
-    return [*lines, f"reference model: one pass a step, for {' and '.join(places)}"]
+    is_actor = config.actor_rollout_ref.model.has_adapter and "actor_rollout_ref" in role_pools(config.trainer)
+    by = ", by the actor with its adapter off" if is_actor else ""
+    return [*lines, f"reference model: one pass a step, for {' and '.join(places)}{by}"]
 
 
 def _run(config: Config, plan: BatchPlan, num_train_prompts: int | None) -> list[str]:
@@ -145,7 +151,7 @@ def _processes(config: Config) -> list[str]:
     if trainer.backend == "local":
         return ["all models in one process, which computes with every core"]
     lines = []
-    roles = role_pools(trainer)
+    roles = role_pools(trainer, has_reward_model=config.reward_model.enable)
     for pool in dict.fromkeys(roles.values()):
         counts = trainer.processes_of(pool)
         inside = " and ".join(_ROLE_WORDS.get(role, role) for role, name in roles.items() if name == pool)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which role runs in which resource pool.
 
-    together   all: actor_rollout_ref + critic
-    grouped    policy: actor_rollout      scoring: ref + critic
-    apart      actor_rollout: actor_rollout      ref: ref      critic: critic
+    together   all: actor_rollout_ref + critic + reward_model
+    grouped    policy: actor_rollout      scoring: ref + critic + reward_model
+    apart      actor_rollout: actor_rollout      ref: ref      critic: critic      reward_model: reward_model
 
 Roles that share a pool share its processes. `actor_rollout_ref` is the policy with the reference inside;
 `actor_rollout` is the policy where the reference is a role of its own, or where there is none.
@@ -17,11 +17,11 @@ from quadriga.config.root import Config
 from quadriga.config.trainer import TrainerConfig
 from quadriga.errors import ConfigError
 
-ROLES = ("actor_rollout_ref", "actor_rollout", "ref", "critic")
+ROLES = ("actor_rollout_ref", "actor_rollout", "ref", "critic", "reward_model")
 _ARRANGEMENTS: dict[str, dict[str, str]] = {
-    "together": {"actor_rollout_ref": "all", "critic": "all"},
-    "grouped": {"actor_rollout": "policy", "ref": "scoring", "critic": "scoring"},
-    "apart": {"actor_rollout": "actor_rollout", "ref": "ref", "critic": "critic"},
+    "together": {"actor_rollout_ref": "all", "critic": "all", "reward_model": "all"},
+    "grouped": {"actor_rollout": "policy", "ref": "scoring", "critic": "scoring", "reward_model": "scoring"},
+    "apart": {"actor_rollout": "actor_rollout", "ref": "ref", "critic": "critic", "reward_model": "reward_model"},
 }
 _KEY = "trainer.placement"
 
@@ -44,30 +44,35 @@ class Placement:
         return sum(sum(counts) for counts in self.pools.values())
 
 
-def role_pools(trainer: TrainerConfig) -> dict[str, str]:
-    """Role -> pool as `trainer.placement` has it, whether or not a run needs the role."""
+def role_pools(trainer: TrainerConfig, *, has_reward_model: bool = False) -> dict[str, str]:
+    """Role -> pool as `trainer.placement` has it, whether or not a run needs the role (a reward model: if it does)."""
     placement = trainer.placement if trainer.backend == "ray" else "together"
-    return dict(_ARRANGEMENTS[placement] if isinstance(placement, str) else placement)
+    pools = dict(_ARRANGEMENTS[placement] if isinstance(placement, str) else placement)
+    return pools if has_reward_model else {role: pool for role, pool in pools.items() if role != "reward_model"}
 
 
-def place_roles(trainer: TrainerConfig, *, has_reference: bool, has_critic: bool) -> Placement:
+def place_roles(
+    trainer: TrainerConfig, *, has_reference: bool, has_critic: bool, has_reward_model: bool = False
+) -> Placement:
     """The pool of each role that a run needs.
 
     Args:
         trainer: says where each role runs.
         has_reference: whether there is a frozen reference model.
         has_critic: whether there is a critic.
+        has_reward_model: whether a model grades.
 
     Raises:
         ConfigError: a role has no pool.
     """
-    given = role_pools(trainer)
+    given = role_pools(trainer, has_reward_model=has_reward_model)
     policy = given.get("actor_rollout_ref", given.get("actor_rollout"))
     is_inside = has_reference and "actor_rollout_ref" in given
     wanted = {
         "actor_rollout_ref" if is_inside else "actor_rollout": policy,
         **({"ref": given.get("ref")} if has_reference and not is_inside else {}),
         **({"critic": given.get("critic")} if has_critic else {}),
+        **({"reward_model": given.get("reward_model")} if has_reward_model else {}),
     }
     roles = {role: pool for role, pool in wanted.items() if pool is not None}
     if homeless := [role for role in wanted if role not in roles]:
@@ -93,7 +98,7 @@ def check_placement(config: Config, found: Findings) -> None:
             expected="auto, cpu or cuda",
             fix="Ray gives each process a device of its own.",
         )
-    given = role_pools(trainer)
+    given = role_pools(trainer, has_reward_model=config.reward_model.enable)
     if unknown := [role for role in given if role not in ROLES]:
         found.refuse(_KEY, got=f"the role {unknown[0]}", expected=f"roles out of {', '.join(ROLES)}", fix="")
     if "actor_rollout_ref" in given and given.keys() & {"actor_rollout", "ref"}:
@@ -105,6 +110,13 @@ def check_placement(config: Config, found: Findings) -> None:
         )
     if not given.keys() & {"actor_rollout_ref", "actor_rollout"}:
         found.refuse(_KEY, got="no pool for the policy", expected=f"{_KEY}.actor_rollout_ref=NAME", fix="")
+    if config.reward_model.enable and "reward_model" not in given:
+        found.refuse(
+            _KEY,
+            got="no pool for reward_model, with reward_model.enable=True",
+            expected="a pool for each role of the run",
+            fix=f"Add {_KEY}.reward_model=NAME.",
+        )
     if idle := [pool for pool in trainer.resource_pools if pool not in given.values()]:
         found.refuse(
             f"trainer.resource_pools.{idle[0]}",

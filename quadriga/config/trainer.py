@@ -67,6 +67,9 @@ class TrainerConfig(Section):
     """Whether the sequences of a batch are dealt so that every data-parallel process gets the same amount of work."""
     save_freq: MinusOneOrCount = -1
     """Training steps between checkpoints; the last step has one too. -1: no checkpoints."""
+    esi_redundant_time: NonNegativeInt = 0
+    """Seconds to spare when the machine is taken back at a time that the environment names: a checkpoint is written
+    after each step that may be the last but for this, if `save_freq` asks for any."""
     test_freq: MinusOneOrCount = -1
     """Training steps between validations; the last step has one too. -1: none while training."""
     val_before_train: bool = True

@@ -126,9 +126,9 @@ def _optimizer_step(
     engine.backward([loss.packed for loss in losses], losses, temperature=temperature)
     parts = [loss.metrics for loss in losses]
     num_packed = sum(loss.packed.num_tokens for loss in losses)
-    # A backward pass costs two forward passes. Processes with the same rows share them.
+    # Processes with the same rows share them.
     sharers = engine.world.size / engine.replicas.size
-    flops = math.fsum(3 * _forward_flops(engine, loss.packed) for loss in losses) / sharers
+    flops = math.fsum(_update_flops(engine, loss.packed) for loss in losses) / sharers
     result = engine.optimizer_step(lr)
     if num_computed == 0:
         parts = _look_at_some(engine, mini, objective, micro, counts, temperature)
@@ -151,8 +151,8 @@ def _optimizer_step(
     )
 
 
-def _forward_flops(engine: TrainEngine, packed: PackedBatch) -> float:
-    return engine.cost.forward_flops(packed.num_tokens, len(packed.targets), packed.sum_of_squared_lengths)
+def _update_flops(engine: TrainEngine, packed: PackedBatch) -> float:
+    return engine.cost.update_flops(packed.num_tokens, len(packed.targets), packed.sum_of_squared_lengths)
 
 
 def _over_steps(steps: Sequence[_StepOutcome]) -> dict[str, Metric]:

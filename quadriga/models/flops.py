@@ -16,11 +16,18 @@ from quadriga.models.load import backbone, head_of
 
 @dataclass(frozen=True)
 class ModelCost:
-    """Parameters that multiply each token, and those of the vocabulary head, and the width of attention."""
+    """Parameters that multiply each token, and those of the vocabulary head, and the width of attention.
+
+    Attributes:
+        num_block_parameters, num_head_parameters, attention_width: see above.
+        num_frozen_block_parameters, num_frozen_head_parameters: those of them that have no gradient.
+    """
 
     num_block_parameters: int
     num_head_parameters: int
     attention_width: int
+    num_frozen_block_parameters: int = 0
+    num_frozen_head_parameters: int = 0
 
     def forward_flops(self, num_tokens: int, num_predicted: int, sum_of_squared_lengths: int) -> float:
         """Operations of one forward pass, causal attention counted at half; a backward pass costs twice as much."""
@@ -28,6 +35,11 @@ class ModelCost:
         head = 2 * self.num_head_parameters * num_predicted
         attention = 2 * self.attention_width * sum_of_squared_lengths
         return float(blocks + head + attention)
+
+    def update_flops(self, num_tokens: int, num_predicted: int, sum_of_squared_lengths: int) -> float:
+        """Operations of a forward and a backward pass; a frozen matrix takes part in only half of the latter."""
+        spared = self.num_frozen_block_parameters * num_tokens + self.num_frozen_head_parameters * num_predicted
+        return 3 * self.forward_flops(num_tokens, num_predicted, sum_of_squared_lengths) - 2.0 * spared
 
 
 def model_cost(model: PreTrainedModel) -> ModelCost:
@@ -41,6 +53,10 @@ def model_cost(model: PreTrainedModel) -> ModelCost:
         num_block_parameters=sum(module.weight.numel() for module in linears),
         num_head_parameters=sum(parameter.numel() for parameter in head.parameters()),
         attention_width=config.num_hidden_layers * config.num_attention_heads * head_size,
+        num_frozen_block_parameters=sum(module.weight.numel() for module in linears if not module.weight.requires_grad),
+        num_frozen_head_parameters=sum(
+            parameter.numel() for parameter in head.parameters() if not parameter.requires_grad
+        ),
     )
 
 

@@ -1,18 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loading Hugging Face causal models, with errors that say what to do."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from quadriga.errors import EngineError
 from quadriga.models.attention import ATTENTION_NAME
 from quadriga.models.fused import fuse
+from quadriga.models.pretrained import from_pretrained
+
+_LOADING = (OSError, ValueError, KeyError, RuntimeError, SafetensorError)
 
 
 def load_causal_lm(
@@ -38,23 +43,13 @@ def load_causal_lm(
         EngineError: the folder is missing or incomplete, or the architecture is unknown.
     """
     disable_progress_bar()
+    config = load_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **(override_config or {}))
-        model, info = AutoModelForCausalLM.from_pretrained(
-            path,
-            config=config,
-            dtype=dtype,
-            attn_implementation=attention,
-            trust_remote_code=trust_remote_code,
-            output_loading_info=True,
+        model, info = from_pretrained(
+            path, config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
         )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise EngineError(
-            f"model {path}",
-            got=str(error).strip().splitlines()[0],
-            expected="a folder or hub name that transformers can load as a causal language model",
-            fix="Check actor_rollout_ref.model.path; `quadriga prepare model NAME --output DIR` writes such a folder.",
-        ) from error
+    except _LOADING as error:
+        raise _not_loaded(path, error) from error
     if missing := sorted(info["missing_keys"]):
         raise EngineError(
             f"model {path}",
@@ -64,6 +59,64 @@ def load_causal_lm(
         )
     fuse(model)
     return model.to(device).eval()
+
+
+def load_config(
+    path: str | Path, *, trust_remote_code: bool = False, override_config: dict[str, Any] | None = None
+) -> PreTrainedConfig:
+    """The configuration of a model, with some entries replaced.
+
+    Raises:
+        EngineError: there is none.
+    """
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **(override_config or {}))
+    except _LOADING as error:
+        raise _not_loaded(path, error) from error
+
+
+def skeleton_causal_lm(
+    path: str | Path, *, trust_remote_code: bool = False, override_config: dict[str, Any] | None = None
+) -> PreTrainedModel:
+    """The model that `load_causal_lm` would load, with its parameters on "meta": names and shapes, no values."""
+    config = load_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
+    try:
+        with _parameters_on_meta():
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, attn_implementation=ATTENTION_NAME, trust_remote_code=trust_remote_code
+            )
+        if (Path(path) / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(path)
+    except _LOADING as error:
+        raise _not_loaded(path, error) from error
+    fuse(model)
+    return model.eval()
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Modules made inside have no memory for parameters; their buffers are real, for nothing in a file holds them."""
+    register = nn.Module.register_parameter
+
+    def register_empty(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = register_empty
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register
+
+
+def _not_loaded(path: str | Path, error: Exception) -> EngineError:
+    return EngineError(
+        f"model {path}",
+        got=str(error).strip().splitlines()[0],
+        expected="a folder or hub name that transformers can load as a causal language model",
+        fix="Check actor_rollout_ref.model.path; `quadriga prepare model NAME --output DIR` writes such a folder.",
+    )
 
 
 def backbone(model: PreTrainedModel) -> nn.Module:

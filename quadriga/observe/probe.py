@@ -64,6 +64,7 @@ EXTRAS = (
     Extra("math-verify", "math_verify", "0.8", "grades mathematics", "quadriga[math]", is_quick=True),
     Extra("reasoning-gym", "reasoning_gym", "0.1.20", "verifiable tasks and their graders", "quadriga[reasoning-gym]"),
     Extra("ray", "ray", "2.60", "worker processes, on one machine or many", "quadriga[ray]", is_quick=True),
+    Extra("peft", "peft", "0.17", "trains adapters in place of weights", "quadriga[peft]"),
     Extra("tensorboard", "tensorboard", "2.16", "tracks runs in event files", "quadriga[tensorboard]", is_quick=True),
     Extra("wandb", "wandb", "0.18", "tracks runs at Weights & Biases", "quadriga[wandb]"),
     Extra("mlflow", "mlflow", "2.16", "tracks runs with MLflow", "quadriga[mlflow]"),

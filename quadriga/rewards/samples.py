@@ -28,13 +28,14 @@ class Samples:
     response_length: int
 
 
-def read_samples(data: DataProto, tokenizer: Any, reward_fn_key: str) -> Samples:
+def read_samples(data: DataProto, tokenizer: Any, reward_fn_key: str, *, needs_truths: bool = True) -> Samples:
     """Decode the valid tokens of each response, special tokens left out, and gather its columns.
 
     Args:
         data: see `RewardManager`.
         tokenizer: anything with `batch_decode`.
         reward_fn_key: name of the data source's column.
+        needs_truths: whether each row must have a ground truth; None stands for one that is not needed.
 
     Raises:
         RewardError: if a column or a ground truth is missing.
@@ -53,13 +54,17 @@ def read_samples(data: DataProto, tokenizer: Any, reward_fn_key: str) -> Samples
     token_ids = [row[:length] for row, length in zip(responses.tolist(), lengths.tolist(), strict=True)]
     texts = tokenizer.batch_decode(token_ids, skip_special_tokens=True)
     sources = _column(data, reward_fn_key, "data.reward_fn_key names it")
-    truths = _column(data, "reward_model", "the data set's rows bring it, as {'ground_truth': ...}")
+    if needs_truths:
+        column = _column(data, "reward_model", "the data set's rows bring it, as {'ground_truth': ...}")
+        truths = [_ground_truth(truth, row) for row, truth in enumerate(column)]
+    else:
+        truths = [None] * len(texts)
     extra_infos = data.non_tensor_batch.get("extra_info")
     rows = [
         {
             "data_source": sources[row],
             "solution_str": text,
-            "ground_truth": _ground_truth(truths[row], row),
+            "ground_truth": truths[row],
             "extra_info": {} if extra_infos is None or extra_infos[row] is None else extra_infos[row],
         }
         for row, text in enumerate(texts)

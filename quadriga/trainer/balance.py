@@ -16,11 +16,10 @@ Legend: R ranks.
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-# Tokens of a sequence at which attention costs as much as all else: 12 times a hidden size of 2048.
-ATTENTION_TOKENS = 24_576
 # A swap that shortens the longest share by less than this part of it is not worth making.
 WORTHWHILE = 1e-3
 
@@ -33,15 +32,52 @@ class Row:
     num_prompt_tokens: int
     num_response_tokens: int
 
-    @property
-    def prompt_cost(self) -> float:
-        """Of computing the prompt alone."""
-        return cost_of_tokens(self.num_prompt_tokens)
 
-    @property
-    def response_cost(self) -> float:
-        """Of computing the response where the prompt is there already."""
-        return cost_of_tokens(self.num_prompt_tokens + self.num_response_tokens) - self.prompt_cost
+@dataclass(frozen=True)
+class SequenceCost:
+    """What sequences cost a model, in units of a token's way through its layers without attention.
+
+    Attributes:
+        attention_tokens: of a sequence at which attention costs as much as the layers: 12 times the hidden size, or
+            less where the model has grouped heads or a narrow MLP.
+        head: of the vocabulary for a response token.
+    """
+
+    attention_tokens: float = 24_576
+    head: float = 0.0
+
+    @classmethod
+    def of_model(cls, config: Any) -> "SequenceCost":
+        """From a configuration of transformers, as multiplications of a decoder with gated MLPs; of experts those that
+        a token is sent to. Other kinds of layers are taken for these: the error is one of evenness only."""
+        text = config.get_text_config()
+        num_heads, hidden = text.num_attention_heads, text.hidden_size
+        head_size = getattr(text, "head_dim", None) or hidden // num_heads
+        num_key_heads = getattr(text, "num_key_value_heads", None) or num_heads
+        mlp = getattr(text, "intermediate_size", None) or 4 * hidden
+        if num_experts := getattr(text, "num_experts_per_tok", None):
+            mlp = num_experts * (getattr(text, "moe_intermediate_size", None) or mlp)
+        layer = hidden * (2 * head_size * (num_heads + num_key_heads) + 3 * mlp)
+        return cls(layer / (num_heads * head_size), text.vocab_size * hidden / (layer * text.num_hidden_layers))
+
+    def of_prompt(self, row: Row) -> float:
+        """The prompt alone."""
+        return self._of_layers(row.num_prompt_tokens)
+
+    def of_response(self, row: Row) -> float:
+        """The response where the prompt is there already."""
+        whole = self._of_layers(row.num_prompt_tokens + row.num_response_tokens)
+        return whole - self.of_prompt(row) + self.head * row.num_response_tokens
+
+    def _of_layers(self, num_tokens: int) -> float:
+        return num_tokens * (1 + num_tokens / self.attention_tokens)
+
+
+@dataclass(frozen=True)
+class _PricedRow:
+    prompt: Hashable
+    prompt_cost: float
+    response_cost: float
 
 
 @dataclass(frozen=True)
@@ -63,19 +99,16 @@ class Balance:
         return {"balance/imbalance": self.imbalance, "balance/imbalance_before": self.imbalance_before}
 
 
-def cost_of_tokens(num_tokens: int) -> float:
-    """Of one sequence: linear layers, and attention that grows with the square."""
-    return num_tokens * (1 + num_tokens / ATTENTION_TOKENS)
-
-
-def balance(rows: Sequence[Row], num_ranks: int, mini_batch_size: int) -> Balance:
+def balance(rows: Sequence[Row], num_ranks: int, mini_batch_size: int, cost: SequenceCost = SequenceCost()) -> Balance:
     """Deal the rows of a batch.
 
     Args:
         rows: of the batch.
         num_ranks: how many chunks the batch will be cut into.
         mini_batch_size: rows of an optimizer step, in the order of the batch; all rows where it is shuffled later.
+        cost: of sequences; without it, that of a model whose hidden size is 2048.
     """
+    priced = _priced(rows, cost)
     shares: list[list[list[int]]] = []
     for start in range(0, len(rows), mini_batch_size):
         members = range(start, min(start + mini_batch_size, len(rows)))
@@ -83,29 +116,38 @@ def balance(rows: Sequence[Row], num_ranks: int, mini_batch_size: int) -> Balanc
         quotas = [
             len(range(rank, members.stop, num_ranks)) - len(range(rank, start, num_ranks)) for rank in range(num_ranks)
         ]
-        hands = _deal(rows, members, quotas)
-        _even_out(rows, hands)
+        hands = _deal(priced, members, quotas)
+        _even_out(priced, hands)
         shares.append(hands)
     order = [row for rank in range(num_ranks) for hands in shares for row in sorted(hands[rank])]
     before = _as_they_came(len(rows), num_ranks, mini_batch_size)
-    return Balance(order, _imbalance(rows, shares), _imbalance(rows, before))
+    return Balance(order, _imbalance(priced, shares), _imbalance(priced, before))
 
 
-def cost_of_share(rows: Sequence[Row], share: Iterable[int]) -> float:
+def cost_of_share(rows: Sequence[Row], share: Iterable[int], cost: SequenceCost = SequenceCost()) -> float:
     """Of some rows on one rank: each prompt once, and every response."""
+    priced = _priced([rows[number] for number in share], cost)
+    return _cost_of_share(priced, range(len(priced)))
+
+
+def _priced(rows: Sequence[Row], cost: SequenceCost) -> list[_PricedRow]:
+    return [_PricedRow(row.prompt, cost.of_prompt(row), cost.of_response(row)) for row in rows]
+
+
+def _cost_of_share(rows: Sequence[_PricedRow], share: Iterable[int]) -> float:
     members = [rows[number] for number in share]
     prompts = {row.prompt: row.prompt_cost for row in members}
     return sum(prompts.values()) + sum(row.response_cost for row in members)
 
 
-def _deal(rows: Sequence[Row], members: Sequence[int], quotas: Sequence[int]) -> list[list[int]]:
+def _deal(rows: Sequence[_PricedRow], members: Sequence[int], quotas: Sequence[int]) -> list[list[int]]:
     """Costly groups first, each to the rank that has room and is then the least loaded; one that finds no room whole
     is dealt row by row."""
     groups: dict[Hashable, list[int]] = {}
     for number in members:
         groups.setdefault(rows[number].prompt, []).append(number)
     hands = _Hands(rows, quotas)
-    for group in sorted(groups.values(), key=lambda group: -cost_of_share(rows, group)):
+    for group in sorted(groups.values(), key=lambda group: -_cost_of_share(rows, group)):
         if not hands.give(group):
             for number in sorted(group, key=lambda number: -rows[number].response_cost):
                 hands.give([number])
@@ -115,7 +157,7 @@ def _deal(rows: Sequence[Row], members: Sequence[int], quotas: Sequence[int]) ->
 class _Hands:
     """The shares of the ranks while they are being dealt."""
 
-    def __init__(self, rows: Sequence[Row], quotas: Sequence[int]) -> None:
+    def __init__(self, rows: Sequence[_PricedRow], quotas: Sequence[int]) -> None:
         self.rows, self.room = rows, list(quotas)
         self.shares: list[list[int]] = [[] for _ in quotas]
         self.prompts: list[set[Hashable]] = [set() for _ in quotas]
@@ -140,9 +182,9 @@ class _Hands:
         return True
 
 
-def _even_out(rows: Sequence[Row], shares: list[list[int]]) -> None:
+def _even_out(rows: Sequence[_PricedRow], shares: list[list[int]]) -> None:
     """Swap rows of the most and the least loaded rank, in place, as long as that shortens the longest share."""
-    loads = [cost_of_share(rows, share) for share in shares]
+    loads = [_cost_of_share(rows, share) for share in shares]
     for _ in range(100 + 10 * len(shares)):
         heavy, light = loads.index(max(loads)), loads.index(min(loads))
         if heavy == light or not shares[light]:
@@ -152,7 +194,7 @@ def _even_out(rows: Sequence[Row], shares: list[list[int]]) -> None:
             [*(number for number in shares[heavy] if number != out), into],
             [*(number for number in shares[light] if number != into), out],
         ]
-        costs = [cost_of_share(rows, share) for share in swapped]
+        costs = [_cost_of_share(rows, share) for share in swapped]
         if max(costs) >= loads[heavy] * (1 - WORTHWHILE):
             return
         for rank, share, cost in zip((heavy, light), swapped, costs, strict=True):
@@ -160,7 +202,7 @@ def _even_out(rows: Sequence[Row], shares: list[list[int]]) -> None:
 
 
 def _best_swap(
-    rows: Sequence[Row], shares: Sequence[Sequence[int]], ranks: tuple[int, int], loads: tuple[float, float]
+    rows: Sequence[_PricedRow], shares: Sequence[Sequence[int]], ranks: tuple[int, int], loads: tuple[float, float]
 ) -> tuple[int, int]:
     """The row of each of two ranks whose exchange leaves the smaller maximum; two rows of one prompt are taken as if
     they were of different ones."""
@@ -193,8 +235,8 @@ def _as_they_came(num_rows: int, num_ranks: int, mini_batch_size: int) -> list[l
     return shares
 
 
-def _imbalance(rows: Sequence[Row], shares: Sequence[Sequence[Sequence[int]]]) -> float:
+def _imbalance(rows: Sequence[_PricedRow], shares: Sequence[Sequence[Sequence[int]]]) -> float:
     """The sum of each step's longest share over that of its mean one."""
-    costs = [[cost_of_share(rows, share) for share in hands] for hands in shares]
+    costs = [[_cost_of_share(rows, share) for share in hands] for hands in shares]
     total = sum(map(sum, costs))
     return sum(max(step) * len(step) for step in costs) / total if total else 1.0

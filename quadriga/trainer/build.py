@@ -8,7 +8,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any, TypeVar
 
-from quadriga.config import Config, place_roles
+from quadriga.config import Config, DataConfig, place_roles
 from quadriga.data import (
     create_dataloader,
     create_rl_dataset,
@@ -20,10 +20,12 @@ from quadriga.observe.timing import Timeline
 from quadriga.rewards import RewardManager, load_reward_manager
 from quadriga.single_controller import ClassWithInitArgs, LocalWorkerGroup
 from quadriga.single_controller.team import Team
+from quadriga.trainer.model_fit import check_models, layout_tables
+from quadriga.trainer.model_reward import ModelReward
 from quadriga.trainer.needs import Needs
 from quadriga.trainer.ray_trainer import RayPPOTrainer, Workers
 from quadriga.trainer.roles import Role
-from quadriga.workers import ActorRolloutRefWorker, CriticWorker
+from quadriga.workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
 from quadriga.workers.roles import RunFacts
 
 # Import strings: an engine is imported by the process that generates, never by the driver.
@@ -75,6 +77,7 @@ def build_run(config: Config, timeline: Timeline) -> Run:
         timeline: is told where the start-up spends its time.
     """
     needs = Needs.of(config)
+    check_models(config)
     with timeline.part("tokenizer"):
         tokenizer = build_tokenizer(config)
     team = build_team(config, tokenizer, needs)
@@ -85,10 +88,11 @@ def build_run(config: Config, timeline: Timeline) -> Run:
         with timeline.part("data"):
             train, val = build_dataloaders(config, tokenizer)
         choices = models()
+        workers = handles(team)
         with timeline.part("rewards"):
-            reward: RewardManager = load_reward_manager(config, tokenizer)
+            reward = build_reward(config, tokenizer, workers.reward_model)
         total = config.trainer.total_training_steps or config.trainer.total_epochs * len(train)
-        trainer = RayPPOTrainer(config, tokenizer, handles(team), reward, train, val, total)
+        trainer = RayPPOTrainer(config, tokenizer, workers, reward, train, val, total)
     except BaseException:
         team.end()
         raise
@@ -96,21 +100,33 @@ def build_run(config: Config, timeline: Timeline) -> Run:
     width = max(map(len, chosen))
     for name, choice in chosen.items():
         print(f"  {name:<{width}}  {choice}")
+    for table in layout_tables(config):
+        print(table)
     return Run(trainer, team)
 
 
 def build_team(config: Config, tokenizer: Any, needs: Needs) -> Team:
     """A worker group for each role of the run, on the pools of `trainer.placement`."""
-    placement = place_roles(config.trainer, has_reference=needs.reference, has_critic=needs.critic)
+    placement = place_roles(
+        config.trainer,
+        has_reference=needs.reference,
+        has_critic=needs.critic,
+        has_reward_model=needs.reward_model,
+    )
     facts = RunFacts(ROLLOUT_ENGINES[config.actor_rollout_ref.rollout.name])
-    classes = {
-        role: ClassWithInitArgs(CriticWorker, config, tokenizer)
-        if role == Role.Critic
-        else ClassWithInitArgs(ActorRolloutRefWorker, config, tokenizer, facts, Role(role))
-        for role in placement.roles
-    }
+    classes = {role: _worker_class(Role(role), config, tokenizer, facts) for role in placement.roles}
     module, _, name = TEAMS[config.trainer.backend].partition(":")
     return getattr(import_module(module), name)(classes, placement.roles, placement.pools, config.trainer.device)
+
+
+def _worker_class(role: Role, config: Config, tokenizer: Any, facts: RunFacts) -> ClassWithInitArgs[Any]:
+    match role:
+        case Role.Critic:
+            return ClassWithInitArgs(CriticWorker, config, tokenizer)
+        case Role.RewardModel:
+            return ClassWithInitArgs(RewardModelWorker, config, tokenizer)
+        case _:
+            return ClassWithInitArgs(ActorRolloutRefWorker, config, tokenizer, facts, role)
 
 
 def load_models(team: Team, timeline: Timeline) -> dict[str, str]:
@@ -139,7 +155,23 @@ def handles(team: Team) -> Workers:
         actor=inside or workers[Role.ActorRollout],
         reference=inside or workers.get(Role.RefPolicy),
         critic=workers.get(Role.Critic),
+        reward_model=workers.get(Role.RewardModel),
     )
+
+
+def build_reward(config: Config, tokenizer: Any, model: RewardModelWorker | None) -> RewardManager:
+    """The reward manager of a run, with the reward model beside it where there is one."""
+    manager = load_reward_manager(config, tokenizer)
+    return manager if model is None else ModelReward(model, manager)
+
+
+def build_reward_model(config: Config, tokenizer: Any) -> RewardModelWorker | None:
+    """A reward model in this process, where the configuration enables one."""
+    if not config.reward_model.enable:
+        return None
+    group = LocalWorkerGroup(ClassWithInitArgs(RewardModelWorker, config, tokenizer), name=Role.RewardModel)
+    group.method("init_model")().get()
+    return group.as_worker()
 
 
 def _in_background(work: Callable[[], T]) -> Callable[[], T]:
@@ -169,7 +201,7 @@ def build_tokenizer(config: Config) -> Any:
 
 def build_dataloaders(config: Config, tokenizer: Any) -> tuple[Any, Any]:
     """Loaders of training prompts (whole batches only) and of validation prompts (all of them, or None)."""
-    data = config.data
+    data = _data_config(config)
     train = create_rl_dataset(
         data.train_files, data, tokenizer, None, is_train=True, max_samples=data.train_max_samples
     )
@@ -178,9 +210,14 @@ def build_dataloaders(config: Config, tokenizer: Any) -> tuple[Any, Any]:
     return train_loader, build_val_dataloader(config, tokenizer) if data.val_files else None
 
 
+def _data_config(config: Config) -> DataConfig:
+    """A reward model may read the chats."""
+    return config.data.model_copy(update={"return_raw_chat": True}) if config.reward_model.enable else config.data
+
+
 def build_val_dataloader(config: Config, tokenizer: Any) -> Any:
     """A loader of all validation prompts, in the order of their files unless `data.validation_shuffle`."""
-    data = config.data
+    data = _data_config(config)
     val = create_rl_dataset(data.val_files, data, tokenizer, None, is_train=False, max_samples=data.val_max_samples)
     sampler = create_validation_sampler(data, val)
     return create_dataloader(val, data, batch_size=data.val_batch_size, sampler=sampler, drop_last=False)

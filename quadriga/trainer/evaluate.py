@@ -13,8 +13,13 @@ from quadriga.data.tokenizing import ChatEncoder
 from quadriga.errors import DataError
 from quadriga.observe.progress import Progress
 from quadriga.protocol import DataProto
-from quadriga.rewards import load_reward_manager
-from quadriga.trainer.build import build_policy, build_tokenizer, build_val_dataloader
+from quadriga.trainer.build import (
+    build_policy,
+    build_reward,
+    build_reward_model,
+    build_tokenizer,
+    build_val_dataloader,
+)
 from quadriga.trainer.ranks import with_samples
 from quadriga.trainer.validate import Validator
 
@@ -30,13 +35,16 @@ def evaluate(config: Config) -> tuple[dict[str, float], list[dict[str, Any]]]:
     tokenizer = build_tokenizer(config)
     loader = build_val_dataloader(config, tokenizer)
     policy = build_policy(config, tokenizer)
-    reward = load_reward_manager(config, tokenizer)
+    reward_model = build_reward_model(config, tokenizer)
+    reward = build_reward(config, tokenizer, reward_model)
     try:
         with Progress(len(loader), description="batch") as progress:
             return Validator(config, tokenizer, policy, reward, loader).run(0, progress)
     finally:
         reward.close()
         policy.close()
+        if reward_model is not None:
+            reward_model.close()
 
 
 def answer(config: Config, chats: Sequence[list[dict[str, str]]]) -> list[list[str]]:

@@ -23,7 +23,8 @@ def run_ppo(config: Config) -> None:
     if config.trainer.backend == "local":
         _load(RUN)(config)
         return
-    pools = {pool: config.trainer.processes_of(pool) for pool in role_pools(config.trainer).values()}
+    roles = role_pools(config.trainer, has_reward_model=config.reward_model.enable)
+    pools = {pool: config.trainer.processes_of(pool) for pool in roles.values()}
     _load(_ON_CLUSTER)(
         RUN,
         (config,),

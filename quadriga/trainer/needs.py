@@ -16,12 +16,14 @@ class Needs:
         greedy_baseline: the estimator reads `reward_baselines`.
         reference: a divergence from the first policy is used, or the estimator reads `ref_log_prob`.
         old_log_probs: they are not the current ones by construction, or are wanted before the update.
+        reward_model: a model grades.
     """
 
     critic: bool
     greedy_baseline: bool
     reference: bool
     old_log_probs: bool
+    reward_model: bool
 
     @classmethod
     def of(cls, config: Config) -> "Needs":
@@ -32,6 +34,7 @@ class Needs:
             greedy_baseline="reward_baselines" in fields,
             reference=needs_reference(config) or "ref_log_prob" in fields,
             old_log_probs=needs_old_log_prob_pass(config) or "old_log_probs" in fields,
+            reward_model=config.reward_model.enable,
         )
 
     def describe(self) -> dict[str, str]:

@@ -10,6 +10,7 @@ so that no branch here names an algorithm, an engine or a backend.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,18 +25,20 @@ from quadriga.observe.headline import step_fields
 from quadriga.observe.metrics import reduce_metrics
 from quadriga.observe.profiler import Profiler
 from quadriga.observe.progress import Progress
+from quadriga.observe.stopping import expires_within, expiry, is_stop_requested
 from quadriga.observe.timing import PhaseTimer
 from quadriga.observe.tracking import Tracking
 from quadriga.protocol import DataProto
 from quadriga.rewards import RewardManager, RewardOutput
-from quadriga.trainer.checkpoint import Checkpoints, require_parts, step_of
+from quadriga.trainer.checkpoint import Checkpoints, step_of
 from quadriga.trainer.metrics import data_metrics, performance_metrics
 from quadriga.trainer.needs import Needs
 from quadriga.trainer.ranks import deal_rows, in_first_order, with_samples
 from quadriga.trainer.run_state import load_run_state, save_run_state
 from quadriga.trainer.samples import sample_rows, write_samples
+from quadriga.trainer.saving import CheckpointSaver
 from quadriga.trainer.validate import Validator
-from quadriga.workers import ActorRolloutRefWorker, CriticWorker
+from quadriga.workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
 from quadriga.workers.columns import PROMPT_OBJECTS, PROMPT_TENSORS, UpdateInputs, model_inputs
 
 
@@ -46,6 +49,7 @@ class Workers:
     actor: ActorRolloutRefWorker
     reference: ActorRolloutRefWorker | None
     critic: CriticWorker | None
+    reward_model: RewardModelWorker | None = None
 
 
 class RayPPOTrainer:
@@ -55,7 +59,7 @@ class RayPPOTrainer:
         config: of the run.
         tokenizer: of the model.
         workers: worker groups that hold the models.
-        reward: turns answers into rewards, in training and in validation.
+        reward: turns answers into rewards, in training and in validation; by graders, a reward model, or both.
         train_dataloader: stateful; its batches are dictionaries of columns.
         val_dataloader: the same, or None.
         total_training_steps: where the run ends.
@@ -82,6 +86,9 @@ class RayPPOTrainer:
         self.kl_controller = get_kl_controller(algorithm.kl_ctrl)
         self.validator = Validator(config, tokenizer, self.actor, reward, val_dataloader)
         self.checkpoints = Checkpoints(config.trainer.directory, config.trainer.max_ckpt_to_keep)
+        learners = {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
+        self.saver = CheckpointSaver(self.checkpoints, learners, tell=lambda text: self.progress.message(text))
+        self.expires_at, self.longest_step_s, self.is_stopping = expiry(), 0.0, False
         self.profiler = Profiler(config.global_profiler)
         self.global_steps = 0
         self.metrics: dict[str, float] = {}
@@ -97,6 +104,9 @@ class RayPPOTrainer:
                 return
             for batch_dict in self._batches():
                 self.finish_step(self.train_step(batch_dict))
+                if self.is_stopping:
+                    raise KeyboardInterrupt
+            self.saver.finish()
 
     def _batches(self) -> Iterator[dict[str, Any]]:
         """Training batches, pass after pass over the data, until the last step."""
@@ -150,8 +160,9 @@ class RayPPOTrainer:
         return batch
 
     def finish_step(self, batch: DataProto) -> None:
-        """Dump, validate, tell, and save."""
+        """Dump, validate, tell, and begin to save."""
         trainer = self.config.trainer
+        self.saver.poll()
         if trainer.rollout_data_dir:
             write_samples(trainer.rollout_data_dir, self.global_steps, self._rows(batch))
         if self._is_due(trainer.test_freq):
@@ -163,8 +174,11 @@ class RayPPOTrainer:
             self.train_dataloader.sampler.update(batch=batch)
         if hasattr(self.train_dataloader.dataset, "on_batch_end"):
             self.train_dataloader.dataset.on_batch_end(batch=batch)
-        if self._is_due(trainer.save_freq):
+        may_be_last = self._may_be_last_step() and trainer.save_freq > 0
+        if may_be_last or self._is_due(trainer.save_freq):
             self.save_checkpoint()
+        if may_be_last:
+            self.saver.finish()
 
     def generate(self, batch: DataProto) -> DataProto:
         """`rollout.n` answers to each prompt, beside all that is known of the prompt."""
@@ -244,20 +258,25 @@ class RayPPOTrainer:
         return metrics
 
     def save_checkpoint(self) -> None:
-        """All that is needed to go on from here as if nothing had happened."""
-        with self.checkpoints.writing(self.global_steps) as directory:
-            self.actor.save_checkpoint(directory.absolute())
-            if self.critic:
-                self.critic.save_checkpoint(directory.absolute())
-            require_parts(directory, ["actor", "critic"] if self.critic else ["actor"])
-            save_run_state(
-                directory,
-                step=self.global_steps,
-                loader=self.train_dataloader.state_dict(),
-                kl_controller=self.kl_controller.state_dict(),
-                with_random_states="extra" in self.config.actor_rollout_ref.actor.checkpoint.save_contents,
-            )
-        self.progress.message(f"checkpoint: {self.checkpoints.path(self.global_steps)}")
+        """Copy all that is needed to go on from here as if nothing had happened; it is written in the background."""
+        self.saver.start(self.global_steps, self._save_run_state)
+
+    def _save_run_state(self, directory: Path) -> None:
+        save_run_state(
+            directory,
+            step=self.global_steps,
+            loader=self.train_dataloader.state_dict(),
+            kl_controller=self.kl_controller.state_dict(),
+            with_random_states="extra" in self.config.actor_rollout_ref.actor.checkpoint.save_contents,
+        )
+
+    def _may_be_last_step(self) -> bool:
+        """Whether the run was asked to stop, or the machine may be taken back before another step is saved."""
+        # The last step is the end anyway.
+        self.is_stopping = is_stop_requested() and not self.is_last_step
+        self.longest_step_s = max(self.longest_step_s, self.timer.seconds["step"])
+        needed_s = self.longest_step_s + self.saver.longest_s + self.config.trainer.esi_redundant_time
+        return self.is_stopping or expires_within(self.expires_at, needed_s)
 
     def load_checkpoint(self) -> None:
         """Go on from the checkpoint that the configuration asks for, if there is one."""

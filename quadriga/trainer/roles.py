@@ -11,3 +11,4 @@ class Role(StrEnum):
     ActorRollout = "actor_rollout"
     RefPolicy = "ref"
     Critic = "critic"
+    RewardModel = "reward_model"

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from quadriga.config import Config, show
 from quadriga.errors import PeerLostError, QuadrigaError, WorkerError
 from quadriga.observe.machine import describe_machine
+from quadriga.observe.stopping import heeding_sigterm
 from quadriga.observe.timing import Timeline
 from quadriga.trainer.build import build_run
 from quadriga.trainer.checkpoint import Checkpoints, write_configuration
@@ -49,14 +50,17 @@ class TaskRunner:
         is_cut_short = True
         try:
             print(timeline.render())
-            trainer.fit()
+            with heeding_sigterm():
+                trainer.fit()
             is_cut_short = False
         except KeyboardInterrupt:
+            trainer.saver.settle(can_ask=not run.team.is_beside)
             print(
                 f"\ninterrupted in step {trainer.global_steps}. {_how_to_go_on(trainer.checkpoints.newest(), config)}"
             )
             raise
         finally:
+            trainer.saver.settle(can_ask=not run.team.is_beside)
             self._saved = trainer.checkpoints.last_written or self._saved
             run.close(is_cut_short=is_cut_short)
 

@@ -1,37 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
 """The policy in its three parts: the actor that learns, the rollout that generates, the reference that stays."""
 
+from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from quadriga.config import Config
+from quadriga.config import Config, LogProbConfig
 from quadriga.engines import process_group
 from quadriga.engines.fsdp.engine import FSDPEngine
 from quadriga.engines.objectives import PolicyObjective
 from quadriga.engines.schedule import lr_at
 from quadriga.engines.step import infer, update
 from quadriga.errors import EngineError
+from quadriga.models.lora import adapter_off, describe_adapter
 from quadriga.observe.machine import Choice, release_free_memory
 from quadriga.protocol import DataProto
 from quadriga.rollout import generate_sequences
 from quadriga.single_controller import Dispatch, Execute, Worker, register
+from quadriga.workers.checkpoints import RoleCheckpoint
 from quadriga.workers.roles import (
+    BY_REPLICA,
+    MESH,
     RunFacts,
     Stopwatch,
     Utilisation,
     choose_device,
     compute_dtype,
     inference_pieces,
+    join,
     load_policy,
+    make_engine,
     passes,
-    save_with_tokenizer,
-    trained_engine,
 )
 from quadriga.workers.rollouts import Rollout
 
+ACTOR = "actor_rollout_ref.actor"
 PARTS = {"actor_rollout_ref": (True, True), "actor_rollout": (True, False), "ref": (False, True)}
 """By role: whether actor and rollout are part of the worker, and whether the reference is."""
 
@@ -54,57 +60,59 @@ class ActorRolloutRefWorker(Worker):
         self.has_policy, self.has_reference = PARTS[role]
         self.actor_config = config.actor_rollout_ref.actor
         self.rollout_config = config.actor_rollout_ref.rollout
+        self.has_adapter = config.actor_rollout_ref.model.has_adapter
         self.weight_version = 0
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def init_model(self) -> dict[str, str]:
         """Load the models and make the engines. Returns what was chosen, with reasons, for people to read."""
         device = choose_device(self.config.trainer.device, self.local_rank)
-        self.replicas = process_group.join(self.place, device)
+        self.processes = join(self.place, device, self.actor_config, ACTOR)
+        self.register_mesh(MESH, self.processes.place.dp_rank, self.processes.place.is_collected)
         dtype = compute_dtype(self.actor_config.fsdp_config, device)
         choices = self._init_policy(device, dtype) if self.has_policy else {}
         self.reference = None
-        if self.has_reference:
-            frozen = load_policy(self.config, dtype.value, device)
-            self.reference = FSDPEngine(
-                frozen, dtype=dtype.value, device=device, name="reference", replicas=self.replicas
+        if self.has_reference and self.has_policy and self.has_adapter:
+            choices["reference"] = "the actor with its adapter off"
+        elif self.has_reference:
+            self.reference = make_engine(
+                load_policy(self.config, dtype.value, self.processes),
+                self.actor_config,
+                dtype.value,
+                self.processes,
+                name="reference",
             )
             choices["reference"] = "a frozen copy"
         return choices
 
     def _init_policy(self, device: torch.device, dtype: Choice) -> dict[str, str]:
-        self.actor = self._make_actor(
-            dtype.value, device, self.config.actor_rollout_ref.model.enable_gradient_checkpointing
+        is_trained, has_adapter = self.facts.is_trained, self.has_adapter
+        # Weights beside an adapter are frozen: they need no float32 truth behind those that compute.
+        loaded_dtype = torch.float32 if is_trained and not has_adapter else dtype.value
+        self.actor = make_engine(
+            load_policy(self.config, loaded_dtype, self.processes, has_adapter=has_adapter),
+            self.actor_config,
+            dtype.value,
+            self.processes,
+            name="actor",
+            model=self.config.actor_rollout_ref.model if is_trained else None,
         )
         self.objective = PolicyObjective(self.actor_config)
         self.utilisation = Utilisation(device, dtype.value)
         self.rollout = self._make_rollout()
         self.publish_weights(self.weight_version)
         chosen = self.actor.describe()
-        return {
-            "actor": f"{chosen['parameters'] / 1e6:.1f} M parameters on {chosen['device']}",
-            "weights": f"{chosen['weights']} ({dtype.reason}); masters and optimizer in float32",
+        masters = "masters and optimizer in float32"
+        adapter = {"adapter": describe_adapter(self.actor.scorer.model)} if has_adapter else {}
+        return adapter | {
+            "actor": f"{chosen['parameters'] / 1e6:.1f} M parameters on {chosen['device']}, {chosen['processes']}",
+            "weights": f"{chosen['weights']} ({dtype.reason}); {masters}" + (", of the adapter" if has_adapter else ""),
             "rollout": self.rollout.description,
         }
 
-    def _make_actor(self, dtype: torch.dtype, device: torch.device, use_gradient_checkpointing: bool) -> FSDPEngine:
-        if not self.facts.is_trained:
-            return FSDPEngine(
-                load_policy(self.config, dtype, device), dtype=dtype, device=device, replicas=self.replicas
-            )
-        return trained_engine(
-            load_policy(self.config, torch.float32, device),
-            self.actor_config,
-            dtype,
-            name="actor",
-            device=device,
-            replicas=self.replicas,
-            use_gradient_checkpointing=use_gradient_checkpointing,
-        )
-
     def _make_rollout(self) -> Rollout:
         module, _, name = self.facts.rollout_engine.partition(":")
-        return getattr(import_module(module), name)(self.config, self.actor.scorer.model, self.tokenizer)
+        return getattr(import_module(module), name)(self.config, self.actor, self.tokenizer)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def generate_sequences(self, prompts: DataProto) -> DataProto:
@@ -123,7 +131,7 @@ class ActorRolloutRefWorker(Worker):
         return answers
 
     def _require_known_tokens(self, input_ids: torch.Tensor) -> None:
-        size = self.actor.scorer.model.get_input_embeddings().num_embeddings
+        size = self.actor.scorer.model.config.get_text_config().vocab_size
         if input_ids.numel() and int(input_ids.max()) >= size:
             raise EngineError(
                 "prompts",
@@ -132,24 +140,29 @@ class ActorRolloutRefWorker(Worker):
                 fix="Use the model's own tokenizer: see data.tokenizer.",
             )
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @register(dispatch_mode=BY_REPLICA)
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """`old_log_probs` and `entropys` [B, T] of the actor as it is."""
-        scores = self._infer(self.actor, data, with_entropy=True)
+        scores = self._infer(self.actor, data, self.rollout_config, with_entropy=True)
         return DataProto.from_dict(tensors={"old_log_probs": scores["log_probs"], "entropys": scores["entropy"]})
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @register(dispatch_mode=BY_REPLICA)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """`ref_log_prob` [B, T] of the policy that training started from."""
-        return DataProto.from_dict(tensors={"ref_log_prob": self._infer(self.reference, data)["log_probs"]})
+        config = self.config.actor_rollout_ref.ref
+        if self.reference is not None:
+            scores = self._infer(self.reference, data, config)
+        else:
+            with adapter_off(self.actor.scorer.model):
+                scores = self._infer(self.actor, data, config)
+        return DataProto.from_dict(tensors={"ref_log_prob": scores["log_probs"]})
 
-    def _infer(self, engine: FSDPEngine, data: DataProto, *, with_entropy: bool = False):
-        config = self.config.actor_rollout_ref.ref if engine is self.reference else self.rollout_config
+    def _infer(self, engine: FSDPEngine, data: DataProto, config: LogProbConfig, *, with_entropy: bool = False):
         micro = inference_pieces(config, share_prompts=self.actor_config.use_prefix_sharing)
         temperature = self.rollout_config.temperature
         return infer(engine, data, micro, temperature=temperature, with_entropy=with_entropy)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @register(dispatch_mode=BY_REPLICA)
     def update_actor(self, data: DataProto) -> DataProto:
         """Learn from a batch with advantages. Returns metrics. `publish_weights` gives the rollout the new weights."""
         watch = Stopwatch()
@@ -172,25 +185,35 @@ class ActorRolloutRefWorker(Worker):
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, execute_mode=Execute.RANK_ZERO)
     def num_replicas(self) -> int:
-        """How many processes share a batch, each with rows of its own."""
-        return self.replicas.size
+        """How many data-parallel ranks share a batch, each with rows of its own."""
+        return self.processes.replicas.size
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def publish_weights(self, version: int) -> None:
         """Give the rollout the actor's weights; it refuses to generate with any others."""
         self.weight_version = version
-        self.rollout.weights.publish(self.actor.weights(), self.rollout.engine, version)
+        weights = self.actor.weights(is_merged=not self.rollout.is_shared)
+        self.rollout.weights.publish(weights, self.rollout.engine, version)
+
+    @cached_property
+    def checkpoint(self) -> RoleCheckpoint:
+        """Writes and reads this worker's part of a checkpoint."""
+        return RoleCheckpoint(self.actor, self.actor.scorer.model, self.tokenizer)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, directory: Path) -> None:
-        """Write the actor below `directory`."""
-        contents = frozenset(self.actor_config.checkpoint.save_contents)
-        save_with_tokenizer(self.actor, directory / "actor", contents, self.tokenizer)
+        """Copy the actor, and begin to write it below `directory`."""
+        self.checkpoint.start(directory / "actor", frozenset(self.actor_config.checkpoint.save_contents))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def checkpoint_written(self, wait: bool = False) -> bool:
+        """Whether what `save_checkpoint` began is on disk; with `wait`, it is when this returns."""
+        return self.checkpoint.is_written(wait=wait)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, directory: Path, version: int) -> None:
         """Read the actor from below `directory`, and publish its weights."""
-        self.actor.load(directory / "actor", frozenset(self.actor_config.checkpoint.load_contents))
+        self.checkpoint.load(directory / "actor", frozenset(self.actor_config.checkpoint.load_contents))
         self.publish_weights(version)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -198,4 +221,4 @@ class ActorRolloutRefWorker(Worker):
         """Release what the rollout holds, and leave the other processes of the role."""
         if self.has_policy:
             self.rollout.engine.close()
-        process_group.leave(self.replicas)
+        process_group.leave(self.processes.world)

@@ -3,6 +3,7 @@
 
 generate_sequences           PROMPT_TENSORS, PROMPT_OBJECTS
 compute_*                    MODEL_INPUTS
+compute_rm_score             MODEL_INPUTS, and the chats where the reward model reads them
 update_actor, update_critic  MODEL_INPUTS, the fields of the objective, and the numbers of the rows
 """
 
@@ -14,12 +15,19 @@ from quadriga.protocol import DataProto
 
 PROMPT_TENSORS = ("input_ids", "attention_mask", "position_ids")
 PROMPT_OBJECTS = ("raw_prompt_ids",)
+CHAT_OBJECTS = ("raw_prompt", "uid")
 MODEL_INPUTS = (*PROMPT_TENSORS, "response_mask")
 
 
 def model_inputs(batch: DataProto) -> DataProto:
     """What a pass without gradients reads."""
     return batch.select(batch_keys=MODEL_INPUTS, non_tensor_batch_keys=[])
+
+
+def reward_model_inputs(batch: DataProto, *, with_chats: bool) -> DataProto:
+    """What the reward model reads."""
+    chats = [key for key in CHAT_OBJECTS if with_chats and key in batch.non_tensor_batch]
+    return batch.select(batch_keys=MODEL_INPUTS, non_tensor_batch_keys=chats)
 
 
 class UpdateInputs:

@@ -6,22 +6,41 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
-from quadriga.config import ActorConfig, BatchingConfig, Config, CriticConfig, FSDPConfig, LogProbConfig
-from quadriga.engines.base import TrainEngine
+from quadriga.config import (
+    ActorConfig,
+    BatchingConfig,
+    Config,
+    CriticConfig,
+    CriticModelConfig,
+    FSDPConfig,
+    Layout,
+    LogProbConfig,
+    ModelConfig,
+    Sizes,
+)
+from quadriga.engines import process_group
 from quadriga.engines.fsdp.engine import FSDPEngine, Training
+from quadriga.engines.fsdp.memory import Memory
+from quadriga.engines.fsdp.sharded_weights import ReadWeight
 from quadriga.engines.micro_batches import MicroBatching
+from quadriga.engines.parallel.processes import Processes
 from quadriga.engines.step import Passes
-from quadriga.errors import CheckpointError, ConfigError, QuadrigaError
+from quadriga.errors import ConfigError, EngineError
+from quadriga.models.adapter_files import base_name, is_factor, open_model
 from quadriga.models.flops import peak_flops
-from quadriga.models.load import load_causal_lm
-from quadriga.models.scorers import PolicyScorer, ValueScorer
+from quadriga.models.load import load_causal_lm, skeleton_causal_lm
+from quadriga.models.lora import add_adapter
+from quadriga.models.scorers import PolicyScorer, Scorer, ValueScorer
 from quadriga.observe.machine import Choice, choose_dtype
 from quadriga.observe.metrics import Metric
+from quadriga.single_controller import WorkerPlace, make_nd_compute_dataproto_dispatch_fn
 
-HF_FOLDER = "huggingface"
-"""Where a role's part of a checkpoint has the model that `hf_model` asks for."""
+MESH = "replicas"
+"""The name under which a worker registers its place among the data-parallel ranks."""
+BY_REPLICA = make_nd_compute_dataproto_dispatch_fn(MESH)
+"""A chunk of rows for each data-parallel rank, the same for all of its processes; one of them answers."""
 
 
 @dataclass(frozen=True)
@@ -63,26 +82,77 @@ def choose_device(wish: str, local_rank: int = 0) -> torch.device:
         ) from error
 
 
-def load_policy(config: Config, dtype: torch.dtype, device: torch.device) -> PolicyScorer:
-    """The model of `actor_rollout_ref.model` as a policy."""
-    return PolicyScorer(_load(config, config.actor_rollout_ref.model.path, dtype, device))
+def join(place: WorkerPlace, device: torch.device, config: ActorConfig | CriticConfig, where: str) -> Processes:
+    """Meet the other processes of a role, in the layout that its section asks for.
+
+    Args:
+        place: of this process.
+        device: of its models.
+        config: of the role.
+        where: the section, for errors.
+    """
+    world = process_group.join(place, device)
+    return Processes.arrange(world, Layout.of(world.size, Sizes.of(config.fsdp_config.fsdp_size, config), where))
 
 
-def load_value_function(config: Config, device: torch.device) -> ValueScorer:
+@dataclass(frozen=True)
+class LoadedModel:
+    """A scorer, and where its parameters' values come from: None where it has them."""
+
+    scorer: Scorer
+    read: ReadWeight | None
+
+
+def load_policy(config: Config, dtype: torch.dtype, processes: Processes, *, has_adapter: bool = False) -> LoadedModel:
+    """The model of `actor_rollout_ref.model` as a policy.
+
+    Args:
+        config: of the run.
+        dtype: of whole weights; shared ones are read when they are cut.
+        processes: that will hold it.
+        has_adapter: whether it gets the adapter of the configuration, in float32.
+    """
+    loaded = _load(config, config.actor_rollout_ref.model.path, PolicyScorer, dtype, processes)
+    return _with_adapter(config, loaded) if has_adapter else loaded
+
+
+def _with_adapter(config: Config, loaded: LoadedModel) -> LoadedModel:
+    read_base = loaded.read
+    read_factor = add_adapter(loaded.scorer.model, config.actor_rollout_ref.model, config.trainer.seed)
+    if read_base is None:
+        return loaded
+    return LoadedModel(loaded.scorer, lambda name: read_factor(name) if is_factor(name) else read_base(base_name(name)))
+
+
+def load_value_function(config: Config, processes: Processes) -> LoadedModel:
     """The model of `critic.model` with a value head."""
     path = config.critic.model.path or config.actor_rollout_ref.model.path
-    return ValueScorer(_load(config, path, torch.float32, device))
+    return _load(config, path, ValueScorer, torch.float32, processes)
 
 
-def _load(config: Config, path: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+def _load(config: Config, path: str, scorer: type[Scorer], dtype: torch.dtype, processes: Processes) -> LoadedModel:
     model = config.actor_rollout_ref.model
-    return load_causal_lm(
-        path,
-        dtype=dtype,
-        device=device,
-        trust_remote_code=model.trust_remote_code,
-        override_config=model.override_config,
-    )
+    options = {"trust_remote_code": model.trust_remote_code, "override_config": model.override_config}
+    # The name of a model on a hub is no folder yet: transformers fetches it, and loads it whole.
+    if processes.layout.is_whole or not Path(path).is_dir():
+        return LoadedModel(scorer(load_causal_lm(path, dtype=dtype, device=processes.world.device, **options)), None)
+    skeleton = scorer(skeleton_causal_lm(path, **options))
+    return LoadedModel(skeleton, _reader(path, skeleton.model))
+
+
+def _reader(path: str, skeleton: PreTrainedModel) -> ReadWeight:
+    """Reads a parameter from the files of a model; a value head that they do not have is zero."""
+    files = open_model(path)
+    names, shapes = set(files.names()), {name: parameter.shape for name, parameter in skeleton.named_parameters()}
+    missing = [name for name in shapes if name not in names and not name.startswith("value_head.")]
+    if missing:
+        raise EngineError(
+            f"model {path}",
+            got=f"no weights for {len(missing)} parameters, first {missing[0]}",
+            expected="all weights of the model, under the names that transformers gives them",
+            fix="Load and save it once with transformers, or set fsdp_config.fsdp_size=1.",
+        )
+    return lambda name: files.read(name) if name in names else torch.zeros(shapes[name])
 
 
 def compute_dtype(config: FSDPConfig, device: torch.device) -> Choice:
@@ -90,12 +160,41 @@ def compute_dtype(config: FSDPConfig, device: torch.device) -> Choice:
     return choose_dtype(config.model_dtype, device)
 
 
-def trained_engine(
-    scorer: PolicyScorer | ValueScorer, config: ActorConfig | CriticConfig, dtype: torch.dtype, *, name: str, **options
+def make_engine(
+    loaded: LoadedModel,
+    config: ActorConfig | CriticConfig,
+    dtype: torch.dtype,
+    processes: Processes,
+    *,
+    name: str,
+    model: ModelConfig | CriticModelConfig | None = None,
 ) -> FSDPEngine:
-    """The engine of a role that learns; `options` are those of the engine."""
-    training = Training(config.optim, config.grad_clip, config.max_nonfinite_steps)
-    return FSDPEngine(scorer, dtype=dtype, training=training, name=name, **options)
+    """The engine of a role.
+
+    Args:
+        loaded: the model.
+        config: of the role.
+        dtype: of the weights that compute.
+        processes: that hold it.
+        name: of the role, for errors.
+        model: the section of the model, for one that learns; None: it is only asked.
+    """
+    fsdp = config.fsdp_config
+    return FSDPEngine(
+        loaded.scorer,
+        read=loaded.read,
+        dtype=dtype,
+        device=processes.world.device,
+        processes=processes,
+        training=Training(config.optim, config.grad_clip, config.max_nonfinite_steps) if model else None,
+        memory=Memory(
+            gradient_checkpointing=model is not None and model.enable_gradient_checkpointing,
+            activation_offload=model is not None and model.enable_activation_offload,
+            reshard_after_forward=fsdp.reshard_after_forward,
+            offload_weights=fsdp.offload_policy,
+        ),
+        name=name,
+    )
 
 
 def passes(config: BatchingConfig, responses_per_prompt: int, *, share_prompts: bool, global_step: int) -> Passes:
@@ -146,33 +245,3 @@ class Stopwatch:
     def seconds(self) -> float:
         """Since it was made."""
         return time.perf_counter() - self.start
-
-
-def save_with_tokenizer(
-    engine: TrainEngine, directory: Path, contents: frozenset[str], tokenizer: PreTrainedTokenizerBase
-) -> None:
-    """A role's part of a checkpoint: with `model` among its contents it is a Hugging Face folder in itself.
-
-    Every process of the role calls it; the first of those that hold the same weights writes.
-
-    Raises:
-        CheckpointError: something cannot be written.
-    """
-    if not engine.replicas.is_first:
-        return
-    folders = {directory: contents & {"model", "optimizer"}}
-    if "hf_model" in contents:
-        folders[directory / HF_FOLDER] = frozenset({"model"})
-    try:
-        for folder, parts in folders.items():
-            folder.mkdir(parents=True, exist_ok=True)
-            engine.save(folder, parts)
-            if "model" in parts:
-                tokenizer.save_pretrained(folder)
-    except QuadrigaError:
-        raise
-    except Exception as error:
-        # A full disk is an OSError to Python, a SafetensorError to safetensors, and a bare Exception to tokenizers.
-        raise CheckpointError(
-            str(directory), got=f"{type(error).__name__}: {error}", expected="room and permission to write it"
-        ) from error

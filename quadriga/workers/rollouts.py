@@ -7,7 +7,9 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from quadriga.config import Config
+from quadriga.engines.fsdp.engine import FSDPEngine
 from quadriga.errors import ConfigError
+from quadriga.models.attention import ATTENTION_NAME
 from quadriga.models.load import load_causal_lm, stop_token_ids
 from quadriga.rollout import HFEngine, NativeEngine, RolloutEngine, ScriptedEngine
 from quadriga.weight_sync import InProcessWeights, SharedWeights, WeightSync
@@ -15,45 +17,60 @@ from quadriga.weight_sync import InProcessWeights, SharedWeights, WeightSync
 
 @dataclass(frozen=True)
 class Rollout:
-    """An engine, the way its weights come, and a sentence about both for people to read."""
+    """An engine, the way its weights come, and a sentence about both for people to read.
+
+    Attributes:
+        engine, weights, description: see above.
+        is_shared: whether the engine computes with the actor's own modules, an adapter among them.
+    """
 
     engine: RolloutEngine
     weights: WeightSync
     description: str
+    is_shared: bool = False
 
 
-def native(config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Rollout:
-    """Our engine on the actor's own parameters."""
+def native(config: Config, actor: FSDPEngine, tokenizer: PreTrainedTokenizerBase) -> Rollout:
+    """Our engine, on the actor's own parameters where each process has them whole."""
     _no_options(config, "native")
+    is_whole = actor.processes.layout.is_whole
+    model = actor.scorer.model if is_whole else _copy(config, actor, ATTENTION_NAME)
     engine = NativeEngine(
         model,
         eos_token_ids=stop_token_ids(model, tokenizer.eos_token_id),
         max_num_seqs=config.actor_rollout_ref.rollout.max_num_seqs,
     )
-    return Rollout(engine, SharedWeights(), "native, on the actor's own weights: nothing is copied")
+    if is_whole:
+        return Rollout(engine, SharedWeights(), "native, on the actor's own weights: nothing is copied", is_shared=True)
+    return Rollout(engine, InProcessWeights(), "native, on a copy of the weights that the actor's processes share")
 
 
-def hf(config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Rollout:
+def hf(config: Config, actor: FSDPEngine, tokenizer: PreTrainedTokenizerBase) -> Rollout:
     """Transformers' generate on a copy of the model."""
     _no_options(config, "hf")
-    section = config.actor_rollout_ref
-    copy = load_causal_lm(
-        section.model.path,
-        dtype=model.dtype,
-        device=model.device,
-        attention="sdpa",
-        trust_remote_code=section.model.trust_remote_code,
-        override_config=section.model.override_config,
-    )
+    copy = _copy(config, actor, "sdpa")
     engine = HFEngine(
         copy,
-        eos_token_ids=stop_token_ids(model, tokenizer.eos_token_id),
+        eos_token_ids=stop_token_ids(copy, tokenizer.eos_token_id),
         max_num_seqs=config.actor_rollout_ref.rollout.max_num_seqs,
     )
     return Rollout(engine, InProcessWeights(), "hf, transformers' generate on a copy of the weights")
 
 
-def scripted(config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Rollout:
+def _copy(config: Config, actor: FSDPEngine, attention: str) -> PreTrainedModel:
+    """The model that the actor started from, whole."""
+    section = config.actor_rollout_ref.model
+    return load_causal_lm(
+        section.path,
+        dtype=actor.dtype,
+        device=actor.device,
+        attention=attention,
+        trust_remote_code=section.trust_remote_code,
+        override_config=section.override_config,
+    )
+
+
+def scripted(config: Config, actor: FSDPEngine, tokenizer: PreTrainedTokenizerBase) -> Rollout:
     """Canned answers from a file."""
     options = dict(config.actor_rollout_ref.rollout.engine_kwargs)
     responses = options.pop("responses_file", None)

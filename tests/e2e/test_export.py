@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from quadriga.cli.main import main
+from quadriga.models.weight_files import open_weights
 
 LONG = ("data.max_prompt_length=32", "data.max_response_length=8")
 
@@ -27,9 +28,19 @@ def run(train: Callable[..., Path]) -> Path:
     )
 
 
-def logits(folder: Path) -> torch.Tensor:
-    """Of a fixed run of tokens, by transformers alone."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+def trained_model(folder: Path) -> PreTrainedModel:
+    """The model of a checkpoint's actor, filled in tensor by tensor."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+    files = open_weights(folder)
+    unused = model.load_state_dict({name: files.read(name) for name in files.names()}, strict=False)
+    assert unused.unexpected_keys == [] and unused.missing_keys == ["lm_head.weight"]
+    return model.eval()
+
+
+def logits(model: Path | PreTrainedModel) -> torch.Tensor:
+    """Of a fixed run of tokens; a folder is loaded by transformers alone."""
+    if isinstance(model, Path):
+        model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     with torch.no_grad():
         return model(torch.arange(3, 20)[None]).logits
 
@@ -40,7 +51,7 @@ def test_export_is_the_trained_model(run: Path, home: Path, tmp_path: Path, caps
     for number, source in enumerate((run, run / "global_step_8")):
         outputs.append(tmp_path / f"out{number}")
         assert main(["export", str(source), "--output", str(outputs[-1]), "--dtype", "float32"]) == 0
-    trained = logits(run / "global_step_8" / "actor")
+    trained = logits(trained_model(run / "global_step_8" / "actor"))
     assert not torch.allclose(trained, logits(home / "model"), atol=0.1)
     for output in outputs:
         assert torch.equal(logits(output), trained)
@@ -52,7 +63,7 @@ def test_export_in_half_the_bytes(run: Path, tmp_path: Path) -> None:
     """bfloat16 is the default, and what is written is the rounded weights."""
     assert main(["export", str(run), "--output", str(tmp_path / "out")]) == 0
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    trained = AutoModelForCausalLM.from_pretrained(run / "global_step_8" / "actor")
+    trained = trained_model(run / "global_step_8" / "actor")
     assert exported.dtype == torch.bfloat16
     for (name, one), other in zip(exported.named_parameters(), trained.parameters(), strict=True):
         assert torch.equal(one, other.bfloat16()), name
@@ -78,7 +89,8 @@ def test_hf_model_beside_the_weights(train: Callable[..., Path], tmp_path: Path)
     run = train("trainer.save_freq=2", "actor_rollout_ref.actor.checkpoint.save_contents=[hf_model]", run="light")
     full = train("trainer.save_freq=2", run="full")
     assert main(["export", str(run), "--output", str(tmp_path / "out"), "--dtype", "float32"]) == 0
-    assert torch.equal(logits(tmp_path / "out"), logits(full / "global_step_2" / "actor"))
+    assert torch.equal(logits(tmp_path / "out"), logits(trained_model(full / "global_step_2" / "actor")))
+    assert not (run / "global_step_2" / "actor" / "model").exists()
 
 
 @pytest.mark.parametrize(
@@ -99,7 +111,7 @@ def test_export_refuses(
 
 
 def test_export_refuses_a_damaged_checkpoint(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (file,) = (run / "global_step_8" / "actor").glob("model-*.safetensors")
+    (file,) = (run / "global_step_8" / "actor" / "model").glob("*.distcp")
     content = bytearray(file.read_bytes())
     content[-5] ^= 1
     file.write_bytes(content)

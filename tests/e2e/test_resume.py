@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+
+from quadriga.models.weight_files import open_weights
 
 NUM_STEPS = 6
 WAIT_S = 120.0
@@ -38,8 +39,8 @@ CRITIC = ("algorithm.adv_estimator=gae", "critic.ppo_epochs=2", "critic.ppo_mini
 
 def weights(run: Path, role: str = "actor") -> dict[str, torch.Tensor]:
     """The weights of a run's last checkpoint."""
-    (file,) = (run / f"global_step_{NUM_STEPS}" / role).glob("model-*.safetensors")
-    return load_file(file)
+    files = open_weights(run / f"global_step_{NUM_STEPS}" / role)
+    return {name: files.read(name) for name in files.names()}
 
 
 def assert_same_weights(one: Path, other: Path, role: str = "actor") -> None:

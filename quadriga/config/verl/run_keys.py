@@ -83,12 +83,8 @@ ROLLOUT: list[Rule] = [
 ]
 
 REWARD: list[Rule] = [
-    *only(
-        OFF,
-        "Grade with a function: set custom_reward_function.path, or use a data source with a built-in grader.",
-        "reward_model.enable",
-        "reward.reward_model.enable",
-    ),
+    *only(OFF, "Set reward_model.enable and reward_model.model.path.", "reward.reward_model.enable"),
+    *instead("Set the key of this name under reward_model.", "reward.reward_model.*"),
     *only(
         EMPTY,
         "Code is graded by a function of your own: set custom_reward_function.path.",
@@ -101,20 +97,32 @@ REWARD: list[Rule] = [
         "reward_model.launch_reward_fn_async",
     ),
     *note(
-        "Read only with a reward model, which is off.",
-        "reward_model.model.*",
+        "The reward model is a classifier that the engine evaluates: nothing is generated or served.",
         "reward_model.rollout.*",
-        "reward_model.*micro_batch_size*",
-        "reward_model.*max_token_len*",
-        "reward_model.use_dynamic_bsz",
-        "reward_model.*_resource_pool",
+        "reward_model.model_type",
+    ),
+    *note(
+        "The reward model computes in packed micro-batches, each with its own kernels: nothing is to be chosen.",
+        "reward_model.model.use_fused_kernels",
+        "reward_model.model.use_shm",
+    ),
+    *instead(
+        "Import what must be registered from the file of your reward function, data set or sampler.",
+        "reward_model.model.external_lib",
+    ),
+    *instead("Set reward_model.micro_batch_size_per_gpu.", "reward_model.micro_batch_size"),
+    *only(
+        OFF,
+        "Set trainer.placement.reward_model to the pool that the reward model is to have.",
+        "reward_model.enable_resource_pool",
+    ),
+    *only(
+        (0, 1, None),
+        "Set trainer.placement.reward_model, and the pool's shape in trainer.resource_pools.",
         "reward_model.n_gpus_per_node",
         "reward_model.nnodes",
-        "reward_model.max_length",
-        "reward_model.sandbox_fusion.*",
-        "sandbox_fusion.*",
-        "reward_model.ulysses_sequence_parallel_size",
     ),
+    *note("Read only with a sandbox service, which is off.", "reward_model.sandbox_fusion.*", "sandbox_fusion.*"),
     *instead("Set custom_reward_function.path and custom_reward_function.name.", "reward.custom_reward_function.*"),
     *instead(
         "Set reward_model.reward_manager.", "reward_manager.*", "reward.reward_manager.*", "reward_model.reward_loop_*"
@@ -161,11 +169,6 @@ RUN: list[Rule] = [
         OFF,
         "A checkpoint is kept after it was read; set trainer.max_ckpt_to_keep to bound their number.",
         "trainer.del_local_ckpt_after_load",
-    ),
-    *only(
-        (0, None),
-        "Checkpoints are written every trainer.save_freq steps: leave the key out.",
-        "trainer.esi_redundant_time",
     ),
     *instead("Set global_profiler.steps.", "trainer.profile_steps"),
     *note(

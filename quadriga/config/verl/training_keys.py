@@ -8,12 +8,49 @@ PARALLEL: list[Rule] = [
         "Settings of Megatron-core are not needed: the engine is fsdp.",
         "<engine>.megatron.override_transformer_config.*",
     ),
+    *note(
+        "The processes of the reference are arranged as actor_rollout_ref.actor says.",
+        "actor_rollout_ref.ref.megatron.*_parallel_size",
+        "actor_rollout_ref.ref.ulysses_sequence_parallel_size",
+        "actor_rollout_ref.ref.fsdp_config.fsdp_size",
+        "actor_rollout_ref.ref.fsdp_config.reshard_after_forward",
+        "actor_rollout_ref.ref.fsdp_config.offload_policy",
+        "actor_rollout_ref.ref.fsdp_config.ulysses_sequence_parallel_size",
+    ),
     *only(
         ONE,
-        "A model lives on one device, whole: set the size to 1, or leave the key out.",
+        "Set actor_rollout_ref.actor.tensor_model_parallel_size.",
+        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size",
+    ),
+    *only(ONE, "Set critic.tensor_model_parallel_size.", "critic.megatron.tensor_model_parallel_size"),
+    *only(
+        ONE,
+        "Set actor_rollout_ref.actor.pipeline_model_parallel_size.",
+        "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size",
+    ),
+    *only(ONE, "Set critic.pipeline_model_parallel_size.", "critic.megatron.pipeline_model_parallel_size"),
+    *only(
+        ONE,
+        "Set actor_rollout_ref.actor.ulysses_sequence_parallel_size.",
+        "actor_rollout_ref.actor.megatron.context_parallel_size",
+        "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size",
+    ),
+    *only(
+        ONE,
+        "Set critic.ulysses_sequence_parallel_size.",
+        "critic.megatron.context_parallel_size",
+        "critic.fsdp_config.ulysses_sequence_parallel_size",
+    ),
+    *instead("Set critic.fsdp_config.fsdp_size.", "critic.model.fsdp_config.fsdp_size"),
+    *only(
+        ONE,
+        "There is no such parallelism: set the size to 1, or leave the key out.",
         "<engine>.megatron.*_parallel_size",
-        "<engine>.ulysses_sequence_parallel_size",
-        "<engine>.fsdp_config.ulysses_sequence_parallel_size",
+        "critic.model.fsdp_config.ulysses_sequence_parallel_size",
+    ),
+    *only(
+        ONE,
+        "A generation engine lives on one device, whole: set the size to 1, or leave the key out.",
         "<rollout>.*_parallel_size",
     ),
     *only(
@@ -42,7 +79,7 @@ PARALLEL: list[Rule] = [
         "<rollout>.full_determinism",
     ),
     *note(
-        "How weights are split over devices and moved to the host does not matter on one device.",
+        "Layers are shared one by one; fsdp_config.offload_policy lets weights and optimizer rest on the host.",
         "<engine>.fsdp_config.*",
         "reward_model.model.fsdp_config.*",
     ),
@@ -112,10 +149,6 @@ COMPUTE: list[Rule] = [
     ),
     *note("The entropy is always reported.", "actor_rollout_ref.actor.calculate_entropy"),
     *note("The engine chooses how it compiles; results do not depend on it.", "<engine>.use_torch_compile"),
-    *note(
-        "Activations are kept or computed again by enable_gradient_checkpointing; they are not moved to the host.",
-        "<model>.enable_activation_offload",
-    ),
     *instead("Set actor_rollout_ref.actor.use_prefix_sharing.", "actor_rollout_ref.actor.use_prefix_grouper"),
     *note("The processes of a machine share the system's cache of files.", "<model>.use_shm", "data.use_shm"),
 ]
@@ -123,20 +156,44 @@ COMPUTE: list[Rule] = [
 MODEL: list[Rule] = [
     *only(
         (0, None),
-        "All weights are trained: leave the key out, or set it to 0.",
-        "<model>.lora_rank",
-        "<model>.lora.rank",
+        "All weights of the critic are trained: leave the key out, or set it to 0.",
+        "critic.model.lora_rank",
+        "critic.model.lora.rank",
     ),
     *only(
-        EMPTY, "All weights are trained: leave the key out.", "<model>.lora_adapter_path", "<model>.lora.adapter_path"
+        EMPTY,
+        "All weights of the critic are trained: leave the key out.",
+        "critic.model.lora_adapter_path",
+        "critic.model.lora.adapter_path",
     ),
     *note(
-        "Read only with LoRA, which is off.",
-        "<model>.lora_alpha",
+        "Read only with an adapter, which the critic has not.",
+        "critic.model.lora_alpha",
+        "critic.model.lora.*",
+        "critic.model.target_modules",
+        "critic.model.target_parameters",
+        "critic.model.exclude_modules",
+    ),
+    *only((0, None), "Set actor_rollout_ref.model.lora_rank.", "<model>.lora.rank"),
+    *instead("Set actor_rollout_ref.model.lora_alpha.", "<model>.lora.alpha"),
+    *instead("Set actor_rollout_ref.model.target_modules.", "<model>.lora.target_modules"),
+    *only(EMPTY, "Set actor_rollout_ref.model.exclude_modules.", "<model>.lora.exclude_modules"),
+    *only(EMPTY, "Set actor_rollout_ref.model.lora_adapter_path.", "<model>.lora.adapter_path"),
+    *only(("lora", None), "Adapters are plain LoRA: leave the key out.", "<model>.lora.type"),
+    *only(
+        (0, 0.0, None),
+        "A policy computes without dropout, as it samples: leave the key out.",
+        "<model>.lora.dropout",
+    ),
+    *only(("kaiming", None), "A begins as PEFT's does: leave the key out.", "<model>.lora.lora_A_init_method"),
+    *only(("zero", None), "B begins with zeros: leave the key out.", "<model>.lora.lora_B_init_method"),
+    *note("Generation has the adapter's newest weights in any case.", "<model>.lora.merge"),
+    *only(EMPTY, "Experts' own parameters get no adapter: leave the key out.", "<model>.target_parameters"),
+    *only(
+        (*EMPTY, *OFF),
+        "This option of adapters is not offered: see actor_rollout_ref.model.lora_rank.",
+        "<model>.lora",
         "<model>.lora.*",
-        "<model>.target_modules",
-        "<model>.target_parameters",
-        "<model>.exclude_modules",
     ),
     *instead("Set data.tokenizer.", "<model>.tokenizer_path"),
     *instead(
@@ -207,7 +264,7 @@ OPTIMIZER: list[Rule] = [
         "<engine>.optim.lr_wsd_decay_s*",
         "<engine>.optim.use_checkpoint_opt_param_scheduler",
     ),
-    *only(OFF, "Checkpoints are written before training goes on: leave the key out.", "<engine>.checkpoint.async_save"),
+    *note("Checkpoints are always written while training goes on.", "<engine>.checkpoint.async_save"),
 ]
 
 LOSS: list[Rule] = [

@@ -140,5 +140,11 @@ class _VocabularyEmbedding:
         if table.shape[0] == 0:
             rows = table.sum() + torch.zeros(len(local), table.shape[1], dtype=table.dtype, device=table.device)
         else:
-            rows = embedding(torch.where(here, local, 0), table) * here[:, None]
+            rows = embedding(torch.where(here, local, 0), table, self._padding()) * here[:, None]
         return scatter_sum(rows, self.group)[None]
+
+    def _padding(self) -> int | None:
+        """The entry here that architectures give no gradient, if there is one."""
+        whole = self.module.padding_idx
+        is_here = whole is not None and 0 <= whole - self.start < self.module.weight.shape[0]
+        return whole - self.start if is_here else None

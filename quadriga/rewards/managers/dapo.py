@@ -36,7 +36,7 @@ class DapoRewardManager(NaiveRewardManager):
         super().__init__(config, tokenizer)
 
     def shaped(self, outcomes: list[Outcome], samples: Samples) -> list[Outcome]:
-        """The outcomes with the punishment; "acc" keeps the score from before it."""
+        """The outcomes with the punishment; "acc" keeps the score from before it, if there was one."""
         return [
             self._shaped(outcome, length) for outcome, length in zip(outcomes, samples.lengths.tolist(), strict=True)
         ]
@@ -44,7 +44,7 @@ class DapoRewardManager(NaiveRewardManager):
     def _shaped(self, outcome: Outcome, length: int) -> Outcome:
         if outcome.error:
             return outcome
-        extra = {**outcome.extra, "acc": outcome.extra.get("acc", outcome.score)}
+        extra = {**outcome.extra, "acc": outcome.extra.get("acc", outcome.score)} if self.has_grades else {}
         if not self._buffer["enable"]:
             return outcome._replace(extra=extra)
         excess = length - (self._max_length - self._buffer["len"])

@@ -36,6 +36,9 @@ class NaiveRewardManager:
         check_options(self.settings.reward_manager, self.settings.reward_kwargs, self.options)
         custom = config.custom_reward_function
         self.function = ScoreFunction(custom.path, custom.name, dict(custom.reward_kwargs))
+        # With a reward model and no function of the user's the model alone grades: the scores here are zero, but for
+        # what a manager adds to them.
+        self.has_grades = custom.path is not None or not self.settings.enable
         self._tokenizer = tokenizer
         self._reward_fn_key = config.data.reward_fn_key
         self._pool = GradingPool(self.function, num_workers=self.settings.num_workers)
@@ -44,7 +47,7 @@ class NaiveRewardManager:
 
     def __call__(self, data: DataProto) -> RewardOutput:
         """Grade a batch, see `RewardManager`."""
-        samples = read_samples(data, self._tokenizer, self._reward_fn_key)
+        samples = read_samples(data, self._tokenizer, self._reward_fn_key, needs_truths=self.has_grades)
         outcomes = self.shaped(self._graded(samples), samples)
         return collect(samples, outcomes, self.settings.max_error_rate)
 
@@ -57,6 +60,8 @@ class NaiveRewardManager:
         self._pool.close()
 
     def _graded(self, samples: Samples) -> list[Outcome]:
+        if not self.has_grades:
+            return [Outcome(0.0, {}, "", "graded")] * len(samples.rows)
         if self.function.path is None:
             for data_source in dict.fromkeys(row["data_source"] for row in samples.rows):
                 grader_name(data_source)

@@ -35,6 +35,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from quadriga import __version__
 from quadriga.errors import WorkerError
+from quadriga.observe.stopping import request_stop
 from quadriga.single_controller.ray.cluster import Cluster, cluster, forwarded_variables, num_cores
 from quadriga.single_controller.ray.deaths import Remains, cause_of_death, oom_kills
 from quadriga.single_controller.ray.relay import CapturedOutput, Chunk, Screen, Size, Streams
@@ -138,6 +139,11 @@ class Host:
                     ctypes.c_ulong(self._thread), ctypes.py_object(KeyboardInterrupt)
                 )
 
+    @ray.method(concurrency_group="control")
+    def stop(self) -> None:
+        """Ask the function to end after what it has in work."""
+        request_stop()
+
     @contextmanager
     def _interruptible(self) -> Iterator[None]:
         with self._lock:
@@ -239,6 +245,7 @@ class _Watch:
         self._num_arrived = self._pid = 0
         self._oom_kills = oom_kills()
         self._interrupted_at = self._looked_at = 0.0
+        self._is_stop_asked = False
 
     def follow(self) -> Outcome:
         """Show its output until it ends. Returns how."""
@@ -287,7 +294,11 @@ class _Watch:
             ) from error
 
     def _mind_signals(self) -> None:
-        if signal.SIGTERM in self._signals:
+        num_stops = self._signals.count(signal.SIGTERM)
+        if num_stops and not self._is_stop_asked:
+            self._is_stop_asked = True
+            self._host.stop.remote()
+        if num_stops > 1:
             # The status of a process that a shell has seen die of it.
             raise SystemExit(128 + signal.SIGTERM)
         count = self._signals.count(signal.SIGINT)

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from quadriga.config import load_config
+from quadriga.models.weight_files import open_weights
 from quadriga.trainer.task_runner import run
 
 NUM_STEPS = 8
@@ -56,8 +56,8 @@ class Rows(RLHFDataset):
 
 def weights(directory: Path) -> dict[str, torch.Tensor]:
     """Those of the actor at the end."""
-    (file,) = (directory / f"global_step_{NUM_STEPS}" / "actor").glob("model-*.safetensors")
-    return load_file(file)
+    files = open_weights(directory / f"global_step_{NUM_STEPS}" / "actor")
+    return {name: files.read(name) for name in files.names()}
 
 
 @pytest.mark.usefixtures("ray_cluster")

@@ -61,6 +61,14 @@ def test_which_passes_a_step_needs(overrides: list[str], needs_pass: bool, needs
     assert ("reference model: none" in text) == (not needs_model)
 
 
+def test_the_reference_of_an_adapter() -> None:
+    """It is the actor, unless it has a pool of its own."""
+    words = (f"{ACTOR}.use_kl_loss=True", "actor_rollout_ref.model.lora_rank=4")
+    assert "one pass a step, for the loss, by the actor with its adapter off" in explain(config(*words))
+    assert "adapter" not in explain(config(*words[:1]))
+    assert "adapter" not in explain(config(*words, "trainer.placement=apart", "trainer.backend=ray"))
+
+
 def test_the_words() -> None:
     text = explain(
         config("data.train_batch_size=16", f"{ROLLOUT}.n=8", f"{ACTOR}.ppo_mini_batch_size=6",

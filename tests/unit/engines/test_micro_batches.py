@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cutting a mini-batch: every row once, budgets kept, prompts together."""
+"""Cutting a mini-batch: every row once, budgets kept, prompts together, few and even micro-batches."""
 
+import math
+import random
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,6 +14,7 @@ ROWS = st.lists(
     st.builds(lambda key, answer: RowLength(key, 3 + key, answer), key=st.integers(0, 4), answer=st.integers(0, 9)),
     max_size=25,
 )
+BUDGETS, NUMBERS, ATTENTION = st.integers(1, 60), st.integers(0, 30), st.sampled_from([math.inf, 20.0])
 
 
 def packed_tokens(rows: list[RowLength], share_prompts: bool) -> int:
@@ -18,13 +23,70 @@ def packed_tokens(rows: list[RowLength], share_prompts: bool) -> int:
     return total + sum(row.num_response_tokens for row in rows)
 
 
-@given(rows=ROWS, max_tokens=st.integers(1, 60), share_prompts=st.booleans())
-def test_by_tokens(rows: list[RowLength], max_tokens: int, share_prompts: bool) -> None:
-    """Only a row that is larger than the budget by itself exceeds it."""
-    batches = micro_batches(rows, MicroBatching(None, max_tokens, share_prompts))
+def cost(rows: list[RowLength], attention_tokens: float) -> float:
+    """Of a micro-batch with shared prompts."""
+    prompts = {row.prompt_key: row.num_prompt_tokens for row in rows}
+    sequences = [(row.num_prompt_tokens + row.num_response_tokens, row.num_prompt_tokens) for row in rows]
+    pairs = sum(prompt**2 for prompt in prompts.values())
+    pairs += sum(total**2 - prompt**2 for total, prompt in sequences)
+    return packed_tokens(rows, True) + pairs / attention_tokens
+
+
+@given(rows=ROWS, max_tokens=BUDGETS, share_prompts=st.booleans(), num_at_least=NUMBERS, attention=ATTENTION)
+def test_by_tokens(
+    rows: list[RowLength], max_tokens: int, share_prompts: bool, num_at_least: int, attention: float
+) -> None:
+    """Every row once; only a row that is larger than the budget by itself exceeds it; as many as are asked for, or one
+    for each row; always the same."""
+    how = MicroBatching(None, max_tokens, share_prompts)
+    batches = micro_batches(rows, how, num_at_least=num_at_least, attention_tokens=attention)
     assert sorted(index for batch in batches for index in batch) == list(range(len(rows)))
     for batch in batches:
+        assert batch
         assert len(batch) == 1 or packed_tokens([rows[index] for index in batch], share_prompts) <= max_tokens
+    assert len(batches) >= min(num_at_least, len(rows))
+    assert batches == micro_batches(rows, how, num_at_least=num_at_least, attention_tokens=attention)
+
+
+@given(rows=ROWS, max_tokens=st.integers(16, 60), share_prompts=st.booleans())
+def test_few(rows: list[RowLength], max_tokens: int, share_prompts: bool) -> None:
+    """Fewer than twice as many as the tokens would fill, and one. Says nothing of prompts whose answers do not fit
+    together: these are left out."""
+    if share_prompts:
+        groups = [[row for row in rows if row.prompt_key == key] for key in range(5)]
+        rows = [row for group in groups if packed_tokens(group, True) <= max_tokens for row in group]
+    batches = micro_batches(rows, MicroBatching(None, max_tokens, share_prompts))
+    assert len(batches) < 2 * packed_tokens(rows, share_prompts) / max_tokens + 1
+
+
+@given(
+    answers=st.lists(st.integers(1, 50), min_size=1, max_size=60), num=st.integers(1, 10), attention_tokens=ATTENTION
+)
+def test_even(answers: list[int], num: int, attention_tokens: float) -> None:
+    """With room enough no micro-batch is costlier than the cheapest by more than one row."""
+    rows = [RowLength(number, 5, answer) for number, answer in enumerate(answers)]
+    batches = micro_batches(rows, MicroBatching(None, 10_000), num_at_least=num, attention_tokens=attention_tokens)
+    assert len(batches) == min(num, len(rows))
+    costs = [cost([rows[index] for index in batch], attention_tokens) for batch in batches]
+    assert costs == sorted(costs, reverse=True)
+    assert costs[0] - costs[-1] <= max(cost([row], attention_tokens) for row in rows) + 1e-9
+
+
+@given(rows=ROWS, max_tokens=BUDGETS, num_at_least=NUMBERS, attention=ATTENTION, seed=st.integers(0, 99))
+def test_order_of_the_rows_does_not_matter(
+    rows: list[RowLength], max_tokens: int, num_at_least: int, attention: float, seed: int
+) -> None:
+    """The same rows in another order make micro-batches of the same rows, up to rows that are alike."""
+    how = MicroBatching(None, max_tokens)
+    other = random.Random(seed).sample(rows, len(rows))
+
+    def contents(ordered: list[RowLength]) -> list[list[tuple]]:
+        batches = micro_batches(ordered, how, num_at_least=num_at_least, attention_tokens=attention)
+        return sorted(
+            sorted((ordered[i].num_response_tokens, ordered[i].prompt_key) for i in batch) for batch in batches
+        )
+
+    assert contents(rows) == contents(other)
 
 
 @given(num_rows=st.integers(0, 20), size=st.integers(1, 25))
@@ -33,6 +95,18 @@ def test_by_count(num_rows: int, size: int) -> None:
     batches = micro_batches(rows, MicroBatching(size, 1))
     assert [index for batch in batches for index in batch] == list(range(num_rows))
     assert all(len(batch) == size for batch in batches[:-1])
+
+
+@given(num_rows=st.integers(0, 20), size=st.integers(1, 25), num_at_least=NUMBERS)
+def test_by_count_with_a_number(num_rows: int, size: int, num_at_least: int) -> None:
+    """More micro-batches than rows demand are equally large but for one row."""
+    batches = micro_batches([RowLength(0, 1, 1)] * num_rows, MicroBatching(size, 1), num_at_least=num_at_least)
+    assert [index for batch in batches for index in batch] == list(range(num_rows))
+    assert len(batches) == max(-(-num_rows // size), min(num_at_least, num_rows))
+    sizes = [len(batch) for batch in batches]
+    assert max(sizes, default=1) <= size
+    if len(batches) > -(-num_rows // size):
+        assert max(sizes) - min(sizes) <= 1
 
 
 def test_the_answers_to_a_prompt_stay_together() -> None:
@@ -45,3 +119,20 @@ def test_the_answers_to_a_prompt_stay_together() -> None:
 def test_a_group_above_the_budget_is_cut() -> None:
     rows = [RowLength("p", 10, 4)] * 5
     assert micro_batches(rows, MicroBatching(None, 18)) == [[0, 1], [2, 3], [4]]
+
+
+def test_rows_are_parted_where_micro_batches_must_be_more() -> None:
+    """One prompt with a long and three short answers, in two: the long one goes with a short one at most."""
+    rows = [RowLength("p", 10, answer) for answer in (90, 10, 20, 30)]
+    batches = micro_batches(rows, MicroBatching(None, 1000), num_at_least=2)
+    assert batches == [[0, 2], [1, 3]]  # 90 and 20, 30 and 10
+
+
+@pytest.mark.parametrize("share_prompts", [True, False])
+def test_evenly_filled(share_prompts: bool) -> None:
+    """Two long rows and many short ones: the two go apart, and the short ones fill up. As few as tokens demand."""
+    rows = [RowLength(number, 8, answer) for number, answer in enumerate([500, 500, *[42] * 20])]
+    batches = micro_batches(rows, MicroBatching(None, 1100, share_prompts))
+    totals = [packed_tokens([rows[index] for index in batch], share_prompts) for batch in batches]
+    assert len(batches) == 2
+    assert totals == [1008, 1008]

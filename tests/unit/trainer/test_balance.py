@@ -4,11 +4,14 @@
 from collections.abc import Sequence
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig
 
+from quadriga.models.flops import model_cost
 from quadriga.protocol import DataProto
-from quadriga.trainer.balance import Balance, Row, balance, cost_of_share
+from quadriga.trainer.balance import Balance, Row, SequenceCost, balance, cost_of_share
 
 LENGTHS = st.integers(1, 4000)
 PROMPTS = st.lists(st.tuples(LENGTHS, st.lists(LENGTHS, min_size=1, max_size=5)), min_size=1, max_size=12)
@@ -105,3 +108,59 @@ def test_more_ranks_than_rows() -> None:
 def test_one_rank_keeps_the_order() -> None:
     rows = rows_of([(7, [3, 1, 2]), (2, [9])])
     assert balance(rows, 1, 2) == Balance([0, 1, 2, 3], 1.0, 1.0)
+
+
+@pytest.mark.parametrize("num_key_heads", [4, 2])
+def test_cost_follows_the_model(num_key_heads: int) -> None:
+    """What a configuration says of a Llama is what its modules have. Says nothing of other kinds of layers."""
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=num_key_heads,
+        vocab_size=500,
+    )
+    with torch.device("meta"):
+        counted = model_cost(LlamaForCausalLM(config))
+    cost = SequenceCost.of_model(config)
+    assert cost.attention_tokens == pytest.approx(counted.num_block_parameters / counted.attention_width)
+    assert cost.head == pytest.approx(counted.num_head_parameters / counted.num_block_parameters)
+
+
+def test_costs_of_experts() -> None:
+    """A token's way leads through the experts that it is sent to, not through all."""
+    config = Qwen3MoeConfig(
+        hidden_size=32,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        moe_intermediate_size=8,
+        num_experts=64,
+        num_experts_per_tok=2,
+    )
+    assert SequenceCost.of_model(config).attention_tokens == (4 * 32 * 32 + 2 * 3 * 8 * 32) / 32
+
+
+def test_rows_are_dealt_by_the_cost_of_the_model() -> None:
+    """Equal sums of tokens are unequal work where attention counts: what is even then depends on the model."""
+    rows = [Row(number, 10, length) for number, length in enumerate([3000, 1500, 500, 2000, 2000, 1000])]
+    cost = SequenceCost(attention_tokens=500)
+    by_cost, by_tokens = balance(rows, 2, 6, cost), balance(rows, 2, 6, SequenceCost(attention_tokens=1e9))
+    assert {frozenset(part) for part in chunks(by_cost.order, 2)} != {
+        frozenset(part) for part in chunks(by_tokens.order, 2)
+    }
+    longest = [
+        max(cost_of_share(rows, part, cost) for part in chunks(dealt.order, 2)) for dealt in (by_cost, by_tokens)
+    ]
+    assert longest[0] < 0.95 * longest[1]
+
+
+def test_the_head_counts_for_responses_only() -> None:
+    """Two rows of the same length: the one with the longer response costs more where there is a head."""
+    rows = [Row(0, 100, 10), Row(1, 10, 100)]
+    plain, with_head = (
+        [cost_of_share(rows, [number], SequenceCost(head=head)) for number in (0, 1)] for head in (0.0, 0.5)
+    )
+    assert plain[0] == pytest.approx(plain[1])
+    assert with_head[1] - with_head[0] == pytest.approx(0.5 * 90)

@@ -27,10 +27,11 @@ class Killed(BaseException):
 
 def write(checkpoints: Checkpoints, step: int, text: str = "weights") -> Path:
     """A checkpoint with one file per role."""
-    with checkpoints.writing(step) as directory:
-        for name in ("actor", "trainer"):
-            (directory / name).mkdir()
-            (directory / name / "state").write_text(f"{text} {step}")
+    directory = checkpoints.begin(step)
+    for name in ("actor", "trainer"):
+        (directory / name).mkdir()
+        (directory / name / "state").write_text(f"{text} {step}")
+    checkpoints.complete(step)
     return checkpoints.path(step)
 
 
@@ -63,7 +64,8 @@ def test_steps_are_in_order_of_number(checkpoints: Checkpoints) -> None:
 def test_error_while_writing_leaves_what_was_there(checkpoints: Checkpoints) -> None:
     write(checkpoints, 1)
     refused = pytest.raises(CheckpointError, match=r"step 2 .*No space left.*Step 1 is still there")
-    with refused as caught, checkpoints.writing(2) as directory:
+    directory = checkpoints.begin(2)
+    with refused as caught, checkpoints.guarded(2):
         (directory / "half").write_text("hal")
         raise OSError(28, "No space left on device")
     assert isinstance(caught.value.__cause__, OSError)
@@ -71,14 +73,16 @@ def test_error_while_writing_leaves_what_was_there(checkpoints: Checkpoints) -> 
 
 
 def test_error_of_a_role_says_what_is_left(checkpoints: Checkpoints) -> None:
-    refused = pytest.raises(CheckpointError, match=r"step 2 .*got SafetensorError: full.*no earlier checkpoint")
-    with refused, checkpoints.writing(2):
+    refused = pytest.raises(CheckpointError, match=r"step 2 .*got actor: SafetensorError: full.*no earlier")
+    checkpoints.begin(2)
+    with refused, checkpoints.guarded(2):
         raise CheckpointError("actor", got="SafetensorError: full")
     assert names(checkpoints.directory) == []
 
 
 def test_bug_of_ours_comes_through_as_it_is(checkpoints: Checkpoints) -> None:
-    with pytest.raises(ZeroDivisionError), checkpoints.writing(2):
+    checkpoints.begin(2)
+    with pytest.raises(ZeroDivisionError), checkpoints.guarded(2):
         raise ZeroDivisionError
     assert names(checkpoints.directory) == []
 
@@ -86,6 +90,33 @@ def test_bug_of_ours_comes_through_as_it_is(checkpoints: Checkpoints) -> None:
 def test_same_step_again_replaces_it(checkpoints: Checkpoints) -> None:
     write(checkpoints, 1, "old")
     assert (write(checkpoints, 1, "new") / "actor" / "state").read_text() == "new 1"
+    assert names(checkpoints.directory) == ["global_step_1", LATEST]
+
+
+def test_older_ones_stay_until_the_new_one_is_read_back(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that returns other bytes than were listed: the new one gets no name, and nothing is deleted for it."""
+    checkpoints.max_to_keep = 1
+    write(checkpoints, 1)
+
+    def damage(directory: Path) -> None:
+        (directory / "actor" / "state").write_text("weights 7")
+
+    monkeypatch.setattr("quadriga.trainer.checkpoint._sync", damage)
+    with pytest.raises(CheckpointError, match=r"step 2 .*actor/state: other content.*Step 1 is still there"):
+        write(checkpoints, 2)
+    assert names(checkpoints.directory) == ["global_step_1", LATEST]
+    verify(checkpoints.path(1))
+    assert (checkpoints.newest(), checkpoints.last_written) == (1, 1)
+
+
+def test_checkpoint_that_is_not_complete_is_none(checkpoints: Checkpoints) -> None:
+    """While it is written, the one before is the newest; given up, it leaves nothing."""
+    write(checkpoints, 1)
+    (checkpoints.begin(2) / "half").write_text("hal")
+    assert (checkpoints.steps(), checkpoints.newest()) == ([1], 1)
+    checkpoints.abandon(2)
     assert names(checkpoints.directory) == ["global_step_1", LATEST]
 
 
@@ -227,9 +258,10 @@ def test_step_stands_in_the_name(tmp_path: Path) -> None:
 def test_model_folder(checkpoints: Checkpoints, tmp_path: Path) -> None:
     """A run, a checkpoint, its actor, and the model itself lead to the same folder."""
     write(checkpoints, 1)
-    with checkpoints.writing(2) as directory:
-        (directory / "actor").mkdir()
-        (directory / "actor" / "config.json").write_text("{}")
+    directory = checkpoints.begin(2)
+    (directory / "actor").mkdir()
+    (directory / "actor" / "config.json").write_text("{}")
+    checkpoints.complete(2)
     actor = checkpoints.path(2) / "actor"
     for path in (checkpoints.directory, checkpoints.path(2), actor):
         assert model_folder(path) == actor
@@ -239,9 +271,10 @@ def test_model_folder(checkpoints: Checkpoints, tmp_path: Path) -> None:
 
 
 def test_model_folder_of_a_checkpoint_with_hf_model_only(checkpoints: Checkpoints) -> None:
-    with checkpoints.writing(1) as directory:
-        (directory / "actor" / "huggingface").mkdir(parents=True)
-        (directory / "actor" / "huggingface" / "config.json").write_text("{}")
+    directory = checkpoints.begin(1)
+    (directory / "actor" / "huggingface").mkdir(parents=True)
+    (directory / "actor" / "huggingface" / "config.json").write_text("{}")
+    checkpoints.complete(1)
     assert model_folder(checkpoints.directory) == checkpoints.path(1) / "actor" / "huggingface"
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a step computes follows from the estimator and the configuration."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ ONE_UPDATE = {
     "data": {"train_batch_size": 8},
     "actor_rollout_ref": {"actor": {"ppo_mini_batch_size": 8}},
 }
+NOTHING = Needs(critic=False, greedy_baseline=False, reference=False, old_log_probs=False, reward_model=False)
 
 
 def needs(*, actor: dict | None = None, **algorithm: object) -> Needs:
@@ -27,9 +29,9 @@ def needs(*, actor: dict | None = None, **algorithm: object) -> Needs:
 @pytest.mark.parametrize(
     ("estimator", "expected"),
     [
-        ("grpo", Needs(critic=False, greedy_baseline=False, reference=False, old_log_probs=False)),
-        ("gae", Needs(critic=True, greedy_baseline=False, reference=False, old_log_probs=False)),
-        ("remax", Needs(critic=False, greedy_baseline=True, reference=False, old_log_probs=False)),
+        ("grpo", NOTHING),
+        ("gae", replace(NOTHING, critic=True)),
+        ("remax", replace(NOTHING, greedy_baseline=True)),
     ],
 )
 def test_estimators_ask_for_what_they_read(estimator: str, expected: Needs) -> None:
@@ -40,7 +42,7 @@ def test_estimator_of_a_users_file(tmp_path: Path) -> None:
     """Its parameters are read like those of our own."""
     file = tmp_path / "mine.py"
     file.write_text("def mine(token_level_rewards, response_mask, values, ref_log_prob, old_log_probs):\n    pass\n")
-    expected = Needs(critic=True, greedy_baseline=False, reference=True, old_log_probs=True)
+    expected = replace(NOTHING, critic=True, reference=True, old_log_probs=True)
     assert needs(adv_estimator=f"{file}:mine") == expected
 
 
@@ -56,6 +58,10 @@ def test_divergence_brings_the_reference() -> None:
 def test_several_updates_need_old_log_probs(actor: dict) -> None:
     assert needs(actor=actor).old_log_probs
     assert "several updates" in needs(actor=actor).describe()["old log-probs"]
+
+
+def test_a_reward_model_is_enabled() -> None:
+    assert Needs.of(Config(**ONE_UPDATE, reward_model={"enable": True})).reward_model
 
 
 def test_one_update_says_why_it_needs_none() -> None:

@@ -81,6 +81,7 @@ def test_checkpoint_brings_weights_and_optimizer_back(
     worker.update_actor(batch)
     worker.publish_weights(1)
     worker.save_checkpoint(tmp_path)
+    assert worker.checkpoint_written(wait=True)
     other = ActorRolloutRefWorker(config, tokenizer, FACTS)
     other.init_model()
     other.load_checkpoint(tmp_path, 1)
@@ -101,7 +102,8 @@ def test_tokens_outside_the_vocabulary(worker: ActorRolloutRefWorker, prompts: D
 def test_policy_that_only_answers_has_no_optimizer(config: Config, tokenizer: Any, prompts: DataProto) -> None:
     worker = ActorRolloutRefWorker(config, tokenizer, replace(FACTS, is_trained=False), role="actor_rollout")
     assert "reference" not in worker.init_model()
-    assert worker.actor.master is None
+    assert worker.actor.training is None
+    assert not worker.actor.parameters.trained()
     assert len(worker.generate_sequences(prompts)) == 4
 
 

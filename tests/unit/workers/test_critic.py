@@ -64,6 +64,7 @@ def test_checkpoint_brings_the_head_back(make: Any, batch: DataProto, tmp_path: 
     batch.batch["values"] = worker.compute_values(batch).batch["values"]
     worker.update_critic(batch)
     worker.save_checkpoint(tmp_path)
+    assert worker.checkpoint_written(wait=True)
     values = worker.compute_values(batch).batch["values"]
     assert not torch.equal(other.compute_values(batch).batch["values"], values)
     other.load_checkpoint(tmp_path)

@@ -1,63 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the roles' workers do alike."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from quadriga.config import ActorConfig, RolloutConfig
 from quadriga.engines.micro_batches import MicroBatching
-from quadriga.engines.process_group import ALONE, ProcessGroup
-from quadriga.errors import CheckpointError, ConfigError, EngineError
-from quadriga.workers.roles import HF_FOLDER, choose_device, inference_pieces, passes, save_with_tokenizer
-
-
-class Recorder:
-    """Stands for an engine and for a tokenizer: notes what it is asked to save, and fails on request."""
-
-    def __init__(self, error: Exception | None = None, replicas: ProcessGroup = ALONE) -> None:
-        self.replicas = replicas
-        self.saved: list[tuple[str, frozenset[str]]] = []
-        self.error = error
-
-    def save(self, directory: Path, contents: frozenset[str]) -> None:
-        self.saved.append((directory.name, contents))
-
-    def save_pretrained(self, directory: Path) -> None:
-        if self.error:
-            raise self.error
-        (directory / "tokenizer.json").write_text("{}")
-
-
-@pytest.mark.parametrize(
-    ("contents", "folders", "tokenizers"),
-    [
-        ({"model", "optimizer", "extra"}, [("actor", {"model", "optimizer"})], ["actor"]),
-        ({"optimizer"}, [("actor", {"optimizer"})], []),
-        ({"model", "hf_model"}, [("actor", {"model"}), (HF_FOLDER, {"model"})], ["actor", HF_FOLDER]),
-        ({"hf_model"}, [("actor", set()), (HF_FOLDER, {"model"})], [HF_FOLDER]),
-    ],
-)
-def test_parts_of_a_checkpoint(contents: set[str], folders: list, tokenizers: list[str], tmp_path: Path) -> None:
-    engine = Recorder()
-    save_with_tokenizer(engine, tmp_path / "actor", frozenset(contents), Recorder())
-    assert engine.saved == folders
-    assert sorted(path.parent.name for path in tmp_path.rglob("tokenizer.json")) == sorted(tokenizers)
-
-
-def test_only_the_first_replica_writes(tmp_path: Path) -> None:
-    engine = Recorder(replicas=ProcessGroup(rank=1, size=2))
-    save_with_tokenizer(engine, tmp_path / "actor", frozenset({"model"}), Recorder())
-    assert engine.saved == [] and not (tmp_path / "actor").exists()
-
-
-def test_failed_save_is_one_error(tmp_path: Path) -> None:
-    """The tokenizers library raises a bare Exception when the disk is full; an error of our own stays what it is."""
-    with pytest.raises(CheckpointError, match="Exception: No space left"):
-        save_with_tokenizer(Recorder(), tmp_path, frozenset({"model"}), Recorder(Exception("No space left")))
-    with pytest.raises(EngineError, match="mine"):
-        save_with_tokenizer(Recorder(), tmp_path, frozenset({"model"}), Recorder(EngineError("mine")))
+from quadriga.errors import ConfigError
+from quadriga.workers.roles import choose_device, inference_pieces, passes
 
 
 def test_device_by_name() -> None:

@@ -90,6 +90,28 @@ def test_a_hung_function_is_counted_as_timeout(manager):
     assert output.metrics["reward/timeouts"].value == 1
 
 
+def test_beside_a_reward_model_alone_there_is_nothing_to_grade_by(manager):
+    data = batch([0, 1])
+    data.non_tensor_batch["data_source"][:] = "nobody/knows"
+    data.non_tensor_batch["reward_model"][:] = [{"style": "model"}, None]
+    output = manager(enable=True)(data)
+    assert output.scores.tolist() == [[0, 0, 0, 0]] * 2
+    assert output.metrics["reward/errors"].value == 0
+    # What a manager adds by itself stays.
+    buffer = {"enable": True, "len": 2, "penalty_factor": 1.0, "log": True}
+    shaped = manager(
+        enable=True, reward_manager="dapo", reward_kwargs={"max_resp_len": 2, "overlong_buffer_cfg": buffer}
+    )
+    output = shaped(data)
+    assert bool((output.scores.sum(-1) < 0).any())
+    assert "acc" not in output.extra and "overlong_reward" in output.extra
+    # A function of the user's is asked, and gets its ground truth.
+    graded = manager("def compute_score(ground_truth, **kwargs):\n    return len(ground_truth)\n", enable=True)
+    assert graded(batch([0, 1])).scores.sum() > 0
+    with pytest.raises(RewardError, match="expected a dict with 'ground_truth'"):
+        graded(data)
+
+
 def test_an_unknown_data_source_is_an_error(manager):
     data = batch([0])
     data.non_tensor_batch["data_source"][0] = "nobody/knows"

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters as names and tensors: in a stream of weights, in PEFT's files, and merged into the weights of a folder.
+
+    in the model                                   in PEFT's file                                   merged
+    L.q_proj.base_layer.weight   W                                                                  L.q_proj.weight
+    L.q_proj.lora_A.default.weight   A [r, in]     base_model.model.L.q_proj.lora_A.weight            W + scale B A
+    L.q_proj.lora_B.default.weight   B [out, r]    base_model.model.L.q_proj.lora_B.weight
+
+Nothing here needs PEFT: what has an adapter is read and merged without it.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from quadriga.config.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_adapter, read_adapter
+from quadriga.errors import CheckpointError
+from quadriga.models.weight_files import SafetensorFiles, WeightFiles, names_in, open_weights
+
+ADAPTER_NAME = "default"
+_PREFIX = "base_model.model."
+_FACTOR = re.compile(rf"(?P<module>.+)\.lora_(?P<factor>[AB])\.{ADAPTER_NAME}\.weight")
+_BASE = ".base_layer."
+
+
+def is_factor(name: str) -> bool:
+    """Whether a parameter of a model is an adapter's."""
+    return _FACTOR.fullmatch(name) is not None
+
+
+def base_name(name: str) -> str:
+    """The name of a parameter in the model without an adapter."""
+    return name.replace(_BASE, ".")
+
+
+def factor_names(weight: str) -> tuple[str, str]:
+    """The names of A and B for a weight without an adapter."""
+    module = weight.removesuffix(".weight")
+    return f"{module}.lora_A.{ADAPTER_NAME}.weight", f"{module}.lora_B.{ADAPTER_NAME}.weight"
+
+
+def merge(weight: torch.Tensor, factor_a: torch.Tensor, factor_b: torch.Tensor, scale: float) -> torch.Tensor:
+    """W + scale B A, computed in float32.
+
+    Args:
+        weight: [out, in]
+        factor_a: [rank, in]
+        factor_b: [out, rank]
+        scale: see `AdapterShape.scale`.
+
+    Returns:
+        [out, in] in the dtype of `weight`.
+    """
+    return weight.float().add(factor_b.float() @ factor_a.float(), alpha=scale).to(weight.dtype)
+
+
+def merged(weights: Iterable[tuple[str, torch.Tensor]], scale: float) -> Iterator[tuple[str, torch.Tensor]]:
+    """A stream of a model's parameters, in its order, as that of the model into which the adapter is merged.
+
+    One weight and its adapter are held at a time: the modules of a model have them side by side.
+    """
+    held: dict[str, torch.Tensor] = {}
+    for name, tensor in weights:
+        factor = _FACTOR.fullmatch(name)
+        if name.endswith(f"{_BASE}weight") or (factor and factor["factor"] == "A"):
+            held[base_name(name)] = tensor
+        elif factor is None:
+            yield base_name(name), tensor
+        else:
+            weight = f"{factor['module']}.weight"
+            yield weight, merge(held.pop(weight), held.pop(factor_names(weight)[0]), tensor, scale)
+    assert not held, f"{next(iter(held))} came without the rest of its adapter"
+
+
+class AdapterFiles:
+    """An adapter that PEFT's names stand for, under the names of a model; see `WeightFiles`.
+
+    Args:
+        folder: with `adapter_model.safetensors`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        names = names_in(folder / ADAPTER_WEIGHTS)
+        self._names = {_own_name(name): name for name in names}
+        self._files = SafetensorFiles(folder, dict.fromkeys(names, ADAPTER_WEIGHTS))
+
+    def names(self) -> list[str]:
+        """See `WeightFiles.names`."""
+        return list(self._names)
+
+    def shape(self, name: str) -> torch.Size:
+        """See `WeightFiles.shape`."""
+        return self._files.shape(self._names[name])
+
+    def read(self, name: str) -> torch.Tensor:
+        """See `WeightFiles.read`."""
+        return self._files.read(self._names[name])
+
+
+class MergedFiles:
+    """The weights of a model with an adapter merged into them, in float32 where it reaches; see `WeightFiles`.
+
+    Args:
+        base: weights without it.
+        adapter: its factors.
+        scale: of their product.
+        where: for errors.
+
+    Raises:
+        CheckpointError: the adapter is that of another model.
+    """
+
+    def __init__(self, base: WeightFiles, adapter: WeightFiles, scale: float, where: Path) -> None:
+        self.base, self.adapter, self.scale = base, adapter, scale
+        factors = set(adapter.names())
+        self._merged = {name for name in base.names() if set(factor_names(name)) <= factors}
+        known = {factor for name in self._merged for factor in factor_names(name)}
+        if unknown := sorted(factors - known):
+            raise CheckpointError(
+                str(where),
+                got=f"{len(unknown)} tensors for modules that the base model has not, first {unknown[0]}",
+                expected="an adapter of this model",
+                fix=f"Name its own model as base_model_name_or_path in {ADAPTER_CONFIG}.",
+            )
+
+    def names(self) -> list[str]:
+        """See `WeightFiles.names`."""
+        return self.base.names()
+
+    def shape(self, name: str) -> torch.Size:
+        """See `WeightFiles.shape`."""
+        return self.base.shape(name)
+
+    def read(self, name: str) -> torch.Tensor:
+        """See `WeightFiles.read`."""
+        weight = self.base.read(name)
+        if name not in self._merged:
+            return weight
+        factor_a, factor_b = (self.adapter.read(factor) for factor in factor_names(name))
+        return merge(weight.float(), factor_a, factor_b, self.scale)
+
+
+def open_model(folder: str | Path) -> WeightFiles:
+    """The weights of a folder as `open_weights` finds them; of one with an adapter, those of its base model, merged.
+
+    Raises:
+        CheckpointError: there are none, or the base model is not where the adapter says.
+        ConfigError: an adapter of another kind.
+    """
+    if not is_adapter(folder):
+        return open_weights(folder)
+    folder = Path(folder)
+    shape = read_adapter(folder)
+    if not Path(shape.base).is_dir():
+        raise CheckpointError(
+            str(folder / ADAPTER_CONFIG),
+            got=f"the base model {shape.base!r}, which is no folder here",
+            expected="the folder of the model that the adapter was trained on",
+            fix="Set base_model_name_or_path in this file; `quadriga prepare model NAME --output DIR` fetches a model.",
+        )
+    return MergedFiles(open_model(shape.base), AdapterFiles(folder), shape.scale, folder)
+
+
+def write_adapter(folder: Path, adapter: WeightFiles, dtype: torch.dtype = torch.float32) -> None:
+    """Write `adapter_model.safetensors` as PEFT does."""
+    tensors = {_peft_name(name): adapter.read(name).to(dtype).contiguous() for name in adapter.names()}
+    save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+
+
+def _peft_name(name: str) -> str:
+    return f"{_PREFIX}{name.replace(f'.{ADAPTER_NAME}.weight', '.weight')}"
+
+
+def _own_name(name: str) -> str:
+    return f"{name.removeprefix(_PREFIX).removesuffix('.weight')}.{ADAPTER_NAME}.weight"

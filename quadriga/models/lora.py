@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Low-rank adapters in the modules of a model, by PEFT. arXiv:2106.09685
+
+The model stays the transformers model that it is: some of its linear modules get a neighbour, and only the neighbours
+learn. With their neighbours off, they are the model that training started from, bit for bit.
+"""
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from quadriga.config import ModelConfig
+from quadriga.config.adapter import ADAPTER_CONFIG, ALL_LINEAR, AdapterShape, adapter_shape
+from quadriga.errors import ConfigError, EngineError
+from quadriga.models.adapter_files import ADAPTER_NAME, AdapterFiles, is_factor
+
+_TARGETS = "actor_rollout_ref.model.target_modules"
+_NUM_NAMED = 12
+
+
+def add_adapter(model: PreTrainedModel, section: ModelConfig, seed: int) -> Callable[[str], torch.Tensor]:
+    """Put the adapter of a configuration into a model; the model's own parameters are frozen.
+
+    Args:
+        model: changed in place. Its parameters may be on "meta"; the adapter's are then, too.
+        section: says which adapter.
+        seed: of a new one. Its values depend on this and on the parameter's name, and on nothing else.
+
+    Returns:
+        The adapter's values by the parameter's name, float32.
+
+    Raises:
+        EngineError: it reaches no module, or one that cannot have it.
+        ConfigError: PEFT is missing, or the adapter to start from is of another kind.
+    """
+    shape = adapter_shape(section)
+    is_empty = next(model.parameters()).is_meta
+    device = next(model.parameters()).device
+    _inject(model, shape)
+    factors = {name: parameter.shape for name, parameter in model.named_parameters() if is_factor(name)}
+    read = _new_values(factors, seed)
+    if section.lora_adapter_path is not None:
+        read = _values_of(Path(section.lora_adapter_path).expanduser(), factors)
+    for name, size in factors.items():
+        value = torch.empty(size, device="meta") if is_empty else read(name).to(device, torch.float32)
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, nn.Parameter(value))
+    return read
+
+
+def adapter_of(model: nn.Module) -> AdapterShape | None:
+    """The adapter in a model, if there is one."""
+    config = getattr(model, "peft_config", {}).get(ADAPTER_NAME)
+    if config is None:
+        return None
+    return AdapterShape(
+        config.r,
+        config.lora_alpha,
+        _listed(config.target_modules),
+        _listed(config.exclude_modules),
+        config.use_rslora,
+        config.base_model_name_or_path,
+    )
+
+
+def describe_adapter(model: PreTrainedModel) -> str:
+    """The adapter of a model in words."""
+    shape = adapter_of(model)
+    assert shape is not None, "asked only of a model with one"
+    num_learned = sum(parameter.numel() for name, parameter in model.named_parameters() if is_factor(name))
+    return (
+        f"LoRA of rank {shape.rank}, alpha {shape.alpha:g}, in {len(_layers(model))} modules: "
+        f"{num_learned / 1e6:.2f} M parameters learn"
+    )
+
+
+@contextmanager
+def adapter_off(model: PreTrainedModel) -> Iterator[None]:
+    """Let the model compute without its adapter for a while. Gradients of a pass inside are none of the adapter's."""
+    # PEFT's own switch also takes requires_grad away, which weights that were gathered meanwhile would never get back.
+    layers = _layers(model)
+    for layer in layers:
+        layer._disable_adapters = True
+    assert all(layer.disable_adapters for layer in layers), "PEFT reads another switch"
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+def write_adapter_config(model: PreTrainedModel, folder: Path) -> None:
+    """Write PEFT's `adapter_config.json` of the adapter in a model."""
+    facts = {name: _listed(value) for name, value in model.peft_config[ADAPTER_NAME].to_dict().items()}
+    facts |= {"inference_mode": True}
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(facts, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _inject(model: PreTrainedModel, shape: AdapterShape) -> None:
+    peft, head, linear = _peft(), model.get_output_embeddings(), _linear_modules(model)
+    _require_known_modules(model, shape.target_modules)
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        r=shape.rank,
+        lora_alpha=shape.alpha,
+        target_modules=shape.target_modules,
+        exclude_modules=shape.exclude_modules,
+        use_rslora=shape.use_rslora,
+        base_model_name_or_path=shape.base,
+    )
+    try:
+        # On "meta", for PEFT would draw other values in each process.
+        peft.inject_adapter_in_model(config, model, ADAPTER_NAME, low_cpu_mem_usage=True)
+    except ValueError as error:
+        raise _no_module(linear, shape.target_modules, str(error).partition("\n")[0].rstrip("( ")) from error
+    for layer in _layers(model):
+        base = layer.base_layer
+        if type(base) is not nn.Linear or base is head:
+            raise EngineError(
+                _TARGETS,
+                got=f"{shape.target_modules!r}, which takes in " + ("the head" if base is head else f"a module {base}"),
+                expected="linear modules below the head",
+                fix="The embedding and the head are computed in other ways: leave them out.",
+            )
+
+
+def _peft() -> Any:
+    try:
+        return import_module("peft")
+    except ImportError as error:
+        raise ConfigError(
+            "actor_rollout_ref.model.lora_rank",
+            got=f"an adapter, without a working peft ({error})",
+            expected="peft 0.17 or newer",
+            fix="pip install 'quadriga[peft]'",
+        ) from error
+
+
+def _layers(model: nn.Module) -> list[Any]:
+    """The modules with an adapter."""
+    kind = import_module("peft.tuners.lora").LoraLayer
+    return [module for module in model.modules() if isinstance(module, kind)]
+
+
+def _require_known_modules(model: PreTrainedModel, targets: str | list[str]) -> None:
+    """Each entry of a list must fit a module: PEFT would take those that do, and say nothing of the others."""
+    if targets == ALL_LINEAR:
+        return
+    names = [name for name, _ in model.named_modules()]
+    if isinstance(targets, str):
+        try:
+            is_known = any(re.fullmatch(targets, name) for name in names)
+        except re.error as error:
+            raise _no_module(_linear_modules(model), targets, f"no regular expression ({error})") from error
+        if not is_known:
+            raise _no_module(_linear_modules(model), targets, "a regular expression that fits no module's whole name")
+        return
+    unknown = [one for one in targets if not any(name == one or name.endswith(f".{one}") for name in names)]
+    if unknown:
+        raise _no_module(_linear_modules(model), targets, f"no module named {', '.join(unknown)}")
+
+
+def _linear_modules(model: PreTrainedModel) -> list[str]:
+    """Names of the modules that can have an adapter."""
+    head = model.get_output_embeddings()
+    return [name for name, module in model.named_modules() if type(module) is nn.Linear and module is not head]
+
+
+def _no_module(linear: list[str], targets: str | list[str], why: str) -> EngineError:
+    ends = list(dict.fromkeys(name.rpartition(".")[2] for name in linear))
+    more = f" and {len(ends) - _NUM_NAMED} more" if len(ends) > _NUM_NAMED else ""
+    return EngineError(
+        _TARGETS,
+        got=f"{targets!r}: {why}",
+        expected=f"linear modules of this model: {', '.join(ends[:_NUM_NAMED])}{more}",
+        fix=f"Name some of them in a list, or set {ALL_LINEAR}. A whole name is like {next(iter(linear), 'none')}.",
+    )
+
+
+def _new_values(factors: dict[str, torch.Size], seed: int) -> Callable[[str], torch.Tensor]:
+    """A uniform in +- 1 / sqrt(in), B zero: PEFT's own distribution, drawn for each parameter by itself."""
+
+    def read(name: str) -> torch.Tensor:
+        size = factors[name]
+        if ".lora_B." in name:
+            return torch.zeros(size)
+        number = int.from_bytes(hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest())
+        bound = 1 / math.sqrt(size[1])
+        return torch.empty(size).uniform_(-bound, bound, generator=torch.Generator().manual_seed(number))
+
+    return read
+
+
+def _values_of(folder: Path, factors: dict[str, torch.Size]) -> Callable[[str], torch.Tensor]:
+    files = AdapterFiles(folder)
+    found = {name: files.shape(name) for name in files.names()}
+    unlike = sorted(name for name in found.keys() | factors.keys() if found.get(name) != factors.get(name))
+    if unlike:
+        name = unlike[0]
+        raise EngineError(
+            f"adapter {folder}",
+            got=f"{len(unlike)} tensors unlike this model's, first {name}: {_size(found.get(name))}",
+            expected=_size(factors.get(name)),
+            fix="Start from the model that the adapter was trained on.",
+        )
+    return files.read
+
+
+def _size(shape: torch.Size | None) -> str:
+    return "none" if shape is None else f"shape {tuple(shape)}"
+
+
+def _listed(value: Any) -> Any:
+    return sorted(value) if isinstance(value, set) else value
