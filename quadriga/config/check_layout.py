@@ -24,7 +24,7 @@ def arranged_roles(config: Config) -> Iterator[tuple[str, Arranged, int]]:
     The reference is arranged as the actor is, also in a pool of its own.
     """
     pools = role_pools(config.trainer, has_reward_model=config.reward_model.enable)
-    sections = {
+    sections: dict[str, tuple[str, Arranged]] = {
         "actor_rollout_ref": (ACTOR, config.actor_rollout_ref.actor),
         "actor_rollout": (ACTOR, config.actor_rollout_ref.actor),
         "ref": (ACTOR, config.actor_rollout_ref.actor),
@@ -34,7 +34,8 @@ def arranged_roles(config: Config) -> Iterator[tuple[str, Arranged, int]]:
     for role, pool in pools.items():
         if role in sections:
             size = sum(config.trainer.processes_of(pool)) if config.trainer.backend == "ray" else 1
-            yield *sections[role], size
+            where, section = sections[role]
+            yield where, section, size
 
 
 def layout_of(section: Arranged, world_size: int, where: str) -> Layout:

@@ -228,7 +228,8 @@ def _packed(engine: TrainEngine, data: DataProto, micro: MicroBatching) -> Itera
     tokens = row_tokens(data)
     wanted = [number for number, row in enumerate(tokens) if len(row.trained)]
     num_columns = data.batch["response_mask"].shape[1]
-    for batch in micro_batches([_length(tokens[number]) for number in wanted], micro):
+    lengths = [_length(tokens[number]) for number in wanted]
+    for batch in micro_batches(lengths, micro, attention_tokens=engine.cost.relative()[0]):
         indices = [wanted[position] for position in batch]
         rows = [tokens[index] for index in indices]
         yield indices, pack(rows, num_columns, share_prompts=micro.share_prompts, device=engine.device)

@@ -29,6 +29,13 @@ class ModelCost:
     num_frozen_block_parameters: int = 0
     num_frozen_head_parameters: int = 0
 
+    def relative(self) -> tuple[float, float]:
+        """The tokens of a sequence at which attention costs as much as the layers, and what the head costs of them."""
+        return (
+            self.num_block_parameters / self.attention_width,
+            self.num_head_parameters / self.num_block_parameters,
+        )
+
     def forward_flops(self, num_tokens: int, num_predicted: int, sum_of_squared_lengths: int) -> float:
         """Operations of one forward pass, causal attention counted at half; a backward pass costs twice as much."""
         blocks = 2 * self.num_block_parameters * num_tokens

@@ -98,10 +98,10 @@ def _parameters_on_meta() -> Iterator[None]:
     """Modules made inside have no memory for parameters; their buffers are real, for nothing in a file holds them."""
     register = nn.Module.register_parameter
 
-    def register_empty(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta:
-            parameter = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-        register(module, name, parameter)
+    def register_empty(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.detach().to("meta"), param.requires_grad)
+        register(self, name, param)
 
     nn.Module.register_parameter = register_empty
     try:

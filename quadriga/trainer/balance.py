@@ -16,7 +16,6 @@ Legend: R ranks.
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -45,20 +44,6 @@ class SequenceCost:
 
     attention_tokens: float = 24_576
     head: float = 0.0
-
-    @classmethod
-    def of_model(cls, config: Any) -> "SequenceCost":
-        """From a configuration of transformers, as multiplications of a decoder with gated MLPs; of experts those that
-        a token is sent to. Other kinds of layers are taken for these: the error is one of evenness only."""
-        text = config.get_text_config()
-        num_heads, hidden = text.num_attention_heads, text.hidden_size
-        head_size = getattr(text, "head_dim", None) or hidden // num_heads
-        num_key_heads = getattr(text, "num_key_value_heads", None) or num_heads
-        mlp = getattr(text, "intermediate_size", None) or 4 * hidden
-        if num_experts := getattr(text, "num_experts_per_tok", None):
-            mlp = num_experts * (getattr(text, "moe_intermediate_size", None) or mlp)
-        layer = hidden * (2 * head_size * (num_heads + num_key_heads) + 3 * mlp)
-        return cls(layer / (num_heads * head_size), text.vocab_size * hidden / (layer * text.num_hidden_layers))
 
     def of_prompt(self, row: Row) -> float:
         """The prompt alone."""

@@ -20,12 +20,12 @@ from quadriga.observe.timing import Timeline
 from quadriga.rewards import RewardManager, load_reward_manager
 from quadriga.single_controller import ClassWithInitArgs, LocalWorkerGroup
 from quadriga.single_controller.team import Team
-from quadriga.trainer.model_fit import check_models, layout_tables
 from quadriga.trainer.model_reward import ModelReward
 from quadriga.trainer.needs import Needs
 from quadriga.trainer.ray_trainer import RayPPOTrainer, Workers
 from quadriga.trainer.roles import Role
 from quadriga.workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
+from quadriga.workers.model_fit import check_models, layout_tables
 from quadriga.workers.roles import RunFacts
 
 # Import strings: an engine is imported by the process that generates, never by the driver.

@@ -14,7 +14,7 @@ import torch
 
 from quadriga.config import ActorConfig
 from quadriga.protocol import DataProto
-from quadriga.trainer.balance import Row, balance
+from quadriga.trainer.balance import Row, SequenceCost, balance
 
 T = TypeVar("T")
 
@@ -27,7 +27,9 @@ def with_samples(prompts: DataProto, count: int) -> DataProto:
     return samples
 
 
-def deal_rows(batch: DataProto, num_ranks: int, responses_per_prompt: int, config: ActorConfig) -> dict[str, float]:
+def deal_rows(
+    batch: DataProto, num_ranks: int, responses_per_prompt: int, config: ActorConfig, cost: SequenceCost | None = None
+) -> dict[str, float]:
     """Put the rows into an order whose chunks are equal work, in place, and number them as they were by `row_index`.
 
     Args:
@@ -35,6 +37,7 @@ def deal_rows(batch: DataProto, num_ranks: int, responses_per_prompt: int, confi
         num_ranks: how many chunks it will be cut into.
         responses_per_prompt: samples of a prompt.
         config: of the update, whose mini-batches are to be even.
+        cost: of rows; None: of a model whose size is not known.
 
     Returns:
         Metrics of the balance.
@@ -51,7 +54,7 @@ def deal_rows(batch: DataProto, num_ranks: int, responses_per_prompt: int, confi
     ]
     # A shuffled order is another one in each pass: only the batch as a whole can be even.
     size = len(batch) if config.shuffle else config.ppo_mini_batch_size * responses_per_prompt
-    dealt = balance(rows, num_ranks, size)
+    dealt = balance(rows, num_ranks, size, cost or SequenceCost())
     batch.batch["row_index"] = torch.arange(len(batch))
     batch.reorder(dealt.order)
     return dealt.metrics()

@@ -30,6 +30,7 @@ from quadriga.observe.timing import PhaseTimer
 from quadriga.observe.tracking import Tracking
 from quadriga.protocol import DataProto
 from quadriga.rewards import RewardManager, RewardOutput
+from quadriga.trainer.balance import SequenceCost
 from quadriga.trainer.checkpoint import Checkpoints, step_of
 from quadriga.trainer.metrics import data_metrics, performance_metrics
 from quadriga.trainer.needs import Needs
@@ -199,13 +200,19 @@ class RayPPOTrainer:
         self._record(answers)
         batch = batch.repeat(num_samples).union(answers)
         if self.config.trainer.balance_batch:
-            self.metrics |= deal_rows(batch, self.num_ranks, num_samples, self.config.actor_rollout_ref.actor)
+            actor = self.config.actor_rollout_ref.actor
+            self.metrics |= deal_rows(batch, self.num_ranks, num_samples, actor, self.sequence_cost)
         return batch
 
     @cached_property
     def num_ranks(self) -> int:
         """How many processes share the rows of an update of the actor."""
         return self.actor.num_replicas()
+
+    @cached_property
+    def sequence_cost(self) -> SequenceCost:
+        """What rows cost the actor, for an even share of them."""
+        return SequenceCost(*self.actor.token_costs())
 
     def _greedy_baseline(self, batch: DataProto, prompts: DataProto) -> DataProto:
         """`reward_baselines` [prompts]: the reward of the likeliest answer to each prompt."""

@@ -188,6 +188,11 @@ class ActorRolloutRefWorker(Worker):
         """How many data-parallel ranks share a batch, each with rows of its own."""
         return self.processes.replicas.size
 
+    @register(dispatch_mode=Dispatch.RANK_ZERO, execute_mode=Execute.RANK_ZERO)
+    def token_costs(self) -> tuple[float, float]:
+        """See `ModelCost.relative`, of the actor."""
+        return self.actor.cost.relative()
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def publish_weights(self, version: int) -> None:
         """Give the rollout the actor's weights; it refuses to generate with any others."""

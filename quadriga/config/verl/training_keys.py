@@ -79,7 +79,7 @@ PARALLEL: list[Rule] = [
         "<rollout>.full_determinism",
     ),
     *note(
-        "Layers are shared one by one; fsdp_config.offload_policy lets weights and optimizer rest on the host.",
+        "Weights are shared layer by layer; fsdp_config.offload_policy lets them and the optimizer rest on the host.",
         "<engine>.fsdp_config.*",
         "reward_model.model.fsdp_config.*",
     ),

@@ -14,7 +14,7 @@ Legend: n packed tokens of a micro-batch in this process, D hidden size.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -69,10 +69,11 @@ def keep_stage(model: PreTrainedModel, processes: Processes) -> Mapping[str, str
                 expected="embedding, layers and norm, as in the Llama family",
                 fix="Set pipeline_model_parallel_size=1.",
             )
-    own = layers_of_stage(len(base.layers), processes.place.pp, processes.layout.pp)
-    for number, layer in enumerate(base.layers):
+    layers = cast(nn.ModuleList, base.layers)
+    own = layers_of_stage(len(layers), processes.place.pp, processes.layout.pp)
+    for number, layer in enumerate(layers):
         if number not in own:
-            base.layers[number] = _PassOn(layer)
+            layers[number] = _PassOn(layer)
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     names = {id(module): name for name, module in model.named_modules()}
     is_tied = isinstance(head, nn.Linear) and head.weight is table.weight

@@ -40,7 +40,8 @@ class UlyssesAttention:
         # [1, H, n, D] -> [S, H/S, n, D]: the heads of process s in part s; queries, keys and values in one exchange.
         parts = torch.cat([part[0].unflatten(0, (self.size, -1)) for part in (query, key, value)], 1)
         all_tokens = all_to_all(parts, self.group).transpose(0, 1).flatten(1, 2)  # [heads, N, D]
-        mixed = self.plan.attend(layer, *(part[None] for part in all_tokens.split(heads)), scale)  # [1, N, H/S, D]
+        queries, keys, values = (part[None] for part in all_tokens.split(heads))
+        mixed = self.plan.attend(layer, queries, keys, values, scale)  # [1, N, H/S, D]
         back = all_to_all(mixed[0].unflatten(0, (self.size, -1)), self.group)  # [S, n, H/S, D]
         return back.transpose(0, 1).flatten(1, 2)[None]
 

@@ -17,7 +17,7 @@ Legend: n tokens of this process, N = n x tp, D hidden size, V' entries of the v
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -81,17 +81,18 @@ def _styles(base: nn.Module, plan: dict[str, str]) -> Iterator[tuple[str, str]]:
 
 
 def _share_vocabulary(model: PreTrainedModel, group: dist.ProcessGroup, parts: TensorParts) -> None:
-    table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    table, head = cast(nn.Embedding, model.get_input_embeddings()), model.get_output_embeddings()
     is_tied = isinstance(head, nn.Linear) and head.weight is table.weight
     start = sum(part_sizes(table.weight.shape[0], dist.get_world_size(group))[: dist.get_rank(group)])
     names = {id(module): name for name, module in model.named_modules()}
     _cut(table, "weight", 0, group)
     parts.dimensions[f"{names[id(table)]}.weight"] = 0
-    table.forward = _VocabularyEmbedding(table, start, group)
+    forward: Any = _VocabularyEmbedding(table, start, group)
+    table.forward = forward
     if not isinstance(head, nn.Linear):
         return
     if is_tied:
-        head.weight = table.weight
+        head.weight = cast(nn.Parameter, table.weight)
     for kind in dict(head.named_parameters(recurse=False)):
         if not (is_tied and kind == "weight"):
             _cut(head, kind, 0, group)
@@ -131,7 +132,7 @@ class _RowwiseProjection:
 class _VocabularyEmbedding:
     """Forward of an embedding that has some of the vocabulary: [1, N] -> [1, n, D]."""
 
-    def __init__(self, module: nn.Module, start: int, group: dist.ProcessGroup) -> None:
+    def __init__(self, module: nn.Embedding, start: int, group: dist.ProcessGroup) -> None:
         self.module, self.start, self.group = module, start, group
 
     def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:

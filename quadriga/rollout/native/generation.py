@@ -13,6 +13,7 @@ Legend: R rows, U different prompts of the rows that start, V vocabulary.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import numpy as np
 import torch
@@ -88,7 +89,7 @@ class Generation:
         self.backbone, self.head = backbone, head
         self.answers, self.scheduler = answers, scheduler
         self.max_prefill_tokens = max_prefill_tokens
-        self.device = head.weight.device
+        self.device = cast(torch.Tensor, head.weight).device
         self.prompts = PromptCache([], [])
         self.own = AnswerCache()
         self.rows: list[Answer] = []

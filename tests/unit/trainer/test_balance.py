@@ -4,12 +4,9 @@
 from collections.abc import Sequence
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig
 
-from quadriga.models.flops import model_cost
 from quadriga.protocol import DataProto
 from quadriga.trainer.balance import Balance, Row, SequenceCost, balance, cost_of_share
 
@@ -108,38 +105,6 @@ def test_more_ranks_than_rows() -> None:
 def test_one_rank_keeps_the_order() -> None:
     rows = rows_of([(7, [3, 1, 2]), (2, [9])])
     assert balance(rows, 1, 2) == Balance([0, 1, 2, 3], 1.0, 1.0)
-
-
-@pytest.mark.parametrize("num_key_heads", [4, 2])
-def test_cost_follows_the_model(num_key_heads: int) -> None:
-    """What a configuration says of a Llama is what its modules have. Says nothing of other kinds of layers."""
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=160,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=num_key_heads,
-        vocab_size=500,
-    )
-    with torch.device("meta"):
-        counted = model_cost(LlamaForCausalLM(config))
-    cost = SequenceCost.of_model(config)
-    assert cost.attention_tokens == pytest.approx(counted.num_block_parameters / counted.attention_width)
-    assert cost.head == pytest.approx(counted.num_head_parameters / counted.num_block_parameters)
-
-
-def test_costs_of_experts() -> None:
-    """A token's way leads through the experts that it is sent to, not through all."""
-    config = Qwen3MoeConfig(
-        hidden_size=32,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=16,
-        moe_intermediate_size=8,
-        num_experts=64,
-        num_experts_per_tok=2,
-    )
-    assert SequenceCost.of_model(config).attention_tokens == (4 * 32 * 32 + 2 * 3 * 8 * 32) / 32
 
 
 def test_rows_are_dealt_by_the_cost_of_the_model() -> None:
