@@ -7,10 +7,11 @@ Three runs, each from the start:
 
     alone        in one process
     ray, 1       on Ray with one worker: equal to `alone` bit for bit
-    ray, 2       on Ray with two data-parallel workers: equal to 1e-4 relative, so --dtype is float32 by default
+    ray, 2       on Ray with two data-parallel workers that share the weights: equal to 1e-4 relative, so --dtype is
+                 float32 by default
 
 Every process computes with --threads threads. How a matrix product is split over threads shows in the last bits of the
-logits, and a draw from tens of thousands of tokens is so fine a cut that some of a step's answers change with them.
+logits, and with them a draw may change, now and then.
 
 Left out are the clock and the machine's load (timing_s/, perf/). With two workers also what says how rows were spread
 over them (balance/, packed_tokens), and what measures rounding itself (the differences of log-probs between rollout

@@ -21,7 +21,7 @@ from quadriga.engines.fsdp.whole_weights import WholeWeights
 from quadriga.engines.parallel.pipeline import Stage, keep_stage, layers_of_stage
 from quadriga.engines.parallel.processes import Processes
 from quadriga.engines.parallel.sharing import SharedTokens
-from quadriga.engines.parallel.tensor import TensorParts, share_layers
+from quadriga.engines.parallel.tensor import share_layers
 from quadriga.models.load import backbone
 from quadriga.models.scorers import Scorer
 
@@ -55,12 +55,9 @@ def build_weights(
     whole = _describe(model, processes)
     vocabulary = model.get_input_embeddings().num_embeddings
     layout = processes.layout
-    tensor_parts = share_layers(model, processes.group("tp")) if layout.tp > 1 else TensorParts()
+    cut = share_layers(model, processes.group("tp")) if layout.tp > 1 else {}
     copies = keep_stage(model, processes) if layout.pp > 1 else {}
-    parts = {
-        name: Part(copies.get(name, name), tensor_parts.dimensions.get(name), name in copies)
-        for name, _ in model.named_parameters()
-    }
+    parts = {name: Part(copies.get(name, name), cut.get(name), name in copies) for name, _ in model.named_parameters()}
     scorer.sharing = SharedTokens(processes, vocabulary)
     return ShardedWeights(
         Stage(scorer, model.config.get_text_config().hidden_size) if layout.pp > 1 else scorer,

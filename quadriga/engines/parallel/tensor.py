@@ -9,14 +9,13 @@
 
 Parameters become plain tensors that hold this process's part; those that all processes have alike (norms, the bias of
 a rowwise projection) see only some of the tokens or heads, so their gradients are added up before a step
-(`TensorParts.replicated`). Which projection is shared how is what transformers declares for the architecture.
+(`ShardedWeights.attach_gradients`). Which projection is shared how is what transformers declares for the architecture.
 
 Legend: n tokens of this process, N = n x tp, D hidden size, V' entries of the vocabulary in this process.
 """
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -32,25 +31,17 @@ from quadriga.models.load import backbone
 _SPLIT_DIMENSION = {"colwise": 0, "rowwise": 1}
 
 
-@dataclass
-class TensorParts:
-    """How the parameters of a model are shared: by name, the dimension in which they are cut. Others are replicated."""
-
-    dimensions: dict[str, int] = field(default_factory=dict)
-
-    def replicated(self, names: Iterator[str]) -> list[str]:
-        """Those of `names` that every process has whole."""
-        return [name for name in names if name not in self.dimensions]
-
-
-def share_layers(model: PreTrainedModel, group: dist.ProcessGroup) -> TensorParts:
+def share_layers(model: PreTrainedModel, group: dist.ProcessGroup) -> dict[str, int]:
     """Cut a model's projections, embedding and head, and let their modules talk. Parameters may be on "meta".
 
     Args:
         model: whole; it computes with the tokens of this process afterwards.
         group: the processes.
+
+    Returns:
+        by name, the dimension in which a parameter is cut; every process has the others whole.
     """
-    parts = TensorParts()
+    cut: dict[str, int] = {}
     base = backbone(model)
     prefix = f"{model.base_model_prefix}." if base is not model else ""
     parents: dict[str, nn.Module] = {}
@@ -64,11 +55,11 @@ def share_layers(model: PreTrainedModel, group: dist.ProcessGroup) -> TensorPart
             dimension = _SPLIT_DIMENSION[style]
             if dimension < parameter.dim():
                 _cut(module, kind, dimension, group)
-                parts.dimensions[f"{prefix}{name}.{kind}"] = dimension
+                cut[f"{prefix}{name}.{kind}"] = dimension
     for parent in parents.values():
         parent.register_forward_pre_hook(_GatherTokens(group), with_kwargs=True)
-    _share_vocabulary(model, group, parts)
-    return parts
+    _share_vocabulary(model, group, cut)
+    return cut
 
 
 def _styles(base: nn.Module, plan: dict[str, str]) -> Iterator[tuple[str, str]]:
@@ -80,13 +71,13 @@ def _styles(base: nn.Module, plan: dict[str, str]) -> Iterator[tuple[str, str]]:
                 yield name, style
 
 
-def _share_vocabulary(model: PreTrainedModel, group: dist.ProcessGroup, parts: TensorParts) -> None:
+def _share_vocabulary(model: PreTrainedModel, group: dist.ProcessGroup, cut: dict[str, int]) -> None:
     table, head = cast(nn.Embedding, model.get_input_embeddings()), model.get_output_embeddings()
     is_tied = isinstance(head, nn.Linear) and head.weight is table.weight
     start = sum(part_sizes(table.weight.shape[0], dist.get_world_size(group))[: dist.get_rank(group)])
     names = {id(module): name for name, module in model.named_modules()}
     _cut(table, "weight", 0, group)
-    parts.dimensions[f"{names[id(table)]}.weight"] = 0
+    cut[f"{names[id(table)]}.weight"] = 0
     forward: Any = _VocabularyEmbedding(table, start, group)
     table.forward = forward
     if not isinstance(head, nn.Linear):
@@ -96,7 +87,7 @@ def _share_vocabulary(model: PreTrainedModel, group: dist.ProcessGroup, parts: T
     for kind in dict(head.named_parameters(recurse=False)):
         if not (is_tied and kind == "weight"):
             _cut(head, kind, 0, group)
-        parts.dimensions[f"{names[id(head)]}.{kind}"] = 0
+        cut[f"{names[id(head)]}.{kind}"] = 0
 
 
 def _cut(module: nn.Module, kind: str, dimension: int, group: dist.ProcessGroup) -> None:
