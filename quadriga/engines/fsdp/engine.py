@@ -118,7 +118,7 @@ class FSDPEngine:
             outputs = self.pipeline.forward(work, question) if work else []
         else:
             outputs = [self.scorer(batch, **question) for batch in work]
-            self.parameters.rest()
+        self.parameters.rest()
         return outputs[: len(batches)]
 
     def backward(
