@@ -61,6 +61,7 @@ MEAN_RESPONSE_TOKENS, SIGMA, MAX_RESPONSE_TOKENS = 200, 0.8, 1024
 # Rounding to bfloat16 in another order moves the gradient norm of thirty layers by some hundredths.
 AGREEMENT = 0.05
 CPU = torch.device("cpu")
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 def text_tokens(model: Path) -> torch.Tensor:
@@ -171,16 +172,16 @@ class MeteredEngine(FSDPEngine):
         return super().optimizer_step(lr)
 
 
-def make_engine(model: Path) -> MeteredEngine:
+def make_engine(model: Path, dtype: torch.dtype) -> MeteredEngine:
     """Our engine, as an actor has it."""
     scorer = PolicyScorer(load_causal_lm(model, dtype=torch.float32))
     training = Training(OptimConfig(), grad_clip=1.0, max_nonfinite_steps=1)
-    return MeteredEngine(scorer, dtype=torch.bfloat16, device=CPU, training=training)
+    return MeteredEngine(scorer, dtype=dtype, device=CPU, training=training)
 
 
 def our_pass(args: Namespace, *, share_prompts: bool) -> Callable[[DataProto], Reading]:
     """The update of the trainer, whose learning rate is zero."""
-    engine = make_engine(args.model)
+    engine = make_engine(args.model, DTYPES[args.dtype])
     engine.meter = Meter()
     objective = PolicyObjective(ActorConfig())
     micro = MicroBatching(args.micro_batch, max_tokens=1, share_prompts=share_prompts)
@@ -203,7 +204,8 @@ def our_pass(args: Namespace, *, share_prompts: bool) -> Callable[[DataProto], R
 
 def padded_pass(args: Namespace, *, is_all_logits: bool) -> Callable[[DataProto], Reading]:
     """A policy-gradient loss as it is written with transformers alone."""
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=DTYPES[args.dtype], attn_implementation="sdpa")
+    model.eval()
     meter = Meter()
 
     def learn(batch: DataProto) -> None:
@@ -256,16 +258,16 @@ def run_child(args: Namespace) -> None:
     """One path, and a line of JSON."""
     disable_progress_bar()
     run = PATHS[args.child](args)
-    peak = peak_flops(CPU, torch.bfloat16)
+    peak = peak_flops(CPU, DTYPES[args.dtype])
     reading = run(draw_batch(args))
-    peak = max(peak, peak_flops(CPU, torch.bfloat16))
+    peak = max(peak, peak_flops(CPU, DTYPES[args.dtype]))
     print(json.dumps(asdict(reading) | {"peak_flops": peak}))
 
 
 def start_child(path: str, args: Namespace) -> dict[str, Any]:
     """Run a path in a process of its own."""
     words = [f"--child={path}", f"--model={args.model}", f"--prompts={args.prompts}"]
-    words += [f"--micro-batch={args.micro_batch}"]
+    words += [f"--micro-batch={args.micro_batch}", f"--dtype={args.dtype}"]
     command = [sys.executable, __file__, *words]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
     if done.returncode:
@@ -325,7 +327,7 @@ def report(results: dict[str, list[dict[str, Any]]], args: Namespace) -> None:
         ]
         print(f"| {path} | {' | '.join(cells)} |")
     peak = max(one["peak_flops"] for rounds in results.values() for one in rounds)
-    print(f"\nThe machine's bfloat16 matrix product reached {peak / 1e12:.2f} Tflop/s at best.")
+    print(f"\nThe machine's {args.dtype} matrix product reached {peak / 1e12:.2f} Tflop/s at best.")
     print("Wanted over padded: of shared 2 times the tokens/s and 0.5 of the memory, of alone 1.3 times; MFU 0.5.")
 
 
@@ -337,6 +339,7 @@ def read_arguments() -> Namespace:
     parser.add_argument("--micro-batch", type=int, default=GROUP_SIZE, help="sequences passed at a time")
     parser.add_argument("--rounds", type=int, default=3, help="of all paths")
     parser.add_argument("--paths", nargs="+", choices=PATHS, default=list(PATHS))
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the weights that compute")
     parser.add_argument("--child", choices=PATHS, help="run this path here and answer with JSON")
     args = parser.parse_args()
     if not args.model.is_dir():
