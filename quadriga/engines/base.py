@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from transformers import PreTrainedModel
 
 from quadriga.engines.packing import PackedBatch
 from quadriga.engines.process_group import ProcessGroup
@@ -37,14 +38,19 @@ class TrainEngine(Protocol):
     Attributes:
         replicas: the processes that hold the model with other rows; those with the same rows are one of them.
         world: all processes that hold it.
-        device: where it computes.
+        device, dtype: where it computes, and in what.
         cost: of a token.
+        model: as this process has it; its configuration is that of the whole.
+        has_whole_weights: whether `model` has all of them here, so that others in the process can compute with it.
     """
 
     replicas: ProcessGroup
     world: ProcessGroup
     device: torch.device
+    dtype: torch.dtype
     cost: ModelCost
+    model: PreTrainedModel
+    has_whole_weights: bool
 
     def output_names(self, with_entropy: bool) -> tuple[str, ...]:
         """The names of the outputs."""

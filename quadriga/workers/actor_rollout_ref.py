@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from quadriga.config import Config, LogProbConfig
 from quadriga.engines import process_group
-from quadriga.engines.fsdp.engine import FSDPEngine
+from quadriga.engines.base import TrainEngine
 from quadriga.engines.objectives import PolicyObjective
 from quadriga.engines.schedule import lr_at
 from quadriga.engines.step import infer, update
@@ -103,7 +103,7 @@ class ActorRolloutRefWorker(Worker):
         self.publish_weights(self.weight_version)
         chosen = self.actor.describe()
         masters = "masters and optimizer in float32"
-        adapter = {"adapter": describe_adapter(self.actor.scorer.model)} if has_adapter else {}
+        adapter = {"adapter": describe_adapter(self.actor.model)} if has_adapter else {}
         return adapter | {
             "actor": f"{chosen['parameters'] / 1e6:.1f} M parameters on {chosen['device']}, {chosen['processes']}",
             "weights": f"{chosen['weights']} ({dtype.reason}); {masters}" + (", of the adapter" if has_adapter else ""),
@@ -131,7 +131,7 @@ class ActorRolloutRefWorker(Worker):
         return answers
 
     def _require_known_tokens(self, input_ids: torch.Tensor) -> None:
-        size = self.actor.scorer.model.config.get_text_config().vocab_size
+        size = self.actor.model.config.get_text_config().vocab_size
         if input_ids.numel() and int(input_ids.max()) >= size:
             raise EngineError(
                 "prompts",
@@ -153,11 +153,11 @@ class ActorRolloutRefWorker(Worker):
         if self.reference is not None:
             scores = self._infer(self.reference, data, config)
         else:
-            with adapter_off(self.actor.scorer.model):
+            with adapter_off(self.actor.model):
                 scores = self._infer(self.actor, data, config)
         return DataProto.from_dict(tensors={"ref_log_prob": scores["log_probs"]})
 
-    def _infer(self, engine: FSDPEngine, data: DataProto, config: LogProbConfig, *, with_entropy: bool = False):
+    def _infer(self, engine: TrainEngine, data: DataProto, config: LogProbConfig, *, with_entropy: bool = False):
         micro = inference_pieces(config, share_prompts=self.actor_config.use_prefix_sharing)
         temperature = self.rollout_config.temperature
         return infer(engine, data, micro, temperature=temperature, with_entropy=with_entropy)
@@ -203,7 +203,7 @@ class ActorRolloutRefWorker(Worker):
     @cached_property
     def checkpoint(self) -> RoleCheckpoint:
         """Writes and reads this worker's part of a checkpoint."""
-        return RoleCheckpoint(self.actor, self.actor.scorer.model, self.tokenizer)
+        return RoleCheckpoint(self.actor, self.actor.model, self.tokenizer)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, directory: Path) -> None:

@@ -90,7 +90,7 @@ class CriticWorker(Worker):
     @cached_property
     def checkpoint(self) -> RoleCheckpoint:
         """Writes and reads this worker's part of a checkpoint."""
-        return RoleCheckpoint(self.critic, self.critic.scorer.model, self.tokenizer)
+        return RoleCheckpoint(self.critic, self.critic.model, self.tokenizer)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, directory: Path) -> None:

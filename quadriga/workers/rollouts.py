@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from quadriga.config import Config
-from quadriga.engines.fsdp.engine import FSDPEngine
+from quadriga.engines.base import TrainEngine
 from quadriga.errors import ConfigError
 from quadriga.models.attention import ATTENTION_NAME
 from quadriga.models.load import load_causal_lm, stop_token_ids
@@ -30,11 +30,11 @@ class Rollout:
     is_shared: bool = False
 
 
-def native(config: Config, actor: FSDPEngine, tokenizer: PreTrainedTokenizerBase) -> Rollout:
+def native(config: Config, actor: TrainEngine, tokenizer: PreTrainedTokenizerBase) -> Rollout:
     """Our engine, on the actor's own parameters where each process has them whole."""
     _no_options(config, "native")
-    is_whole = actor.processes.layout.is_whole
-    model = actor.scorer.model if is_whole else _copy(config, actor, ATTENTION_NAME)
+    is_whole = actor.has_whole_weights
+    model = actor.model if is_whole else _copy(config, actor, ATTENTION_NAME)
     engine = NativeEngine(
         model,
         eos_token_ids=stop_token_ids(model, tokenizer.eos_token_id),
@@ -45,7 +45,7 @@ def native(config: Config, actor: FSDPEngine, tokenizer: PreTrainedTokenizerBase
     return Rollout(engine, InProcessWeights(), "native, on a copy of the weights that the actor's processes share")
 
 
-def hf(config: Config, actor: FSDPEngine, tokenizer: PreTrainedTokenizerBase) -> Rollout:
+def hf(config: Config, actor: TrainEngine, tokenizer: PreTrainedTokenizerBase) -> Rollout:
     """Transformers' generate on a copy of the model."""
     _no_options(config, "hf")
     copy = _copy(config, actor, "sdpa")
@@ -57,7 +57,7 @@ def hf(config: Config, actor: FSDPEngine, tokenizer: PreTrainedTokenizerBase) ->
     return Rollout(engine, InProcessWeights(), "hf, transformers' generate on a copy of the weights")
 
 
-def _copy(config: Config, actor: FSDPEngine, attention: str) -> PreTrainedModel:
+def _copy(config: Config, actor: TrainEngine, attention: str) -> PreTrainedModel:
     """The model that the actor started from, whole."""
     section = config.actor_rollout_ref.model
     return load_causal_lm(
@@ -70,7 +70,7 @@ def _copy(config: Config, actor: FSDPEngine, attention: str) -> PreTrainedModel:
     )
 
 
-def scripted(config: Config, actor: FSDPEngine, tokenizer: PreTrainedTokenizerBase) -> Rollout:
+def scripted(config: Config, actor: TrainEngine, tokenizer: PreTrainedTokenizerBase) -> Rollout:
     """Canned answers from a file."""
     options = dict(config.actor_rollout_ref.rollout.engine_kwargs)
     responses = options.pop("responses_file", None)

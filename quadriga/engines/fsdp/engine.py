@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from quadriga.config import OptimConfig
 from quadriga.engines.base import LossFunction, OptimizerStep, Outputs
@@ -69,10 +70,13 @@ class FSDPEngine:
         processes: Processes = ONE_PROCESS,
         read: ReadWeight | None = None,
     ) -> None:
-        self.scorer, self.dtype, self.device, self.name = scorer, dtype, device, name
+        self.scorer, self.dtype, self.name = scorer, dtype, name
+        self.device: torch.device = device
         self.processes, self.replicas, self.world = processes, processes.replicas, processes.world
         self.training, self.memory = training, memory or Memory()
-        model = scorer.model
+        self.model: PreTrainedModel = scorer.model
+        model = self.model
+        self.has_whole_weights = processes.layout.is_whole
         self.cost = model_cost(model)
         self.num_nonfinite_steps = torch.zeros((), dtype=torch.int64)
         _without_dropout(model)

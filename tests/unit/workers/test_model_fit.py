@@ -39,9 +39,7 @@ def test_sequences_longer_than_the_positions(folder: Path) -> None:
 
 
 def test_heads_that_cannot_be_shared(folder: Path) -> None:
-    with pytest.raises(
-        ConfigError, match="LlamaConfig: got 4 heads and 2 key-value heads for tensor"
-    ):
+    with pytest.raises(ConfigError, match="LlamaConfig: got 4 heads and 2 key-value heads for tensor"):
         check_models(config(folder, tensor_model_parallel_size=4))
 
 
