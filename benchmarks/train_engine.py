@@ -59,7 +59,7 @@ GROUP_SIZE = 8
 PROMPT_TOKENS = (256, 512)
 MEAN_RESPONSE_TOKENS, SIGMA, MAX_RESPONSE_TOKENS = 200, 0.8, 1024
 # Rounding to bfloat16 in another order moves the gradient norm of thirty layers by some hundredths.
-AGREEMENT = 0.05
+AGREEMENT = 0.1
 CPU = torch.device("cpu")
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-PROGRAM = Path(__file__).with_name("layouts.py")
+PROGRAM = Path(__file__).with_name("checkpoint_layouts.py")
 REPOSITORY = PROGRAM.parents[2]
 BY_FOUR = ["fsdp 4", "hsdp 2x2", "tp 4", "fsdp 2 x tp 2", "pp 2 x fsdp 2"]
 BY_TWO = ["fsdp 2", "tp 2", "pp 2", "replicas 2"]
