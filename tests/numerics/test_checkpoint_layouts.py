@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
+
 """Written by four, two or one process under one layout, read under any other: every value is the same, to the bit.
 
 What it does not prove: that an engine's own state has these names; the tests of the engine do.
 """
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from tests.numerics.ports import free_ports
 
 PROGRAM = Path(__file__).with_name("checkpoint_layouts.py")
 REPOSITORY = PROGRAM.parents[2]
@@ -25,10 +27,7 @@ ALL = [*BY_FOUR, *BY_TWO, "whole"]
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
     """Of all layouts, from one launch."""
     folder = tmp_path_factory.mktemp("layouts")
-    sockets = [socket.create_server(("localhost", 0)) for _ in range(4)]
-    ports = [str(one.getsockname()[1]) for one in sockets]
-    for one in sockets:
-        one.close()
+    ports = [str(port) for port in free_ports(4)]
     processes = [
         subprocess.Popen(
             [sys.executable, str(PROGRAM), str(rank), str(folder), *ports],

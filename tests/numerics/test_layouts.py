@@ -17,7 +17,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from quadriga.protocol import DataProto
 from tests.numerics.layouts import GOES_ON, KINDS, LAYOUTS, SAVED
-from tests.numerics.test_replicas import free_ports
+from tests.numerics.ports import free_ports
 
 PROGRAM = Path(__file__).with_name("layouts.py")
 REPOSITORY = PROGRAM.parents[2]

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
+
 """Adapters against PEFT by the book, in one process and in two that share the weights.
 
 What none of this proves: the same on NCCL, nor how well a model learns with an adapter.
 """
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -28,6 +28,7 @@ from quadriga.models.adapter_files import base_name, is_factor
 from quadriga.models.lora import adapter_off, add_adapter
 from quadriga.models.scorers import PolicyScorer
 from quadriga.protocol import DataProto
+from tests.numerics.ports import free_ports
 
 PROGRAM = Path(__file__).with_name("lora_shards.py")
 REPOSITORY = PROGRAM.parents[2]
@@ -148,10 +149,7 @@ def results(folder: Path, make_model: Callable, make_batch: Callable[[], DataPro
     """What one process and what two came to."""
     make_model().save_pretrained(folder / "model")
     make_batch().save_to_disk(folder / "batch")
-    sockets = [socket.create_server(("localhost", 0)) for _ in range(2)]
-    ports = [str(one.getsockname()[1]) for one in sockets]
-    for one in sockets:
-        one.close()
+    ports = [str(port) for port in free_ports(2)]
     processes = [
         subprocess.Popen(
             [sys.executable, str(PROGRAM), str(rank), str(folder), *ports],

@@ -5,7 +5,6 @@ What none of this proves: the same on NCCL, where the order of additions is anot
 """
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from quadriga.protocol import DataProto
+from tests.numerics.ports import free_ports
 
 PROGRAM = Path(__file__).with_name("replicas.py")
 REPOSITORY = PROGRAM.parents[2]
@@ -38,15 +38,6 @@ CASES = [
 ]
 
 Results = dict[int, dict[str, Any]]
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody uses; all are held until the last is found, so that they differ."""
-    sockets = [socket.create_server(("localhost", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
 
 
 @pytest.fixture(scope="module")

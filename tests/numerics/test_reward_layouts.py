@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
+
 """A reward model that two processes share, in each way there is, scores as one process does.
 
 What none of this proves: the same on NCCL, nor ways combined: the engine's own tests have those.
 """
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
 from quadriga.protocol import DataProto
+from tests.numerics.ports import free_ports
 
 PROGRAM = Path(__file__).with_name("reward_layouts.py")
 VOCABULARY = 97
@@ -41,10 +42,7 @@ def results(tmp_path_factory: pytest.TempPathFactory, make_batch: Callable[[], D
     batch = make_batch()
     # Eleven rows: the data-parallel ranks have six and five.
     batch.select_idxs(list(range(11))).save_to_disk(folder / "batch")
-    held = [socket.create_server(("localhost", 0)) for _ in LAYOUTS]
-    ports = [str(one.getsockname()[1]) for one in held]
-    for one in held:
-        one.close()
+    ports = [str(port) for port in free_ports(len(LAYOUTS))]
     paths = [str(PROGRAM.parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     processes = [
