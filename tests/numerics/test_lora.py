@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-
 """Adapters against PEFT by the book, in one process and in two that share the weights.
 
 What none of this proves: the same on NCCL, nor how well a model learns with an adapter.

@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-
 """A reward model that two processes share, in each way there is, scores as one process does.
 
 What none of this proves: the same on NCCL, nor ways combined: the engine's own tests have those.
