@@ -65,10 +65,10 @@ def compare(group: dist.ProcessGroup, sizes: tuple[int, ...], temperature: float
     return differences
 
 
-def main(rank: int, store: str, folder: Path) -> None:
+def main(rank: int, folder: Path) -> None:
     """Every case, in one meeting."""
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=3, timeout=timedelta(minutes=1)
+        "gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=3, timeout=timedelta(minutes=1)
     )
     groups = {3: dist.group.WORLD, 2: dist.new_group([0, 1])}
     results = {}
@@ -85,4 +85,4 @@ def main(rank: int, store: str, folder: Path) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))
+    main(int(sys.argv[1]), Path(sys.argv[2]))

@@ -4,19 +4,15 @@
 What it does not prove: that an engine's own state has these names; the tests of the engine do.
 """
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.numerics.ports import free_ports
+from tests.numerics.launching import run_ranks
 
 PROGRAM = Path(__file__).with_name("checkpoint_layouts.py")
-REPOSITORY = PROGRAM.parents[2]
 BY_FOUR = ["fsdp 4", "hsdp 2x2", "tp 4", "fsdp 2 x tp 2", "pp 2 x fsdp 2"]
 BY_TWO = ["fsdp 2", "tp 2", "pp 2", "replicas 2"]
 ALL = [*BY_FOUR, *BY_TWO, "whole"]
@@ -26,19 +22,7 @@ ALL = [*BY_FOUR, *BY_TWO, "whole"]
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
     """Of all layouts, from one launch."""
     folder = tmp_path_factory.mktemp("layouts")
-    ports = [str(port) for port in free_ports(4)]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(PROGRAM), str(rank), str(folder), *ports],
-            env=os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(4)
-    ]
-    outputs = [process.communicate(timeout=600)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0, 0, 0], "\n".join(outputs)
+    run_ranks(PROGRAM, 4, folder, num_ports=4)
     return torch.load(folder / "results.pt")
 
 

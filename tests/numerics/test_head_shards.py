@@ -5,35 +5,22 @@ What this does not prove: the same on NCCL.
 """
 
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.numerics.launching import run_ranks
+
 PROGRAM = Path(__file__).with_name("head_shards.py")
-REPOSITORY = PROGRAM.parents[2]
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What each rank found."""
     folder = tmp_path_factory.mktemp("shards")
-    processes = [
-        subprocess.Popen(
-            [sys.executable, PROGRAM, str(rank), folder / "store", folder],
-            env=os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(3)
-    ]
-    outputs = [process.communicate(timeout=240)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0, 0], "\n".join(outputs)
+    run_ranks(PROGRAM, 3, folder, limit_s=240)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(3)]
 
 

@@ -4,9 +4,6 @@
 What none of this proves: the same on NCCL, where the order of additions is another, and in bfloat16.
 """
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,11 +13,10 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from quadriga.protocol import DataProto
+from tests.numerics.launching import run_ranks
 from tests.numerics.layouts import GOES_ON, KINDS, LAYOUTS, SAVED
-from tests.numerics.ports import free_ports
 
 PROGRAM = Path(__file__).with_name("layouts.py")
-REPOSITORY = PROGRAM.parents[2]
 TOLERANCE = 1e-5
 SPREAD = [(name, kind) for size in (2, 4) for name in LAYOUTS[size] for kind in KINDS]
 # How a batch was cut shows in these and in nothing else.
@@ -51,19 +47,7 @@ def results(tmp_path_factory: pytest.TempPathFactory, make_batch: Callable[[], D
     batch.batch["values"] = batch.batch["advantages"] * 0.3
     batch.batch["returns"] = batch.batch["advantages"] + 1.0
     batch.save_to_disk(folder / "batch")
-    ports = [str(port) for port in free_ports(2)]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(PROGRAM), str(rank), str(folder), *ports],
-            env=os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(4)
-    ]
-    outputs = [process.communicate(timeout=900)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0, 0, 0], "\n".join(outputs)
+    run_ranks(PROGRAM, 4, folder, num_ports=2)
     found: dict[str, Any] = {}
     for size in LAYOUTS:
         found |= torch.load(folder / f"{size}.pt")

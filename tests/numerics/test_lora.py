@@ -4,9 +4,6 @@
 What none of this proves: the same on NCCL, nor how well a model learns with an adapter.
 """
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,10 +24,9 @@ from quadriga.models.adapter_files import base_name, is_factor
 from quadriga.models.lora import adapter_off, add_adapter
 from quadriga.models.scorers import PolicyScorer
 from quadriga.protocol import DataProto
-from tests.numerics.ports import free_ports
+from tests.numerics.launching import run_ranks
 
 PROGRAM = Path(__file__).with_name("lora_shards.py")
-REPOSITORY = PROGRAM.parents[2]
 CPU, MICRO = torch.device("cpu"), MicroBatching(None, 30)
 SECTION = ModelConfig(path="tiny", lora_rank=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"])
 
@@ -148,19 +144,7 @@ def results(folder: Path, make_model: Callable, make_batch: Callable[[], DataPro
     """What one process and what two came to."""
     make_model().save_pretrained(folder / "model")
     make_batch().save_to_disk(folder / "batch")
-    ports = [str(port) for port in free_ports(2)]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(PROGRAM), str(rank), str(folder), *ports],
-            env=os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = [process.communicate(timeout=600)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
+    run_ranks(PROGRAM, 2, folder, num_ports=2)
     return torch.load(folder / "results.pt")
 
 

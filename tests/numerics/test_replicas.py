@@ -4,9 +4,6 @@
 What none of this proves: the same on NCCL, where the order of additions is another; tests/gpu is for that.
 """
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,10 +13,9 @@ import torch
 from torch import Tensor
 
 from quadriga.protocol import DataProto
-from tests.numerics.ports import free_ports
+from tests.numerics.launching import run_ranks
 
 PROGRAM = Path(__file__).with_name("replicas.py")
-REPOSITORY = PROGRAM.parents[2]
 SIZES = (2, 3, 4)
 # What a rank computes depends on its rows: a prompt is computed once by each rank that has an answer to it.
 OWN = ("actor/packed_tokens", "critic/packed_tokens")
@@ -53,19 +49,7 @@ def results(folder: Path, make_model: Callable, make_batch: Callable[[], DataPro
     batch.batch["values"] = batch.batch["advantages"] * 0.3
     batch.batch["returns"] = batch.batch["advantages"] + 1.0
     batch.save_to_disk(folder / "batch")
-    ports = [str(port) for port in free_ports(4)]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(PROGRAM), str(rank), str(folder), *ports],
-            env=os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(4)
-    ]
-    outputs = [process.communicate(timeout=600)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0, 0, 0], "\n".join(outputs)
+    run_ranks(PROGRAM, 4, folder, num_ports=4)
     return {size: torch.load(folder / f"{size}.pt") for size in (1, *SIZES)}
 
 

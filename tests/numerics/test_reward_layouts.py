@@ -4,9 +4,6 @@
 What none of this proves: the same on NCCL, nor ways combined: the engine's own tests have those.
 """
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,7 @@ from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
 from quadriga.protocol import DataProto
-from tests.numerics.ports import free_ports
+from tests.numerics.launching import run_ranks
 
 PROGRAM = Path(__file__).with_name("reward_layouts.py")
 VOCABULARY = 97
@@ -41,21 +38,7 @@ def results(tmp_path_factory: pytest.TempPathFactory, make_batch: Callable[[], D
     batch = make_batch()
     # Eleven rows: the data-parallel ranks have six and five.
     batch.select_idxs(list(range(11))).save_to_disk(folder / "batch")
-    ports = [str(port) for port in free_ports(len(LAYOUTS))]
-    paths = [str(PROGRAM.parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(PROGRAM), str(rank), str(folder), *ports],
-            env=os.environ | environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = [process.communicate(timeout=120)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
+    run_ranks(PROGRAM, 2, folder, num_ports=len(LAYOUTS))
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 
