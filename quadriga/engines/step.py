@@ -229,10 +229,23 @@ def _packed(engine: TrainEngine, data: DataProto, micro: MicroBatching) -> Itera
     wanted = [number for number, row in enumerate(tokens) if len(row.trained)]
     num_columns = data.batch["response_mask"].shape[1]
     lengths = [_length(tokens[number]) for number in wanted]
-    for batch in micro_batches(lengths, micro, attention_tokens=engine.cost.relative()[0]):
+    for batch in _cut(engine, lengths, micro):
         indices = [wanted[position] for position in batch]
         rows = [tokens[index] for index in indices]
         yield indices, pack(rows, num_columns, share_prompts=micro.share_prompts, device=engine.device)
+
+
+def _cut(engine: TrainEngine, lengths: Sequence[RowLength], micro: MicroBatching) -> list[list[int]]:
+    """The micro-batches of this process; where weights are shared, as many as any other has, if there are the rows:
+    the processes wait for each other at each of them."""
+    attention_tokens = engine.cost.relative()[0]
+    batches = micro_batches(lengths, micro, attention_tokens=attention_tokens)
+    if engine.has_whole_weights:
+        return batches
+    most = max(engine.replicas.gather(len(batches)))
+    if most == len(batches):
+        return batches
+    return micro_batches(lengths, micro, num_at_least=most, attention_tokens=attention_tokens)
 
 
 def _length(row: RowTokens) -> RowLength:
