@@ -4,6 +4,7 @@
 Legend: N packed tokens, n of them in this process, M predicted tokens, m of them scored by this process, D hidden size.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,8 +14,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from quadriga.models.attention import AttentionPlan
-from quadriga.models.heads import ValueHead, VocabularyShard, token_scores
+from quadriga.models.heads import VocabularyShard, token_scores
 from quadriga.models.load import backbone, head_of
+from quadriga.models.value_head import ValueHead
 
 
 class PackedTokens(Protocol):
@@ -91,7 +93,7 @@ class Unshared:
 UNSHARED = Unshared()
 
 
-class Scorer(nn.Module):
+class Scorer(nn.Module, ABC):
     """A model and what it says of each predicted token: a subclass for each kind of head.
 
     Args:
@@ -108,15 +110,15 @@ class Scorer(nn.Module):
         self.model = model
         self.sharing: Sharing = UNSHARED
 
+    @abstractmethod
     def output_names(self, with_entropy: bool) -> tuple[str, ...]:
         """The names of the outputs."""
-        raise NotImplementedError
 
+    @abstractmethod
     def score(
         self, hidden: torch.Tensor, batch: PackedTokens, *, temperature: float, with_entropy: bool
     ) -> dict[str, torch.Tensor]:
         """Float32 [M] by name, of hidden states [n, D]."""
-        raise NotImplementedError
 
     def forward(
         self,

@@ -11,7 +11,7 @@ from quadriga.engines.micro_batches import MicroBatching
 from quadriga.engines.objectives import PolicyObjective
 from quadriga.engines.step import Passes, infer, update
 from quadriga.models.attention import ATTENTION_NAME
-from quadriga.models.heads import head_logits
+from quadriga.models.projection import head_logits
 from quadriga.models.scorers import PolicyScorer
 from quadriga.protocol import DataProto
 from quadriga.rollout import NativeEngine, SamplingParams

@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from quadriga.models.fused import rms_norm
-from quadriga.models.heads import ValueHead, token_scores
+from quadriga.models.heads import token_scores
+from quadriga.models.value_head import ValueHead
 
 
 def naive(hidden, head, targets, temperature):

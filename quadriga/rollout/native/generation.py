@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from quadriga.errors import RolloutError
-from quadriga.models.heads import head_logits
+from quadriga.models.projection import head_logits
 from quadriga.rollout.base import Completion, FinishReason, SamplingParams
 from quadriga.rollout.native.attention import DecodePlan, PrefillPlan
 from quadriga.rollout.native.cache import AnswerCache, PromptCache
