@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
 from quadriga.cli.main import main
 
@@ -77,10 +77,41 @@ def write() -> Callable[[Path, list[dict[str, Any]]], Path]:
     return write_rows
 
 
+OTHER_TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }} {% endfor %}"
+
+
 @pytest.fixture(scope="session")
 def make_tokenizer() -> Callable[[], PreTrainedTokenizerFast]:
     """A fresh tokenizer of the tiny model."""
     return build_tokenizer
+
+
+@pytest.fixture(scope="session")
+def judges(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two reward models of the same weights: `same`, with the policy's template, and `other`."""
+    folder = tmp_path_factory.mktemp("judges")
+    torch.manual_seed(3)
+    tokenizer = build_tokenizer()
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=len(tokenizer),
+        max_position_embeddings=96,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        num_labels=1,
+    )
+    model = LlamaForSequenceClassification(config)
+    torch.nn.init.normal_(model.score.weight)
+    for name, template in (("same", tokenizer.chat_template), ("other", OTHER_TEMPLATE)):
+        model.save_pretrained(folder / name)
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(folder / name)
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -10,42 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from quadriga.cli.main import main
 
 Lines = Callable[[Path], list[dict[str, Any]]]
 Train = Callable[..., Path]
-OTHER_TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }} {% endfor %}"
-
-
-@pytest.fixture(scope="module")
-def judges(tmp_path_factory: pytest.TempPathFactory, make_tokenizer: Callable[[], Any]) -> Path:
-    """A folder with two reward models of the same weights: `same`, with the policy's template, and `other`."""
-    folder = tmp_path_factory.mktemp("judges")
-    torch.manual_seed(3)
-    tokenizer = make_tokenizer()
-    config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=len(tokenizer),
-        max_position_embeddings=96,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        num_labels=1,
-    )
-    model = LlamaForSequenceClassification(config)
-    torch.nn.init.normal_(model.score.weight)
-    for name, template in (("same", tokenizer.chat_template), ("other", OTHER_TEMPLATE)):
-        model.save_pretrained(folder / name)
-        tokenizer.chat_template = template
-        tokenizer.save_pretrained(folder / name)
-    return folder
 
 
 @pytest.fixture

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForSequenceClassification
 
 Lines = Callable[[Path], list[dict[str, Any]]]
 RUN_LIMIT_S = 300
@@ -20,28 +18,9 @@ OF_THE_LAYOUT = ("balance/", "actor/packed_tokens", "critic/packed_tokens")
 
 
 @pytest.fixture
-def judge(tmp_path: Path, make_tokenizer: Callable[[], Any]) -> Path:
+def judge(judges: Path) -> Path:
     """A random reward model with a template of its own, so that chats travel to it too."""
-    torch.manual_seed(3)
-    tokenizer = make_tokenizer()
-    config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        vocab_size=len(tokenizer),
-        max_position_embeddings=96,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        num_labels=1,
-    )
-    model = LlamaForSequenceClassification(config)
-    torch.nn.init.normal_(model.score.weight)
-    model.save_pretrained(tmp_path / "judge")
-    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }} {% endfor %}"
-    tokenizer.save_pretrained(tmp_path / "judge")
-    return tmp_path / "judge"
+    return judges / "other"
 
 
 @pytest.mark.parametrize("placement", ["together", "grouped"])
