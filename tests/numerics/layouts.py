@@ -58,12 +58,16 @@ KINDS: Mapping[str, tuple[str, type[Scorer], Memory]] = {
     "policy, untied": ("untied", PolicyScorer, Memory(gradient_checkpointing=True, reshard_after_forward=False)),
     "critic": ("tied", ValueScorer, Memory()),
 }
+IN_BFLOAT16 = ("one process", "fsdp 2", "sp 2", "tp 2", "pp 2", "fsdp 2 x tp 2")
+"""Layouts that also compute in bfloat16, from the float32 masters of the others."""
 GOES_ON = {"fsdp 2 x tp 2": 4, "fsdp 4": 4, "tp 2 x pp 2": 4, "pp 2": 2, "tp 2": 2, "one process": 1}
 """Layouts that go on from a checkpoint of `fsdp 2 x tp 2`, and how many processes they have."""
 SAVED = "fsdp 2 x tp 2"
 
 
-def make_engine(folder: Path, layout: Layout, world: ProcessGroup, kind: str) -> FSDPEngine:
+def make_engine(
+    folder: Path, layout: Layout, world: ProcessGroup, kind: str, dtype: torch.dtype = torch.float32
+) -> FSDPEngine:
     model, scorer, memory = KINDS[kind]
     # With a large eps AdamW moves weights in proportion to the gradient: a rounding error stays one.
     optimizer = OptimConfig(eps=1.0, weight_decay=0.01)
@@ -78,7 +82,7 @@ def make_engine(folder: Path, layout: Layout, world: ProcessGroup, kind: str) ->
     return FSDPEngine(
         loaded,
         read=read,
-        dtype=torch.float32,
+        dtype=dtype,
         device=CPU,
         training=Training(optimizer, grad_clip=0.05, max_nonfinite_steps=2),
         memory=memory,
@@ -119,8 +123,10 @@ def ask(engine: FSDPEngine, batch: DataProto) -> dict[str, Tensor]:
     return {name: whole.batch[name].clone() for name in scores}
 
 
-def run(folder: Path, batch: DataProto, layout: Layout, world: ProcessGroup, kind: str) -> dict[str, Any]:
-    engine = make_engine(folder, layout, world, kind)
+def run(
+    folder: Path, batch: DataProto, layout: Layout, world: ProcessGroup, kind: str, dtype: torch.dtype = torch.float32
+) -> dict[str, Any]:
+    engine = make_engine(folder, layout, world, kind, dtype)
     asked = ask(engine, batch)
     metrics = learn(engine, batch, kind)
     return {"asked": asked, "metrics": metrics, "weights": {name: weight.clone() for name, weight in engine.weights()}}
@@ -154,6 +160,11 @@ def meet(folder: Path, place: WorkerPlace) -> None:
         f"{name}, {kind}": run(folder, batch, layout, world, kind)
         for name, layout in LAYOUTS[world.size].items()
         for kind in KINDS
+    }
+    results |= {
+        f"{name}, bfloat16": run(folder, batch, layout, world, "policy", torch.bfloat16)
+        for name, layout in LAYOUTS[world.size].items()
+        if name in IN_BFLOAT16
     }
     if world.size == 4:
         results["undisturbed"] = save(folder, batch, world)
