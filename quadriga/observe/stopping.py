@@ -22,7 +22,7 @@ EXPIRY_VARIABLES = (
 )
 """Each holds, where a provider sets it, the second since 1970 at which it takes the machine back."""
 
-_ASKED = b"SIGTERM: the run ends after this step, with a checkpoint if it writes any; once more ends it at once.\n"
+STOP_NOTICE = "SIGTERM: the run ends after this step, with a checkpoint if it writes any; once more ends it at once."
 _requested = threading.Event()
 
 
@@ -53,7 +53,7 @@ def heeding_sigterm() -> Iterator[None]:
             return
         request_stop()
         # Not print: the signal may have come in the midst of one.
-        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, _ASKED)
+        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"{STOP_NOTICE}\n".encode())
 
     before = signal.signal(signal.SIGTERM, ask)
     try:

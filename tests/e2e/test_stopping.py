@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs that are asked to stop, that are killed while a checkpoint is written, and whose machine is taken back.
 
-What it does not prove: the same on Ray, where the command must pass the signal on.
+The same signal to a run on Ray: tests/e2e/ray/test_stopping.py.
 """
 
 import signal

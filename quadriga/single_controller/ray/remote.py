@@ -19,6 +19,7 @@ import ctypes
 import os
 import pickle
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -35,7 +36,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from quadriga import __version__
 from quadriga.errors import WorkerError
-from quadriga.observe.stopping import request_stop
+from quadriga.observe.stopping import STOP_NOTICE, request_stop
 from quadriga.single_controller.ray.cluster import Cluster, cluster, forwarded_variables, num_cores
 from quadriga.single_controller.ray.deaths import Remains, cause_of_death, oom_kills
 from quadriga.single_controller.ray.relay import CapturedOutput, Chunk, Screen, Size, Streams
@@ -297,6 +298,7 @@ class _Watch:
         num_stops = self._signals.count(signal.SIGTERM)
         if num_stops and not self._is_stop_asked:
             self._is_stop_asked = True
+            print(STOP_NOTICE, file=sys.stderr, flush=True)
             self._host.stop.remote()
         if num_stops > 1:
             # The status of a process that a shell has seen die of it.
