@@ -4,8 +4,10 @@
 `advantages/` and `losses/` hold one algorithm per file; importing this package makes them all known by name.
 """
 
-from quadriga.algorithms import advantages, losses
+from quadriga.algorithms import advantages, covariance, losses
 from quadriga.algorithms.aggregate import LOSS_AGG_MODES, LossCounts, agg_loss, token_weights
+from quadriga.algorithms.choice import Algorithm, choose_estimator, choose_policy_loss
+from quadriga.algorithms.correction import correct_rollout
 from quadriga.algorithms.estimate import estimate_advantages
 from quadriga.algorithms.groups import Groups
 from quadriga.algorithms.kl import (
@@ -19,11 +21,13 @@ from quadriga.algorithms.kl import (
 )
 from quadriga.algorithms.losses.value import clipped_value_loss
 from quadriga.algorithms.masked import masked_mean, masked_sum, masked_whiten, spread
+from quadriga.algorithms.pf_ppo import pf_ppo_rows
 from quadriga.algorithms.registry import (
     AdvantageEstimator,
     get_adv_estimator_fn,
     get_policy_loss_fn,
     register_adv_est,
+    register_batch_column,
     register_policy_loss,
 )
 from quadriga.algorithms.signature import bind_options, options, required_fields
@@ -33,6 +37,7 @@ __all__ = [
     "LOSS_AGG_MODES",
     "AdaptiveKLController",
     "AdvantageEstimator",
+    "Algorithm",
     "FixedKLController",
     "Groups",
     "KLController",
@@ -41,7 +46,11 @@ __all__ = [
     "agg_loss",
     "apply_kl_penalty",
     "bind_options",
+    "choose_estimator",
+    "choose_policy_loss",
     "clipped_value_loss",
+    "correct_rollout",
+    "covariance",
     "estimate_advantages",
     "get_adv_estimator_fn",
     "get_kl_controller",
@@ -52,7 +61,9 @@ __all__ = [
     "masked_sum",
     "masked_whiten",
     "options",
+    "pf_ppo_rows",
     "register_adv_est",
+    "register_batch_column",
     "register_policy_loss",
     "required_fields",
     "spread",

@@ -11,7 +11,14 @@ from collections.abc import Hashable, Iterable
 from torch import Tensor
 
 from quadriga.algorithms.advantages.gae import gae
+from quadriga.algorithms.advantages.gpg import gpg
 from quadriga.algorithms.advantages.grpo import grpo
+from quadriga.algorithms.advantages.grpo_passk import grpo_passk
+from quadriga.algorithms.advantages.opo import opo
+from quadriga.algorithms.advantages.reinforce_plus_plus import reinforce_plus_plus
+from quadriga.algorithms.advantages.reinforce_plus_plus_baseline import reinforce_plus_plus_baseline
+from quadriga.algorithms.advantages.remax import remax
+from quadriga.algorithms.advantages.rloo import rloo
 from quadriga.algorithms.aggregate import agg_loss
 from quadriga.algorithms.kl import AdaptiveKLController, FixedKLController, get_kl_controller, kl_penalty
 from quadriga.algorithms.losses.value import clipped_value_loss
@@ -32,8 +39,15 @@ __all__ = [
     "FixedKLController",
     "agg_loss",
     "compute_gae_advantage_return",
+    "compute_gpg_outcome_advantage",
     "compute_grpo_outcome_advantage",
+    "compute_grpo_passk_outcome_advantage",
+    "compute_opo_outcome_advantage",
     "compute_policy_loss",
+    "compute_reinforce_plus_plus_baseline_outcome_advantage",
+    "compute_reinforce_plus_plus_outcome_advantage",
+    "compute_remax_outcome_advantage",
+    "compute_rloo_outcome_advantage",
     "compute_value_loss",
     "get_adv_estimator_fn",
     "get_kl_controller",
@@ -66,6 +80,60 @@ def compute_grpo_outcome_advantage(
         norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo,
         epsilon=epsilon,
     )
+
+
+def compute_grpo_passk_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Iterable[Hashable],
+    epsilon: float = 1e-6,
+    norm_adv_by_std_in_grpo: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Advantages of the best answers, [B, T], twice; `index` [B] names the groups; see `advantages.grpo_passk`."""
+    options = {"norm_adv_by_std_in_grpo": norm_adv_by_std_in_grpo, "epsilon": epsilon}
+    return grpo_passk(token_level_rewards, response_mask, index, **options)
+
+
+def compute_rloo_outcome_advantage(
+    token_level_rewards: Tensor, response_mask: Tensor, index: Iterable[Hashable]
+) -> tuple[Tensor, Tensor]:
+    """Leave-one-out advantages, [B, T], twice; `index` [B] names the groups; see `advantages.rloo`."""
+    return rloo(token_level_rewards, response_mask, index)
+
+
+def compute_opo_outcome_advantage(
+    token_level_rewards: Tensor, response_mask: Tensor, index: Iterable[Hashable]
+) -> tuple[Tensor, Tensor]:
+    """Advantages over a length-weighted mean, [B, T], twice; `index` [B] names the groups; see `advantages.opo`."""
+    return opo(token_level_rewards, response_mask, index)
+
+
+def compute_gpg_outcome_advantage(
+    token_level_rewards: Tensor, response_mask: Tensor, index: Iterable[Hashable], f_norm: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Scaled group advantages, [B, T], twice; `index` [B] names the groups; see `advantages.gpg`."""
+    return gpg(token_level_rewards, response_mask, index, f_norm=f_norm)
+
+
+def compute_reinforce_plus_plus_outcome_advantage(
+    token_level_rewards: Tensor, response_mask: Tensor, gamma: float
+) -> tuple[Tensor, Tensor]:
+    """Whitened rewards to go, and these as returns, [B, T] each; see `advantages.reinforce_plus_plus`."""
+    return reinforce_plus_plus(token_level_rewards, response_mask, gamma=gamma)
+
+
+def compute_reinforce_plus_plus_baseline_outcome_advantage(
+    token_level_rewards: Tensor, response_mask: Tensor, index: Iterable[Hashable]
+) -> tuple[Tensor, Tensor]:
+    """Whitened group advantages, [B, T], twice; `index` [B] names the groups."""
+    return reinforce_plus_plus_baseline(token_level_rewards, response_mask, index)
+
+
+def compute_remax_outcome_advantage(
+    token_level_rewards: Tensor, reward_baselines: Tensor, response_mask: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Rewards to go less a baseline [B], and they themselves, [B, T] each; see `advantages.remax`."""
+    return remax(token_level_rewards, reward_baselines, response_mask)
 
 
 def compute_policy_loss(

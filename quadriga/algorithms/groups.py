@@ -4,7 +4,7 @@
 Groups may have any size and their rows any order. A group of one has nobody to be compared with: its mean is taken
 as 0 and its standard deviation as 1, so that its score passes unchanged.
 
-Shapes: B sequences, G groups.
+Shapes: B sequences, T response positions, G groups.
 """
 
 from collections.abc import Hashable, Iterable
@@ -18,7 +18,10 @@ from quadriga.errors import ProtocolError
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """The partition of B rows by `uid`; every method takes [B] and gives each row the value of its group, [B]."""
+    """The partition of B rows by `uid`; every method takes [B] and gives each row the value of its group, [B].
+
+    `sum` and `smallest` take [B, T] as well and treat each position on its own.
+    """
 
     member: Tensor
     """[B] int64: the number of the row's group, from 0 to G - 1."""
@@ -44,12 +47,14 @@ class Groups:
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum over the group."""
-        return values.new_zeros(self.num_groups).index_add(0, self.member, values)[self.member]
+        blank = values.new_zeros(self.num_groups, *values.shape[1:])
+        return blank.index_add(0, self.member, values)[self.member]
 
     def smallest(self, values: Tensor) -> Tensor:
         """The smallest value of the group."""
-        blank = values.new_zeros(self.num_groups)
-        return blank.scatter_reduce(0, self.member, values, "amin", include_self=False)[self.member]
+        blank = values.new_zeros(self.num_groups, *values.shape[1:])
+        rows = self.member if values.dim() == 1 else self.member[:, None].expand_as(values)
+        return blank.scatter_reduce(0, rows, values, "amin", include_self=False)[self.member]
 
     def centered(self, values: Tensor, weights: Tensor | None = None) -> Tensor:
         """Each value minus the mean of its group, weighted if `weights` [B] are given (their sums must not be 0).

@@ -75,6 +75,20 @@ def bind_options(
         ConfigError: an option that it does not have, with the nearest names, or one without a value.
     """
     given, shared, known = given or {}, shared or {}, options(function)
+    check_options(given, known, where)
+    values = {name: shared[name] for name in known if name in shared} | dict(given)
+    for parameter in _parameters(function):
+        if parameter.name in known and parameter.default is inspect.Parameter.empty and parameter.name not in values:
+            raise ConfigError(where, got=f"no value for the option {parameter.name!r}", fix=f"Set {parameter.name}.")
+    return partial(function, **values)
+
+
+def check_options(given: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
+    """Refuse options that an algorithm does not have.
+
+    Raises:
+        ConfigError: with the nearest names.
+    """
     for name in given:
         if name not in known:
             raise ConfigError(
@@ -83,11 +97,6 @@ def bind_options(
                 expected=f"one of {', '.join(known)}" if known else "no option: this algorithm has none",
                 fix=did_you_mean(name, known) or "Leave it out.",
             )
-    values = {name: shared[name] for name in known if name in shared} | dict(given)
-    for parameter in _parameters(function):
-        if parameter.name in known and parameter.default is inspect.Parameter.empty and parameter.name not in values:
-            raise ConfigError(where, got=f"no value for the option {parameter.name!r}", fix=f"Set {parameter.name}.")
-    return partial(function, **values)
 
 
 def did_you_mean(name: str, known: tuple[str, ...]) -> str:

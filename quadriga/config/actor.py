@@ -29,7 +29,20 @@ class PolicyLossConfig(Section):
     """Which policy loss."""
 
     loss_mode: Name = "vanilla"
-    """Name of a registered policy loss."""
+    """Name of a registered policy loss, or `path/to/file.py:function`."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Open dictionary: options of that loss under the names that it gives them; they may stand beside loss_mode too."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _others_are_options(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        others = {name: value for name, value in given.items() if name not in ("loss_mode", "options")}
+        if not others or not isinstance(given.get("options", {}), dict):
+            return given
+        own = {name: value for name, value in given.items() if name == "loss_mode"}
+        return {**own, "options": {**others, **given.get("options", {})}}
 
 
 class ActorConfig(BatchingConfig):

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """`algorithm`: the advantage estimator and the divergence inside the reward."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
-from quadriga.config.base import Count, KLKind, Name, NonNegativeFloat, PositiveFloat, Section, Share
+from quadriga.config.base import Count, KLKind, Name, NonNegativeFloat, NonNegativeInt, PositiveFloat, Section, Share
+from quadriga.config.rollout_correction import RolloutCorrectionConfig
 
 
 class KLControlConfig(Section):
@@ -21,11 +22,34 @@ class KLControlConfig(Section):
     """Adaptive: divergence to hold, in nats."""
 
 
+class FilterGroupsConfig(Section):
+    """Dynamic sampling (DAPO, arXiv:2503.14476): groups whose samples all did equally well teach nothing."""
+
+    enable: bool = False
+    """Whether such groups are left out, and more prompts are answered until the batch is full."""
+    metric: Name = "score"
+    """What is compared: `score`, `seq_final_reward` or `seq_reward` (all the score), or a number that graders add."""
+    max_num_gen_batches: NonNegativeInt = 10
+    """Batches of prompts that one step may answer; with fewer full groups than the batch needs the run stops. 0: no
+    limit."""
+
+
+class PFPPOConfig(Section):
+    """Which answers are learned from how often (PF-PPO, arXiv:2409.06957)."""
+
+    reweight_method: Literal["pow", "max_min", "max_random"] = "pow"
+    """`pow`: by the size of the score; `max_min`: the best and the worst; `max_random`: the best, and less the rest."""
+    weight_pow: NonNegativeFloat = 2.0
+    """Exponent of `pow`."""
+
+
 class AlgorithmConfig(Section):
     """From rewards to advantages."""
 
     adv_estimator: Name = "grpo"
-    """Name of a registered advantage estimator."""
+    """Name of a registered advantage estimator, or `path/to/file.py:function`."""
+    adv_options: dict[str, Any] = Field(default_factory=dict)
+    """Open dictionary: options of that estimator, under the names that it gives them."""
     gamma: Share = 1.0
     """Discount of a later reward, per token, in [0, 1]."""
     lam: Share = 1.0
@@ -37,3 +61,8 @@ class AlgorithmConfig(Section):
     kl_penalty: KLKind = "kl"
     """Estimator of that divergence."""
     kl_ctrl: KLControlConfig = Field(default_factory=KLControlConfig)
+    filter_groups: FilterGroupsConfig = Field(default_factory=FilterGroupsConfig)
+    use_pf_ppo: bool = False
+    """Whether the batch to learn from is drawn from the answers with replacement, by their scores."""
+    pf_ppo: PFPPOConfig = Field(default_factory=PFPPOConfig)
+    rollout_correction: RolloutCorrectionConfig = Field(default_factory=RolloutCorrectionConfig)

@@ -6,17 +6,19 @@ Every loss is normalised by counts of the whole mini-batch, so the losses of its
 Legend: b rows of a micro-batch, T response positions.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Protocol
 
 import torch
 
 from quadriga.algorithms.aggregate import LossCounts, agg_loss
+from quadriga.algorithms.choice import Algorithm, choose_policy_loss
 from quadriga.algorithms.kl import kl_penalty
 from quadriga.algorithms.losses import clipped_value_loss
 from quadriga.algorithms.mismatch import log_prob_mismatch
-from quadriga.algorithms.registry import bind_options, get_policy_loss_fn, required_fields
 from quadriga.config import ActorConfig, CriticConfig
+from quadriga.config.rollout_correction import RolloutCorrectionConfig
+from quadriga.errors import ConfigError, EngineError
 from quadriga.observe.metrics import Metric
 from quadriga.protocol import DataProto
 
@@ -41,35 +43,84 @@ class Objective(Protocol):
         ...
 
 
+BYPASS = "bypass_mode"
+
+
+def policy_loss_of(config: ActorConfig, correction: RolloutCorrectionConfig | None = None) -> Algorithm:
+    """The policy loss that a configuration chose, its options bound.
+
+    Args:
+        config: of the actor; every setting of it is offered to the loss.
+        correction: its bypass form brings a loss of its own.
+
+    Raises:
+        ConfigError: an unknown loss, an option that it does not have, or another loss beside the bypass form.
+    """
+    name, shared = config.policy_loss.loss_mode, dict(config)
+    if correction is not None and correction.bypass_mode and name not in ("vanilla", BYPASS):
+        raise ConfigError(
+            "actor_rollout_ref.actor.policy_loss.loss_mode",
+            got=f"{name!r}, with algorithm.rollout_correction.bypass_mode=True",
+            expected="vanilla, or the key left out",
+            fix="The bypass form has a loss of its own: choose it with algorithm.rollout_correction.loss_type.",
+        )
+    if correction is not None and (correction.bypass_mode or name == BYPASS):
+        name, shared = BYPASS, {**shared, "correction": correction}
+    return choose_policy_loss(name, config.policy_loss.options, shared)
+
+
 class PolicyObjective:
     """A policy loss, less an entropy bonus, plus a divergence from the reference.
 
     Args:
         config: of the actor.
+        correction: what is done about a rollout that computes otherwise; None: nothing.
     """
 
     name = "actor"
 
-    def __init__(self, config: ActorConfig) -> None:
+    def __init__(self, config: ActorConfig, correction: RolloutCorrectionConfig | None = None) -> None:
         self.config = config
-        function = get_policy_loss_fn(config.policy_loss.loss_mode)
-        where = f"policy loss {config.policy_loss.loss_mode}"
-        self.policy_fields = required_fields(function)
-        self.policy_loss: Callable[..., Any] = bind_options(function, shared=dict(config), where=where)
+        self.policy_loss = policy_loss_of(config, correction)
 
     def fields(self, data: DataProto) -> tuple[str, ...]:
         """See `Objective.fields`; `log_prob` and, where the batch has no old log-probs, those come from the model."""
         names = {"response_mask", "advantages", *self._data_fields()}
-        optional = {"old_log_probs", "rollout_log_probs"} & set(data.batch.keys())
+        optional = {"old_log_probs", "rollout_log_probs", "rollout_is_weights"} & set(data.batch.keys())
         return tuple(names | optional | ({"ref_log_prob"} if self.config.use_kl_loss else set()))
 
     def _data_fields(self) -> set[str]:
-        return set(self.policy_fields) - {"log_prob", "old_log_prob"}
+        return set(self.policy_loss.fields) - {"log_prob", "old_log_prob"}
+
+    def add_batch_columns(self, data: DataProto) -> None:
+        """Compute what the loss reads of the whole batch, and add it to `data`: before its rows are dealt out.
+
+        Raises:
+            EngineError: a column that it is computed from is not there.
+        """
+        if not self.policy_loss.columns:
+            return
+        columns = dict(data.batch.items())
+        # Without a pass of their own, old log-probs are those of the rollout: the same policy.
+        if "old_log_probs" in columns or "rollout_log_probs" in columns:
+            columns["old_log_prob"] = columns.get("old_log_probs", columns.get("rollout_log_probs"))
+        if missing := self.policy_loss.column_fields - columns.keys():
+            self._miss(missing, data)
+        for name, column in self.policy_loss.compute_columns(columns).items():
+            data.batch[name] = column
+
+    def _miss(self, names: set[str] | frozenset[str], data: DataProto) -> None:
+        raise EngineError(
+            f"policy loss {self.policy_loss.name}",
+            got=f"a batch without {', '.join(sorted(names))}",
+            expected=f"it beside {', '.join(sorted(data.batch.keys()))}",
+            fix="Name fields of the batch as positional parameters, and options behind a `*`.",
+        )
 
     def rows_with_gradient(self, data: DataProto) -> torch.Tensor:
-        """A row with no advantage is moved by a divergence or an entropy bonus only."""
+        """Most losses move a row without an advantage by a divergence or an entropy bonus only."""
         mask = data.batch["response_mask"].bool()
-        if self.config.use_kl_loss or self.config.entropy_coeff:
+        if self.config.use_kl_loss or self.config.entropy_coeff or not self.policy_loss.needs_advantage:
             return mask.any(-1)
         return ((data.batch["advantages"] != 0) & mask).any(-1)
 
@@ -77,12 +128,16 @@ class PolicyObjective:
         """See `Objective.__call__`."""
         log_prob, entropy = outputs["log_probs"], outputs["entropy"]
         mask = rows.batch["response_mask"]
+        if missing := self._data_fields() - set(rows.batch.keys()):
+            self._miss(missing, rows)
         fields = {name: rows.batch[name] for name in self._data_fields()}
         # Without old log-probs in the batch this is the only update since it was sampled: they are the current ones.
         old = rows.batch.get("old_log_probs", log_prob.detach())
-        if "old_log_prob" in self.policy_fields:
+        if "old_log_prob" in self.policy_loss.fields:
             fields["old_log_prob"] = old
-        losses, diagnostics = self.policy_loss(**fields, log_prob=log_prob)
+        losses, diagnostics = self.policy_loss.function(**fields, log_prob=log_prob)
+        if "rollout_is_weights" in rows.batch.keys():
+            losses = losses * rows.batch["rollout_is_weights"]
         loss = policy = self._aggregate(losses, mask, counts)
         metrics = {"actor/pg_loss": Metric(policy.detach(), "sum")}
         num_tokens = float(mask.sum())

@@ -15,10 +15,11 @@ import torch
 
 from quadriga.algorithms import LossCounts, agg_loss, bind_options, estimate_advantages, options, required_fields
 from quadriga.algorithms.aggregate import LOSS_AGG_MODES
-from quadriga.algorithms.registry import ADVANTAGES, POLICY_LOSSES
+from quadriga.algorithms.registry import ADVANTAGES, BATCH_COLUMNS, NEEDS_ADVANTAGE, POLICY_LOSSES
 
 SETTINGS = {"gamma": 0.9, "lam": 0.8, "clip_ratio_low": 0.2, "clip_ratio_high": 0.3, "clip_ratio_c": 3.0}
-LOSS_FIELDS = ("old_log_prob", "log_prob", "advantages", "response_mask")
+SETTINGS |= {"gdpo_reward_keys": ["score", "format"]}
+LOSS_FIELDS = ("old_log_prob", "log_prob", "rollout_log_probs", "advantages", "response_mask", *BATCH_COLUMNS)
 
 
 def noise(seed: int, *shape: int) -> torch.Tensor:
@@ -38,6 +39,9 @@ def batch(seed: int = 0) -> dict[str, Any]:
         "response_mask": mask,
         "values": noise(seed + 1, 9, 5),
         "reward_baselines": noise(seed + 2, 9),
+        "old_log_probs": -noise(seed + 3, 9, 5).abs(),
+        "sum_pi_squared": noise(seed + 4, 9, 5).sigmoid(),
+        "reward_extra": np.array([{"format": score.item()} for score in noise(seed + 5, 9)], dtype=object),
         "uid": np.array(["a", "b", "a", "c", "b", "a", "d", "c", "b"], dtype=object),
     }
 
@@ -91,6 +95,7 @@ def test_finite_on_scores_all_alike(estimator, score: float, dtype: torch.dtype)
     # A rounding error divided by an epsilon would be far larger than the score of a group of one.
     fields = {name: col.to(dtype) if torch.is_tensor(col) else col for name, col in batch().items()}
     fields["token_level_rewards"] = torch.full((9, 5), score, dtype=dtype)
+    fields["reward_extra"] = np.array([{"format": score}] * 9, dtype=object)
     advantages, _ = estimate_advantages(estimator, fields)
     assert float(advantages.abs().max()) < 1000
 
@@ -108,6 +113,7 @@ def test_group_estimators_are_exactly_zero_where_a_group_is_all_alike(estimator)
     """Nothing was learned from such a group, and the engine may then skip it."""
     fields = batch() | {"token_level_rewards": torch.full((9, 5), 0.1), "uid": np.array(list("aaabbbccc"))}
     fields["response_mask"] = torch.ones(9, 5)
+    fields["reward_extra"] = np.array([{"format": 0.1}] * 9, dtype=object)
     if "uid" in required_fields(estimator):
         assert not estimate_advantages(estimator, fields)[0].any()
 
@@ -117,6 +123,8 @@ def test_better_answers_get_more(estimator) -> None:
     mask, scores = torch.ones(2, 3), torch.tensor([[0.0, 0.0, 0.2], [0.0, 0.0, 0.9]])
     fields = {"token_level_rewards": scores, "response_mask": mask, "uid": np.array(["a", "a"])}
     fields |= {"values": torch.full((2, 3), 0.5), "reward_baselines": torch.full((2,), 0.5)}
+    fields |= {"old_log_probs": torch.full((2, 3), -1.0), "sum_pi_squared": torch.full((2, 3), 0.3)}
+    fields["reward_extra"] = np.array([{"format": 0.5}] * 2, dtype=object)
     advantages, _ = estimate_advantages(estimator, fields)
     assert (advantages[1] > advantages[0]).all()
 
@@ -130,10 +138,13 @@ def test_signatures_say_everything(estimator, policy_loss) -> None:
 
 
 def loss_inputs(seed: int = 0) -> dict[str, torch.Tensor]:
-    """Five sequences, one of them empty, off policy enough for every clip to hold somewhere."""
+    """Five sequences, one of them empty, one with a gap, off policy enough for every clip to hold somewhere."""
     mask = torch.arange(6) < torch.tensor([6, 1, 0, 3, 4])[:, None]
-    old, new = noise(seed, 5, 6), noise(seed + 1, 5, 6)
-    return {"old_log_prob": old, "log_prob": new, "advantages": noise(seed + 2, 5, 6), "response_mask": mask}
+    mask[0, 2:4] = False
+    old, new = -noise(seed, 5, 6).abs(), -noise(seed + 1, 5, 6).abs()
+    inputs = {"old_log_prob": old, "log_prob": new, "rollout_log_probs": old}
+    inputs |= {"advantages": noise(seed + 2, 5, 6), "response_mask": mask}
+    return inputs | {name: (noise(seed + 3, 5, 6) > 0) & mask for name in BATCH_COLUMNS}
 
 
 def run(policy_loss: Callable[..., Any], inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, Any]]:
@@ -151,9 +162,56 @@ def test_losses_are_per_token(policy_loss) -> None:
         assert value.shape == (5, 6) and not value.requires_grad and bool(torch.isfinite(value).all()), name
 
 
+def test_losses_do_not_read_outside_the_mask(policy_loss) -> None:
+    """NaN there changes neither a loss nor a gradient; both are 0 there."""
+    results = []
+    for filling in (0.0, float("nan")):
+        inputs = loss_inputs()
+        for name in ("old_log_prob", "log_prob", "rollout_log_probs", "advantages"):
+            inputs[name] = inputs[name].masked_fill(~inputs["response_mask"], filling)
+        inputs["log_prob"].requires_grad_()
+        losses, _ = run(policy_loss, inputs)
+        agg_loss(losses, inputs["response_mask"], "token-mean").backward()
+        results.append((losses.detach(), inputs["log_prob"].grad))
+        assert not losses[~inputs["response_mask"]].any() and not results[-1][1][~inputs["response_mask"]].any()
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+def test_a_fully_masked_batch_has_no_loss(policy_loss) -> None:
+    """Finite, 0, and a gradient of 0."""
+    inputs = loss_inputs()
+    inputs["response_mask"] = torch.zeros_like(inputs["response_mask"])
+    inputs["log_prob"].requires_grad_()
+    losses, diagnostics = run(policy_loss, inputs)
+    losses.sum().backward()
+    assert not losses.any() and not inputs["log_prob"].grad.any()
+    assert all(bool(torch.isfinite(value).all()) for value in diagnostics.values())
+
+
+def test_order_of_sequences_does_not_matter_to_a_loss(policy_loss) -> None:
+    """Permuting the sequences permutes the losses."""
+    inputs, order = loss_inputs(), torch.tensor([3, 0, 4, 2, 1])
+    losses, _ = run(policy_loss, inputs)
+    permuted, _ = run(policy_loss, {name: value[order] for name, value in inputs.items()})
+    torch.testing.assert_close(permuted, losses[order], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", [name for name in POLICY_LOSSES if POLICY_LOSSES.has(name, NEEDS_ADVANTAGE)])
+def test_no_advantage_no_loss(name: str) -> None:
+    """What is registered with `needs_advantage` is 0, with a gradient of 0, where a sequence has none."""
+    function, inputs = bind_options(POLICY_LOSSES.get(name), shared=SETTINGS), loss_inputs()
+    inputs["advantages"][3:] = 0
+    inputs["log_prob"].requires_grad_()
+    losses, _ = run(function, inputs)
+    losses.sum().backward()
+    assert not losses[3:].any() and not inputs["log_prob"].grad[3:].any() and losses[:2].any()
+
+
 def test_good_tokens_become_likelier(policy_loss) -> None:
     """On policy, descending raises tokens with a positive advantage, lowers others, and leaves the rest alone."""
     inputs = loss_inputs()
+    # A token that a loss leaves out on purpose is left alone.
+    inputs |= {name: torch.zeros_like(inputs["response_mask"]) for name in BATCH_COLUMNS}
     inputs["log_prob"] = inputs["old_log_prob"].clone().requires_grad_()
     losses, _ = run(policy_loss, inputs)
     agg_loss(losses, inputs["response_mask"], "token-mean").backward()

@@ -6,23 +6,29 @@ score of a response is the sum of its token-level rewards.
 """
 
 from quadriga.algorithms.advantages.gae import gae
+from quadriga.algorithms.advantages.gdpo import gdpo
 from quadriga.algorithms.advantages.gpg import gpg
 from quadriga.algorithms.advantages.grpo import grpo
 from quadriga.algorithms.advantages.grpo_passk import grpo_passk
 from quadriga.algorithms.advantages.opo import opo
+from quadriga.algorithms.advantages.optimal_token_baseline import optimal_token_baseline
 from quadriga.algorithms.advantages.reinforce_plus_plus import reinforce_plus_plus
 from quadriga.algorithms.advantages.reinforce_plus_plus_baseline import reinforce_plus_plus_baseline
 from quadriga.algorithms.advantages.remax import remax
 from quadriga.algorithms.advantages.rloo import rloo
+from quadriga.algorithms.advantages.tir_optimal_token_baseline import tir_optimal_token_baseline
 
 __all__ = [
     "gae",
+    "gdpo",
     "gpg",
     "grpo",
     "grpo_passk",
     "opo",
+    "optimal_token_baseline",
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
     "remax",
     "rloo",
+    "tir_optimal_token_baseline",
 ]

@@ -5,6 +5,8 @@ The score of an answer minus the mean score of the answers to the same prompt, d
 Without the division it is the advantage of Dr. GRPO (arXiv:2503.20783), which does not favour prompts that are
 nearly always or nearly never solved.
 
+`grpo_vectorized` is a second name, for those who know it: there is no loop over groups in either.
+
 Groups may have any size and order; a group of one keeps its score. A group whose scores are all alike gets exactly 0.
 """
 
@@ -17,6 +19,7 @@ from quadriga.algorithms.masked import spread
 from quadriga.algorithms.registry import register_adv_est
 
 
+@register_adv_est("grpo_vectorized")
 @register_adv_est("grpo")
 def grpo(
     token_level_rewards: Tensor,

@@ -4,6 +4,8 @@
 The score of an answer minus the mean score of the *other* answers to the same prompt, which is n / (n - 1) times its
 distance from the mean of all n: a baseline that does not depend on the answer itself leaves the gradient unbiased.
 
+`rloo_vectorized` is a second name, for those who know it: there is no loop over groups in either.
+
 Groups may have any size and order; a group of one keeps its score.
 """
 
@@ -16,6 +18,7 @@ from quadriga.algorithms.masked import spread
 from quadriga.algorithms.registry import register_adv_est
 
 
+@register_adv_est("rloo_vectorized")
 @register_adv_est("rloo")
 def rloo(token_level_rewards: Tensor, response_mask: Tensor, uid: Iterable[Hashable]) -> tuple[Tensor, Tensor]:
     """The same advantage on every token of an answer.

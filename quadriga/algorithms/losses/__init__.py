@@ -1,7 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """Losses per token, one per file; `aggregate.agg_loss` makes a number of them. A new one is a file and a line below."""
 
+from quadriga.algorithms.losses.bypass_mode import bypass_mode
+from quadriga.algorithms.losses.cispo import cispo
+from quadriga.algorithms.losses.clip_cov import clip_cov
+from quadriga.algorithms.losses.dppo import dppo_kl, dppo_tv
+from quadriga.algorithms.losses.dro import dro
+from quadriga.algorithms.losses.geo_mean import geo_mean
+from quadriga.algorithms.losses.gpg import gpg
+from quadriga.algorithms.losses.gspo import gspo
+from quadriga.algorithms.losses.kl_cov import kl_cov
+from quadriga.algorithms.losses.sapo import sapo
 from quadriga.algorithms.losses.value import clipped_value_loss
 from quadriga.algorithms.losses.vanilla import vanilla
 
-__all__ = ["clipped_value_loss", "vanilla"]
+__all__ = [
+    "bypass_mode",
+    "cispo",
+    "clip_cov",
+    "clipped_value_loss",
+    "dppo_kl",
+    "dppo_tv",
+    "dro",
+    "geo_mean",
+    "gpg",
+    "gspo",
+    "kl_cov",
+    "sapo",
+    "vanilla",
+]

@@ -16,14 +16,12 @@ Shapes: [B, T] with B sequences and T response positions, or any other, element 
 import torch
 from torch import Tensor
 
+from quadriga.algorithms.ratio import diagnostics, log_ratios
 from quadriga.algorithms.registry import register_policy_loss
 from quadriga.errors import ConfigError
 
-# exp() of a log-ratio is cut here so that one wild token gives a large number instead of infinity.
-MAX_LOG_RATIO = 20.0
 
-
-@register_policy_loss("vanilla")
+@register_policy_loss("vanilla", needs_advantage=True)
 def vanilla(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -50,18 +48,13 @@ def vanilla(
     """
     if not clip_ratio_c > 1:
         raise ConfigError("actor_rollout_ref.actor.clip_ratio_c", got=str(clip_ratio_c), expected="a number above 1")
-    is_outside = ~response_mask.bool()
-    log_ratio = (log_prob - old_log_prob).masked_fill(is_outside, 0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    gain = advantages.masked_fill(is_outside, 0)
+    log_ratio = log_ratios(log_prob, old_log_prob, response_mask)
+    gain = advantages.masked_fill(~response_mask.bool(), 0)
     ratio = log_ratio.exp()
     unclipped = -gain * ratio
     clipped = -gain * ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
     pessimistic = torch.maximum(unclipped, clipped)
     bound = -gain * clip_ratio_c
     losses = torch.where(gain < 0, torch.minimum(pessimistic, bound), pessimistic)
-    diagnostics = {
-        "pg_clipfrac": clipped > unclipped,
-        "pg_clipfrac_lower": (gain < 0) & (pessimistic > bound),
-        "ppo_kl": -log_ratio,
-    }
-    return losses, {name: value.detach().to(losses.dtype) for name, value in diagnostics.items()}
+    is_bounded = (gain < 0) & (pessimistic > bound)
+    return losses, diagnostics(log_ratio, pg_clipfrac=clipped > unclipped, pg_clipfrac_lower=is_bounded)

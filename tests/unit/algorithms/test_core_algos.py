@@ -21,6 +21,16 @@ MASK = torch.tensor([[1, 1], [1, 0]])
             "token_level_rewards response_mask index epsilon norm_adv_by_std_in_grpo",
         ),
         (
+            "compute_grpo_passk_outcome_advantage",
+            "token_level_rewards response_mask index epsilon norm_adv_by_std_in_grpo",
+        ),
+        ("compute_rloo_outcome_advantage", "token_level_rewards response_mask index"),
+        ("compute_opo_outcome_advantage", "token_level_rewards response_mask index"),
+        ("compute_gpg_outcome_advantage", "token_level_rewards response_mask index f_norm"),
+        ("compute_reinforce_plus_plus_outcome_advantage", "token_level_rewards response_mask gamma"),
+        ("compute_reinforce_plus_plus_baseline_outcome_advantage", "token_level_rewards response_mask index"),
+        ("compute_remax_outcome_advantage", "token_level_rewards reward_baselines response_mask"),
+        (
             "compute_policy_loss",
             "old_log_prob log_prob advantages response_mask cliprange cliprange_low cliprange_high clip_ratio_c "
             "loss_agg_mode",
@@ -46,6 +56,31 @@ def test_grpo() -> None:
         token_level_rewards=rewards, response_mask=MASK, index=["a", "a"], norm_adv_by_std_in_grpo=False
     )
     assert advantages.tolist() == [[0.5, 0.5], [-0.5, 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("name", "further", "first"),
+    [
+        ("grpo_passk", ([7, 7], 0.0, False), 1.0),
+        ("rloo", ([7, 7],), 1.0),
+        ("opo", ([7, 7],), 1 / 3),
+        ("gpg", ([7, 7], 2.0), 0.25),
+        ("reinforce_plus_plus_baseline", ([7, 7],), 3**-0.5),
+        ("reinforce_plus_plus", (1.0,), 3**-0.5),
+    ],
+)
+def test_the_other_estimators(name: str, further: tuple, first: float) -> None:
+    """Scores 1 and 0 of two and one tokens. OPO: 1 - 2/3. GPG: 0.5 / 2. Whitened 1, 1, 0: a third over 3 ** -0.5."""
+    rewards = torch.tensor([[0.0, 1.0], [0.0, 0.0]])
+    advantages, returns = getattr(core_algos, f"compute_{name}_outcome_advantage")(rewards, MASK, *further)
+    assert advantages[0].tolist() == pytest.approx([first, first]) and returns.shape == (2, 2)
+
+
+def test_remax() -> None:
+    """The baseline stands before the mask, and may be given by place."""
+    rewards = torch.tensor([[1.0, 1.0], [0.0, 0.0]])
+    advantages, returns = core_algos.compute_remax_outcome_advantage(rewards, torch.tensor([0.5, 1.0]), MASK)
+    assert advantages.tolist() == [[1.5, 0.5], [-1, 0]] and returns.tolist() == [[2, 1], [0, 0]]
 
 
 def test_gae() -> None:

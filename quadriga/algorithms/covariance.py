@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a token's log-probability and advantage vary together: what moves a policy's entropy. Cui et al.,
+arXiv:2505.22617.
+
+Tokens that are likely and good, or unlikely and bad, make the policy surer of itself; a small share of them does most
+of it. `clip_cov` and `kl_cov` hold back the largest. The covariance of one token is
+
+    (log p_t - mean log p) (A_t - mean A)                               means over all tokens of the batch
+
+The paper takes the means over a mini-batch and p from the policy being trained. Here they are taken over the whole
+batch and from the policy that the update starts from: which tokens are held back is then known before the first
+gradient, and does not depend on how the batch is cut.
+
+Shapes: B sequences, T response positions.
+"""
+
+import zlib
+
+import torch
+from torch import Tensor
+
+from quadriga.algorithms.masked import masked_mean
+from quadriga.algorithms.registry import register_batch_column
+from quadriga.errors import ConfigError
+
+_WHERE = "actor_rollout_ref.actor.policy_loss"
+
+
+def token_covariance(old_log_prob: Tensor, advantages: Tensor, response_mask: Tensor) -> Tensor:
+    """The covariance of each token, [B, T], 0 outside the mask."""
+    surprise = old_log_prob - masked_mean(old_log_prob, response_mask)
+    gain = advantages - masked_mean(advantages, response_mask)
+    return (surprise * gain).masked_fill(~response_mask.bool(), 0)
+
+
+@register_batch_column("covariance_clipped")
+def covariance_clipped(
+    old_log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    clip_cov_ratio: float = 2e-4,
+    clip_cov_lb: float = 1.0,
+    clip_cov_ub: float = 5.0,
+) -> Tensor:
+    """The tokens that `clip_cov` leaves out: some of those whose covariance is in a range, drawn by lot.
+
+    The lot is seeded by the covariances, so that a step that is repeated draws the same tokens.
+
+    Args:
+        old_log_prob, advantages, response_mask: [B, T].
+        clip_cov_ratio: how many, as a share of all tokens of the batch; at least one.
+        clip_cov_lb, clip_cov_ub: the range.
+
+    Returns:
+        [B, T], 1 on these tokens.
+    """
+    if not clip_cov_lb < clip_cov_ub:
+        got = f"{clip_cov_lb} with clip_cov_ub={clip_cov_ub}"
+        raise ConfigError(f"{_WHERE}.clip_cov_lb", got=got, expected="less than clip_cov_ub")
+    covariance = token_covariance(old_log_prob, advantages, response_mask)
+    in_range = (covariance > clip_cov_lb) & (covariance < clip_cov_ub) & response_mask.bool()
+    places = in_range.flatten().nonzero()[:, 0]
+    seed = zlib.crc32(covariance.double().cpu().numpy().tobytes())
+    order = torch.randperm(len(places), generator=torch.Generator().manual_seed(seed)).to(places.device)
+    return _marked(places[order[: _count(clip_cov_ratio, "clip_cov_ratio", response_mask)]], covariance)
+
+
+@register_batch_column("covariance_top")
+def covariance_top(
+    old_log_prob: Tensor, advantages: Tensor, response_mask: Tensor, *, kl_cov_ratio: float = 2e-4
+) -> Tensor:
+    """The tokens that `kl_cov` holds back: those of the largest covariance.
+
+    Args:
+        old_log_prob, advantages, response_mask: [B, T].
+        kl_cov_ratio: how many, as a share of all tokens of the batch; at least one.
+
+    Returns:
+        [B, T], 1 on these tokens.
+    """
+    covariance = token_covariance(old_log_prob, advantages, response_mask)
+    candidates = covariance.masked_fill(~response_mask.bool(), -float("inf")).flatten()
+    count = min(_count(kl_cov_ratio, "kl_cov_ratio", response_mask), int(response_mask.bool().sum()))
+    return _marked(candidates.topk(count).indices, covariance)
+
+
+def _count(share: float, name: str, response_mask: Tensor) -> int:
+    if not 0 <= share <= 1:
+        raise ConfigError(f"{_WHERE}.{name}", got=str(share), expected="a share of the tokens, 0 to 1")
+    return max(1, int(share * int(response_mask.bool().sum())))
+
+
+def _marked(places: Tensor, like: Tensor) -> Tensor:
+    marks = torch.zeros_like(like).flatten()
+    marks[places] = 1
+    return marks.view_as(like)

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DPPO: a trust region in divergence instead of in ratios. Qi et al., arXiv:2602.04879, the binary forms.
+
+A token keeps its whole gradient until the policy has moved too far at it, in the direction that its advantage asks for:
+
+    loss_t = -A_t sg[min(r_t, ratio_cap)] log p_t      0 where A > 0, p > p_old and D > clip_ratio_high,
+                                                      or A < 0, p < p_old and D > clip_ratio_low
+
+D compares two distributions over {this token, any other}. `dppo_tv` takes the total variation |p - p_old|; `dppo_kl`
+takes KL(old || new). A rare token may so grow by a large factor, and a likely one moves by a small one.
+
+The paper compares with the policy that sampled; here p_old is the one that the update starts from, which is the same
+where the rollout computes as the trainer does.
+
+Shapes: [B, T] with B sequences and T response positions, or any other, element by element.
+"""
+
+import torch
+from torch import Tensor
+
+from quadriga.algorithms.ratio import diagnostics, log_ratios
+from quadriga.algorithms.registry import register_policy_loss
+
+_TINY = 1e-8
+
+
+@register_policy_loss("dppo_tv", needs_advantage=True)
+def dppo_tv(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    clip_ratio_low: float,
+    clip_ratio_high: float,
+    ratio_cap: float = 20.0,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of each token.
+
+    Args:
+        old_log_prob, log_prob, advantages, response_mask: [B, T]; gradient through `log_prob` alone.
+        clip_ratio_low, clip_ratio_high: how far a probability may fall and rise, absolutely.
+        ratio_cap: the largest ratio that counts.
+
+    Returns:
+        losses [B, T], 0 outside the mask; diagnostics per token: `pg_clipfrac` (1 where the region is left),
+        `pg_clipfrac_lower` (1 where the cap holds), `ppo_kl`.
+    """
+    outside = ~response_mask.bool()
+    log_p, log_q = (each.masked_fill(outside, 0) for each in (log_prob, old_log_prob))
+    divergence = (log_p.exp() - log_q.exp()).abs().detach()
+    bounds = (clip_ratio_low, clip_ratio_high)
+    return _within_region(log_p, log_q, advantages, response_mask, divergence, bounds, ratio_cap)
+
+
+@register_policy_loss("dppo_kl", needs_advantage=True)
+def dppo_kl(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    clip_ratio_low: float,
+    clip_ratio_high: float,
+    ratio_cap: float = 20.0,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of each token; see `dppo_tv`. The clips are divergences in nats."""
+    outside = ~response_mask.bool()
+    log_p, log_q = (each.masked_fill(outside, 0) for each in (log_prob, old_log_prob))
+    p, q = log_p.detach().exp(), log_q.exp()
+    rest = ((1 - q).clamp(min=0) + _TINY) / ((1 - p).clamp(min=0) + _TINY)
+    divergence = q * (log_q - log_p.detach()) + (1 - q) * rest.log()
+    bounds = (clip_ratio_low, clip_ratio_high)
+    return _within_region(log_p, log_q, advantages, response_mask, divergence, bounds, ratio_cap)
+
+
+def _within_region(
+    log_p: Tensor,
+    log_q: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    divergence: Tensor,
+    bounds: tuple[float, float],
+    ratio_cap: float,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    low, high = bounds
+    gain = advantages.masked_fill(~response_mask.bool(), 0)
+    log_ratio = log_ratios(log_p, log_q, response_mask)
+    ratio = log_ratio.detach().exp()
+    has_risen_too_far = (gain > 0) & (log_ratio > 0) & (divergence > high)
+    has_fallen_too_far = (gain < 0) & (log_ratio < 0) & (divergence > low)
+    is_outside = has_risen_too_far | has_fallen_too_far
+    losses = -gain * ratio.clamp(max=ratio_cap) * torch.where(is_outside, 0, log_p)
+    is_capped = (ratio > ratio_cap) & ~is_outside
+    return losses, diagnostics(log_ratio, pg_clipfrac=is_outside, pg_clipfrac_lower=is_capped)
