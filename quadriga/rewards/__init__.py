@@ -8,12 +8,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from quadriga.rewards.base import RewardManager, RewardOutput
+    from quadriga.rewards.base import EarlyRewardManager, RewardManager, RewardOutput
     from quadriga.rewards.custom import ScoreFunction
-    from quadriga.rewards.load import load_reward_manager
+    from quadriga.rewards.load import early_grader, load_reward_manager
     from quadriga.rewards.managers.batch import BatchRewardManager
     from quadriga.rewards.managers.dapo import DapoRewardManager
+    from quadriga.rewards.managers.judge import JudgeRewardManager
     from quadriga.rewards.managers.naive import NaiveRewardManager
+    from quadriga.rewards.managers.prime import PrimeRewardManager
+    from quadriga.rewards.outcome import Outcome
     from quadriga.rewards.registry import get_reward_manager_cls, register
     from quadriga.rewards.sandbox import GradingPool
     from quadriga.rewards.scoring import default_compute_score
@@ -21,12 +24,17 @@ if TYPE_CHECKING:
 _HOMES = {
     "BatchRewardManager": "managers.batch",
     "DapoRewardManager": "managers.dapo",
+    "EarlyRewardManager": "base",
     "GradingPool": "sandbox",
+    "JudgeRewardManager": "managers.judge",
     "NaiveRewardManager": "managers.naive",
+    "PrimeRewardManager": "managers.prime",
+    "Outcome": "outcome",
     "RewardManager": "base",
     "RewardOutput": "base",
     "ScoreFunction": "custom",
     "default_compute_score": "scoring",
+    "early_grader": "load",
     "get_reward_manager_cls": "registry",
     "load_reward_manager": "load",
     "register": "registry",
@@ -35,12 +43,17 @@ _HOMES = {
 __all__ = [
     "BatchRewardManager",
     "DapoRewardManager",
+    "EarlyRewardManager",
     "GradingPool",
+    "JudgeRewardManager",
     "NaiveRewardManager",
+    "PrimeRewardManager",
+    "Outcome",
     "RewardManager",
     "RewardOutput",
     "ScoreFunction",
     "default_compute_score",
+    "early_grader",
     "get_reward_manager_cls",
     "load_reward_manager",
     "register",

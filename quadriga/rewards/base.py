@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every reward manager takes and gives."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from quadriga.rewards.outcome import Outcome
 
 if TYPE_CHECKING:
     import numpy as np
@@ -52,4 +55,29 @@ class RewardManager(Protocol):
 
     def close(self) -> None:
         """Free what the manager holds, above all its processes."""
+        ...
+
+
+@runtime_checkable
+class EarlyRewardManager(RewardManager, Protocol):
+    """A manager that can grade a sample alone, as soon as it is there, while others are still being written."""
+
+    async def grade_one(self, row: dict[str, Any]) -> Outcome:
+        """Grade one sample. What is wrong with the sample or its grader is part of the outcome.
+
+        Args:
+            row: `data_source`, `solution_str`, `ground_truth`, `extra_info`; see `samples.Samples`.
+
+        Raises:
+            RewardError: no sample of this data source can be graded.
+        """
+        ...
+
+    def collect_graded(self, data: "DataProto", outcomes: Sequence[Outcome]) -> RewardOutput:
+        """The rewards of a batch whose rows were graded one by one; see `RewardManager.__call__`.
+
+        Args:
+            data: as there.
+            outcomes: of `grade_one`, one for each row.
+        """
         ...

@@ -10,7 +10,7 @@ from quadriga.rewards.base import RewardManager
 
 ManagerClass = TypeVar("ManagerClass", bound=type)
 
-BUILT_IN = {name: f"quadriga.rewards.managers.{name}" for name in ("naive", "batch", "dapo")}
+BUILT_IN = {name: f"quadriga.rewards.managers.{name}" for name in ("naive", "batch", "dapo", "prime", "judge")}
 
 
 class RewardManagerRegistry:

@@ -12,6 +12,9 @@ import torch
 from quadriga.errors import RewardError
 from quadriga.protocol import DataProto
 
+OF_CONVERSATION = ("num_turns", "finish_reason", "tool_rewards", "turn_scores")
+"""Columns of a conversation that score functions find in `extra_info`, whether it is graded alone or in its batch."""
+
 
 @dataclass(frozen=True)
 class Samples:
@@ -59,17 +62,24 @@ def read_samples(data: DataProto, tokenizer: Any, reward_fn_key: str, *, needs_t
         truths = [_ground_truth(truth, row) for row, truth in enumerate(column)]
     else:
         truths = [None] * len(texts)
-    extra_infos = data.non_tensor_batch.get("extra_info")
     rows = [
         {
             "data_source": sources[row],
             "solution_str": text,
             "ground_truth": truths[row],
-            "extra_info": {} if extra_infos is None or extra_infos[row] is None else extra_infos[row],
+            "extra_info": _facts(data, row),
         }
         for row, text in enumerate(texts)
     ]
     return Samples(rows, lengths, response_length)
+
+
+def _facts(data: DataProto, row: int) -> Any:
+    """What is known of a row beside its texts, with how its conversation went where it is one."""
+    columns = data.non_tensor_batch
+    known = columns["extra_info"][row] if "extra_info" in columns else None
+    told = {name: columns[name][row] for name in OF_CONVERSATION if name in columns}
+    return {**(known or {}), **told} if told else ({} if known is None else known)
 
 
 def _column(data: DataProto, key: str, origin: str) -> Any:

@@ -5,7 +5,7 @@ A grader's module, and the library behind it, is loaded when its first sample ar
 GSM8K's rule does not need math-verify.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -18,19 +18,29 @@ GRADERS: dict[str, str] = {
     "DigitalLearningGmbH/MATH-lighteval": "math",
     "HuggingFaceH4/MATH-500": "math",
     "math": "math",
-    "math_dapo": "math",
+    "math_dapo": "math_dapo",
     "numina_aops_forum": "math",
     "numina_synthetic_math": "math",
     "numina_amc_aime": "math",
     "numina_synthetic_amc": "math",
     "numina_cn_k12": "math",
     "numina_olympiads": "math",
+    "codecontests": "code",
+    "apps": "code",
+    "codeforces": "code",
+    "taco": "code",
+    "hiyouga/geometry3k": "geometry3k",
     "exact_match": "exact_match",
     "quadriga/largest": "largest_number",
 }
 """Data source -> module in `quadriga.rewards.graders`."""
 
-GRADERS_BY_PREFIX: dict[str, str] = {"reasoning_gym/": "reasoning_gym", "exact_match/": "exact_match", "aime": "math"}
+GRADERS_BY_PREFIX: dict[str, str] = {
+    "reasoning_gym/": "reasoning_gym",
+    "exact_match/": "exact_match",
+    "searchR1_": "question_answering",
+    "aime": "math_dapo",
+}
 """Beginning of a data source's name -> module."""
 
 _PACKAGES = {"math_verify": "math-verify", "sympy": "math-verify", "reasoning_gym": "reasoning-gym"}
@@ -87,12 +97,24 @@ def default_compute_score(
         solution_str: the response, decoded.
         ground_truth: the right answer, in the form the grader expects.
         extra_info: what else the row says.
-        options: the grader's own options (`method="flexible"` for GSM8K).
+        options: the grader's own options (`method="flexible"` for GSM8K). One that has a grader's name holds a dict of
+            options for that grader alone (`code={"total_s": 5}`): so one run may grade several kinds of data.
 
     Returns:
         "score", the reward, and "pred", the answer that was read from the response.
     """
     name = grader_name(data_source)
+    options = _options_of(name, options)
     if name == "reasoning_gym":
         options = {"task": data_source.removeprefix("reasoning_gym/"), **options}
     return load_grader(name)(solution_str, ground_truth, extra_info, **options)
+
+
+def _options_of(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    names = {*GRADERS.values(), *GRADERS_BY_PREFIX.values()}
+    own = options.get(name, {})
+    if not isinstance(own, Mapping):
+        raise RewardError(
+            f"custom_reward_function.reward_kwargs.{name}", got=repr(own), expected=f"the options of the grader {name}"
+        )
+    return {**{key: value for key, value in options.items() if key not in names}, **own}

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One call of the score function a sample, in a pool of processes, with a time limit each."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from quadriga.config import Config
@@ -10,11 +11,15 @@ from quadriga.protocol import DataProto
 from quadriga.rewards.base import RewardOutput
 from quadriga.rewards.collect import allowed_failures, collect
 from quadriga.rewards.custom import ScoreFunction
+from quadriga.rewards.early import SingleGrader
 from quadriga.rewards.outcome import Outcome
 from quadriga.rewards.registry import register
 from quadriga.rewards.samples import Samples, read_samples
 from quadriga.rewards.sandbox import GradingPool
 from quadriga.rewards.scoring import grader_name
+
+NO_GRADE = Outcome(0.0, {}, "", "graded")
+"""Of a sample that a reward model alone grades."""
 
 
 @register("naive")
@@ -42,14 +47,32 @@ class NaiveRewardManager:
         self._tokenizer = tokenizer
         self._reward_fn_key = config.data.reward_fn_key
         self._pool = GradingPool(self.function, num_workers=self.settings.num_workers)
+        self._single = SingleGrader(
+            self.function, num_workers=self.settings.num_workers, timeout_s=self.settings.timeout_s
+        )
         if self.function.path is not None:
             self._pool.start()
 
     def __call__(self, data: DataProto) -> RewardOutput:
         """Grade a batch, see `RewardManager`."""
         samples = read_samples(data, self._tokenizer, self._reward_fn_key, needs_truths=self.has_grades)
-        outcomes = self.shaped(self._graded(samples), samples)
-        return collect(samples, outcomes, self.settings.max_error_rate)
+        return self._collect(samples, self._graded(samples))
+
+    async def grade_one(self, row: dict[str, Any]) -> Outcome:
+        """See `EarlyRewardManager.grade_one`."""
+        if not self.has_grades:
+            return NO_GRADE
+        if self.function.path is None:
+            grader_name(row["data_source"])
+        return await self._single.grade(row)
+
+    def collect_graded(self, data: DataProto, outcomes: Sequence[Outcome]) -> RewardOutput:
+        """See `EarlyRewardManager.collect_graded`."""
+        samples = read_samples(data, self._tokenizer, self._reward_fn_key, needs_truths=self.has_grades)
+        return self._collect(samples, list(outcomes))
+
+    def _collect(self, samples: Samples, outcomes: list[Outcome]) -> RewardOutput:
+        return collect(samples, self.shaped(outcomes, samples), self.settings.max_error_rate)
 
     def shaped(self, outcomes: list[Outcome], samples: Samples) -> list[Outcome]:
         """The outcomes with what this manager adds to the grades; here nothing."""
@@ -58,10 +81,11 @@ class NaiveRewardManager:
     def close(self) -> None:
         """End the grading processes."""
         self._pool.close()
+        self._single.close()
 
     def _graded(self, samples: Samples) -> list[Outcome]:
         if not self.has_grades:
-            return [Outcome(0.0, {}, "", "graded")] * len(samples.rows)
+            return [NO_GRADE] * len(samples.rows)
         if self.function.path is None:
             for data_source in dict.fromkeys(row["data_source"] for row in samples.rows):
                 grader_name(data_source)

@@ -79,3 +79,16 @@ def test_a_batch_without_responses_is_refused():
 def test_an_empty_batch_has_no_rows():
     samples = read_samples(batch(["a"])[:0], Letters(), "data_source")
     assert (samples.rows, len(samples.lengths)) == ([], 0)
+
+
+def test_score_functions_hear_how_a_conversation_went():
+    data = batch(["a", "b"])
+    assert all("num_turns" not in row["extra_info"] for row in read_samples(data, Letters(), "data_source").rows)
+    data.non_tensor_batch |= {
+        "num_turns": np.array([3, 1], dtype=object),
+        "tool_rewards": np.array([{"add": 0.5}, {}], dtype=object),
+    }
+    data.non_tensor_batch["extra_info"] = np.array([{"index": 7}, None], dtype=object)
+    rows = read_samples(data, Letters(), "data_source").rows
+    assert rows[0]["extra_info"] == {"index": 7, "num_turns": 3, "tool_rewards": {"add": 0.5}}
+    assert rows[1]["extra_info"] == {"num_turns": 1, "tool_rewards": {}}

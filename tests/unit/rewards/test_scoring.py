@@ -23,7 +23,8 @@ def test_every_name_in_the_table_has_a_grader_and_the_other_way_round():
     [
         ("openai/gsm8k", "#### 5", "5"),
         ("HuggingFaceH4/MATH-500", r"\boxed{\frac12}", "0.5"),
-        ("aime2024", r"\boxed{204}", "204"),
+        ("hiyouga/geometry3k", r"<think>so</think> \boxed{5}", "5"),
+        ("searchR1_nq", "<answer>Paris</answer>", {"target": ["Paris"]}),
         ("quadriga/largest", "it is 5", "5"),
         ("exact_match/capitals", "Paris", "Paris"),
     ],
@@ -31,6 +32,25 @@ def test_every_name_in_the_table_has_a_grader_and_the_other_way_round():
 def test_the_data_source_chooses_the_rule(data_source, response, truth):
     assert default_compute_score(data_source, response, truth)["score"] == 1.0
     assert default_compute_score(data_source, "7", truth)["score"] == 0.0
+
+
+def test_a_wrong_answer_to_dapos_mathematics_costs():
+    assert default_compute_score("aime2024", r"\boxed{204}", "204")["score"] == 1.0
+    assert default_compute_score("math_dapo", "Answer: 7", "204")["score"] == -1.0
+
+
+@pytest.mark.parametrize("data_source", ["codecontests", "apps", "codeforces", "taco"])
+def test_programs_are_run(data_source):
+    tests = '{"inputs": ["2"], "outputs": ["4"]}'
+    assert default_compute_score(data_source, "print(int(input()) ** 2)", tests)["score"] == 1.0
+
+
+def test_options_under_a_graders_name_are_for_it_alone():
+    options = {"gsm8k": {"method": "flexible"}, "code": {"total_s": 5}}
+    assert default_compute_score("openai/gsm8k", "so 5", "5", **options)["score"] == 1.0
+    assert default_compute_score("quadriga/largest", "5", "5", **options)["score"] == 1.0
+    with pytest.raises(RewardError, match=r"reward_kwargs\.code"):
+        default_compute_score("apps", "x", "{}", code=5)
 
 
 def test_the_task_of_reasoning_gym_stands_in_the_data_source():

@@ -1,0 +1,10 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Running programs that a model wrote: test cases, containment, and the two places where a program may run.
+
+graders/code.py    reads the program and the tests, compares, scores
+  cases.py         from a ground truth to test cases; when an output is right
+  local.py         starts one supervisor a problem and reads what became of each test
+    supervisor.py  the supervisor: one contained process a test, with its limits
+    containment.py what such a process gives up before the program begins (landlock.py, seccomp.py)
+  fusion.py        the same tests on a Sandbox Fusion server instead
+"""

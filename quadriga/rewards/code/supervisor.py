@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The program of one supervisor: it runs the tests of one problem, each in a contained process of its own.
+
+It is a fresh interpreter without the site's start-up files (`COMMAND`), with an empty environment. It never runs a
+line of the model's, and it is told the inputs only: what a program should answer never comes near it.
+
+    grader                       supervisor                    process of a test
+      | -- the job, as JSON -----> |                              |
+      |                            | -- fork -------------------> |  gives everything up (`containment`), then runs
+      |                            | <----------- its end ------- |
+      | <-- one line a test ------ |  status and streams          |
+      |                            |  ... `parallel` at a time
+
+    supervisor   waits for the ends of processes, 50 ms at most; a process past its wall time or with too full a folder
+                 is killed. SIGKILL only, so nothing can be ignored.
+    everything   ends with the supervisor, which ends with the grader: the kernel kills a child whose parent is gone.
+
+Streams are files in memory, not pipes: nobody has to empty them, and the limit on a file's size bounds them.
+"""
+
+import io
+import json
+import os
+import selectors
+import signal
+import sys
+import time
+import types
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from quadriga.rewards.code import containment
+from quadriga.rewards.code.containment import MEGABYTE, Limits
+from quadriga.rewards.code.seccomp import NETWORK_SIGNAL
+
+COMMAND = "import sys; sys.path[:] = sys.argv[1:]; from quadriga.rewards.code.supervisor import main; main()"
+"""Program text for `python -I -S -c`; the arguments are the import path."""
+
+RESULT_FD = 3
+"""Where a function's result goes: not to the standard output, where the program may print."""
+
+# Where a process notes that it is contained, just before it closes it and the program begins.
+_CONTAINED_FD = 4
+
+_POLL_S = 0.05
+_ERROR_CHARS = 4000
+
+
+class _Running(NamedTuple):
+    """One test under way: its process, its streams, its folder, and when its time is up."""
+
+    index: int
+    pid: int
+    pid_fd: int
+    streams: tuple[int, int, int, int]
+    folder: Path
+    deadline: float
+
+
+def main() -> None:
+    """Run the job on the standard input; in the process of a test, run the program."""
+    containment.die_with_parent(os.getppid())
+    job = json.load(sys.stdin.buffer)
+    case = Supervisor(job).run()
+    if case is not None:
+        # The process of a test comes out here, and ends as any program does: threads are joined, exit handlers run.
+        execute(job["program"], case)
+
+
+def execute(program: str, case: dict[str, Any]) -> None:
+    """Run the program as `__main__`; with a case for a function, call it and write the result to `RESULT_FD`."""
+    module = types.ModuleType("__main__")
+    sys.modules["__main__"] = module
+    # A program may annotate and import as it likes, as if it stood in a file.
+    exec(compile(program, "solution.py", "exec", dont_inherit=True), module.__dict__)
+    if "function" not in case:
+        return
+    result = _function(module, case["function"])(*case["arguments"])
+    with open(RESULT_FD, "wb", closefd=False) as stream:
+        stream.write(json.dumps(result, default=_as_json).encode())
+
+
+def _function(module: types.ModuleType, name: str) -> Any:
+    if hasattr(module, name):
+        return getattr(module, name)
+    if hasattr(module, "Solution"):
+        return getattr(module.Solution(), name)
+    raise NameError(f"the program has neither a function {name!r} nor a class Solution")
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, (set, frozenset)):
+        return sorted(value)
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return list(value)
+
+
+class Supervisor:
+    """Runs the tests of one job; see the module."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        self._cases = job["cases"]
+        self._limits = Limits(**job["limits"])
+        self._parallel = job["parallel"]
+        self._folder = Path(job["folder"])
+        self._path = job["path"]
+        self._readable = job["readable"]
+        self._selector = selectors.DefaultSelector()
+        self._running: dict[int, _Running] = {}
+
+    def run(self) -> dict[str, Any] | None:
+        """None when all tests have ended; in the process of a test, which leaves by here too, its case."""
+        for index, case in enumerate(self._cases):
+            while len(self._running) >= self._parallel:
+                self._wait()
+            if self._start(index, case) == 0:
+                return case
+        while self._running:
+            self._wait()
+        return None
+
+    def _start(self, index: int, case: dict[str, Any]) -> int:
+        folder = self._folder / str(index)
+        folder.mkdir()
+        out, error, result, contained = map(_memory_file, ("stdout", "stderr", "result", "contained"))
+        streams = (out, error, result, contained)
+        given = _memory_file("stdin", case.get("input", "").encode("utf-8", "surrogateescape"))
+        pid = os.fork()
+        if pid == 0:
+            self._become_test(folder, (given, *streams))
+            return 0
+        os.close(given)
+        pid_fd = os.pidfd_open(pid)
+        running = _Running(index, pid, pid_fd, streams, folder, time.monotonic() + self._limits.wall_s)
+        self._running[index] = running
+        self._selector.register(pid_fd, selectors.EVENT_READ, running)
+        return pid
+
+    def _become_test(self, folder: Path, streams: tuple[int, ...]) -> None:
+        # Before its number is another's: it would close that one when it is freed.
+        self._selector.close()
+        # First out of the way of the numbers that the streams are to have.
+        aside = [os.dup2(fd, 100 + number) for number, fd in enumerate(streams)]
+        for number, fd in enumerate(aside):
+            os.dup2(fd, number)
+        os.closerange(len(aside), 4096)
+        os.chdir(folder)
+        # Python ignores it: a program that prints without end would go on through its own errors.
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        sys.argv[:] = ["solution.py"]
+        sys.path[:] = [str(folder), *self._path]
+        os.environ.update(HOME=str(folder), TMPDIR=str(folder))
+        stdin, stdout, stderr = io.FileIO(0, "r", False), io.FileIO(1, "w", False), io.FileIO(2, "w", False)
+        sys.stdin = sys.__stdin__ = io.TextIOWrapper(io.BufferedReader(stdin), "utf-8", "surrogateescape")
+        sys.stdout = sys.__stdout__ = io.TextIOWrapper(io.BufferedWriter(stdout), "utf-8", "surrogateescape")
+        sys.stderr = sys.__stderr__ = io.TextIOWrapper(
+            io.BufferedWriter(stderr), "utf-8", "backslashreplace", line_buffering=True
+        )
+        containment.confine(str(folder), self._limits, self._readable)
+        os.write(_CONTAINED_FD, b"1")
+        os.close(_CONTAINED_FD)
+        for name in [name for name in sys.modules if name.partition(".")[0] == "quadriga"]:
+            # A program has no business with them, and may have modules of the same name.
+            del sys.modules[name]
+
+    def _wait(self) -> None:
+        """Until a test has ended, or 50 ms: report what has ended, kill what is over its limits."""
+        for key, _ in self._selector.select(_POLL_S):
+            self._report(key.data, "")
+        now = time.monotonic()
+        for running in list(self._running.values()):
+            over = "wall" if now > running.deadline else "folder" if self._is_full(running.folder) else ""
+            if over:
+                os.kill(running.pid, signal.SIGKILL)
+                self._report(running, over)
+
+    def _is_full(self, folder: Path) -> bool:
+        num_files = size = 0
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                num_files += 1
+                try:
+                    size += entry.stat(follow_symlinks=False).st_size
+                except FileNotFoundError:
+                    # The program has removed it in between.
+                    continue
+        return num_files > self._limits.num_files or size > self._limits.folder_megabytes * MEGABYTE
+
+    def _report(self, running: _Running, over: str) -> None:
+        _, status, usage = os.wait4(running.pid, 0)
+        over = over or ("folder" if self._is_full(running.folder) else "")
+        self._selector.unregister(running.pid_fd)
+        del self._running[running.index]
+        limit = self._limits.output_megabytes * MEGABYTE
+        stdout, stderr, result, contained = (_content(fd, limit) for fd in running.streams)
+        if not contained and not over:
+            raise RuntimeError(f"a test's process could not be contained, and its program has not run: {stderr}")
+        os.close(running.pid_fd)
+        for entry in os.scandir(running.folder):
+            os.unlink(entry.path)
+        running.folder.rmdir()
+        cpu_s = usage.ru_utime + usage.ru_stime
+        ended = {"status": _status(status, over, cpu_s, self._limits), "code": os.waitstatus_to_exitcode(status)}
+        streams = {"stdout": stdout, "stderr": stderr[-_ERROR_CHARS:], "result": result}
+        line = json.dumps({"index": running.index, **ended, "cpu_s": cpu_s, **streams}).encode() + b"\n"
+        while line:
+            line = line[os.write(1, line) :]
+
+
+def _status(status: int, over: str, cpu_s: float, limits: Limits) -> str:
+    """One word for how a test ended: ok, error, crash, or the limit that ended it."""
+    code = os.waitstatus_to_exitcode(status)
+    # The kernel counts CPU time by ticks: its SIGKILL at the limit may come a little before.
+    is_out_of_time = code == -signal.SIGKILL and not over and cpu_s >= 0.9 * limits.time_s
+    if cpu_s >= limits.time_s or is_out_of_time:
+        return "time"
+    if over or code == 0:
+        return over or "ok"
+    by_signal = {-signal.SIGXFSZ: "output", -NETWORK_SIGNAL: "network"}
+    return by_signal.get(code, "crash" if code < 0 else "error")
+
+
+def _memory_file(name: str, content: bytes = b"") -> int:
+    fd = os.memfd_create(name, os.MFD_CLOEXEC)
+    with open(fd, "wb", closefd=False) as stream:
+        stream.write(content)
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd
+
+
+def _content(fd: int, limit: int) -> str:
+    # A program may have moved the end of its own stream; what it has written is bounded by the limit on files.
+    content = os.pread(fd, min(limit, os.fstat(fd).st_size), 0)
+    os.close(fd)
+    return content.decode("utf-8", "replace")

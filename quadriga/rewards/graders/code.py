@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs (CodeContests, APPS, Codeforces, TACO), run on their tests under limits, or on a Sandbox Fusion server.
+
+The last fenced block of the response is the program; the whole response where there is none. A ground truth holds the
+tests, see `quadriga.rewards.code.cases`. A test passes if the program ends by itself, with exit status 0, and prints
+(or its function returns) what is expected. A test that ends at a limit of time, and one that opens a socket, ends the
+problem: the tests after it are not run and have not passed.
+
+Besides the score it returns "pass_rate" (share of the tests that passed), "num_tests", and "reason": in words, the
+first failure, "" where all passed.
+"""
+
+import json
+import re
+from dataclasses import fields
+from typing import Any
+
+from quadriga.rewards.code.cases import Case, is_same_result, is_same_text, read_cases
+from quadriga.rewards.code.containment import Limits
+from quadriga.rewards.code.fusion import run_remotely
+from quadriga.rewards.code.local import Run, run_cases
+
+_FENCE = re.compile(r"^[ \t]*```[ \t]*(?P<language>[\w+#-]*)[^\n]*\n(?P<program>.*?)(?:^[ \t]*```|\Z)", re.M | re.S)
+_ENDS_PROBLEM = frozenset({"time", "wall", "network"})
+_LIMITS = tuple(entry.name for entry in fields(Limits))
+LONGEST_REASON = 300
+# A limit that a program meets as an error of its own, by the beginning of the last line that it leaves.
+_LIMIT_OF_ERROR = {
+    "MemoryError": "memory limit, {0.memory_megabytes} MB",
+    "BlockingIOError": "process limit, no process beside its own",
+    "RuntimeError: can't start new thread": "thread limit, {0.num_threads} and their memory",
+}
+
+
+def compute_score(
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any] | None = None,
+    *,
+    use_partial_credit: bool = True,
+    parallel: int = 2,
+    total_s: float = 8.0,
+    sandbox_url: str | None = None,
+    language: str = "python",
+    **limits: float,
+) -> dict[str, Any]:
+    """The share of the tests that pass, or, without partial credit, 1 if all do and 0 if not.
+
+    Args:
+        solution_str: the response.
+        ground_truth: the tests.
+        extra_info: not used.
+        use_partial_credit: see above.
+        parallel: tests at the same time.
+        total_s: seconds for all tests together; keep it below reward_model.timeout_s.
+        sandbox_url: address of a Sandbox Fusion server. None: programs run on this machine, contained.
+        language: of the programs; other than "python" needs `sandbox_url`.
+        limits: of one test, see `Limits`.
+
+    Raises:
+        ValueError: the ground truth holds no tests, or there is no such option.
+        RewardError: programs cannot be contained here, or the server does not answer.
+    """
+    checked = _checked_limits(limits)
+    if language != "python" and sandbox_url is None:
+        raise ValueError(f"grader code: got language {language!r}, expected 'python' where sandbox_url is not set")
+    cases = read_cases(ground_truth)
+    program = extract_program(solution_str)
+    if not program.strip():
+        return _graded(0, len(cases), "the response holds no program", use_partial_credit)
+    if sandbox_url is None:
+        runs = run_cases(program, cases, checked, parallel=parallel, total_s=total_s)
+    else:
+        runs = run_remotely(program, cases, checked, url=sandbox_url, language=language, parallel=parallel)
+    num_passed, failures = 0, {}
+    try:
+        for run in runs:
+            failure = why_failed(run, cases[run.index], checked)
+            num_passed += not failure
+            if failure:
+                failures[run.index] = failure
+            if run.status in _ENDS_PROBLEM or (failure and not use_partial_credit):
+                break
+        else:
+            if num_passed + len(failures) < len(cases):
+                failures[len(cases)] = f"the {total_s:g} s for all {len(cases)} tests were over after {num_passed}"
+    finally:
+        runs.close()
+    first = min(failures, default=-1)
+    place = f"test {first + 1} of {len(cases)}: " if 0 <= first < len(cases) else ""
+    return _graded(num_passed, len(cases), f"{place}{failures[first]}" if failures else "", use_partial_credit)
+
+
+def extract_program(solution_str: str) -> str:
+    """The program of a response: its last fenced block, closed or not; the whole response where there is none."""
+    blocks = list(_FENCE.finditer(solution_str))
+    return blocks[-1]["program"] if blocks else solution_str
+
+
+def why_failed(run: Run, case: Case, limits: Limits) -> str:
+    """In words, why a test has not passed; "" if it has."""
+    if run.status != "ok":
+        return _ended(run, limits)
+    if not case.is_call:
+        if is_same_text(run.stdout, case.expected):
+            return ""
+        return f"wrong answer: got {_short(run.stdout)}, expected {_short(case.expected)}"
+    if not run.result:
+        return "the program ended before its function returned"
+    try:
+        if is_same_result(json.loads(run.result), case.expected):
+            return ""
+    except (json.JSONDecodeError, RecursionError):
+        # The program has written there by itself.
+        return f"its function's result cannot be read: {_short(run.result)}"
+    return f"wrong answer: got {_short(run.result)}, expected {_short(case.expected)}"
+
+
+def _ended(run: Run, limits: Limits) -> str:
+    lines = run.stderr.strip().splitlines()
+    error = lines[-1][-LONGEST_REASON:] if lines else ""
+    if run.status == "error":
+        for beginning, limit in _LIMIT_OF_ERROR.items():
+            if error.startswith(beginning):
+                return f"{limit.format(limits)}: {error}"
+    reasons = {
+        "time": f"time limit: {limits.time_s:g} s of CPU time",
+        "wall": f"time limit: {limits.wall_s:g} s by the clock",
+        "output": f"output limit: more than {limits.output_megabytes} MB in one stream or file",
+        "folder": f"folder limit: more than {limits.folder_megabytes} MB or {limits.num_files} files",
+        "network": "network: it tried to open a socket and was killed",
+        "crash": f"it was ended by signal {-run.code}" + (f": {error}" if error else ""),
+    }
+    return reasons.get(run.status, f"error: {error or f'exit status {run.code}'}")
+
+
+def _checked_limits(limits: dict[str, float]) -> Limits:
+    unknown = [name for name in limits if name not in _LIMITS]
+    if unknown:
+        raise ValueError(f"grader code: got the options {', '.join(unknown)}, expected limits ({', '.join(_LIMITS)})")
+    return Limits(**limits)
+
+
+def _graded(num_passed: int, num_tests: int, reason: str, use_partial_credit: bool) -> dict[str, Any]:
+    share = num_passed / num_tests
+    score = share if use_partial_credit else float(num_passed == num_tests)
+    return {"score": score, "pred": None, "pass_rate": share, "num_tests": num_tests, "reason": reason}
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."

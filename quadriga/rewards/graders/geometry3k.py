@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Geometry with pictures (Geometry3K): the answer by its meaning, and a little for the form.
+
+    score = (1 - format_weight) * acc + format_weight * format
+
+acc: the last `\\boxed{...}` means the same as the ground truth, see `graders/math.py`. format: the response is
+`<think>...</think>` followed by something with a box. Both are returned, and logged apart.
+"""
+
+import re
+from typing import Any
+
+from quadriga.rewards.components import weighted
+from quadriga.rewards.graders import math
+
+_FORM = re.compile(r"\s*<think>.*</think>.*\\boxed\{.*\}.*", re.S)
+
+
+def compute_score(
+    solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None, *, format_weight: float = 0.1
+) -> dict[str, Any]:
+    """The weighted sum of "acc" and "format".
+
+    Raises:
+        ValueError, TimeoutError: see `graders/math.py`.
+    """
+    answer = math.compute_score(solution_str, ground_truth, extra_info)
+    # Without a box the reader of mathematics would take any number of the text.
+    acc = answer["score"] if "\\boxed" in solution_str else 0.0
+    parts = {"acc": acc, "format": float(_FORM.fullmatch(solution_str) is not None)}
+    return {
+        **weighted(parts, {"acc": 1.0 - format_weight, "format": format_weight}),
+        "pred": answer["pred"] if "\\boxed" in solution_str else None,
+    }

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Short answers to questions about facts (Search-R1): exact match, sub-match and F1, as SQuAD's evaluation counts them.
+
+The answer is what stands in the last `<answer>` tags of the response. Answers are compared in lower case, without
+punctuation, without the articles a, an and the, and with single blanks.
+
+    em         the answer is one of the accepted ones
+    sub_match  one of the accepted ones stands in the answer, as whole words
+    f1         of the words that the answer and the accepted one nearest to it have in common
+
+One of them is the score; all three are returned, and logged apart.
+"""
+
+import re
+import string
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, Literal
+
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.S)
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def compute_score(
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any] | None = None,
+    *,
+    metric: Literal["em", "sub_match", "f1"] = "em",
+    format_score: float = 0.0,
+) -> dict[str, Any]:
+    """The score of the response by one of the metrics.
+
+    Args:
+        solution_str: the response.
+        ground_truth: an accepted answer, a list of them, or a dict that holds either as "target".
+        extra_info: not used.
+        metric: which of the three is the score.
+        format_score: score of an answer in tags that the metric gives 0.
+    """
+    if metric not in ("em", "sub_match", "f1"):
+        raise ValueError(f"question answering metric: got {metric!r}, expected 'em', 'sub_match' or 'f1'")
+    accepted = [normal(text) for text in _accepted(ground_truth)]
+    found = _ANSWER.findall(solution_str)
+    if not found:
+        return {"score": 0.0, "em": 0.0, "sub_match": 0.0, "f1": 0.0, "pred": None}
+    answer = normal(found[-1])
+    values = {
+        "em": float(answer in accepted),
+        "sub_match": float(any(f" {text} " in f" {answer} " for text in accepted)),
+        "f1": max(f1(answer, text) for text in accepted),
+    }
+    return {"score": values[metric] or format_score, **values, "pred": answer}
+
+
+def normal(text: str) -> str:
+    """The text as it is compared."""
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
+
+
+def f1(answer: str, accepted: str) -> float:
+    """Harmonic mean of precision and recall over the words of two normal texts, repeated words counted."""
+    words, wanted = answer.split(), accepted.split()
+    num_common = sum((Counter(words) & Counter(wanted)).values())
+    return 2 * num_common / (len(words) + len(wanted)) if num_common else 0.0
+
+
+def _accepted(ground_truth: Any) -> list[str]:
+    target = ground_truth.get("target") if isinstance(ground_truth, Mapping) else ground_truth
+    if hasattr(target, "tolist"):
+        target = target.tolist()
+    texts = [target] if isinstance(target, str) else target
+    is_usable = isinstance(texts, list | tuple) and texts and all(isinstance(text, str) for text in texts)
+    if not is_usable or not all(normal(text) for text in texts):
+        raise ValueError(f"ground truth: got {ground_truth!r}, expected a text, texts, or a dict with 'target'")
+    return list(texts)

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DAPO's mathematics, with and without symbols."""
+
+import time
+
+import pytest
+
+import quadriga.rewards.graders.math_dapo as grader
+from quadriga.rewards.graders.math_dapo import compute_score
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "acc"),
+    [
+        ("think\nAnswer: 34", "34", 1),
+        ("Answer: 3\nno:\nanswer: $34$.", "34", 1),
+        ("Answer: 34\nno: Answer: 35", "34", 0),
+        (r"**Answer:** \boxed{1,234}", "1234", 1),
+        (r"so \boxed{204}", "204", 1),
+        (r"Answer: x = 5", "5", 1),
+        (r"Answer: 34\text{ cm}", "34cm", 1),
+        (r"Answer: \dfrac{1}{2}", r"\frac{1}{2}", 1),
+        ("it is 34", "34", 0),
+        ("", "34", 0),
+    ],
+)
+def test_texts_and_numbers(response, truth, acc):
+    result = compute_score(response, truth, use_symbols=False)
+    assert (result["acc"], result["score"]) == (acc, 1.0 if acc else -1.0)
+
+
+def test_meaning_counts_where_math_verify_is_there():
+    assert compute_score(r"Answer: $\frac{4}{8}$", "0.5")["score"] == 1.0
+    assert compute_score(r"Answer: $\frac{4}{8}$", "0.5", use_symbols=False)["score"] == -1.0
+    assert compute_score(r"Answer: $(x-1)(x+1)$", "x^2-1", wrong_score=0.0)["score"] == 1.0
+    assert compute_score("Answer: x", "x^2-1", wrong_score=0.0)["score"] == 0.0
+
+
+def test_a_comparison_without_end_is_an_error_in_time_and_the_next_one_works(monkeypatch):
+    monkeypatch.setattr(grader, "SYMBOLS_LIMIT_S", 1.0)
+    begun = time.monotonic()
+    with pytest.raises((TimeoutError, RuntimeError), match="math-verify"):
+        compute_score("Answer: $9^{9^{9^9}}$", "3")
+    assert time.monotonic() - begun < 30
+    monkeypatch.setattr(grader, "SYMBOLS_LIMIT_S", 20.0)
+    assert compute_score(r"Answer: $\frac{4}{8}$", "0.5")["score"] == 1.0
+
+
+def test_a_truth_without_an_answer_is_an_error():
+    with pytest.raises(ValueError, match="ground truth: got '  '"):
+        compute_score("Answer: 3", "  ")
