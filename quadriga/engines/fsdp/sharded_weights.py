@@ -174,7 +174,10 @@ class ShardedWeights:
         )
 
     def whole(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All parameters of the whole model in the compute dtype, one after the other, in every process."""
+        """All parameters of the whole model in the compute dtype, one after the other, in every process.
+
+        No more than one of them and its parts are held here at a time.
+        """
         here = {part.name: name for name, part in self.parts.items() if not part.is_copy}
         device = self.processes.world.device
         for name, whole in self.all.items():
@@ -185,14 +188,15 @@ class ShardedWeights:
             if self.processes.layout.pp > 1:
                 dist.broadcast(tensor, group=self.processes.group("pp"), group_src=whole.stage)
             yield name, tensor
+            del tensor  # before the next one is there
 
     def _gather(self, name: str, local: torch.Tensor) -> torch.Tensor:
         dimension, shape = self.parts[name].tensor_dimension, self.all[self.parts[name].name].shape
         cut = list(shape)
         if dimension is not None:
             cut[dimension] = part_sizes(shape[dimension], self.processes.layout.tp)[self.processes.place.tp]
-        tensor = _whole(local, self.processes.storage["fsdp"], 0, cut)
-        return tensor if dimension is None else _whole(tensor, self.processes.storage["tp"], dimension, shape)
+        tensor = _joined(local, self.processes.storage["fsdp"], 0, cut)
+        return tensor if dimension is None else _joined(tensor, self.processes.storage["tp"], dimension, shape)
 
     def _piece(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         part, place, layout = self.parts[name], self.processes.place, self.processes.layout
@@ -239,10 +243,27 @@ def _cut(whole: torch.Tensor, dimension: int, parts: int, number: int) -> torch.
     return whole.narrow(dimension, sum(sizes[:number]), sizes[number])
 
 
-def _whole(part: torch.Tensor, mesh: DeviceMesh, dimension: int, shape: Sequence[int]) -> torch.Tensor:
-    stride = torch.empty(shape, device="meta").stride()
-    cut = DTensor.from_local(part, mesh, [Shard(dimension)], run_check=False, shape=torch.Size(shape), stride=stride)
-    return cut.full_tensor()
+def _joined(part: torch.Tensor, mesh: DeviceMesh, dimension: int, shape: Sequence[int]) -> torch.Tensor:
+    """A tensor from the parts that the processes of a mesh have, sent to where they belong in it."""
+    group, number = mesh.get_group(), mesh.get_local_rank()
+    if mesh.size() == 1:
+        return part
+    whole = torch.empty(shape, dtype=part.dtype, device=part.device)
+    sizes = part_sizes(shape[dimension], mesh.size())
+    if dimension == 0 and len(set(sizes)) == 1:
+        dist.all_gather_into_tensor(whole, part.contiguous(), group=group)
+        return whole
+    for sender, place in enumerate(whole.split(sizes, dimension)):
+        if place.numel() == 0:
+            continue
+        if sender == number:
+            place.copy_(part)
+        # Only the rows of a tensor lie together.
+        sent = place if place.is_contiguous() else place.contiguous()
+        dist.broadcast(sent, group=group, group_src=sender)
+        if sent is not place:
+            place.copy_(sent)
+    return whole
 
 
 def _add_up(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:

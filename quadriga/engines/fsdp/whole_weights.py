@@ -81,6 +81,8 @@ class WholeWeights:
     @torch.no_grad()
     def refresh_compute(self) -> None:
         """Round the masters into the compute weights, in place."""
+        # The fused optimizer does not count its writes, by which a rollout on these weights knows that they changed.
+        torch.autograd.graph.increment_version([self.compute[name] for name in self.trained() if self._is_shared(name)])
         apart = [name for name in self.trained() if not self._is_shared(name)]
         if apart:
             torch._foreach_copy_([self.compute[name] for name in apart], [self.masters[name] for name in apart])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quadriga.errors import WeightSyncError
-from quadriga.weight_sync import InProcessWeights, SharedWeights
+from quadriga.weight_sync import Fingerprint, InProcessWeights, SharedWeights, fingerprint
 
 
 class Rollout:
@@ -24,6 +24,9 @@ class Rollout:
 
     def named_weights(self) -> Iterable[tuple[str, torch.Tensor]]:
         return self.weights.items()
+
+    def fingerprint(self) -> Fingerprint:
+        return fingerprint(self.named_weights())
 
 
 def _weights(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
@@ -67,3 +70,39 @@ def test_a_weight_that_did_not_arrive_is_named() -> None:
     target = Rollout({name: torch.zeros(3, 4) for name in _weights()}, deaf_to=("head", "layer"))
     with pytest.raises(WeightSyncError, match="2 of 3 weights that differ: head, layer"):
         InProcessWeights().publish(_weights().items(), target, version=2)
+
+
+def test_shared_weights_that_were_written_to_are_not_those_of_the_version() -> None:
+    """An update changes the rollout's weights at once: they must be published before the next generation."""
+    weights = {name: torch.nn.Parameter(tensor) for name, tensor in _weights().items()}
+    target, sync = Rollout({name: tensor.detach() for name, tensor in weights.items()}), SharedWeights()
+    sync.publish(weights.items(), target, version=3)
+    sync.verify(target, 3)
+    with pytest.raises(WeightSyncError, match="got version 3, expected version 4"):
+        sync.verify(target, 4)
+    with torch.no_grad():
+        weights["layer"].add_(1)
+    with pytest.raises(WeightSyncError, match="1 of 3 weights that were written to since: layer,"):
+        sync.verify(target, 3)
+    sync.publish(weights.items(), target, version=4)
+    sync.verify(target, 4)
+
+
+def test_copied_weights_are_compared_whenever_it_is_asked() -> None:
+    """A number that changes in the rollout's copy is seen; what the trainer does with its own is not."""
+    weights, target = _weights(), Rollout({name: torch.zeros(3, 4) for name in _weights()})
+    sync = InProcessWeights()
+    sync.publish(weights.items(), target, version=2)
+    weights["embed"].zero_()
+    sync.verify(target, 2)
+    target.weights["head"][0, 0] += 1
+    with pytest.raises(WeightSyncError, match="1 of 3 weights that differ: head,"):
+        sync.verify(target, 2)
+
+
+def test_a_target_that_was_not_given_all_has_no_version() -> None:
+    """It refuses to generate, whatever it has set itself."""
+    target = Rollout({name: torch.zeros(3, 4) for name in _weights()}, deaf_to=("head",))
+    with pytest.raises(WeightSyncError):
+        InProcessWeights().publish(_weights().items(), target, version=2)
+    assert target.weight_version == -1
