@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from quadriga.rollout.balancer import Balancer
     from quadriga.rollout.base import Completion, RolloutEngine, SamplingParams
     from quadriga.rollout.hf import HFEngine
     from quadriga.rollout.native import NativeEngine
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from quadriga.rollout.sequences import generate_sequences
 
 _HOMES = {
+    "Balancer": "balancer",
     "Completion": "base",
     "HFEngine": "hf",
     "NativeEngine": "native",
@@ -25,6 +27,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "Balancer",
     "Completion",
     "HFEngine",
     "NativeEngine",

@@ -7,12 +7,13 @@ its tests from tests/contract/test_rollout_engines.py.
 
 import asyncio
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import torch
 
 from quadriga.errors import RolloutError
+from quadriga.weight_sync.fingerprint import Fingerprint
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -30,6 +31,7 @@ class SamplingParams:
         do_sample: whether tokens are drawn; False takes the likeliest one.
         seed: the answer's own seed; the same seed gives the same answer whatever is generated beside it.
         stop_token_ids: end the answer, besides the model's own end-of-text tokens.
+        stop: texts that end the answer. It keeps the token that completes one, and so perhaps text behind it.
         ignore_eos: whether the model's own end-of-text tokens do not end the answer.
     """
 
@@ -41,6 +43,7 @@ class SamplingParams:
     do_sample: bool = True
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
@@ -51,6 +54,7 @@ class SamplingParams:
             ("top_k", self.top_k >= -1, "-1 (all), or a number of tokens"),
             ("min_p", 0 <= self.min_p <= 1, "a number in [0, 1]"),
             ("seed", self.seed >= 0, "0 or more"),
+            ("stop", all(self.stop), "texts of at least one character"),
         )
         for name, is_right, expected in checks:
             if not is_right:
@@ -74,14 +78,17 @@ class Completion:
         token_ids: what was generated, the stop token included.
         log_probs: of each token under the temperature-scaled distribution before top-k, top-p and min-p: the number
             that training computes for it.
-        finish_reason: "stop" at a stop token, "length" at max_tokens, "abort" when it was given up.
+        finish_reason: "stop" at a stop token or text, "length" at max_tokens, "abort" when it was given up.
         weight_version: of the weights that generated it.
+        sampling_log_probs: of each token under the distribution that it was drawn from, after top-k, top-p and min-p;
+            empty from an engine that does not say.
     """
 
     token_ids: list[int]
     log_probs: list[float]
     finish_reason: FinishReason
     weight_version: int
+    sampling_log_probs: list[float] = field(default_factory=list)
 
 
 class RolloutEngine(Protocol):
@@ -90,19 +97,30 @@ class RolloutEngine(Protocol):
     weight_version: int
 
     async def generate(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
-        """One answer; the engine decides what is computed together."""
+        """One answer; the engine decides what is computed together. A caller that is cancelled gives it up."""
         ...
 
     def generate_batch(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> list[Completion]:
         """One answer for each prompt, in their order. Equal prompts share what they can."""
         ...
 
+    def abort(self) -> None:
+        """Ends every answer that is not finished: its caller gets what there is, with finish reason "abort"."""
+        ...
+
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Takes over a complete set of weights. Afterwards `weight_version` is `version`, or -1 if loading failed."""
+        """Takes over a complete set of weights. Afterwards `weight_version` is `version`, or -1 if loading failed.
+
+        A tensor is only lent: its memory is overwritten once the iterator goes on, so what is kept is copied.
+        """
         ...
 
     def named_weights(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """The weights that it generates with, for comparison with the trainer's."""
+        """The weights that it generates with, under the trainer's names; none if it keeps them in another form."""
+        ...
+
+    def fingerprint(self) -> Fingerprint:
+        """Of the weights that it generates with; if it keeps them in another form, of what reached it."""
         ...
 
     def sleep(self) -> None:
@@ -119,7 +137,7 @@ class RolloutEngine(Protocol):
 
 
 class EngineBase:
-    """What engines in this process share: being asleep, and `generate` on top of `generate_batch`.
+    """What engines in this process share: being asleep, giving up, and `generate` on top of `generate_batch`.
 
     Requests that are awaited together are generated together: the first one asks the event loop for a turn, and
     those that came until then form a batch.
@@ -127,6 +145,9 @@ class EngineBase:
         generate(a) ──┐
         generate(b) ──┼─> pending ── next turn of the loop ──> generate_batch([a, b, c]) ──> a, b, c go on
         generate(c) ──┘
+
+    The batch blocks the event loop. `abort` reaches requests that wait for their turn; a subclass that can end a batch
+    that is under way looks at `_is_aborting` meanwhile.
     """
 
     name = "rollout"
@@ -135,6 +156,7 @@ class EngineBase:
         self.weight_version = 0
         self._state: Literal["awake", "asleep", "closed"] = "awake"
         self._pending: list[tuple[Sequence[int], SamplingParams, asyncio.Future[Completion]]] = []
+        self._is_aborting = False
 
     async def generate(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
         """See `RolloutEngine.generate`."""
@@ -148,6 +170,14 @@ class EngineBase:
     def generate_batch(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> list[Completion]:
         """See `RolloutEngine.generate_batch`."""
         raise NotImplementedError
+
+    def abort(self) -> None:
+        """See `RolloutEngine.abort`. From another thread it ends the batch that is under way there."""
+        self._is_aborting = True
+        pending, self._pending = self._pending, []
+        for _, _, future in pending:
+            if not future.done():
+                future.set_result(Completion([], [], "abort", self.weight_version))
 
     def sleep(self) -> None:
         """See `RolloutEngine.sleep`."""
@@ -166,6 +196,8 @@ class EngineBase:
     def _generate_pending(self) -> None:
         pending, self._pending = self._pending, []
         waiting = [request for request in pending if not request[2].done()]
+        if not waiting:
+            return
         try:
             completions = self.generate_batch([one[0] for one in waiting], [one[1] for one in waiting])
         except Exception as error:  # every caller gets it, raised where it awaits

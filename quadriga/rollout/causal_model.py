@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from quadriga.errors import RolloutError, WeightSyncError
 from quadriga.models.load import stop_token_ids
 from quadriga.rollout.base import EngineBase, SamplingParams
+from quadriga.weight_sync.fingerprint import Fingerprint, fingerprint
 
 _NUM_NAMED = 5
 
@@ -38,6 +39,10 @@ class CausalModelEngine(EngineBase):
     def named_weights(self) -> Iterable[tuple[str, torch.Tensor]]:
         """See `RolloutEngine.named_weights`."""
         return named_weights(self.model).items()
+
+    def fingerprint(self) -> Fingerprint:
+        """See `RolloutEngine.fingerprint`."""
+        return fingerprint(self.named_weights())
 
 
 def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -80,15 +85,26 @@ def copy_weights(model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) 
 
 
 def require_room(
-    name: str, model: PreTrainedModel, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]
+    name: str,
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sequence[SamplingParams],
+    max_model_len: int | None = None,
 ) -> None:
-    """Refuses requests that may run past the positions that the model knows."""
-    room = getattr(model.config, "max_position_embeddings", None)
+    """Refuses requests that may run past the positions that the model knows, or past `max_model_len`."""
+    positions = getattr(model.config, "max_position_embeddings", None)
+    limits = [("actor_rollout_ref.rollout.max_model_len", max_model_len), ("max_position_embeddings", positions)]
+    known = [(limit, where) for where, limit in limits if limit is not None]
+    if not known:
+        return
+    room, where = min(known)
     for row, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
-        if room is not None and len(prompt) + params.max_tokens > room:
+        if len(prompt) + params.max_tokens > room:
             raise RolloutError(
                 f"{name}.generate, prompt {row}",
                 got=f"{len(prompt)} prompt tokens and up to {params.max_tokens} new ones",
-                expected=f"at most {room} together (the model's max_position_embeddings)",
+                expected=f"at most {room} together (the model's {where})"
+                if where == "max_position_embeddings"
+                else f"at most {room} together ({where})",
                 fix="Lower data.max_prompt_length or data.max_response_length.",
             )

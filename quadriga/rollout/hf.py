@@ -7,16 +7,25 @@ every engine. Logits are those that transformers gives: a model in bfloat16 roun
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from quadriga.errors import RolloutError
 from quadriga.models.attention import ATTENTION_NAME
-from quadriga.rollout.base import Completion, SamplingParams
+from quadriga.rollout.base import Completion, FinishReason, SamplingParams
 from quadriga.rollout.causal_model import CausalModelEngine, require_room
 from quadriga.rollout.sampler import Draws, SamplingRules, sample
+from quadriga.rollout.stop_texts import StopTexts, require_tokenizer
 
 _NO_TOKEN = -1
 
@@ -26,8 +35,10 @@ class HFEngine(CausalModelEngine):
 
     Args:
         model: a causal model with an attention of transformers. Its weights follow the trainer's by `load_weights`.
+        tokenizer: decodes answers that end at a text; not needed otherwise.
         eos_token_ids: end-of-text tokens; None takes those of the model's generation configuration.
         max_num_seqs: answers that are generated at the same time.
+        max_model_len: tokens of the longest prompt and answer together; None: as many as the model has positions.
 
     Raises:
         RolloutError: the model was loaded with an attention that `generate` cannot use.
@@ -36,7 +47,13 @@ class HFEngine(CausalModelEngine):
     name = "hf"
 
     def __init__(
-        self, model: PreTrainedModel, *, eos_token_ids: Sequence[int] | None = None, max_num_seqs: int = 256
+        self,
+        model: PreTrainedModel,
+        *,
+        tokenizer: Any = None,
+        eos_token_ids: Sequence[int] | None = None,
+        max_num_seqs: int = 256,
+        max_model_len: int | None = None,
     ) -> None:
         if model.config._attn_implementation == ATTENTION_NAME:
             raise RolloutError(
@@ -46,11 +63,15 @@ class HFEngine(CausalModelEngine):
                 fix='Load it with load_causal_lm(path, attention="sdpa").',
             )
         super().__init__(model.eval(), eos_token_ids, max_num_seqs)
+        self.tokenizer = tokenizer
+        self.max_model_len = max_model_len
 
     def generate_batch(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> list[Completion]:
         """See `RolloutEngine.generate_batch`. Requests that end alike are computed together."""
         self._require_ready(prompts, sampling)
-        require_room(self.name, self.model, prompts, sampling)
+        require_room(self.name, self.model, prompts, sampling, self.max_model_len)
+        require_tokenizer(self.name, sampling, self.tokenizer)
+        self._is_aborting = False
         alike: dict[tuple[int, frozenset[int]], list[int]] = defaultdict(list)
         for row, params in enumerate(sampling):
             alike[params.max_tokens, params.stops(self.eos_token_ids)].append(row)
@@ -70,6 +91,7 @@ class HFEngine(CausalModelEngine):
         padded = [[0] * (width - len(prompt)) + list(prompt) for prompt in prompts]
         mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
         chooser = _Chooser(sampling, device)
+        texts = [StopTexts(params.stop, self.tokenizer) for params in sampling]
         self.model.generate(
             input_ids=torch.tensor(padded, device=device),
             attention_mask=torch.tensor(mask, device=device),
@@ -80,17 +102,26 @@ class HFEngine(CausalModelEngine):
                 pad_token_id=0,
             ),
             logits_processor=LogitsProcessorList([chooser]),
+            stopping_criteria=StoppingCriteriaList([_Ends(self, chooser, texts)]),
         )
-        return [
-            self._complete(tokens, log_probs, stops)
-            for tokens, log_probs in zip(chooser.token_ids, chooser.log_probs, strict=True)
-        ]
+        return [self._complete(chooser, row, stops, texts[row]) for row in range(len(prompts))]
 
-    def _complete(self, tokens: Sequence[int], log_probs: Sequence[float], stops: frozenset[int]) -> Completion:
-        """What comes before and with the first stop token; `generate` goes on until every row of a batch has one."""
-        length = next((place + 1 for place, token in enumerate(tokens) if token in stops), len(tokens))
-        reason = "stop" if tokens[length - 1] in stops else "length"
-        return Completion(list(tokens[:length]), list(log_probs[:length]), reason, self.weight_version)
+    def _complete(self, chooser: "_Chooser", row: int, stops: frozenset[int], texts: StopTexts) -> Completion:
+        """What comes before and with the first end; `generate` goes on until every row of a batch has one."""
+        tokens = chooser.token_ids[row]
+        at_token = next((place + 1 for place, token in enumerate(tokens) if token in stops), None)
+        ends = [end for end in (at_token, texts.length(tokens)) if end is not None]
+        length = min(ends, default=len(tokens))
+        reason: FinishReason = "stop" if ends else "length"
+        if not ends and length < chooser.max_tokens:
+            reason = "abort"
+        return Completion(
+            tokens[:length],
+            chooser.log_probs[row][:length],
+            reason,
+            self.weight_version,
+            chooser.sampling_log_probs[row][:length],
+        )
 
 
 class _Chooser(LogitsProcessor):
@@ -101,11 +132,30 @@ class _Chooser(LogitsProcessor):
         self.draws = [Draws(params.seed) for params in sampling]
         self.token_ids: list[list[int]] = [[] for _ in sampling]
         self.log_probs: list[list[float]] = [[] for _ in sampling]
+        self.sampling_log_probs: list[list[float]] = [[] for _ in sampling]
+        self.max_tokens = sampling[0].max_tokens
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         uniforms = torch.from_numpy(np.stack([draws.next() for draws in self.draws])).to(scores.device)
-        tokens, log_probs = sample(scores.float().clone(), self.rules, uniforms)
-        for row, (token, log_prob) in enumerate(zip(tokens.tolist(), log_probs.tolist(), strict=True)):
+        tokens, *log_probs = sample(scores.float().clone(), self.rules, uniforms)
+        columns = zip(tokens.tolist(), *(column.tolist() for column in log_probs), strict=True)
+        for row, (token, log_prob, sampling_log_prob) in enumerate(columns):
             self.token_ids[row].append(token)
             self.log_probs[row].append(log_prob)
+            self.sampling_log_probs[row].append(sampling_log_prob)
         return torch.full_like(scores, -torch.inf).scatter_(1, tokens[:, None], 0.0)
+
+
+class _Ends(StoppingCriteria):
+    """Ends rows at their stop texts, and all of them when the engine gives up."""
+
+    def __init__(self, engine: HFEngine, chooser: _Chooser, texts: Sequence[StopTexts]) -> None:
+        self.engine, self.chooser, self.texts = engine, chooser, texts
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **options: Any) -> torch.Tensor:
+        """[B] bool"""
+        is_aborting = self.engine._is_aborting
+        rows = zip(self.chooser.token_ids, self.texts, strict=True)
+        return torch.tensor(
+            [is_aborting or texts.is_reached(tokens) for tokens, texts in rows], device=input_ids.device
+        )

@@ -71,7 +71,9 @@ class SamplingRules:
         )
 
 
-def sample(logits: torch.Tensor, rules: SamplingRules, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def sample(
+    logits: torch.Tensor, rules: SamplingRules, uniforms: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """One token for each row.
 
     Args:
@@ -80,8 +82,8 @@ def sample(logits: torch.Tensor, rules: SamplingRules, uniforms: torch.Tensor) -
         uniforms: [R, NUM_DRAWS] float64 in [0, 1).
 
     Returns:
-        tokens [R] int64 and their log-probabilities [R] float32 before top-k, top-p and min-p. Greedy rows take the
-        likeliest token, the lowest id among equals.
+        tokens [R] int64, their log-probabilities [R] float32 before top-k, top-p and min-p, and after them. Greedy rows
+        take the likeliest token, the lowest id among equals, and the second number is 0: nothing else could come.
     """
     likeliest = logits.argmax(-1) if rules.is_greedy is not None else None
     if rules.temperature is not None:
@@ -92,11 +94,16 @@ def sample(logits: torch.Tensor, rules: SamplingRules, uniforms: torch.Tensor) -
     kept = _filter(odds, rules)
     sums = _block_sums(odds)
     total = sums.sum(-1)
-    tokens = _draw(kept, sums if kept is odds else _block_sums(kept), uniforms) if decided is None else decided
+    kept_sums = sums if kept is odds else _block_sums(kept)
+    tokens = _draw(kept, kept_sums, uniforms) if decided is None else decided
     if decided is None and likeliest is not None and rules.is_greedy is not None:
         tokens = torch.where(rules.is_greedy, likeliest, tokens)
-    chosen = odds.gather(1, tokens[:, None])[:, 0]
-    return tokens, (chosen.double() / total).log().float()
+    chosen = odds.gather(1, tokens[:, None])[:, 0].double()
+    log_probs = (chosen / total).log().float()
+    drawn = log_probs if kept is odds else (chosen / kept_sums.sum(-1)).log().float()
+    if rules.is_greedy is not None:
+        drawn = torch.where(rules.is_greedy, torch.zeros_like(drawn), drawn)
+    return tokens, log_probs, drawn
 
 
 def _block_sums(odds: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,8 @@ import torch
 
 from quadriga.errors import RolloutError
 from quadriga.rollout.base import Completion, EngineBase, SamplingParams
+from quadriga.rollout.stop_texts import StopTexts, require_tokenizer
+from quadriga.weight_sync.fingerprint import Fingerprint, fingerprint
 
 CannedAnswer: TypeAlias = str | Sequence[int]
 Script: TypeAlias = (
@@ -60,29 +62,37 @@ class ScriptedEngine(EngineBase):
         if self.function is None and not any(self.by_prompt.values()):
             raise RolloutError("scripted", got="no answers", expected="at least one")
         self._given: Counter[str] = Counter()
+        self._received = Fingerprint({})
 
     def generate_batch(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> list[Completion]:
         """See `RolloutEngine.generate_batch`."""
         self._require_ready(prompts, sampling)
+        require_tokenizer(self.name, sampling, self.tokenizer)
         return [self._complete(list(prompt), params) for prompt, params in zip(prompts, sampling, strict=True)]
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Takes the version; there is nothing that weights would change."""
-        for _ in weights:  # a stream may hold its sender until it is read to the end
-            pass
+        self.weight_version = -1
+        self._received = fingerprint(weights)  # a stream may hold its sender until it is read to the end
         self.weight_version = version
 
     def named_weights(self) -> Iterable[tuple[str, torch.Tensor]]:
         """None: a script has no weights."""
         return ()
 
+    def fingerprint(self) -> Fingerprint:
+        """Of the weights that were sent, though it has no use for them."""
+        return self._received
+
     def _complete(self, prompt: list[int], params: SamplingParams) -> Completion:
         token_ids = self._encode(self.function(prompt) if self.function else self._choose(prompt))
         if not token_ids:
             raise RolloutError("scripted", got="an answer without a token", expected="at least one token")
-        reason = "stop" if len(token_ids) <= params.max_tokens else "length"
-        token_ids = token_ids[: params.max_tokens]
-        return Completion(token_ids, [0.0] * len(token_ids), reason, self.weight_version)
+        end = StopTexts(params.stop, self.tokenizer).length(token_ids) or len(token_ids)
+        reason = "stop" if end <= params.max_tokens else "length"
+        token_ids = token_ids[: min(end, params.max_tokens)]
+        certain = [0.0] * len(token_ids)
+        return Completion(token_ids, certain, reason, self.weight_version, list(certain))
 
     def _choose(self, prompt: list[int]) -> CannedAnswer:
         part = ""

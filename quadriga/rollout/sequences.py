@@ -48,6 +48,8 @@ def generate_sequences(
 
     Raises:
         WeightSyncError: the engine's weights are not of the version that meta_info names.
+        RolloutError: a prompt leaves no room for an answer in `rollout.max_model_len`, or the engine's answers do not
+            fit.
     """
     _require_version(engine, prompts.meta_info)
     started = time.perf_counter()
@@ -55,9 +57,11 @@ def generate_sequences(
         ids[mask.bool()].tolist()
         for ids, mask in zip(prompts.batch["input_ids"], prompts.batch["attention_mask"], strict=True)
     ]
-    params = sampling_of(prompts.meta_info, config, response_length)
-    seeds = sequence_seeds(prompts, seed)
-    requests = [SamplingParams(**params, seed=own) for own in seeds]
+    rooms = [room_for_answer(len(ids), row, config, response_length) for row, ids in enumerate(token_ids)]
+    requests = [
+        SamplingParams(**sampling_of(prompts.meta_info, config, room), seed=own)
+        for room, own in zip(rooms, sequence_seeds(prompts, seed), strict=True)
+    ]
     completions = engine.generate_batch(token_ids, requests)
     _require_fit(completions, len(token_ids), response_length)
     answers = _pad(completions, response_length, pad_token_id, prompts.batch["input_ids"].device)
@@ -78,8 +82,28 @@ def sampling_of(meta_info: dict[str, Any], config: RolloutConfig, max_tokens: in
         "min_p": settings.min_p,
         "do_sample": bool(meta_info.get("do_sample", settings.do_sample)),
         "stop_token_ids": tuple(config.stop_token_ids),
+        "stop": tuple(config.stop),
         "ignore_eos": config.ignore_eos,
     }
+
+
+def room_for_answer(num_prompt_tokens: int, row: int, config: RolloutConfig, response_length: int) -> int:
+    """Tokens that an answer may have: `response_length`, or less where `rollout.max_model_len` bounds the two together.
+
+    Raises:
+        RolloutError: there is no room.
+    """
+    if config.max_model_len is None:
+        return response_length
+    room = config.max_model_len - num_prompt_tokens
+    if room < 1:
+        raise RolloutError(
+            f"generate_sequences, prompt {row}",
+            got=f"{num_prompt_tokens} tokens",
+            expected=f"fewer than actor_rollout_ref.rollout.max_model_len={config.max_model_len}, for an answer to fit",
+            fix="Lower data.max_prompt_length with data.filter_overlong_prompts=True, or raise max_model_len.",
+        )
+    return min(room, response_length)
 
 
 def sequence_seeds(prompts: DataProto, seed: int) -> list[int]:
@@ -119,11 +143,13 @@ def _require_fit(completions: Sequence[Completion], num_rows: int, response_leng
         raise RolloutError("engine", got=f"{len(completions)} answers", expected=f"{num_rows}, one for each prompt")
     for row, completion in enumerate(completions):
         length = len(completion.token_ids)
-        if not 0 < length <= response_length or length != len(completion.log_probs):
+        # An answer that was given up may have no token yet.
+        least = 0 if completion.finish_reason == "abort" else 1
+        if not least <= length <= response_length or length != len(completion.log_probs):
             raise RolloutError(
                 f"engine, answer {row}",
                 got=f"{length} tokens with {len(completion.log_probs)} log-probabilities",
-                expected=f"1 to {response_length} tokens, each with its own",
+                expected=f"{least} to {response_length} tokens, each with its own",
             )
 
 
@@ -166,12 +192,13 @@ def _metrics(
 ) -> dict[str, Metric]:
     num_tokens = sum(len(completion.token_ids) for completion in completions)
     total_log_prob = sum(sum(completion.log_probs) for completion in completions)
-    cut = sum(completion.finish_reason == "length" for completion in completions)
+    reasons = Counter(completion.finish_reason for completion in completions)
     num_rows = len(completions)
     return {
         "rollout/num_prompt_tokens": Metric(sum(map(len, token_ids)), "sum"),
         "rollout/num_response_tokens": Metric(num_tokens, "sum"),
         "rollout/log_prob": Metric(total_log_prob / max(num_tokens, 1), "mean", num_tokens),
-        "rollout/length_share": Metric(cut / max(num_rows, 1), "mean", num_rows),
+        "rollout/length_share": Metric(reasons["length"] / max(num_rows, 1), "mean", num_rows),
+        "rollout/num_aborted": Metric(reasons["abort"], "sum"),
         "timing_s/generate_sequences": Metric(seconds, "max"),
     }

@@ -12,6 +12,7 @@ from quadriga.errors import RolloutError
 from quadriga.models.attention import ATTENTION_NAME
 from quadriga.rollout import Completion, HFEngine, NativeEngine, RolloutEngine, SamplingParams, ScriptedEngine
 from quadriga.weight_sync import InProcessWeights, SharedWeights
+from quadriga.weight_sync.fingerprint import fingerprint
 
 EOS = 1
 PROMPTS = [[5, 6, 7], [8], [5, 6, 7], [9, 10, 11, 12, 13]]
@@ -35,14 +36,23 @@ def _model(attention: str, seed: int = 0) -> PreTrainedModel:
     return LlamaForCausalLM(config).eval()
 
 
+class Pairs:
+    """A tokenizer whose tokens are two letters each, so that texts span tokens."""
+
+    eos_token_id = EOS
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
+        return "".join(chr(ord("a") + token // 8) + chr(ord("a") + token % 8) for token in token_ids)
+
+
 def _script(prompt: list[int]) -> list[int]:
     return [*prompt, 3, EOS]
 
 
 ENGINES: dict[str, Callable[[], RolloutEngine]] = {
-    "native": lambda: NativeEngine(_model(ATTENTION_NAME)),
-    "hf": lambda: HFEngine(_model("sdpa")),
-    "scripted": lambda: ScriptedEngine(_script),
+    "native": lambda: NativeEngine(_model(ATTENTION_NAME), tokenizer=Pairs()),
+    "hf": lambda: HFEngine(_model("sdpa"), tokenizer=Pairs()),
+    "scripted": lambda: ScriptedEngine(_script, tokenizer=Pairs()),
 }
 
 
@@ -122,6 +132,93 @@ def test_published_weights_arrive(engine: RolloutEngine) -> None:
         found = engine.generate_batch(PROMPTS, _params())
         assert [one.token_ids for one in found] == [one.token_ids for one in expected]
         assert found[0].weight_version == 5
+
+
+def test_what_was_loaded_has_a_fingerprint(engine: RolloutEngine) -> None:
+    """It is that of the weights that were sent; one weight that differs shows under its name."""
+    weights = {name: tensor.detach() for name, tensor in _model(ATTENTION_NAME, seed=1).named_parameters()}
+    engine.load_weights(weights.items(), 5)
+    sent = fingerprint(weights.items())
+    arrived = engine.fingerprint()
+    assert {name: arrived.tensors[name] for name in sent.tensors} == sent.tensors
+    name = "model.norm.weight"
+    engine.load_weights(((key, tensor + (key == name)) for key, tensor in weights.items()), 6)
+    assert engine.fingerprint().differences(arrived) == [name]
+
+
+def test_a_text_ends_an_answer(engine: RolloutEngine) -> None:
+    """At any place, across two tokens too; the token that completes it is the last one. Other answers go on."""
+    free = engine.generate_batch(PROMPTS, _params(ignore_eos=True))
+    texts = [Pairs().decode(completion.token_ids) for completion in free]
+    stop = texts[0][1:3]  # the end of one token and the beginning of the next
+    stopped = engine.generate_batch(PROMPTS, _params(ignore_eos=True, stop=(stop, "no such text")))
+    for completion, before, text in zip(stopped, free, texts, strict=True):
+        end = len(text) if stop not in text else text.index(stop) + len(stop)
+        assert completion.token_ids == before.token_ids[: (end + 1) // 2]
+        if stop in text:
+            assert completion.finish_reason == "stop"
+    assert any(len(one.token_ids) < len(other.token_ids) for one, other in zip(stopped, free, strict=True))
+
+
+def test_a_text_needs_a_tokenizer(engine: RolloutEngine) -> None:
+    """Without one the engine refuses and says what to do."""
+    engine.tokenizer = None  # type: ignore[attr-defined]
+    with pytest.raises(RolloutError, match=r"stop texts, without a tokenizer.*tokenizer="):
+        engine.generate_batch(PROMPTS, _params(stop=("x",)))
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 3}, {"do_sample": False}, {"temperature": 0.0}])
+def test_log_probs_of_the_distribution_drawn_from(engine: RolloutEngine, options: dict) -> None:
+    """Equal to the others without filters, larger with them, zero where nothing was left to draw."""
+    for completion in engine.generate_batch(PROMPTS, _params(**options)):
+        assert len(completion.sampling_log_probs) == len(completion.token_ids)
+        if not options:
+            assert completion.sampling_log_probs == completion.log_probs
+        elif "top_k" in options:
+            pairs = zip(completion.sampling_log_probs, completion.log_probs, strict=True)
+            assert all(0 >= drawn >= plain for drawn, plain in pairs)
+        else:
+            assert set(completion.sampling_log_probs) == {0.0}
+
+
+def test_greedy_samples_of_one_prompt_are_equal(engine: RolloutEngine) -> None:
+    """Temperature 0 with several samples is no error: seeds change nothing."""
+    params = [SamplingParams(max_tokens=6, temperature=0.0, seed=seed) for seed in range(3)]
+    assert len({tuple(one.token_ids) for one in engine.generate_batch([PROMPTS[0]] * 3, params)}) == 1
+
+
+def test_requests_that_wait_are_given_up(engine: RolloutEngine) -> None:
+    """After `abort` each caller has an answer, finished or marked as given up; the engine goes on afterwards."""
+
+    async def ask() -> list[Completion]:
+        params = _params(max_tokens=1500, ignore_eos=True)
+        tasks = [asyncio.ensure_future(engine.generate(*request)) for request in zip(PROMPTS, params, strict=True)]
+        await asyncio.sleep(0)  # they have asked, and nobody had the time to answer
+        engine.abort()
+        return await asyncio.gather(*tasks)
+
+    for completion in asyncio.run(ask()):
+        assert completion.finish_reason == "abort"
+        assert len(completion.token_ids) == len(completion.log_probs) < 1500
+    assert {one.finish_reason for one in engine.generate_batch(PROMPTS, _params())} <= {"stop", "length"}
+
+
+def test_a_cancelled_caller_does_not_disturb_the_others(engine: RolloutEngine) -> None:
+    """Who is cancelled gets nothing; the others get what they would get anyway."""
+
+    async def ask() -> list[Completion | BaseException]:
+        tasks = [asyncio.ensure_future(engine.generate(*one)) for one in zip(PROMPTS, _params(), strict=True)]
+        await asyncio.sleep(0)
+        tasks[1].cancel()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    answers = asyncio.run(ask())
+    expected = engine.generate_batch(PROMPTS, _params())
+    assert isinstance(answers[1], asyncio.CancelledError)
+    for row in (0, 2, 3):
+        answer = answers[row]
+        assert isinstance(answer, Completion)
+        assert answer.token_ids == expected[row].token_ids
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def test_log_probs_are_those_of_a_full_forward_pass(model: PreTrainedModel, plai
     """In float32 within 1e-5, with prompts shared unevenly, refilled places and answers of many lengths."""
     prompts = [_prompts()[number] for number in (0, 1, 0, 2, 3, 0, 4, 2, 0)]
     params = [SamplingParams(max_tokens=5 + 9 * row, temperature=temperature, seed=row) for row in range(9)]
-    engine = NativeEngine(model, max_num_seqs=4, max_prefill_tokens=16)
+    engine = NativeEngine(model, max_num_seqs=4, max_num_batched_tokens=16)
     for prompt, completion in zip(prompts, engine.generate_batch(prompts, params), strict=True):
         ids = torch.tensor([prompt + completion.token_ids])
         logits = plain(lambda m, ids=ids: m(ids, use_cache=False).logits)[0, len(prompt) - 1 : -1]

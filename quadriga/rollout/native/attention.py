@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two attention plans of generation: over packed prompts, and over one new token of each row.
+"""The two attention plans of generation: over packed contexts, and over one new token of each row.
 
-A row sees its prompt, whose keys and values it shares with the other rows of that prompt, and the tokens of its own
-answer. Scores against both are put side by side under one softmax. For the prompt the queries of all its rows are
-folded into one matrix, so its keys are read once for all of them and never copied.
+A row sees its context, whose keys and values it shares with the other rows of that context, and the tokens of its own
+answer. Attention over either is computed apart, with the logarithm of its sum of exponentials, by which the two are put
+together. For the context the queries of all its rows are folded into one matrix, so its keys are read once for all
+of them and never copied.
 
-Legend: P prompts, S longest prompt, R rows, n rows of the largest group, t answer tokens so far, H query heads,
+Legend: P contexts, S longest context, R rows, n rows of the largest group, t answer tokens so far, H query heads,
 K key-value heads, G = H / K, D head size, N packed tokens.
 """
 
@@ -14,20 +15,20 @@ from collections.abc import Sequence
 import torch
 
 from quadriga.models.packed_attention import PackedAttention, Segment
-from quadriga.rollout.native.cache import AnswerCache, PromptCache
+from quadriga.rollout.native.cache import AnswerCache, ContextCache
 
 _HIDDEN = torch.finfo(torch.float32).min
 
 
 class PrefillPlan:
-    """Causal attention over packed prompts; their keys and values go into a cache on the way.
+    """Causal attention over packed contexts; their keys and values go into a cache on the way.
 
     Args:
         cache: takes the keys and values.
-        places: of the prompts in the cache, in the order in which they are packed.
+        places: of the contexts in the cache, in the order in which they are packed.
     """
 
-    def __init__(self, cache: PromptCache, places: slice, device: torch.device) -> None:
+    def __init__(self, cache: ContextCache, places: slice, device: torch.device) -> None:
         self.cache, self.places = cache, places
         starts, segments = 0, []
         for length in cache.lengths[places]:
@@ -52,32 +53,34 @@ class PrefillPlan:
 
 
 class Groups:
-    """Rows by the prompt that they share.
+    """Rows by the context that they share.
 
     Args:
-        places: of each row's prompt in the prompt cache; every one of `num_prompts` has a row.
+        places: of each row's context in the context cache.
+        num_contexts: P; one without a row is computed with row 0 and not looked at.
     """
 
-    def __init__(self, places: Sequence[int], num_prompts: int, device: torch.device) -> None:
-        members: list[list[int]] = [[] for _ in range(num_prompts)]
+    def __init__(self, places: Sequence[int], num_contexts: int, device: torch.device) -> None:
+        members: list[list[int]] = [[] for _ in range(num_contexts)]
         for row, place in enumerate(places):
             members[place].append(row)
-        self.num_prompts, self.width = num_prompts, max(len(group) for group in members)
-        grid = [row for group in members for row in group + group[:1] * (self.width - len(group))]
+        self.num_contexts, self.width = num_contexts, max(len(group) for group in members)
+        grid = [row for group in members for row in group + (group[:1] or [0]) * (self.width - len(group))]
         self.is_even = grid == list(range(len(places)))
-        cells: dict[int, int] = {}
-        for cell, row in enumerate(grid):
-            cells.setdefault(row, cell)
+        cells = [0] * len(places)
+        for place, group in enumerate(members):
+            for number, row in enumerate(group):
+                cells[row] = place * self.width + number
         self.row_of_cell = torch.tensor(grid, device=device)
-        self.cell_of_row = torch.tensor([cells[row] for row in range(len(places))], device=device)
+        self.cell_of_row = torch.tensor(cells, device=device)
 
     def fold(self, rows: torch.Tensor) -> torch.Tensor:
         """[R, K, G, X] -> [P, K, n * G, X]; a cell without a row repeats another one."""
         cells = rows if self.is_even else rows.index_select(0, self.row_of_cell)
-        return cells.unflatten(0, (self.num_prompts, self.width)).transpose(1, 2).flatten(2, 3)
+        return cells.unflatten(0, (self.num_contexts, self.width)).transpose(1, 2).flatten(2, 3)
 
     def unfold(self, folded: torch.Tensor) -> torch.Tensor:
-        """[P, K, n * G, X] -> [R, K, G, X]"""
+        """[P, K, n * G, ...] -> [R, K, G, ...]"""
         cells = folded.unflatten(2, (self.width, -1)).transpose(1, 2).flatten(0, 1)
         return cells if self.is_even else cells.index_select(0, self.cell_of_row)
 
@@ -86,31 +89,24 @@ class DecodePlan:
     """Attention of one new token per row. It lasts as long as the rows of the batch stay what they are.
 
     Args:
-        prompts, answers: the caches; the answers' is written to.
-        places: of each row's prompt in the prompt cache.
+        contexts, answers: the caches; the answers' is written to.
+        places: of each row's context in the context cache.
     """
 
-    def __init__(self, prompts: PromptCache, answers: AnswerCache, places: Sequence[int], device: torch.device) -> None:
-        self.prompts, self.answers, self.device = prompts, answers, device
-        self.groups = Groups(places, len(prompts.prompts), device)
-        self.prompt_lengths = [prompts.lengths[place] for place in places]
-        self.prompt_mask: torch.Tensor | None = None
-        if min(prompts.lengths) < prompts.width:
-            self.prompt_mask = self._mask(self.prompt_lengths, prompts.width)
+    def __init__(
+        self, contexts: ContextCache, answers: AnswerCache, places: Sequence[int], device: torch.device
+    ) -> None:
+        self.contexts, self.answers, self.device = contexts, answers, device
+        self.groups = Groups(places, len(contexts.contexts), device)
+        self.context_lengths = [contexts.lengths[place] for place in places]
+        self.context_mask = self._mask(contexts.lengths, contexts.width)
         self.mask: torch.Tensor | None = None
 
-    def start_step(self, written: Sequence[int], limit: int) -> torch.Tensor:
+    def start_step(self, written: Sequence[int]) -> torch.Tensor:
         """Prepares a step in which row r writes its answer token number `written[r]`; returns positions [R, 1]."""
-        self.answers.start_step(written, limit, self.device)
-        width = self.prompts.width
-        is_level = min(written) == max(written)
-        if is_level and self.prompt_mask is None:
-            self.mask = None
-        else:
-            own = self._mask([length + 1 for length in written], max(written) + 1)
-            before = own.new_zeros(len(written), 1, 1, width) if self.prompt_mask is None else self.prompt_mask
-            self.mask = torch.cat((before, own), -1)  # [R, 1, 1, S + t] added to the scores
-        positions = [length + count for length, count in zip(self.prompt_lengths, written, strict=True)]
+        self.answers.start_step(written, self.device)
+        self.mask = self._mask([count + 1 for count in written], max(written) + 1)
+        positions = [length + count for length, count in zip(self.context_lengths, written, strict=True)]
         return torch.tensor(positions, device=self.device)[:, None]
 
     def attend(
@@ -119,22 +115,46 @@ class DecodePlan:
         """See `AttentionPlan.attend`; here B is R and N is 1."""
         num_rows, num_heads, _, head_size = query.shape
         own_keys, own_values = self.answers.write(layer, key, value)
-        prompt_keys, prompt_values = self.prompts.keys[layer], self.prompts.values[layer]
-        query = query.to(own_keys.dtype).view(num_rows, key.shape[1], -1, head_size)
-        before = self.groups.unfold(_scores(self.groups.fold(query), prompt_keys))
-        scores = torch.cat((before, _scores(query, own_keys)), -1).mul_(scale)  # [R, K, G, S + t]
-        if self.mask is not None:
-            scores += self.mask
-        weights = scores.softmax(-1).to(own_values.dtype)
-        width = self.prompts.width
-        mixed = self.groups.unfold(self.groups.fold(weights[..., :width]) @ prompt_values)
-        mixed = mixed + weights[..., width:] @ own_values
+        context_keys, context_values = self.contexts.keys[layer], self.contexts.values[layer]
+        query = query.to(own_keys.dtype).reshape(num_rows, key.shape[1], -1, head_size)
+        before, before_sum = attend_part(
+            self.groups.fold(query), context_keys, context_values, self.context_mask, scale
+        )
+        own, own_sum = attend_part(query, own_keys, own_values, self.mask, scale)
+        share = torch.sigmoid(own_sum - self.groups.unfold(before_sum)).unsqueeze(-1)  # of the answer's own tokens
+        mixed = torch.lerp(self.groups.unfold(before), own, share.to(own.dtype))
         return mixed.reshape(num_rows, 1, num_heads, head_size).to(value.dtype)
 
-    def _mask(self, lengths: Sequence[int], width: int) -> torch.Tensor:
-        """[R, 1, 1, width] float32: 0 for the first tokens of each row, as many as it has, then as good as -inf."""
+    def _mask(self, lengths: Sequence[int], width: int) -> torch.Tensor | None:
+        """[A, 1, 1, width] float32: 0 for the first tokens of each, as many as it has, then as good as -inf."""
+        if min(lengths) == width:
+            return None
         is_hidden = torch.arange(width, device=self.device) >= torch.tensor(lengths, device=self.device)[:, None]
         return torch.zeros(is_hidden.shape, device=self.device).masked_fill_(is_hidden, _HIDDEN)[:, None, None]
+
+
+def attend_part(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over a part of the keys.
+
+    Args:
+        query: [A, K, Q, D]
+        keys, values: [A, K, X, D]
+        mask: [A, 1, 1, X] float32, added to the scores.
+        scale: factor on the scores.
+
+    Returns:
+        [A, K, Q, D], and the logarithms of the sums of exponentials [A, K, Q] float32.
+    """
+    if query.device.type == "cpu" and query.dtype == torch.float32:
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return flash(query, keys, values, 0.0, False, attn_mask=mask, scale=scale)
+    scores = _scores(query, keys).mul_(scale)
+    if mask is not None:
+        scores += mask
+    sums = scores.logsumexp(-1)
+    return (scores - sums.unsqueeze(-1)).exp_().to(values.dtype) @ values, sums
 
 
 def _scores(query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:

@@ -1,35 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and values of a batch: those of each prompt once, those of each answer in rows that are written in place.
+"""Keys and values of a batch: those of each context once, those of each answer in rows that are written in place.
+
+A *context* is what a row begins with: its prompt, or, after it had to give way to others, its prompt with the answer
+so far. Rows with the same context share its keys and values.
 
 On a CPU they are kept in float32 whatever the model computes in: the products of attention are then as exact as in
-training, and faster than in bfloat16. Elsewhere they are kept in the model's dtype.
+training, and no slower than in bfloat16. Elsewhere they are kept in the model's dtype.
 
-Legend: P prompts, S longest prompt, R rows, T tokens of an answer that there is room for, K key-value heads, D head
-size.
+Legend: P contexts, S longest context, R rows, C rows that there is memory for, T tokens of an answer that there is room
+for, t tokens of the longest answer, K key-value heads, D head size.
 """
 
 from collections.abc import Hashable, Sequence
 
 import torch
 
-_FIRST_ROOM = 64
+
+def cache_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype in which the keys and values of a model in `dtype` are kept."""
+    return torch.float32 if device.type == "cpu" else dtype
 
 
-def cache_dtype(value: torch.Tensor) -> torch.dtype:
-    """The dtype in which values such as `value`, and the keys that belong to them, are kept."""
-    return torch.float32 if value.device.type == "cpu" else value.dtype
-
-
-class PromptCache:
-    """[P, K, S, D] keys and values for each layer, padded on the right, and the last hidden state of each prompt.
+class ContextCache:
+    """[P, K, S, D] keys and values for each layer, padded on the right, and the last hidden state of each context.
 
     Args:
-        prompts: what stands for the prompt in each place.
-        lengths: tokens of each prompt.
+        contexts: what stands for the context in each place.
+        lengths: tokens of each context.
     """
 
-    def __init__(self, prompts: Sequence[Hashable], lengths: Sequence[int]) -> None:
-        self.prompts = list(prompts)
+    def __init__(self, contexts: Sequence[Hashable] = (), lengths: Sequence[int] = ()) -> None:
+        self.contexts = list(contexts)
         self.lengths = list(lengths)
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
@@ -41,20 +42,20 @@ class PromptCache:
         return max(self.lengths, default=0)
 
     def write(self, layer: int, places: slice, key: torch.Tensor, value: torch.Tensor) -> None:
-        """`key` and `value` [p, K, S, D] of the prompts in these places."""
+        """`key` and `value` [p, K, S, D] of the contexts in these places."""
         if layer == len(self.keys):
-            shape, dtype = (len(self.prompts), *key.shape[1:]), cache_dtype(value)
+            shape, dtype = (len(self.contexts), *key.shape[1:]), cache_dtype(value.dtype, value.device)
             self.keys.append(key.new_empty(shape, dtype=dtype))
             self.values.append(key.new_empty(shape, dtype=dtype))
         self.keys[layer][places] = key
         self.values[layer][places] = value
 
     def keep(self, places: Sequence[int]) -> None:
-        """Drops all prompts but those in these places."""
-        if list(places) == list(range(len(self.prompts))):
+        """Drops all contexts but those in these places."""
+        if list(places) == list(range(len(self.contexts))):
             return
         old_width = self.width
-        self.prompts = [self.prompts[place] for place in places]
+        self.contexts = [self.contexts[place] for place in places]
         self.lengths = [self.lengths[place] for place in places]
         if self.last_hidden is None:
             return
@@ -65,17 +66,17 @@ class PromptCache:
                 kept = old if self.width == old_width else old[:, :, : self.width]
                 states[layer] = kept.index_select(0, index)
 
-    def extend(self, other: "PromptCache") -> None:
-        """Takes over the prompts of `other`, which is empty afterwards."""
-        if not self.prompts:
-            self.prompts, self.lengths = other.prompts, other.lengths
+    def extend(self, other: "ContextCache") -> None:
+        """Takes over the contexts of `other`, which is empty afterwards."""
+        if not self.contexts:
+            self.contexts, self.lengths = other.contexts, other.lengths
             self.keys, self.values, self.last_hidden = other.keys, other.values, other.last_hidden
             return
         width = max(self.width, other.width)
         for mine, theirs in ((self.keys, other.keys), (self.values, other.values)):
             for layer, added in enumerate(theirs):
                 mine[layer], theirs[layer] = _stack(mine[layer], added, width), added[:0]
-        self.prompts, self.lengths = self.prompts + other.prompts, self.lengths + other.lengths
+        self.contexts, self.lengths = self.contexts + other.contexts, self.lengths + other.lengths
         self.last_hidden = torch.cat((self.last_hidden, other.last_hidden))
 
 
@@ -88,61 +89,60 @@ def _stack(first: torch.Tensor, second: torch.Tensor, width: int) -> torch.Tenso
 
 
 class AnswerCache:
-    """[R, K, T, D] keys and values for each layer. The room T grows by doubling, up to a limit.
+    """[C, K, T, D] keys and values for each layer; the first R rows are in use.
 
-    Room that was not written is zero, so that a weight of zero makes nothing of it.
+    What was never written is zero, so that a weight of zero makes nothing of it.
     """
 
     def __init__(self) -> None:
-        self.num_rows = 0
+        self.capacity = 0
         self.room = 0
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
-        self._at: int | tuple[torch.Tensor, torch.Tensor] = 0
-        self._length = 0
+        self._places: torch.Tensor | None = None
+        self._shape = (0, 0)
 
-    def rearrange(self, kept: Sequence[int], num_rows: int, length: int, limit: int) -> None:
-        """A batch of `num_rows` that begins with the rows `kept`.
+    def resize(self, capacity: int, room: int, num_rows: int, length: int) -> None:
+        """Moves to memory for `capacity` rows of `room` tokens.
 
         Args:
-            kept: rows whose keys and values go on.
-            num_rows: R, from here on.
-            length: tokens of the longest of the kept rows.
-            limit: tokens that a row can come to hold.
+            capacity: C, from here on.
+            room: T, from here on.
+            num_rows: rows in use, which keep what they hold.
+            length: tokens of the longest of these.
         """
-        self.num_rows = num_rows
-        self.room = min(limit, max(_FIRST_ROOM, 2 * length))
+        if (capacity, room) == (self.capacity, self.room):
+            return
+        self.capacity, self.room = capacity, room
         for states in (self.keys, self.values):
             for layer, old in enumerate(states):
-                new = old.new_zeros(num_rows, old.shape[1], self.room, old.shape[3])
-                if kept:
-                    index = torch.tensor(kept, device=old.device)
-                    new[: len(kept), :, :length] = old[:, :, :length].index_select(0, index)
+                new = old.new_zeros(capacity, old.shape[1], room, old.shape[3])
+                new[:num_rows, :, :length] = old[:num_rows, :, :length]
                 states[layer] = new
 
-    def start_step(self, written: Sequence[int], limit: int, device: torch.device) -> None:
+    def move(self, source: int, target: int, length: int) -> None:
+        """Row `target` takes over the first `length` tokens of row `source`."""
+        for states in (*self.keys, *self.values):
+            states[target, :, :length] = states[source, :, :length]
+
+    def start_step(self, written: Sequence[int], device: torch.device) -> None:
         """Says how many tokens each row holds, before the one that is written in this step."""
-        longest = max(written)
-        self._length = longest + 1
-        if self._length > self.room:
-            self.rearrange(range(self.num_rows), self.num_rows, longest, limit)
-        if min(written) == longest:
-            self._at = longest
-        else:
-            self._at = (torch.arange(self.num_rows, device=device), torch.tensor(written, device=device))
+        self._shape = len(written), max(written) + 1
+        self._written = torch.tensor(written, device=device)
+        self._places = None
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Writes one token per row, [R, K, 1, D]; returns all tokens so far, [R, K, t, D] views."""
+        num_heads, head_size = key.shape[1], key.shape[3]
         if layer == len(self.keys):
-            shape, dtype = (self.num_rows, key.shape[1], self.room, key.shape[3]), cache_dtype(value)
+            shape, dtype = (self.capacity, num_heads, self.room, head_size), cache_dtype(value.dtype, value.device)
             self.keys.append(key.new_zeros(shape, dtype=dtype))
             self.values.append(key.new_zeros(shape, dtype=dtype))
         keys, values = self.keys[layer], self.values[layer]
-        if isinstance(self._at, int):
-            keys[:, :, self._at] = key[:, :, 0]
-            values[:, :, self._at] = value[:, :, 0]
-        else:
-            rows, places = self._at
-            keys[rows, :, places] = key[:, :, 0].to(keys.dtype)
-            values[rows, :, places] = value[:, :, 0].to(values.dtype)
-        return keys[:, :, : self._length], values[:, :, : self._length]
+        num_rows, length = self._shape
+        if self._places is None:  # the line of each row and head, once for all layers
+            lines = torch.arange(num_rows * num_heads, device=key.device).view(num_rows, num_heads)
+            self._places = (lines * self.room + self._written[:, None]).flatten()
+        keys.view(-1, head_size).index_copy_(0, self._places, key.reshape(-1, head_size).to(keys.dtype))
+        values.view(-1, head_size).index_copy_(0, self._places, value.reshape(-1, head_size).to(values.dtype))
+        return keys[:num_rows, :, :length], values[:num_rows, :, :length]

@@ -1,205 +1,215 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One call of the engine, from prompts to answers: prefill, first tokens, then one token of every row at a time.
+"""The loop of the engine: new contexts are computed, first tokens sampled, then one token of every row at a time.
 
-    scheduler: which rows? ──> prompts that are new: prefill ──> first token of the rows that start
-         ^                                                            │
-         └───────── rows that ended ────── step: one token per row <──┘
+    add ──> scheduler: who starts? ──> contexts that are new: prefill ──> first tokens of the rows that start
+                 ^                                                            │
+                 └── rows that ended, were given up, or gave way ── step: one token per row <──┘
 
-Everything here is gone when the call ends: between two calls the engine holds no memory of its own.
+Requests may come at any time between two steps. Everything here is gone when no request is left: an engine at rest
+holds no cache.
 
-Legend: R rows, U different prompts of the rows that start, V vocabulary.
+Legend: R rows, U different contexts of the rows that start, V vocabulary.
 """
 
-import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import cast
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
-from torch import nn
 
 from quadriga.errors import RolloutError
-from quadriga.models.projection import head_logits
-from quadriga.rollout.base import Completion, FinishReason, SamplingParams
+from quadriga.rollout.native.answer import Answer
 from quadriga.rollout.native.attention import DecodePlan, PrefillPlan
-from quadriga.rollout.native.cache import AnswerCache, PromptCache
-from quadriga.rollout.native.scheduler import Change, Scheduler
-from quadriga.rollout.sampler import NUM_DRAWS, Draws, SamplingRules, sample
+from quadriga.rollout.native.cache import AnswerCache, ContextCache
+from quadriga.rollout.native.network import Network
+from quadriga.rollout.native.scheduler import Scheduler
+from quadriga.rollout.sampler import NUM_DRAWS, SamplingRules, sample
 
-
-@dataclass(slots=True)
-class Answer:
-    """A request and what was generated for it."""
-
-    prompt: tuple[int, ...]
-    sampling: SamplingParams
-    stops: frozenset[int]
-    draws: Draws
-    token_ids: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-
-    @classmethod
-    def open(cls, prompt: Sequence[int], sampling: SamplingParams, eos_token_ids: Sequence[int]) -> "Answer":
-        """The answer to a request, still empty."""
-        return cls(tuple(prompt), sampling, sampling.stops(eos_token_ids), Draws(sampling.seed))
-
-    def add(self, token: int, log_prob: float) -> None:
-        """One more token."""
-        if not math.isfinite(log_prob):
-            raise RolloutError(
-                f"native.generate: token {len(self.token_ids)} of an answer",
-                got=f"a log-probability of {log_prob}",
-                expected="finite logits",
-                fix="The weights hold NaN or infinity; look at actor/grad_norm of the steps before.",
-            )
-        self.token_ids.append(token)
-        self.log_probs.append(log_prob)
-        if token in self.stops:
-            self.finish_reason = "stop"
-        elif len(self.token_ids) == self.sampling.max_tokens:
-            self.finish_reason = "length"
-
-    def close(self, weight_version: int) -> Completion:
-        """The finished answer."""
-        assert self.finish_reason is not None
-        return Completion(self.token_ids, self.log_probs, self.finish_reason, weight_version)
+_FIRST_ROOM = 64
+_NEXT_ROOM = 16  # tokens by which answers get more room when the cache is nearly full
+_KEPT_SHARE = 0.5  # of the contexts in the cache are in use, or the others are dropped
 
 
 class Generation:
-    """The answers to some requests.
+    """Answers that are generated together.
 
     Args:
-        backbone: from tokens to hidden states, with our attention.
-        head: from hidden states to logits.
-        answers: the requests.
-        scheduler: over the same requests, in the same order.
-        max_prefill_tokens: prompt tokens that are computed in one call, unless one prompt alone has more.
+        network: the model.
+        scheduler: without a sequence so far.
+        weight_version: of the model's weights.
     """
 
-    def __init__(
-        self,
-        backbone: nn.Module,
-        head: nn.Module,
-        answers: Sequence[Answer],
-        scheduler: Scheduler,
-        max_prefill_tokens: int,
-    ) -> None:
-        self.backbone, self.head = backbone, head
-        self.answers, self.scheduler = answers, scheduler
-        self.max_prefill_tokens = max_prefill_tokens
-        self.device = cast(torch.Tensor, head.weight).device
-        self.prompts = PromptCache([], [])
+    def __init__(self, network: Network, scheduler: Scheduler[Answer], weight_version: int) -> None:
+        self.network, self.scheduler, self.weight_version = network, scheduler, weight_version
+        self.device = network.device
+        self.contexts = ContextCache()
         self.own = AnswerCache()
-        self.rows: list[Answer] = []
-        self.written: list[int] = []  # tokens of each row whose keys and values are in the cache
-        self.limit = 1
+        self.plan: DecodePlan | None = None
+        self.rules: SamplingRules | None = None
 
-    def run(self) -> None:
-        """Generates until every answer is finished."""
-        while True:
-            change = self.scheduler.change()
-            if change is not None:
-                self._change_rows(change)
-            if self.scheduler.is_done:
-                return
-            if self.scheduler.num_running:
-                self._step()
+    @property
+    def is_done(self) -> bool:
+        """Whether every answer was handed out."""
+        return self.scheduler.is_done
 
-    def _change_rows(self, change: Change) -> None:
-        self.rows = [self.answers[request] for request in self.scheduler.rows]
-        num_kept = len(change.kept)
-        self.written = [len(row.token_ids) - 1 for row in self.rows[:num_kept]] + [0] * len(change.admitted)
-        self.limit = max(1, *(row.sampling.max_tokens - 1 for row in self.rows))
-        self.own.rearrange(change.kept, len(self.rows), max(self.written[:num_kept], default=0), self.limit)
-        self._change_prompts()
-        place_of = {prompt: place for place, prompt in enumerate(self.prompts.prompts)}
-        places = [place_of[row.prompt] for row in self.rows]
-        self.plan = DecodePlan(self.prompts, self.own, places, self.device)
-        self.rules = SamplingRules.from_params([row.sampling for row in self.rows], self.device)
-        if change.admitted:
-            self._start_rows(num_kept, places[num_kept:])
+    @property
+    def open_answers(self) -> list[Answer]:
+        """Those that are not handed out."""
+        return [*self.scheduler.running, *self.scheduler.waiting]
 
-    def _change_prompts(self) -> None:
-        """Leaves the prompts of the rows in the cache, and no others."""
-        needed = dict.fromkeys(row.prompt for row in self.rows)
-        held = set(self.prompts.prompts)
-        self.prompts.keep([place for place, prompt in enumerate(self.prompts.prompts) if prompt in needed])
-        new = [prompt for prompt in needed if prompt not in held]
+    def add(self, answers: Iterable[Answer]) -> None:
+        """More requests."""
+        self.scheduler.add(answers)
+
+    def advance(self) -> None:
+        """Starts what can be started, and computes one token of every row."""
+        self._drop_cancelled()
+        if self.scheduler.waiting:
+            self._admit()
+        if self.scheduler.running:
+            self._step()
+
+    def _drop_cancelled(self) -> None:
+        for row in reversed(range(len(self.scheduler.running))):
+            if self.scheduler.running[row].is_cancelled:
+                self._end(row)
+        given_up = [answer for answer in self.scheduler.waiting if answer.is_cancelled]
+        if given_up:
+            self.scheduler.waiting = [answer for answer in self.scheduler.waiting if not answer.is_cancelled]
+        for answer in given_up:
+            answer.close(self.weight_version)
+
+    def _end(self, row: int) -> None:
+        """The answer of this row is handed out; the last row takes its place."""
+        answer = self.scheduler.running[row]
+        last = self.scheduler.finish(row)
+        if last != row and self.scheduler.running[row].num_written:
+            self.own.move(last, row, self.scheduler.running[row].num_written)
+        self.plan = None
+        answer.close(self.weight_version)
+
+    def _admit(self) -> None:
+        running = self.scheduler.running
+        num_before = len(running)
+        room = max(self.own.room if num_before else 0, self._first_room())
+        started = self.scheduler.admit(room)
+        if not started:
+            return
+        room = min(room, self._limit())
+        length = max((answer.num_written for answer in running[:num_before]), default=0)
+        self.own.resize(len(running), max(room, length), num_before, length)
+        self._keep_contexts()
+        held = set(self.contexts.contexts)
+        new = list(dict.fromkeys(answer.context for answer in started if answer.context not in held))
         if new:
-            self.prompts.extend(self._prefill(new))
+            self.contexts.extend(self._prefill(new))
+        self.plan = None
+        self._start_rows(num_before)
 
-    def _prefill(self, prompts: Sequence[tuple[int, ...]]) -> PromptCache:
-        cache = PromptCache(prompts, [len(prompt) for prompt in prompts])
+    def _first_room(self) -> int:
+        return min(
+            _FIRST_ROOM, max(answer.num_left for answer in self.scheduler.waiting[: self.scheduler.max_num_seqs])
+        )
+
+    def _limit(self) -> int:
+        """Tokens that an answer of this batch can come to hold."""
+        return max(answer.num_left for answer in self.scheduler.running)
+
+    def _keep_contexts(self) -> None:
+        """Leaves the contexts of the rows in the cache, and no others."""
+        needed = {answer.context for answer in self.scheduler.running}
+        self.contexts.keep([place for place, context in enumerate(self.contexts.contexts) if context in needed])
+
+    def _prefill(self, contexts: Sequence[tuple[int, ...]]) -> ContextCache:
+        cache = ContextCache(contexts, [len(context) for context in contexts])
         last_hidden = []
-        for places in _portions(cache.lengths, self.max_prefill_tokens):
+        for places in _portions(cache.lengths, self.scheduler.max_num_batched_tokens):
             plan = PrefillPlan(cache, places, self.device)
-            tokens = [token for prompt in prompts[places] for token in prompt]
-            positions = [position for prompt in prompts[places] for position in range(len(prompt))]
+            tokens = [token for context in contexts[places] for token in context]
+            positions = [position for context in contexts[places] for position in range(len(context))]
             inputs, position_ids = torch.tensor([tokens, positions], device=self.device)[:, None]
-            last_hidden.append(self._hidden(inputs, position_ids, plan)[0].index_select(0, plan.last))
+            hidden = self.network.hidden(inputs, position_ids, plan)[0]
+            last_hidden.append(hidden.index_select(0, plan.last))
         cache.last_hidden = torch.cat(last_hidden)
         self._require_all_layers(len(cache.keys))
         return cache
 
     def _require_all_layers(self, num_seen: int) -> None:
-        expected = self.backbone.config.num_hidden_layers
-        if num_seen != expected:
+        if num_seen != self.network.num_layers:
             raise RolloutError(
-                f"native.generate with {type(self.backbone).__name__}",
+                f"native.generate with {type(self.network.body).__name__}",
                 got=f"{num_seen} layers with plain attention",
-                expected=f"{expected}, all of them",
+                expected=f"{self.network.num_layers}, all of them",
                 fix="Use rollout.name=hf: layers of another kind keep a state that this engine does not know.",
             )
 
-    def _start_rows(self, first: int, places: Sequence[int]) -> None:
-        """Samples the first token of the rows from `first` on, whose prompts are in these places."""
+    def _start_rows(self, first: int) -> None:
+        """Samples the first token of the rows from `first` on."""
+        place_of = {context: place for place, context in enumerate(self.contexts.contexts)}
+        answers = self.scheduler.running[first:]
+        places = [place_of[answer.context] for answer in answers]
         started = sorted(set(places))
-        logits = self._logits(self.prompts.last_hidden[torch.tensor(started, device=self.device)])  # [U, V]
+        assert self.contexts.last_hidden is not None
+        logits = self.network.logits(self.contexts.last_hidden[torch.tensor(started, device=self.device)])  # [U, V]
         order = {place: number for number, place in enumerate(started)}
         logits = logits[torch.tensor([order[place] for place in places], device=self.device)]
-        rules = SamplingRules.from_params([row.sampling for row in self.rows[first:]], self.device)
-        self._sample(logits, rules, range(first, len(self.rows)))
+        rules = SamplingRules.from_params([answer.sampling for answer in answers], self.device)
+        self._sample(logits, rules, first)
 
     def _step(self) -> None:
-        longest = max(
-            count for count, is_running in zip(self.written, self.scheduler.running, strict=True) if is_running
-        )
-        written = [min(count, longest) for count in self.written]  # a row that ended must not ask for more room
-        positions = self.plan.start_step(written, self.limit)
-        inputs = torch.tensor([row.token_ids[-1] for row in self.rows], device=self.device)[:, None]
-        hidden = self._hidden(inputs, positions, self.plan)[:, 0]
-        self.written = [count + 1 for count in written]
-        self._sample(self._logits(hidden), self.rules, range(len(self.rows)))
+        self._make_room()
+        plan, rules = self._prepare()
+        rows = self.scheduler.running
+        positions = plan.start_step([answer.num_written for answer in rows])
+        inputs = torch.tensor([answer.token_ids[-1] for answer in rows], device=self.device)[:, None]
+        hidden = self.network.hidden(inputs, positions, plan)[:, 0]
+        self._sample(self.network.logits(hidden), rules, 0)
 
-    def _hidden(self, inputs: torch.Tensor, positions: torch.Tensor, plan: PrefillPlan | DecodePlan) -> torch.Tensor:
-        output = self.backbone(
-            input_ids=inputs, position_ids=positions, attention_mask=None, use_cache=False, attention_plan=plan
-        )
-        return output.last_hidden_state
+    def _make_room(self) -> None:
+        """Room for one more token of every row; rows that find none give way."""
+        rows = self.scheduler.running
+        longest = max(answer.num_written for answer in rows)
+        if longest < self.own.room:
+            return
+        limit = self._limit()
+        room = min(limit, 2 * longest)
+        if not self.scheduler.fits(room):
+            room = min(limit, longest + _NEXT_ROOM)
+        while not self.scheduler.fits(room) and len(rows) > 1:
+            self.scheduler.preempt().restart()
+            self.plan = None
+            longest = max(answer.num_written for answer in rows)
+            room = min(self._limit(), max(self.own.room, longest + _NEXT_ROOM))
+        self._keep_contexts()
+        self.plan = None
+        self.own.resize(len(rows), max(room, longest + 1), len(rows), longest)
 
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[R, hidden size] -> [R, V] float32, by the function that training uses too."""
-        return head_logits(hidden, self.head.weight, getattr(self.head, "bias", None))
+    def _prepare(self) -> tuple[DecodePlan, SamplingRules]:
+        if self.plan is None or self.rules is None:
+            rows = self.scheduler.running
+            if len({answer.context for answer in rows}) <= _KEPT_SHARE * len(self.contexts.contexts):
+                self._keep_contexts()
+            place_of = {context: place for place, context in enumerate(self.contexts.contexts)}
+            places = [place_of[answer.context] for answer in rows]
+            self.plan = DecodePlan(self.contexts, self.own, places, self.device)
+            self.rules = SamplingRules.from_params([answer.sampling for answer in rows], self.device)
+        return self.plan, self.rules
 
-    def _sample(self, logits: torch.Tensor, rules: SamplingRules, rows: range) -> None:
-        running = [self.scheduler.running[row] for row in rows]
-        uniforms = np.zeros((len(rows), NUM_DRAWS))
-        for index, (row, is_running) in enumerate(zip(rows, running, strict=True)):
-            if is_running:
-                uniforms[index] = self.rows[row].draws.next()
-        tokens, log_probs = sample(logits, rules, torch.from_numpy(uniforms).to(self.device))
-        results = zip(rows, running, tokens.tolist(), log_probs.tolist(), strict=True)
-        for row, is_running, token, log_prob in results:
-            if is_running:
-                self.rows[row].add(token, log_prob)
-                if self.rows[row].finish_reason is not None:
-                    self.scheduler.finish(row)
+    def _sample(self, logits: torch.Tensor, rules: SamplingRules, first: int) -> None:
+        """One token of each row from `first` on."""
+        answers = self.scheduler.running[first:]
+        uniforms = np.empty((len(answers), NUM_DRAWS))
+        for index, answer in enumerate(answers):
+            uniforms[index] = answer.draws.next()
+        results = sample(logits, rules, torch.from_numpy(uniforms).to(self.device))
+        for answer, *numbers in zip(answers, *(column.tolist() for column in results), strict=True):
+            answer.add(*numbers)
+        for row in reversed(range(first, len(self.scheduler.running))):
+            if self.scheduler.running[row].finish_reason is not None:
+                self._end(row)
 
 
 def _portions(lengths: Sequence[int], max_tokens: int) -> Iterator[slice]:
-    """Consecutive prompts that have at most `max_tokens` together, or are one prompt."""
+    """Consecutive contexts that have at most `max_tokens` together, or are one context."""
     start, total = 0, 0
     for index, length in enumerate(lengths):
         if index > start and total + length > max_tokens:

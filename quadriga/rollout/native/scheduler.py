@@ -1,68 +1,122 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which sequences are computed together, decided without a tensor in sight.
 
-The rows of a batch stay where they are from step to step, so that keys and values are written in place. Finished
-rows are computed along, unused, until a change of the batch pays: enough of them to fill with waiting requests, or
-to shrink the batch.
+    waiting ── admit: places, tokens of a pass, cache ──> running ── finish ──> gone
+       ^                                                     │
+       └────────── preempt: the cache is full ───────────────┘
+
+The rows of a batch have no gaps: the last row moves to the place of one that ends. A sequence that has to give way
+waits before all others and begins again with what it has written as part of its context.
 """
 
 import math
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from typing import Generic, Protocol, TypeVar
 
 
-@dataclass(frozen=True)
-class Change:
-    """A new batch: rows of the old one that stay, in order, and requests that start in the rows after them."""
-
-    kept: tuple[int, ...]
-    admitted: tuple[int, ...]
-
-
-class Scheduler:
-    """Hands out the places of a batch.
-
-    Args:
-        prompts: what stands for the prompt of each request; requests with equal ones start next to each other.
-        max_num_seqs: rows that a batch may have.
-        kept_share: the batch changes when at most this share of its places is still in use.
-    """
-
-    def __init__(self, prompts: Sequence[Hashable], max_num_seqs: int, kept_share: float = 0.7) -> None:
-        first_seen: dict[Hashable, int] = {}
-        for prompt in prompts:
-            first_seen.setdefault(prompt, len(first_seen))
-        self.waiting = sorted(range(len(prompts)), key=lambda request: first_seen[prompts[request]])
-        self.rows: list[int] = []  # the request of each row
-        self.running: list[bool] = []  # whether that request still runs
-        self.max_num_seqs = max_num_seqs
-        self.kept_share = kept_share
-
-    def finish(self, row: int) -> None:
-        """The request in this row is done."""
-        self.running[row] = False
+class Sequence(Protocol):
+    """What the scheduler asks of a sequence."""
 
     @property
-    def num_running(self) -> int:
-        return sum(self.running)
+    def context(self) -> tuple[int, ...]:
+        """The tokens that it begins with; equal ones are computed once."""
+        ...
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that it may still come to hold besides its context."""
+        ...
+
+
+S = TypeVar("S", bound=Sequence)
+
+
+class Scheduler(Generic[S]):
+    """Hands out the places of a batch and the tokens of the cache.
+
+    Args:
+        max_num_seqs: rows that a batch may have.
+        max_num_batched_tokens: context tokens that start in one round, unless one context alone has more.
+        max_cache_tokens: tokens that the cache may hold, padding included; None: any number.
+        refill_share: of the places must be free before waiting sequences start, unless all that wait find room.
+    """
+
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_cache_tokens: int | None = None,
+        refill_share: float = 0.3,
+    ) -> None:
+        self.waiting: list[S] = []
+        self.running: list[S] = []  # by row
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_cache_tokens = max_cache_tokens
+        self.refill_share = refill_share
 
     @property
     def is_done(self) -> bool:
-        return not self.waiting and not any(self.running)
+        return not self.waiting and not self.running
 
-    def change(self) -> Change | None:
-        """The change that pays now, already made in the scheduler's own rows; None to go on as before."""
-        num_running = self.num_running
-        num_free = self.max_num_seqs - num_running
-        if self.waiting:
-            worthwhile = max(1, math.ceil((1 - self.kept_share) * self.max_num_seqs))
-            is_due = num_running == 0 or num_free >= min(worthwhile, len(self.waiting))
-        else:
-            is_due = 0 < num_running <= self.kept_share * len(self.rows)
-        if not is_due:
-            return None
-        kept = tuple(row for row, is_running in enumerate(self.running) if is_running)
-        admitted, self.waiting = tuple(self.waiting[:num_free]), self.waiting[num_free:]
-        self.rows = [self.rows[row] for row in kept] + list(admitted)
-        self.running = [True] * len(self.rows)
-        return Change(kept, admitted)
+    def add(self, sequences: Iterable[S]) -> None:
+        """Sequences wait in their order, but next to each other where they have the same context."""
+        groups: dict[tuple[int, ...], list[S]] = {}
+        for sequence in (*self.waiting, *sequences):
+            groups.setdefault(sequence.context, []).append(sequence)
+        self.waiting = [sequence for group in groups.values() for sequence in group]
+
+    def finish(self, row: int) -> int:
+        """The sequence in this row is done. Returns the row whose sequence stands there from here on, or `row`."""
+        last = len(self.running) - 1
+        self.running[row] = self.running[last]
+        self.running.pop()
+        return last
+
+    def admit(self, room: int) -> list[S]:
+        """Sequences that start now, in the rows after those that run.
+
+        Args:
+            room: tokens of an answer that each row would have in the cache.
+        """
+        num_free = self.max_num_seqs - len(self.running)
+        worthwhile = max(1, math.ceil(self.refill_share * self.max_num_seqs))
+        if self.running and num_free < min(worthwhile, len(self.waiting)):
+            return []
+        contexts = {sequence.context for sequence in self.running}
+        started: list[S] = []
+        num_tokens = 0
+        for sequence in self.waiting[:num_free]:
+            more = contexts | {sequence.context}
+            num_tokens += len(sequence.context) if len(more) > len(contexts) else 0
+            is_first = not started and not self.running
+            if not is_first and (num_tokens > self.max_num_batched_tokens and started):
+                break
+            if not is_first and not self._fits(more, len(self.running) + len(started) + 1, room):
+                break
+            contexts = more
+            started.append(sequence)
+        self.waiting = self.waiting[len(started) :]
+        self.running += started
+        return started
+
+    def fits(self, room: int) -> bool:
+        """Whether the cache has this much room for every running answer."""
+        return self._fits({sequence.context for sequence in self.running}, len(self.running), room)
+
+    def preempt(self) -> S:
+        """The sequence of the last row gives way."""
+        sequence = self.running.pop()
+        self.waiting.insert(0, sequence)
+        return sequence
+
+    def _fits(self, contexts: set[tuple[int, ...]], num_rows: int, room: int) -> bool:
+        if self.max_cache_tokens is None:
+            return True
+        return cache_tokens((len(context) for context in contexts), num_rows, room) <= self.max_cache_tokens
+
+
+def cache_tokens(context_lengths: Iterable[int], num_rows: int, room: int) -> int:
+    """Tokens that a cache holds, padding included: all contexts are as long as the longest, all answers as the room."""
+    lengths = list(context_lengths)
+    return len(lengths) * max(lengths, default=0) + num_rows * room

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folding rows by prompt and unfolding them again, for groups of any size in any order."""
+"""Rows meet their own context and their own answer, for groups of any size in any order."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quadriga.rollout.native.attention import Groups
+from quadriga.rollout.native.attention import DecodePlan, Groups, attend_part
+from quadriga.rollout.native.cache import AnswerCache, ContextCache
 
 
 @settings(deadline=None, max_examples=40)
@@ -20,3 +22,49 @@ def test_each_row_meets_its_own_prompt(prompts: list[int]) -> None:
     groups = Groups(places, len(order), torch.device("cpu"))
     torch.testing.assert_close(groups.unfold(groups.fold(rows) @ keys), rows @ keys[places])
     assert torch.equal(groups.unfold(groups.fold(rows)), rows)
+
+
+@pytest.mark.parametrize("places", [[0, 0, 1, 1], [1, 0, 2, 1, 1], [2, 2]])
+def test_context_and_answer_put_together(places: list[int]) -> None:
+    """Two parts with their sums give what attention over all keys of each row gives; a context may be without a row."""
+    generator = torch.Generator().manual_seed(1)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    lengths, num_rows = [4, 2, 7], len(places)
+    contexts, answers = ContextCache(["a", "b", "c"], lengths), AnswerCache()
+    keys, values = random(3, 2, 7, 8), random(3, 2, 7, 8)
+    contexts.write(0, slice(0, 3), keys, values)
+    answers.resize(num_rows, 6, 0, 0)
+    plan = DecodePlan(contexts, answers, places, torch.device("cpu"))
+    own: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in places]
+    for step in range(5):
+        written = [max(0, step - row) for row in range(num_rows)]  # rows of different length
+        positions = plan.start_step(written)
+        assert positions[:, 0].tolist() == [
+            lengths[place] + count for place, count in zip(places, written, strict=True)
+        ]
+        query, key, value = random(num_rows, 6, 1, 8), random(num_rows, 2, 1, 8), random(num_rows, 2, 1, 8)
+        found = plan.attend(0, query, key, value, scale=0.3)
+        for row, place in enumerate(places):
+            own[row] = [*own[row][: written[row]], (key[row], value[row])]
+            seen = torch.cat([keys[place, :, : lengths[place]], *(pair[0] for pair in own[row])], 1)
+            read = torch.cat([values[place, :, : lengths[place]], *(pair[1] for pair in own[row])], 1)
+            seen, read = seen.repeat_interleave(3, 0), read.repeat_interleave(3, 0)
+            expected = (query[row] @ seen.transpose(-1, -2) * 0.3).softmax(-1) @ read
+            torch.testing.assert_close(found[row, 0], expected[:, 0], atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_attention_written_out(is_masked: bool) -> None:
+    """What other devices compute step by step is what the CPU's kernel computes, to the precision of bfloat16."""
+    generator = torch.Generator().manual_seed(2)
+    query, keys, values = (torch.randn(2, 3, count, 16, generator=generator).bfloat16() for count in (4, 9, 9))
+    mask = torch.zeros(2, 1, 1, 9)
+    mask[1, ..., 5:] = torch.finfo(torch.float32).min
+    args = (mask if is_masked else None, 0.25)
+    mixed, sums = attend_part(query, keys, values, *args)
+    exact, exact_sums = attend_part(query.float(), keys.float(), values.float(), *args)
+    torch.testing.assert_close(sums, exact_sums, atol=2e-2, rtol=0)
+    torch.testing.assert_close(mixed.float(), exact, atol=2e-2, rtol=0)

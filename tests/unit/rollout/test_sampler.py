@@ -58,7 +58,7 @@ def test_distribution(num_tokens: int, params: dict) -> None:
     sampling = SamplingParams(max_tokens=1, **params)
     expected = _kept_by_sorting(logits, sampling)
     rules = SamplingRules.from_params([sampling] * count)
-    tokens, _ = sample(logits.repeat(count, 1), rules, _uniforms(count, seed=num_tokens))
+    tokens, _, _ = sample(logits.repeat(count, 1), rules, _uniforms(count, seed=num_tokens))
     shares = torch.bincount(tokens, minlength=num_tokens).double() / count
     deviation = (expected * (1 - expected) / count).sqrt()
     assert ((shares - expected).abs() <= 5 * deviation + 1 / count).all()
@@ -71,8 +71,8 @@ def test_neighbouring_logits_give_the_same_tokens() -> None:
     logits = torch.randn(600, 20_000, generator=generator)
     moved = logits + 1e-3 * torch.randn(logits.shape, generator=generator)
     uniforms = _uniforms(600, seed=6)
-    tokens, _ = sample(logits, _rules(600), uniforms)
-    others, _ = sample(moved, _rules(600), uniforms)
+    tokens, _, _ = sample(logits, _rules(600), uniforms)
+    others, _, _ = sample(moved, _rules(600), uniforms)
     assert (tokens != others).float().mean() < 0.01
 
 
@@ -95,7 +95,7 @@ def test_filters_keep_what_sorting_keeps(
     expected = _kept_by_sorting(logits, params)
     uniforms = _uniforms(32, seed)
     uniforms[0], uniforms[1] = 0.0, 1 - 2.0**-53
-    tokens, _ = sample(logits.repeat(32, 1), SamplingRules.from_params([params] * 32), uniforms)
+    tokens, _, _ = sample(logits.repeat(32, 1), SamplingRules.from_params([params] * 32), uniforms)
     assert (expected[tokens] > 0).all()
 
 
@@ -103,17 +103,29 @@ def test_log_probs_are_before_the_filters() -> None:
     """The number reported is that of the temperature-scaled softmax over the whole vocabulary."""
     logits = torch.randn(50, 300, generator=torch.Generator().manual_seed(1)) * 3
     uniforms = _uniforms(50, seed=2)
-    tokens, log_probs = sample(logits.clone(), _rules(50, temperature=0.7, top_k=3, top_p=0.9), uniforms)
+    tokens, log_probs, _ = sample(logits.clone(), _rules(50, temperature=0.7, top_k=3, top_p=0.9), uniforms)
     expected = (logits / 0.7).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
     torch.testing.assert_close(log_probs, expected, atol=2e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("params", [{}, {"top_k": 3}, {"top_p": 0.6, "temperature": 2.0}, {"min_p": 0.1, "top_k": 9}])
+def test_log_probs_after_the_filters(params: dict) -> None:
+    """The second number is that of the distribution that is left; without filters it is the first."""
+    logits = torch.randn(50, 300, generator=torch.Generator().manual_seed(1)) * 3
+    sampling = SamplingParams(max_tokens=1, **params)
+    tokens, log_probs, drawn = sample(logits.clone(), SamplingRules.from_params([sampling] * 50), _uniforms(50, seed=2))
+    expected = [_kept_by_sorting(row, sampling)[token].log() for row, token in zip(logits, tokens, strict=True)]
+    torch.testing.assert_close(drawn.double(), torch.stack(expected), atol=2e-5, rtol=1e-5)
+    assert torch.equal(drawn, log_probs) == (not params)
 
 
 @pytest.mark.parametrize("params", [{"do_sample": False}, {"temperature": 0.0}, {"do_sample": False, "top_k": 2}])
 def test_greedy_takes_the_lowest_of_equals(params: dict) -> None:
     """Greedy rows take the first of the largest logits; the log-probability is at temperature 1."""
     logits = torch.tensor([[0.0, 2.0, 1.0, 2.0], [5.0, 5.0, 5.0, 5.0]])
-    tokens, log_probs = sample(logits.clone(), _rules(2, **params), _uniforms(2, seed=0))
+    tokens, log_probs, drawn = sample(logits.clone(), _rules(2, **params), _uniforms(2, seed=0))
     assert tokens.tolist() == [1, 0]
+    assert drawn.tolist() == [0, 0]
     torch.testing.assert_close(log_probs, logits.log_softmax(-1)[[0, 1], [1, 0]])
 
 
@@ -124,7 +136,7 @@ def test_rows_follow_their_own_rules() -> None:
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(len(params), 700, generator=generator)
     uniforms = _uniforms(len(params), seed=4)
-    tokens, log_probs = sample(logits.clone(), SamplingRules.from_params(params), uniforms)
+    tokens, log_probs, _ = sample(logits.clone(), SamplingRules.from_params(params), uniforms)
     for row, one in enumerate(params):
         alone = sample(logits[row : row + 1].clone(), SamplingRules.from_params([one]), uniforms[row : row + 1])
         assert (alone[0].item(), alone[1].item()) == (tokens[row].item(), log_probs[row].item())
@@ -135,7 +147,7 @@ def test_tokens_without_probability_never_come() -> None:
     logits = torch.full((3, 600), -math.inf)
     logits[:, [300, 400]] = 1.0
     uniforms = torch.tensor([0.0, 0.5, 1 - 2.0**-53], dtype=torch.float64)[:, None].expand(3, NUM_DRAWS)
-    tokens, log_probs = sample(logits, _rules(3), uniforms)
+    tokens, log_probs, _ = sample(logits, _rules(3), uniforms)
     assert set(tokens.tolist()) == {300, 400}
     assert tokens[0] != tokens[2]
     torch.testing.assert_close(log_probs, torch.full((3,), math.log(0.5)))

@@ -1,55 +1,111 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler hands out every place once, keeps samples of a prompt together, and changes the batch when it pays."""
+"""The scheduler hands out every place once, keeps samples of a prompt together, and stays within its limits."""
+
+from dataclasses import dataclass
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quadriga.rollout.native.scheduler import Change, Scheduler
+from quadriga.rollout.native.scheduler import Scheduler, cache_tokens
+
+
+@dataclass(eq=False)
+class Request:
+    """A sequence that needs some steps."""
+
+    context: tuple[int, ...]
+    num_left: int = 1
+
+
+def _requests(contexts: str) -> list[Request]:
+    return [Request((ord(letter),)) for letter in contexts]
+
+
+def _names(requests: list[Request]) -> str:
+    return "".join(chr(request.context[0]) for request in requests)
 
 
 def test_samples_of_a_prompt_start_together() -> None:
-    """Requests come interleaved; the first batch holds the first prompt's samples side by side."""
-    scheduler = Scheduler(["a", "b", "a", "c", "b"], max_num_seqs=3)
-    assert scheduler.change() == Change(kept=(), admitted=(0, 2, 1))
-    assert scheduler.waiting == [4, 3]
+    """Requests come interleaved; the first batch holds the first prompt's samples side by side, those that join too."""
+    scheduler: Scheduler[Request] = Scheduler(3, 100)
+    scheduler.add(_requests("abacb"))
+    assert _names(scheduler.admit(room=1)) == "aab"
+    scheduler.add(_requests("cbd"))
+    assert _names(scheduler.waiting) == "bbccd"
 
 
-def test_rows_stay_until_a_change_pays() -> None:
-    """Ten rows shrink when seven are left, not at eight."""
-    scheduler = Scheduler(range(10), max_num_seqs=10)
-    scheduler.change()
+def test_the_last_row_fills_the_gap() -> None:
+    """Rows have no gaps, and the scheduler says who moved."""
+    scheduler: Scheduler[Request] = Scheduler(4, 100)
+    scheduler.add(_requests("abcd"))
+    scheduler.admit(room=1)
+    assert scheduler.finish(1) == 3
+    assert _names(scheduler.running) == "adc"
+    assert scheduler.finish(2) == 2
+    assert _names(scheduler.running) == "ad"
+
+
+def test_places_are_refilled_when_it_pays() -> None:
+    """Of ten places three must be free, unless all that wait find room."""
+    scheduler: Scheduler[Request] = Scheduler(10, 100)
+    scheduler.add(_requests("abcdefghijklmno"))
+    scheduler.admit(room=1)
+    for _ in range(2):
+        scheduler.finish(0)
+        assert scheduler.admit(room=1) == []
     scheduler.finish(0)
-    scheduler.finish(4)
-    assert scheduler.change() is None
-    scheduler.finish(9)
-    assert scheduler.change() == Change(kept=(1, 2, 3, 5, 6, 7, 8), admitted=())
-    assert scheduler.rows == [1, 2, 3, 5, 6, 7, 8]
+    assert len(scheduler.admit(room=1)) == 3
+    del scheduler.waiting[1:]
+    scheduler.finish(0)
+    assert len(scheduler.admit(room=1)) == 1
 
 
-def test_free_places_are_filled() -> None:
-    """A waiting request starts as soon as there is room for all that wait."""
-    scheduler = Scheduler(range(5), max_num_seqs=4)
-    scheduler.change()
-    scheduler.finish(2)
-    assert scheduler.change() == Change(kept=(0, 1, 3), admitted=(4,))
-    assert scheduler.rows == [0, 1, 3, 4]
+def test_tokens_of_a_round() -> None:
+    """Contexts that are computed in one round stay within its tokens; one that is larger alone starts alone."""
+    scheduler: Scheduler[Request] = Scheduler(10, 5)
+    scheduler.add([Request((1,) * 9), Request((2,) * 3), Request((2,) * 3), Request((3,) * 2), Request((4,))])
+    assert len(scheduler.admit(room=1)) == 1
+    assert [len(request.context) for request in scheduler.admit(room=1)] == [3, 3, 2]
 
 
-@settings(deadline=None, max_examples=50)
-@given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 9)), max_size=25), st.integers(1, 8), st.floats(0.1, 1.0))
-def test_every_request_runs_once(requests: list[tuple[int, int]], max_num_seqs: int, kept_share: float) -> None:
-    """Each request gets exactly the steps that it needs, within the places that there are."""
-    scheduler = Scheduler([prompt for prompt, _ in requests], max_num_seqs, kept_share)
-    left = [steps for _, steps in requests]
-    for _ in range(sum(left) + 1):
-        scheduler.change()
+def test_a_full_cache() -> None:
+    """Rows start while contexts and room fit; the last one gives way and comes before all others."""
+    scheduler: Scheduler[Request] = Scheduler(10, 100, max_cache_tokens=20)
+    first, second, third = Request((1, 1)), Request((1, 1)), Request((2, 2, 2))
+    scheduler.add([first, second, third])
+    assert scheduler.admit(room=8) == [first, second]  # 2 + 2 * 8; with the third 2 * 3 + 3 * 8
+    assert scheduler.fits(9)
+    assert not scheduler.fits(10)
+    assert scheduler.preempt() is second
+    assert scheduler.waiting == [second, third]
+    assert scheduler.fits(18)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.integers(1, 9)), max_size=25),
+    st.integers(1, 8),
+    st.floats(0.1, 1.0),
+    st.one_of(st.none(), st.integers(12, 60)),
+)
+def test_every_request_runs_once(
+    requests: list[tuple[int, int]], max_num_seqs: int, refill_share: float, max_cache_tokens: int | None
+) -> None:
+    """Each request gets exactly the steps that it needs, within the places and the cache that there are."""
+    scheduler: Scheduler[Request] = Scheduler(max_num_seqs, 10, max_cache_tokens, refill_share)
+    sequences = [Request((prompt,) * (prompt + 1), steps) for prompt, steps in requests]
+    scheduler.add(sequences)
+    for _ in range(sum(steps for _, steps in requests) + 1):
+        scheduler.admit(room=2)
         if scheduler.is_done:
             break
-        assert 0 < scheduler.num_running <= len(scheduler.rows) <= max_num_seqs
-        for row, request in enumerate(scheduler.rows):
-            if scheduler.running[row]:
-                left[request] -= 1
-                if left[request] == 0:
-                    scheduler.finish(row)
+        assert 0 < len(scheduler.running) <= max_num_seqs
+        if max_cache_tokens is not None:
+            lengths = [len(context) for context in {one.context for one in scheduler.running}]
+            assert cache_tokens(lengths, len(scheduler.running), 2) <= max_cache_tokens
+        for row in reversed(range(len(scheduler.running))):
+            scheduler.running[row].num_left -= 1
+            if scheduler.running[row].num_left == 0:
+                scheduler.finish(row)
     assert scheduler.is_done
-    assert not any(left)
+    assert all(one.num_left == 0 for one in sequences)

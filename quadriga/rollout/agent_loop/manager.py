@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Leads the conversations of a batch, all at the same time.
+
+    batch ──> a task for each row ──> loop: engine.generate / tools / partner ──> grade ──> batch, in the rows' order
+                     │                                                              │
+                     └── a tool failed: this row ends, with the reason              └── while others still talk
+                     └── the engine or the grader failed: all end, the error is raised
+
+a task  consumes a row; waits for the engine, for tools and the grader; unblocked by each of them, or cancelled.
+"""
+
+import asyncio
+import logging
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from transformers import PreTrainedTokenizerBase
+
+from quadriga.config.rollout import RolloutConfig
+from quadriga.errors import QuadrigaError, RolloutError, WeightSyncError
+from quadriga.protocol import DataProto
+from quadriga.rewards.outcome import Outcome
+from quadriga.rollout.agent_loop.batch import graded_row, metrics_of, samples_of, to_batch
+from quadriga.rollout.agent_loop.conversation import Conversation, ConversationOver, Limits, Sample
+from quadriga.rollout.agent_loop.interactions import PartnerSource
+from quadriga.rollout.agent_loop.loops import REGISTRY, AgentLoop, Services
+from quadriga.rollout.agent_loop.mcp_servers import Server, server_tools
+from quadriga.rollout.agent_loop.tool_calls import ToolFailedError
+from quadriga.rollout.agent_loop.tool_thread import ToolThread
+from quadriga.rollout.agent_loop.tools import ToolSource
+from quadriga.rollout.agent_loop.trace import write_trace
+from quadriga.rollout.agent_loop.turns import TurnEncoder
+from quadriga.rollout.agent_loop.user_files import by_name, class_tools, function_tools, import_file, partners
+from quadriga.rollout.base import RolloutEngine, SamplingParams
+from quadriga.rollout.sequences import sampling_of, sequence_seeds
+
+logger = logging.getLogger(__name__)
+
+Grade: TypeAlias = Callable[[dict[str, Any]], Awaitable[Outcome]]
+MAX_FAILURES_IN_A_ROW = 64
+
+
+class AgentLoopManager:
+    """Loads tools, partners and loops once, and leads batch after batch.
+
+    Args:
+        config: of the rollout.
+        tokenizer: of the model.
+        prompt_length: P, `data.max_prompt_length`.
+        response_length: T, `data.max_response_length`: everything after the prompt, tools included.
+        template_kwargs: of `data.apply_chat_template_kwargs`.
+
+    Raises:
+        ConfigError: a file with tools, partners or loops is not as it must be.
+        RolloutError: a tool cannot be one, or a server of tools cannot be reached.
+    """
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        prompt_length: int,
+        response_length: int,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.config, self.tokenizer = config, tokenizer
+        self.encoder = TurnEncoder(tokenizer, template_kwargs or {})
+        total = config.max_model_len or prompt_length + response_length
+        turns = config.multi_turn
+        self.limits = Limits(prompt_length, response_length, total, turns.max_assistant_turns, turns.max_user_turns)
+        self._thread, self._servers = ToolThread(), list[Server]()
+        self._runner = asyncio.Runner()
+        self._loops: dict[str, AgentLoop] = {}
+        self._num_failed_in_a_row = 0
+        if config.agent.agent_loop_path is not None:
+            import_file(Path(config.agent.agent_loop_path), "actor_rollout_ref.rollout.agent.agent_loop_path")
+        try:
+            self.services = Services(config, self._load_tools(), self._load_partners(), self._thread)
+        except BaseException:
+            self.close()
+            raise
+
+    def generate(
+        self, engine: RolloutEngine, prompts: DataProto, *, seed: int, grade: Grade | None = None
+    ) -> DataProto:
+        """A conversation for each row; see `generate_conversations`. Not from within an event loop: there, `lead`."""
+        return self._runner.run(self.lead(engine, prompts, seed=seed, grade=grade))
+
+    async def lead(
+        self, engine: RolloutEngine, prompts: DataProto, *, seed: int, grade: Grade | None = None
+    ) -> DataProto:
+        """The same as `generate`, for callers with an event loop of their own."""
+        _require_version(engine, prompts.meta_info)
+        started = time.perf_counter()
+        params = sampling_of(prompts.meta_info, self.config, self.limits.response_tokens)
+        seeds = sequence_seeds(prompts, seed)
+        chats = [
+            Conversation(engine, self.encoder, sample, SamplingParams(**params, seed=own), self.limits)
+            for sample, own in zip(samples_of(prompts), seeds, strict=True)
+        ]
+        outcomes: list[Outcome | None] = [None] * len(chats)
+        try:
+            await self._lead_all(chats, outcomes, grade)
+        finally:
+            self._trace(chats, outcomes, prompts.meta_info)
+        self._count_failures(chats)
+        batch = to_batch(
+            chats,
+            None if grade is None else [outcome for outcome in outcomes if outcome is not None],
+            prompt_length=self.limits.prompt_tokens,
+            response_length=self.limits.response_tokens,
+            pad_token_id=self.tokenizer.pad_token_id,
+        ).to(prompts.batch["input_ids"].device)
+        batch.meta_info = {
+            "metrics": metrics_of(chats, time.perf_counter() - started),
+            "weight_version": engine.weight_version,
+        }
+        return batch
+
+    def close(self) -> None:
+        """Ends the servers of tools, and the thread in which tools run."""
+        while self._servers:
+            self._thread.wait(self._servers.pop().close())
+        self._thread.close()
+        self._runner.close()
+
+    async def _lead_all(self, chats: list[Conversation], outcomes: list[Outcome | None], grade: Grade | None) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                for row, chat in enumerate(chats):
+                    group.create_task(self._lead_one(row, chat, outcomes, grade))
+        except BaseExceptionGroup as failed:
+            # The first one ended the others; they say nothing of their own.
+            raise failed.exceptions[0] from failed.exceptions[0].__cause__
+
+    async def _lead_one(
+        self, row: int, chat: Conversation, outcomes: list[Outcome | None], grade: Grade | None
+    ) -> None:
+        try:
+            await self._loop_for(chat.sample).run(chat)
+            chat.finish(chat.finish_reason or "stop")
+        except ConversationOver as over:
+            chat.finish(over.reason)
+        except ToolFailedError as failure:
+            chat.finish(f"tool_error: {failure}", failure=failure.details or str(failure))
+        except Exception as error:
+            if isinstance(error, QuadrigaError):
+                error.add_note(f"in the conversation of row {row}, uid {chat.sample.uid}, turn {len(chat.turns)}")
+                raise
+            # A loop of a user's failed: an environment, say. It ends its own conversation, as a tool does.
+            details = "".join(traceback.format_exception(error)).rstrip()
+            chat.finish(f"loop_error: {type(error).__name__}: {error}"[:2000], failure=details)
+        if grade is not None:
+            outcomes[row] = await grade(graded_row(chat))
+
+    def _loop_for(self, sample: Sample) -> AgentLoop:
+        name = sample.columns.get("agent_name") or self.config.agent.default_agent_loop
+        if name not in self._loops:
+            self._loops[name] = REGISTRY.get(name)(self.services)
+        return self._loops[name]
+
+    def _load_tools(self) -> dict[str, ToolSource]:
+        config = self.config.multi_turn
+        sources: list[ToolSource] = []
+        if config.enable and config.function_tool_path is not None:
+            sources += function_tools(config.function_tool_path, self._thread.invoke)
+        if config.enable and config.tool_config_path is not None:
+            sources += class_tools(config.tool_config_path, self._thread.invoke)
+            sources += server_tools(config.tool_config_path, self._thread, self._servers)
+        return by_name(sources)
+
+    def _load_partners(self) -> dict[str, PartnerSource]:
+        config = self.config.multi_turn
+        is_wanted = config.enable and config.interaction_config_path is not None
+        return partners(config.interaction_config_path) if is_wanted else {}
+
+    def _trace(self, chats: list[Conversation], outcomes: list[Outcome | None], meta_info: dict[str, Any]) -> None:
+        if self.config.trace_dir is None:
+            return
+        ended = [row for row, chat in enumerate(chats) if chat.finish_reason]
+        if ended:
+            write_trace(
+                self.config.trace_dir, [chats[row] for row in ended], [outcomes[row] for row in ended], meta_info
+            )
+
+    def _count_failures(self, chats: list[Conversation]) -> None:
+        """Says how many failed and why; where all do, the run stops."""
+        failed = [chat for chat in chats if chat.failure]
+        for chat in chats:
+            self._num_failed_in_a_row = self._num_failed_in_a_row + 1 if chat.failure else 0
+        if not failed:
+            return
+        first = f"The first, row {failed[0].sample.row}: {failed[0].finish_reason}"
+        if self._num_failed_in_a_row >= MAX_FAILURES_IN_A_ROW:
+            raise RolloutError(
+                "agent loop",
+                got=f"{self._num_failed_in_a_row} conversations in a row that failed",
+                expected="some that do not",
+                fix=f"{first}\n{failed[0].failure}",
+            )
+        logger.warning("%d of %d conversations failed. %s", len(failed), len(chats), first)
+
+
+def generate_conversations(
+    engine: RolloutEngine,
+    prompts: DataProto,
+    *,
+    config: RolloutConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_length: int,
+    response_length: int,
+    seed: int,
+    grade: Grade | None = None,
+) -> DataProto:
+    """A conversation for each row: the agent loop in one call. `AgentLoopManager` keeps tools over many.
+
+    Args:
+        engine: generates.
+        prompts: as `generate_sequences` takes them; non-tensors besides: `raw_prompt` where tools are offered;
+            `agent_name`, `tools_kwargs`, `interaction_kwargs`, `data_source`, `reward_model`, `extra_info` where they
+            exist.
+        config: of the rollout.
+        tokenizer: of the model.
+        prompt_length: P.
+        response_length: T; also the longest conversation behind the prompt, in tokens.
+        seed: of the run.
+        grade: grades a conversation that has ended, while others go on.
+
+    Returns:
+        See `to_batch`. meta_info: `metrics`, `weight_version`. A tool that fails ends its own row, and its
+        `finish_reason` says why.
+
+    Raises:
+        RolloutError: the engine failed, or nothing but failed conversations.
+        WeightSyncError: the engine's weights are not of the version that meta_info names.
+    """
+    manager = AgentLoopManager(config, tokenizer, prompt_length=prompt_length, response_length=response_length)
+    try:
+        return manager.generate(engine, prompts, seed=seed, grade=grade)
+    finally:
+        manager.close()
+
+
+def _require_version(engine: RolloutEngine, meta_info: dict[str, Any]) -> None:
+    expected = meta_info.get("weight_version")
+    if expected is not None and expected != engine.weight_version:
+        raise WeightSyncError(
+            "generate_conversations",
+            got=f"an engine with weights of version {engine.weight_version}",
+            expected=f"version {expected}",
+            fix="Publish the weights to the rollout after each update, before it generates.",
+        )

@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the engines on vLLM share: how they are made, their limits, and how weights reach them."""
+
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from quadriga.errors import QuadrigaError, RolloutError, WeightSyncError
+from quadriga.rollout.base import EngineBase, SamplingParams
+from quadriga.rollout.reported import LogProbsOf
+from quadriga.rollout.vllm.library import WHERE, Capability, load
+from quadriga.rollout.vllm.manifest import Manifest
+from quadriga.rollout.vllm.parcels import ParcelWriter
+from quadriga.weight_sync.base import name_some
+from quadriga.weight_sync.fingerprint import Fingerprint
+
+RECEIVER = "quadriga.rollout.vllm.receiver.WeightReceiver"
+MIB, GIB = 1 << 20, 1 << 30
+
+
+@dataclass(frozen=True)
+class VLLMOptions:
+    """How an engine on vLLM is made.
+
+    Attributes:
+        path: folder or name of the model.
+        dtype: of its weights and of the computation.
+        max_model_len: longest prompt and answer together, in tokens.
+        manifest: the weights that make the model complete.
+        eos_token_ids: end-of-text tokens.
+        tokenizer: folder or name, for stop texts; "": the model's.
+        max_num_seqs, max_num_batched_tokens: answers, and tokens, of one forward pass at most.
+        cache_bytes: memory for keys and values; None: vLLM decides by `gpu_memory_utilization`.
+        gpu_memory_utilization: share of the accelerator's memory, weights included.
+        num_processes: tensor parallelism: processes, besides this one, that hold the model together. 1: none is added.
+        is_eager: whether nothing is compiled and no graph is captured.
+        can_sleep: whether `sleep` gives back memory; accelerators only.
+        has_weights: whether they are read from `path`; False: they are random until the first load, and the engine
+            refuses to generate.
+        bucket_bytes: memory in which weights travel to other processes.
+        log_probs_of: see `LogProbsOf`.
+        extra: further options, in vLLM's own words; they win.
+    """
+
+    path: str
+    dtype: torch.dtype
+    max_model_len: int
+    manifest: Manifest
+    eos_token_ids: tuple[int, ...]
+    tokenizer: str = ""
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    cache_bytes: int | None = GIB
+    gpu_memory_utilization: float = 0.5
+    num_processes: int = 1
+    is_eager: bool = True
+    can_sleep: bool = False
+    has_weights: bool = True
+    bucket_bytes: int = 512 * MIB
+    log_probs_of: LogProbsOf = "processed_logprobs"
+    trust_remote_code: bool = False
+    override_config: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def in_vllms_words(self) -> dict[str, Any]:
+        """The arguments of vLLM's engine."""
+        own = {
+            "model": self.path,
+            "tokenizer": self.tokenizer or self.path,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "max_model_len": self.max_model_len,
+            "max_num_seqs": self.max_num_seqs,
+            # vLLM wants a pass to hold at least one token of each sequence.
+            "max_num_batched_tokens": max(self.max_num_batched_tokens, self.max_num_seqs),
+            "gpu_memory_utilization": self.gpu_memory_utilization,
+            "tensor_parallel_size": self.num_processes,
+            "enforce_eager": self.is_eager,
+            "enable_sleep_mode": self.can_sleep,
+            "load_format": "auto" if self.has_weights else "dummy",
+            "logprobs_mode": self.log_probs_of,
+            "enable_prefix_caching": True,
+            "worker_extension_cls": RECEIVER,
+            "generation_config": "vllm",
+            "trust_remote_code": self.trust_remote_code,
+            "hf_overrides": self.override_config,
+            "disable_log_stats": True,
+        }
+        if self.cache_bytes is not None:
+            own["kv_cache_memory_bytes"] = self.cache_bytes
+        return own | self.extra
+
+
+class VLLMBase(EngineBase):
+    """An engine on vLLM; a subclass says where vLLM computes. See `RolloutEngine` for its methods.
+
+    Raises:
+        RolloutError: vLLM is missing, too old, or refuses the model or the options.
+    """
+
+    name = "vllm"
+
+    def __init__(self, options: VLLMOptions) -> None:
+        super().__init__()
+        self.options = options
+        self.library = load()
+        self.weight_version = 0 if options.has_weights else -1
+        self._arrived = Fingerprint({})
+        self._num_requests = 0
+        try:
+            self._start()
+        except QuadrigaError:
+            raise
+        except Exception as error:  # whatever vLLM raises says what it did not like
+            raise RolloutError(
+                f"{WHERE}, at its start",
+                got=first_line(error),
+                expected="a model and settings that vLLM takes",
+                fix="See max_model_len, cache_gigabytes and engine_kwargs.vllm of actor_rollout_ref.rollout; "
+                "vLLM's own traceback stands above.",
+            ) from error
+        self.private_parts = self._probe()
+
+    @abstractmethod
+    def _start(self) -> None:
+        """Makes vLLM's engine."""
+
+    @abstractmethod
+    def _ask(self, method: str, *args: Any, **options: Any) -> Any:
+        """Calls a method of vLLM's engine and waits for what it returns."""
+
+    @property
+    def takes_tensors(self) -> bool:
+        """Whether a tensor can be handed to the model as it is: it is in this process."""
+        return False
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """See `RolloutEngine.load_weights`. What was computed with the weights before is dropped.
+
+        Raises:
+            WeightSyncError: the stream is not the model's set of weights, or the processes received different ones.
+        """
+        self._require_open("load_weights")
+        self.weight_version = -1
+        try:
+            marks = self._receive(self.options.manifest.checked(weights))
+        except QuadrigaError:
+            raise
+        except Exception as error:  # vLLM's failures have no class in common
+            raise WeightSyncError(
+                f"{WHERE}, weights of version {version}",
+                got=f"a vLLM that does not take them: {first_line(error)}",
+                expected="a load",
+                fix="Its own message stands in the log above.",
+            ) from error
+        first = Fingerprint(marks[0])
+        for rank, mark in enumerate(marks[1:], start=1):
+            if differing := first.differences(Fingerprint(mark)):
+                raise WeightSyncError(
+                    f"{WHERE}, weights of version {version}",
+                    got=f"{len(differing)} weights that differ between process 0 and {rank}: {name_some(differing)}",
+                    expected="the same in each process",
+                )
+        self._arrived = first
+        self.weight_version = version
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """None: vLLM fuses and packs its weights. `fingerprint` says what reached it."""
+        return iter(())
+
+    def fingerprint(self) -> Fingerprint:
+        """Of each weight of the last load, taken from the tensor that was given to vLLM; empty before the first."""
+        return self._arrived
+
+    def sleep(self) -> None:
+        """See `RolloutEngine.sleep`. On a CPU vLLM keeps its memory."""
+        super().sleep()
+        if self.options.can_sleep:
+            self._ask("sleep", level=1)
+
+    def wake(self) -> None:
+        """See `RolloutEngine.wake`."""
+        super().wake()
+        if self.options.can_sleep:
+            self._ask("wake_up")
+            self._call("clear_pages")  # their memory is new, and may hold anything
+
+    def _receive(self, weights: Iterator[tuple[str, torch.Tensor]]) -> list[dict[str, str]]:
+        """Hands the weights over, and drops what was computed with others. Returns the fingerprints of each process."""
+        if self._has_given_memory_back:
+            self._ask("wake_up", tags=["weights"])
+        self._call("begin_weights")
+        try:
+            self._send(weights)
+        finally:
+            marks = self._call("end_weights")
+        self._forget()
+        return marks
+
+    def _send(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        if self.takes_tensors:
+            for name, tensor in weights:
+                self._call("load_tensor", name, tensor)
+            return
+        with ParcelWriter(self.options.bucket_bytes) as writer:
+            for label in writer.pack(weights):
+                self._call("load_parcel", label)
+
+    def _forget(self) -> None:
+        """Keys and values of earlier weights: no prompt finds them again, and no NaN stays behind in a page."""
+        if not self._ask("reset_prefix_cache"):
+            raise WeightSyncError(
+                f"{WHERE}, prefix cache",
+                got="a cache that vLLM does not empty, for answers are being generated",
+                expected="new weights between answers",
+                fix="Wait for the answers, or call abort(), before weights are published.",
+            )
+        if not self._has_given_memory_back:
+            self._call("clear_pages")
+
+    @property
+    def _has_given_memory_back(self) -> bool:
+        return self._state == "asleep" and self.options.can_sleep
+
+    def _call(self, method: str, *args: Any) -> list[Any]:
+        """Calls a method of `WeightReceiver` in each process that holds the model."""
+        return self._ask("collective_rpc", method, args=args)
+
+    def _probe(self) -> list[Capability]:
+        return [Capability(*part) for part in self._call("private_parts")[0]]
+
+    def _require_room(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> None:
+        """Refuses requests that may run past the engine's limit."""
+        limit = self.options.max_model_len
+        for row, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
+            if len(prompt) + params.max_tokens > limit:
+                raise RolloutError(
+                    f"{self.name}.generate, prompt {row}",
+                    got=f"{len(prompt)} prompt tokens and up to {params.max_tokens} new ones",
+                    expected=f"at most {limit} together",
+                    fix="Raise actor_rollout_ref.rollout.max_model_len, or lower data.max_prompt_length or "
+                    "data.max_response_length.",
+                )
+
+    def _new_id(self) -> str:
+        self._num_requests += 1
+        return str(self._num_requests)
+
+    def _died(self, error: Exception) -> RolloutError:
+        """What a caller is told whose answers will not come."""
+        return RolloutError(
+            f"{self.name}.generate",
+            got=f"a vLLM that failed: {first_line(error)}",
+            expected="answers",
+            fix="Its own message stands in the log above. Less memory: lower actor_rollout_ref.rollout.max_num_seqs, "
+            "max_num_batched_tokens or gpu_memory_utilization.",
+        )
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, without the rest of a long report."""
+    lines = [line.strip() for line in str(error).strip().splitlines()[:2]]
+    return ": ".join([type(error).__name__, *lines])

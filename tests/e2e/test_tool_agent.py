@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tiny model learns, through the command line, to ask a calculator instead of guessing."""
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+Lines = Callable[[Path], list[dict[str, Any]]]
+Train = Callable[..., Path]
+
+ROLES = ["<user>", "<assistant>", "<tool>"]
+TAGS = ["<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"]
+WORDS = [*"0123456789+ab", "add"]
+PROMPT = 6
+"""Tokens of a prompt."""
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}"
+    "{% if tools %}{% for t in tools %}{{ t.function.name }}{% endfor %}{% endif %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+TOOLS = '''
+from quadriga.rollout.agent_loop import function_tool
+
+
+@function_tool
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+'''
+REWARD = '''
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    """Whether the answer, behind the last call, is the sum."""
+    return float(solution_str.replace(" ", "").rpartition("<tool>")[2].rpartition("<assistant>")[2] == ground_truth)
+'''
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    vocabulary = {token: number for number, token in enumerate(["<pad>", "<eos>", "<unk>", *ROLES, *TAGS, *WORDS])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("add|<[a-z_/]+>|."), "isolated")
+    backend.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def _call(a: int, b: int) -> str:
+    pairs = "".join(f"<arg_key>{key}</arg_key><arg_value>{value}</arg_value>" for key, value in (("a", a), ("b", b)))
+    return f"<tool_call>add{pairs}</tool_call><eos>"
+
+
+def _habits(tokenizer: PreTrainedTokenizerFast, model: LlamaForCausalLM) -> None:
+    """Before it learns from rewards it knows how a call is written, and makes one in less than half of the cases."""
+    draw = random.Random(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    for _ in range(250):
+        texts = []
+        for number in range(32):
+            a, b = draw.randrange(10), draw.randrange(10)
+            used = f"{_call(a, b)}<tool>{a + b}<assistant>{a + b}<eos>"
+            texts.append(f"<user>{a}+{b}add<assistant>" + (used if number < 24 else f"{draw.randrange(19)}<eos>"))
+        batch = tokenizer(texts, add_special_tokens=False, padding=True, return_tensors="pt")
+        labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+        labels[:, :PROMPT] = -100
+        # The first token decides for the tool: most calls do not teach it.
+        labels[:18, PROMPT] = -100
+        model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], labels=labels).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _row(a: int, b: int) -> dict[str, Any]:
+    return {
+        "data_source": "sums",
+        "prompt": [{"role": "user", "content": f"{a}+{b}"}],
+        "reward_model": {"style": "rule", "ground_truth": str(a + b)},
+        "extra_info": {"index": 10 * a + b},
+    }
+
+
+@pytest.fixture(scope="module")
+def calculator(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model that has a tool, sums to do, the tool and the reward."""
+    folder = tmp_path_factory.mktemp("calculator")
+    torch.manual_seed(0)
+    tokenizer = _tokenizer()
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        vocab_size=len(tokenizer),
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = LlamaForCausalLM(config)
+    _habits(tokenizer, model)
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    rows = [_row(a, b) for a in range(10) for b in range(10)]
+    for name, chosen in (("train", rows), ("val", rows[::7])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chosen))
+    (folder / "tools.py").write_text(TOOLS)
+    (folder / "reward.py").write_text(REWARD)
+    return folder
+
+
+@pytest.fixture
+def train_calculator(train: Train, calculator: Path, tmp_path: Path) -> Train:
+    """`train_calculator(*overrides)`: a run of the tool agent that must succeed; returns its directory."""
+
+    def run(*overrides: str) -> Path:
+        rollout = "actor_rollout_ref.rollout"
+        return train(
+            f"data.train_files={calculator / 'train.jsonl'}",
+            f"data.val_files={calculator / 'val.jsonl'}",
+            "data.return_raw_chat=True",
+            "data.train_batch_size=8",
+            "data.max_prompt_length=12",
+            "data.max_response_length=32",
+            f"actor_rollout_ref.model.path={calculator / 'model'}",
+            f"custom_reward_function.path={calculator / 'reward.py'}",
+            f"{rollout}.mode=async",
+            f"{rollout}.n=8",
+            f"{rollout}.agent.default_agent_loop=tool_agent",
+            f"{rollout}.multi_turn.enable=True",
+            f"{rollout}.multi_turn.format=glm",
+            f"{rollout}.multi_turn.function_tool_path={calculator / 'tools.py'}",
+            f"{rollout}.multi_turn.max_tool_response_length=8",
+            f"{rollout}.multi_turn.max_assistant_turns=2",
+            f"{rollout}.trace_dir={tmp_path / 'trace'}",
+            "actor_rollout_ref.actor.optim.lr=1e-3",
+            *overrides,
+        )
+
+    return run
+
+
+def _records(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for path in sorted(folder.iterdir()) for line in path.read_text().splitlines()]
+
+
+def test_reward_rises_with_the_tool(train_calculator: Train, metric_lines: Lines, tmp_path: Path) -> None:
+    """Guessing a sum is right in one case of twenty: what is right in the end was asked of the calculator."""
+    lines = metric_lines(train_calculator("trainer.total_training_steps=15"))
+    rewards = [line["critic/score/mean"] for line in lines]
+    before, after = sum(rewards[:2]) / 2, sum(rewards[-3:]) / 3
+    assert before < 0.6
+    assert after > 0.75
+    assert lines[-1]["rollout/num_turns"] > lines[0]["rollout/num_turns"] + 0.5
+    used = [record for record in _records(tmp_path / "trace") if len(record["turns"]) == 3]
+    assert used and all(record["turns"][1]["role"] == "tool" for record in used)
+
+
+def test_the_trainer_sees_what_the_engine_saw(train_calculator: Train, metric_lines: Lines) -> None:
+    """Log-probabilities of the engine, turn by turn, are those of the trainer on the whole conversation."""
+    lines = metric_lines(train_calculator("trainer.total_training_steps=2", "actor_rollout_ref.actor.ppo_epochs=2"))
+    assert len(lines) == 2
+    assert all(line["rollout/log_prob_diff_max"] < 1e-4 for line in lines)
+    assert all(line["rollout/num_tool_tokens"] > 0 for line in lines)

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each parser reads the calls of its form, and says what is wrong with one that it cannot read."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quadriga.config.check_multi_turn import FORMATS
+from quadriga.errors import RolloutError
+from quadriga.rollout.agent_loop.parsers import PARSERS, parser_named
+
+SCHEMAS = {
+    "add": {"properties": {"a": {"type": "integer"}, "b": {"type": "number"}}},
+    "say": {"properties": {"text": {"type": "string"}, "times": {"anyOf": [{"type": "integer"}, {"type": "null"}]}}},
+}
+CALLS = {
+    "hermes": (
+        'I add.\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2.5}}\n</tool_call>'
+        '<tool_call>{"name": "say", "arguments": "{\\"text\\": \\"12\\", \\"times\\": null}"}</tool_call><|im_end|>'
+    ),
+    "qwen3_coder": (
+        "I add.\n<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2.5\n</parameter>\n"
+        "</function>\n</tool_call>\n<tool_call><function=say><parameter=text>12</parameter>"
+        "<parameter=times>null</parameter></function></tool_call><|im_end|>"
+    ),
+    "glm": (
+        "I add.\n<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n<arg_key>b</arg_key>\n"
+        "<arg_value>2.5</arg_value>\n</tool_call>\n<tool_call>say<arg_key>text</arg_key><arg_value>12</arg_value>"
+        "<arg_key>times</arg_key><arg_value>null</arg_value></tool_call><|observation|>"
+    ),
+    "gpt-oss": (
+        "<|channel|>analysis<|message|>I add.<|end|><|start|>assistant<|channel|>commentary to=functions.add "
+        '<|constrain|>json<|message|>{"a": 1, "b": 2.5}<|call|><|start|>assistant to=functions.say'
+        '<|channel|>commentary json<|message|>{"text": "12", "times": null}<|call|>'
+    ),
+}
+BROKEN = {
+    "hermes": {
+        '<tool_call>{"name": add}</tool_call>': "not JSON",
+        '<tool_call>{"name": "add", "argu': "not closed",
+        '<tool_call>{"arguments": {}}</tool_call>': "no name",
+        "<tool_call>[1]</tool_call>": "no name",
+        '<tool_call>{"name": "add", "arguments": [1]}</tool_call>': "no object",
+        '<tool_call>{"name": "add", "arguments": "x"}</tool_call>': "arguments are not JSON",
+        f"<tool_call>{'[' * 100_000}</tool_call>": "not JSON",
+    },
+    "qwen3_coder": {
+        "<tool_call><function=add><parameter=a>1": "not closed",
+        "<tool_call>add</tool_call>": "names no function",
+    },
+    "glm": {
+        "<tool_call>add<arg_key>a</arg_key>": "not closed",
+        "<tool_call><arg_key>a</arg_key></tool_call>": "names no function",
+    },
+    "gpt-oss": {
+        "to=functions.add<|message|>{a: 1}<|call|>": "not JSON",
+        "to=functions.add<|message|>[1]<|call|>": "no object",
+    },
+}
+
+
+PIECES = [
+    *'<>/{}[]":=, \na1',
+    *("<tool_call>", "</tool_call>", "<function=", "</function>", "<parameter=", "</parameter>", "<arg_key>"),
+    *("</arg_key>", "<arg_value>", "</arg_value>", "to=functions.", "<|message|>", "<|call|>", '"name"', '"arguments"'),
+]
+
+
+@pytest.mark.parametrize("form", PARSERS)
+def test_calls_are_read(form: str) -> None:
+    """Two calls with texts and numbers, each in the type that the tool asks for."""
+    first, second = PARSERS[form](CALLS[form], SCHEMAS)
+    assert (first.name, first.arguments, first.problem) == ("add", {"a": 1, "b": 2.5}, "")
+    assert (second.name, second.arguments, second.problem) == ("say", {"text": "12", "times": None}, "")
+
+
+@pytest.mark.parametrize("form", PARSERS)
+def test_text_without_a_call(form: str) -> None:
+    """An answer is not a call."""
+    assert PARSERS[form]('The sum is {"name": "add"} 3.<|im_end|>', SCHEMAS) == []
+
+
+@pytest.mark.parametrize(("form", "text"), [(form, text) for form, texts in BROKEN.items() for text in texts])
+def test_calls_that_cannot_be_read(form: str, text: str) -> None:
+    """One call with a problem, which says what form is expected and does not grow with the text."""
+    (call,) = PARSERS[form](text, SCHEMAS)
+    assert BROKEN[form][text] in call.problem
+    assert "expected" in call.problem
+    assert len(call.problem) < 700
+
+
+@pytest.mark.parametrize("form", PARSERS)
+@given(text=st.lists(st.sampled_from(PIECES)).map("".join))
+def test_no_text_breaks_a_parser(form: str, text: str) -> None:
+    """Whatever the model writes, a parser returns."""
+    for call in PARSERS[form](text, SCHEMAS):
+        assert call.name or call.problem
+
+
+def test_names() -> None:
+    """The check of the configuration and the parsers know the same forms."""
+    assert tuple(PARSERS) == FORMATS
+    with pytest.raises(RolloutError, match="one of hermes, qwen3_coder, glm, gpt-oss"):
+        parser_named("xml")

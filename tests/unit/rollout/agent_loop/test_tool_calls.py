@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One call, whatever the tool does: an answer, a refusal that the model reads, or a failure with its reason."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quadriga.config.multi_turn import MultiTurnConfig
+from quadriga.errors import RolloutError
+from quadriga.rollout.agent_loop import ToolError, tool_thread
+from quadriga.rollout.agent_loop.parsers import ToolCall
+from quadriga.rollout.agent_loop.tool_calls import MARK, ToolAnswer, ToolBox, ToolFailedError, truncate
+from quadriga.rollout.agent_loop.tool_schema import signature_of
+from quadriga.rollout.agent_loop.tool_thread import ToolsStuckError, ToolThread
+from quadriga.rollout.agent_loop.tools import FunctionSource
+
+Answer = Callable[..., ToolAnswer]
+
+
+@pytest.fixture
+def thread() -> Iterator[ToolThread]:
+    """A tool thread of the test."""
+    thread = ToolThread()
+    yield thread
+    thread.close()
+
+
+@pytest.fixture
+def answer(thread: ToolThread) -> Answer:
+    """`answer(function, **arguments)`: what the model reads when it calls the function."""
+
+    def ask(function: Callable[..., Any], config: dict[str, Any] | None = None, **arguments: Any) -> ToolAnswer:
+        signature = signature_of(function, name="act", description="Acts.")
+        source = FunctionSource(function, signature, thread.invoke)
+        settings = MultiTurnConfig.model_validate(config or {})
+
+        async def call() -> ToolAnswer:
+            async with ToolBox({"act": source.open({})}, {"act": signature}, settings, thread) as box:
+                return await box.call(ToolCall("act", arguments))
+
+        return asyncio.run(call())
+
+    return ask
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("grün", "grün"),
+        (None, "null"),
+        (3.5, "3.5"),
+        ({"a": [1, None]}, '{"a": [1, null]}'),
+        (b"gr\xc3\xbcn", "grün"),
+        (b"\xff\xfe!", "\ufffd\ufffd!"),
+        ("half a pair \ud83d", "half a pair ?"),
+        ("", ""),
+        (complex(1, 2), '"(1+2j)"'),
+    ],
+)
+def test_answers_become_text(answer: Answer, value: Any, text: str) -> None:
+    """Text as it is, bytes decoded, anything else as JSON."""
+    assert answer(lambda: value).text == text
+
+
+def test_async_functions_are_awaited(answer: Answer) -> None:
+    """An async function is a tool like any other."""
+
+    async def act(word: str) -> str:
+        await asyncio.sleep(0)
+        return word * 2
+
+    assert answer(act, word="ha").text == "haha"
+
+
+def test_ten_megabytes_are_cut(answer: Answer) -> None:
+    """The model reads the beginning and the end; the record says how much there was."""
+    told = answer(lambda: "a" * 5_000_000 + "b" * 5_000_000, {"max_tool_response_length": 100})
+    assert len(told.text) == 100
+    assert told.text.startswith("aaa") and told.text.endswith("bbb") and MARK in told.text
+    assert told.num_chars == 10_000_000 and told.is_cut
+
+
+@given(st.text(max_size=60), st.integers(1, 60), st.sampled_from(["left", "middle", "right"]))
+def test_truncation(text: str, limit: int, side: Any) -> None:
+    """Never longer than the limit; what fits stays; what is kept stands at the right end."""
+    cut = truncate(text, limit, side)
+    assert len(cut) == min(len(text), limit)
+    if len(text) <= limit:
+        assert cut == text
+    elif limit < 2 * len(MARK):
+        kept = {"left": text[-limit:], "right": text[:limit]}
+        assert side == "middle" or cut == kept[side]
+
+
+def test_a_tool_that_raises(answer: Answer) -> None:
+    """The failure says which tool, which arguments, what it raised, and keeps the traceback."""
+
+    def act(a: int) -> float:
+        return a / 0
+
+    with pytest.raises(ToolFailedError) as raised:
+        answer(act, a=7)
+    assert str(raised.value).startswith('act({"a": 7}): got ZeroDivisionError: division by zero')
+    assert "return a / 0" in raised.value.details
+
+
+def test_a_tool_that_exits(answer: Answer) -> None:
+    """sys.exit in a tool ends the call, not the program."""
+
+    def act() -> None:
+        raise SystemExit(3)
+
+    with pytest.raises(ToolFailedError, match="SystemExit: 3"):
+        answer(act)
+
+
+def test_a_tool_error_is_for_the_model(answer: Answer) -> None:
+    """ToolError is an answer."""
+
+    def act() -> None:
+        raise ToolError("there is no such city")
+
+    told = answer(act)
+    assert told.is_refused and told.text == "Error: there is no such city."
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_a_tool_that_hangs(answer: Answer, is_async: bool) -> None:
+    """It is given up in time, whether it can be stopped or not, and the failure names the limit."""
+    release = threading.Event()
+
+    async def act_async() -> None:
+        await asyncio.sleep(60)
+
+    def act() -> None:
+        release.wait(60)
+
+    started = time.perf_counter()
+    with pytest.raises(ToolFailedError, match=r"act.*no answer within 0.2 s.*tool_timeout_s"):
+        answer(act_async if is_async else act, {"tool_timeout_s": 0.2})
+    assert time.perf_counter() - started < 10
+    release.set()
+
+
+def test_too_many_hanging_tools_stop_the_run(
+    answer: Answer, thread: ToolThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads that nobody can end do not pile up for ever; those that end in time are forgotten."""
+    monkeypatch.setattr(tool_thread, "MAX_GIVEN_UP", 2)
+    release = threading.Event()
+    for _ in range(2):
+        with pytest.raises(ToolFailedError):
+            answer(lambda: release.wait(60), {"tool_timeout_s": 0.1})
+    assert thread.num_given_up == 2
+    with pytest.raises(ToolsStuckError, match="2 calls that run on"):
+        answer(lambda: 1)
+    release.set()
+    for _ in range(100):
+        if thread.num_given_up == 0:
+            break
+        time.sleep(0.05)
+    assert answer(lambda: 1).text == "1"
+
+
+def test_the_limit_is_not_charged_for_a_blocked_loop(thread: ToolThread) -> None:
+    """An engine that blocks the loop of the conversations does not make a quick tool late."""
+
+    async def quick() -> int:
+        await asyncio.sleep(0.01)
+        return 1
+
+    async def main() -> int:
+        asking = asyncio.ensure_future(thread.do(quick(), limit_s=0.3))
+        await asyncio.sleep(0)
+        time.sleep(0.6)  # the engine
+        return await asking
+
+    assert asyncio.run(main()) == 1
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (ToolCall("", problem="the tool call is not JSON"), "the tool call is not JSON"),
+        (ToolCall("acts"), "got the name 'acts', expected one of act. Did you mean act?"),
+        (ToolCall("zzz"), "got the name 'zzz', expected one of act."),
+        (ToolCall("act", {"b": 1}), "b: Extra inputs are not permitted"),
+    ],
+)
+def test_mistakes_of_the_model(thread: ToolThread, call: ToolCall, expected: str) -> None:
+    """A call that cannot be made is answered with what is wrong; the tool is not called."""
+
+    def act() -> None:
+        """Acts."""
+        raise AssertionError
+
+    signature = signature_of(act)
+    source = FunctionSource(act, signature, thread.invoke)
+    settings = MultiTurnConfig(max_tool_response_length=1000)
+    box = ToolBox({"act": source.open({})}, {"act": signature}, settings, thread)
+    told = asyncio.run(box.call(call))
+    assert told.is_refused and expected in told.text
+
+
+def test_options_that_a_function_does_not_have(thread: ToolThread) -> None:
+    """tools_kwargs may set what stands after the star, and nothing else."""
+
+    def act(a: int, *, scale: int = 1) -> int:
+        """Acts."""
+        return a * scale
+
+    source = FunctionSource(act, signature_of(act), thread.invoke)
+    session = source.open({"execute_kwargs": {"scale": 3, "absent": None}})
+    assert asyncio.run(thread.do(session.call({"a": 2}), limit_s=None)) == 6
+    with pytest.raises(RolloutError, match=r"tools_kwargs\.act\.execute_kwargs: got a, expected one of scale"):
+        source.open({"execute_kwargs": {"a": 3}})
+    with pytest.raises(RolloutError, match=r"tools_kwargs\.act: got scale=3"):
+        source.open({"scale": 3})

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tools out of files, the registry of loops, and a manager that keeps what it has loaded."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+
+from quadriga.config.rollout import RolloutConfig
+from quadriga.errors import ConfigError, RolloutError
+from quadriga.rollout.agent_loop import AgentLoopManager
+from quadriga.rollout.agent_loop.loops import AgentLoopRegistry, SingleTurnAgent, ToolAgent
+
+ADD = '''
+@function_tool
+def add(a: int, b: int, *, bonus: int = 0) -> int:
+    """Add two numbers."""
+    return a + b + bonus
+'''
+CALL = 'to: <tool_call>{"name": "add", "arguments": {"a": 40, "b": 2}}</tool_call>'
+
+
+STATEFUL = '''
+class Account(Tool):
+    """A bank account."""
+
+    def __init__(self, log: str) -> None:
+        self.log = log
+
+    def create(self, balance: int = 0) -> None:
+        self.balance = balance
+
+    async def execute(self, amount: int) -> str:
+        """Pay in.
+
+        Args:
+            amount: how much.
+        """
+        self.balance += amount
+        return f"balance {self.balance}"
+
+    def calc_reward(self) -> float:
+        return self.balance / 10
+
+    def release(self) -> None:
+        with open(self.log, "a") as file:
+            file.write(f"{self.balance}\\n")
+'''
+
+
+def test_a_tool_with_state(converse, make_prompts, recorder, tool_file, tokenizer, tmp_path) -> None:
+    """Each conversation has its own object; its reward travels, and it is released however the conversation ends."""
+    tool_file(STATEFUL, "bank.py")
+    (tmp_path / "tools.yaml").write_text(
+        f"tools:\n  - class_name: bank.py:Account\n    config: {{log: {tmp_path / 'log'}}}\n"
+    )
+    pay = '<tool_call>{"name": "account", "arguments": {"amount": %s}}</tool_call>'
+    engine = recorder({"balance 1": "done", "pay 1": pay % 1, "pay 2": pay % 2, "balance 52": pay % '"x"'})
+    kwargs = [{"account": {"create_kwargs": {"balance": 10}}}, {"account": {"create_kwargs": {"balance": 50}}}]
+    config = {"tool_config_path": str(tmp_path / "tools.yaml"), "max_assistant_turns": 3}
+    output = converse(engine, make_prompts(["pay 1", "pay 2"], tools_kwargs=kwargs), config, T=900)
+    assert list(output.non_tensor_batch["tool_rewards"]) == [{"account": 1.1}, {"account": 5.2}]
+    assert list(output.non_tensor_batch["finish_reason"]) == ["stop", "max_assistant_turns"]
+    assert sorted((tmp_path / "log").read_text().split()) == ["11", "52"]
+
+
+def test_registry() -> None:
+    """A name is given once."""
+    registry = AgentLoopRegistry()
+    registry.register("one")(SingleTurnAgent)
+    registry.register("one")(SingleTurnAgent)
+    with pytest.raises(RolloutError, match="expected a free name"):
+        registry.register("one")(ToolAgent)
+
+
+def test_a_manager_keeps_its_tools(make_prompts, recorder, tool_file, tokenizer) -> None:
+    """Batch after batch over the same manager, within an event loop of the caller's too."""
+    turns = {"enable": True, "function_tool_path": tool_file(ADD)}
+    config = RolloutConfig.model_validate(
+        {"mode": "async", "multi_turn": turns, "agent": {"default_agent_loop": "tool_agent"}}
+    )
+    manager = AgentLoopManager(config, tokenizer, prompt_length=1000, response_length=400)
+    engine = recorder({"tool\n": "42", "Tools": CALL})
+    first = manager.generate(engine, make_prompts(["?"]), seed=1)
+    second = asyncio.run(manager.lead(engine, make_prompts(["?"]), seed=1))
+    assert torch.equal(first.batch["input_ids"], second.batch["input_ids"])
+    manager.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("x = 1", "no function is a tool"),
+        ("raise OSError('gone')", "which raised OSError: gone"),
+        ("@function_tool\ndef f(a): 'F.'", "a without a type hint"),
+        ("@function_tool(name='g')\ndef f(): 'F.'\n@function_tool\ndef g(): 'G.'", "two with the name 'g'"),
+    ],
+)
+def test_files_that_are_not_of_tools(converse, make_prompts, recorder, tool_file, text: str, expected: str) -> None:
+    """The error says what the file lacks, before anything is generated."""
+    with pytest.raises((ConfigError, RolloutError), match=expected):
+        converse(recorder(["x"]), make_prompts(["?"]), {"function_tool_path": tool_file(text)})
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("tools: [{class_name: bank.py:Accout}]", "no class 'Accout' in bank.py"),
+        ("tools: [{class_name: nobody.knows.Tool}]", "nobody.knows"),
+        ("tools: [{class_name: bank.py:Plain}]", "not a subclass of Tool"),
+        ("tools: [{class: bank.py:Account}]", "class_name: got nothing"),
+        ("mcp_servers: {files: {}}", "either command or url"),
+        ("tols: []", "tools.yaml, line 1, tols: got"),
+    ],
+)
+def test_yaml_files_that_are_wrong(
+    converse, make_prompts, recorder, tool_file, tmp_path: Path, text: str, expected: str
+) -> None:
+    """The error names the key and what it may be."""
+    tool_file(STATEFUL + "\n\nclass Plain:\n    pass\n", "bank.py")
+    (tmp_path / "tools.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=expected):
+        converse(recorder(["x"]), make_prompts(["?"]), {"tool_config_path": str(tmp_path / "tools.yaml")})

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several engines as one: who gets what, and what becomes of the requests of an engine that dies."""
+
+import asyncio
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+
+import pytest
+import torch
+
+from quadriga.errors import RolloutError, WeightSyncError
+from quadriga.rollout import Completion, SamplingParams, ScriptedEngine
+from quadriga.rollout.balancer import Balancer
+
+
+class Engine(ScriptedEngine):
+    """Repeats the prompt; dies after so many requests of a batch or a stream, or refuses prompts that begin with 13."""
+
+    def __init__(self, *, lives: int = 1000, delay_s: float = 0.0) -> None:
+        super().__init__(lambda prompt: prompt)
+        self.lives, self.delay_s = lives, delay_s
+        self.asked: list[list[int]] = []
+        self.copies: dict[str, torch.Tensor] = {}
+        self.is_closed = False
+
+    def generate_batch(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> list[Completion]:
+        self.asked += map(list, prompts)
+        self.lives -= len(prompts)
+        if self.lives < 0:
+            raise ConnectionError("the server has gone")
+        for prompt in prompts:
+            if prompt[0] == 13:
+                raise RolloutError("engine", got="a prompt that begins with 13", expected="another one")
+        return super().generate_batch(prompts, sampling)
+
+    async def generate(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+        await asyncio.sleep(self.delay_s)
+        return self.generate_batch([prompt_token_ids], [sampling])[0]
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        self.weight_version = -1
+        for name, tensor in weights:
+            self.lives -= 1
+            if self.lives < 0:
+                raise ConnectionError("the server has gone")
+            self.copies[name] = tensor.clone()
+        super().load_weights(self.copies.items(), version)
+
+    def close(self) -> None:
+        if self.lives < 0:
+            raise ConnectionError("nobody there")
+        self.is_closed = True
+
+
+def params(count: int, max_tokens: int = 10) -> list[SamplingParams]:
+    return [SamplingParams(max_tokens=max_tokens, seed=row) for row in range(count)]
+
+
+def test_a_batch_is_shared_by_tokens_and_groups_stay_together() -> None:
+    engines = [Engine(), Engine()]
+    prompts = [[5] * 30, [6] * 3, [6] * 3, [7] * 3, [7] * 3]
+    answers = Balancer(engines).generate_batch(prompts, params(5))
+    assert [answer.token_ids for answer in answers] == [prompt[:10] for prompt in prompts]
+    # 40 tokens on one side, twice 26 to share: the second group joins the lighter engine as a whole.
+    shares = [{prompt[0] for prompt in engine.asked} for engine in engines]
+    assert shares[0].isdisjoint(shares[1]) and shares[0] | shares[1] == {5, 6, 7}
+
+
+def test_a_group_that_is_the_whole_batch_is_shared() -> None:
+    engines = [Engine(), Engine()]
+    Balancer(engines).generate_batch([[5, 6]] * 7, params(7))
+    assert sorted(len(engine.asked) for engine in engines) == [3, 4]
+
+
+def test_a_request_goes_where_the_fewest_tokens_are_in_flight() -> None:
+    engines = [Engine(delay_s=0.02), Engine(delay_s=0.02)]
+    balancer = Balancer(engines)
+
+    async def several() -> list[Completion]:
+        sizes = (100, 5, 5, 5)
+        return await asyncio.gather(*(balancer.generate([1, 2], params(1, size)[0]) for size in sizes))
+
+    assert [answer.token_ids for answer in asyncio.run(several())] == [[1, 2]] * 4
+    # The long one alone on one engine, the three short ones on the other.
+    assert [len(engine.asked) for engine in engines] == [1, 3]
+    assert balancer.in_flight == [0, 0]
+
+
+@pytest.mark.parametrize("lives", [0, 2])
+def test_requests_of_a_dead_engine_move(lives: int, caplog: pytest.LogCaptureFixture) -> None:
+    """In the middle of a batch; it is said, and the dead engine is not asked again."""
+    engines = [Engine(lives=lives), Engine(), Engine()]
+    balancer = Balancer(engines)
+    prompts = [[number] * 4 for number in range(1, 10)]
+    with caplog.at_level(logging.WARNING):
+        answers = balancer.generate_batch(prompts, params(9))
+    assert [answer.token_ids for answer in answers] == prompts
+    assert "engine 0 of 3 is given nothing more, 2 are left: the server has gone" in caplog.text
+    num_asked = len(engines[0].asked)
+    balancer.generate_batch(prompts, params(9))
+    assert len(engines[0].asked) == num_asked and balancer.alive == [1, 2]
+    balancer.close()
+    assert engines[1].is_closed and "which is dead, did not close: nobody there" in caplog.text
+
+
+def test_a_task_of_a_dead_engine_moves() -> None:
+    engines = [Engine(lives=1), Engine()]
+    balancer = Balancer(engines)
+
+    async def several() -> list[Completion]:
+        return [await balancer.generate([number], params(1)[0]) for number in range(1, 6)]
+
+    assert [answer.token_ids for answer in asyncio.run(several())] == [[1], [2], [3], [4], [5]]
+    assert balancer.alive == [1] and balancer.in_flight == [0, 0]
+
+
+def test_a_bad_request_is_not_an_engine_s_fault() -> None:
+    """Every engine refuses it: its error is raised, and all engines stay."""
+    balancer = Balancer([Engine(), Engine()])
+    with pytest.raises(RolloutError, match="begins with 13"):
+        balancer.generate_batch([[13]], params(1))
+    with pytest.raises(RolloutError, match="begins with 13"):
+        asyncio.run(balancer.generate([13], params(1)[0]))
+    assert balancer.alive == [0, 1]
+
+
+def test_all_engines_are_dead() -> None:
+    balancer = Balancer([Engine(lives=0), Engine()])
+    balancer.generate_batch([[1], [2]], params(2))
+    balancer.engines[1].lives = 0
+    with pytest.raises(RolloutError, match="engine 1 of 2: got ConnectionError: the server has gone") as caught:
+        balancer.generate_batch([[1], [2]], params(2))
+    assert isinstance(caught.value.__cause__, ConnectionError)
+
+
+def test_a_task_that_is_cancelled_frees_its_tokens() -> None:
+    balancer = Balancer([Engine(delay_s=10), Engine()])
+
+    async def cancel() -> None:
+        task = asyncio.create_task(balancer.generate([1], params(1)[0]))
+        await asyncio.sleep(0.01)
+        assert balancer.in_flight == [11, 0]
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancel())
+    assert balancer.in_flight == [0, 0] and balancer.alive == [0, 1]
+
+
+def lent(count: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """One buffer, overwritten for each tensor: who does not copy in time reads the next one."""
+    buffer = torch.zeros(1000)
+    for number in range(count):
+        buffer.fill_(number)
+        yield f"w{number}", buffer
+
+
+def test_weights_are_lent_to_all_at_once() -> None:
+    engines = [Engine(), Engine(), Engine()]
+    balancer = Balancer(engines)
+    balancer.load_weights(lent(20), version=7)
+    for engine in engines:
+        assert [float(engine.copies[f"w{number}"].mean()) for number in range(20)] == list(range(20))
+        assert engine.weight_version == 7
+    assert balancer.weight_version == 7
+    assert balancer.fingerprint().tensors.keys() == {f"w{number}" for number in range(20)}
+
+
+def test_an_engine_that_dies_while_it_loads_is_left() -> None:
+    engines = [Engine(), Engine(lives=5), Engine()]
+    balancer = Balancer(engines)
+    balancer.load_weights(lent(20), version=1)
+    assert balancer.alive == [0, 2] and balancer.weight_version == 1
+    assert len(engines[2].copies) == 20
+
+
+def test_a_stream_that_breaks_is_an_error_of_the_stream() -> None:
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from lent(2)
+        raise WeightSyncError("sender", got="a lost peer")
+
+    balancer = Balancer([Engine(), Engine()])
+    with pytest.raises(WeightSyncError, match="sender: got a lost peer"):
+        balancer.load_weights(broken(), version=1)
+    assert balancer.weight_version == -1 and balancer.alive == [0, 1]
+    with pytest.raises(RolloutError, match="not loaded completely"):
+        balancer.generate_batch([[1]], params(1))
+
+
+def test_engines_with_different_weights() -> None:
+    engines = [Engine(), Engine()]
+    balancer = Balancer(engines)
+    balancer.load_weights(lent(3), version=1)
+    engines[1].copies["w1"] = torch.ones(3)
+    engines[1].load_weights(engines[1].copies.items(), version=1)
+    with pytest.raises(WeightSyncError, match=r"engines 0 and 1 of a balancer: got other weights in 1 tensors: w1"):
+        balancer.fingerprint()
+
+
+def test_no_engines() -> None:
+    with pytest.raises(RolloutError, match="no engines"):
+        Balancer([])
