@@ -91,11 +91,11 @@ def main() -> None:
         threads=torch.get_num_threads(),
         weights=args.dtype,
     )
-    for batch in trainer.train_dataloader:
+    for _ in range(args.steps):
         if not driver.wants_step():
             break
         watch = Stopwatch()
-        trainer.train_step(batch)
+        trainer.train_step()
         clock, metrics = watch.read(), trainer.metrics
         before_update = sum(metrics.get(f"timing_s/{phase}", 0.0) for phase in ("gen", "reward"))
         driver.send(

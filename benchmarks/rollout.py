@@ -98,9 +98,10 @@ def hf(args: Namespace) -> tuple[Generate, Any]:
 
 
 def vllm(args: Namespace) -> tuple[Generate, Any]:
-    """vLLM in this process's engine, with its own defaults."""
+    """vLLM in this process's engine, with its own defaults, but that prompts are not cut: see `VLLMOptions`."""
     package = import_module("vllm")
-    engine = package.LLM(model=args.model, dtype=args.dtype, max_model_len=1024, **json.loads(args.vllm_options))
+    options = {"max_model_len": 1024, "enable_chunked_prefill": False} | json.loads(args.vllm_options)
+    engine = package.LLM(model=args.model, dtype=args.dtype, **options)
 
     def generate(prompts: list[list[int]], lengths: list[int], seed: int) -> int:
         params = [

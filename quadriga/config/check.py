@@ -6,8 +6,10 @@ from collections.abc import Callable
 from quadriga.config.arithmetic import batch_plan
 from quadriga.config.check_layout import check_layouts
 from quadriga.config.check_lora import check_lora
+from quadriga.config.check_multi_turn import check_multi_turn
 from quadriga.config.check_paths import check_paths
 from quadriga.config.check_reward_model import check_reward_model
+from quadriga.config.check_rollout import check_rollout
 from quadriga.config.findings import Findings
 from quadriga.config.placement import check_placement
 from quadriga.config.problems import combined
@@ -18,7 +20,19 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 _ACTOR = "actor_rollout_ref.actor"
 # These compare the answers to one prompt; a group of one has nothing to compare with.
 _GROUP_ESTIMATORS = frozenset(
-    {"grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg", "reinforce_plus_plus_baseline"}
+    {
+        "grpo",
+        "grpo_vectorized",
+        "grpo_passk",
+        "rloo",
+        "rloo_vectorized",
+        "opo",
+        "gpg",
+        "reinforce_plus_plus_baseline",
+        "gdpo",
+        "optimal_token_baseline",
+        "tir_optimal_token_baseline",
+    }
 )
 
 
@@ -95,7 +109,8 @@ def _check_sampling(config: Config, found: Findings) -> None:
     if not rollout.do_sample:
         found.refuse(f"{_ROLLOUT}.do_sample", got="false", expected="true", fix=greedy)
     if rollout.temperature == 0:
-        found.refuse(f"{_ROLLOUT}.temperature", got="0", expected="a number above 0", fix=greedy)
+        equal = f" All {rollout.n} answers to a prompt would be the same, and teach nothing." if rollout.n > 1 else ""
+        found.refuse(f"{_ROLLOUT}.temperature", got="0", expected="a number above 0", fix=greedy + equal)
     if rollout.top_p < 1 or rollout.top_k != -1 or rollout.min_p > 0:
         found.notice(
             f"{_ROLLOUT}.top_p, top_k, min_p: generation leaves out unlikely tokens, the log-probabilities of training "
@@ -109,6 +124,50 @@ def _check_sampling(config: Config, found: Findings) -> None:
     for engine in ("vllm", "sglang", "native", "hf", "scripted"):
         if engine != rollout.name and isinstance(rollout.engine_kwargs.get(engine), dict):
             found.notice(f"{_ROLLOUT}.engine_kwargs.{engine}: not used, for {_ROLLOUT}.name is {rollout.name}.")
+
+
+def _check_kept_answers(config: Config, found: Findings) -> None:
+    rollout = config.actor_rollout_ref.rollout
+    stop, warn = rollout.log_prob_diff_stop, rollout.log_prob_diff_warn
+    if stop is not None and stop < warn:
+        found.notice(f"{_ROLLOUT}.log_prob_diff_warn: the run stops at {stop:g} before it would warn at {warn:g}.")
+    if rollout.skip.enable:
+        found.notice(
+            f"{_ROLLOUT}.skip: steps whose answers are in {rollout.skip.dump_dir} do not generate, whatever the "
+            "weights are by then; the others keep theirs there."
+        )
+        if rollout.skip.action == "repeat":
+            found.notice(f"{_ROLLOUT}.skip.action: repeat: every step learns from the same answers.")
+
+
+def _check_filter_groups(config: Config, found: Findings) -> None:
+    groups, rollout, trainer = config.algorithm.filter_groups, config.actor_rollout_ref.rollout, config.trainer
+    key = "algorithm.filter_groups"
+    if not groups.enable:
+        return
+    if rollout.n == 1:
+        found.refuse(
+            f"{key}.enable",
+            got="true, with actor_rollout_ref.rollout.n=1",
+            expected="groups of at least 2 answers",
+            fix=f"An only answer equals itself, so nothing would be kept: raise {_ROLLOUT}.n, or turn the filter off.",
+        )
+    if rollout.skip.enable and rollout.skip.action == "repeat":
+        found.refuse(
+            f"{_ROLLOUT}.skip.action",
+            got="repeat, with algorithm.filter_groups.enable=True",
+            expected="cache",
+            fix="Every batch of prompts of a step would be the same one, and fill it with copies.",
+        )
+    if trainer.total_training_steps is None:
+        found.notice(
+            f"{key}: a step may take several batches of prompts: the steps of trainer.total_epochs="
+            f"{trainer.total_epochs} go over the data more often; trainer.total_training_steps sets their number."
+        )
+    if groups.max_num_gen_batches == 0:
+        found.notice(
+            f"{key}.max_num_gen_batches: 0: a step asks until its batch is full, for ever if no answers differ."
+        )
 
 
 def _check_validation(config: Config, found: Findings) -> None:
@@ -221,7 +280,7 @@ def _check_profiler(config: Config, found: Findings) -> None:
 
 
 _CHECKS: tuple[Callable[[Config, Findings], None], ...] = (
-    check_paths, _check_batches, _check_micro_batches, _check_sampling, _check_validation, _check_loss,
-    _check_schedule, _check_checkpoints, _check_profiler, check_placement, check_reward_model,
-    check_layouts, check_lora,
+    check_paths, _check_batches, _check_micro_batches, _check_sampling, _check_kept_answers, _check_filter_groups,
+    _check_validation, _check_loss, _check_schedule, _check_checkpoints, _check_profiler, check_placement,
+    check_reward_model, check_layouts, check_lora, check_rollout, check_multi_turn,
 )  # fmt: skip

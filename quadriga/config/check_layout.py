@@ -27,6 +27,7 @@ def arranged_roles(config: Config) -> Iterator[tuple[str, Arranged, int]]:
     sections: dict[str, tuple[str, Arranged]] = {
         "actor_rollout_ref": (ACTOR, config.actor_rollout_ref.actor),
         "actor_rollout": (ACTOR, config.actor_rollout_ref.actor),
+        "actor": (ACTOR, config.actor_rollout_ref.actor),
         "ref": (ACTOR, config.actor_rollout_ref.actor),
         "critic": (CRITIC, config.critic),
         "reward_model": (REWARD_MODEL, config.reward_model),

@@ -26,6 +26,7 @@ def check_paths(config: Config, found: Findings) -> None:
     _check_writable(found, "trainer.default_local_dir", str(trainer.directory))
     for key, path in (
         ("trainer.rollout_data_dir", trainer.rollout_data_dir),
+        ("actor_rollout_ref.rollout.trace_dir", config.actor_rollout_ref.rollout.trace_dir),
         ("trainer.validation_data_dir", trainer.validation_data_dir),
         ("global_profiler.save_path", config.global_profiler.save_path if config.global_profiler.tool else None),
     ):

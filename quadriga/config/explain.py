@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from textwrap import fill
 
 from quadriga.config.arithmetic import BatchPlan, batch_plan, needs_old_log_prob_pass, needs_reference
+from quadriga.config.base import Section
 from quadriga.config.placement import role_pools
 from quadriga.config.problems import as_text
 from quadriga.config.root import Config
@@ -14,25 +15,28 @@ from quadriga.config.yaml_text import to_yaml
 _ROLE_WORDS = {
     "actor_rollout_ref": "actor, rollout and reference (if one is used)",
     "actor_rollout": "actor and rollout",
+    "actor": "actor",
+    "rollout": "rollout",
     "ref": "reference (if one is used)",
     "critic": "critic (if the advantages take values)",
     "reward_model": "reward model",
 }
 
 
-def show(config: Config) -> str:
+def show(config: Section) -> str:
     """The resolved tree as YAML; read again, it gives an equal configuration."""
     return to_yaml(config.model_dump(mode="json"))
 
 
-def keys_text(words: Sequence[str] = ()) -> str:
+def keys_text(words: Sequence[str] = (), root: type[Section] = Config) -> str:
     """Every key with what it takes, its default and its meaning.
 
     Args:
         words: only keys that contain each of these.
+        root: the tree that they are the keys of.
     """
     blocks = []
-    for leaf in leaf_keys().values():
+    for leaf in leaf_keys(root).values():
         if all(word in leaf.key for word in words):
             meaning = fill(leaf.meaning, 110, initial_indent="    ", subsequent_indent="    ")
             default = as_text(list(leaf.default) if isinstance(leaf.default, tuple) else leaf.default)

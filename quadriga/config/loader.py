@@ -1,37 +1,58 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From files and a command line to a `Config`, or to one error that names everything that is wrong."""
+"""From files and a command line to a configuration, or to one error that names everything that is wrong.
 
-from collections.abc import Mapping, Sequence
+One reader for every command's tree: `load_config` reads that of `quadriga train`, `load_tree` any.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from pydantic import ValidationError
 
+from quadriga.config.base import Section
 from quadriga.config.check import training_findings
 from quadriga.config.overrides import interpolation_problem, parse_override
 from quadriga.config.problems import as_text, combined
 from quadriga.config.root import Config
 from quadriga.config.tree import KeyInfo, leaf_keys, leaf_of, nearest_keys, section_keys
-from quadriga.config.verl import rule_for
+from quadriga.config.verl import Rule, rule_for
 from quadriga.config.yaml_text import read_yaml
 from quadriga.errors import ConfigError
 
+Root = TypeVar("Root", bound=Section)
 _MISSING = object()
 
 
 @dataclass(frozen=True)
-class Loaded:
+class Tree(Generic[Root]):
+    """The tree of a command, and what its reader has to know beside its keys."""
+
+    root: type[Root]
+    findings: Callable[[Root], tuple[list[ConfigError], list[str]]]
+    """The checks between keys that hold for a training run: what is wrong, and what its user should know."""
+    list_command: str
+    """The command that lists every key."""
+    rule_for: Callable[[str], Rule | None] = lambda key: None
+    """What is said to a key of another program that is not one of the tree."""
+
+
+TRAIN = Tree(Config, training_findings, "quadriga config keys", rule_for)
+
+
+@dataclass(frozen=True)
+class Loaded(Generic[Root]):
     """A configuration, and what its user should know about how it was read."""
 
-    config: Config
+    config: Root
     notices: list[str]
 
 
 def load_config(
     overrides: Sequence[str] = (), files: Sequence[str | Path] = (), *, for_training: bool = False
-) -> Loaded:
-    """Reads files in order, each over the one before, then the `key=value` overrides.
+) -> Loaded[Config]:
+    """Reads the tree of `quadriga train`: files in order, each over the one before, then the `key=value` overrides.
 
     Args:
         overrides: `a.b=c`, the value in YAML; a leading `+` or `++` is taken.
@@ -41,16 +62,33 @@ def load_config(
     Raises:
         ConfigError: anything is wrong; all of it is in this one error.
     """
-    reading = _Reading()
+    return load_tree(TRAIN, overrides, files, for_training=for_training)
+
+
+def load_tree(
+    tree: Tree[Root], overrides: Sequence[str] = (), files: Sequence[str | Path] = (), *, for_training: bool = False
+) -> Loaded[Root]:
+    """Reads any tree, as `load_config` does that of `quadriga train`.
+
+    Args:
+        tree: what is read.
+        overrides: as there.
+        files: as there.
+        for_training: as there.
+
+    Raises:
+        ConfigError: anything is wrong; all of it is in this one error.
+    """
+    reading = _Reading(tree)
     for file in files:
-        tree, places = read_yaml(Path(file), reading.problems)
-        for key, value in tree.items():
+        written, places = read_yaml(Path(file), reading.problems)
+        for key, value in written.items():
             reading.assign(str(key), value, places)
     reading.take_overrides(overrides)
     config = reading.validate()
     notices = reading.notices()
     if for_training and config is not None:
-        problems, further = training_findings(config)
+        problems, further = tree.findings(config)
         reading.problems += [one for one in problems if one.where not in reading.wrong_keys]
         notices += further
     if reading.problems or config is None:
@@ -59,8 +97,9 @@ def load_config(
 
 
 @dataclass
-class _Reading:
-    tree: dict[str, Any] = field(default_factory=dict)
+class _Reading(Generic[Root]):
+    tree: Tree[Root]
+    values: dict[str, Any] = field(default_factory=dict)
     places: dict[str, str] = field(default_factory=dict)
     problems: list[ConfigError] = field(default_factory=list)
     repeated: list[str] = field(default_factory=list)
@@ -72,7 +111,7 @@ class _Reading:
         seen: set[str] = set()
         for argument in overrides:
             try:
-                key, value = parse_override(argument)
+                key, value = parse_override(argument, self.tree.root)
             except ConfigError as problem:
                 self.problems.append(problem)
                 self.wrong_keys.add(problem.where)
@@ -84,18 +123,17 @@ class _Reading:
 
     def assign(self, key: str, value: Any, places: Mapping[str, str]) -> None:
         """Puts a value under a dotted key, or says why it cannot stand there."""
-        leaf = leaf_of(key)
-        if leaf is None and isinstance(value, dict) and (value or key in section_keys()):
+        leaf, sections = leaf_of(key, self.tree.root), section_keys(self.tree.root)
+        if leaf is None and isinstance(value, dict) and (value or key in sections):
             for name, inner in value.items():
                 self.assign(f"{key}.{name}", inner, places)
         elif leaf is not None:
             self._set_leaf(key, value, places)
-        elif key not in section_keys():
+        elif key not in sections:
             self._take_foreign(key, value, places)
         elif value is not None:
-            inside = dict.fromkeys(
-                one[len(key) + 1 :].split(".")[0] for one in leaf_keys() if one.startswith(f"{key}.")
-            )
+            below = (one.removeprefix(f"{key}.") for one in leaf_keys(self.tree.root) if one.startswith(f"{key}."))
+            inside = dict.fromkeys(one.split(".")[0] for one in below)
             self._refuse(key, places, got=as_text(value), expected="a section", fix=f"It holds {', '.join(inside)}.")
 
     def _set_leaf(self, key: str, value: Any, places: Mapping[str, str]) -> None:
@@ -105,7 +143,7 @@ class _Reading:
             self.wrong_keys.add(key)
             return
         *path, last = key.split(".")
-        node = self.tree
+        node = self.values
         for depth, name in enumerate(path, start=1):
             inner = node.setdefault(name, {})
             if not isinstance(inner, dict):
@@ -120,10 +158,10 @@ class _Reading:
             self.places.pop(key, None)
 
     def _take_foreign(self, key: str, value: Any, places: Mapping[str, str]) -> None:
-        rule = rule_for(key)
+        rule = self.tree.rule_for(key)
         if rule is None:
-            close = nearest_keys(key)
-            fix = f"Did you mean {' or '.join(close)}?" if close else "`quadriga config keys` lists them all."
+            close = nearest_keys(key, self.tree.root)
+            fix = f"Did you mean {' or '.join(close)}?" if close else f"`{self.tree.list_command}` lists them all."
             self._refuse(key, places, got="a key that does not exist", expected="", fix=fix)
         elif not rule.accepts(value):
             known = [as_text(one) for one in rule.accepted if one is not None][:1]
@@ -137,20 +175,21 @@ class _Reading:
     def _refuse(self, key: str, places: Mapping[str, str], *, got: str, expected: str, fix: str = "") -> None:
         self.problems.append(ConfigError(_where(key, places), got=got, expected=expected, fix=fix))
 
-    def validate(self) -> Config | None:
+    def validate(self) -> Root | None:
         """The configuration, with defaults where keys are wrong, so that the checks between keys can go on."""
+        root = self.tree.root
         try:
-            return Config.model_validate(self.tree)
+            return root.model_validate(self.values)
         except ValidationError as error:
-            wrong = _problems_by_key(error, self.tree, self.places)
+            wrong = _problems_by_key(error, root, self.values, self.places)
         self.problems += wrong.values()
         self.wrong_keys |= wrong.keys()
         for key in wrong:
-            _remove(self.tree, key)
+            _remove(self.values, key)
         try:
-            return Config.model_validate(self.tree)
+            return root.model_validate(self.values)
         except ValidationError as error:
-            self.problems += _problems_by_key(error, self.tree, self.places).values()
+            self.problems += _problems_by_key(error, root, self.values, self.places).values()
             return None
 
     def notices(self) -> list[str]:
@@ -174,8 +213,8 @@ def _merged(below: Any, above: dict[str, Any]) -> dict[str, Any]:
     return {**below, **inner}
 
 
-def _lookup(tree: Mapping[str, Any], key: str) -> Any:
-    node: Any = tree
+def _lookup(values: Mapping[str, Any], key: str) -> Any:
+    node: Any = values
     for name in key.split("."):
         if not isinstance(node, Mapping) or name not in node:
             return _MISSING
@@ -183,31 +222,31 @@ def _lookup(tree: Mapping[str, Any], key: str) -> Any:
     return node
 
 
-def _remove(tree: dict[str, Any], key: str) -> None:
+def _remove(values: dict[str, Any], key: str) -> None:
     *path, last = key.split(".")
-    node = _lookup(tree, ".".join(path)) if path else tree
+    node = _lookup(values, ".".join(path)) if path else values
     if isinstance(node, dict):
         node.pop(last, None)
 
 
-def _key_of(location: tuple[int | str, ...]) -> str:
+def _key_of(location: tuple[int | str, ...], root: type[Section]) -> str:
     """The key that a place inside pydantic's error stands for: without list positions and names of union members."""
-    known: frozenset[str] = section_keys() | leaf_keys().keys()
+    known: frozenset[str] = section_keys(root) | leaf_keys(root).keys()
     depth = next((d for d in range(len(location), 0, -1) if ".".join(map(str, location[:d])) in known), 0)
     return ".".join(map(str, location[:depth]))
 
 
 def _problems_by_key(
-    error: ValidationError, tree: Mapping[str, Any], places: Mapping[str, str]
+    error: ValidationError, root: type[Section], values: Mapping[str, Any], places: Mapping[str, str]
 ) -> dict[str, ConfigError]:
     problems: dict[str, ConfigError] = {}
     for one in error.errors(include_url=False):
-        key = _key_of(one["loc"])
-        value = _lookup(tree, key)
+        key = _key_of(one["loc"], root)
+        value = _lookup(values, key)
         # A key that follows another one (clip_ratio) fails with it; only the one that was written is named.
         if key in problems or value is _MISSING:
             continue
-        leaf = leaf_keys().get(key)
+        leaf = leaf_keys(root).get(key)
         if one["type"] == "refused":
             said = one.get("ctx", {})
             expected, fix = said["expected"], said["fix"]

@@ -6,7 +6,9 @@ from typing import Any
 
 import yaml
 
+from quadriga.config.base import Section
 from quadriga.config.problems import as_text
+from quadriga.config.root import Config
 from quadriga.config.tree import leaf_of
 from quadriga.config.yaml_text import parse_scalar
 from quadriga.errors import ConfigError
@@ -17,8 +19,12 @@ _NULLS = ("null", "Null", "NULL", "~")
 _INTERPOLATION = re.compile(r"\$\{[^{}]*\}")
 
 
-def parse_override(argument: str) -> tuple[str, Any]:
+def parse_override(argument: str, root: type[Section] = Config) -> tuple[str, Any]:
     """Splits an override and reads its value as the key's type asks: text as it stands, the rest as YAML.
+
+    Args:
+        argument: `a.b=c`; a leading `+` or `++` is taken.
+        root: the tree that the key is looked for in.
 
     Raises:
         ConfigError: it is not of the form `key=value`, or the value is not YAML.
@@ -27,7 +33,7 @@ def parse_override(argument: str) -> tuple[str, Any]:
     if match is None:
         raise _not_an_override(argument)
     key, text = match["key"], match["value"].strip()
-    leaf = leaf_of(key)
+    leaf = leaf_of(key, root)
     # A text may begin with a brace (a directory of "{project_name}"), unless a dictionary may stand in its place.
     is_quoted = text[:1] in ("[", "'", '"') or (text[:1] == "{" and leaf is not None and leaf.is_open)
     if leaf is not None and leaf.is_text and not (is_quoted or key != leaf.key):

@@ -6,7 +6,8 @@
     apart      actor_rollout: actor_rollout      ref: ref      critic: critic      reward_model: reward_model
 
 Roles that share a pool share its processes. `actor_rollout_ref` is the policy with the reference inside;
-`actor_rollout` is the policy where the reference is a role of its own, or where there is none.
+`actor_rollout` is the policy where the reference is a role of its own, or where there is none. In an arrangement of
+one's own the policy may also be two roles in two pools, `actor` and `rollout`: weights then travel between them.
 """
 
 from collections.abc import Mapping
@@ -17,7 +18,9 @@ from quadriga.config.root import Config
 from quadriga.config.trainer import TrainerConfig
 from quadriga.errors import ConfigError
 
-ROLES = ("actor_rollout_ref", "actor_rollout", "ref", "critic", "reward_model")
+ROLES = ("actor_rollout_ref", "actor_rollout", "actor", "rollout", "ref", "critic", "reward_model")
+POLICIES = ("actor_rollout_ref", "actor_rollout", "actor")
+"""The roles with the actor in them; a run has one of them."""
 _ARRANGEMENTS: dict[str, dict[str, str]] = {
     "together": {"actor_rollout_ref": "all", "critic": "all", "reward_model": "all"},
     "grouped": {"actor_rollout": "policy", "ref": "scoring", "critic": "scoring", "reward_model": "scoring"},
@@ -66,10 +69,11 @@ def place_roles(
         ConfigError: a role has no pool.
     """
     given = role_pools(trainer, has_reward_model=has_reward_model)
-    policy = given.get("actor_rollout_ref", given.get("actor_rollout"))
-    is_inside = has_reference and "actor_rollout_ref" in given
+    policy = next((role for role in POLICIES if role in given), "actor_rollout")
+    is_inside = has_reference and policy == "actor_rollout_ref"
     wanted = {
-        "actor_rollout_ref" if is_inside else "actor_rollout": policy,
+        "actor_rollout" if policy == "actor_rollout_ref" and not is_inside else policy: given.get(policy),
+        **({"rollout": given.get("rollout")} if policy == "actor" else {}),
         **({"ref": given.get("ref")} if has_reference and not is_inside else {}),
         **({"critic": given.get("critic")} if has_critic else {}),
         **({"reward_model": given.get("reward_model")} if has_reward_model else {}),
@@ -101,15 +105,7 @@ def check_placement(config: Config, found: Findings) -> None:
     given = role_pools(trainer, has_reward_model=config.reward_model.enable)
     if unknown := [role for role in given if role not in ROLES]:
         found.refuse(_KEY, got=f"the role {unknown[0]}", expected=f"roles out of {', '.join(ROLES)}", fix="")
-    if "actor_rollout_ref" in given and given.keys() & {"actor_rollout", "ref"}:
-        found.refuse(
-            _KEY,
-            got=f"{' and '.join(given)}",
-            expected="actor_rollout_ref, or actor_rollout and ref",
-            fix="The reference is inside the policy's processes, or a role of its own.",
-        )
-    if not given.keys() & {"actor_rollout_ref", "actor_rollout"}:
-        found.refuse(_KEY, got="no pool for the policy", expected=f"{_KEY}.actor_rollout_ref=NAME", fix="")
+    _check_policy(given, found)
     if config.reward_model.enable and "reward_model" not in given:
         found.refuse(
             _KEY,
@@ -123,6 +119,33 @@ def check_placement(config: Config, found: Findings) -> None:
             got="a pool without a role",
             expected=f"pools out of {', '.join(dict.fromkeys(given.values()))}",
             fix=f"{_KEY} names the pool of each role.",
+        )
+
+
+def _check_policy(given: Mapping[str, str], found: Findings) -> None:
+    policies = [role for role in POLICIES if role in given]
+    if not policies:
+        found.refuse(_KEY, got="no pool for the policy", expected=f"{_KEY}.actor_rollout_ref=NAME", fix="")
+    if len(policies) > 1 or {"actor_rollout_ref", "ref"} <= given.keys():
+        found.refuse(
+            _KEY,
+            got=f"{' and '.join(given)}",
+            expected="actor_rollout_ref, or actor_rollout and ref, or actor, rollout and ref",
+            fix="The reference is inside the policy's processes, or a role of its own.",
+        )
+    elif policies and ("rollout" in given) != (policies == ["actor"]):
+        found.refuse(
+            _KEY,
+            got=f"{' and '.join(given)}",
+            expected="actor_rollout_ref or actor_rollout, or both of actor and rollout",
+            fix="The rollout is inside the policy's processes, or a role of its own beside `actor`.",
+        )
+    elif policies == ["actor"] and given["actor"] == given["rollout"]:
+        found.refuse(
+            _KEY,
+            got=f"actor and rollout in one pool, {given['actor']}",
+            expected="a pool for each",
+            fix=f"In one pool they are one role: set {_KEY}.actor_rollout={given['actor']} instead of both.",
         )
 
 

@@ -6,13 +6,25 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from quadriga.config.actor import LogProbConfig
-from quadriga.config.base import Count, MinusOneOrCount, NonNegativeFloat, Section, Share, refuse
+from quadriga.config.base import (
+    Count,
+    MinusOneOrCount,
+    NonNegativeFloat,
+    PathText,
+    PositiveFloat,
+    Section,
+    Share,
+    refuse,
+)
+from quadriga.config.multi_turn import AgentConfig, MultiTurnConfig
+
+ENGINES = ("native", "hf", "vllm", "sglang", "http", "scripted")
 
 
 def _known_engine(value: Any) -> Any:
-    if value in ("vllm", "sglang", "trtllm"):
+    if value == "trtllm":
         raise refuse(
-            "native, hf or scripted",
+            f"one of {', '.join(ENGINES)}",
             "Set actor_rollout_ref.rollout.name=native: it generates in the trainer's process and shares its weights.",
         )
     return value
@@ -35,11 +47,28 @@ class SamplingConfig(Section):
     """Whether tokens are drawn; false takes the likeliest one, whatever the temperature."""
 
 
+class SkipConfig(Section):
+    """Generations that are kept and used again, to work on what comes after them."""
+
+    enable: bool = False
+    """Whether a step whose generations are in `dump_dir` takes them from there, and others are written to it."""
+    dump_dir: PathText = "outputs/rollout_dump"
+    """Folder of the kept generations, a file for each step."""
+    action: Literal["cache", "repeat"] = "cache"
+    """`cache` keeps each step's own; `repeat` uses the first that was kept in every step."""
+
+
 class RolloutConfig(LogProbConfig):
     """Generation in training."""
 
-    name: Annotated[Literal["native", "hf", "scripted"], BeforeValidator(_known_engine)] = "native"
-    """Engine: `native` is ours and fast, `hf` is transformers' generate, `scripted` gives canned answers."""
+    name: Annotated[Literal["native", "hf", "vllm", "sglang", "http", "scripted"], BeforeValidator(_known_engine)] = (
+        "native"
+    )
+    """Engine: `native` is ours and fast, `hf` is transformers' generate, `vllm` and `sglang` are those, `http` a server
+    that others run, `scripted` gives canned answers."""
+    mode: Literal["sync", "async"] = "sync"
+    """`sync` answers the batch as one; `async` makes each sample a task of its own, which may take several turns and is
+    graded while others are still being written."""
     n: Count = 1
     """Answers for each training prompt; they form the group that some estimators compare."""
     temperature: NonNegativeFloat = 1.0
@@ -58,6 +87,37 @@ class RolloutConfig(LogProbConfig):
     """Whether generation goes on after the end-of-text token, up to `data.max_response_length`."""
     stop_token_ids: list[int] = Field(default_factory=list)
     """Token ids that end a response, besides the model's own."""
+    stop: list[str] = Field(default_factory=list)
+    """Texts that end a response; the token that completes one is kept."""
+    max_model_len: Count | None = None
+    """Longest prompt and response together, in tokens, that the engine takes. None: `data.max_prompt_length` and
+    `data.max_response_length`, added."""
+    max_num_batched_tokens: Count = 8192
+    """Tokens that the engine computes in one forward pass, at most."""
+    cache_gigabytes: PositiveFloat | None = None
+    """Memory for keys and values. None: `native` takes what the running sequences need; `vllm` and `sglang` what
+    `gpu_memory_utilization` leaves on an accelerator, 1 GiB on a CPU."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Share of the accelerator's memory that `vllm` or `sglang` may use, weights included."""
+    tensor_model_parallel_size: Count = 1
+    """Processes that hold one engine of `vllm` or `sglang` together."""
+    enforce_eager: bool = False
+    """`vllm`: whether no graph is captured and nothing is compiled; a start is faster, a step slower."""
+    free_cache_engine: bool = True
+    """Whether the engine gives back its memory while the models train."""
+    update_weights_bucket_megabytes: Count = 512
+    """Memory in which weights travel to an engine that does not share the actor's, in MiB."""
+    log_prob_diff_warn: NonNegativeFloat = 0.1
+    """Mean absolute difference between the rollout's and the trainer's log-probabilities, in nats, above which a step
+    warns."""
+    log_prob_diff_stop: NonNegativeFloat | None = None
+    """The same, above which the run stops. None: never."""
+    trace_dir: PathText | None = None
+    """Folder for one JSONL record of each trajectory: turns, tokens, times, tools. None: none is written."""
+    skip: SkipConfig = Field(default_factory=SkipConfig)
+    multi_turn: MultiTurnConfig = Field(default_factory=MultiTurnConfig)
+    agent: AgentConfig = Field(default_factory=AgentConfig)
     val_kwargs: SamplingConfig = Field(default_factory=SamplingConfig)
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Open dictionary: options of the named engine; for `scripted` the `responses_file`."""
+    """Open dictionary: options of the named engine, for `vllm` and `sglang` under that name as well; for `scripted` the
+    `responses_file`, for `http` the `urls` and the `model`."""

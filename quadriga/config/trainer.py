@@ -19,7 +19,8 @@ def _resume_word(value: Any) -> Any:
     return "resume_path" if value == "path" else value
 
 
-def _known_places(value: str) -> str:
+def known_places(value: str) -> str:
+    """A directory in which only the names of project and run are to be filled in; others are refused."""
     try:
         names = {name for _, name, _, _ in Formatter().parse(value) if name is not None}
     except ValueError:
@@ -78,7 +79,7 @@ class TrainerConfig(Section):
     """Whether the run ends after that first validation."""
     critic_warmup: NonNegativeInt = 0
     """Training steps in which only the critic learns."""
-    default_local_dir: Annotated[PathText, AfterValidator(_known_places)] = "outputs/{project_name}/{experiment_name}"
+    default_local_dir: Annotated[PathText, AfterValidator(known_places)] = "outputs/{project_name}/{experiment_name}"
     """Directory of the run: checkpoints, metrics, the resolved configuration."""
     resume_mode: Annotated[Literal["auto", "disable", "resume_path"], BeforeValidator(_resume_word)] = "auto"
     """auto: go on from the run's newest checkpoint, if any; disable: start anew; resume_path: from the given one."""

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The schema seen as a tree of dotted keys: what each is called, takes, defaults to and means."""
+"""A schema seen as a tree of dotted keys: what each is called, takes, defaults to and means.
+
+The schema is the tree of `quadriga train` unless a function is given the root of another one.
+"""
 
 import types
 from collections.abc import Iterator, Mapping
@@ -114,34 +117,37 @@ def _leaves(section: type[Section], prefix: str) -> Iterator[KeyInfo]:
 
 
 @cache
-def leaf_keys() -> Mapping[str, KeyInfo]:
+def leaf_keys(root: type[Section] = Config) -> Mapping[str, KeyInfo]:
     """Every leaf by its dotted key, in the order of the schema."""
-    return {leaf.key: leaf for leaf in _leaves(Config, "")}
+    return {leaf.key: leaf for leaf in _leaves(root, "")}
 
 
 @cache
-def section_keys() -> frozenset[str]:
+def section_keys(root: type[Section] = Config) -> frozenset[str]:
     """The dotted keys of the sections between the root and the leaves."""
-    paths = [key.split(".") for key in leaf_keys()]
+    paths = [key.split(".") for key in leaf_keys(root)]
     return frozenset(".".join(path[:depth]) for path in paths for depth in range(1, len(path)))
 
 
-def leaf_of(key: str) -> KeyInfo | None:
-    """The leaf that a dotted key is, or lies under when that leaf is an open dictionary."""
-    leaves = leaf_keys()
+def leaf_of(key: str, root: type[Section] = Config) -> KeyInfo | None:
+    """The leaf that a dotted key is, or lies under when that leaf is an open dictionary.
+
+    Beside an open dictionary called `options` its entries may stand without its name."""
+    leaves = leaf_keys(root)
     if key in leaves:
         return leaves[key]
     path = key.split(".")
     above = (leaves.get(".".join(path[:depth])) for depth in range(1, len(path)))
-    return next((leaf for leaf in above if leaf is not None and leaf.is_open), None)
+    beside = leaves.get(".".join((*path[:-1], "options")))
+    return next((leaf for leaf in (*above, beside) if leaf is not None and leaf.is_open), None)
 
 
-def nearest_keys(key: str) -> list[str]:
+def nearest_keys(key: str, root: type[Section] = Config) -> list[str]:
     """Up to three known keys that a mistyped one may have meant, the likeliest first.
 
     A right name in a wrong section is likelier than a wrong name in the right one.
     """
-    known = list(leaf_keys())
+    known = list(leaf_keys(root))
     tail = [one for one in known if one.endswith(f".{key}")]
     close = get_close_matches(key, known, n=3, cutoff=0.8)
     moved = get_close_matches(key, [one for one in known if one.split(".")[-1] == key.split(".")[-1]], n=3, cutoff=0.3)

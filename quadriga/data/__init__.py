@@ -17,11 +17,16 @@ if TYPE_CHECKING:
     )
     from quadriga.data.positions import compute_position_id_with_mask, extend_position_ids
     from quadriga.data.rl_dataset import RLHFDataset
+    from quadriga.data.rm_dataset import RMDataset
+    from quadriga.data.sft_dataset import MultiTurnSFTDataset, SFTDataset
     from quadriga.data.tokenizing import load_tokenizer
     from quadriga.data.truncation import pad_left, pad_right, postprocess_data, truncate
 
 _HOMES = {
+    "MultiTurnSFTDataset": "sft_dataset",
     "RLHFDataset": "rl_dataset",
+    "RMDataset": "rm_dataset",
+    "SFTDataset": "sft_dataset",
     "collate_fn": "collate",
     "compute_position_id_with_mask": "positions",
     "create_dataloader": "loading",
@@ -37,7 +42,10 @@ _HOMES = {
 }
 
 __all__ = [
+    "MultiTurnSFTDataset",
     "RLHFDataset",
+    "RMDataset",
+    "SFTDataset",
     "collate_fn",
     "compute_position_id_with_mask",
     "create_dataloader",

@@ -16,9 +16,10 @@ from transformers import PreTrainedModel
 from quadriga.engines.packing import PackedBatch
 from quadriga.engines.process_group import ProcessGroup
 from quadriga.models.flops import ModelCost
+from quadriga.models.scorers import Question
 
 Outputs = Mapping[str, torch.Tensor]
-"""What the model says of each predicted token, float32 [M] each: `log_probs` and `entropy`, or `values`."""
+"""What the model says of each predicted token, float32 [M] each: `values`, or `log_probs` and what else was asked."""
 
 LossFunction = Callable[[Outputs], torch.Tensor]
 """From outputs to a scalar that is already normalised over the whole mini-batch."""
@@ -52,11 +53,11 @@ class TrainEngine(Protocol):
     model: PreTrainedModel
     has_whole_weights: bool
 
-    def output_names(self, with_entropy: bool) -> tuple[str, ...]:
+    def output_names(self, question: Question) -> tuple[str, ...]:
         """The names of the outputs."""
         ...
 
-    def forward(self, batches: Sequence[PackedBatch], *, temperature: float, with_entropy: bool) -> list[Outputs]:
+    def forward(self, batches: Sequence[PackedBatch], question: Question) -> list[Outputs]:
         """Outputs of micro-batches without gradients, in their order; none from a process that others answer for."""
         ...
 

@@ -18,6 +18,7 @@ from quadriga.engines.micro_batches import MicroBatching, RowLength, micro_batch
 from quadriga.engines.mini_batches import HeldRows, mini_batches
 from quadriga.engines.objectives import Objective
 from quadriga.engines.packing import PackedBatch, RowTokens, pack, row_tokens
+from quadriga.models.scorers import Question
 from quadriga.observe.metrics import Metric, merge_metrics
 from quadriga.protocol import DataProto
 
@@ -40,7 +41,13 @@ class Passes:
 
 
 def infer(
-    engine: TrainEngine, data: DataProto, micro: MicroBatching, *, temperature: float = 1.0, with_entropy: bool = False
+    engine: TrainEngine,
+    data: DataProto,
+    micro: MicroBatching,
+    *,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+    with_sum_pi_squared: bool = False,
 ) -> dict[str, torch.Tensor]:
     """Ask a model about every response token of a batch.
 
@@ -50,14 +57,16 @@ def infer(
         micro: how the batch is cut.
         temperature: of the distribution asked about.
         with_entropy: whether its entropy is wanted too.
+        with_sum_pi_squared: whether its sum of squared probabilities is wanted too.
 
     Returns:
         Float32 [B, T] by name, on the CPU, zero where the response mask is.
     """
+    question = Question(temperature, with_entropy, with_sum_pi_squared)
     shape = data.batch["response_mask"].shape
-    results = {name: torch.zeros(shape, dtype=torch.float32) for name in engine.output_names(with_entropy)}
+    results = {name: torch.zeros(shape, dtype=torch.float32) for name in engine.output_names(question)}
     pieces = list(_packed(engine, data, micro))
-    outputs = engine.forward([packed for _, packed in pieces], temperature=temperature, with_entropy=with_entropy)
+    outputs = engine.forward([packed for _, packed in pieces], question)
     # A process that others answer for has no outputs: nobody reads its results.
     for (indices, packed), scores in zip(pieces, outputs, strict=False):
         for name, values in scores.items():
@@ -129,9 +138,10 @@ def _optimizer_step(
     # Processes with the same rows share them.
     sharers = engine.world.size / engine.replicas.size
     flops = math.fsum(_update_flops(engine, loss.packed) for loss in losses) / sharers
-    result = engine.optimizer_step(lr)
     if num_computed == 0:
         parts = _look_at_some(engine, mini, objective, micro, counts, temperature)
+    # After the look: momentum moves the weights even where no row does.
+    result = engine.optimizer_step(lr)
     prefix, merged = objective.name, merge_metrics(parts)
     told_once = {
         f"{prefix}/grad_norm": Metric(result.grad_norm),
@@ -195,7 +205,7 @@ def _look_at_some(
     row_at = {place: row for row, place in enumerate(places)}
     looked_at = [row_at[everywhere[index][0]] for index in first if everywhere[index][0] in row_at]
     losses = list(_losses(engine, mini.rows.select_idxs(looked_at), objective, micro, counts))
-    outputs = engine.forward([loss.packed for loss in losses], temperature=temperature, with_entropy=True)
+    outputs = engine.forward([loss.packed for loss in losses], Question(temperature, with_entropy=True))
     for loss, scores in zip(losses, outputs, strict=False):
         loss(scores)
     return [loss.metrics for loss in losses]

@@ -5,10 +5,10 @@ Logits are float32 whatever the model computes in: a bfloat16 logit of 30 is off
 the difference between two policies. The vocabulary is projected in chunks of tokens, forward and backward, into one
 workspace; the last chunk's logits are in it when the backward pass begins, which therefore starts with that chunk.
 
-What a part of the vocabulary says of a token is three numbers: the logarithm of its sum of exponentials, the entropy
-within the part, and the target's logit. Parts are put together by the chain rule of the entropy, whose terms are all
-positive, so nothing cancels. Parts are the blocks of a GPU kernel (heads_triton.py) and the rows of the weight that
-other processes hold (`VocabularyShard`).
+What a part of the vocabulary says of a token is four numbers: the logarithm of its sum of exponentials, the entropy
+within the part, the target's logit, and the sum of squared probabilities within the part. Parts are put together by the
+chain rule of the entropy and by squared shares; all terms are positive, so nothing cancels. Parts are the blocks of a
+GPU kernel (heads_triton.py) and the rows of the weight that other processes hold (`VocabularyShard`).
 
 Legend: M tokens to predict, D hidden size, V vocabulary, V' rows of it in this process, C tokens in a chunk,
 P parts, k likeliest tokens.
@@ -52,12 +52,14 @@ class TokenScores:
         entropy: [M] float32 in nats, or None where it was not asked for.
         top_log_probs: [M, k] float32, the largest log-probabilities in descending order, without gradient, or None.
         top_ids: [M, k] int64, their tokens, or None.
+        sum_pi_squared: [M] float32, the probability of drawing the same token twice, without gradient, or None.
     """
 
     log_probs: torch.Tensor
     entropy: torch.Tensor | None
     top_log_probs: torch.Tensor | None = None
     top_ids: torch.Tensor | None = None
+    sum_pi_squared: torch.Tensor | None = None
 
 
 def token_scores(
@@ -68,6 +70,7 @@ def token_scores(
     *,
     temperature: float = 1.0,
     with_entropy: bool = False,
+    with_sum_pi_squared: bool = False,
     top_k: int | None = None,
     chunk_tokens: int = CHUNK_TOKENS,
     shard: VocabularyShard | None = None,
@@ -89,14 +92,17 @@ def token_scores(
         targets: [M] token ids. With a shard, one that no process holds has log-probability -inf.
         temperature: the logits are divided by it.
         with_entropy: whether to compute entropies too, in nats.
+        with_sum_pi_squared: whether to sum the squared probabilities too.
         top_k: how many of the likeliest tokens to return, for distillation and diagnostics; None: none. Where the
             vocabulary has fewer, the rest is -inf with id -1.
         chunk_tokens: C.
         shard: which rows of the vocabulary this process holds; None: all.
     """
-    call = _Call(temperature, with_entropy, top_k, chunk_tokens, shard, _use_triton(hidden, weight, top_k))
-    log_probs, entropy, *top = _TokenScores.apply(hidden, weight, bias, targets, call)
-    return TokenScores(log_probs, entropy if with_entropy else None, *top)
+    use_triton = _use_triton(hidden, weight, top_k)
+    call = _Call(temperature, with_entropy, with_sum_pi_squared, top_k, chunk_tokens, shard, use_triton)
+    log_probs, entropy, squares, *top = _TokenScores.apply(hidden, weight, bias, targets, call)
+    entropy, squares = entropy if with_entropy else None, squares if with_sum_pi_squared else None
+    return TokenScores(log_probs, entropy, *top, sum_pi_squared=squares)
 
 
 def _use_triton(hidden: torch.Tensor, weight: torch.Tensor, top_k: int | None) -> bool:
@@ -110,6 +116,7 @@ class _Call:
 
     temperature: float
     with_entropy: bool
+    with_sum_pi_squared: bool
     top_k: int | None
     chunk_tokens: int
     shard: VocabularyShard | None
@@ -138,21 +145,25 @@ class _TokenScores(torch.autograd.Function):
         places = call.places(targets, weight.shape[0])
         ctx.kept, top = None, (None, None)
         if call.use_triton:
-            parts = heads_triton.statistics(hidden, weight, bias, places, call.temperature, call.with_entropy)
+            wanted = (call.with_entropy, call.with_sum_pi_squared)
+            parts = heads_triton.statistics(hidden, weight, bias, places, call.temperature, *wanted)
         else:
             parts, ctx.kept, top = _statistics(hidden, weight, bias, places, call, keep=any(ctx.needs_input_grad[:3]))
-        normalizer, entropy, chosen = _combine(parts)
+        whole = _combine(parts)
         if call.shard is not None and len(targets):
-            parts = _gather(torch.stack([normalizer, entropy, chosen]), call.shard.group)
-            normalizer, entropy, chosen = _combine(parts)
+            whole = _combine(_gather(whole, call.shard.group))
+        normalizer, entropy, chosen, squares = whole
+        without_gradient = [squares.clone()]
         if top[0] is not None:
             top = _top(*top, call)
             top[0].sub_(normalizer[:, None])
-            ctx.mark_non_differentiable(*top)
+            without_gradient += top
+        ctx.mark_non_differentiable(*without_gradient)
         ctx.save_for_backward(hidden, weight, bias, places, normalizer, entropy)
         ctx.call = call
         ctx.set_materialize_grads(False)
-        return chosen - normalizer, entropy.clone(), *top  # what is saved is nobody else's to change
+        # What is saved is nobody else's to change.
+        return chosen - normalizer, entropy.clone(), without_gradient[0], *top
 
     @staticmethod
     def backward(ctx, grad_log_probs, grad_entropy, *_):
@@ -181,18 +192,20 @@ def _combine(parts: torch.Tensor) -> torch.Tensor:
     """What the parts say together.
 
     Args:
-        parts: [P, 3, M] normaliser (-inf of an empty part), entropy within the part, and the target's logit (-inf where
-            the part does not have it).
+        parts: [P, 4, M] normaliser (-inf of an empty part), entropy within the part, the target's logit (-inf where
+            the part does not have it), and the sum of squared probabilities within the part.
 
     Returns:
-        [3, M] the same of the whole. With w the share of a part: H = sum of w H_part - w log w.
+        [4, M] the same of the whole. With w the share of a part: H = sum of w H_part - w log w, and the squares are
+        the sum of w^2 squares_part.
     """
     if len(parts) == 1:
         return parts[0]
-    normalizers, entropies, chosen = parts.unbind(1)
+    normalizers, entropies, chosen, squares = parts.unbind(1)
     normalizer = normalizers.logsumexp(0)
     shares = (normalizers - normalizer).exp()
-    return torch.stack([normalizer, (shares * entropies + torch.special.entr(shares)).sum(0), chosen.amax(0)])
+    entropy = (shares * entropies + torch.special.entr(shares)).sum(0)
+    return torch.stack([normalizer, entropy, chosen.amax(0), (shares.square() * squares).sum(0)])
 
 
 def _gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -232,10 +245,10 @@ def _statistics(
     *,
     keep: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None, _Top]:
-    """The three numbers of this process's vocabulary [1, 3, M]; the workspace with the last chunk's logits where it
+    """The four numbers of this process's vocabulary [1, 4, M]; the workspace with the last chunk's logits where it
     is to be kept; and the top tokens with their logits, [M, k] each, or None twice."""
     num_tokens, num_rows = hidden.shape[0], weight.shape[0]
-    result = hidden.new_zeros(3, num_tokens, dtype=torch.float32)
+    result = hidden.new_zeros(4, num_tokens, dtype=torch.float32)
     workspace = _workspace(hidden, num_rows, call.chunk_tokens)
     top: _Top = (None, None)
     if call.top_k is not None:
@@ -243,10 +256,11 @@ def _statistics(
         top = result.new_full(shape, -torch.inf), places.new_full(shape, -1)
     for rows in _chunks(num_tokens, call.chunk_tokens):
         logits = head_logits(hidden[rows], weight, bias, workspace[: rows.stop - rows.start])
-        for block, normalizer, entropy, chosen, place in _blocks(logits, *result[:, rows], places[rows]):
+        for block, normalizer, entropy, chosen, squares, place in _blocks(logits, *result[:, rows], places[rows]):
             if call.temperature != 1.0:
                 block.div_(call.temperature)
-            _block_statistics(block, normalizer, entropy if call.with_entropy else None)
+            wanted = (entropy if call.with_entropy else None, squares if call.with_sum_pi_squared else None)
+            _block_statistics(block, normalizer, *wanted)
             _block_chosen(block, place, chosen, is_shard=call.shard is not None)
         if top[0] is not None:
             best = logits.topk(min(top[0].shape[1], num_rows), dim=-1)
@@ -259,21 +273,23 @@ def _workspace(hidden: torch.Tensor, num_rows: int, chunk_tokens: int) -> torch.
     return hidden.new_empty(min(chunk_tokens, hidden.shape[0]), num_rows, dtype=torch.float32)
 
 
-def _block_statistics(logits: torch.Tensor, normalizer: torch.Tensor, entropy: torch.Tensor | None) -> None:
-    """Write normalisers [C] and entropies [C] of logits [C, V']."""
+def _block_statistics(
+    logits: torch.Tensor, normalizer: torch.Tensor, entropy: torch.Tensor | None, squares: torch.Tensor | None
+) -> None:
+    """Write normalisers [C], entropies [C] and sums of squared probabilities [C] of logits [C, V']."""
     if not logits.shape[1]:
         normalizer.fill_(-torch.inf)
         return
     peak = logits.amax(-1)
     shifted = logits - peak[:, None]
-    if entropy is None:
-        torch.add(peak, shifted.exp_().sum(-1).log_(), out=normalizer)
-        return
-    weights = shifted.exp()
+    weights = shifted.exp_() if entropy is None else shifted.exp()
     total = weights.sum(-1)
     log_total = total.log()
     torch.add(peak, log_total, out=normalizer)
-    torch.sub(log_total, torch.linalg.vecdot(weights, shifted) / total, out=entropy)
+    if entropy is not None:
+        torch.sub(log_total, torch.linalg.vecdot(weights, shifted) / total, out=entropy)
+    if squares is not None:
+        torch.div(torch.linalg.vecdot(weights, weights), total.square(), out=squares)
 
 
 def _block_chosen(logits: torch.Tensor, places: torch.Tensor, chosen: torch.Tensor, *, is_shard: bool) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Log-probs and entropies on CUDA without logits in memory: Triton kernels behind `quadriga.models.heads`.
 
-Forward, a program takes a block of tokens and a part of the vocabulary, multiplies tile by tile and keeps three numbers
+Forward, a program takes a block of tokens and a part of the vocabulary, multiplies tile by tile and keeps a few numbers
 for each token, rescaled as its maximum grows (online softmax, arXiv:1805.02867). Parts have a fixed number of rows,
 so a token's numbers do not depend on the tokens beside it. Backward, a kernel multiplies again and writes the
 gradient of the logits of one chunk, in half precision; the two products with it are cuBLAS's. A kernel that added up
@@ -46,8 +46,8 @@ def _logits(
 @triton.jit
 def _statistics_kernel(
     hidden, weight, bias, places, result, num_tokens, num_rows, hidden_size, hidden_stride, weight_stride, scale,
-    rows_of_part, HAS_BIAS: tl.constexpr, WITH_ENTROPY: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    rows_of_part, HAS_BIAS: tl.constexpr, WITH_ENTROPY: tl.constexpr, WITH_SQUARES: tl.constexpr, TOKENS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     part = tl.program_id(1)
@@ -55,6 +55,7 @@ def _statistics_kernel(
     peak = tl.full((TOKENS,), _NOTHING, dtype=tl.float32)
     total = tl.zeros((TOKENS,), dtype=tl.float32)  # of exp(z - peak)
     mean = tl.zeros((TOKENS,), dtype=tl.float32)  # of exp(z - peak) (z - peak), not yet divided by the total
+    squares = tl.zeros((TOKENS,), dtype=tl.float32)  # of exp(z - peak)^2, not yet divided by the total's square
     chosen = tl.full((TOKENS,), -float("inf"), dtype=tl.float32)
     first = part * rows_of_part
     for start in range(first, min(first + rows_of_part, num_rows), ROWS):
@@ -71,15 +72,18 @@ def _statistics_kernel(
         if WITH_ENTROPY:
             weighted = tl.where(rows[None, :] < num_rows, exponentials * shifted, 0.0)
             mean = shrink * (mean + sunk * total) + tl.sum(weighted, 1)
+        if WITH_SQUARES:
+            squares = shrink * shrink * squares + tl.sum(exponentials * exponentials, 1)
         total = shrink * total + tl.sum(exponentials, 1)
         peak = higher
         is_chosen = (rows[None, :] == place[:, None]) & (rows[None, :] < num_rows)
         chosen = tl.maximum(chosen, tl.max(tl.where(is_chosen, z, -float("inf")), 1))
     log_total = tl.log(total)
-    to = result + part * 3 * num_tokens + tokens
+    to = result + part * 4 * num_tokens + tokens
     tl.store(to, peak + log_total, mask=tokens < num_tokens)
     tl.store(to + num_tokens, log_total - mean / total if WITH_ENTROPY else mean, mask=tokens < num_tokens)
     tl.store(to + 2 * num_tokens, chosen, mask=tokens < num_tokens)
+    tl.store(to + 3 * num_tokens, squares / (total * total) if WITH_SQUARES else squares, mask=tokens < num_tokens)
 
 
 @triton.jit
@@ -114,6 +118,7 @@ def statistics(
     places: torch.Tensor,
     temperature: float,
     with_entropy: bool,
+    with_squares: bool,
 ) -> torch.Tensor:
     """What each part of the vocabulary says of each token.
 
@@ -124,21 +129,23 @@ def statistics(
         places: [M] rows of the targets; -1: not here.
         temperature: the logits are divided by it.
         with_entropy: whether to compute entropies; they are zero otherwise.
+        with_squares: whether to sum squared probabilities; they are zero otherwise.
 
     Returns:
-        [P, 3, M] float32: normaliser, entropy within the part, the target's logit (-inf where the part lacks it).
+        [P, 4, M] float32: normaliser, entropy within the part, the target's logit (-inf where the part lacks it), and
+        the sum of squared probabilities within the part.
     """
     num_tokens, num_rows = len(hidden), len(weight)
     hidden, weight = _dense(hidden), _dense(weight)
     parts = max(1, triton.cdiv(num_rows, _ROWS_OF_PART))
     if not num_tokens or not num_rows:
-        empty = hidden.new_full((parts, 3, num_tokens), -torch.inf, dtype=torch.float32)
-        empty[:, 1] = 0
+        empty = hidden.new_full((parts, 4, num_tokens), -torch.inf, dtype=torch.float32)
+        empty[:, 1] = empty[:, 3] = 0
         return empty
-    result = hidden.new_empty(parts, 3, num_tokens, dtype=torch.float32)
+    result = hidden.new_empty(parts, 4, num_tokens, dtype=torch.float32)
     _statistics_kernel[(triton.cdiv(num_tokens, _TOKENS), parts)](
         hidden, weight, bias, places, result, num_tokens, num_rows, hidden.shape[1], hidden.stride(0), weight.stride(0),
-        1 / temperature, _ROWS_OF_PART, WITH_ENTROPY=with_entropy, **_shape(hidden, bias),
+        1 / temperature, _ROWS_OF_PART, WITH_ENTROPY=with_entropy, WITH_SQUARES=with_squares, **_shape(hidden, bias),
     )  # fmt: skip
     return result
 

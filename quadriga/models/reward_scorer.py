@@ -16,7 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 from quadriga.errors import EngineError
 from quadriga.models.attention import ATTENTION_NAME
 from quadriga.models.fused import fuse
-from quadriga.models.scorers import PackedTokens, Scorer
+from quadriga.models.scorers import PackedTokens, Question, Scorer
 
 _FIX = "Set reward_model.model.path to a model that was trained to score: a sequence classifier with one label."
 
@@ -33,14 +33,12 @@ class RewardScorer(Scorer):
         model.lm_head = nn.Identity()
         super().__init__(model)
 
-    def output_names(self, with_entropy: bool) -> tuple[str, ...]:
+    def output_names(self, question: Question) -> tuple[str, ...]:
         """See `Scorer.output_names`."""
         return ("scores",)
 
-    def score(
-        self, hidden: torch.Tensor, batch: PackedTokens, *, temperature: float, with_entropy: bool
-    ) -> dict[str, torch.Tensor]:
-        """See `Scorer.score`; temperature and entropy mean nothing here."""
+    def score(self, hidden: torch.Tensor, batch: PackedTokens, question: Question) -> dict[str, torch.Tensor]:
+        """See `Scorer.score`; the question is about a distribution, and here is none."""
         part = self.sharing.scored(hidden, batch, is_vocabulary=False)
         head = self.model.score
         # In float32 whatever the model computes in: a bfloat16 score of 10 is off by up to 0.03.

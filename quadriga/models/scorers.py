@@ -30,6 +30,21 @@ class PackedTokens(Protocol):
 
 
 @dataclass(frozen=True)
+class Question:
+    """What is asked about each predicted token.
+
+    Attributes:
+        temperature: of the distribution asked about.
+        with_entropy: whether its entropy is wanted too.
+        with_sum_pi_squared: whether its sum of squared probabilities is wanted too, which has no gradient.
+    """
+
+    temperature: float = 1.0
+    with_entropy: bool = False
+    with_sum_pi_squared: bool = False
+
+
+@dataclass(frozen=True)
 class ModelInputs:
     """What the backbone reads in this process: `input_ids` and `position_ids` [1, n], and the plan of attention."""
 
@@ -111,29 +126,21 @@ class Scorer(nn.Module, ABC):
         self.sharing: Sharing = UNSHARED
 
     @abstractmethod
-    def output_names(self, with_entropy: bool) -> tuple[str, ...]:
+    def output_names(self, question: Question) -> tuple[str, ...]:
         """The names of the outputs."""
 
     @abstractmethod
-    def score(
-        self, hidden: torch.Tensor, batch: PackedTokens, *, temperature: float, with_entropy: bool
-    ) -> dict[str, torch.Tensor]:
+    def score(self, hidden: torch.Tensor, batch: PackedTokens, question: Question) -> dict[str, torch.Tensor]:
         """Float32 [M] by name, of hidden states [n, D]."""
 
     def forward(
-        self,
-        batch: PackedTokens,
-        *,
-        temperature: float = 1.0,
-        with_entropy: bool = False,
-        received: torch.Tensor | None = None,
+        self, batch: PackedTokens, question: Question, *, received: torch.Tensor | None = None
     ) -> "torch.Tensor | dict[str, torch.Tensor]":
         """Float32 [M] by name; the hidden states [1, n, D] of a pipeline stage that has no head.
 
         Args:
             batch: packed tokens.
-            temperature: of the distribution asked about.
-            with_entropy: whether its entropy is wanted too.
+            question: what is asked about each predicted token.
             received: [1, n, D] of the stage before, where this one has no embedding.
         """
         inputs = self.sharing.inputs(batch)
@@ -147,19 +154,18 @@ class Scorer(nn.Module, ABC):
         ).last_hidden_state
         if not self.sharing.has_head:
             return hidden
-        return self.score(hidden[0], batch, temperature=temperature, with_entropy=with_entropy)
+        return self.score(hidden[0], batch, question)
 
 
 class PolicyScorer(Scorer):
-    """`log_probs` and `entropy` of the response tokens under the model."""
+    """`log_probs` of the response tokens under the model, and where asked for `entropy` and `sum_pi_squared`."""
 
-    def output_names(self, with_entropy: bool) -> tuple[str, ...]:
+    def output_names(self, question: Question) -> tuple[str, ...]:
         """See `Scorer.output_names`."""
-        return ("log_probs", "entropy") if with_entropy else ("log_probs",)
+        entropy = ("entropy",) if question.with_entropy else ()
+        return ("log_probs", *entropy, *(("sum_pi_squared",) if question.with_sum_pi_squared else ()))
 
-    def score(
-        self, hidden: torch.Tensor, batch: PackedTokens, *, temperature: float, with_entropy: bool
-    ) -> dict[str, torch.Tensor]:
+    def score(self, hidden: torch.Tensor, batch: PackedTokens, question: Question) -> dict[str, torch.Tensor]:
         """See `Scorer.score`."""
         head, part = head_of(self.model), self.sharing.scored(hidden, batch, is_vocabulary=True)
         scores = token_scores(
@@ -167,12 +173,12 @@ class PolicyScorer(Scorer):
             head.weight,
             getattr(head, "bias", None),
             part.targets,
-            temperature=temperature,
-            with_entropy=with_entropy,
+            temperature=question.temperature,
+            with_entropy=question.with_entropy,
+            with_sum_pi_squared=question.with_sum_pi_squared,
             shard=self.sharing.vocabulary,
         )
-        outputs = {"log_probs": part.join(scores.log_probs)}
-        return outputs if scores.entropy is None else {**outputs, "entropy": part.join(scores.entropy)}
+        return {name: part.join(getattr(scores, name)) for name in self.output_names(question)}
 
 
 class ValueScorer(Scorer):
@@ -187,13 +193,11 @@ class ValueScorer(Scorer):
         model.value_head = ValueHead(hidden_size, next(model.parameters()).dtype).to(model.device)
         super().__init__(model)
 
-    def output_names(self, with_entropy: bool) -> tuple[str, ...]:
+    def output_names(self, question: Question) -> tuple[str, ...]:
         """See `Scorer.output_names`."""
         return ("values",)
 
-    def score(
-        self, hidden: torch.Tensor, batch: PackedTokens, *, temperature: float, with_entropy: bool
-    ) -> dict[str, torch.Tensor]:
+    def score(self, hidden: torch.Tensor, batch: PackedTokens, question: Question) -> dict[str, torch.Tensor]:
         """See `Scorer.score`."""
         part = self.sharing.scored(hidden, batch, is_vocabulary=False)
         return {"values": part.join(self.model.value_head(part.states))}

@@ -5,7 +5,7 @@
                   their limits, then the server; unblocked by its answer or by `timeout_s`, whichever is first
 
 One `Judge` holds one account's limits. Whoever asks in several processes has several judges, and must share the limits
-out among them; the reward manager `judge` asks from the driver alone.
+out among them: with `rollout.mode=async` that is each process that generates.
 """
 
 import os

@@ -16,15 +16,18 @@ from quadriga.data import (
     create_validation_sampler,
     load_tokenizer,
 )
+from quadriga.errors import ConfigError
 from quadriga.observe.timing import Timeline
 from quadriga.rewards import RewardManager, load_reward_manager
 from quadriga.single_controller import ClassWithInitArgs, LocalWorkerGroup
 from quadriga.single_controller.team import Team
 from quadriga.trainer.model_reward import ModelReward
 from quadriga.trainer.needs import Needs
+from quadriga.trainer.publishing import BetweenWorkers, WithinWorkers
 from quadriga.trainer.ray_trainer import RayPPOTrainer, Workers
 from quadriga.trainer.roles import Role
-from quadriga.workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
+from quadriga.workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker, RolloutWorker
+from quadriga.workers.columns import UpdateInputs
 from quadriga.workers.model_fit import check_models, layout_tables
 from quadriga.workers.roles import RunFacts
 
@@ -32,6 +35,9 @@ from quadriga.workers.roles import RunFacts
 ROLLOUT_ENGINES = {
     "native": "quadriga.workers.rollouts:native",
     "hf": "quadriga.workers.rollouts:hf",
+    "vllm": "quadriga.workers.rollouts:vllm",
+    "sglang": "quadriga.workers.rollouts:sglang",
+    "http": "quadriga.workers.rollouts:http",
     "scripted": "quadriga.workers.rollouts:scripted",
 }
 
@@ -77,6 +83,7 @@ def build_run(config: Config, timeline: Timeline) -> Run:
         timeline: is told where the start-up spends its time.
     """
     needs = Needs.of(config)
+    UpdateInputs(config)  # refuses a loss or an option that does not exist, before a process starts
     check_models(config)
     with timeline.part("tokenizer"):
         tokenizer = build_tokenizer(config)
@@ -113,10 +120,23 @@ def build_team(config: Config, tokenizer: Any, needs: Needs) -> Team:
         has_critic=needs.critic,
         has_reward_model=needs.reward_model,
     )
-    facts = RunFacts(ROLLOUT_ENGINES[config.actor_rollout_ref.rollout.name])
+    facts = RunFacts(_rollout_engine(config))
     classes = {role: _worker_class(Role(role), config, tokenizer, facts) for role in placement.roles}
     module, _, name = TEAMS[config.trainer.backend].partition(":")
     return getattr(import_module(module), name)(classes, placement.roles, placement.pools, config.trainer.device)
+
+
+def _rollout_engine(config: Config) -> str:
+    """The import string of the engine that the configuration names."""
+    name = config.actor_rollout_ref.rollout.name
+    if name not in ROLLOUT_ENGINES:
+        raise ConfigError(
+            "actor_rollout_ref.rollout.name",
+            got=name,
+            expected=", ".join(ROLLOUT_ENGINES),
+            fix="This engine has no code yet: generate with vllm or native.",
+        )
+    return ROLLOUT_ENGINES[name]
 
 
 def _worker_class(role: Role, config: Config, tokenizer: Any, facts: RunFacts) -> ClassWithInitArgs[Any]:
@@ -125,6 +145,8 @@ def _worker_class(role: Role, config: Config, tokenizer: Any, facts: RunFacts) -
             return ClassWithInitArgs(CriticWorker, config, tokenizer)
         case Role.RewardModel:
             return ClassWithInitArgs(RewardModelWorker, config, tokenizer)
+        case Role.Rollout:
+            return ClassWithInitArgs(RolloutWorker, config, tokenizer, facts)
         case _:
             return ClassWithInitArgs(ActorRolloutRefWorker, config, tokenizer, facts, role)
 
@@ -148,12 +170,17 @@ def _of_all_ranks(chosen: Sequence[dict[str, str]]) -> dict[str, str]:
 
 
 def handles(team: Team) -> Workers:
-    """The team's groups as the loop calls them."""
-    workers = {Role(role): group.as_worker() for role, group in team.groups.items()}
-    inside = workers.get(Role.ActorRolloutRef)
+    """The team's groups as the loop calls them. A rollout on processes of its own has the actor's weights then."""
+    groups = {Role(role): group for role, group in team.groups.items()}
+    workers = {role: group.as_worker() for role, group in groups.items()}
+    policy = next(role for role in (Role.ActorRolloutRef, Role.ActorRollout, Role.Actor) if role in groups)
+    rollout = Role.Rollout if policy == Role.Actor else policy
+    is_within = rollout == policy
     return Workers(
-        actor=inside or workers[Role.ActorRollout],
-        reference=inside or workers.get(Role.RefPolicy),
+        actor=workers[policy],
+        rollout=workers[rollout],
+        weights=WithinWorkers(groups[policy]) if is_within else BetweenWorkers(groups[policy], groups[rollout]),
+        reference=workers.get(Role.ActorRolloutRef) or workers.get(Role.RefPolicy),
         critic=workers.get(Role.Critic),
         reward_model=workers.get(Role.RewardModel),
     )
@@ -225,8 +252,7 @@ def build_val_dataloader(config: Config, tokenizer: Any) -> Any:
 
 def build_policy(config: Config, tokenizer: Any) -> ActorRolloutRefWorker:
     """A policy that answers and does not learn."""
-    engine = ROLLOUT_ENGINES[config.actor_rollout_ref.rollout.name]
-    facts = RunFacts(engine, is_trained=False)
+    facts = RunFacts(_rollout_engine(config), is_trained=False)
     policy_class = ClassWithInitArgs(ActorRolloutRefWorker, config, tokenizer, facts, Role.ActorRollout)
     group = LocalWorkerGroup(policy_class)
     group.method("init_model")().get()

@@ -6,11 +6,12 @@ from typing import Any
 
 from quadriga.config import Config
 from quadriga.config.placement import role_pools
+from quadriga.config.sft import SFTConfig
 from quadriga.errors import ConfigError
 
 # Import strings: this process needs torch only if it trains, and Ray only if it does not.
 RUN = "quadriga.trainer.task_runner:run"
-_ON_CLUSTER = "quadriga.single_controller.ray.remote:run_on_cluster"
+RUN_ON_CLUSTER = "quadriga.single_controller.ray.remote:run_on_cluster"
 
 
 def run_ppo(config: Config) -> None:
@@ -20,16 +21,30 @@ def run_ppo(config: Config) -> None:
         ConfigError: Ray is asked for and not installed.
         QuadrigaError: what went wrong in the run, wherever that was.
     """
-    if config.trainer.backend == "local":
-        _load(RUN)(config)
-        return
     roles = role_pools(config.trainer, has_reward_model=config.reward_model.enable)
-    pools = {pool: config.trainer.processes_of(pool) for pool in roles.values()}
-    _load(_ON_CLUSTER)(
-        RUN,
+    launch(RUN, config, num_processes=sum(sum(config.trainer.processes_of(pool)) for pool in set(roles.values())))
+
+
+def launch(target: str, config: Config | SFTConfig, *, num_processes: int) -> None:
+    """Calls a function with a configuration where `trainer.backend` says, and returns when it has ended.
+
+    Args:
+        target: the function, as `module:name`.
+        config: its only argument.
+        num_processes: the workers that it will start, where they are processes of their own.
+
+    Raises:
+        ConfigError: Ray is asked for and not installed.
+        QuadrigaError: what the function raised, wherever that was.
+    """
+    if config.trainer.backend == "local":
+        _load(target)(config)
+        return
+    _load(RUN_ON_CLUSTER)(
+        target,
         (config,),
         ray_init=config.ray_kwargs.arguments,
-        num_processes=sum(sum(counts) for counts in pools.values()),
+        num_processes=num_processes,
         timeline_file=config.ray_kwargs.timeline_json_file,
     )
 

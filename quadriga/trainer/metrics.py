@@ -25,6 +25,8 @@ def data_metrics(batch: DataProto) -> dict[str, float]:
             metrics |= spread(f"critic/{name}", batch.batch[name][mask])
     if "values" in batch.batch.keys():
         metrics["critic/vf_explained_var"] = explained_variance(batch, mask)
+    if "num_turns" in batch.non_tensor_batch:
+        metrics |= spread("num_turns", torch.tensor(batch.non_tensor_batch["num_turns"].tolist()))
     metrics |= spread("response_length", lengths)
     metrics["response_length/clip_ratio"] = float((lengths == width).float().mean())
     return metrics | spread("prompt_length", prompt_lengths)
@@ -47,20 +49,24 @@ def explained_variance(batch: DataProto, mask: torch.Tensor) -> float:
     return float(1 - (returns - values).var(correction=0) / variance) if variance > 0 else 0.0
 
 
-def performance_metrics(batch: DataProto, seconds: Mapping[str, float]) -> dict[str, float]:
+def performance_metrics(
+    batch: DataProto, seconds: Mapping[str, float], measured: Mapping[str, float]
+) -> dict[str, float]:
     """Seconds of each phase, tokens a second, and memory.
 
     Args:
         batch: the batch of the step.
         seconds: of each phase; `step` is the whole of it.
+        measured: what the step has measured: tokens that were generated, those of groups that were left out among
+            them; not told where answers were not generated, but kept.
     """
-    mask = batch.batch["response_mask"]
-    num_tokens, num_generated = int(batch.batch["attention_mask"].sum()), int(mask.sum())
+    num_tokens = int(batch.batch["attention_mask"].sum())
+    num_generated = measured.get("rollout/num_response_tokens", 0.0)
     metrics = {f"timing_s/{phase}": duration for phase, duration in seconds.items()}
     metrics["perf/total_num_tokens"] = float(num_tokens)
     metrics["perf/time_per_step"] = seconds["step"]
     metrics["perf/throughput"] = num_tokens / seconds["step"]
-    if seconds.get("gen"):
+    if seconds.get("gen") and num_generated and not measured.get("rollout/replayed"):
         metrics["perf/generated_tokens_per_s"] = num_generated / seconds["gen"]
     metrics["perf/memory_resident_gib"] = resident_bytes() / 2**30
     metrics["perf/memory_peak_gib"] = peak_resident_bytes() / 2**30

@@ -5,7 +5,9 @@ B responses, T response positions.
 """
 
 import logging
+from collections.abc import Callable, Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -13,7 +15,7 @@ from quadriga.observe.metrics import Metric, reduce_metrics
 from quadriga.observe.timing import PhaseTimer
 from quadriga.protocol import DataProto
 from quadriga.protocol.columns import object_array
-from quadriga.rewards import RewardManager, RewardOutput
+from quadriga.rewards import EarlyRewardManager, Outcome, RewardManager, RewardOutput
 from quadriga.workers import RewardModelWorker
 from quadriga.workers.columns import reward_model_inputs
 
@@ -42,6 +44,22 @@ class ModelReward:
         Metrics beside the graders': mean, max and min of `reward/rm_score` and `reward/rule_score`, the two summands;
         `reward/rm_cut`, inputs of the reward model that were too long; `timing_s/rm`, seconds.
         """
+        return self._added(data, self.graders)
+
+    async def grade_one(self, row: dict[str, Any]) -> Outcome:
+        """See `EarlyRewardManager`: the graders' part; a reward model scores batches."""
+        return await self._early_graders.grade_one(row)
+
+    def collect_graded(self, data: DataProto, outcomes: Sequence[Outcome]) -> RewardOutput:
+        """As `__call__`, where the graders' part is known."""
+        return self._added(data, lambda data: self._early_graders.collect_graded(data, outcomes))
+
+    @property
+    def _early_graders(self) -> EarlyRewardManager:
+        assert isinstance(self.graders, EarlyRewardManager), "samples are graded alone only by managers that can"
+        return self.graders
+
+    def _added(self, data: DataProto, graders: Callable[[DataProto], RewardOutput]) -> RewardOutput:
         timer = PhaseTimer()
         with timer.phase("rm"):
             scored = self.model.compute_rm_score(reward_model_inputs(data, with_chats=self.reads_chats))
@@ -53,7 +71,7 @@ class ModelReward:
                 len(data),
             )
         data.union(scored)
-        rule = self.graders(data)
+        rule = graders(data)
         by_model = data.batch["rm_scores"]
         totals = by_model.sum(-1)
         metrics = {

@@ -3,8 +3,10 @@
 
 from dataclasses import dataclass
 
-from quadriga.algorithms.registry import get_adv_estimator_fn, required_fields
+from quadriga.algorithms.choice import choose_estimator
 from quadriga.config import Config, needs_old_log_prob_pass, needs_reference
+
+_OF_THE_PASS = frozenset({"old_log_probs", "sum_pi_squared"})
 
 
 @dataclass(frozen=True)
@@ -16,6 +18,7 @@ class Needs:
         greedy_baseline: the estimator reads `reward_baselines`.
         reference: a divergence from the first policy is used, or the estimator reads `ref_log_prob`.
         old_log_probs: they are not the current ones by construction, or are wanted before the update.
+        sum_pi_squared: the estimator reads it; it comes with the old log-probs.
         reward_model: a model grades.
     """
 
@@ -23,17 +26,20 @@ class Needs:
     greedy_baseline: bool
     reference: bool
     old_log_probs: bool
+    sum_pi_squared: bool
     reward_model: bool
 
     @classmethod
     def of(cls, config: Config) -> "Needs":
         """What a run with this configuration must compute at each step."""
-        fields = required_fields(get_adv_estimator_fn(config.algorithm.adv_estimator))
+        algorithm = config.algorithm
+        fields = choose_estimator(algorithm.adv_estimator, algorithm.adv_options, dict(algorithm)).fields
         return cls(
             critic="values" in fields,
             greedy_baseline="reward_baselines" in fields,
             reference=needs_reference(config) or "ref_log_prob" in fields,
-            old_log_probs=needs_old_log_prob_pass(config) or "old_log_probs" in fields,
+            old_log_probs=needs_old_log_prob_pass(config) or not _OF_THE_PASS.isdisjoint(fields),
+            sum_pi_squared="sum_pi_squared" in fields,
             reward_model=config.reward_model.enable,
         )
 

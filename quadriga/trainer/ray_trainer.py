@@ -2,25 +2,26 @@
 """The training loop: one short sequential program on the driver, over workers that may be anywhere.
 
     generate -> reward -> old log-probs -> reference -> values -> advantages -> critic -> actor -> publish weights
+    └── until the batch is full ──┘
 
 Each step of the algorithm is one call. What a step needs is asked of the estimator and the configuration (`Needs`),
 so that no branch here names an algorithm, an engine or a backend.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import torch
 
+from quadriga.algorithms.choice import choose_estimator
+from quadriga.algorithms.correction import correct_rollout
 from quadriga.algorithms.estimate import estimate_advantages
 from quadriga.algorithms.kl import apply_kl_penalty, get_kl_controller
 from quadriga.algorithms.mismatch import log_prob_mismatch
-from quadriga.algorithms.registry import bind_options, get_adv_estimator_fn
+from quadriga.algorithms.pf_ppo import pf_ppo_rows
 from quadriga.config import Config
-from quadriga.errors import DataError
 from quadriga.observe.headline import step_fields
 from quadriga.observe.metrics import reduce_metrics
 from quadriga.observe.profiler import Profiler
@@ -29,25 +30,36 @@ from quadriga.observe.stopping import expires_within, expiry, is_stop_requested
 from quadriga.observe.timing import PhaseTimer
 from quadriga.observe.tracking import Tracking
 from quadriga.protocol import DataProto
-from quadriga.rewards import RewardManager, RewardOutput
+from quadriga.rewards import RewardManager
+from quadriga.trainer.answers import Answers, RolloutAnswers, grade, named
 from quadriga.trainer.balance import SequenceCost
 from quadriga.trainer.checkpoint import Checkpoints, step_of
+from quadriga.trainer.group_filter import GroupFilter
+from quadriga.trainer.kept_answers import KeptAnswers
+from quadriga.trainer.log_prob_watch import LogProbWatch
 from quadriga.trainer.metrics import data_metrics, performance_metrics
 from quadriga.trainer.needs import Needs
-from quadriga.trainer.ranks import deal_rows, in_first_order, with_samples
+from quadriga.trainer.prompts import PromptStream
+from quadriga.trainer.publishing import WeightPublisher
+from quadriga.trainer.ranks import deal_rows, in_first_order
 from quadriga.trainer.run_state import load_run_state, save_run_state
 from quadriga.trainer.samples import sample_rows, write_samples
 from quadriga.trainer.saving import CheckpointSaver
 from quadriga.trainer.validate import Validator
-from quadriga.workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
-from quadriga.workers.columns import PROMPT_OBJECTS, PROMPT_TENSORS, UpdateInputs, model_inputs
+from quadriga.workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker, RolloutWorker
+from quadriga.workers.columns import UpdateInputs, model_inputs
 
 
 @dataclass(frozen=True)
 class Workers:
-    """Handles of the worker groups, typed as their workers. The reference's is the actor's own where it is inside."""
+    """Handles of the worker groups, typed as their workers, and the way from the actor's weights to the rollout.
+
+    Those of the rollout and of the reference are the actor's own where they are inside.
+    """
 
     actor: ActorRolloutRefWorker
+    rollout: ActorRolloutRefWorker | RolloutWorker
+    weights: WeightPublisher
     reference: ActorRolloutRefWorker | None
     critic: CriticWorker | None
     reward_model: RewardModelWorker | None = None
@@ -78,14 +90,20 @@ class RayPPOTrainer:
     ) -> None:
         self.config, self.tokenizer, self.reward = config, tokenizer, reward
         self.actor, self.reference, self.critic = workers.actor, workers.reference, workers.critic
-        self.train_dataloader = train_dataloader
+        self.weights = workers.weights
+        self.train_dataloader, self.prompts = train_dataloader, PromptStream(train_dataloader)
         self.total_training_steps = total_training_steps
         self.needs = Needs.of(config)
         self.inputs = UpdateInputs(config)
         algorithm = config.algorithm
-        self.estimator = bind_options(get_adv_estimator_fn(algorithm.adv_estimator), shared=dict(algorithm))
+        self.estimator = choose_estimator(algorithm.adv_estimator, algorithm.adv_options, dict(algorithm)).function
         self.kl_controller = get_kl_controller(algorithm.kl_ctrl)
-        self.validator = Validator(config, tokenizer, self.actor, reward, val_dataloader)
+        self.validator = Validator(config, tokenizer, workers.rollout, reward, val_dataloader)
+        answers = RolloutAnswers(workers.rollout, config)
+        is_kept = config.actor_rollout_ref.rollout.skip.enable
+        self.answers: Answers = KeptAnswers(answers, config) if is_kept else answers
+        self.groups = GroupFilter(config)
+        self.log_prob_watch = LogProbWatch(config.actor_rollout_ref.rollout)
         self.checkpoints = Checkpoints(config.trainer.directory, config.trainer.max_ckpt_to_keep)
         learners = {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
         self.saver = CheckpointSaver(self.checkpoints, learners, tell=lambda text: self.progress.message(text))
@@ -103,44 +121,26 @@ class RayPPOTrainer:
                 self.tracking.log(self.validate(), self.global_steps)
             if self.config.trainer.val_only:
                 return
-            for batch_dict in self._batches():
-                self.finish_step(self.train_step(batch_dict))
+            while not self.is_last_step:
+                self.finish_step(self.train_step())
                 if self.is_stopping:
                     raise KeyboardInterrupt
             self.saver.finish()
 
-    def _batches(self) -> Iterator[dict[str, Any]]:
-        """Training batches, pass after pass over the data, until the last step."""
-        num_empty = 0
-        while not self.is_last_step:
-            # One pass may be empty: that of a loader which goes on from the very end of an epoch.
-            if num_empty == 2:
-                raise DataError(
-                    "data.train_files",
-                    got="two passes in a row without a batch",
-                    expected="at least one batch a pass",
-                    fix="Check the sampler of data.sampler, if it is your own: it must yield a whole batch of rows.",
-                )
-            num_empty += 1
-            for batch_dict in self.train_dataloader:
-                num_empty = 0
-                yield batch_dict
-                if self.is_last_step:
-                    return
-
-    def train_step(self, batch_dict: dict[str, Any]) -> DataProto:
+    def train_step(self) -> DataProto:
         """The next step, measured: afterwards `metrics` holds its numbers. Returns the batch."""
         self.global_steps += 1
         self.timer, self.metrics = PhaseTimer(), {}
         with self.profiler.step(self.global_steps), self.timer.phase("step"):
-            batch = self.step(DataProto.from_single_dict(batch_dict))
-        self.metrics |= data_metrics(batch) | performance_metrics(batch, self.timer.seconds)
+            batch = self.step()
+        self.metrics |= data_metrics(batch) | performance_metrics(batch, self.timer.seconds, self.metrics)
         return batch
 
-    def step(self, batch: DataProto) -> DataProto:
-        """One batch of prompts, from answers to new weights. Returns the batch with all that was computed."""
-        batch = self.generate(batch)
-        self.compute_reward(batch)
+    def step(self) -> DataProto:
+        """From prompts over answers to new weights. Returns the batch with all that was computed."""
+        batch = self.groups.fill(self.generate_and_grade)
+        self.balance(batch)
+        self._record(batch)
         if self.needs.old_log_probs:
             self.compute_old_log_probs(batch)
         if self.reference:
@@ -149,15 +149,18 @@ class RayPPOTrainer:
         if self.critic:
             with self.timer.phase("values"):
                 batch.union(self.critic.compute_values(model_inputs(batch)))
+        self.correct_rollout(batch)
         self.compute_advantages(batch)
+        learned = self.draw_rows(batch)
         if self.critic:
             with self.timer.phase("update_critic"):
-                self._record(self.critic.update_critic(self.inputs.of_critic(batch)))
+                self._record(self.critic.update_critic(self.inputs.of_critic(learned)))
         if self.global_steps > self.config.trainer.critic_warmup:
             with self.timer.phase("update_actor"):
-                self._record(self.actor.update_actor(self.inputs.of_actor(batch)))
+                self._record(self.actor.update_actor(self.inputs.of_actor(learned)))
             with self.timer.phase("publish_weights"):
-                self.actor.publish_weights(self.global_steps)
+                self.weights.publish(self.global_steps)
+        self.metrics |= self.log_prob_watch.look(self.metrics, self.global_steps)
         return batch
 
     def finish_step(self, batch: DataProto) -> None:
@@ -181,28 +184,28 @@ class RayPPOTrainer:
         if may_be_last:
             self.saver.finish()
 
-    def generate(self, batch: DataProto) -> DataProto:
+    def generate_and_grade(self, num_before: int) -> DataProto:
+        """Answers with rewards to the next batch of prompts, of which this step has answered `num_before` already."""
+        prompts = named(self.prompts.take(), str(self.global_steps), first=num_before)
+        prompts.meta_info |= {"global_steps": self.global_steps, "total_training_steps": self.total_training_steps}
+        batch = self.generate(prompts)
+        self.balance(batch)
+        self.compute_reward(batch)
+        return batch
+
+    def generate(self, prompts: DataProto) -> DataProto:
         """`rollout.n` answers to each prompt, beside all that is known of the prompt."""
-        batch.meta_info |= {"global_steps": self.global_steps, "total_training_steps": self.total_training_steps}
-        # Derived from the step, not drawn: a resumed run gives its prompts the names that it would have given them.
-        uids = [f"{self.global_steps}-{row}" for row in range(len(batch))]
-        batch.non_tensor_batch["uid"] = np.array(uids, dtype=object)
-        objects = [key for key in PROMPT_OBJECTS if key in batch.non_tensor_batch]
-        prompts = batch.pop(batch_keys=PROMPT_TENSORS, non_tensor_batch_keys=objects)
-        prompts.non_tensor_batch["uid"] = batch.non_tensor_batch["uid"]
-        prompts.meta_info |= batch.meta_info
         if self.needs.greedy_baseline:
             with self.timer.phase("gen_max"):
-                batch.batch = self._greedy_baseline(batch, prompts).batch
-        num_samples = self.config.actor_rollout_ref.rollout.n
+                prompts.batch["reward_baselines"] = self._greedy_baseline(prompts)
         with self.timer.phase("gen"):
-            answers = self.actor.generate_sequences(with_samples(prompts, num_samples))
-        self._record(answers)
-        batch = batch.repeat(num_samples).union(answers)
-        if self.config.trainer.balance_batch:
-            actor = self.config.actor_rollout_ref.actor
+            return self.answers(prompts, self.config.actor_rollout_ref.rollout.n)
+
+    def balance(self, batch: DataProto) -> None:
+        """Put the rows, unless they are, into an order whose equal parts are equal work for the ranks."""
+        if self.config.trainer.balance_batch and "row_index" not in batch.batch.keys():
+            actor, num_samples = self.config.actor_rollout_ref.actor, self.config.actor_rollout_ref.rollout.n
             self.metrics |= deal_rows(batch, self.num_ranks, num_samples, actor, self.sequence_cost)
-        return batch
 
     @cached_property
     def num_ranks(self) -> int:
@@ -214,31 +217,36 @@ class RayPPOTrainer:
         """What rows cost the actor, for an even share of them."""
         return SequenceCost(*self.actor.token_costs())
 
-    def _greedy_baseline(self, batch: DataProto, prompts: DataProto) -> DataProto:
-        """`reward_baselines` [prompts]: the reward of the likeliest answer to each prompt."""
-        greedy = DataProto(prompts.batch, dict(prompts.non_tensor_batch), {**prompts.meta_info, "do_sample": False})
-        answers = self.actor.generate_sequences(greedy)
-        answers.meta_info.pop("metrics", None)
-        baselines = self.reward(DataProto(None, dict(batch.non_tensor_batch)).union(answers)).scores.sum(-1)
-        return DataProto.from_dict(tensors={"reward_baselines": baselines})
+    def _greedy_baseline(self, prompts: DataProto) -> torch.Tensor:
+        """[prompts]: the reward of the likeliest answer to each prompt."""
+        greedy = DataProto(prompts.batch, prompts.non_tensor_batch, {**prompts.meta_info, "do_sample": False})
+        return grade(self.reward, self.answers(greedy, 1)).scores.sum(-1)
 
     def compute_reward(self, batch: DataProto) -> None:
         """`token_level_scores` [B, T], and what the graders say beside it."""
         with self.timer.phase("reward"):
-            self.reward_output: RewardOutput = self.reward(batch)
-        batch.batch["token_level_scores"] = self.reward_output.scores
-        self.metrics |= reduce_metrics(self.reward_output.metrics)
+            output = grade(self.reward, batch)
+        batch.meta_info["metrics"] = {**batch.meta_info.get("metrics", {}), **output.metrics}
 
     def compute_old_log_probs(self, batch: DataProto) -> None:
-        """`old_log_probs` [B, T] of the policy that the update starts from."""
+        """`old_log_probs` [B, T] of the policy that the update starts from; `sum_pi_squared` where it is read."""
         with self.timer.phase("old_log_prob"):
-            scores = self.actor.compute_log_prob(model_inputs(batch))
+            scores = self.actor.compute_log_prob(model_inputs(batch), self.needs.sum_pi_squared)
         mask = batch.batch["response_mask"]
         entropy = scores.batch.pop("entropys")
         batch.union(scores)
         self.metrics["actor/entropy"] = float((entropy * mask).sum() / mask.sum().clamp(min=1))
         mismatch = log_prob_mismatch(batch.batch["old_log_probs"], batch.batch["rollout_log_probs"], mask)
         self.metrics |= {f"rollout/{name}": value for name, value in mismatch.items()}
+
+    def correct_rollout(self, batch: DataProto) -> None:
+        """`rollout_is_weights` and `response_mask` [B, T] for answers that another policy wrote than the actor's."""
+        correction = self.config.algorithm.rollout_correction
+        if correction.needs_old_log_probs:
+            changed, metrics = correct_rollout(dict(batch.batch.items()), correction)
+            for name, column in changed.items():
+                batch.batch[name] = column
+            self.metrics |= metrics
 
     def compute_advantages(self, batch: DataProto) -> None:
         """`token_level_rewards`, `advantages` and `returns` [B, T], here on the driver."""
@@ -258,6 +266,19 @@ class RayPPOTrainer:
             fields = {**dict(columns.items()), **batch.non_tensor_batch}
             columns["advantages"], columns["returns"] = estimate_advantages(self.estimator, fields)
 
+    def draw_rows(self, batch: DataProto) -> DataProto:
+        """The rows to learn from: all, or with `use_pf_ppo` as many drawn by their scores, whatever their order."""
+        algorithm = self.config.algorithm
+        if not algorithm.use_pf_ppo:
+            return batch
+        numbers = batch.batch.get("row_index", torch.arange(len(batch)))
+        order = numbers.argsort()
+        scores = batch.batch["token_level_scores"].sum(-1)[order]
+        rows = pf_ppo_rows(scores, **dict(algorithm.pf_ppo), seed=self.config.trainer.seed + self.global_steps)
+        drawn = batch.select_idxs(order[rows])
+        drawn.batch["row_index"] = torch.arange(len(drawn))
+        return drawn
+
     def validate(self) -> dict[str, float]:
         """Answers to all validation prompts, as metrics; also told to the trackers and written where asked."""
         metrics, rows = self.validator.run(self.global_steps, self.progress)
@@ -272,7 +293,7 @@ class RayPPOTrainer:
         save_run_state(
             directory,
             step=self.global_steps,
-            loader=self.train_dataloader.state_dict(),
+            loader=self.prompts.state_dict(),
             kl_controller=self.kl_controller.state_dict(),
             with_random_states="extra" in self.config.actor_rollout_ref.actor.checkpoint.save_contents,
         )
@@ -291,12 +312,13 @@ class RayPPOTrainer:
         if path is None:
             return
         self.global_steps = step_of(path)
-        self.actor.load_checkpoint(path.absolute(), self.global_steps)
+        self.actor.load_checkpoint(path.absolute())
+        self.weights.publish(self.global_steps)
         if self.critic:
             self.critic.load_checkpoint(path.absolute())
         contents = self.config.actor_rollout_ref.actor.checkpoint.load_contents
         state = load_run_state(path, with_random_states="extra" in contents)
-        self.train_dataloader.load_state_dict(state["loader"])
+        self.prompts.load_state_dict(state["loader"])
         self.kl_controller.load_state_dict(state["kl_controller"])
         print(f"resumed from {path}")
 
@@ -307,8 +329,8 @@ class RayPPOTrainer:
 
     @property
     def epoch(self) -> int:
-        """Passes over the training data that were complete before this step."""
-        return (self.global_steps - 1) // max(1, len(self.train_dataloader))
+        """Passes over the training data that were complete before the last prompts were taken."""
+        return self.prompts.epoch
 
     def _is_due(self, frequency: int) -> bool:
         return frequency > 0 and (self.is_last_step or self.global_steps % frequency == 0)
@@ -318,8 +340,7 @@ class RayPPOTrainer:
         self.metrics |= reduce_metrics(result.meta_info.pop("metrics", {}))
 
     def _rows(self, batch: DataProto) -> list[dict[str, Any]]:
-        rows = sample_rows(batch, self.reward_output, self.tokenizer, self.config.data.reward_fn_key)
-        return in_first_order(rows, batch)
+        return in_first_order(sample_rows(batch, self.tokenizer, self.config.data.reward_fn_key), batch)
 
     def close(self) -> None:
         """Stop the graders, and write a profile that is still open. The workers end with their team."""

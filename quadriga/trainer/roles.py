@@ -9,6 +9,8 @@ class Role(StrEnum):
 
     ActorRolloutRef = "actor_rollout_ref"
     ActorRollout = "actor_rollout"
+    Actor = "actor"
+    Rollout = "rollout"
     RefPolicy = "ref"
     Critic = "critic"
     RewardModel = "reward_model"

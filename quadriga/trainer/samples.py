@@ -11,16 +11,16 @@ from transformers import PreTrainedTokenizerBase
 from quadriga.errors import DataError
 from quadriga.observe.tracking.jsonl import jsonable
 from quadriga.protocol import DataProto
-from quadriga.rewards import RewardOutput
+
+_OF_CONVERSATION = ("num_turns", "finish_reason")
 
 
-def sample_rows(
-    batch: DataProto, reward: RewardOutput, tokenizer: PreTrainedTokenizerBase, data_source_key: str
-) -> list[dict[str, Any]]:
-    """One row per answer: where it comes from, prompt, answer, ground truth, score and what the grader added."""
+def sample_rows(batch: DataProto, tokenizer: PreTrainedTokenizerBase, data_source_key: str) -> list[dict[str, Any]]:
+    """One row per graded answer: where it comes from, prompt, answer, ground truth, score and what the grader added."""
     width = batch.batch["responses"].shape[1]
     masks = batch.batch["attention_mask"].bool()
-    scores = reward.scores.sum(-1).tolist()
+    scores = batch.batch["token_level_scores"].sum(-1).tolist()
+    told = [name for name in _OF_CONVERSATION if name in batch.non_tensor_batch]
     rows = []
     for row in range(len(batch)):
         prompt = batch.batch["prompts"][row][masks[row, :-width]]
@@ -32,10 +32,11 @@ def sample_rows(
             "output": tokenizer.decode(answer, skip_special_tokens=True),
             "ground_truth": (batch.non_tensor_batch["reward_model"][row] or {}).get("ground_truth"),
             "score": scores[row],
+            **{name: batch.non_tensor_batch[name][row] for name in told},
         }
         # A grader may give what it adds any name.
-        added = {f"reward/{name}" if name in known else name: column[row] for name, column in reward.extra.items()}
-        rows.append(known | added)
+        said = batch.non_tensor_batch["reward_extra"][row]
+        rows.append(known | {f"reward/{name}" if name in known else name: value for name, value in said.items()})
     return rows
 
 

@@ -4,18 +4,15 @@
 from collections.abc import Hashable
 from typing import Any
 
-import numpy as np
-
 from quadriga.config import Config
 from quadriga.observe.metrics import reduce_metrics
 from quadriga.observe.progress import Progress
 from quadriga.protocol import DataProto
 from quadriga.rewards import RewardManager
-from quadriga.trainer.ranks import with_samples
+from quadriga.trainer.answers import RolloutAnswers, grade, named
 from quadriga.trainer.samples import first_of_each_prompt, sample_rows, write_samples
 from quadriga.trainer.validation_metrics import validation_metrics
-from quadriga.workers import ActorRolloutRefWorker
-from quadriga.workers.columns import PROMPT_OBJECTS, PROMPT_TENSORS
+from quadriga.workers import ActorRolloutRefWorker, RolloutWorker
 
 
 class Validator:
@@ -24,7 +21,7 @@ class Validator:
     Args:
         config: of the run.
         tokenizer: of the model.
-        actor: generates.
+        rollout: generates.
         reward: grades.
         dataloader: batches of prompts, or None: there is no validation data.
     """
@@ -33,11 +30,11 @@ class Validator:
         self,
         config: Config,
         tokenizer: Any,
-        actor: ActorRolloutRefWorker,
+        rollout: ActorRolloutRefWorker | RolloutWorker,
         reward: RewardManager,
         dataloader: Any,
     ) -> None:
-        self.config, self.tokenizer, self.actor = config, tokenizer, actor
+        self.config, self.tokenizer, self.answers = config, tokenizer, RolloutAnswers(rollout, config)
         self.reward, self.dataloader = reward, dataloader
 
     def run(self, step: int, progress: Progress) -> tuple[dict[str, float], list[dict[str, Any]]]:
@@ -46,8 +43,8 @@ class Validator:
         errors: dict[str, float] = {}
         for number, batch_dict in enumerate(self.dataloader or ()):
             batch = self._answer(DataProto.from_single_dict(batch_dict), step, number)
-            reward = self.reward(batch)
-            rows += sample_rows(batch, reward, self.tokenizer, self.config.data.reward_fn_key)
+            reward = grade(self.reward, batch)
+            rows += sample_rows(batch, self.tokenizer, self.config.data.reward_fn_key)
             for name, value in reduce_metrics(reward.metrics).items():
                 if name == "reward/errors":
                     errors[f"val-aux/{name}"] = errors.get(f"val-aux/{name}", 0.0) + value
@@ -66,15 +63,9 @@ class Validator:
 
     def _answer(self, batch: DataProto, step: int, number: int) -> DataProto:
         sampling = self.config.actor_rollout_ref.rollout.val_kwargs
-        uids = [f"val-{number}-{row}" for row in range(len(batch))]
-        batch.non_tensor_batch["uid"] = np.array(uids, dtype=object)
+        named(batch, f"val-{number}")
         batch.meta_info |= {"global_steps": step, "validate": True, "do_sample": sampling.do_sample}
-        batch = with_samples(batch, sampling.n)
-        objects = [key for key in PROMPT_OBJECTS if key in batch.non_tensor_batch]
-        prompts = batch.select(batch_keys=PROMPT_TENSORS, non_tensor_batch_keys=[*objects, "uid", "sample_index"])
-        answers = self.actor.generate_sequences(prompts)
-        answers.meta_info.pop("metrics", None)
-        return DataProto(None, batch.non_tensor_batch).union(answers)
+        return self.answers(batch, sampling.n)
 
 
 def _comparable(prediction: Any) -> Hashable:
@@ -86,7 +77,9 @@ def _comparable(prediction: Any) -> Hashable:
     return prediction
 
 
-_NOT_MEASURED = ("uid", "data_source", "input", "output", "ground_truth", "score", "reward_error", "pred")
+_NOT_MEASURED = frozenset(
+    ("uid", "data_source", "input", "output", "ground_truth", "score", "finish_reason", "reward_error", "pred")
+)
 
 
 def _numeric_columns(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:

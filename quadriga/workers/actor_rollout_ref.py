@@ -2,8 +2,8 @@
 """The policy in its three parts: the actor that learns, the rollout that generates, the reference that stays."""
 
 from functools import cached_property
-from importlib import import_module
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -14,13 +14,14 @@ from quadriga.engines.base import TrainEngine
 from quadriga.engines.objectives import PolicyObjective
 from quadriga.engines.schedule import lr_at
 from quadriga.engines.step import infer, update
-from quadriga.errors import EngineError
 from quadriga.models.lora import adapter_off, describe_adapter
 from quadriga.observe.machine import Choice, release_free_memory
 from quadriga.protocol import DataProto
-from quadriga.rollout import generate_sequences
 from quadriga.single_controller import Dispatch, Execute, Worker, register
+from quadriga.weight_sync import Address, WeightSender, offer
+from quadriga.weight_sync.elsewhere import drain
 from quadriga.workers.checkpoints import RoleCheckpoint
+from quadriga.workers.generation import Generation, make_rollout
 from quadriga.workers.roles import (
     BY_REPLICA,
     MESH,
@@ -35,11 +36,25 @@ from quadriga.workers.roles import (
     make_engine,
     passes,
 )
-from quadriga.workers.rollouts import Rollout
 
 ACTOR = "actor_rollout_ref.actor"
-PARTS = {"actor_rollout_ref": (True, True), "actor_rollout": (True, False), "ref": (False, True)}
-"""By role: whether actor and rollout are part of the worker, and whether the reference is."""
+
+
+class Parts(NamedTuple):
+    """What of the policy is in a worker."""
+
+    actor: bool
+    rollout: bool
+    reference: bool
+
+
+PARTS = {
+    "actor_rollout_ref": Parts(actor=True, rollout=True, reference=True),
+    "actor_rollout": Parts(actor=True, rollout=True, reference=False),
+    "actor": Parts(actor=True, rollout=False, reference=False),
+    "ref": Parts(actor=False, rollout=False, reference=True),
+}
+"""By role. The rollout beside an `actor` is a role of its own: see `workers.rollout`."""
 
 
 class ActorRolloutRefWorker(Worker):
@@ -57,11 +72,12 @@ class ActorRolloutRefWorker(Worker):
     ) -> None:
         super().__init__()
         self.config, self.tokenizer, self.facts, self.role = config, tokenizer, facts, role
-        self.has_policy, self.has_reference = PARTS[role]
+        self.parts = PARTS[role]
         self.actor_config = config.actor_rollout_ref.actor
         self.rollout_config = config.actor_rollout_ref.rollout
         self.has_adapter = config.actor_rollout_ref.model.has_adapter
         self.weight_version = 0
+        self.sender: WeightSender | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def init_model(self) -> dict[str, str]:
@@ -70,11 +86,22 @@ class ActorRolloutRefWorker(Worker):
         self.processes = join(self.place, device, self.actor_config, ACTOR)
         self.register_mesh(MESH, self.processes.place.dp_rank, self.processes.place.is_collected)
         dtype = compute_dtype(self.actor_config.fsdp_config, device)
-        choices = self._init_policy(device, dtype) if self.has_policy else {}
+        choices = self._init_actor(device, dtype) if self.parts.actor else {}
+        if self.parts.rollout:
+            self.rollout = make_rollout(self.facts.rollout_engine, self.config, self.actor, self.tokenizer)
+            self.generation = Generation(
+                self.config,
+                self.tokenizer,
+                self.rollout.engine,
+                is_beside_training=True,
+                num_processes=self.world_size,
+            )
+            self.publish_weights(self.weight_version)
+            choices["rollout"] = self.rollout.description
         self.reference = None
-        if self.has_reference and self.has_policy and self.has_adapter:
+        if self.parts.reference and self.parts.actor and self.has_adapter:
             choices["reference"] = "the actor with its adapter off"
-        elif self.has_reference:
+        elif self.parts.reference:
             self.reference = make_engine(
                 load_policy(self.config, dtype.value, self.processes),
                 self.actor_config,
@@ -85,7 +112,7 @@ class ActorRolloutRefWorker(Worker):
             choices["reference"] = "a frozen copy"
         return choices
 
-    def _init_policy(self, device: torch.device, dtype: Choice) -> dict[str, str]:
+    def _init_actor(self, device: torch.device, dtype: Choice) -> dict[str, str]:
         is_trained, has_adapter = self.facts.is_trained, self.has_adapter
         # Weights beside an adapter are frozen: they need no float32 truth behind those that compute.
         loaded_dtype = torch.float32 if is_trained and not has_adapter else dtype.value
@@ -97,54 +124,32 @@ class ActorRolloutRefWorker(Worker):
             name="actor",
             model=self.config.actor_rollout_ref.model if is_trained else None,
         )
-        self.objective = PolicyObjective(self.actor_config)
+        self.objective = PolicyObjective(self.actor_config, self.config.algorithm.rollout_correction)
         self.utilisation = Utilisation(device, dtype.value)
-        self.rollout = self._make_rollout()
-        self.publish_weights(self.weight_version)
         chosen = self.actor.describe()
         masters = "masters and optimizer in float32"
         adapter = {"adapter": describe_adapter(self.actor.model)} if has_adapter else {}
         return adapter | {
             "actor": f"{chosen['parameters'] / 1e6:.1f} M parameters on {chosen['device']}, {chosen['processes']}",
             "weights": f"{chosen['weights']} ({dtype.reason}); {masters}" + (", of the adapter" if has_adapter else ""),
-            "rollout": self.rollout.description,
         }
-
-    def _make_rollout(self) -> Rollout:
-        module, _, name = self.facts.rollout_engine.partition(":")
-        return getattr(import_module(module), name)(self.config, self.actor, self.tokenizer)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Answers to prompts: see `rollout.generate_sequences`."""
-        self._require_known_tokens(prompts.batch["input_ids"])
-        prompts.meta_info["weight_version"] = self.weight_version
-        answers = generate_sequences(
-            self.rollout.engine,
-            prompts,
-            config=self.rollout_config,
-            response_length=self.config.data.max_response_length,
-            pad_token_id=self.tokenizer.pad_token_id,
-            seed=self.config.trainer.seed,
-        )
-        release_free_memory()
-        return answers
-
-    def _require_known_tokens(self, input_ids: torch.Tensor) -> None:
-        size = self.actor.model.config.get_text_config().vocab_size
-        if input_ids.numel() and int(input_ids.max()) >= size:
-            raise EngineError(
-                "prompts",
-                got=f"token id {int(input_ids.max())}",
-                expected=f"ids below {size}, the size of the model's vocabulary",
-                fix="Use the model's own tokenizer: see data.tokenizer.",
-            )
+        self.rollout.weights.verify(self.rollout.engine, self.weight_version)
+        return self.generation.answer(prompts, self.weight_version)
 
     @register(dispatch_mode=BY_REPLICA)
-    def compute_log_prob(self, data: DataProto) -> DataProto:
-        """`old_log_probs` and `entropys` [B, T] of the actor as it is."""
-        scores = self._infer(self.actor, data, self.rollout_config, with_entropy=True)
-        return DataProto.from_dict(tensors={"old_log_probs": scores["log_probs"], "entropys": scores["entropy"]})
+    def compute_log_prob(self, data: DataProto, with_sum_pi_squared: bool = False) -> DataProto:
+        """`old_log_probs`, `entropys` and, where asked for, `sum_pi_squared` [B, T] of the actor as it is."""
+        scores = self._infer(
+            self.actor, data, self.rollout_config, with_entropy=True, with_sum_pi_squared=with_sum_pi_squared
+        )
+        found = DataProto.from_dict(tensors={"old_log_probs": scores["log_probs"], "entropys": scores["entropy"]})
+        if with_sum_pi_squared:
+            found.batch["sum_pi_squared"] = scores["sum_pi_squared"]
+        return found
 
     @register(dispatch_mode=BY_REPLICA)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
@@ -157,10 +162,11 @@ class ActorRolloutRefWorker(Worker):
                 scores = self._infer(self.actor, data, config)
         return DataProto.from_dict(tensors={"ref_log_prob": scores["log_probs"]})
 
-    def _infer(self, engine: TrainEngine, data: DataProto, config: LogProbConfig, *, with_entropy: bool = False):
+    def _infer(
+        self, engine: TrainEngine, data: DataProto, config: LogProbConfig, **wanted: bool
+    ) -> dict[str, torch.Tensor]:
         micro = inference_pieces(config, share_prompts=self.actor_config.use_prefix_sharing)
-        temperature = self.rollout_config.temperature
-        return infer(engine, data, micro, temperature=temperature, with_entropy=with_entropy)
+        return infer(engine, data, micro, temperature=self.rollout_config.temperature, **wanted)
 
     @register(dispatch_mode=BY_REPLICA)
     def update_actor(self, data: DataProto) -> DataProto:
@@ -200,6 +206,30 @@ class ActorRolloutRefWorker(Worker):
         weights = self.actor.weights(is_merged=not self.rollout.is_shared)
         self.rollout.weights.publish(weights, self.rollout.engine, version)
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def offer_weights(self, channel: str, num_receivers: int) -> Address | None:
+        """Open a channel to a rollout in other processes. Returns, from rank 0, where they find it.
+
+        Args:
+            channel: see `weight_sync.channels.offer`.
+            num_receivers: processes of the rollout.
+        """
+        if self.rank != 0:
+            return None
+        place = str(self.config.trainer.directory / "weights") if channel == "disk" else self.place.master_addr
+        end, address = offer(channel, place, num_receivers, self.processes.world.device)
+        self.sender = WeightSender(end, self.rollout_config.update_weights_bucket_megabytes << 20)
+        return address
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def send_weights(self, version: int) -> None:
+        """Send the actor's weights to the rollout in other processes, which receives them meanwhile."""
+        weights = self.actor.weights()
+        if self.sender is None:
+            drain(weights)
+        else:
+            self.sender.send(weights, version)
+
     @cached_property
     def checkpoint(self) -> RoleCheckpoint:
         """Writes and reads this worker's part of a checkpoint."""
@@ -216,14 +246,15 @@ class ActorRolloutRefWorker(Worker):
         return self.checkpoint.is_written(wait=wait)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_checkpoint(self, directory: Path, version: int) -> None:
-        """Read the actor from below `directory`, and publish its weights."""
+    def load_checkpoint(self, directory: Path) -> None:
+        """Read the actor from below `directory`. The rollout keeps its weights until new ones are published."""
         self.checkpoint.load(directory / "actor", frozenset(self.actor_config.checkpoint.load_contents))
-        self.publish_weights(version)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def close(self) -> None:
-        """Release what the rollout holds, and leave the other processes of the role."""
-        if self.has_policy:
-            self.rollout.engine.close()
+        """Release what the rollout or the way to it holds, and leave the other processes of the role."""
+        if self.parts.rollout:
+            self.generation.close()
+        if self.sender is not None:
+            self.sender.close()
         process_group.leave(self.processes.world)

@@ -99,8 +99,9 @@ class RoleCheckpoint:
                 place.mkdir(exist_ok=True)
                 self.model.config.save_pretrained(place)
                 # Without the checks of save_pretrained, which refuses files that models on the hub come with.
-                if self.model.generation_config is not None:
-                    self.model.generation_config.to_json_file(place / "generation_config.json")
+                # A classifier has none.
+                if (generation := getattr(self.model, "generation_config", None)) is not None:
+                    generation.to_json_file(place / "generation_config.json")
                 self.tokenizer.save_pretrained(place)
             if MODEL in contents and adapter_of(self.model):
                 write_adapter_config(self.model, folder)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The columns that each call on a worker reads, asked on the driver, so that nothing else travels.
 
-generate_sequences           PROMPT_TENSORS, PROMPT_OBJECTS
+generate_sequences           PROMPT_TENSORS, PROMPT_OBJECTS; with rollout.mode=async CONVERSATION_OBJECTS as well
 compute_*                    MODEL_INPUTS
 compute_rm_score             MODEL_INPUTS, and the chats where the reward model reads them
 update_actor, update_critic  MODEL_INPUTS, the fields of the objective, and the numbers of the rows
@@ -14,9 +14,26 @@ from quadriga.engines.objectives import Objective, PolicyObjective, ValueObjecti
 from quadriga.protocol import DataProto
 
 PROMPT_TENSORS = ("input_ids", "attention_mask", "position_ids")
-PROMPT_OBJECTS = ("raw_prompt_ids",)
+PROMPT_OBJECTS = ("raw_prompt_ids", "uid", "sample_index")
+CONVERSATION_OBJECTS = (
+    "raw_prompt", "agent_name", "tools_kwargs", "interaction_kwargs", "reward_model", "extra_info", "index",
+)  # fmt: skip
 CHAT_OBJECTS = ("raw_prompt", "uid")
 MODEL_INPUTS = (*PROMPT_TENSORS, "response_mask")
+
+
+def prompt_inputs(prompts: DataProto, config: Config) -> DataProto:
+    """What the rollout reads of prompts; those of their columns that it asks for and that are there.
+
+    A conversation finds the name of its data set as `data_source`, whatever `data.reward_fn_key` calls that column.
+    """
+    columns = prompts.non_tensor_batch
+    is_async = config.actor_rollout_ref.rollout.mode == "async"
+    wanted = (*PROMPT_OBJECTS, *(CONVERSATION_OBJECTS if is_async else ()))
+    inputs = prompts.select(PROMPT_TENSORS, [key for key in wanted if key in columns])
+    if is_async and config.data.reward_fn_key in columns:
+        inputs.non_tensor_batch["data_source"] = columns[config.data.reward_fn_key]
+    return inputs
 
 
 def model_inputs(batch: DataProto) -> DataProto:
@@ -38,11 +55,12 @@ class UpdateInputs:
     """
 
     def __init__(self, config: Config) -> None:
-        self._policy = PolicyObjective(config.actor_rollout_ref.actor)
+        self._policy = PolicyObjective(config.actor_rollout_ref.actor, config.algorithm.rollout_correction)
         self._value = ValueObjective(config.critic)
 
     def of_actor(self, batch: DataProto) -> DataProto:
-        """Columns for `update_actor`."""
+        """Columns for `update_actor`; those that the loss computes from the whole batch are added to it."""
+        self._policy.add_batch_columns(batch)
         return _for_update(batch, self._policy)
 
     def of_critic(self, batch: DataProto) -> DataProto:

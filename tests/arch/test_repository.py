@@ -14,6 +14,13 @@ from arch_tree import REPOSITORY, tracked_files
 
 PAGES = sorted(name for name in tracked_files() if name.endswith(".md"))
 CONFIGS = sorted(name for name in tracked_files() if re.fullmatch(r"(configs|examples)/.*\.ya?ml", name))
+# What reads a file, by its name; the first that fits. The last is the tree of `quadriga train`.
+READERS = (
+    (r"examples/tools/interactions\.yaml", "quadriga.config.tool_files:read_interaction_file"),
+    (r"examples/tools/.*", "quadriga.config.tool_files:read_tool_file"),
+    (r".*/sft[^/]*", "quadriga.config.sft_loader:load_sft_config"),
+    (r".*", "quadriga.config:load_config"),
+)
 MAX_DOC_PAGES = 10
 MAX_CONTRIBUTING_LINES = 100
 MAX_TEXT_BYTES = 1 << 20
@@ -46,6 +53,17 @@ def paths_of(command: str) -> list[str]:
     return re.findall(r"(?<![\w./-])(?:scripts|examples|configs|benchmarks|docs)/[\w./-]*\w", command)
 
 
+def read_configuration(name: str) -> None:
+    """Reads a YAML file of the repository as the command does that it is written for."""
+    module, _, function = next(reader for pattern, reader in READERS if re.fullmatch(pattern, name)).partition(":")
+    # Imported here, so that the other rules are tested even when this import fails.
+    read = getattr(import_module(module), function)
+    if module.endswith("tool_files"):
+        read(str(REPOSITORY / name))
+    else:
+        read(files=[REPOSITORY / name])
+
+
 def subcommand_of(command: str) -> str | None:
     """`train` of `.venv/bin/quadriga train a=b`."""
     match = re.match(r"(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?quadriga (\w+)", command)
@@ -55,13 +73,13 @@ def subcommand_of(command: str) -> str | None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_configuration_file_loads(name: str) -> None:
     """Every configuration file in the repository has only keys that exist, with values that they take."""
-    # Imported here, so that the other rules are tested even when this import fails.
-    import_module("quadriga.config").load_config(files=[REPOSITORY / name])
+    read_configuration(name)
 
 
 def test_there_are_configurations() -> None:
     """The test above has something to read."""
-    assert any(name.startswith("configs/") for name in CONFIGS)
+    for pattern, reader in READERS:
+        assert any(re.fullmatch(pattern, name) for name in CONFIGS), f"there is no file for {reader}"
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -98,7 +116,7 @@ def test_links_lead_somewhere(name: str) -> None:
 
 def test_number_of_pages() -> None:
     """The documentation stays small enough to be true."""
-    pages = [name for name in PAGES if name.startswith("docs/")]
+    pages = [name for name in PAGES if name.startswith("docs/") and name != "docs/README.md"]
     assert len(pages) <= MAX_DOC_PAGES, f"{len(pages)} pages in docs/, at most {MAX_DOC_PAGES}: {pages}"
     contributing = (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8")
     assert len(contributing.splitlines()) < MAX_CONTRIBUTING_LINES

@@ -15,7 +15,7 @@ TOKENS, ROWS, HIDDEN = 300, 20_000, 200  # several parts, and none of them a mul
 
 
 def scores_and_gradients(device: str, dtype: torch.dtype, *, has_bias: bool, temperature: float, with_entropy: bool):
-    """Log-probs, perhaps entropies, and the gradients of states, weight and bias, on the CPU in float32."""
+    """Log-probs, perhaps entropies and squares, and the gradients of states, weight and bias, on the CPU in float32."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(TOKENS, HIDDEN, generator=generator)
     weight = torch.randn(ROWS, HIDDEN, generator=generator) * (2 / math.sqrt(HIDDEN))
@@ -24,12 +24,13 @@ def scores_and_gradients(device: str, dtype: torch.dtype, *, has_bias: bool, tem
     outer = torch.randn(2, TOKENS, generator=generator).to(device)
     leaves = [leaf.to(device, dtype).requires_grad_() for leaf in leaves]
     bias = leaves[2] if has_bias else None
-    scores = token_scores(*leaves[:2], bias, targets, temperature=temperature, with_entropy=with_entropy)
+    wanted = {"with_entropy": with_entropy, "with_sum_pi_squared": with_entropy}
+    scores = token_scores(*leaves[:2], bias, targets, temperature=temperature, **wanted)
     loss = scores.log_probs @ outer[0]
     if scores.entropy is not None:
         loss = loss + scores.entropy @ outer[1]
     loss.backward()
-    outputs = [scores.log_probs] if scores.entropy is None else [scores.log_probs, scores.entropy]
+    outputs = [one for one in (scores.log_probs, scores.entropy, scores.sum_pi_squared) if one is not None]
     return [part.detach().float().cpu() for part in (*outputs, *(leaf.grad for leaf in leaves))]
 
 
@@ -42,7 +43,7 @@ def test_the_device_says_what_the_cpu_says(dtype, has_bias: bool, temperature: f
     options = {"has_bias": has_bias, "temperature": temperature, "with_entropy": with_entropy}
     found = scores_and_gradients("cuda", dtype, **options)
     expected = scores_and_gradients("cpu", dtype, **options)
-    num_outputs = 1 + with_entropy
+    num_outputs = 1 + 2 * with_entropy
     for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
         bound = 1e-4 if number < num_outputs or dtype == torch.float32 else 0.02
         torch.testing.assert_close(ours, theirs, rtol=bound, atol=bound * theirs.abs().max().item())

@@ -22,7 +22,8 @@ SPLITS = ((31, 30), (61, 0), (2, 59), (21, 20, 20), (0, 58, 3), (30, 0, 31))
 def scores(hidden, weight, bias, targets, outer, **options) -> dict[str, torch.Tensor]:
     """All outputs, and the gradients of states, weight and bias."""
     leaves = [part.detach().clone().requires_grad_() for part in (hidden, weight, bias)]
-    found = token_scores(*leaves, targets, with_entropy=True, top_k=TOP, chunk_tokens=7, **options)
+    wanted = {"with_entropy": True, "with_sum_pi_squared": True, "top_k": TOP}
+    found = token_scores(*leaves, targets, chunk_tokens=7, **wanted, **options)
     (found.log_probs @ outer[0] + found.entropy @ outer[1]).backward()
     tensors = dict(vars(found)) | dict(zip(("hidden", "weight", "bias"), (leaf.grad for leaf in leaves), strict=True))
     return {name: tensor.detach() for name, tensor in tensors.items()}
@@ -53,7 +54,7 @@ def compare(group: dist.ProcessGroup, sizes: tuple[int, ...], temperature: float
     found = scores(hidden, weight[mine], bias[mine], targets, outer, shard=shard, **options)
     everyone: list[dict[str, torch.Tensor]] = [{} for _ in sizes]
     dist.all_gather_object(everyone, found, group=group)
-    outputs = ("log_probs", "entropy", "top_log_probs", "top_ids")
+    outputs = ("log_probs", "entropy", "sum_pi_squared", "top_log_probs", "top_ids")
     differences = {name: difference(found[name], alone[name]) for name in outputs}
     differences["ranks"] = float(any(not torch.equal(one[name], found[name]) for one in everyone for name in outputs))
     total = sum(one["hidden"].float() for one in everyone)
@@ -78,7 +79,8 @@ def main(rank: int, folder: Path) -> None:
     shard = VocabularyShard(dist.group.WORLD, 4 * rank)
     weight = torch.ones(4, 2)
     few = token_scores(torch.ones(2, 2), weight, None, torch.tensor([3, 12]), top_k=14, shard=shard)
-    none = token_scores(torch.ones(0, 2), weight, None, torch.zeros(0).long(), with_entropy=True, top_k=2, shard=shard)
+    wanted = {"with_entropy": True, "with_sum_pi_squared": True, "top_k": 2}
+    none = token_scores(torch.ones(0, 2), weight, None, torch.zeros(0).long(), shard=shard, **wanted)
     torch.save((results, few, none), folder / f"{rank}.pt")
     dist.destroy_process_group()
 

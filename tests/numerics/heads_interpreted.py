@@ -14,7 +14,7 @@ TOKENS, ROWS, HIDDEN = 150, 700, 80  # none of them a multiple of a tile
 
 
 def scores_and_gradients(use_triton: bool, parts: list[torch.Tensor], targets: torch.Tensor, **options) -> list:
-    """Log-probs, entropies and the gradients of states, weight and bias."""
+    """Log-probs, entropies, squares and the gradients of states, weight and bias."""
     heads._use_triton = lambda *_: use_triton
     hidden, weight, *bias = (part.detach().clone().requires_grad_() for part in parts)
     outer = torch.randn(2, len(hidden), generator=torch.Generator().manual_seed(1))
@@ -24,10 +24,10 @@ def scores_and_gradients(use_triton: bool, parts: list[torch.Tensor], targets: t
         loss = loss + scores.entropy @ outer[1]
     loss.backward()
     found = [scores.log_probs.detach(), *(leaf.grad for leaf in (hidden, weight, *bias))]
-    return found if scores.entropy is None else [*found, scores.entropy.detach()]
+    return found + [one.detach() for one in (scores.entropy, scores.sum_pi_squared) if one is not None]
 
 
-def check(dtype: torch.dtype, *, has_bias: bool, with_entropy: bool, temperature: float) -> None:
+def check(dtype: torch.dtype, *, has_bias: bool, wanted: tuple[str, ...], temperature: float) -> None:
     """Half-precision gradients are rounded before they are multiplied, elsewhere in either way."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(TOKENS, HIDDEN, generator=generator)
@@ -35,21 +35,22 @@ def check(dtype: torch.dtype, *, has_bias: bool, with_entropy: bool, temperature
     parts = [hidden, weight, torch.randn(ROWS, generator=generator)] if has_bias else [hidden, weight]
     parts = [part.to(dtype) for part in parts]
     targets = torch.randint(0, ROWS, (TOKENS,), generator=generator)
-    options = {"temperature": temperature, "with_entropy": with_entropy, "chunk_tokens": 140}
+    options = {"temperature": temperature, "chunk_tokens": 140} | {f"with_{name}": True for name in wanted}
     found = scores_and_gradients(True, parts, targets, **options)
     expected = scores_and_gradients(False, parts, targets, **options)
+    assert len(found) == 3 + has_bias + len(wanted)
     for ours, theirs in zip(found, expected, strict=True):
         bound = 2e-5 if ours.dtype == torch.float32 else 0.02
         torch.testing.assert_close(
             ours.float(), theirs.float(), rtol=bound, atol=bound * theirs.abs().max().item(), check_dtype=False
         )
-    print(f"agrees: {dtype}, bias {has_bias}, entropy {with_entropy}, temperature {temperature}", flush=True)
+    print(f"agrees: {dtype}, bias {has_bias}, {wanted}, temperature {temperature}", flush=True)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     heads_triton._ROWS_OF_PART = 256
-    check(torch.float32, has_bias=True, with_entropy=True, temperature=0.7)
-    check(torch.float32, has_bias=False, with_entropy=False, temperature=1.0)
-    check(torch.float16, has_bias=True, with_entropy=True, temperature=1.3)
-    check(torch.float16, has_bias=False, with_entropy=True, temperature=1.0)
+    check(torch.float32, has_bias=True, wanted=("entropy", "sum_pi_squared"), temperature=0.7)
+    check(torch.float32, has_bias=False, wanted=(), temperature=1.0)
+    check(torch.float16, has_bias=True, wanted=("entropy",), temperature=1.3)
+    check(torch.float16, has_bias=False, wanted=("sum_pi_squared",), temperature=1.0)

@@ -115,7 +115,7 @@ def learn(engine: FSDPEngine, batch: DataProto, kind: str) -> list[dict[str, flo
 def ask(engine: FSDPEngine, batch: DataProto) -> dict[str, Tensor]:
     """What the engine says of all rows, in their order."""
     rows = own_rows(batch, engine)
-    scores = infer(engine, rows, MICRO, temperature=0.7, with_entropy=True)
+    scores = infer(engine, rows, MICRO, temperature=0.7, with_entropy=True, with_sum_pi_squared=True)
     part = DataProto.from_dict({**scores, "row_index": rows.batch["row_index"]})
     answers = engine.world.gather(part if engine.processes.place.is_collected else None)
     whole = DataProto.concat([answer for answer in answers if answer is not None])

@@ -107,7 +107,8 @@ def run(folder: Path, place: WorkerPlace) -> dict[str, Any]:
     results["end"] = weights(worker, is_merged=False)
     for writer in (1, 2):
         if (folder / f"saved by {writer}").exists():
-            worker.load_checkpoint(folder / f"saved by {writer}", 2)
+            worker.load_checkpoint(folder / f"saved by {writer}")
+            worker.publish_weights(2)
             results[f"third step, from {writer}"] = learn(worker, rows, 1)
             results[f"end, from {writer}"] = weights(worker, is_merged=False)
     worker.close()

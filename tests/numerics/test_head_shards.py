@@ -25,8 +25,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 
 def test_parts_say_what_the_whole_says(results: list[Any]) -> None:
-    """Log-probs, entropies, top tokens and all gradients to 1e-6, with uneven and empty parts, bias and temperature;
-    in bfloat16 the outputs to 1e-6 and the gradients to its rounding."""
+    """Log-probs, entropies, squares, top tokens and all gradients to 1e-6, with uneven and empty parts, bias and
+    temperature; in bfloat16 the outputs to 1e-6 and the gradients to its rounding."""
     cases = [(key, found) for differences, *_ in results for key, found in differences.items()]
     assert len(cases) == (3 * 2 + 3 * 3) * 2 * 2
     for (sizes, temperature, dtype), found in cases:
@@ -42,7 +42,7 @@ def test_all_ranks_get_the_same_bits(results: list[Any]) -> None:
 def test_a_token_that_nobody_holds_and_a_top_beyond_the_vocabulary(results: list[Any]) -> None:
     """Twelve rows of equal logits: -inf for the thirteenth, and fourteen likeliest of twelve end in two of none."""
     for _, few, _ in results:
-        assert few.entropy is None
+        assert few.entropy is None and few.sum_pi_squared is None
         assert few.log_probs.tolist() == [pytest.approx(-math.log(12)), -math.inf]
         assert few.top_log_probs[0].tolist() == [pytest.approx(-math.log(12))] * 12 + [-math.inf] * 2
         assert sorted(few.top_ids[0].tolist()) == [-1, -1, *range(12)]
@@ -50,5 +50,5 @@ def test_a_token_that_nobody_holds_and_a_top_beyond_the_vocabulary(results: list
 
 def test_no_tokens(results: list[Any]) -> None:
     for *_, none in results:
-        assert none.log_probs.shape == none.entropy.shape == (0,)
+        assert none.log_probs.shape == none.entropy.shape == none.sum_pi_squared.shape == (0,)
         assert none.top_ids.shape == (0, 2)

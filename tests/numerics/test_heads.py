@@ -104,6 +104,38 @@ def test_a_small_vocabulary_fills_its_top_with_nothing() -> None:
     assert scores.top_log_probs[1, 4:].tolist() == [-float("inf")] * 2
 
 
+@pytest.mark.parametrize("chunk", [1, 4, 100])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_sum_of_squared_probabilities(chunk: int, has_bias: bool, temperature: float) -> None:
+    """Against exp(logsumexp(2z) - 2 logsumexp(z)) in float64; without a gradient, and without a trace in the others."""
+    torch.manual_seed(0)
+    head = nn.Linear(16, 53, bias=has_bias)
+    hidden, targets = torch.randn(10, 16, requires_grad=True), torch.randint(0, 53, (10,))
+    bias = None if head.bias is None else head.bias.double()
+    z = nn.functional.linear(hidden.detach().double(), head.weight.double(), bias) / temperature
+    expected = (torch.logsumexp(2 * z, -1) - 2 * torch.logsumexp(z, -1)).exp()
+    options = {"temperature": temperature, "chunk_tokens": chunk}
+    gradients = []
+    for wanted in ({}, {"with_sum_pi_squared": True}, {"with_sum_pi_squared": True, "with_entropy": True}):
+        scores = token_scores(hidden, head.weight, head.bias, targets, **options, **wanted)
+        gradients += torch.autograd.grad(scores.log_probs.sum(), hidden)
+        if not wanted:
+            assert scores.sum_pi_squared is None
+            continue
+        torch.testing.assert_close(scores.sum_pi_squared.double(), expected, atol=0, rtol=1e-5)
+        assert not scores.sum_pi_squared.requires_grad
+    assert torch.equal(gradients[0], gradients[1]) and torch.equal(gradients[0], gradients[2])
+
+
+def test_squares_of_a_certain_and_of_an_uncertain_policy() -> None:
+    """1 where one token has all of the probability, however large its logit; 1 / V where all are alike."""
+    weight = torch.tensor([[200.0], [0.0], [0.0], [-300.0]])
+    hidden = torch.tensor([[1.0], [0.0], [-1.0]])
+    scores = token_scores(hidden, weight, None, torch.zeros(3).long(), with_sum_pi_squared=True, temperature=0.5)
+    assert scores.sum_pi_squared.tolist() == [1.0, 0.25, 1.0]
+
+
 def test_a_second_backward_pass_gives_the_same() -> None:
     """The first one uses up the logits of the last chunk that the forward pass has kept."""
     torch.manual_seed(0)

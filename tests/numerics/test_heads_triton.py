@@ -19,7 +19,8 @@ PROGRAM = Path(__file__).with_name("heads_interpreted.py")
 
 @pytest.mark.skipif(not HAS_TRITON, reason="the package triton is not installed, so its kernels were not interpreted")
 def test_kernels_compute_what_torch_does() -> None:
-    """Values and all gradients: parts of the vocabulary, ragged tiles, bias, temperature, entropy, half precision."""
+    """Values and all gradients: parts of the vocabulary, ragged tiles, bias, temperature, half precision, and what is
+    asked for beside log-probs."""
     environment = os.environ | {
         "TRITON_INTERPRET": "1",
         "OMP_NUM_THREADS": "1",

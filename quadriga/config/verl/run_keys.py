@@ -5,22 +5,18 @@ from quadriga.config.verl.rule import EMPTY, OFF, Rule, instead, note, only
 
 ROLLOUT: list[Rule] = [
     *note(
-        "The engine plans its own memory and batches; results do not depend on it.",
+        "The engine plans its own batches; what it samples does not depend on them, and an option of vLLM's own is set "
+        "under rollout.engine_kwargs.vllm.",
         *(
             f"<rollout>.{name}"
             for name in (
-                "gpu_memory_utilization",
-                "enforce_eager",
-                "free_cache_engine",
                 "enable_chunked_prefill",
-                "max_num_batched_tokens",
                 "enable_prefix_caching",
                 "cudagraph_capture_sizes",
                 "scheduling_policy",
                 "disable_log_stats",
                 "disable_log_requests",
                 "skip_tokenizer_init",
-                "max_model_len",
                 "block_size",
                 "swap_space",
                 "server.*",
@@ -28,42 +24,32 @@ ROLLOUT: list[Rule] = [
         ),
     ),
     *note(
-        "Generation reads the trainer's own weights: nothing is loaded or sent.",
+        "An engine starts with the trainer's weights, and gets them in buckets of update_weights_bucket_megabytes.",
         "<rollout>.load_format",
         "<rollout>.layered_summon",
         "<rollout>.multi_stage_wake_up",
         "<rollout>.checkpoint_engine.*",
-        "<rollout>.update_weights_bucket_megabytes",
         "<rollout>.use_shm",
     ),
-    *note(
-        "Generation is one call of the engine in each of the actor's processes.",
-        "<rollout>.mode",
-        "<rollout>.agent.num_workers",
-    ),
-    *only(
-        ("single_turn_agent", None), "A response is one turn: leave the key out.", "<rollout>.agent.default_agent_loop"
-    ),
-    *only(EMPTY, "A response is one turn: leave the key out.", "<rollout>.agent", "<rollout>.agent.*"),
+    *note("Conversations are driven by the process that generates.", "<rollout>.agent.num_workers"),
     *note("Log-probabilities of the sampled tokens are always kept.", "<rollout>.calculate_log_probs"),
     *only(
         ("processed_logprobs", None),
         "Log-probabilities are those under rollout.temperature: leave the key out.",
         "<rollout>.logprobs_mode",
     ),
-    *only(OFF, "A response is one turn, without tools: set it to false.", "<rollout>.multi_turn.enable"),
-    *only(
-        EMPTY,
-        "A response is one turn, without tools: leave the key out.",
-        "<rollout>.multi_turn.*_path",
-        "<rollout>.multi_turn.interaction_config_file",
+    *instead("Set multi_turn.interaction_config_path.", "<rollout>.multi_turn.interaction_config_file"),
+    *note(
+        "What the model wrote is never tokenised again: there is nothing to check or to choose.",
+        "<rollout>.multi_turn.tokenization_sanity_check_mode",
+        "<rollout>.multi_turn.use_inference_chat_template",
     ),
-    *note("Read only in conversations of several turns, which are off.", "<rollout>.multi_turn.*"),
+    *instead("Set rollout.n.", "<rollout>.multi_turn.num_repeat_rollouts"),
     *only((0, 0.0, None), "Exactly the prompts of a batch are answered: set it to 0.", "<rollout>.over_sample_rate"),
-    *only(EMPTY, "Set trainer.rollout_data_dir to keep every response as JSONL.", "<rollout>.trace.backend"),
-    *note("Set trainer.rollout_data_dir to keep every response as JSONL.", "<rollout>.trace.*"),
-    *only(OFF, "Every step generates anew: leave the key out.", "<rollout>.skip_rollout", "<rollout>.skip.*.enable"),
-    *note("Read only with skipped rollouts, which are off.", "<rollout>.skip*"),
+    *only(EMPTY, "Set rollout.trace_dir: a JSONL record for each trajectory.", "<rollout>.trace.backend"),
+    *note("Set rollout.trace_dir: a JSONL record for each trajectory.", "<rollout>.trace.*"),
+    *only(OFF, "Set rollout.skip.enable.", "<rollout>.skip_rollout"),
+    *instead("Set rollout.skip.dump_dir.", "<rollout>.skip_dump_dir", "<rollout>.skip.dump_dir_*"),
     *only(OFF, "Routers are not replayed: leave the key out.", "<rollout>.enable_rollout_routing_replay"),
     *only(OFF, "Metrics go where trainer.logger says: leave the key out.", "<rollout>.prometheus.enable"),
     *note("Read only with a metrics server, which is off.", "<rollout>.prometheus.*"),
@@ -87,12 +73,12 @@ REWARD: list[Rule] = [
     *instead("Set the key of this name under reward_model.", "reward.reward_model.*"),
     *only(
         EMPTY,
-        "Code is graded by a function of your own: set custom_reward_function.path.",
+        "Set custom_reward_function.reward_kwargs.code.sandbox_url.",
         "*.sandbox_fusion.url",
         "sandbox_fusion.url",
     ),
     *note(
-        "Rewards are graded by processes of their own (reward_model.num_workers) after generation.",
+        "Graded by processes of their own (reward_model.num_workers); with rollout.mode=async during generation.",
         "reward_model.use_reward_loop",
         "reward_model.launch_reward_fn_async",
     ),
@@ -122,7 +108,11 @@ REWARD: list[Rule] = [
         "reward_model.n_gpus_per_node",
         "reward_model.nnodes",
     ),
-    *note("Read only with a sandbox service, which is off.", "reward_model.sandbox_fusion.*", "sandbox_fusion.*"),
+    *note(
+        "Set custom_reward_function.reward_kwargs.code: sandbox_url, parallel, memory_megabytes.",
+        "reward_model.sandbox_fusion.*",
+        "sandbox_fusion.*",
+    ),
     *instead("Set custom_reward_function.path and custom_reward_function.name.", "reward.custom_reward_function.*"),
     *instead(
         "Set reward_model.reward_manager.", "reward_manager.*", "reward.reward_manager.*", "reward_model.reward_loop_*"
@@ -150,7 +140,7 @@ DATA: list[Rule] = [
         "data.datagen.*",
         "data.datagen",
     ),
-    *only(OFF, "A response is one turn, without tools: leave the key out.", "data.need_tools_kwargs"),
+    *note("The tools_kwargs of a row are read wherever it has them.", "data.need_tools_kwargs"),
     *instead(
         "Set data.apply_chat_template_kwargs, or actor_rollout_ref.model.custom_chat_template.", "data.chat_template*"
     ),

@@ -50,8 +50,10 @@ PARALLEL: list[Rule] = [
     ),
     *only(
         ONE,
-        "A generation engine lives on one device, whole: set the size to 1, or leave the key out.",
-        "<rollout>.*_parallel_size",
+        "A generation engine is split by tensor_model_parallel_size alone: set this size to 1, or leave the key out.",
+        "<rollout>.data_parallel_size",
+        "<rollout>.expert_parallel_size",
+        "<rollout>.pipeline_model_parallel_size",
     ),
     *only(
         (None,),
@@ -100,7 +102,7 @@ PARALLEL: list[Rule] = [
     *instead("Set the key of this name under ray_kwargs.ray_init.", "ray_init.*"),
     *only(
         (0, 1, None),
-        "Generation runs in the actor's processes: leave the key out.",
+        "Generation runs in the actor's processes; trainer.placement gives it some of its own: leave the key out.",
         "<rollout>.nnodes",
         "<rollout>.n_gpus_per_node",
     ),
@@ -268,11 +270,7 @@ OPTIMIZER: list[Rule] = [
 ]
 
 LOSS: list[Rule] = [
-    *note(
-        "Options of losses other than vanilla are keyword arguments of the registered function.",
-        "actor_rollout_ref.actor.policy_loss.*",
-        "actor_rollout_ref.actor.tau_*",
-    ),
+    *instead("Set actor_rollout_ref.actor.policy_loss.options.tau_pos or tau_neg.", "actor_rollout_ref.actor.tau_*"),
     *only(
         ("disabled", None), "Routers are not replayed: leave the key out.", "actor_rollout_ref.actor.router_replay.mode"
     ),
@@ -280,31 +278,12 @@ LOSS: list[Rule] = [
     *only(
         OFF,
         "This is not computed: leave the key out.",
-        "actor_rollout_ref.actor.calculate_sum_pi_squared",
         "actor_rollout_ref.actor.use_rollout_log_probs",
+    ),
+    *note(
+        "Computed where the estimator reads it; no gradient goes through it.",
+        "actor_rollout_ref.actor.calculate_sum_pi_squared",
         "actor_rollout_ref.actor.sum_pi_squared_checkpointing",
     ),
-    *only(
-        OFF,
-        "Training and generation compute the same log-probabilities: leave the correction out.",
-        "algorithm.rollout_correction.bypass_mode",
-        "algorithm.rollout_correction.rollout_is",
-        "algorithm.rollout_correction.rollout_rs",
-        "algorithm.rollout_correction",
-    ),
-    *only(
-        ("ppo_clip", None),
-        "Set actor_rollout_ref.actor.policy_loss.loss_mode.",
-        "algorithm.rollout_correction.loss_type",
-    ),
-    *note("Read only with a rollout correction, which is off.", "algorithm.rollout_correction.*"),
-    *only(
-        OFF,
-        "Groups without a gradient stay in the batch and cost no training time: leave the key out.",
-        "algorithm.filter_groups.enable",
-        "algorithm.filter_groups",
-    ),
-    *note("Read only with the filter of groups, which is off.", "algorithm.filter_groups.*"),
-    *only(OFF, "Samples are not reweighted: leave the key out.", "algorithm.use_pf_ppo"),
-    *note("Read only with use_pf_ppo, which is off.", "algorithm.pf_ppo", "algorithm.pf_ppo.*"),
+    *instead("Set algorithm.adv_options.", "algorithm.f_norm", "algorithm.gdpo_*"),
 ]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes data and models ready for training, once.
 
-Names load on first use: `prepare_model` needs torch and transformers, `prepare_data` neither.
+Names load on first use: `prepare_model` and `prepare_playground` need torch and transformers, `prepare_data` neither.
 """
 
 from importlib import import_module
@@ -9,11 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from quadriga.data.prepare.model import PACKAGED_MODELS, prepare_model
+    from quadriga.data.prepare.playground import prepare_playground
     from quadriga.data.prepare.tasks import DATA_NAMES, prepare_data
 
-_HOMES = {"DATA_NAMES": "tasks", "PACKAGED_MODELS": "model", "prepare_data": "tasks", "prepare_model": "model"}
+_HOMES = {
+    "DATA_NAMES": "tasks",
+    "PACKAGED_MODELS": "model",
+    "prepare_data": "tasks",
+    "prepare_model": "model",
+    "prepare_playground": "playground",
+}
 
-__all__ = ["DATA_NAMES", "PACKAGED_MODELS", "prepare_data", "prepare_model"]
+__all__ = ["DATA_NAMES", "PACKAGED_MODELS", "prepare_data", "prepare_model", "prepare_playground"]
 
 
 def __getattr__(name: str) -> Any:

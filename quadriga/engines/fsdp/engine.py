@@ -29,7 +29,7 @@ from quadriga.errors import EngineError
 from quadriga.models.adapter_files import base_name, merged
 from quadriga.models.flops import model_cost
 from quadriga.models.lora import adapter_of
-from quadriga.models.scorers import Scorer
+from quadriga.models.scorers import Question, Scorer
 
 
 @dataclass(frozen=True)
@@ -107,21 +107,18 @@ class FSDPEngine:
 
     # ---- asking and teaching --------------------------------------------------------------------------
 
-    def output_names(self, with_entropy: bool) -> tuple[str, ...]:
+    def output_names(self, question: Question) -> tuple[str, ...]:
         """See `TrainEngine.output_names`."""
-        return self.scorer.output_names(with_entropy)
+        return self.scorer.output_names(question)
 
     @torch.no_grad()
-    def forward(
-        self, batches: Sequence[PackedBatch], *, temperature: float = 1.0, with_entropy: bool = False
-    ) -> list[Outputs]:
+    def forward(self, batches: Sequence[PackedBatch], question: Question) -> list[Outputs]:
         """See `TrainEngine.forward`."""
-        question = {"temperature": temperature, "with_entropy": with_entropy}
         work = [batch for batch, _ in self._in_step([(batch, _nothing) for batch in batches])]
         if self.pipeline is not None:
             outputs = self.pipeline.forward(work, question) if work else []
         else:
-            outputs = [self.scorer(batch, **question) for batch in work]
+            outputs = [self.scorer(batch, question) for batch in work]
         self.parameters.rest()
         return outputs[: len(batches)]
 
@@ -129,7 +126,7 @@ class FSDPEngine:
         self, batches: Sequence[PackedBatch], losses: Sequence[LossFunction], *, temperature: float = 1.0
     ) -> None:
         """See `TrainEngine.backward`."""
-        model, question = self.scorer.model, {"temperature": temperature, "with_entropy": True}
+        model, question = self.scorer.model, Question(temperature, with_entropy=True)
         work = self._in_step(list(zip(batches, losses, strict=True)))
         model.train(self.memory.gradient_checkpointing)  # Hugging Face checkpoints layers in training mode only
         with self._activations():
@@ -137,7 +134,7 @@ class FSDPEngine:
                 self.pipeline.backward(work, question)
             elif self.pipeline is None:
                 for batch, loss in work:
-                    loss(self.scorer(batch, **question)).backward()
+                    loss(self.scorer(batch, question)).backward()
         model.eval()
 
     def _in_step(self, work: list[tuple[PackedBatch, LossFunction]]) -> list[tuple[PackedBatch, LossFunction]]:

@@ -26,7 +26,7 @@ from quadriga.engines.packing import PackedBatch
 from quadriga.engines.parallel.processes import Processes
 from quadriga.errors import EngineError
 from quadriga.models.load import backbone
-from quadriga.models.scorers import Scorer
+from quadriga.models.scorers import Question, Scorer
 
 
 class _PassOn(nn.Module):
@@ -100,20 +100,20 @@ class Stage(nn.Module):
         super().__init__()
         self.scorer, self.hidden_size = scorer, hidden_size
         self._work: Sequence[tuple[PackedBatch, LossFunction | None]] = ()
-        self._question: dict[str, Any] = {}
+        self._question = Question()
         self.outputs: list[Outputs] = []
 
     def forward(self, received: torch.Tensor, *, number: torch.Tensor) -> torch.Tensor:
         """[1, n, D] for the next stage; from the last one the loss [1]."""
         batch, loss = self._work[int(number)]
         sharing = self.scorer.sharing
-        outputs = self.scorer(batch, received=None if sharing.has_embedding else received, **self._question)
+        outputs = self.scorer(batch, self._question, received=None if sharing.has_embedding else received)
         if not sharing.has_head:
             return outputs
         self.outputs.append({name: values.detach() for name, values in outputs.items()})
         return next(iter(outputs.values())).new_zeros(1) if loss is None else loss(outputs).reshape(1)
 
-    def set_work(self, work: Sequence[tuple[PackedBatch, LossFunction | None]], question: dict[str, Any]) -> None:
+    def set_work(self, work: Sequence[tuple[PackedBatch, LossFunction | None]], question: Question) -> None:
         """The micro-batches of the next run, each with its loss, and what is asked of the scorer."""
         self._work, self._question, self.outputs = work, question, []
 
@@ -136,16 +136,16 @@ class Pipeline:
         return self.processes.layout.pp
 
     @torch.no_grad()
-    def forward(self, batches: Sequence[PackedBatch], question: dict[str, Any]) -> list[Outputs]:
+    def forward(self, batches: Sequence[PackedBatch], question: Question) -> list[Outputs]:
         """Outputs of each micro-batch without gradients; none but in the last stage."""
         self._run([(batch, None) for batch in batches], question, is_training=False)
         return self.stage.outputs
 
-    def backward(self, work: Sequence[tuple[PackedBatch, LossFunction]], question: dict[str, Any]) -> None:
+    def backward(self, work: Sequence[tuple[PackedBatch, LossFunction]], question: Question) -> None:
         """The gradients of the losses of all micro-batches, added up."""
         self._run(work, question, is_training=True)
 
-    def _run(self, work: Sequence[Any], question: dict[str, Any], *, is_training: bool) -> None:
+    def _run(self, work: Sequence[Any], question: Question, *, is_training: bool) -> None:
         longest = max(batch.num_tokens for batch, _ in work)
         self.stage.set_work([(batch.extended(longest), loss) for batch, loss in work], question)
         layout, place = self.processes.layout, self.processes.place

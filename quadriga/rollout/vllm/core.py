@@ -33,6 +33,8 @@ class VLLMOptions:
         eos_token_ids: end-of-text tokens.
         tokenizer: folder or name, for stop texts; "": the model's.
         max_num_seqs, max_num_batched_tokens: answers, and tokens, of one forward pass at most.
+        cuts_prompts: whether a prompt may be computed in several passes. On a CPU vLLM raises where it does that for a
+            request with a seed: it cannot put the generator back.
         cache_bytes: memory for keys and values; None: vLLM decides by `gpu_memory_utilization`.
         gpu_memory_utilization: share of the accelerator's memory, weights included.
         num_processes: tensor parallelism: processes, besides this one, that hold the model together. 1: none is added.
@@ -53,6 +55,7 @@ class VLLMOptions:
     tokenizer: str = ""
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
+    cuts_prompts: bool = False
     cache_bytes: int | None = GIB
     gpu_memory_utilization: float = 0.5
     num_processes: int = 1
@@ -67,14 +70,16 @@ class VLLMOptions:
 
     def in_vllms_words(self) -> dict[str, Any]:
         """The arguments of vLLM's engine."""
+        # A pass holds at least one token of each sequence, and a prompt that is not cut.
+        smallest_pass = self.max_num_seqs if self.cuts_prompts else max(self.max_num_seqs, self.max_model_len)
         own = {
             "model": self.path,
             "tokenizer": self.tokenizer or self.path,
             "dtype": str(self.dtype).removeprefix("torch."),
             "max_model_len": self.max_model_len,
             "max_num_seqs": self.max_num_seqs,
-            # vLLM wants a pass to hold at least one token of each sequence.
-            "max_num_batched_tokens": max(self.max_num_batched_tokens, self.max_num_seqs),
+            "max_num_batched_tokens": max(self.max_num_batched_tokens, smallest_pass),
+            "enable_chunked_prefill": self.cuts_prompts,
             "gpu_memory_utilization": self.gpu_memory_utilization,
             "tensor_parallel_size": self.num_processes,
             "enforce_eager": self.is_eager,

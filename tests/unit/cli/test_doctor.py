@@ -13,7 +13,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves out the imports of extras, which take seconds and have tests of their own."""
     there = Capability("wandb", "0.30.0", True, "imports", "tracks runs")
     gone = Capability("mlflow", "", False, "not installed; pip install 'quadriga[mlflow]'", "tracks runs")
-    monkeypatch.setattr(doctor, "probe_capabilities", lambda *, try_all: [there, gone][: 1 if try_all else 2])
+    monkeypatch.setattr(doctor, "probe_capabilities", lambda extras, *, try_all: [there, gone][: 1 if try_all else 2])
 
 
 def test_the_core_is_read_from_the_package_itself() -> None:

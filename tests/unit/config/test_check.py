@@ -58,6 +58,10 @@ def test_a_sound_run_hears_nothing(ready: list[str]) -> None:
         (["trainer.resume_mode=resume_path"], "trainer.resume_from_path"),
         (["trainer.resume_mode=path", "trainer.resume_from_path=gone"], "trainer.resume_from_path"),
         (["actor_rollout_ref.rollout.temperature=0"], "actor_rollout_ref.rollout.temperature"),
+        (["actor_rollout_ref.rollout.n=1", "algorithm.filter_groups.enable=True", "algorithm.adv_estimator=gae"],
+         "algorithm.filter_groups.enable"),
+        (["algorithm.filter_groups.enable=True", "actor_rollout_ref.rollout.skip.enable=True",
+          "actor_rollout_ref.rollout.skip.action=repeat"], "actor_rollout_ref.rollout.skip.action"),
         (["actor_rollout_ref.rollout.do_sample=False"], "actor_rollout_ref.rollout.do_sample"),
         (["actor_rollout_ref.rollout.name=scripted"], "actor_rollout_ref.rollout.engine_kwargs.responses_file"),
         (["data.train_max_samples=8"], "data.train_batch_size"),
@@ -87,6 +91,13 @@ def test_is_refused_and_nothing_else_is(ready: list[str], changes: list[str], ke
          "ref.log_prob_max_token_len_per_gpu: 16384 tokens, but a sequence may have 20512"),
         (["actor_rollout_ref.rollout.n=1"], "grpo compares the answers to one prompt"),
         (["actor_rollout_ref.rollout.top_p=0.9"], "leaves out unlikely tokens"),
+        (["actor_rollout_ref.rollout.log_prob_diff_stop=0.01"], "stops at 0.01 before it would warn at 0.1"),
+        (["actor_rollout_ref.rollout.skip.enable=True"], "answers are in outputs/rollout_dump do not generate"),
+        (["actor_rollout_ref.rollout.skip.enable=True", "actor_rollout_ref.rollout.skip.action=repeat"],
+         "every step learns from the same answers"),
+        (["algorithm.filter_groups.enable=True"], "go over the data more often"),
+        (["algorithm.filter_groups.enable=True", "algorithm.filter_groups.max_num_gen_batches=0"],
+         "for ever if no answers differ"),
         (["actor_rollout_ref.rollout.val_kwargs.temperature=1.0"], "val_kwargs.temperature: not used"),
         (["actor_rollout_ref.rollout.val_kwargs.do_sample=True"], "at temperature 0"),
         (["actor_rollout_ref.rollout.val_kwargs.n=4"], "the 4 answers to a prompt are equal"),
@@ -126,6 +137,17 @@ def test_is_told(ready: list[str], changes: list[str], said: str) -> None:
 )
 def test_is_fine(ready: list[str], changes: list[str]) -> None:
     assert findings(ready + changes) == ({}, "")
+
+
+def test_the_likeliest_token_several_times(ready: list[str]) -> None:
+    """What would happen is said."""
+    problems, _ = findings([*ready, "actor_rollout_ref.rollout.temperature=0"])
+    assert "All 8 answers to a prompt would be the same" in problems["actor_rollout_ref.rollout.temperature"]
+
+
+def test_no_answers_at_all(ready: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.n: got 0, expected .*at least 1"):
+        load_config([*ready, "actor_rollout_ref.rollout.n=0"])
 
 
 def test_everything_comes_at_once() -> None:

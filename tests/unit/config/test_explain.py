@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quadriga.config import batch_plan, explain, keys_text, load_config, needs_old_log_prob_pass, needs_reference
+from quadriga.config.sft import SFTConfig
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
@@ -100,3 +101,4 @@ def test_keys_can_be_searched() -> None:
     assert text.startswith("actor_rollout_ref.actor.optim.betas = [0.9, 0.999]\n    a list of 2")
     assert text.count(" = ") == 1
     assert keys_text(["zebra"]) == ""
+    assert keys_text(["optim.lr"], SFTConfig).startswith("optim.lr = 1")

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from quadriga.config import Config, leaf_keys, load_config, show
 from quadriga.errors import ConfigError
 
-CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
+FILES = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
+# Those that begin with sft have a tree of their own: test_sft.py.
+CONFIGS = [file for file in FILES if not file.name.startswith("sft")]
 
 
 def error_of(*overrides: str, files: tuple[Path, ...] = (), for_training: bool = False) -> ConfigError:
@@ -127,7 +129,7 @@ def test_a_wrong_key_is_not_said_to_be_missing_too() -> None:
         ("actor_rollout_ref.actor.clip_ratio_c=1.0", "above 1"),
         ("actor_rollout_ref.rollout.top_p=0", "above 0"),
         ("actor_rollout_ref.rollout.top_k=0", "-1 or"),
-        ("actor_rollout_ref.rollout.name=vllm", "native, hf or scripted"),
+        ("actor_rollout_ref.rollout.name=trtllm", "one of native"),
         ("actor_rollout_ref.actor.strategy=megatron", "fsdp"),
         ("trainer.logger=[consle]", "console"),
         ("trainer.default_local_dir=out/{run}", "{experiment_name}"),
@@ -233,5 +235,5 @@ def test_importing_the_configuration_loads_neither_torch_nor_ray() -> None:
 
 def test_the_number_of_keys_is_reviewed() -> None:
     # verl has 556 to 898. Whoever changes this number has weighed whether the key is needed.
-    assert len(leaf_keys()) == 200
+    assert len(leaf_keys()) == 245
     assert len(leaf_keys()) <= 260

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quadriga.config.overrides import interpolation_problem, parse_override
+from quadriga.config.sft import SFTConfig
 from quadriga.errors import ConfigError
 
 
@@ -61,6 +62,11 @@ def test_says_how_to_write_it(argument: str, hint: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_override(argument)
     assert hint in caught.value.fix
+
+
+def test_another_tree_says_what_its_keys_take() -> None:
+    assert parse_override("engine.loss_agg_mode=007") == ("engine.loss_agg_mode", 7)
+    assert parse_override("engine.loss_agg_mode=007", SFTConfig) == ("engine.loss_agg_mode", "007")
 
 
 @given(number=st.floats(allow_nan=False, allow_infinity=False))

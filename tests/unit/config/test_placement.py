@@ -30,6 +30,10 @@ def findings(*overrides: str) -> tuple[dict[str, str], str]:
         ("apart", {"actor_rollout": "actor_rollout", "ref": "ref", "critic": "critic"}),
         ("{actor_rollout: a, ref: b, critic: a}", {"actor_rollout": "a", "ref": "b", "critic": "a"}),
         ("{actor_rollout_ref: a, critic: b}", {"actor_rollout_ref": "a", "critic": "b"}),
+        (
+            "{actor: a, rollout: b, ref: a, critic: a}",
+            {"actor": "a", "rollout": "b", "ref": "a", "critic": "a"},
+        ),
     ],
 )
 def test_roles_and_pools(placement: str, roles: dict[str, str]) -> None:
@@ -92,6 +96,10 @@ def test_a_role_without_a_pool(missing: str, given: str) -> None:
         ([RAY, "trainer.placement={actor_rollout: a, reward: b}"], "trainer.placement", "the role reward"),
         ([RAY, "trainer.placement={actor_rollout_ref: a, ref: b}"], "trainer.placement", "a role of its own"),
         ([RAY, "trainer.placement={critic: b}"], "trainer.placement", "no pool for the policy"),
+        ([RAY, "trainer.placement={actor: a, ref: a}"], "trainer.placement", "or both of actor and rollout"),
+        ([RAY, "trainer.placement={actor_rollout: a, rollout: b}"], "trainer.placement", "a role of its own beside"),
+        ([RAY, "trainer.placement={actor: a, actor_rollout: b}"], "trainer.placement", "or actor, rollout and ref"),
+        ([RAY, "trainer.placement={actor: a, rollout: a}"], "trainer.placement", "placement.actor_rollout=a"),
         ([RAY, "trainer.placement=grouped", "trainer.resource_pools.ref=[1]"], "trainer.resource_pools.ref",
          "a pool without a role, expected pools out of policy, scoring"),
         (["trainer.n_gpus_per_node=8"], "trainer.n_gpus_per_node", "8, with trainer.backend=local, expected 1"),

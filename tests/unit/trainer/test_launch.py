@@ -3,12 +3,17 @@
 
 import subprocess
 import sys
+from types import ModuleType
+from typing import Any
 
 import pytest
 
 from quadriga.config import load_config
+from quadriga.config.sft_loader import load_sft_config
 from quadriga.errors import ConfigError, DataError, EngineError, PeerLostError, QuadrigaError, WorkerError
+from quadriga.trainer import launch
 from quadriga.trainer.launch import run_ppo
+from quadriga.trainer.supervised_launch import run_sft
 from quadriga.trainer.task_runner import is_lost_worker
 
 
@@ -20,10 +25,32 @@ def test_without_ray_the_fix_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         run_ppo(load_config(["trainer.backend=ray"]).config)
 
 
+@pytest.mark.parametrize(
+    ("run", "config", "target", "num_processes"),
+    [
+        (run_ppo, load_config(["trainer.backend=ray", "trainer.resource_pools.all=[2,1]"]).config, "task_runner", 3),
+        (run_sft, load_sft_config(["trainer.backend=ray", "trainer.nnodes=2"]).config, "supervised_run", 2),
+    ],
+)
+def test_a_cluster_is_told_what_to_run_and_how_many_processes(
+    run: Any, config: Any, target: str, num_processes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The call stands in for a cluster: that one runs it is tested where there is Ray."""
+    calls: list[tuple[Any, dict[str, Any]]] = []
+    cluster = ModuleType("cluster")
+    vars(cluster)["start"] = lambda *arguments, **options: calls.append((arguments, options))
+    monkeypatch.setitem(sys.modules, "cluster", cluster)
+    monkeypatch.setattr(launch, "RUN_ON_CLUSTER", "cluster:start")
+    run(config)
+    ((arguments, options),) = calls
+    assert arguments == (f"quadriga.trainer.{target}:run", (config,))
+    assert options["num_processes"] == num_processes
+
+
 def test_until_it_is_known_where_neither_torch_nor_ray_is_loaded() -> None:
     """The command line that starts a cluster does not wait for torch before it does."""
     program = (
-        "import sys, quadriga.cli.train, quadriga.trainer.launch\n"
+        "import sys, quadriga.cli.train, quadriga.cli.sft, quadriga.trainer.launch\n"
         "sys.exit(' '.join(name for name in ('torch', 'ray') if name in sys.modules) or 0)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

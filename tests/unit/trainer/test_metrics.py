@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The numbers about a batch, computed by hand."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -63,9 +64,25 @@ def test_spread() -> None:
 
 
 def test_performance_metrics(batch: DataProto) -> None:
-    metrics = performance_metrics(batch, {"step": 2.0, "gen": 0.5})
+    generated = {"rollout/num_response_tokens": 4.0}
+    metrics = performance_metrics(batch, {"step": 2.0, "gen": 0.5}, generated)
     assert metrics["perf/total_num_tokens"] == 7
     assert metrics["perf/throughput"] == 3.5
     assert metrics["perf/generated_tokens_per_s"] == 8.0
     assert (metrics["timing_s/step"], metrics["timing_s/gen"]) == (2.0, 0.5)
     assert 0 < metrics["perf/memory_resident_gib"] <= metrics["perf/memory_peak_gib"]
+
+
+def test_speed_of_generation_counts_what_was_generated(batch: DataProto) -> None:
+    """More than the batch, where groups were left out; nothing where answers come from a file."""
+    seconds = {"step": 2.0, "gen": 0.5}
+    more = performance_metrics(batch, seconds, {"rollout/num_response_tokens": 40.0})
+    assert more["perf/generated_tokens_per_s"] == 80.0
+    kept = {"rollout/num_response_tokens": 40.0, "rollout/replayed": 1.0}
+    assert "perf/generated_tokens_per_s" not in performance_metrics(batch, seconds, kept)
+
+
+def test_turns_of_conversations(batch: DataProto) -> None:
+    assert "num_turns/mean" not in data_metrics(batch)
+    batch.non_tensor_batch["num_turns"] = np.array([2, 5], dtype=object)
+    assert data_metrics(batch)["num_turns/mean"] == 3.5

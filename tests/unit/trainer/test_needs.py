@@ -13,7 +13,14 @@ ONE_UPDATE = {
     "data": {"train_batch_size": 8},
     "actor_rollout_ref": {"actor": {"ppo_mini_batch_size": 8}},
 }
-NOTHING = Needs(critic=False, greedy_baseline=False, reference=False, old_log_probs=False, reward_model=False)
+NOTHING = Needs(
+    critic=False,
+    greedy_baseline=False,
+    reference=False,
+    old_log_probs=False,
+    sum_pi_squared=False,
+    reward_model=False,
+)
 
 
 def needs(*, actor: dict | None = None, **algorithm: object) -> Needs:
@@ -32,6 +39,8 @@ def needs(*, actor: dict | None = None, **algorithm: object) -> Needs:
         ("grpo", NOTHING),
         ("gae", replace(NOTHING, critic=True)),
         ("remax", replace(NOTHING, greedy_baseline=True)),
+        ("optimal_token_baseline", replace(NOTHING, old_log_probs=True, sum_pi_squared=True)),
+        ("tir_optimal_token_baseline", replace(NOTHING, old_log_probs=True, sum_pi_squared=True)),
     ],
 )
 def test_estimators_ask_for_what_they_read(estimator: str, expected: Needs) -> None:
@@ -44,6 +53,14 @@ def test_estimator_of_a_users_file(tmp_path: Path) -> None:
     file.write_text("def mine(token_level_rewards, response_mask, values, ref_log_prob, old_log_probs):\n    pass\n")
     expected = replace(NOTHING, critic=True, reference=True, old_log_probs=True)
     assert needs(adv_estimator=f"{file}:mine") == expected
+
+
+def test_squares_alone_bring_the_pass_that_computes_them(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def mine(token_level_rewards, response_mask, sum_pi_squared):\n    pass\n")
+    asked = needs(adv_estimator=f"{file}:mine")
+    assert asked == replace(NOTHING, old_log_probs=True, sum_pi_squared=True)
+    assert "no pass" not in asked.describe()["old log-probs"]
 
 
 def test_divergence_brings_the_reference() -> None:

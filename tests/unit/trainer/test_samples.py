@@ -10,13 +10,15 @@ import pytest
 
 from quadriga.errors import DataError
 from quadriga.protocol import DataProto
+from quadriga.trainer.answers import grade
 from quadriga.trainer.samples import first_of_each_prompt, sample_rows, write_samples
 
 
 def test_rows_hold_texts_without_padding_and_special_tokens(
     answers: DataProto, graded: Callable, tokenizer: object
 ) -> None:
-    rows = sample_rows(answers, graded([1.0, 0.5, 0.0], acc=[1, 0, None]), tokenizer, "data_source")
+    grade(lambda _: graded([1.0, 0.5, 0.0], acc=[1, 0, None]), answers)
+    rows = sample_rows(answers, tokenizer, "data_source")
     assert rows[0] == {
         "uid": "p",
         "data_source": "x",
@@ -36,9 +38,18 @@ def test_grader_cannot_overwrite_what_was_asked_and_answered(
     answers: DataProto, graded: Callable, tokenizer: object
 ) -> None:
     """A grader may return any name beside its score."""
-    rows = sample_rows(answers, graded([1.0, 0.5, 0.0], output=["x", "y", "z"]), tokenizer, "data_source")
+    grade(lambda _: graded([1.0, 0.5, 0.0], output=["x", "y", "z"]), answers)
+    rows = sample_rows(answers, tokenizer, "data_source")
     assert rows[0]["output"] == "bc"
     assert rows[0]["reward/output"] == "x"
+
+
+def test_rows_tell_of_conversations(answers: DataProto, graded: Callable, tokenizer: object) -> None:
+    answers.non_tensor_batch["num_turns"] = np.array([2, 4, 3], dtype=object)
+    answers.non_tensor_batch["finish_reason"] = np.array(["stop", "length", "stop"], dtype=object)
+    grade(lambda _: graded([1.0, 0.5, 0.0]), answers)
+    rows = sample_rows(answers, tokenizer, "data_source")
+    assert [(row["num_turns"], row["finish_reason"]) for row in rows] == [(2, "stop"), (4, "length"), (3, "stop")]
 
 
 def test_file_has_a_line_for_each_row(tmp_path: Path) -> None:

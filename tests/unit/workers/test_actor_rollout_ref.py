@@ -50,6 +50,19 @@ def test_generated_log_probs_are_those_of_the_actor(worker: ActorRolloutRefWorke
     assert bool((own[~mask] == 0).all())
 
 
+def test_squares_of_probabilities_are_computed_where_asked_for(
+    worker: ActorRolloutRefWorker, prompts: DataProto
+) -> None:
+    """They add up to at most 1 and, by Jensen's inequality, to at least exp(-entropy). Asking changes nothing else."""
+    batch = worker.generate_sequences(prompts)
+    plain, scores = worker.compute_log_prob(batch), worker.compute_log_prob(batch, with_sum_pi_squared=True)
+    assert "sum_pi_squared" not in plain.batch.keys()
+    assert torch.equal(plain.batch["old_log_probs"], scores.batch["old_log_probs"])
+    mask, squares = batch.batch["response_mask"].bool(), scores.batch["sum_pi_squared"]
+    assert squares.dtype == torch.float32 and bool((squares[~mask] == 0).all())
+    assert bool((squares[mask] <= 1).all()) and bool((squares >= (-scores.batch["entropys"]).exp() - 1e-6)[mask].all())
+
+
 def test_update_raises_what_was_rewarded_and_leaves_the_reference(
     worker: ActorRolloutRefWorker, prompts: DataProto
 ) -> None:
@@ -84,7 +97,8 @@ def test_checkpoint_brings_weights_and_optimizer_back(
     assert worker.checkpoint_written(wait=True)
     other = ActorRolloutRefWorker(config, tokenizer, FACTS)
     other.init_model()
-    other.load_checkpoint(tmp_path, 1)
+    other.load_checkpoint(tmp_path)
+    other.publish_weights(1)
     for one in (worker, other):
         one.update_actor(batch)
         one.publish_weights(2)

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training prompts as one stream without end, pass after pass over the data, that knows where it is.
+
+A step may take one batch or several; a checkpoint keeps the place after the last one that was taken.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from quadriga.errors import CheckpointError, DataError
+from quadriga.protocol import DataProto
+
+
+class PromptStream:
+    """Batches of prompts.
+
+    Args:
+        loader: stateful; its batches are dictionaries of columns, and one pass over it is an epoch.
+
+    Attributes:
+        num_taken: batches that were taken since the run began, in whatever process.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+        self.num_taken = 0
+        self._batches: Iterator[dict[str, Any]] | None = None
+
+    @property
+    def epoch(self) -> int:
+        """Passes over the data that were complete before the batch that was taken last."""
+        return max(0, self.num_taken - 1) // max(1, len(self.loader))
+
+    def take(self) -> DataProto:
+        """The next batch.
+
+        Raises:
+            DataError: two passes in a row are empty.
+        """
+        # The rest of this pass may be empty, and so may one whole pass: that of a loader which goes on from the very
+        # end of an epoch.
+        for _ in range(3):
+            if self._batches is None:
+                self._batches = iter(self.loader)
+            batch = next(self._batches, None)
+            if batch is not None:
+                self.num_taken += 1
+                return DataProto.from_single_dict(batch)
+            self._batches = None
+        raise DataError(
+            "data.train_files",
+            got="two passes in a row without a batch",
+            expected="at least one batch a pass",
+            fix="Check the sampler of data.sampler, if it is your own: it must yield a whole batch of rows.",
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place after the last batch."""
+        return {"loader": self.loader.state_dict(), "num_taken": self.num_taken}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a place.
+
+        Raises:
+            CheckpointError: it is not what `state_dict` gives.
+        """
+        if state.keys() != {"loader", "num_taken"}:
+            raise CheckpointError(
+                "the place in the training data",
+                got=f"entries {', '.join(map(str, state))}",
+                expected="loader and num_taken",
+                fix="The checkpoint was written by another version of Quadriga: resume it with that one.",
+            )
+        self.loader.load_state_dict(state["loader"])
+        self.num_taken = state["num_taken"]
+        self._batches = None

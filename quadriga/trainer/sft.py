@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loop of `quadriga sft`: rows -> a batch -> one optimizer step; validation, checkpoints and tracking as in the
+loop of `quadriga train`.
+
+    SupervisedTrainer     the loop
+      SFTTrainer          conversations: the likelihood of the assistant's tokens
+      RewardModelTrainer  pairs: the order of their scores (reward_modeling.py)
+"""
+
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quadriga.config.sft import SFTConfig
+from quadriga.data.storage import written_aside
+from quadriga.errors import DataError, EngineError
+from quadriga.observe.headline import step_fields
+from quadriga.observe.metrics import reduce_metrics
+from quadriga.observe.progress import Progress
+from quadriga.observe.stopping import expires_within, expiry, is_stop_requested
+from quadriga.observe.timing import PhaseTimer
+from quadriga.observe.tracking import Tracking
+from quadriga.protocol import DataProto
+from quadriga.trainer.checkpoint import Checkpoints, step_of
+from quadriga.trainer.run_state import load_run_state, save_run_state
+from quadriga.trainer.saving import CheckpointSaver
+from quadriga.workers.checkpoints import HF_FOLDER
+
+MODEL_FOLDER = "model"
+"""Where a run's directory has the model that it ended with: an ordinary Hugging Face folder."""
+
+
+@dataclass(frozen=True)
+class Loaders:
+    """Of training rows, in whole batches, and of validation rows, or None."""
+
+    train: Any
+    val: Any
+
+
+class SupervisedTrainer(ABC):
+    """See the module.
+
+    Args:
+        config: of the run.
+        learner: worker group that holds the model.
+        loaders: of the rows.
+    """
+
+    def __init__(self, config: SFTConfig, learner: Any, loaders: Loaders) -> None:
+        self.config, self.learner = config, learner
+        self.run_config = config.as_run()
+        self.train_dataloader, self.val_dataloader = loaders.train, loaders.val
+        trainer = self.run_config.trainer
+        num_batches = max(1, len(loaders.train))
+        self.total_training_steps = trainer.total_training_steps or trainer.total_epochs * num_batches
+        self.checkpoints = Checkpoints(trainer.directory, trainer.max_ckpt_to_keep)
+        self.saver = CheckpointSaver(
+            self.checkpoints, {"actor": learner}, tell=lambda text: self.progress.message(text)
+        )
+        self.expires_at, self.longest_step_s, self.is_stopping = expiry(), 0.0, False
+        self.global_steps = 0
+        self.metrics: dict[str, float] = {}
+        self.timer = PhaseTimer()
+
+    @abstractmethod
+    def step(self, rows: DataProto) -> int:
+        """Learn from a batch of rows, and add to `metrics`. Returns the tokens that it has."""
+
+    @abstractmethod
+    def judge(self, rows: DataProto) -> dict[str, tuple[float, float]]:
+        """What the model makes of validation rows: sum and count of each metric."""
+
+    def fit(self) -> None:
+        """Train from the newest checkpoint, or from the start, to the last step, and write the model."""
+        self.load_checkpoint()
+        trainer = self.run_config.trainer
+        with self._open_progress() as self.progress, self._open_tracking() as self.tracking:
+            if trainer.val_before_train and self.global_steps == 0:
+                self.tracking.log(self.validate(), 0)
+            for rows in self._batches():
+                self.train_step(rows)
+                self.finish_step()
+                if self.is_stopping:
+                    raise KeyboardInterrupt
+            self.saver.finish()
+            self.write_model()
+
+    def _batches(self) -> Iterator[DataProto]:
+        """Training batches, pass after pass over the data, until the last step."""
+        while not self.is_last_step:
+            for columns in self.train_dataloader:
+                yield DataProto.from_single_dict(columns)
+                if self.is_last_step:
+                    return
+
+    def train_step(self, rows: DataProto) -> None:
+        """The next step, measured: afterwards `metrics` holds its numbers."""
+        self.global_steps += 1
+        self.timer, self.metrics = PhaseTimer(), {}
+        with self.timer.phase("step"):
+            num_tokens = self.step(rows)
+        seconds = self.timer.seconds["step"]
+        self.metrics |= {f"timing_s/{phase}": duration for phase, duration in self.timer.seconds.items()}
+        self.metrics |= {
+            "perf/total_num_tokens": float(num_tokens),
+            "perf/time_per_step": seconds,
+            "perf/throughput": num_tokens / seconds,
+            "training/global_step": self.global_steps,
+            "training/epoch": (self.global_steps - 1) // max(1, len(self.train_dataloader)),
+        }
+
+    def finish_step(self) -> None:
+        """Validate, tell, and begin to save."""
+        trainer = self.run_config.trainer
+        self.saver.poll()
+        is_last_look = self.is_last_step and self.val_dataloader is not None
+        if is_last_look or self._is_due(trainer.test_freq):
+            self.metrics |= self.validate()
+        self.progress.update(self.global_steps, step_fields(self.metrics))
+        self.tracking.log(self.metrics, self.global_steps)
+        may_be_last = self._may_be_last_step() and trainer.save_freq > 0
+        if may_be_last or self._is_due(trainer.save_freq):
+            self.saver.start(self.global_steps, self._save_run_state)
+        if may_be_last:
+            self.saver.finish()
+
+    def update(self, batch: DataProto) -> None:
+        """One optimizer step on the rows of a batch."""
+        batch.meta_info |= {"global_steps": self.global_steps, "total_training_steps": self.total_training_steps}
+        with self.timer.phase("update"):
+            self.metrics |= reduce_metrics(self.learner.update(batch).meta_info.pop("metrics", {}))
+
+    def validate(self) -> dict[str, float]:
+        """The metrics of all validation rows; none where there are no rows."""
+        if self.val_dataloader is None:
+            return {}
+        sums: dict[str, list[float]] = {}
+        with self.timer.phase("validation"):
+            for columns in self.val_dataloader:
+                for name, (total, count) in self.judge(DataProto.from_single_dict(columns)).items():
+                    entry = sums.setdefault(f"val/{name}", [0.0, 0.0])
+                    entry[0], entry[1] = entry[0] + total, entry[1] + count
+        metrics = {name: total / count for name, (total, count) in sums.items()}
+        told = "   ".join(f"{name.removeprefix('val/')} {value:.4f}" for name, value in metrics.items())
+        self.progress.message(f"validation at step {self.global_steps}: {told}")
+        return metrics
+
+    def write_model(self) -> None:
+        """The model as an ordinary folder, `model` in the run's directory."""
+        target = self.checkpoints.directory / MODEL_FOLDER
+        with written_aside(target, where="trainer.default_local_dir") as draft:
+            aside = draft.absolute().with_suffix(".parts")
+            try:
+                self.learner.save_model(aside)
+                self.learner.checkpoint_written(wait=True)
+                (aside / HF_FOLDER).rename(draft)
+            finally:
+                shutil.rmtree(aside, ignore_errors=True)
+        self.progress.message(f"model: {target}")
+
+    def _save_run_state(self, directory: Path) -> None:
+        contents = self.config.checkpoint.save_contents
+        save_run_state(
+            directory,
+            step=self.global_steps,
+            loader=self.train_dataloader.state_dict(),
+            kl_controller={},
+            with_random_states="extra" in contents,
+        )
+
+    def load_checkpoint(self) -> None:
+        """Go on from the checkpoint that the configuration asks for, if there is one."""
+        path = self.checkpoints.to_resume(self.run_config.trainer)
+        if path is None:
+            return
+        self.global_steps = step_of(path)
+        self.learner.load_checkpoint(path.absolute())
+        state = load_run_state(path, with_random_states="extra" in self.config.checkpoint.load_contents)
+        self.train_dataloader.load_state_dict(state["loader"])
+        print(f"resumed from {path}")
+
+    @property
+    def is_last_step(self) -> bool:
+        """Whether the step that has begun is the last of the run."""
+        return self.global_steps >= self.total_training_steps
+
+    def _is_due(self, frequency: int) -> bool:
+        return frequency > 0 and (self.is_last_step or self.global_steps % frequency == 0)
+
+    def _may_be_last_step(self) -> bool:
+        """Whether the run was asked to stop, or the machine may be taken back before another step is saved."""
+        self.is_stopping = is_stop_requested() and not self.is_last_step
+        self.longest_step_s = max(self.longest_step_s, self.timer.seconds["step"])
+        needed_s = self.longest_step_s + self.saver.longest_s + self.run_config.trainer.esi_redundant_time
+        return self.is_stopping or expires_within(self.expires_at, needed_s)
+
+    def _open_progress(self) -> Progress:
+        return Progress(self.total_training_steps, initial=self.global_steps, activity=lambda: self.timer.current)
+
+    def _open_tracking(self) -> Tracking:
+        trainer = self.run_config.trainer
+        return Tracking(
+            trainer.loggers,
+            project_name=trainer.project_name,
+            experiment_name=trainer.experiment_name,
+            config=self.config.model_dump(mode="json"),
+            directory=trainer.directory,
+            resume_step=self.global_steps,
+            progress=self.progress,
+        )
+
+
+class SFTTrainer(SupervisedTrainer):
+    """Learns the tokens under `loss_mask`. Arguments: see `SupervisedTrainer`."""
+
+    def step(self, rows: DataProto) -> int:
+        """See `SupervisedTrainer.step`."""
+        self.update(answers_batch(rows))
+        return int(rows.batch["attention_mask"].sum())
+
+    def judge(self, rows: DataProto) -> dict[str, tuple[float, float]]:
+        """See `SupervisedTrainer.judge`: `loss`, nats for each learned token."""
+        batch = answers_batch(rows)
+        log_probs = self.learner.predict(batch).batch["old_log_probs"]
+        loss, num_tokens = -float(log_probs.double().sum()), float(batch.batch["response_mask"].sum())
+        if not torch.isfinite(torch.tensor(loss)):
+            raise EngineError("validation", got=f"a loss of {loss}", expected="a finite one", fix="Lower optim.lr.")
+        return {"loss": (loss, num_tokens)}
+
+
+def answers_batch(rows: DataProto) -> DataProto:
+    """Rows of a conversation data set as the engine reads them: a first token, and all behind it as its response.
+
+    Args:
+        rows: `input_ids`, `attention_mask`, `position_ids` and `loss_mask` [B, L], padded on the right.
+
+    Returns:
+        The same columns without those that are padding in every row, and `response_mask` [B, T] for `loss_mask`.
+    """
+    width = int(rows.batch["attention_mask"].sum(-1).max())
+    if width < 2:
+        raise DataError("a batch", got="rows of one token", expected="a question and an answer")
+    tensors = {key: rows.batch[key][:, :width] for key in ("input_ids", "attention_mask", "position_ids")}
+    return DataProto.from_dict(tensors=tensors | {"response_mask": rows.batch["loss_mask"][:, 1:width]})

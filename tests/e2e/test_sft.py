@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`quadriga sft` from its command line to the model that it writes, on a model of a few thousand weights."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from quadriga.cli.main import main
+from quadriga.data.prepare.playground import build_tokenizer as playground_tokenizer
+from quadriga.data.prepare.playground import write_model
+
+
+def chat(question: str, *rest: str) -> dict[str, Any]:
+    contents = (question, *rest)
+    return {"messages": [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)]}
+
+
+CHATS = [chat(f"say {letter}", letter * 3, "again", letter) for letter in "abcdefgh"]
+PAIRS = [
+    {"prompt": f"say {letter}", "chosen": letter * 3, "rejected": other * (2 + number % 3)}
+    for number, (letter, other) in enumerate(zip("abcdefgh", "hgfedcba", strict=True))
+]
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An untrained model of the playground."""
+    return write_model(tmp_path_factory.mktemp("start") / "model", 0)
+
+
+@pytest.fixture
+def sft(start: Path, tmp_path: Path) -> Callable[..., Path]:
+    """`sft(rows, *overrides, run="run")`: a run that must succeed; returns its directory."""
+
+    def run_here(rows: list[dict[str, Any]], *overrides: str, run: str = "run") -> Path:
+        file = tmp_path / "rows.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        words = [
+            f"data.train_files={file}",
+            f"data.val_files={file}",
+            "data.max_length=48",
+            "data.train_batch_size=5",
+            f"model.path={start}",
+            "optim.lr=3e-3",
+            "engine.fsdp_config.model_dtype=float32",
+            "trainer.device=cpu",
+            "trainer.total_training_steps=4",
+            "trainer.logger=[jsonl]",
+            f"trainer.default_local_dir={tmp_path / run}",
+            *overrides,
+        ]
+        assert main(["sft", *list({word.partition("=")[0]: word for word in words}.values())]) == 0
+        return tmp_path / run
+
+    return run_here
+
+
+def metrics(run: Path) -> dict[int, dict[str, float]]:
+    (file,) = run.glob("*.jsonl")
+    steps: dict[int, dict[str, float]] = {}
+    for line in file.read_text().splitlines():
+        row = json.loads(line)
+        if "step" in row:
+            steps.setdefault(row["step"], {}).update(row.get("metrics", row))
+    return steps
+
+
+def answer_loss(folder: Path) -> float:
+    """Mean loss of the assistant's tokens of CHATS, by transformers alone and with the marks set by hand."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    losses = []
+    for row in CHATS:
+        ids, marks = [tokenizer.bos_token_id], [False]
+        for message in row["messages"]:
+            is_answer = message["role"] == "assistant"
+            text = f"<{message['role']}>{message['content']}" + ("<eos>" if is_answer else "")
+            tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+            ids, marks = ids + tokens, marks + [False] + [is_answer] * (len(tokens) - 1)
+        with torch.no_grad():
+            log_probs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        losses += [-float(log_probs[i - 1, ids[i]]) for i in range(1, len(ids)) if marks[i]]
+    return sum(losses) / len(losses)
+
+
+def test_the_loss_is_that_of_the_answers_and_falls(sft, start: Path) -> None:
+    """The validation losses before and after are those that transformers computes for the two folders."""
+    run = sft(CHATS, "trainer.total_training_steps=12")
+    logged = metrics(run)
+    assert logged[0]["val/loss"] == pytest.approx(answer_loss(start), rel=1e-4)
+    assert logged[12]["val/loss"] == pytest.approx(answer_loss(run / "model"), rel=1e-3)
+    assert logged[12]["val/loss"] < 0.7 * logged[0]["val/loss"]
+
+
+def test_how_a_batch_is_cut_changes_nothing(sft) -> None:
+    """Losses of four steps, packed and one row at a time; equality of the weights bit by bit is not claimed."""
+    runs = [sft(CHATS, f"engine.micro_batch_size_per_gpu={size}", run=f"{size}") for size in ("null", "1")]
+    packed, single = ([metrics(run)[step]["train/loss"] for step in range(1, 5)] for run in runs)
+    assert packed == pytest.approx(single, rel=1e-4)
+
+
+@pytest.mark.parametrize("objective", ["sft", "reward_model"])
+def test_a_resumed_run_is_the_run_that_was_not(sft, objective: str) -> None:
+    rows = PAIRS if objective == "reward_model" else CHATS
+    how = (f"objective={objective}", "trainer.save_freq=2")
+    whole = sft(rows, *how, run="whole")
+    sft(rows, *how, "trainer.total_training_steps=2", run="halves")
+    halves = sft(rows, *how, run="halves")
+    weights = [next((run / "model").glob("*.safetensors")).read_bytes() for run in (whole, halves)]
+    assert weights[0] == weights[1]
+    assert [metrics(run)[4]["train/loss"] for run in (whole, halves)] == [metrics(whole)[4]["train/loss"]] * 2
+
+
+def test_a_reward_model_learns_the_order_and_its_pairs_need_not_stay_together(sft) -> None:
+    """Order by transformers' own classifier on the folder; one answer a micro-batch changes nothing."""
+    how = ("objective=reward_model", "trainer.total_training_steps=40", "optim.lr=5e-4")
+    run, apart = sft(PAIRS, *how), sft(PAIRS, *how, "engine.micro_batch_size_per_gpu=1", run="apart")
+    logged = metrics(run)
+    assert logged[0]["val/loss"] == pytest.approx(0.6931, abs=1e-4)
+    assert logged[40]["val/accuracy"] == 1.0
+    losses = [[metrics(one)[step]["train/loss"] for step in range(1, 6)] for one in (run, apart)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    model = AutoModelForSequenceClassification.from_pretrained(run / "model").eval()
+    assert model.config.num_labels == 1
+    tokenizer = playground_tokenizer()
+    for pair in PAIRS:
+        texts = [f"<bos><user>{pair['prompt']}<assistant>{pair[key]}<eos>" for key in ("chosen", "rejected")]
+        scores = [
+            model(**tokenizer(text, add_special_tokens=False, return_tensors="pt")).logits[0, 0] for text in texts
+        ]
+        assert scores[0] > scores[1]
+
+
+@pytest.mark.parametrize(
+    ("rows", "overrides", "said"),
+    [
+        ([*CHATS, {"messages": []}], [], "rows.jsonl row 8: got no messages"),
+        ([*CHATS, chat("say a", "")], [], "row 8, message 1: got an empty turn of the assistant"),
+        ([*CHATS, chat("say a" * 20, "a")], [], "expected at most data.max_length=48"),
+        ([PAIRS[0] | {"rejected": "aaa"}], ["objective=reward_model"], "row 0: got two equal answers"),
+    ],
+)
+def test_a_bad_row_ends_the_run_before_its_first_step(sft, capsys, rows, overrides: list[str], said: str) -> None:
+    with pytest.raises(AssertionError):
+        sft(rows, *overrides)
+    printed = capsys.readouterr()
+    assert said in printed.err and "Traceback" not in printed.err
+    assert "1/4" not in printed.out

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/rollout.md: its engine keeps the contract of engines, its configurations load, its keys exist."""
+
+import inspect
+import re
+from collections.abc import Callable
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from quadriga.cli.config import main
+
+REPOSITORY = Path(__file__).parents[3]
+PAGE = (REPOSITORY / "docs" / "rollout.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```(python|yaml)\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)
+DOTTED = re.findall(r"`((?!quadriga\.)[a-z_]+(?:\.[a-z_]+)+)(?:=[^`]*)?`", PAGE)
+ROWS = re.findall(
+    r"^\| (`[a-z_`, ]+`) \|", PAGE[PAGE.index("| key |") : PAGE.index("## New weights")], flags=re.MULTILINE
+)
+SHORT = [f"rollout.{key}" for row in ROWS for key in re.findall(r"`([a-z_]+)`", row)]
+KEYS = sorted({*DOTTED, *SHORT})
+OPEN = ("engine_kwargs.",)
+"""Dictionaries whose entries are no keys."""
+
+
+def _contract() -> ModuleType:
+    """The tests that every engine keeps to."""
+    path = REPOSITORY / "tests" / "contract" / "test_rollout_engines.py"
+    spec = spec_from_file_location("contract_of_engines", path)
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+CONTRACT = _contract()
+DEMANDS = {
+    name: demand
+    for name, demand in inspect.getmembers(CONTRACT, inspect.isfunction)
+    if name.startswith("test_") and "engine" in inspect.signature(demand).parameters
+}
+
+
+@pytest.fixture
+def engine() -> Any:
+    """The engine of the page, on the weights of the contract's model."""
+    (code,) = [text for kind, text in BLOCKS if kind == "python"]
+    names: dict[str, Any] = {}
+    exec(compile(code, "docs/rollout.md", "exec"), names)
+    weights = CONTRACT._model("sdpa").named_parameters()
+    return names["LastTokenEngine"](weights, eos_token_ids=(CONTRACT.EOS,), tokenizer=CONTRACT.Pairs())
+
+
+@pytest.mark.parametrize("name", DEMANDS)
+def test_the_engine_keeps_the_contract(name: str, engine: Any) -> None:
+    """Each demand that has no case of its own, and each case of the others."""
+    demand: Callable[..., None] = DEMANDS[name]
+    marks = [mark for mark in getattr(demand, "pytestmark", []) if mark.name == "parametrize"]
+    if not marks:
+        demand(engine)
+    for mark in marks:
+        argument, cases = mark.args
+        for case in cases:
+            demand(engine, **{argument: case})
+
+
+def test_the_contract_demands_something() -> None:
+    """So that the test above cannot run dry; likewise the one of keys."""
+    assert len(DEMANDS) >= 12
+    assert {"rollout.n", "rollout.stop", "rollout.min_p", "algorithm.filter_groups.enable"} <= set(KEYS)
+
+
+def test_new_weights_change_the_answers(engine: Any) -> None:
+    """And an incomplete set leaves an engine that generates nothing."""
+    params = CONTRACT._params(do_sample=False)
+    before = engine.generate_batch(CONTRACT.PROMPTS, params)
+    weights = dict(CONTRACT._model("sdpa", seed=1).named_parameters())
+    engine.load_weights(weights.items(), 3)
+    after = engine.generate_batch(CONTRACT.PROMPTS, params)
+    assert [one.token_ids for one in after] != [one.token_ids for one in before]
+    del weights["model.embed_tokens.weight"]
+    with pytest.raises(Exception, match=r"without model\.embed_tokens\.weight"):
+        engine.load_weights(weights.items(), 4)
+    with pytest.raises(Exception, match="not loaded completely"):
+        engine.generate_batch(CONTRACT.PROMPTS, params)
+
+
+@pytest.mark.parametrize("text", [text for kind, text in BLOCKS if kind == "yaml"])
+def test_a_configuration_loads(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And every value of it is in the resolved tree."""
+    (tmp_path / "page.yaml").write_text(text)
+    assert main(["show", "--config", str(tmp_path / "page.yaml")]) == 0
+    printed = capsys.readouterr().out
+    for words in re.findall(r"^ *\w+: ([\w./]+) *(?:#.*)?$", text, flags=re.MULTILINE):
+        assert f": {words}\n" in printed
+
+
+@pytest.mark.parametrize("key", [key for key in KEYS if not key.startswith(OPEN)])
+def test_a_key_in_the_text_exists(key: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Keys may be named by their last parts, or as a section; those of the table are below `rollout`."""
+    assert main(["keys", key]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(rf"^(\S+\.)?{re.escape(key)}(\.\S+)? = ", printed, flags=re.MULTILINE)

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts without end, and the place in them."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from quadriga.config import DataConfig
+from quadriga.data.loading import create_dataloader, create_rl_sampler
+from quadriga.errors import CheckpointError, DataError
+from quadriga.trainer.prompts import PromptStream
+
+
+class Numbers(Dataset):
+    """Rows that are their numbers."""
+
+    def __len__(self) -> int:
+        return 7
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        return {"input_ids": torch.tensor([row])}
+
+
+def stream(num_workers: int = 0) -> PromptStream:
+    """Batches of 3 of 7 rows, in an order that differs in each epoch."""
+    config = DataConfig(shuffle=True, seed=5, dataloader_num_workers=num_workers)
+    sampler = create_rl_sampler(config, Numbers())
+    return PromptStream(create_dataloader(Numbers(), config, batch_size=3, sampler=sampler, drop_last=True))
+
+
+def taken(prompts: PromptStream, count: int) -> list[list[int]]:
+    return [prompts.take().batch["input_ids"].flatten().tolist() for _ in range(count)]
+
+
+def test_pass_follows_pass() -> None:
+    """Two batches an epoch, each epoch in an order of its own; epochs are counted by batches."""
+    prompts = stream()
+    epochs = []
+    batches = []
+    for _ in range(6):
+        batches += taken(prompts, 1)
+        epochs.append(prompts.epoch)
+    assert epochs == [0, 0, 1, 1, 2, 2]
+    assert len({tuple(batch) for batch in batches}) == 6
+
+
+@pytest.mark.parametrize(("place", "num_workers"), [*((place, 0) for place in range(1, 7)), (3, 1)])
+def test_it_goes_on_from_every_place(place: int, num_workers: int) -> None:
+    """In the middle of an epoch, at its end, and after it, as if nothing had happened."""
+    alone = stream(num_workers)
+    before, after = taken(alone, place), taken(alone, 5)
+    first = stream(num_workers)
+    assert taken(first, place) == before
+    second = stream(num_workers)
+    second.load_state_dict(first.state_dict())
+    assert taken(second, 5) == after
+    assert second.num_taken == alone.num_taken
+
+
+def test_loader_without_batches() -> None:
+    class Empty:
+        def __iter__(self) -> Any:
+            return iter(())
+
+        def __len__(self) -> int:
+            return 0
+
+    with pytest.raises(DataError, match="two passes in a row without a batch"):
+        PromptStream(Empty()).take()
+
+
+def test_place_of_another_version() -> None:
+    with pytest.raises(CheckpointError, match="place in the training data: got entries _snapshot"):
+        stream().load_state_dict({"_snapshot": 3})

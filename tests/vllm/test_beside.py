@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM in processes of its own: requests that come and go, weights through shared memory, a process that dies."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from quadriga.errors import RolloutError
+from quadriga.rollout.base import Completion, SamplingParams
+from quadriga.rollout.vllm.async_engine import AsyncVLLMEngine
+from quadriga.rollout.vllm.core import VLLMBase
+from quadriga.rollout.vllm.engine import VLLMEngine
+from quadriga.weight_sync import InProcessWeights
+from small_models import EOS, greedy, model
+
+PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [2 + number * 7 % 250 for number in range(200)]]
+GREEDY = SamplingParams(max_tokens=20, temperature=0.0)
+LONG = SamplingParams(max_tokens=250, seed=4, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def engine(options) -> Iterator[AsyncVLLMEngine]:
+    """One engine; the last test ends it."""
+    one = AsyncVLLMEngine(options(has_weights=False))
+    InProcessWeights().publish(model(0).named_parameters(), one, 1)
+    yield one
+    one.close()
+
+
+def _require_greedy_of(engine: VLLMBase, seed: int) -> None:
+    for prompt, found in zip(PROMPTS, engine.generate_batch(PROMPTS, [GREEDY] * len(PROMPTS)), strict=True):
+        tokens, _ = greedy(model(seed), prompt, 20)
+        assert (found.token_ids, found.finish_reason) == (tokens, "stop" if tokens[-1] == EOS else "length")
+
+
+def test_new_weights_are_used_at_once(engine: AsyncVLLMEngine) -> None:
+    """They travel in buckets that are smaller than the model, and smaller than its largest weight."""
+    for version, seed in enumerate((1, 0), start=2):
+        InProcessWeights().publish(model(seed).named_parameters(), engine, version)
+        _require_greedy_of(engine, seed)
+
+
+def test_requests_come_and_go(engine: AsyncVLLMEngine) -> None:
+    """A short one that comes later ends earlier; one is cancelled; abort ends the rest with what they have."""
+
+    async def scene() -> tuple[Completion, asyncio.Task[Completion], Completion]:
+        slow, unwanted = (asyncio.create_task(engine.generate(PROMPTS[0], LONG)) for _ in range(2))
+        await asyncio.sleep(0.1)
+        short = await engine.generate(PROMPTS[1], SamplingParams(max_tokens=2, seed=1, ignore_eos=True))
+        assert not slow.done()
+        unwanted.cancel()
+        await asyncio.gather(unwanted, return_exceptions=True)
+        await asyncio.to_thread(engine.abort)
+        return short, unwanted, await slow
+
+    short, unwanted, slow = asyncio.run(scene())
+    assert (len(short.token_ids), short.finish_reason) == (2, "length")
+    assert unwanted.cancelled()
+    assert slow.finish_reason == "abort"
+    assert 0 < len(slow.token_ids) == len(slow.log_probs) < 250
+    _require_greedy_of(engine, 0)
+
+
+def test_two_processes_hold_one_model(options) -> None:
+    """Tensor parallelism: both receive the weights, and the answers are those of one."""
+    engine = VLLMEngine(options(has_weights=False, num_processes=2))
+    for version, seed in enumerate((0, 1), start=1):
+        InProcessWeights().publish(model(seed).named_parameters(), engine, version)
+        _require_greedy_of(engine, seed)
+    engine.close()
+
+
+def test_an_engine_that_dies_ends_its_requests_with_the_reason(engine: AsyncVLLMEngine) -> None:
+    """In the middle of a batch: nobody waits for ever, and later requests are refused as well."""
+
+    async def scene() -> list[Completion | BaseException]:
+        tasks = [asyncio.create_task(engine.generate(prompt, LONG)) for prompt in PROMPTS]
+        await asyncio.sleep(0.2)
+        [core] = [one for one in psutil.Process().children(recursive=True) if "EngineCore" in one.name()]
+        os.kill(core.pid, signal.SIGKILL)
+        return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
+
+    results = asyncio.run(scene())
+    assert all(isinstance(one, RolloutError) and "a vLLM that failed" in str(one) for one in results), results
+    with pytest.raises(RolloutError, match="a vLLM that failed"):
+        engine.generate_batch(PROMPTS[:1], [GREEDY])

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine `http` against vLLM's own server."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from quadriga.errors import RolloutError
+from quadriga.rollout.base import SamplingParams
+from quadriga.rollout.http import HTTPEngine
+from small_models import EOS, greedy, model
+
+LIMIT_S = 180.0
+PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13]]
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def server(folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, "subprocess.Popen[bytes]"]]:
+    """Its address and its process; it has the weights of seed 0."""
+    url = f"http://127.0.0.1:{_free_port()}"
+    log: Path = tmp_path_factory.mktemp("server") / "log.txt"
+    command = [
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", folder, "--served-model-name", "small",
+        "--port", url.rpartition(":")[2], "--host", "127.0.0.1", "--dtype", "float32", "--max-model-len", "320",
+        "--enforce-eager", "--kv-cache-memory-bytes", str(32 << 20), "--generation-config", "vllm",
+        "--logprobs-mode", "processed_logprobs",
+    ]  # fmt: skip
+    environment = os.environ | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)
+    try:
+        _await(url, process, log)
+        yield url, process
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM)
+            process.wait(60)
+
+
+def _await(url: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
+    end = time.monotonic() + LIMIT_S
+    while time.monotonic() < end and process.poll() is None:
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=5):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.5)
+    pytest.fail(f"vLLM's server does not answer at {url}: {log.read_text(errors='replace')[-3000:]}")
+
+
+def test_it_answers_as_the_engine_in_this_process_does(server) -> None:
+    """Greedy tokens are transformers', log-probabilities those of training, stop tokens ours."""
+    engine = HTTPEngine([server[0]], "small", eos_token_ids=(EOS,), log_probs_of="processed_logprobs")
+    params = [SamplingParams(max_tokens=20, temperature=0.0)] * len(PROMPTS)
+    for prompt, found in zip(PROMPTS, engine.generate_batch(PROMPTS, params), strict=True):
+        tokens, log_probs = greedy(model(0), prompt, 20)
+        assert (found.token_ids, found.finish_reason) == (tokens, "stop" if tokens[-1] == EOS else "length")
+        torch.testing.assert_close(found.log_probs, log_probs, atol=2e-4, rtol=0)
+    sampled = [SamplingParams(max_tokens=20, seed=row, temperature=0.7, ignore_eos=True) for row in range(3)]
+    first = engine.generate_batch(PROMPTS, sampled)
+    assert [one.token_ids for one in engine.generate_batch(PROMPTS, sampled)] == [one.token_ids for one in first]
+    row = torch.tensor([PROMPTS[0] + first[0].token_ids])
+    with torch.no_grad():
+        scaled = (model(0)(row).logits[0, len(PROMPTS[0]) - 1 : -1] / 0.7).log_softmax(-1)
+    expected = scaled.gather(1, torch.tensor(first[0].token_ids)[:, None])[:, 0].tolist()
+    torch.testing.assert_close(first[0].log_probs, expected, atol=3e-4, rtol=0)
+
+
+def test_a_prompt_that_is_too_long(server) -> None:
+    """The server's own words reach the user."""
+    engine = HTTPEngine([server[0]], "small", eos_token_ids=(EOS,))
+    with pytest.raises(RolloutError, match=r"status 400.*320"):
+        engine.generate_batch([[5] * 319], [SamplingParams(max_tokens=100)])
+
+
+def test_a_server_that_dies_in_the_middle_of_a_batch(server) -> None:
+    """Its requests end with an error that names it."""
+    url, process = server
+    engine = HTTPEngine([url], "small", eos_token_ids=(EOS,))
+    running = [
+        engine._pool.submit(engine.generate_batch, [[5, 6]], [SamplingParams(max_tokens=300, seed=1, ignore_eos=True)])
+        for _ in range(4)
+    ]
+    time.sleep(0.2)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait(60)
+    for one in running:
+        with pytest.raises(RolloutError, match="no answer") as caught:
+            one.result(60)
+        assert url in str(caught.value)
