@@ -102,7 +102,7 @@ class RolloutConfig(LogProbConfig):
     tensor_model_parallel_size: Count = 1
     """Processes that hold one engine of `vllm` or `sglang` together."""
     enforce_eager: bool = False
-    """`vllm`: whether no graph is captured and nothing is compiled; a start is faster, a step slower."""
+    """`vllm`, `sglang`: whether no graph is captured, and by `vllm` nothing compiled: a faster start, slower steps."""
     free_cache_engine: bool = True
     """Whether the engine gives back its memory while the models train."""
     update_weights_bucket_megabytes: Count = 512
