@@ -15,6 +15,7 @@ from quadriga.models.attention import ATTENTION_NAME
 from quadriga.models.load import load_causal_lm, skeleton_causal_lm, stop_token_ids
 from quadriga.rollout import HFEngine, NativeEngine, RolloutEngine, ScriptedEngine
 from quadriga.rollout.http import HTTPEngine
+from quadriga.rollout.manifest import Manifest
 from quadriga.rollout.reported import LogProbsOf
 from quadriga.rollout.sglang.core import Limits
 from quadriga.rollout.sglang.engine import SGLangEngine, SGLangOptions
@@ -22,7 +23,6 @@ from quadriga.rollout.sglang.server import SGLangServer
 from quadriga.rollout.vllm.async_engine import AsyncVLLMEngine
 from quadriga.rollout.vllm.core import GIB, MIB, VLLMBase, VLLMOptions
 from quadriga.rollout.vllm.engine import VLLMEngine
-from quadriga.rollout.vllm.manifest import Manifest
 from quadriga.weight_sync import InProcessWeights, SharedWeights, WeightSync
 
 

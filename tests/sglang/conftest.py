@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from quadriga.rollout.manifest import Manifest
 from quadriga.rollout.sglang.core import Limits
 from quadriga.rollout.sglang.engine import SGLangEngine, SGLangOptions
 from quadriga.rollout.sglang.receiver import LOADER
 from quadriga.rollout.sglang.server import SGLangServer
-from quadriga.rollout.vllm.manifest import Manifest
 from small_models import EOS, model, save
 
 LIMIT_S = 240.0

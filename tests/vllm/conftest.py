@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from quadriga.rollout.manifest import Manifest
 from quadriga.rollout.vllm.core import MIB, VLLMOptions
-from quadriga.rollout.vllm.manifest import Manifest
 from small_models import EOS, model, save
 
 

@@ -13,9 +13,9 @@ from transformers import AutoTokenizer
 
 from quadriga.errors import RolloutError, WeightSyncError
 from quadriga.rollout.base import SamplingParams
+from quadriga.rollout.manifest import Manifest
 from quadriga.rollout.vllm.engine import VLLMEngine
 from quadriga.rollout.vllm.library import require_version
-from quadriga.rollout.vllm.manifest import Manifest
 from quadriga.weight_sync import InProcessWeights
 from small_models import EOS, greedy, model, save
 

@@ -20,11 +20,10 @@ import torch
 
 from quadriga.errors import QuadrigaError, RolloutError, WeightSyncError
 from quadriga.rollout.base import Completion, EngineBase, FinishReason, SamplingParams
+from quadriga.rollout.manifest import Manifest, agreed
 from quadriga.rollout.reported import has_filters
 from quadriga.rollout.sglang.library import WHERE
 from quadriga.rollout.sglang.receiver import FINGERPRINTS, LOADER
-from quadriga.rollout.vllm.manifest import Manifest
-from quadriga.weight_sync.base import name_some
 from quadriga.weight_sync.fingerprint import Fingerprint
 
 MIB = 1 << 20
@@ -137,15 +136,7 @@ class SGLangBase(EngineBase):
                 expected="a load",
                 fix="Wait for the answers that are under way, or call abort(), before weights are published.",
             ) from error
-        first = Fingerprint(marks[0])
-        for rank, mark in enumerate(marks[1:], start=1):
-            if differing := first.differences(Fingerprint(mark)):
-                raise WeightSyncError(
-                    f"{WHERE}, weights of version {version}",
-                    got=f"{len(differing)} weights that differ between process 0 and {rank}: {name_some(differing)}",
-                    expected="the same in each process",
-                )
-        self._arrived = first
+        self._arrived = agreed(marks, f"{WHERE}, weights of version {version}")
         self.weight_version = version
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:

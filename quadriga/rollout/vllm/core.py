@@ -10,11 +10,10 @@ import torch
 
 from quadriga.errors import QuadrigaError, RolloutError, WeightSyncError
 from quadriga.rollout.base import EngineBase, SamplingParams
+from quadriga.rollout.manifest import Manifest, agreed
 from quadriga.rollout.reported import LogProbsOf
 from quadriga.rollout.vllm.library import WHERE, Capability, load
-from quadriga.rollout.vllm.manifest import Manifest
 from quadriga.rollout.vllm.parcels import ParcelWriter
-from quadriga.weight_sync.base import name_some
 from quadriga.weight_sync.fingerprint import Fingerprint
 
 RECEIVER = "quadriga.rollout.vllm.receiver.WeightReceiver"
@@ -160,15 +159,7 @@ class VLLMBase(EngineBase):
                 expected="a load",
                 fix="Its own message stands in the log above.",
             ) from error
-        first = Fingerprint(marks[0])
-        for rank, mark in enumerate(marks[1:], start=1):
-            if differing := first.differences(Fingerprint(mark)):
-                raise WeightSyncError(
-                    f"{WHERE}, weights of version {version}",
-                    got=f"{len(differing)} weights that differ between process 0 and {rank}: {name_some(differing)}",
-                    expected="the same in each process",
-                )
-        self._arrived = first
+        self._arrived = agreed(marks, f"{WHERE}, weights of version {version}")
         self.weight_version = version
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:

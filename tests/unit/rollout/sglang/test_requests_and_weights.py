@@ -14,11 +14,11 @@ from torch import nn
 
 from quadriga.errors import RolloutError, WeightSyncError
 from quadriga.rollout.base import SamplingParams
+from quadriga.rollout.manifest import Manifest
 from quadriga.rollout.sglang.core import Limits, SGLangBase
 from quadriga.rollout.sglang.engine import SGLangEngine, SGLangOptions
 from quadriga.rollout.sglang.receiver import FINGERPRINTS, load
 from quadriga.rollout.sglang.server import SGLangServer
-from quadriga.rollout.vllm.manifest import Manifest
 from quadriga.weight_sync import InProcessWeights
 
 

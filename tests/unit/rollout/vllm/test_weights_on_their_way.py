@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from quadriga.errors import RolloutError, WeightSyncError
+from quadriga.rollout.manifest import Manifest
 from quadriga.rollout.vllm.library import require_version
-from quadriga.rollout.vllm.manifest import Manifest
 from quadriga.rollout.vllm.parcels import ParcelReader, ParcelWriter
 
 

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which weights make a model complete: an engine that keeps them in a form of its own cannot tell by looking."""
+"""Which weights make a model complete, and that all of them arrived.
 
-from collections.abc import Iterable, Iterator
+An engine that keeps its weights in a form of its own cannot tell by looking at them.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +12,7 @@ from torch import nn
 
 from quadriga.errors import WeightSyncError
 from quadriga.weight_sync.base import name_some
+from quadriga.weight_sync.fingerprint import Fingerprint
 
 
 @dataclass(frozen=True)
@@ -56,3 +60,24 @@ class Manifest:
                 got=f"a stream without {len(missing)} of {len(self.shapes)} weights: {name_some(missing)}",
                 expected="every weight of the model",
             )
+
+
+def agreed(marks: Sequence[Mapping[str, str]], where: str) -> Fingerprint:
+    """What all processes of an engine received.
+
+    Args:
+        marks: the fingerprint of each tensor by name, from each process.
+        where: for the error.
+
+    Raises:
+        WeightSyncError: they did not receive the same.
+    """
+    first = Fingerprint(marks[0])
+    for rank, mark in enumerate(marks[1:], start=1):
+        if differing := first.differences(Fingerprint(mark)):
+            raise WeightSyncError(
+                where,
+                got=f"{len(differing)} weights that differ between process 0 and {rank}: {name_some(differing)}",
+                expected="the same in each process",
+            )
+    return first
