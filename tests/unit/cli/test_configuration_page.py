@@ -49,7 +49,7 @@ def test_a_command_prints_what_the_page_says(command: str, output: str, capsys: 
 def test_the_page_shows_all_three_answers() -> None:
     """A plan, a refusal, and notices; so that the test above cannot run dry."""
     outputs = [output for _, output in shown()]
-    assert len(outputs) == 4
+    assert len(outputs) == 5
     assert [any(output.startswith(start) for output in outputs) for start in ("Step\n", "3 things", "notice: ")]
 
 
