@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensors in buckets: flat pieces of memory that are sent as one.
 
-    bucket    | embed_tokens .......... | q_proj .... | k_proj . |   free   |     uint8, half of the bucket's memory
+    bucket    | embed_tokens .......... | q_proj .... | k_proj . |   free   |    uint8, a quarter of the memory
     entries     name, shape, dtype, place in bytes
 
-The other half is for the tensor that is just being gathered. One that is larger than that is sent on its own, from
-where it lies. So beyond the model a sender needs no more than `bucket_bytes`, if none of its tensors takes more than a
-quarter of it (a gathered tensor may lie in two pieces for a moment).
+The rest is for the tensor that is just being gathered, which may lie in several pieces for a moment, and for those
+before it, which gloo may hold a moment longer. A tensor that is larger than a quarter is sent on its own, from where it
+lies. So beyond the model a sender needs no more than `bucket_bytes`, if none of its tensors takes more than a sixth.
 """
 
 import math
@@ -18,6 +18,8 @@ import torch
 
 from quadriga.errors import WeightSyncError
 
+SHARES = 4
+"""One of them holds the bucket, the others what is being gathered."""
 _ALIGNMENT = 64  # bytes; of every dtype, and of what vector instructions like
 
 
@@ -62,7 +64,7 @@ def pack(
         weights: tensors; each is copied before the next one is asked for.
         bucket_bytes: see the module.
     """
-    size = max(bucket_bytes // 2 // _ALIGNMENT, 1) * _ALIGNMENT
+    size = max(bucket_bytes // SHARES // _ALIGNMENT, 1) * _ALIGNMENT
     buffer: torch.Tensor | None = None
     entries: list[Entry] = []
     used = 0

@@ -20,7 +20,7 @@ import torch
 
 from quadriga.errors import WeightSyncError
 from quadriga.weight_sync.base import NamedWeights, WeightTarget, name_some
-from quadriga.weight_sync.buckets import Entry, pack, unpack
+from quadriga.weight_sync.buckets import SHARES, Entry, pack, unpack
 from quadriga.weight_sync.channels import ReceivingEnd, SendingEnd
 from quadriga.weight_sync.fingerprint import Fingerprint, tensor_fingerprint
 from quadriga.weight_sync.inprocess import deliver, require_held
@@ -49,7 +49,7 @@ class WeightSender:
         try:
             for entries, content in pack(_marked(weights, marks), self.bucket_bytes):
                 listed = [entry.as_json() for entry in entries]
-                room = max(content.numel(), self.bucket_bytes // 2)
+                room = max(content.numel(), self.bucket_bytes // SHARES)
                 self.end.send({"entries": listed, "num_bytes": content.numel(), "room_bytes": room}, content)
         except WeightSyncError:
             raise
