@@ -78,7 +78,7 @@ def test_an_engine_that_dies_ends_its_requests_with_the_reason(engine: AsyncVLLM
     """In the middle of a batch: nobody waits for ever, and later requests are refused as well."""
 
     async def scene() -> list[Completion | BaseException]:
-        tasks = [asyncio.create_task(engine.generate(prompt, LONG)) for prompt in PROMPTS]
+        tasks = [asyncio.create_task(engine.generate(prompt, LONG)) for prompt in PROMPTS[:3]]
         await asyncio.sleep(0.2)
         [core] = [one for one in psutil.Process().children(recursive=True) if "EngineCore" in one.name()]
         os.kill(core.pid, signal.SIGKILL)

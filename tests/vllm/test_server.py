@@ -83,10 +83,12 @@ def test_it_answers_as_the_engine_in_this_process_does(server) -> None:
 
 
 def test_a_prompt_that_is_too_long(server) -> None:
-    """The server's own words reach the user."""
+    """The server's own words reach the user. An answer that has not enough room it cuts at its limit."""
     engine = HTTPEngine([server[0]], "small", eos_token_ids=(EOS,))
     with pytest.raises(RolloutError, match=r"status 400.*320"):
-        engine.generate_batch([[5] * 319], [SamplingParams(max_tokens=100)])
+        engine.generate_batch([[5] * 330], [SamplingParams(max_tokens=100)])
+    [cut] = engine.generate_batch([[5] * 300], [SamplingParams(max_tokens=100, ignore_eos=True)])
+    assert (len(cut.token_ids), cut.finish_reason) == (20, "length")
 
 
 def test_a_server_that_dies_in_the_middle_of_a_batch(server) -> None:
