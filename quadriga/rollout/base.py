@@ -6,6 +6,7 @@ its tests from tests/contract/test_rollout_engines.py.
 """
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -136,7 +137,7 @@ class RolloutEngine(Protocol):
         ...
 
 
-class EngineBase:
+class EngineBase(ABC):
     """What engines in this process share: being asleep, giving up, and `generate` on top of `generate_batch`.
 
     Requests that are awaited together are generated together: the first one asks the event loop for a turn, and
@@ -167,9 +168,9 @@ class EngineBase:
             loop.call_soon(self._generate_pending)
         return await future
 
+    @abstractmethod
     def generate_batch(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> list[Completion]:
         """See `RolloutEngine.generate_batch`."""
-        raise NotImplementedError
 
     def abort(self) -> None:
         """See `RolloutEngine.abort`. From another thread it ends the batch that is under way there."""
