@@ -23,12 +23,22 @@ LONG = SamplingParams(max_tokens=250, seed=4, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def engine(options) -> Iterator[AsyncVLLMEngine]:
+def others() -> set[psutil.Process]:
+    """Processes of vLLM that other tests left open."""
+    return _cores()
+
+
+@pytest.fixture(scope="module")
+def engine(others: set[psutil.Process], options) -> Iterator[AsyncVLLMEngine]:
     """One engine; the last test ends it."""
     one = AsyncVLLMEngine(options(has_weights=False))
     InProcessWeights().publish(model(0).named_parameters(), one, 1)
     yield one
     one.close()
+
+
+def _cores() -> set[psutil.Process]:
+    return {one for one in psutil.Process().children(recursive=True) if "EngineCore" in one.name()}
 
 
 def _require_greedy_of(engine: VLLMBase, seed: int) -> None:
@@ -74,13 +84,15 @@ def test_two_processes_hold_one_model(options) -> None:
     engine.close()
 
 
-def test_an_engine_that_dies_ends_its_requests_with_the_reason(engine: AsyncVLLMEngine) -> None:
+def test_an_engine_that_dies_ends_its_requests_with_the_reason(
+    engine: AsyncVLLMEngine, others: set[psutil.Process]
+) -> None:
     """In the middle of a batch: nobody waits for ever, and later requests are refused as well."""
 
     async def scene() -> list[Completion | BaseException]:
         tasks = [asyncio.create_task(engine.generate(prompt, LONG)) for prompt in PROMPTS[:3]]
         await asyncio.sleep(0.2)
-        [core] = [one for one in psutil.Process().children(recursive=True) if "EngineCore" in one.name()]
+        [core] = _cores() - others
         os.kill(core.pid, signal.SIGKILL)
         return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
 
