@@ -3,12 +3,13 @@
 
 import pickle
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch.distributed.checkpoint import FileSystemWriter, save
+from torch.distributed.checkpoint import FileSystemWriter, metadata, save
 
 from quadriga.errors import CheckpointError
 from quadriga.models import weight_files
@@ -97,6 +98,18 @@ def test_bytes_that_are_no_tensor_are_named(tmp_path: Path) -> None:
         open_weights(tmp_path).read("layer.weight")
 
 
+def test_a_list_of_chunks_of_an_older_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.11.2 writes a member of an enum as a call of getattr."""
+
+    def reduced(member: Enum, protocol: int) -> tuple[object, ...]:
+        return getattr, (type(member), member.name)
+
+    monkeypatch.setattr(metadata._MEM_FORMAT_ENCODING, "__reduce_ex__", reduced)
+    distributed(tmp_path)
+    assert b"getattr" in (tmp_path / ".metadata").read_bytes()
+    assert torch.equal(open_weights(tmp_path).read("scale"), WEIGHTS["scale"])
+
+
 class Bomb:
     """A pickle that would call something."""
 
@@ -104,10 +117,20 @@ class Bomb:
         return Path.touch, (Path("exploded"),)
 
 
-def test_nothing_that_a_list_of_chunks_names_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class Fuse:
+    """A pickle that would look for something to call."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return getattr, (torch.Size, "count")
+
+
+@pytest.mark.parametrize(("pickled", "words"), [(Bomb(), "it names pathlib"), (Fuse(), "it asks .* for count")])
+def test_nothing_that_a_list_of_chunks_names_is_called(
+    pickled: object, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(Bomb()))
-    with pytest.raises(CheckpointError, match=r"\.metadata: got UnpicklingError: it names pathlib"):
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(pickled))
+    with pytest.raises(CheckpointError, match=rf"\.metadata: got UnpicklingError: {words}"):
         open_weights(tmp_path)
     assert not (tmp_path / "exploded").exists()
 
