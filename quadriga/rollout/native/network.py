@@ -5,39 +5,33 @@ Decoders of the plain kind, which are listed in `PLAIN`, are computed here, laye
 in training and about half the operations: queries, keys and values come from one product, and so do gate and up. All
 other models are computed by their own module.
 
-On a CPU with bfloat16 the weights are kept a second time, in the order in which oneDNN reads them, and the head in
-float32. A processor without tiles (AMX) multiplies many rows faster in float32 than in bfloat16, a few rows slower;
-there all weights are kept in float32, too. The factors are the same and sums are float32 either way, so are the
-results, but for the order of summation. These copies belong to one state of the parameters: `Network.state` says which,
-and the engine makes a new network when the parameters are in another. Elsewhere nothing is copied.
+On a CPU with bfloat16 the weights are kept a second time, in the forms of `products`. These copies belong to one state
+of the parameters: `Network.state` says which, and the engine makes a new network when the parameters are in another.
+Elsewhere nothing is copied.
 
 Legend: B rows, N tokens, D hidden size, H query heads, K key-value heads, d head size, V vocabulary.
 """
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.nn.functional import embedding, linear, silu
+from torch.nn.functional import embedding, rms_norm, silu
 from transformers import PreTrainedModel
 
 from quadriga.models.attention import AttentionPlan
 from quadriga.models.load import backbone, head_of
 from quadriga.models.projection import head_logits
+from quadriga.rollout.native.products import MANY_ROWS, Product, can_pack, can_settle, can_widen
 
 PLAIN = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-_WIDE_ROWS = 24  # from here on float32 is the faster one without tiles
-_MAX_WIDE_BYTES = 4 * 2**30
-_PACKED_ROWS = 16  # for which oneDNN chooses the order of a weight; other numbers of rows are right, too
-
-_COPIES = {
+_PATIENCE = 32  # steps of few rows after which it pays to make the weights' slowest form
+_DESCRIPTIONS = {
     (False, False): "layer by layer, on the parameters themselves",
     (True, False): "layer by layer, on packed bfloat16 weights",
-    (
-        True,
-        True,
-    ): f"layer by layer, on packed bfloat16 weights, from {_WIDE_ROWS} rows on in float32: this CPU has no AMX",
+    (True, True): "layer by layer, on packed weights, of many rows in float32: this CPU has no AMX",
 }
 
 State = tuple[tuple[int, int], ...]
@@ -55,8 +49,7 @@ class Network:
         self.num_layers = int(model.config.num_hidden_layers)
         self.state = state_of(model)
         self.description = "by the model's own module"
-        self.wide_head: torch.Tensor | None = None  # [V, D] float32
-        self._logits: torch.Tensor | None = None
+        self.packed_head: Product | None = None
 
     @property
     def device(self) -> torch.device:
@@ -71,20 +64,10 @@ class Network:
         return output.last_hidden_state
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[B, D] -> [B, V] float32, equal to those of training; overwritten by the next call."""
-        bias = getattr(self.head, "bias", None)
-        if self.wide_head is None:
-            return head_logits(hidden, self.head.weight, bias)
-        if self._logits is None or len(self._logits) < len(hidden):
-            self._logits = hidden.new_empty(len(hidden), len(self.wide_head), dtype=torch.float32)
-        out, settings = self._logits[: len(hidden)], torch.backends.mkldnn.matmul
-        before = settings.fp32_precision
-        settings.fp32_precision = "bf16"  # which both factors are, so nothing is rounded; sums stay float32
-        try:
-            torch.mm(hidden.float(), self.wide_head.t(), out=out)
-        finally:
-            settings.fp32_precision = before
-        return out if bias is None else out.add_(bias)
+        """[B, D] -> [B, V] float32, equal to those of training."""
+        if self.packed_head is not None:
+            return self.packed_head(hidden)
+        return head_logits(hidden, self.head.weight, getattr(self.head, "bias", None))
 
 
 class PlainNetwork(Network):
@@ -92,15 +75,21 @@ class PlainNetwork(Network):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
-        packs = self.device.type == "cpu" and self.head.weight.dtype == torch.bfloat16 and can_pack()
-        widens = packs and not has_tiles() and 4 * sum(one.numel() for one in model.parameters()) <= _MAX_WIDE_BYTES
-        self.description = _COPIES[packs, widens]
+        weight = self.head.weight.detach()
+        packs = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and can_pack()
+        widens = packs and can_widen(sum(one.numel() for one in model.parameters()))
+        self.description = _DESCRIPTIONS[packs, widens]
         self.layers = [_Layer(layer, number, packs, widens) for number, layer in enumerate(self.body.layers)]
         if packs:
-            self.wide_head = self.head.weight.detach().float()
+            self.packed_head = Product(weight, getattr(self.head, "bias", None), is_exact=True)
+        self._steps_until_settled = _PATIENCE if widens and can_settle() else None
 
     def hidden(self, tokens: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
         """See `Network.hidden`."""
+        if self._steps_until_settled is not None and tokens.numel() < MANY_ROWS:
+            self._steps_until_settled -= 1
+            if not self._steps_until_settled:
+                self._settle()
         hidden = embedding(tokens, self.body.embed_tokens.weight)
         cos, sin = self.body.rotary_emb(hidden, position_ids=positions)
         half = sin.shape[-1] // 2
@@ -108,6 +97,14 @@ class PlainNetwork(Network):
         for layer in self.layers:
             hidden = layer(hidden, cos, sin, plan)
         return _rms_norm(hidden, self.body.norm)
+
+    def _settle(self) -> None:
+        """See `Product.settle`, of all products: torch makes the forms without holding on to the interpreter."""
+        self._steps_until_settled = None
+        projections = [projection.product for layer in self.layers for projection in layer.projections]
+        products = [product for product in (self.packed_head, *projections) if product is not None]
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            list(pool.map(Product.settle, products))
 
 
 class _Layer:
@@ -124,6 +121,7 @@ class _Layer:
         self.merge = _Projection((attention.o_proj,), packs, widens)
         self.widen = _Projection((mlp.gate_proj, mlp.up_proj), packs, widens)
         self.narrow = _Projection((mlp.down_proj,), packs, widens)
+        self.projections = (self.project, self.merge, self.widen, self.narrow)
 
     def __call__(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
         """`hidden` [B, N, D]; `cos` and `sin` [B, N, 1, d], the first half of `sin` with its sign changed."""
@@ -147,30 +145,22 @@ class _Layer:
 
 
 class _Projection:
-    """Linear modules with one input: one product where their weights could be packed, else one for each."""
+    """Linear modules with one input: one product where their weights are kept in other forms, else one for each."""
 
     def __init__(self, modules: Sequence[nn.Module], packs: bool, widens: bool) -> None:
         self.modules = modules
-        self.packed: torch.Tensor | None = None
-        self.bias: torch.Tensor | None = None
-        self.wide: torch.Tensor | None = None
-        self.wide_bias: torch.Tensor | None = None
+        self.product: Product | None = None
         plain = [module for module in modules if type(module) is nn.Linear]
         if packs and len(plain) == len(modules) and len({module.bias is None for module in plain}) == 1:
             weight = torch.cat([module.weight.detach() for module in plain])
-            self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_ROWS)
-            if plain[0].bias is not None:
-                self.bias = torch.cat([module.bias.detach() for module in plain])
-            if widens:
-                self.wide, self.wide_bias = weight.float(), None if self.bias is None else self.bias.float()
+            bias = None if plain[0].bias is None else torch.cat([module.bias.detach() for module in plain])
+            self.product = Product(weight, bias, widens=widens)
 
     def __call__(self, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """[B, N, D] -> one tensor with the outputs side by side, or one for each module."""
-        if self.packed is None:
+        if self.product is None:
             return tuple(module(states) for module in self.modules)
-        if self.wide is not None and states.shape[:-1].numel() >= _WIDE_ROWS:
-            return (linear(states.float(), self.wide, self.wide_bias).to(states.dtype),)
-        return (torch.ops.mkldnn._linear_pointwise(states, self.packed, self.bias, "none", [], ""),)
+        return (self.product(states).to(states.dtype),)
 
 
 def network_of(model: PreTrainedModel) -> Network:
@@ -187,21 +177,6 @@ def is_plain(model: PreTrainedModel) -> bool:
     return not any(windows) and getattr(model.config, "partial_rotary_factor", 1.0) in (None, 1.0)
 
 
-def can_pack() -> bool:
-    """Whether this build of torch packs bfloat16 weights for oneDNN, on a processor that multiplies them."""
-    return (
-        torch.backends.mkldnn.is_available()
-        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    )
-
-
-def has_tiles() -> bool:
-    """Whether this processor multiplies bfloat16 in tiles."""
-    return torch.cpu._is_amx_tile_supported()
-
-
 def state_of(model: nn.Module) -> State:
     """Where each parameter is and how often it was written to in place, as far as torch counts."""
     return tuple(
@@ -212,7 +187,5 @@ def state_of(model: nn.Module) -> State:
 
 def _rms_norm(hidden: torch.Tensor, norm: Any) -> torch.Tensor:
     """Root-mean-square norm over the last dim, rounded where training rounds it."""
-    wide = hidden.float()
-    scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(hidden.shape[-1])
-    scale = scale.add_(norm.variance_epsilon).rsqrt_()
-    return (wide * scale).to(hidden.dtype) * norm.weight
+    normed = rms_norm(hidden.float(), hidden.shape[-1:], eps=norm.variance_epsilon)
+    return normed.to(hidden.dtype) * norm.weight
