@@ -71,7 +71,8 @@ def hf(args: Namespace) -> Answers:
 def vllm(args: Namespace) -> Answers:
     """Greedy answers of vLLM."""
     package = import_module("vllm")
-    engine = package.LLM(model=args.model, dtype="float32", max_model_len=1024, enforce_eager=True)
+    options = {"max_model_len": 1024, "enforce_eager": True, "gpu_memory_utilization": 0.5}
+    engine = package.LLM(model=args.model, dtype="float32", **options)
     params = package.SamplingParams(temperature=0.0, max_tokens=args.tokens, detokenize=False)
     asked = [{"prompt_token_ids": prompt} for prompt in prompts(args.model)]
     return [list(one.outputs[0].token_ids) for one in engine.generate(asked, params, use_tqdm=False)]

@@ -90,3 +90,9 @@ class RewardError(QuadrigaError):
 
 class CheckpointError(QuadrigaError):
     """A checkpoint could not be written or read."""
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of others says, without the rest of a long report."""
+    lines = [line.strip() for line in str(error).strip().splitlines()[:2]]
+    return ": ".join([type(error).__name__, *lines])

@@ -47,6 +47,15 @@ def main(argv: Sequence[str]) -> int:
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what every command with a configuration takes; parse with `parse_intermixed_args`."""
+    add_files_argument(parser)
+    # verl's command lines name their base file in this way.
+    parser.add_argument("--config-path", type=Path, default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--config-name", default=None, help=argparse.SUPPRESS)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="a key of the tree, such as trainer.seed=2")
+
+
+def add_files_argument(parser: argparse.ArgumentParser) -> None:
+    """Adds `--config FILE`."""
     parser.add_argument(
         "--config",
         dest="config_files",
@@ -56,10 +65,6 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="a YAML file; of several, each goes over the one before",
     )
-    # verl's command lines name their base file in this way.
-    parser.add_argument("--config-path", type=Path, default=None, help=argparse.SUPPRESS)
-    parser.add_argument("--config-name", default=None, help=argparse.SUPPRESS)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="a key of the tree, such as trainer.seed=2")
 
 
 def load_from(options: argparse.Namespace, *, for_training: bool = False) -> Loaded:

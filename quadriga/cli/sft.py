@@ -6,9 +6,8 @@ A run that was interrupted goes on from its newest checkpoint. At the end the ru
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
-from quadriga.cli.config import print_notices
+from quadriga.cli.config import add_files_argument, print_notices
 from quadriga.config import keys_text, show
 from quadriga.config.sft import SFTConfig, in_sft_words
 from quadriga.config.sft_loader import load_sft_config
@@ -19,15 +18,7 @@ from quadriga.trainer.supervised_launch import run_sft
 def main(argv: Sequence[str]) -> int:
     """Runs `quadriga sft` and returns its exit status."""
     parser = argparse.ArgumentParser(prog="quadriga sft", description=__doc__)
-    parser.add_argument(
-        "--config",
-        dest="config_files",
-        metavar="FILE",
-        type=Path,
-        action="append",
-        default=[],
-        help="a YAML file; of several, each goes over the one before",
-    )
+    add_files_argument(parser)
     parser.add_argument("--ray", action="store_true", help="the same as trainer.backend=ray: worker processes, on Ray")
     parser.add_argument("--keys", action="store_true", help="list every key with its default and meaning, and end")
     parser.add_argument("--show", action="store_true", help="print the resolved configuration, and end")

@@ -8,6 +8,7 @@ from quadriga.config.actor import ActorConfig, LogProbConfig, PolicyLossConfig, 
 from quadriga.config.algorithm import AlgorithmConfig, KLControlConfig
 from quadriga.config.arithmetic import BatchPlan, batch_plan, needs_old_log_prob_pass, needs_reference
 from quadriga.config.check import check_training, training_findings
+from quadriga.config.check_rollout import problem_of_several_engines
 from quadriga.config.critic import CriticConfig, CriticModelConfig
 from quadriga.config.data import CustomDatasetConfig, DataConfig, SamplerConfig
 from quadriga.config.explain import explain, keys_text, show
@@ -78,6 +79,7 @@ __all__ = [
     "needs_old_log_prob_pass",
     "needs_reference",
     "place_roles",
+    "problem_of_several_engines",
     "show",
     "training_findings",
 ]

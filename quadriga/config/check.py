@@ -170,6 +170,19 @@ def _check_filter_groups(config: Config, found: Findings) -> None:
         )
 
 
+def _check_async_rewards(config: Config, found: Findings) -> None:
+    key = "reward_model.launch_reward_fn_async"
+    if not config.reward_model.launch_reward_fn_async:
+        return
+    if config.algorithm.filter_groups.enable:
+        found.notice(f"{key}: not used: algorithm.filter_groups asks for rewards before the batch of a step is full.")
+    elif config.actor_rollout_ref.rollout.mode == "async":
+        found.notice(
+            f"{key}: used by reward managers that grade whole batches only: with {_ROLLOUT}.mode=async the others "
+            "grade each answer while more are being generated."
+        )
+
+
 def _check_validation(config: Config, found: Findings) -> None:
     sampling, trainer = config.actor_rollout_ref.rollout.val_kwargs, config.trainer
     key = f"{_ROLLOUT}.val_kwargs"
@@ -281,6 +294,6 @@ def _check_profiler(config: Config, found: Findings) -> None:
 
 _CHECKS: tuple[Callable[[Config, Findings], None], ...] = (
     check_paths, _check_batches, _check_micro_batches, _check_sampling, _check_kept_answers, _check_filter_groups,
-    _check_validation, _check_loss, _check_schedule, _check_checkpoints, _check_profiler, check_placement,
-    check_reward_model, check_layouts, check_lora, check_rollout, check_multi_turn,
+    _check_async_rewards, _check_validation, _check_loss, _check_schedule, _check_checkpoints, _check_profiler,
+    check_placement, check_reward_model, check_layouts, check_lora, check_rollout, check_multi_turn,
 )  # fmt: skip

@@ -6,10 +6,15 @@ from importlib.util import find_spec
 from quadriga.config.findings import Findings
 from quadriga.config.rollout import RolloutConfig, SamplingConfig
 from quadriga.config.root import Config
+from quadriga.errors import ConfigError
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _OF_LIBRARIES = ("gpu_memory_utilization", "enforce_eager")
 _NOT_OF_SERVERS = ("max_num_batched_tokens", "cache_gigabytes", "max_model_len", "tensor_model_parallel_size")
+_MORE_PROCESSES = (
+    "Set it to 1. More engines: more processes that generate, by trainer.n_gpus_per_node, or with trainer.backend=ray "
+    "by a pool of their own in trainer.placement; or generate with vllm and mode=async."
+)
 
 
 def check_rollout(config: Config, found: Findings) -> None:
@@ -34,6 +39,8 @@ def check_rollout(config: Config, found: Findings) -> None:
     if unused:
         named = ", ".join(f"{_ROLLOUT}.{name}" for name in unused)
         found.notice(f"{named}: not used, for {_ROLLOUT}.name is {rollout.name}.")
+    if problem := problem_of_several_engines(rollout):
+        found.problems.append(problem)
     if rollout.tensor_model_parallel_size > 1 and not is_library and rollout.name != "http":
         found.refuse(
             f"{_ROLLOUT}.tensor_model_parallel_size",
@@ -41,6 +48,33 @@ def check_rollout(config: Config, found: Findings) -> None:
             expected="1: each process generates with the whole model",
             fix="Set it to 1, or generate with vllm.",
         )
+
+
+def problem_of_several_engines(rollout: RolloutConfig) -> ConfigError | None:
+    """What is wrong with `data_parallel_size`: several engines are balanced where they compute in other processes."""
+    count = rollout.data_parallel_size
+    if count == 1:
+        return None
+    servers = (rollout.engine_kwargs | dict(rollout.engine_kwargs.get("sglang") or {})).keys() & {"url", "urls"}
+    match rollout.name:
+        case "sglang" if servers:
+            expected = f"1: {_ROLLOUT}.engine_kwargs.sglang says which servers there are"
+            fix = "Name one server as url, several as urls: requests are balanced over them."
+        case "sglang":
+            return None
+        case "vllm" if rollout.mode == "async":
+            return None
+        case "vllm":
+            expected = f"1, or {_ROLLOUT}.mode=async"
+            fix = "With mode=sync vLLM computes in the actor's process, where two would take turns: set mode=async."
+        case "http":
+            expected = "1: a request goes to the server with the fewest in flight anyway"
+            fix = f"Name all servers in {_ROLLOUT}.engine_kwargs.urls."
+        case _:
+            expected = "1: the engine computes in the process that asks it, one call after the other"
+            fix = _MORE_PROCESSES
+    got = f"{count}, with {_ROLLOUT}.name={rollout.name}" + (", mode=sync" if rollout.name == "vllm" else "")
+    return ConfigError(f"{_ROLLOUT}.data_parallel_size", got=got, expected=expected, fix=fix)
 
 
 def _check_length(config: Config, found: Findings) -> None:
@@ -81,7 +115,7 @@ def _check_vllm(rollout: RolloutConfig, found: Findings) -> None:
 
 def _check_sglang(rollout: RolloutConfig, found: Findings) -> None:
     own = rollout.engine_kwargs | dict(rollout.engine_kwargs.get("sglang") or {})
-    if "url" not in own and find_spec("sglang") is None:
+    if not own.keys() & {"url", "urls"} and find_spec("sglang") is None:
         found.refuse(
             f"{_ROLLOUT}.name",
             got="sglang, which this environment does not have",

@@ -43,6 +43,10 @@ class RewardModelConfig(ParallelConfig):
     """Name of a registered reward manager."""
     num_workers: Count = 2
     """Processes that grade."""
+    launch_reward_fn_async: bool = False
+    """Whether graders work while log-probabilities, reference and values are computed, and are waited for before the
+    advantages. No number depends on it. It changes nothing where answers are graded earlier (`rollout.mode=async`,
+    `algorithm.filter_groups`), where a reward model alone grades, and for a manager that cannot be started."""
     timeout_s: PositiveFloat = 10.0
     """Seconds that grading one response may take; then it is stopped and counted as an error."""
     max_error_rate: Share = 0.5

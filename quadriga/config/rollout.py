@@ -96,11 +96,15 @@ class RolloutConfig(LogProbConfig):
     """Tokens that the engine computes in one forward pass, at most."""
     cache_gigabytes: PositiveFloat | None = None
     """Memory for keys and values. None: `native` takes what the running sequences need; `vllm` and `sglang` what
-    `gpu_memory_utilization` leaves on an accelerator, 1 GiB on a CPU."""
+    `gpu_memory_utilization` leaves on an accelerator, 1 GiB on a CPU. Each engine has as much."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """Share of the accelerator's memory that `vllm` or `sglang` may use, weights included."""
+    """Share of the accelerator's memory that `vllm` or `sglang` may use, weights included; several engines of a process
+    divide it."""
     tensor_model_parallel_size: Count = 1
     """Processes that hold one engine of `vllm` or `sglang` together."""
+    data_parallel_size: Count = 1
+    """Engines of each process that generates, every one with all weights: a request goes to the one with the fewest
+    tokens in flight. Above 1 for `sglang`, and for `vllm` with mode=async."""
     enforce_eager: bool = False
     """`vllm`, `sglang`: whether no graph is captured, and by `vllm` nothing compiled: a faster start, slower steps."""
     free_cache_engine: bool = True
@@ -120,4 +124,4 @@ class RolloutConfig(LogProbConfig):
     val_kwargs: SamplingConfig = Field(default_factory=SamplingConfig)
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Open dictionary: options of the named engine, for `vllm` and `sglang` under that name as well; for `scripted` the
-    `responses_file`, for `http` the `urls` and the `model`."""
+    `responses_file`, for `http` the `urls` and the `model`, for servers of SGLang the `url` or the `urls`."""

@@ -67,13 +67,32 @@ _PRESETS: dict[str, dict[str, Any]] = {
     "bypass_pg_token_icepop": _POLICY_GRADIENT | _WEIGHTS["token_icepop"],
     "disabled": {},
 }
+"""Names and numbers are verl's. There `disabled` still tells `rollout_corr/` metrics, from a pass that is made for old
+log-probabilities; here it makes none, and `rollout/` metrics tell of the difference in every step."""
+
+_EARLIER = {
+    "token_is": "decoupled_token_is",
+    "token_tis": "decoupled_token_is",
+    "seq_is": "decoupled_seq_is",
+    "seq_is_rs": "decoupled_seq_is_rs",
+    "seq_mis": "decoupled_seq_is_rs",
+    "geo_rs": "decoupled_geo_rs",
+    "geo_mis": "decoupled_geo_rs",
+    "geo_rs_seq_tis": "decoupled_geo_rs_seq_tis",
+    "ppo_is_bypass": "bypass_ppo_clip",
+    "pure_is": "bypass_pg_is",
+    "pg_is": "bypass_pg_is",
+    "pg_rs": "bypass_pg_geo_rs",
+    "pg_geo_rs_seq_tis": "bypass_pg_geo_rs_seq_tis",
+}
+"""Names that verl had before, and what is nearest: refused, for some of them had a veto on single tokens as well."""
 
 
 class RolloutCorrectionConfig(Section):
     """Importance weights and rejection for what the rollout's policy did differently. Off until one is set."""
 
     preset: Preset | None = None
-    """A named choice of the keys below; those that are given as well hold."""
+    """A named choice of the keys below; those that are given as well hold. `disabled`: none."""
     bypass_mode: bool = False
     """Whether the rollout's policy is taken as the old one: no pass for old log-probabilities, a loss of its own."""
     loss_type: Literal["ppo_clip", "reinforce"] = "ppo_clip"
@@ -95,6 +114,16 @@ class RolloutCorrectionConfig(Section):
     def _preset_fills_in(cls, given: Any) -> Any:
         known = isinstance(given, dict) and isinstance(given.get("preset"), str)
         return follow(given, _PRESETS.get(given["preset"], {})) if known else given
+
+    @field_validator("preset", mode="before")
+    @classmethod
+    def _present_name(cls, value: Any) -> Any:
+        """k1 within 0.001 is the geometric mean of ratios within 0.999_1.001: such presets have its name."""
+        name = _EARLIER.get(value) or value.replace("k1_rs", "geo_rs") if isinstance(value, str) else value
+        if name != value and name in _PRESETS:
+            veto = " The veto on single tokens that was part of it is not." if "geo_rs" in name else ""
+            raise refuse(f"the name that it has now, {name}", f"Set algorithm.rollout_correction.preset={name}.{veto}")
+        return value
 
     @field_validator("rollout_is_threshold")
     @classmethod

@@ -27,7 +27,7 @@ from quadriga.config.model import ModelConfig
 from quadriga.config.optimizer import CheckpointConfig, FSDPConfig, OptimConfig, ParallelConfig
 from quadriga.config.ray_kwargs import RayConfig
 from quadriga.config.root import ActorRolloutRefConfig, Config
-from quadriga.config.trainer import Tracker, TrainerConfig, known_places
+from quadriga.config.trainer import RunConfig, TrainerConfig, known_places
 
 WORDS = {
     "data.max_prompt_length + data.max_response_length": "data.max_length",
@@ -107,46 +107,15 @@ class SFTEngineConfig(ParallelConfig):
     fsdp_config: FSDPConfig = Field(default_factory=FSDPConfig)
 
 
-class SFTTrainerConfig(Section):
+class SFTTrainerConfig(RunConfig):
     """The run."""
 
-    total_epochs: Count = 1
-    """Passes over the training data."""
-    total_training_steps: Count | None = None
-    """Training steps after which the run ends. null: epochs times batches of an epoch."""
-    project_name: Name = "quadriga"
-    """Name of the project, for trackers and for the run's directory."""
     experiment_name: Name = "sft"
     """Name of the run, for trackers and for the run's directory."""
-    logger: Tracker | list[Tracker] = Field(default_factory=lambda: ["console"])
-    """Where metrics go: one name or a list."""
-    seed: NonNegativeInt = 1
-    """Seed of the adapter's first weights, where there is one; the order of the data has `data.seed`."""
-    device: Name = "auto"
-    """Device that computes: auto, cpu, cuda, cuda:1, ... auto: the accelerator where there is one."""
-    backend: Literal["local", "ray"] = "local"
-    """local: all in one process; ray: the model in processes of its own, on one machine or on many."""
-    nnodes: Count = 1
-    """Machines that the processes stand on."""
-    n_gpus_per_node: Count = 1
-    """Processes on each machine: one per GPU or, without GPUs, so many that share the cores."""
-    save_freq: MinusOneOrCount = -1
-    """Training steps between checkpoints; the last step has one too. -1: no checkpoints."""
     test_freq: MinusOneOrCount = -1
     """Training steps between validations; the last step has one too. -1: only before and after training."""
-    val_before_train: bool = True
-    """Whether the untrained model is validated first, where there are validation files."""
-    esi_redundant_time: NonNegativeInt = 0
-    """Seconds to spare when the machine is taken back at a time that the environment names: a checkpoint is written
-    after each step that may be the last but for this, if `save_freq` asks for any."""
     default_local_dir: Annotated[PathText, AfterValidator(known_places)] = "outputs/{project_name}/{experiment_name}"
     """Directory of the run: checkpoints, metrics, the resolved configuration, and at its end `model`."""
-    resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
-    """auto: go on from the run's newest checkpoint, if any; disable: start anew; resume_path: from the given one."""
-    resume_from_path: PathText | None = None
-    """Checkpoint to go on from, with `resume_mode=resume_path`."""
-    max_ckpt_to_keep: Count | None = None
-    """Checkpoints that stay on disk; older ones are deleted. null: all."""
 
 
 class SFTConfig(Section):
@@ -180,8 +149,7 @@ class SFTConfig(Section):
             checkpoint=self.checkpoint,
             **{name: getattr(engine, name) for name in ParallelConfig.model_fields},
         )
-        names = set(SFTTrainerConfig.model_fields) & set(TrainerConfig.model_fields)
-        facts = {name: getattr(trainer, name) for name in names}
+        facts = {name: getattr(trainer, name) for name in RunConfig.model_fields}
         return Config(
             data=DataConfig(
                 train_files=data.train_files,

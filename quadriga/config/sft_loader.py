@@ -16,16 +16,7 @@ from quadriga.errors import ConfigError
 def load_sft_config(
     overrides: Sequence[str] = (), files: Sequence[str | Path] = (), *, for_training: bool = False
 ) -> Loaded[SFTConfig]:
-    """Reads the tree of `quadriga sft`: files in order, each over the one before, then the `key=value` overrides.
-
-    Args:
-        overrides: `a.b=c`, the value in YAML; a leading `+` or `++` is taken.
-        files: YAML files.
-        for_training: whether the checks between keys that hold for a training run are made too.
-
-    Raises:
-        ConfigError: anything is wrong; all of it is in this one error.
-    """
+    """Reads the tree of `quadriga sft`, as `load_config` does that of `quadriga train`."""
     return load_tree(SFT, overrides, files, for_training=for_training)
 
 

@@ -21,6 +21,7 @@ from quadriga.config import DataConfig
 from quadriga.data.files import resolve_files
 from quadriga.data.overlong import prompt_lengths
 from quadriga.data.positions import compute_position_id_with_mask
+from quadriga.data.same_rows import require_same_rows
 from quadriga.data.tables import RowTable, read_table
 from quadriga.data.tokenizing import ChatEncoder, as_messages, check_tokenizer
 from quadriga.data.truncation import postprocess_data, truncate
@@ -121,14 +122,7 @@ class RLHFDataset(Dataset):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Refuse to go on from a position in other rows than these: the order would be another."""
-        own = self.state_dict()
-        if state != own:
-            raise DataError(
-                self._key,
-                got=f"{own['num_rows']} rows that are not the {state['num_rows']} rows of the checkpoint",
-                expected="the data that the run began with, selected by the same settings",
-                fix="Restore the files and data settings, or begin a new run from the checkpoint's weights.",
-            )
+        require_same_rows(self.state_dict(), state, self._key)
 
     def _locate(self, number: int) -> tuple[RowTable, int]:
         """The file of a row that is counted over all files, and its number there."""

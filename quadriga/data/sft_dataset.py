@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from quadriga.config.sft import SFTDataConfig
 from quadriga.data.conversation import Conversation, TextPart, chat_of_row, conversation, text_parts
 from quadriga.data.files import resolve_files
+from quadriga.data.same_rows import require_same_rows
 from quadriga.data.tables import RowTable, read_table
 from quadriga.data.tokenizing import ChatEncoder, as_messages, check_tokenizer
 from quadriga.errors import DataError
@@ -105,14 +106,7 @@ class TokenizedRows(Dataset, ABC, Generic[Row]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Refuse to go on from a position in other rows than these."""
-        own = self.state_dict()
-        if state != own:
-            raise DataError(
-                self._key,
-                got=f"{own['num_rows']} rows that are not the {state['num_rows']} rows of the checkpoint",
-                expected="the data that the run began with, tokenized by the same settings",
-                fix="Restore the files and data settings, or begin a new run from the checkpoint's weights.",
-            )
+        require_same_rows(self.state_dict(), state, self._key)
 
     def _require_columns(self, table: RowTable) -> None:
         missing = [name for name in (getattr(self.config, key) for key in self.columns) if name not in table.columns]

@@ -8,7 +8,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from quadriga.rewards.base import EarlyRewardManager, RewardManager, RewardOutput
+    from quadriga.rewards.base import (
+        EarlyRewardManager,
+        Grading,
+        MeanwhileRewardManager,
+        RewardManager,
+        RewardOutput,
+    )
     from quadriga.rewards.custom import ScoreFunction
     from quadriga.rewards.load import early_grader, load_reward_manager
     from quadriga.rewards.managers.batch import BatchRewardManager
@@ -25,8 +31,10 @@ _HOMES = {
     "BatchRewardManager": "managers.batch",
     "DapoRewardManager": "managers.dapo",
     "EarlyRewardManager": "base",
+    "Grading": "base",
     "GradingPool": "sandbox",
     "JudgeRewardManager": "managers.judge",
+    "MeanwhileRewardManager": "base",
     "NaiveRewardManager": "managers.naive",
     "PrimeRewardManager": "managers.prime",
     "Outcome": "outcome",
@@ -44,8 +52,10 @@ __all__ = [
     "BatchRewardManager",
     "DapoRewardManager",
     "EarlyRewardManager",
+    "Grading",
     "GradingPool",
     "JudgeRewardManager",
+    "MeanwhileRewardManager",
     "NaiveRewardManager",
     "PrimeRewardManager",
     "Outcome",

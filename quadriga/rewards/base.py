@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every reward manager takes and gives."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -34,6 +34,19 @@ class RewardOutput:
     metrics: "dict[str, Metric]" = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Grading:
+    """Responses that are being graded while whoever asked for it does something else.
+
+    Attributes:
+        result: waits for the rewards. It raises what `RewardManager.__call__` would have raised.
+        cancel: the rewards are for nobody any more: when it returns, no process of the manager grades them.
+    """
+
+    result: "Callable[[], RewardOutput]"
+    cancel: "Callable[[], None]"
+
+
 class RewardManager(Protocol):
     """Turns responses into rewards. A class is registered by name."""
 
@@ -55,6 +68,27 @@ class RewardManager(Protocol):
 
     def close(self) -> None:
         """Free what the manager holds, above all its processes."""
+        ...
+
+
+@runtime_checkable
+class MeanwhileRewardManager(RewardManager, Protocol):
+    """A manager whose graders are elsewhere, so that a step goes on while they work."""
+
+    @property
+    def has_grades(self) -> bool:
+        """Whether there is something to be graded meanwhile."""
+        ...
+
+    def start_grading(self, data: "DataProto") -> Grading:
+        """Begin to grade a batch; see `RewardManager.__call__`.
+
+        Args:
+            data: as there. It is read before this returns; its columns may change afterwards, its rows may not.
+
+        Raises:
+            RewardError: a column or a ground truth is missing.
+        """
         ...
 
 

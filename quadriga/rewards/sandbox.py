@@ -5,6 +5,7 @@ A sample that hangs costs its process, a sample that crashes the interpreter cos
 nothing else: the process is replaced, the samples that waited behind it go to another, and the pool carries on.
 
     pool.grade     consumes the samples; waits for one outcome each; unblocked by answers, ends of pipes and deadlines
+    pool.begin     the same in a thread of its own, which `cancel` ends
     process        consumes chunks of samples, one chunk at a time; answers each sample before it begins the next
 
 So the first unanswered sample of a process is the one in work, its time starts with the answer before it, and a
@@ -23,10 +24,12 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
 from quadriga.errors import RewardError
+from quadriga.rewards.begun import Begun
 from quadriga.rewards.custom import ScoreFunction
 from quadriga.rewards.grading_process import COMMAND, GRADED, LOADING, READY, UNUSABLE, Arguments
 from quadriga.rewards.outcome import Outcome, failure
@@ -131,11 +134,13 @@ class _Round:
         self.queue = deque(range(len(items)))
         self.num_answered = 0
         self.num_failed = 0
+        self.is_given_up = False
         self._max_failures = math.inf if max_failures is None else max_failures
 
     @property
     def is_open(self) -> bool:
-        return self.num_answered < len(self.items) and self.num_failed <= self._max_failures
+        is_wanted = self.num_failed <= self._max_failures and not self.is_given_up
+        return is_wanted and self.num_answered < len(self.items)
 
     @property
     def num_open(self) -> int:
@@ -192,8 +197,14 @@ class GradingPool:
         Returns:
             One `Outcome` a sample; a list of outcomes where the function grades batches and did not fail as a whole.
         """
-        with self._lock:
-            return self._attempt(_Round(items, timeout_s, max_failures))
+        return self._grade(_Round(items, timeout_s, max_failures))
+
+    def begin(
+        self, items: Sequence[Arguments], *, timeout_s: float, max_failures: int | None = None
+    ) -> Begun[list[Any]]:
+        """As `grade`, while the caller does something else. Once it is cancelled none of the processes is left."""
+        round_ = _Round(items, timeout_s, max_failures)
+        return Begun(partial(self._grade, round_), partial(self._give_up, round_), name="rewards")
 
     def progress(self) -> str:
         """What the pool is doing, for a report on a long wait."""
@@ -220,6 +231,17 @@ class GradingPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _grade(self, round_: _Round) -> list[Any]:
+        with self._lock:
+            return self._attempt(round_)
+
+    def _give_up(self, round_: _Round) -> None:
+        """From another thread than the one that grades: that one sees pipes end, and no sample to go on with."""
+        round_.is_given_up = True
+        if self._round is round_:
+            for process in list(self._processes):
+                process.kill()
+
     def _attempt(self, round_: _Round, *, is_start: bool = False) -> list[Any]:
         self._round = round_
         try:
@@ -230,6 +252,8 @@ class GradingPool:
             while round_.is_open or (is_start and not any(process.is_ready for process in self._processes)):
                 self._fill(round_)
                 self._wait(round_)
+            if round_.is_given_up:
+                raise RewardError("grading pool", got="cancel()", expected="samples to be graded first")
             self._skip_rest(round_)
             return round_.replies
         except BaseException:

@@ -103,8 +103,8 @@ class Balancer:
 
     def abort(self) -> None:
         """See `RolloutEngine.abort`."""
-        for number in self.alive:
-            self.engines[number].abort()
+        if self.alive:
+            self._by_each(lambda engine: engine.abort())
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """See `RolloutEngine.load_weights`. All engines take over each tensor before the next one is asked for.
@@ -112,7 +112,8 @@ class Balancer:
         An engine that fails is given nothing more, unless all fail, or the weights are at fault.
 
         Raises:
-            WeightSyncError: an engine says that the weights are wrong.
+            WeightSyncError: an engine says that the weights are wrong. One that tells of another error beneath it tells
+                of itself.
         """
         self.weight_version = -1
         stream = SharedStream(weights, len(self.alive))
@@ -125,7 +126,8 @@ class Balancer:
                 stream.leave(readers[number])
 
         done, failed = self._on_each(readers, load, meanwhile=stream.lend)
-        wrong = next((error for error in failed.values() if isinstance(error, WeightSyncError)), None)
+        told = (error for error in failed.values() if isinstance(error, WeightSyncError) and error.__cause__ is None)
+        wrong = next(told, None)
         if wrong is not None or not done:
             raise wrong or self._none_answers(failed)
         self._bury(failed)
@@ -133,7 +135,7 @@ class Balancer:
 
     def named_weights(self) -> Iterable[tuple[str, torch.Tensor]]:
         """See `RolloutEngine.named_weights`; those of the first engine."""
-        return self._first().named_weights()
+        return self.engines[self.alive[0] if self.alive else 0].named_weights()
 
     def fingerprint(self) -> Fingerprint:
         """See `RolloutEngine.fingerprint`.
@@ -141,27 +143,25 @@ class Balancer:
         Raises:
             WeightSyncError: the engines do not have the same weights.
         """
-        first, *others = self.alive or [0]
-        mark = self.engines[first].fingerprint()
+        marks = self._by_each(lambda engine: engine.fingerprint())
+        first, *others = marks
         for number in others:
-            if names := mark.differences(self.engines[number].fingerprint()):
+            if names := marks[first].differences(marks[number]):
                 raise WeightSyncError(
                     f"engines {first} and {number} of a balancer",
                     got=f"other weights in {len(names)} tensors: {', '.join(names[:5])}",
                     expected="the same in all engines",
                     fix="Publish the weights again.",
                 )
-        return mark
+        return marks[first]
 
     def sleep(self) -> None:
-        """See `RolloutEngine.sleep`."""
-        for number in self.alive:
-            self.engines[number].sleep()
+        """See `RolloutEngine.sleep`. An engine that cannot, while others can, is given nothing more."""
+        self._by_each(lambda engine: engine.sleep())
 
     def wake(self) -> None:
-        """See `RolloutEngine.wake`."""
-        for number in self.alive:
-            self.engines[number].wake()
+        """See `RolloutEngine.wake`. An engine that cannot, while others can, is given nothing more."""
+        self._by_each(lambda engine: engine.wake())
 
     def close(self) -> None:
         """See `RolloutEngine.close`. That a dead engine cannot be closed is said, and no more."""
@@ -180,9 +180,6 @@ class Balancer:
                 got="weights that were not loaded completely",
                 fix="Load a complete set of weights after the error of the last load.",
             )
-
-    def _first(self) -> RolloutEngine:
-        return self.engines[self.alive[0] if self.alive else 0]
 
     def _least_loaded(self, failed: Mapping[int, Exception]) -> int | None:
         usable = [number for number in self.alive if number not in failed]
@@ -218,6 +215,17 @@ class Balancer:
             expected="one that answers",
             fix="Look at the first reason, and start the run again.",
         )
+
+    def _by_each(self, work: Callable[[RolloutEngine], R]) -> dict[int, R]:
+        """What every engine does that is alive; results by the engines' numbers.
+
+        An engine that fails is given nothing more, unless all fail: then the first error is raised.
+        """
+        done, failed = self._on_each(dict.fromkeys(self.alive), lambda number, _: work(self.engines[number]))
+        if not done:
+            raise self._none_answers(failed)
+        self._bury(failed)
+        return done
 
     def _on_each(
         self, given: Mapping[int, T], work: Callable[[int, T], R], meanwhile: Callable[[], None] = lambda: None

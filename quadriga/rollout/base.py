@@ -91,6 +91,26 @@ class Completion:
     weight_version: int
     sampling_log_probs: list[float] = field(default_factory=list)
 
+    def require_fit(self, max_tokens: int, where: str) -> None:
+        """Refuses an answer that is none.
+
+        Args:
+            max_tokens: that were asked for.
+            where: it came from, for the error.
+
+        Raises:
+            RolloutError: it has too many tokens, or none, or not a log-probability for each.
+        """
+        length = len(self.token_ids)
+        # An answer that was given up may have no token yet.
+        least = 0 if self.finish_reason == "abort" else 1
+        if not least <= length <= max_tokens or length != len(self.log_probs):
+            raise RolloutError(
+                where,
+                got=f"{length} tokens with {len(self.log_probs)} log-probabilities",
+                expected=f"{least} to {max_tokens} tokens, each with its own",
+            )
+
 
 class RolloutEngine(Protocol):
     """Generates answers with weights of a known version."""
@@ -234,3 +254,28 @@ class EngineBase(ABC):
                 raise RolloutError(
                     f"{self.name}.generate", got=f"prompt {row} without a token", expected="at least one token"
                 )
+
+
+def require_length(
+    name: str, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams], limit: int, whose: str
+) -> None:
+    """Refuses requests that may become longer than a limit.
+
+    Args:
+        name: of the engine.
+        prompts: token ids.
+        sampling: of each prompt.
+        limit: longest prompt and answer together, in tokens.
+        whose: what sets the limit.
+
+    Raises:
+        RolloutError: one of them may.
+    """
+    for row, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
+        if len(prompt) + params.max_tokens > limit:
+            raise RolloutError(
+                f"{name}.generate, prompt {row}",
+                got=f"{len(prompt)} prompt tokens and up to {params.max_tokens} new ones",
+                expected=f"at most {limit} together ({whose})",
+                fix="Lower data.max_prompt_length or data.max_response_length, or raise the limit if it is a setting.",
+            )

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from quadriga.errors import RolloutError, WeightSyncError
+from quadriga.errors import WeightSyncError
 from quadriga.models.load import stop_token_ids
-from quadriga.rollout.base import EngineBase, SamplingParams
+from quadriga.rollout.base import EngineBase, SamplingParams, require_length
 from quadriga.weight_sync.fingerprint import Fingerprint, fingerprint
 
 _NUM_NAMED = 5
@@ -93,18 +93,10 @@ def require_room(
 ) -> None:
     """Refuses requests that may run past the positions that the model knows, or past `max_model_len`."""
     positions = getattr(model.config, "max_position_embeddings", None)
-    limits = [("actor_rollout_ref.rollout.max_model_len", max_model_len), ("max_position_embeddings", positions)]
-    known = [(limit, where) for where, limit in limits if limit is not None]
-    if not known:
-        return
-    room, where = min(known)
-    for row, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
-        if len(prompt) + params.max_tokens > room:
-            raise RolloutError(
-                f"{name}.generate, prompt {row}",
-                got=f"{len(prompt)} prompt tokens and up to {params.max_tokens} new ones",
-                expected=f"at most {room} together (the model's {where})"
-                if where == "max_position_embeddings"
-                else f"at most {room} together ({where})",
-                fix="Lower data.max_prompt_length or data.max_response_length.",
-            )
+    limits = [
+        (max_model_len, "actor_rollout_ref.rollout.max_model_len"),
+        (positions, "the model's max_position_embeddings"),
+    ]
+    known = [(limit, whose) for limit, whose in limits if limit is not None]
+    if known:
+        require_length(name, prompts, sampling, *min(known))

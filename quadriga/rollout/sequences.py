@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 from quadriga.config.rollout import RolloutConfig
-from quadriga.errors import RolloutError, WeightSyncError
+from quadriga.errors import RolloutError
 from quadriga.observe.metrics import Metric
 from quadriga.protocol import DataProto
 from quadriga.rollout.base import Completion, RolloutEngine, SamplingParams
+from quadriga.weight_sync.base import require_version
 
 
 def generate_sequences(
@@ -51,7 +52,8 @@ def generate_sequences(
         RolloutError: a prompt leaves no room for an answer in `rollout.max_model_len`, or the engine's answers do not
             fit.
     """
-    _require_version(engine, prompts.meta_info)
+    if (expected := prompts.meta_info.get("weight_version")) is not None:
+        require_version(engine, expected)
     started = time.perf_counter()
     token_ids = [
         ids[mask.bool()].tolist()
@@ -127,30 +129,11 @@ def sequence_seeds(prompts: DataProto, seed: int) -> list[int]:
     return seeds
 
 
-def _require_version(engine: RolloutEngine, meta_info: dict[str, Any]) -> None:
-    expected = meta_info.get("weight_version")
-    if expected is not None and expected != engine.weight_version:
-        raise WeightSyncError(
-            "generate_sequences",
-            got=f"an engine with weights of version {engine.weight_version}",
-            expected=f"version {expected}",
-            fix="Publish the weights to the rollout after each update, before it generates.",
-        )
-
-
 def _require_fit(completions: Sequence[Completion], num_rows: int, response_length: int) -> None:
     if len(completions) != num_rows:
         raise RolloutError("engine", got=f"{len(completions)} answers", expected=f"{num_rows}, one for each prompt")
     for row, completion in enumerate(completions):
-        length = len(completion.token_ids)
-        # An answer that was given up may have no token yet.
-        least = 0 if completion.finish_reason == "abort" else 1
-        if not least <= length <= response_length or length != len(completion.log_probs):
-            raise RolloutError(
-                f"engine, answer {row}",
-                got=f"{length} tokens with {len(completion.log_probs)} log-probabilities",
-                expected=f"{least} to {response_length} tokens, each with its own",
-            )
+        completion.require_fit(response_length, f"engine, answer {row}")
 
 
 def _pad(

@@ -4,6 +4,7 @@
 Legend: B rows, T response positions.
 """
 
+import logging
 from typing import Protocol
 
 import numpy as np
@@ -11,10 +12,12 @@ import numpy as np
 from quadriga.config import Config
 from quadriga.protocol import DataProto
 from quadriga.protocol.columns import object_array
-from quadriga.rewards import EarlyRewardManager, RewardManager, RewardOutput
+from quadriga.rewards import EarlyRewardManager, MeanwhileRewardManager, RewardManager, RewardOutput
 from quadriga.trainer.ranks import with_samples
 from quadriga.workers import ActorRolloutRefWorker, RolloutWorker
 from quadriga.workers.columns import PROMPT_TENSORS, prompt_inputs
+
+logger = logging.getLogger(__name__)
 
 PASSING = (*PROMPT_TENSORS, "raw_prompt_ids", "sample_index")
 """Columns of a prompt that its answers have in another form, or do without."""
@@ -82,8 +85,32 @@ def grade(reward: RewardManager, batch: DataProto) -> RewardOutput:
     else:
         assert isinstance(reward, EarlyRewardManager), "only such managers are asked for grades beside an engine"
         output = reward.collect_graded(batch, list(outcomes))
+    add_rewards(batch, output)
+    return output
+
+
+def add_rewards(batch: DataProto, output: RewardOutput) -> None:
+    """The columns of `grade`."""
     batch.batch["token_level_scores"] = output.scores
     names = list(output.extra)
     values = zip(*output.extra.values(), strict=True) if names else ([()] * len(batch))
     batch.non_tensor_batch["reward_extra"] = object_array(dict(zip(names, row, strict=True)) for row in values)
-    return output
+
+
+def meanwhile_manager(reward: RewardManager, config: Config) -> MeanwhileRewardManager | None:
+    """The manager, if a step is to go on while it grades: `reward_model.launch_reward_fn_async`, where it can.
+
+    What the configuration alone rules out is told by its checks; what the manager cannot do is told here.
+    """
+    if not config.reward_model.launch_reward_fn_async or config.algorithm.filter_groups.enable:
+        return None
+    if isinstance(reward, MeanwhileRewardManager) and reward.has_grades:
+        return reward
+    beside = ", and the reward model is called by the driver as the other models are" * config.reward_model.enable
+    logger.warning(
+        "reward_model.launch_reward_fn_async: not used: the reward manager %s has no graders that work meanwhile "
+        "(start_grading)%s.",
+        config.reward_model.reward_manager,
+        beside,
+    )
+    return None

@@ -15,7 +15,14 @@ from quadriga.observe.metrics import Metric, reduce_metrics
 from quadriga.observe.timing import PhaseTimer
 from quadriga.protocol import DataProto
 from quadriga.protocol.columns import object_array
-from quadriga.rewards import EarlyRewardManager, Outcome, RewardManager, RewardOutput
+from quadriga.rewards import (
+    EarlyRewardManager,
+    Grading,
+    MeanwhileRewardManager,
+    Outcome,
+    RewardManager,
+    RewardOutput,
+)
 from quadriga.workers import RewardModelWorker
 from quadriga.workers.columns import reward_model_inputs
 
@@ -46,6 +53,25 @@ class ModelReward:
         """
         return self._added(data, self.graders)
 
+    @property
+    def has_grades(self) -> bool:
+        """See `MeanwhileRewardManager`: whether the graders can work while the reward model scores, and after it."""
+        return isinstance(self.graders, MeanwhileRewardManager) and self.graders.has_grades
+
+    def start_grading(self, data: DataProto) -> Grading:
+        """See `MeanwhileRewardManager.start_grading`.
+
+        The graders begin. The reward model scores before this returns: a group of workers has one caller, the driver.
+        """
+        assert isinstance(self.graders, MeanwhileRewardManager), "see has_grades"
+        rule = self.graders.start_grading(data)
+        try:
+            added = self._scored(data)
+        except BaseException:
+            rule.cancel()
+            raise
+        return Grading(lambda: added(rule.result()), rule.cancel)
+
     async def grade_one(self, row: dict[str, Any]) -> Outcome:
         """See `EarlyRewardManager`: the graders' part; a reward model scores batches."""
         return await self._early_graders.grade_one(row)
@@ -60,6 +86,10 @@ class ModelReward:
         return self.graders
 
     def _added(self, data: DataProto, graders: Callable[[DataProto], RewardOutput]) -> RewardOutput:
+        return self._scored(data)(graders(data))
+
+    def _scored(self, data: DataProto) -> Callable[[RewardOutput], RewardOutput]:
+        """Have the reward model score. Returns what adds its scores to the graders' output."""
         timer = PhaseTimer()
         with timer.phase("rm"):
             scored = self.model.compute_rm_score(reward_model_inputs(data, with_chats=self.reads_chats))
@@ -71,18 +101,21 @@ class ModelReward:
                 len(data),
             )
         data.union(scored)
-        rule = graders(data)
         by_model = data.batch["rm_scores"]
         totals = by_model.sum(-1)
-        metrics = {
-            **rule.metrics,
-            **_spread("reward/rm_score", totals),
-            **_spread("reward/rule_score", rule.scores.sum(-1)),
-            "reward/rm_cut": Metric(told["reward/rm_cut"], "sum"),
-            "timing_s/rm": Metric(timer.seconds["rm"], "sum"),
-        }
-        extra = {**rule.extra, "rm_score": object_array(totals.tolist())}
-        return RewardOutput(by_model + rule.scores, extra, metrics)
+
+        def added(rule: RewardOutput) -> RewardOutput:
+            metrics = {
+                **rule.metrics,
+                **_spread("reward/rm_score", totals),
+                **_spread("reward/rule_score", rule.scores.sum(-1)),
+                "reward/rm_cut": Metric(told["reward/rm_cut"], "sum"),
+                "timing_s/rm": Metric(timer.seconds["rm"], "sum"),
+            }
+            extra = {**rule.extra, "rm_score": object_array(totals.tolist())}
+            return RewardOutput(by_model + rule.scores, extra, metrics)
+
+        return added
 
     def close(self) -> None:
         """End the graders; the reward model ends with its group."""

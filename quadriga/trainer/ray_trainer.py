@@ -4,10 +4,17 @@
     generate -> reward -> old log-probs -> reference -> values -> advantages -> critic -> actor -> publish weights
     └── until the batch is full ──┘
 
+With `reward_model.launch_reward_fn_async` rewards are computed elsewhere while this program goes on to the values:
+
+    generate -> start ─> old log-probs -> reference -> values ─> join -> advantages -> ...
+                  └──────────── graders, in processes ───────────┘
+
 Each step of the algorithm is one call. What a step needs is asked of the estimator and the configuration (`Needs`),
 so that no branch here names an algorithm, an engine or a backend.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -25,18 +32,16 @@ from quadriga.config import Config
 from quadriga.observe.headline import step_fields
 from quadriga.observe.metrics import reduce_metrics
 from quadriga.observe.profiler import Profiler
-from quadriga.observe.progress import Progress
-from quadriga.observe.stopping import expires_within, expiry, is_stop_requested
 from quadriga.observe.timing import PhaseTimer
-from quadriga.observe.tracking import Tracking
 from quadriga.protocol import DataProto
 from quadriga.rewards import RewardManager
-from quadriga.trainer.answers import Answers, RolloutAnswers, grade, named
+from quadriga.trainer.answers import Answers, RolloutAnswers, add_rewards, grade, meanwhile_manager, named
 from quadriga.trainer.balance import SequenceCost
-from quadriga.trainer.checkpoint import Checkpoints, step_of
+from quadriga.trainer.checkpoint import step_of
 from quadriga.trainer.group_filter import GroupFilter
 from quadriga.trainer.kept_answers import KeptAnswers
 from quadriga.trainer.log_prob_watch import LogProbWatch
+from quadriga.trainer.loop import TrainingLoop
 from quadriga.trainer.metrics import data_metrics, performance_metrics
 from quadriga.trainer.needs import Needs
 from quadriga.trainer.prompts import PromptStream
@@ -44,7 +49,6 @@ from quadriga.trainer.publishing import WeightPublisher
 from quadriga.trainer.ranks import deal_rows, in_first_order
 from quadriga.trainer.run_state import load_run_state, save_run_state
 from quadriga.trainer.samples import sample_rows, write_samples
-from quadriga.trainer.saving import CheckpointSaver
 from quadriga.trainer.validate import Validator
 from quadriga.workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker, RolloutWorker
 from quadriga.workers.columns import UpdateInputs, model_inputs
@@ -65,7 +69,7 @@ class Workers:
     reward_model: RewardModelWorker | None = None
 
 
-class RayPPOTrainer:
+class RayPPOTrainer(TrainingLoop):
     """PPO, GRPO and their relatives. The name is the one people know; the class runs on either backend.
 
     Args:
@@ -89,10 +93,12 @@ class RayPPOTrainer:
         total_training_steps: int,
     ) -> None:
         self.config, self.tokenizer, self.reward = config, tokenizer, reward
+        self.meanwhile = meanwhile_manager(reward, config)
         self.actor, self.reference, self.critic = workers.actor, workers.reference, workers.critic
+        learners = {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
+        super().__init__(config, config.trainer, learners, total_training_steps)
         self.weights = workers.weights
         self.train_dataloader, self.prompts = train_dataloader, PromptStream(train_dataloader)
-        self.total_training_steps = total_training_steps
         self.needs = Needs.of(config)
         self.inputs = UpdateInputs(config)
         algorithm = config.algorithm
@@ -104,19 +110,12 @@ class RayPPOTrainer:
         self.answers: Answers = KeptAnswers(answers, config) if is_kept else answers
         self.groups = GroupFilter(config)
         self.log_prob_watch = LogProbWatch(config.actor_rollout_ref.rollout)
-        self.checkpoints = Checkpoints(config.trainer.directory, config.trainer.max_ckpt_to_keep)
-        learners = {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
-        self.saver = CheckpointSaver(self.checkpoints, learners, tell=lambda text: self.progress.message(text))
-        self.expires_at, self.longest_step_s, self.is_stopping = expiry(), 0.0, False
         self.profiler = Profiler(config.global_profiler)
-        self.global_steps = 0
-        self.metrics: dict[str, float] = {}
-        self.timer = PhaseTimer()
 
     def fit(self) -> None:
         """Train from the newest checkpoint, or from the start, to the last step."""
         self.load_checkpoint()
-        with self._open_progress() as self.progress, self._open_tracking() as self.tracking:
+        with self.open_progress() as self.progress, self.open_tracking() as self.tracking:
             if self.config.trainer.val_only or (self.config.trainer.val_before_train and self.global_steps == 0):
                 self.tracking.log(self.validate(), self.global_steps)
             if self.config.trainer.val_only:
@@ -141,14 +140,15 @@ class RayPPOTrainer:
         batch = self.groups.fill(self.generate_and_grade)
         self.balance(batch)
         self._record(batch)
-        if self.needs.old_log_probs:
-            self.compute_old_log_probs(batch)
-        if self.reference:
-            with self.timer.phase("ref"):
-                batch.union(self.reference.compute_ref_log_prob(model_inputs(batch)))
-        if self.critic:
-            with self.timer.phase("values"):
-                batch.union(self.critic.compute_values(model_inputs(batch)))
+        with self.rewards_meanwhile(batch):
+            if self.needs.old_log_probs:
+                self.compute_old_log_probs(batch)
+            if self.reference:
+                with self.timer.phase("ref"):
+                    batch.union(self.reference.compute_ref_log_prob(model_inputs(batch)))
+            if self.critic:
+                with self.timer.phase("values"):
+                    batch.union(self.critic.compute_values(model_inputs(batch)))
         self.correct_rollout(batch)
         self.compute_advantages(batch)
         learned = self.draw_rows(batch)
@@ -169,7 +169,7 @@ class RayPPOTrainer:
         self.saver.poll()
         if trainer.rollout_data_dir:
             write_samples(trainer.rollout_data_dir, self.global_steps, self._rows(batch))
-        if self._is_due(trainer.test_freq):
+        if self.is_due(trainer.test_freq):
             self.metrics |= self.validate()
         self.metrics |= {"training/global_step": self.global_steps, "training/epoch": self.epoch}
         self.progress.update(self.global_steps, step_fields(self.metrics))
@@ -178,19 +178,19 @@ class RayPPOTrainer:
             self.train_dataloader.sampler.update(batch=batch)
         if hasattr(self.train_dataloader.dataset, "on_batch_end"):
             self.train_dataloader.dataset.on_batch_end(batch=batch)
-        may_be_last = self._may_be_last_step() and trainer.save_freq > 0
-        if may_be_last or self._is_due(trainer.save_freq):
-            self.save_checkpoint()
-        if may_be_last:
-            self.saver.finish()
+        self.save_where_due()
 
     def generate_and_grade(self, num_before: int) -> DataProto:
-        """Answers with rewards to the next batch of prompts, of which this step has answered `num_before` already."""
+        """Answers to the next batch of prompts, of which this step has answered `num_before` already.
+
+        They have rewards, unless those are computed meanwhile.
+        """
         prompts = named(self.prompts.take(), str(self.global_steps), first=num_before)
         prompts.meta_info |= {"global_steps": self.global_steps, "total_training_steps": self.total_training_steps}
         batch = self.generate(prompts)
         self.balance(batch)
-        self.compute_reward(batch)
+        if self.meanwhile is None or "reward_outcome" in batch.non_tensor_batch:
+            self.compute_reward(batch)
         return batch
 
     def generate(self, prompts: DataProto) -> DataProto:
@@ -227,6 +227,27 @@ class RayPPOTrainer:
         with self.timer.phase("reward"):
             output = grade(self.reward, batch)
         batch.meta_info["metrics"] = {**batch.meta_info.get("metrics", {}), **output.metrics}
+
+    @contextmanager
+    def rewards_meanwhile(self, batch: DataProto) -> Iterator[None]:
+        """Rewards, unless the batch has them, are computed while the block runs; they are waited for at its end.
+
+        `timing_s/reward` is the time that the step does not go on: reading the answers, and what is left to wait for.
+        """
+        if self.meanwhile is None or "token_level_scores" in batch.batch.keys():
+            yield
+            return
+        with self.timer.phase("reward"):
+            grading = self.meanwhile.start_grading(batch)
+        try:
+            yield
+            with self.timer.phase("reward"):
+                output = grading.result()
+        except BaseException:
+            grading.cancel()
+            raise
+        add_rewards(batch, output)
+        self.metrics |= reduce_metrics(output.metrics)
 
     def compute_old_log_probs(self, batch: DataProto) -> None:
         """`old_log_probs` [B, T] of the policy that the update starts from; `sum_pi_squared` where it is read."""
@@ -285,11 +306,8 @@ class RayPPOTrainer:
         self.tracking.log_samples(rows, self.global_steps)
         return metrics
 
-    def save_checkpoint(self) -> None:
-        """Copy all that is needed to go on from here as if nothing had happened; it is written in the background."""
-        self.saver.start(self.global_steps, self._save_run_state)
-
-    def _save_run_state(self, directory: Path) -> None:
+    def write_run_state(self, directory: Path) -> None:
+        """See `TrainingLoop.write_run_state`."""
         save_run_state(
             directory,
             step=self.global_steps,
@@ -297,14 +315,6 @@ class RayPPOTrainer:
             kl_controller=self.kl_controller.state_dict(),
             with_random_states="extra" in self.config.actor_rollout_ref.actor.checkpoint.save_contents,
         )
-
-    def _may_be_last_step(self) -> bool:
-        """Whether the run was asked to stop, or the machine may be taken back before another step is saved."""
-        # The last step is the end anyway.
-        self.is_stopping = is_stop_requested() and not self.is_last_step
-        self.longest_step_s = max(self.longest_step_s, self.timer.seconds["step"])
-        needed_s = self.longest_step_s + self.saver.longest_s + self.config.trainer.esi_redundant_time
-        return self.is_stopping or expires_within(self.expires_at, needed_s)
 
     def load_checkpoint(self) -> None:
         """Go on from the checkpoint that the configuration asks for, if there is one."""
@@ -323,17 +333,9 @@ class RayPPOTrainer:
         print(f"resumed from {path}")
 
     @property
-    def is_last_step(self) -> bool:
-        """Whether the step that has begun is the last of the run."""
-        return self.global_steps >= self.total_training_steps
-
-    @property
     def epoch(self) -> int:
         """Passes over the training data that were complete before the last prompts were taken."""
         return self.prompts.epoch
-
-    def _is_due(self, frequency: int) -> bool:
-        return frequency > 0 and (self.is_last_step or self.global_steps % frequency == 0)
 
     def _record(self, result: DataProto) -> None:
         """Take the metrics out of what a worker group returned."""
@@ -346,19 +348,3 @@ class RayPPOTrainer:
         """Stop the graders, and write a profile that is still open. The workers end with their team."""
         self.profiler.close()
         self.reward.close()
-
-    def _open_progress(self) -> Progress:
-        total = self.total_training_steps
-        return Progress(total, initial=self.global_steps, activity=lambda: self.timer.current)
-
-    def _open_tracking(self) -> Tracking:
-        trainer = self.config.trainer
-        return Tracking(
-            trainer.loggers,
-            project_name=trainer.project_name,
-            experiment_name=trainer.experiment_name,
-            config=self.config.model_dump(mode="json"),
-            directory=trainer.directory,
-            resume_step=self.global_steps,
-            progress=self.progress,
-        )

@@ -8,7 +8,7 @@ loop of `quadriga train`.
 """
 
 import shutil
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,14 +21,11 @@ from quadriga.data.storage import written_aside
 from quadriga.errors import DataError, EngineError
 from quadriga.observe.headline import step_fields
 from quadriga.observe.metrics import reduce_metrics
-from quadriga.observe.progress import Progress
-from quadriga.observe.stopping import expires_within, expiry, is_stop_requested
 from quadriga.observe.timing import PhaseTimer
-from quadriga.observe.tracking import Tracking
 from quadriga.protocol import DataProto
-from quadriga.trainer.checkpoint import Checkpoints, step_of
+from quadriga.trainer.checkpoint import step_of
+from quadriga.trainer.loop import TrainingLoop
 from quadriga.trainer.run_state import load_run_state, save_run_state
-from quadriga.trainer.saving import CheckpointSaver
 from quadriga.workers.checkpoints import HF_FOLDER
 
 MODEL_FOLDER = "model"
@@ -43,7 +40,7 @@ class Loaders:
     val: Any
 
 
-class SupervisedTrainer(ABC):
+class SupervisedTrainer(TrainingLoop):
     """See the module.
 
     Args:
@@ -54,19 +51,10 @@ class SupervisedTrainer(ABC):
 
     def __init__(self, config: SFTConfig, learner: Any, loaders: Loaders) -> None:
         self.config, self.learner = config, learner
-        self.run_config = config.as_run()
         self.train_dataloader, self.val_dataloader = loaders.train, loaders.val
-        trainer = self.run_config.trainer
-        num_batches = max(1, len(loaders.train))
-        self.total_training_steps = trainer.total_training_steps or trainer.total_epochs * num_batches
-        self.checkpoints = Checkpoints(trainer.directory, trainer.max_ckpt_to_keep)
-        self.saver = CheckpointSaver(
-            self.checkpoints, {"actor": learner}, tell=lambda text: self.progress.message(text)
-        )
-        self.expires_at, self.longest_step_s, self.is_stopping = expiry(), 0.0, False
-        self.global_steps = 0
-        self.metrics: dict[str, float] = {}
-        self.timer = PhaseTimer()
+        settings = config.trainer
+        total_training_steps = settings.total_training_steps or settings.total_epochs * max(1, len(loaders.train))
+        super().__init__(config, settings, {"actor": learner}, total_training_steps)
 
     @abstractmethod
     def step(self, rows: DataProto) -> int:
@@ -79,9 +67,8 @@ class SupervisedTrainer(ABC):
     def fit(self) -> None:
         """Train from the newest checkpoint, or from the start, to the last step, and write the model."""
         self.load_checkpoint()
-        trainer = self.run_config.trainer
-        with self._open_progress() as self.progress, self._open_tracking() as self.tracking:
-            if trainer.val_before_train and self.global_steps == 0:
+        with self.open_progress() as self.progress, self.open_tracking() as self.tracking:
+            if self.val_dataloader is not None and self.settings.val_before_train and self.global_steps == 0:
                 self.tracking.log(self.validate(), 0)
             for rows in self._batches():
                 self.train_step(rows)
@@ -117,18 +104,13 @@ class SupervisedTrainer(ABC):
 
     def finish_step(self) -> None:
         """Validate, tell, and begin to save."""
-        trainer = self.run_config.trainer
         self.saver.poll()
         is_last_look = self.is_last_step and self.val_dataloader is not None
-        if is_last_look or self._is_due(trainer.test_freq):
+        if is_last_look or self.is_due(self.settings.test_freq):
             self.metrics |= self.validate()
         self.progress.update(self.global_steps, step_fields(self.metrics))
         self.tracking.log(self.metrics, self.global_steps)
-        may_be_last = self._may_be_last_step() and trainer.save_freq > 0
-        if may_be_last or self._is_due(trainer.save_freq):
-            self.saver.start(self.global_steps, self._save_run_state)
-        if may_be_last:
-            self.saver.finish()
+        self.save_where_due()
 
     def update(self, batch: DataProto) -> None:
         """One optimizer step on the rows of a batch."""
@@ -164,7 +146,8 @@ class SupervisedTrainer(ABC):
                 shutil.rmtree(aside, ignore_errors=True)
         self.progress.message(f"model: {target}")
 
-    def _save_run_state(self, directory: Path) -> None:
+    def write_run_state(self, directory: Path) -> None:
+        """See `TrainingLoop.write_run_state`."""
         contents = self.config.checkpoint.save_contents
         save_run_state(
             directory,
@@ -176,7 +159,7 @@ class SupervisedTrainer(ABC):
 
     def load_checkpoint(self) -> None:
         """Go on from the checkpoint that the configuration asks for, if there is one."""
-        path = self.checkpoints.to_resume(self.run_config.trainer)
+        path = self.checkpoints.to_resume(self.settings)
         if path is None:
             return
         self.global_steps = step_of(path)
@@ -184,36 +167,6 @@ class SupervisedTrainer(ABC):
         state = load_run_state(path, with_random_states="extra" in self.config.checkpoint.load_contents)
         self.train_dataloader.load_state_dict(state["loader"])
         print(f"resumed from {path}")
-
-    @property
-    def is_last_step(self) -> bool:
-        """Whether the step that has begun is the last of the run."""
-        return self.global_steps >= self.total_training_steps
-
-    def _is_due(self, frequency: int) -> bool:
-        return frequency > 0 and (self.is_last_step or self.global_steps % frequency == 0)
-
-    def _may_be_last_step(self) -> bool:
-        """Whether the run was asked to stop, or the machine may be taken back before another step is saved."""
-        self.is_stopping = is_stop_requested() and not self.is_last_step
-        self.longest_step_s = max(self.longest_step_s, self.timer.seconds["step"])
-        needed_s = self.longest_step_s + self.saver.longest_s + self.run_config.trainer.esi_redundant_time
-        return self.is_stopping or expires_within(self.expires_at, needed_s)
-
-    def _open_progress(self) -> Progress:
-        return Progress(self.total_training_steps, initial=self.global_steps, activity=lambda: self.timer.current)
-
-    def _open_tracking(self) -> Tracking:
-        trainer = self.run_config.trainer
-        return Tracking(
-            trainer.loggers,
-            project_name=trainer.project_name,
-            experiment_name=trainer.experiment_name,
-            config=self.config.model_dump(mode="json"),
-            directory=trainer.directory,
-            resume_step=self.global_steps,
-            progress=self.progress,
-        )
 
 
 class SFTTrainer(SupervisedTrainer):

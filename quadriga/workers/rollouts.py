@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generation engines beside an actor: how each is made, and how the actor's weights reach it."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from quadriga.config import Config, RolloutConfig
+from quadriga.config import Config, RolloutConfig, problem_of_several_engines
 from quadriga.config.rollout import ENGINES
 from quadriga.engines.base import TrainEngine
 from quadriga.errors import ConfigError
@@ -24,6 +26,7 @@ from quadriga.rollout.vllm.async_engine import AsyncVLLMEngine
 from quadriga.rollout.vllm.core import GIB, MIB, VLLMBase, VLLMOptions
 from quadriga.rollout.vllm.engine import VLLMEngine
 from quadriga.weight_sync import InProcessWeights, SharedWeights, WeightSync
+from quadriga.workers.several_engines import as_one, started
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,7 @@ def _copy(config: Config, actor: TrainEngine, attention: str) -> PreTrainedModel
 
 def scripted(config: Config, actor: TrainEngine, tokenizer: PreTrainedTokenizerBase) -> Rollout:
     """Canned answers from a file."""
+    require_possible_engines(config.actor_rollout_ref.rollout)
     options = dict(config.actor_rollout_ref.rollout.engine_kwargs)
     responses = options.pop("responses_file", None)
     if responses is None or options:
@@ -103,8 +107,9 @@ def scripted(config: Config, actor: TrainEngine, tokenizer: PreTrainedTokenizerB
 
 
 def vllm(config: Config, actor: TrainEngine, tokenizer: PreTrainedTokenizerBase) -> Rollout:
-    """vLLM, in this process or, for conversations, beside it."""
+    """vLLM, in this process or, for conversations, beside it; there may be several of it there."""
     section, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
+    require_possible_engines(rollout)
     skeleton = skeleton_causal_lm(
         section.path, trust_remote_code=section.trust_remote_code, override_config=section.override_config
     )
@@ -122,19 +127,41 @@ def vllm(config: Config, actor: TrainEngine, tokenizer: PreTrainedTokenizerBase)
         max_num_batched_tokens=rollout.max_num_batched_tokens,
         cuts_prompts=not is_on_cpu,
         cache_bytes=GIB if cache_bytes is None and is_on_cpu else cache_bytes,
-        gpu_memory_utilization=rollout.gpu_memory_utilization,
+        gpu_memory_utilization=rollout.gpu_memory_utilization / rollout.data_parallel_size,
         num_processes=rollout.tensor_model_parallel_size,
         is_eager=rollout.enforce_eager or is_on_cpu,
         can_sleep=rollout.free_cache_engine and not is_on_cpu,
         has_weights=False,
-        bucket_bytes=rollout.update_weights_bucket_megabytes * MIB,
+        bucket_bytes=_bucket_bytes(rollout),
         log_probs_of=_log_probs_of(rollout),
         trust_remote_code=section.trust_remote_code,
         override_config=section.override_config or {},
         extra=extra,
     )
-    engine = AsyncVLLMEngine(options) if rollout.mode == "async" else VLLMEngine(options)
-    return Rollout(engine, InProcessWeights(), _describe_vllm(engine, actor.device))
+    make: Callable[[], VLLMBase] = partial(AsyncVLLMEngine if rollout.mode == "async" else VLLMEngine, options)
+    engines = started([make] * rollout.data_parallel_size)
+    description = several(len(engines)) + _describe_vllm(engines[0], actor.device)
+    return Rollout(as_one(engines), InProcessWeights(), description)
+
+
+def require_possible_engines(rollout: RolloutConfig) -> None:
+    """Refuses several engines where there can be one only.
+
+    Raises:
+        ConfigError: with what to do.
+    """
+    if problem := problem_of_several_engines(rollout):
+        raise problem
+
+
+def _bucket_bytes(rollout: RolloutConfig) -> int:
+    """Weights travel to all engines at the same time, each with a bucket."""
+    return rollout.update_weights_bucket_megabytes * MIB // rollout.data_parallel_size
+
+
+def several(count: int) -> str:
+    """For people to read, before what each of several engines is."""
+    return "" if count == 1 else f"requests balanced over {count} engines, each: "
 
 
 def _log_probs_of(rollout: RolloutConfig) -> LogProbsOf:
@@ -158,8 +185,9 @@ def _describe_vllm(engine: VLLMBase, device: torch.device) -> str:
 
 
 def sglang(config: Config, actor: TrainEngine, tokenizer: PreTrainedTokenizerBase) -> Rollout:
-    """SGLang, beside this process or, where a `url` is given, at a server."""
+    """SGLang, beside this process or, where a `url` or `urls` are given, at servers."""
     section, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
+    require_possible_engines(rollout)
     skeleton = skeleton_causal_lm(
         section.path, trust_remote_code=section.trust_remote_code, override_config=section.override_config
     )
@@ -169,12 +197,12 @@ def sglang(config: Config, actor: TrainEngine, tokenizer: PreTrainedTokenizerBas
         manifest=Manifest.of(skeleton),
         eos_token_ids=stop_token_ids(skeleton, tokenizer.eos_token_id),
         num_processes=rollout.tensor_model_parallel_size,
-        bucket_bytes=rollout.update_weights_bucket_megabytes * MIB,
+        bucket_bytes=_bucket_bytes(rollout),
         has_seeds=bool(extra.get("enable_deterministic_inference", not is_on_cpu)),
         can_sleep=rollout.free_cache_engine and not is_on_cpu,
     )
-    if "url" in extra:
-        return _sglang_server(extra, limits, rollout)
+    if extra.keys() & {"url", "urls"}:
+        return _sglang_servers(extra, limits, rollout)
     gigabytes = 1.0 if rollout.cache_gigabytes is None and is_on_cpu else rollout.cache_gigabytes
     options = SGLangOptions(
         path=str(section.path),
@@ -185,34 +213,38 @@ def sglang(config: Config, actor: TrainEngine, tokenizer: PreTrainedTokenizerBas
         max_num_seqs=rollout.max_num_seqs,
         max_num_batched_tokens=rollout.max_num_batched_tokens,
         cache_tokens=None if gigabytes is None else int(gigabytes * GIB) // _cache_bytes(skeleton, actor.dtype),
-        gpu_memory_utilization=rollout.gpu_memory_utilization,
+        gpu_memory_utilization=rollout.gpu_memory_utilization / rollout.data_parallel_size,
         is_eager=rollout.enforce_eager or is_on_cpu,
         has_weights=False,
         trust_remote_code=section.trust_remote_code,
         override_config=section.override_config or {},
         extra=extra,
     )
-    engine = SGLangEngine(options)
+    engines = started([partial(SGLangEngine, options)] * rollout.data_parallel_size)
+    engine = engines[0]
     cache = "as much cache as fits" if gigabytes is None else f"{gigabytes:g} GiB of cache"
     sleep = "" if limits.can_sleep else "; memory is kept while training"
-    return Rollout(
-        engine,
-        InProcessWeights(),
-        f"sglang {engine.version} in processes of its own, on a copy of the weights; {cache}{sleep}{_seeds(engine)}",
-    )
+    what = f"sglang {engine.version} in processes of its own, on a copy of the weights; {cache}{sleep}{_seeds(engine)}"
+    return Rollout(as_one(engines), InProcessWeights(), several(len(engines)) + what)
 
 
-def _sglang_server(extra: dict[str, Any], limits: Limits, rollout: RolloutConfig) -> Rollout:
-    url, known = extra.pop("url"), ("timeout_s", "headers")
-    if not isinstance(url, str) or extra.keys() - set(known):
+def _sglang_servers(extra: dict[str, Any], limits: Limits, rollout: RolloutConfig) -> Rollout:
+    known = ("timeout_s", "headers")
+    urls = [extra.pop("url")] if "url" in extra else extra.pop("urls")
+    is_list = isinstance(urls, list) and bool(urls) and all(isinstance(url, str) for url in urls)
+    if not is_list or len({*urls}) < len(urls) or extra.keys() - set(known):
         raise ConfigError(
             "actor_rollout_ref.rollout.engine_kwargs.sglang",
             got=f"{rollout.engine_kwargs}",
-            expected=f"url, and perhaps {' and '.join(known)}: the server has its own settings",
+            expected=f"url, or urls (a list, each once), and perhaps {' and '.join(known)}: servers have own settings",
         )
-    server = SGLangServer(url, limits, max_num_seqs=rollout.max_num_seqs, **extra)
-    what = f"sglang {server.version} at {url}, which gets the weights over HTTP"
-    return Rollout(server, InProcessWeights(), what + _seeds(server))
+    limits = replace(limits, bucket_bytes=limits.bucket_bytes // len(urls))
+    servers = started([partial(SGLangServer, url, limits, max_num_seqs=rollout.max_num_seqs, **extra) for url in urls])
+    versions = ", ".join(dict.fromkeys(server.version for server in servers))
+    gets = "which gets" if len(servers) == 1 else "balanced, which get"
+    what = f"sglang {versions} at {', '.join(urls)}, {gets} the weights over HTTP"
+    unseeded = [server for server in servers if not server.limits.has_seeds]
+    return Rollout(as_one(servers), InProcessWeights(), what + (_seeds(unseeded[0]) if unseeded else ""))
 
 
 def _seeds(engine: SGLangEngine | SGLangServer) -> str:
@@ -230,6 +262,7 @@ def _cache_bytes(model: PreTrainedModel, dtype: torch.dtype) -> int:
 def http(config: Config, actor: TrainEngine, tokenizer: PreTrainedTokenizerBase) -> Rollout:
     """Servers that others run, with the weights that the model's folder has."""
     section, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
+    require_possible_engines(rollout)
     skeleton = skeleton_causal_lm(
         section.path, trust_remote_code=section.trust_remote_code, override_config=section.override_config
     )
@@ -265,6 +298,7 @@ def options_of(rollout: RolloutConfig, engine: str) -> dict[str, Any]:
 
 
 def _no_options(config: Config, name: str) -> None:
+    require_possible_engines(config.actor_rollout_ref.rollout)
     options: dict[str, Any] = config.actor_rollout_ref.rollout.engine_kwargs
     if options:
         raise ConfigError(

@@ -21,7 +21,7 @@ from quadriga.cli.main import main
 
 INTERRUPT_LIMIT_S = 300.0
 REPOSITORY = Path(__file__).resolve().parents[2]
-SPECIAL = ["<pad>", "<eos>", "<unk>", "<user>", "<assistant>"]
+ROLES = ["<user>", "<assistant>"]
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789 ,:?"
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
@@ -34,18 +34,32 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 '''
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character."""
-    vocabulary = {token: number for number, token in enumerate([*SPECIAL, *LETTERS])}
+def build_word_tokenizer(words: list[str], pattern: str, template: str) -> PreTrainedTokenizerFast:
+    """One token per word, as the pattern tells words apart; behind <pad>, <eos> and <unk>."""
+    vocabulary = {token: number for number, token in enumerate(["<pad>", "<eos>", "<unk>", *words])}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
     backend.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
     )
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<user>", "<assistant>"]})
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.chat_template = template
     return tokenizer
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per character."""
+    tokenizer = build_word_tokenizer([*ROLES, *LETTERS], ".", TEMPLATE)
+    tokenizer.add_special_tokens({"additional_special_tokens": ROLES})
+    return tokenizer
+
+
+def build_config(tokenizer: PreTrainedTokenizerFast, **changes: Any) -> LlamaConfig:
+    """Of a tiny model for the tokenizer."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "max_position_embeddings": 256}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
+    tokens = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    return LlamaConfig(vocab_size=len(tokenizer), **sizes | heads | tokens | changes)
 
 
 def make_row(number: int, **changes: Any) -> dict[str, Any]:
@@ -87,25 +101,25 @@ def make_tokenizer() -> Callable[[], PreTrainedTokenizerFast]:
 
 
 @pytest.fixture(scope="session")
+def make_word_tokenizer() -> Callable[..., PreTrainedTokenizerFast]:
+    """`make_word_tokenizer(words, pattern, template)`: see `build_word_tokenizer`."""
+    return build_word_tokenizer
+
+
+@pytest.fixture(scope="session")
+def make_config() -> Callable[..., LlamaConfig]:
+    """`make_config(tokenizer, **changes)`: of a tiny model."""
+    return build_config
+
+
+@pytest.fixture(scope="session")
 def judges(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with two reward models of the same weights: `same`, with the policy's template, and `other`."""
     folder = tmp_path_factory.mktemp("judges")
     torch.manual_seed(3)
     tokenizer = build_tokenizer()
-    config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=len(tokenizer),
-        max_position_embeddings=96,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        num_labels=1,
-    )
-    model = LlamaForSequenceClassification(config)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 96, "tie_word_embeddings": False}
+    model = LlamaForSequenceClassification(build_config(tokenizer, **sizes, num_labels=1))
     torch.nn.init.normal_(model.score.weight)
     for name, template in (("same", tokenizer.chat_template), ("other", OTHER_TEMPLATE)):
         model.save_pretrained(folder / name)
@@ -120,20 +134,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("home")
     torch.manual_seed(0)
     tokenizer = build_tokenizer()
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=len(tokenizer),
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    LlamaForCausalLM(build_config(tokenizer)).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     write_rows(folder / "train.parquet", [make_row(number) for number in range(10)])
     write_rows(folder / "val.parquet", [make_row(number) for number in range(20, 24)])

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 Lines = Callable[[Path], list[dict[str, Any]]]
@@ -39,18 +38,6 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     """Whether the answer, behind the last call, is the sum."""
     return float(solution_str.replace(" ", "").rpartition("<tool>")[2].rpartition("<assistant>")[2] == ground_truth)
 '''
-
-
-def _tokenizer() -> PreTrainedTokenizerFast:
-    vocabulary = {token: number for number, token in enumerate(["<pad>", "<eos>", "<unk>", *ROLES, *TAGS, *WORDS])}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex("add|<[a-z_/]+>|."), "isolated")
-    backend.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
-    )
-    tokenizer.chat_template = TEMPLATE
-    return tokenizer
 
 
 def _call(a: int, b: int) -> str:
@@ -88,25 +75,17 @@ def _row(a: int, b: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def calculator(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def calculator(
+    tmp_path_factory: pytest.TempPathFactory,
+    make_word_tokenizer: Callable[..., PreTrainedTokenizerFast],
+    make_config: Callable[..., LlamaConfig],
+) -> Path:
     """A folder with a model that has a tool, sums to do, the tool and the reward."""
     folder = tmp_path_factory.mktemp("calculator")
     torch.manual_seed(0)
-    tokenizer = _tokenizer()
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        vocab_size=len(tokenizer),
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    model = LlamaForCausalLM(config)
+    tokenizer = make_word_tokenizer([*ROLES, *TAGS, *WORDS], "add|<[a-z_/]+>|.", TEMPLATE)
+    sizes = {"intermediate_size": 128, "num_key_value_heads": 4, "max_position_embeddings": 128}
+    model = LlamaForCausalLM(make_config(tokenizer, **sizes))
     _habits(tokenizer, model)
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")

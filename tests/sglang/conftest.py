@@ -1,17 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tests of SGLang run where it is: `scripts/test --sglang`. Elsewhere they are skipped with a sentence."""
 
-import os
 import signal
-import socket
-import subprocess
-import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,8 +14,7 @@ from quadriga.rollout.sglang.engine import SGLangEngine, SGLangOptions
 from quadriga.rollout.sglang.receiver import LOADER
 from quadriga.rollout.sglang.server import SGLangServer
 from small_models import EOS, model, save
-
-LIMIT_S = 240.0
+from small_servers import Server, serving
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -71,47 +62,24 @@ def beside(options: SGLangOptions) -> Iterator[SGLangEngine]:
 
 
 @pytest.fixture(scope="session")
-def process(folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator["tuple[str, subprocess.Popen[bytes]]"]:
-    """SGLang's own server: its address and its process."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
-    log: Path = tmp_path_factory.mktemp("server") / "log.txt"
-    command = [
-        sys.executable, "-m", "sglang.launch_server", "--model-path", folder, "--host", "127.0.0.1",
-        "--port", str(port), "--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native",
+def process(folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """SGLang's own server."""
+    options = [
+        "--model-path", folder, "--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native",
         "--sampling-backend", "pytorch", "--grammar-backend", "none", "--disable-cuda-graph",
         "--disable-overlap-schedule", "--context-length", "1008", "--max-total-tokens", "8192",
         "--max-running-requests", "32", "--mem-fraction-static", "0.9", "--skip-server-warmup",
         "--custom-weight-loader", LOADER,
     ]  # fmt: skip
-    environment = os.environ | {"TORCH_COMPILE_DISABLE": "1", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
-    with log.open("wb") as output:
-        running = subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        _await(url, running, log)
-        yield url, running
-    finally:
-        if running.poll() is None:
-            os.killpg(running.pid, signal.SIGKILL)
-            running.wait(60)
+    variables = {"TORCH_COMPILE_DISABLE": "1", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+    log = tmp_path_factory.mktemp("server") / "log.txt"
+    with serving("sglang.launch_server", options, variables, log, signal.SIGKILL) as one:
+        yield one
 
 
 @pytest.fixture(scope="session")
-def at_server(process: "tuple[str, subprocess.Popen[bytes]]", limits: Limits) -> Iterator[SGLangServer]:
+def at_server(process: Server, limits: Limits) -> Iterator[SGLangServer]:
     """An engine at that server."""
     one = SGLangServer(process[0], limits)
     yield one
     one.close()
-
-
-def _await(url: str, running: "subprocess.Popen[bytes]", log: Path) -> None:
-    end = time.monotonic() + LIMIT_S
-    while time.monotonic() < end and running.poll() is None:
-        try:
-            with urllib.request.urlopen(f"{url}/health", timeout=5):
-                return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.5)
-    pytest.fail(f"SGLang's server does not answer at {url}: {log.read_text(errors='replace')[-3000:]}")

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What holds of SGLang wherever it is: beside this process, or at a server. In float32, on a CPU."""
 
-import asyncio
 import pickle
 from typing import Any
 
@@ -9,10 +8,11 @@ import pytest
 import torch
 
 from quadriga.errors import RolloutError, WeightSyncError
-from quadriga.rollout.base import Completion, SamplingParams
+from quadriga.rollout.base import SamplingParams
 from quadriga.rollout.sglang.core import SGLangBase
 from quadriga.weight_sync import InProcessWeights
 from small_models import EOS, greedy, model
+from small_servers import require_coming_and_going
 
 LONG = [2 + number * 7 % 250 for number in range(200)]
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], LONG]
@@ -68,25 +68,10 @@ def test_log_probs_of_training(engine: SGLangBase) -> None:
 
 
 def test_requests_come_and_go(engine: SGLangBase) -> None:
-    """A short one that comes later ends earlier; one is cancelled; abort ends the rest with what they have."""
+    """See `require_coming_and_going`; the engine goes on as before."""
     publish(engine, 0, 1)
     endless = SamplingParams(max_tokens=950, ignore_eos=True)
-
-    async def scene() -> tuple[Completion, asyncio.Task[Completion], Completion]:
-        slow, unwanted = (asyncio.create_task(engine.generate(PROMPTS[0], endless)) for _ in range(2))
-        await asyncio.sleep(0.3)
-        short = await engine.generate(PROMPTS[1], SamplingParams(max_tokens=2, ignore_eos=True))
-        assert not slow.done()
-        unwanted.cancel()
-        await asyncio.gather(unwanted, return_exceptions=True)
-        await asyncio.to_thread(engine.abort)
-        return short, unwanted, await slow
-
-    short, unwanted, slow = asyncio.run(scene())
-    assert (len(short.token_ids), short.finish_reason) == (2, "length")
-    assert unwanted.cancelled()
-    assert slow.finish_reason == "abort"
-    assert 0 < len(slow.token_ids) == len(slow.log_probs) < 950
+    require_coming_and_going(engine, PROMPTS, endless, pause_s=0.3)
     require_greedy_of(engine, 0)
 
 

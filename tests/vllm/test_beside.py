@@ -16,6 +16,7 @@ from quadriga.rollout.vllm.core import VLLMBase
 from quadriga.rollout.vllm.engine import VLLMEngine
 from quadriga.weight_sync import InProcessWeights
 from small_models import EOS, greedy, model
+from small_servers import require_coming_and_going
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [2 + number * 7 % 250 for number in range(200)]]
 GREEDY = SamplingParams(max_tokens=20, temperature=0.0)
@@ -55,23 +56,8 @@ def test_new_weights_are_used_at_once(engine: AsyncVLLMEngine) -> None:
 
 
 def test_requests_come_and_go(engine: AsyncVLLMEngine) -> None:
-    """A short one that comes later ends earlier; one is cancelled; abort ends the rest with what they have."""
-
-    async def scene() -> tuple[Completion, asyncio.Task[Completion], Completion]:
-        slow, unwanted = (asyncio.create_task(engine.generate(PROMPTS[0], LONG)) for _ in range(2))
-        await asyncio.sleep(0.1)
-        short = await engine.generate(PROMPTS[1], SamplingParams(max_tokens=2, seed=1, ignore_eos=True))
-        assert not slow.done()
-        unwanted.cancel()
-        await asyncio.gather(unwanted, return_exceptions=True)
-        await asyncio.to_thread(engine.abort)
-        return short, unwanted, await slow
-
-    short, unwanted, slow = asyncio.run(scene())
-    assert (len(short.token_ids), short.finish_reason) == (2, "length")
-    assert unwanted.cancelled()
-    assert slow.finish_reason == "abort"
-    assert 0 < len(slow.token_ids) == len(slow.log_probs) < 250
+    """See `require_coming_and_going`; the engine goes on as before."""
+    require_coming_and_going(engine, PROMPTS, LONG, pause_s=0.1)
     _require_greedy_of(engine, 0)
 
 
@@ -97,6 +83,6 @@ def test_an_engine_that_dies_ends_its_requests_with_the_reason(
         return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
 
     results = asyncio.run(scene())
-    assert all(isinstance(one, RolloutError) and "a vLLM that failed" in str(one) for one in results), results
-    with pytest.raises(RolloutError, match="a vLLM that failed"):
+    assert all(isinstance(one, RolloutError) and "vLLM, which failed" in str(one) for one in results), results
+    with pytest.raises(RolloutError, match="vLLM, which failed"):
         engine.generate_batch(PROMPTS[:1], [GREEDY])

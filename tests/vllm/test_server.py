@@ -3,14 +3,8 @@
 
 import os
 import signal
-import socket
-import subprocess
-import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,49 +13,23 @@ from quadriga.errors import RolloutError
 from quadriga.rollout.base import SamplingParams
 from quadriga.rollout.http import HTTPEngine
 from small_models import EOS, greedy, model
+from small_servers import Server, serving
 
-LIMIT_S = 180.0
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13]]
 
 
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
-
-
 @pytest.fixture(scope="module")
-def server(folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, "subprocess.Popen[bytes]"]]:
-    """Its address and its process; it has the weights of seed 0."""
-    url = f"http://127.0.0.1:{_free_port()}"
-    log: Path = tmp_path_factory.mktemp("server") / "log.txt"
-    command = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", folder, "--served-model-name", "small",
-        "--port", url.rpartition(":")[2], "--host", "127.0.0.1", "--dtype", "float32", "--max-model-len", "320",
+def server(folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """It has the weights of seed 0."""
+    options = [
+        "--model", folder, "--served-model-name", "small", "--dtype", "float32", "--max-model-len", "320",
         "--enforce-eager", "--kv-cache-memory-bytes", str(32 << 20), "--generation-config", "vllm",
         "--logprobs-mode", "processed_logprobs",
     ]  # fmt: skip
-    environment = os.environ | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)
-    try:
-        _await(url, process, log)
-        yield url, process
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGTERM)
-            process.wait(60)
-
-
-def _await(url: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
-    end = time.monotonic() + LIMIT_S
-    while time.monotonic() < end and process.poll() is None:
-        try:
-            with urllib.request.urlopen(f"{url}/health", timeout=5):
-                return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.5)
-    pytest.fail(f"vLLM's server does not answer at {url}: {log.read_text(errors='replace')[-3000:]}")
+    variables = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
+    log = tmp_path_factory.mktemp("server") / "log.txt"
+    with serving("vllm.entrypoints.openai.api_server", options, variables, log, signal.SIGTERM) as one:
+        yield one
 
 
 def test_it_answers_as_the_engine_in_this_process_does(server) -> None:

@@ -80,7 +80,6 @@ REWARD: list[Rule] = [
     *note(
         "Graded by processes of their own (reward_model.num_workers); with rollout.mode=async during generation.",
         "reward_model.use_reward_loop",
-        "reward_model.launch_reward_fn_async",
     ),
     *note(
         "The reward model is a classifier that the engine evaluates: nothing is generated or served.",

@@ -51,7 +51,6 @@ PARALLEL: list[Rule] = [
     *only(
         ONE,
         "A generation engine is split by tensor_model_parallel_size alone: set this size to 1, or leave the key out.",
-        "<rollout>.data_parallel_size",
         "<rollout>.expert_parallel_size",
         "<rollout>.pipeline_model_parallel_size",
     ),
@@ -286,4 +285,27 @@ LOSS: list[Rule] = [
         "actor_rollout_ref.actor.sum_pi_squared_checkpointing",
     ),
     *instead("Set algorithm.adv_options.", "algorithm.f_norm", "algorithm.gdpo_*"),
+    *note(
+        "Every step that updates the actor compares the rollout's log-probabilities with the trainer's.",
+        "algorithm.rollout_correction.debug_rollout_actor_probs",
+    ),
+    *instead(
+        "Write both bounds as LOWER_UPPER: rollout_rs_threshold=0.999_1.001.",
+        "algorithm.rollout_correction.rollout_rs_threshold_lower",
+    ),
+    *instead(
+        "Add a rule on the worst token of an answer, such as seq_max_k2, to rollout_rs.",
+        "algorithm.rollout_correction.rollout_token_veto_threshold",
+    ),
+    *only(
+        OFF,
+        "Set algorithm.rollout_correction.loss_type=reinforce.",
+        "algorithm.rollout_correction.use_policy_gradient",
+        "algorithm.rollout_correction.use_pure_rollout_correction",
+    ),
+    *only(
+        OFF,
+        "Set algorithm.rollout_correction.bypass_mode.",
+        "algorithm.rollout_correction.bypass_old_logprob_for_rollout",
+    ),
 ]

@@ -6,13 +6,14 @@ of scores or dicts. It runs in one process of its own; its time limit is `reward
 the batch together.
 """
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 from quadriga.config import Config
 from quadriga.errors import ConfigError
 from quadriga.observe.watchdog import waiting
 from quadriga.protocol import DataProto
-from quadriga.rewards.base import RewardOutput
+from quadriga.rewards.base import Grading, RewardOutput
 from quadriga.rewards.collect import collect
 from quadriga.rewards.custom import ScoreFunction
 from quadriga.rewards.managers.naive import check_options
@@ -30,6 +31,8 @@ class BatchRewardManager:
         config: the run's; read are `reward_model`, `custom_reward_function`, `data.reward_fn_key`.
         tokenizer: decodes the responses; anything with `batch_decode`.
     """
+
+    has_grades = True
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         self.settings = config.reward_model
@@ -53,15 +56,41 @@ class BatchRewardManager:
         samples = read_samples(data, self._tokenizer, self._reward_fn_key)
         return collect(samples, self._graded(samples), self.settings.max_error_rate)
 
+    def start_grading(self, data: DataProto) -> Grading:
+        """See `MeanwhileRewardManager.start_grading`."""
+        samples = read_samples(data, self._tokenizer, self._reward_fn_key)
+        begun = self._pool.begin(self._calls(samples), timeout_s=self._limit_s(samples))
+
+        def result() -> RewardOutput:
+            with self._telling(samples):
+                replies = begun.result()
+            return collect(samples, self._of_samples(samples, replies), self.settings.max_error_rate)
+
+        return Grading(result, begun.cancel)
+
     def close(self) -> None:
         """End the grading process."""
         self._pool.close()
 
     def _graded(self, samples: Samples) -> list[Outcome]:
-        if not samples.rows:
+        with self._telling(samples):
+            replies = self._pool.grade(self._calls(samples), timeout_s=self._limit_s(samples))
+        return self._of_samples(samples, replies)
+
+    def _calls(self, samples: Samples) -> list[dict[str, Any]]:
+        """The arguments of the one call; none for an empty batch."""
+        rows = samples.rows
+        return [{f"{name}s": [row[name] for row in rows] for name in rows[0]}] if rows else []
+
+    def _limit_s(self, samples: Samples) -> float:
+        return self.settings.timeout_s * len(samples.rows)
+
+    def _telling(self, samples: Samples) -> AbstractContextManager[None]:
+        return waiting(f"the rewards of a batch of {len(samples.rows)} samples", detail=self._pool.progress)
+
+    def _of_samples(self, samples: Samples, replies: list[Any]) -> list[Outcome]:
+        if not replies:
             return []
-        lists = {f"{name}s": [row[name] for row in samples.rows] for name in samples.rows[0]}
-        with waiting(f"the rewards of a batch of {len(samples.rows)} samples", detail=self._pool.progress):
-            (reply,) = self._pool.grade([lists], timeout_s=self.settings.timeout_s * len(samples.rows))
+        (reply,) = replies
         # A call that hung or crashed its process has one outcome, which is that of every sample.
         return [reply] * len(samples.rows) if isinstance(reply, Outcome) else reply

@@ -16,7 +16,7 @@ With components the score is their weighted sum, and each is logged as reward/ex
 
 import re
 from asyncio import get_running_loop
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import fields
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from quadriga.config import Config
 from quadriga.errors import ConfigError, RewardError
 from quadriga.observe.watchdog import waiting
 from quadriga.protocol import DataProto
-from quadriga.rewards.base import RewardOutput
+from quadriga.rewards.base import Grading, RewardOutput
 from quadriga.rewards.collect import allowed_failures, collect
 from quadriga.rewards.components import weighted
 from quadriga.rewards.managers.naive import check_options
@@ -58,6 +58,8 @@ class JudgeRewardManager:
         tokenizer: decodes the responses; anything with `batch_decode`.
     """
 
+    has_grades = True
+
     def __init__(self, config: Config, tokenizer: Any) -> None:
         self.settings = config.reward_model
         kwargs = dict(self.settings.reward_kwargs)
@@ -75,8 +77,17 @@ class JudgeRewardManager:
 
     def __call__(self, data: DataProto) -> RewardOutput:
         """Grade a batch, see `RewardManager`."""
+        return self.start_grading(data).result()
+
+    def start_grading(self, data: DataProto) -> Grading:
+        """See `MeanwhileRewardManager.start_grading`. Questions under way end with their answers or their limits."""
         samples = self._samples(data)
-        return collect(samples, self._graded(samples), self.settings.max_error_rate)
+        rows = {self._threads.submit(self._grade, row): index for index, row in enumerate(samples.rows)}
+
+        def result() -> RewardOutput:
+            return collect(samples, self._gathered(rows), self.settings.max_error_rate)
+
+        return Grading(result, lambda: _cancel(rows))
 
     async def grade_one(self, row: dict[str, Any]) -> Outcome:
         """See `EarlyRewardManager.grade_one`."""
@@ -93,10 +104,7 @@ class JudgeRewardManager:
     def _samples(self, data: DataProto) -> Samples:
         return read_samples(data, self._tokenizer, self._reward_fn_key, needs_truths=self._needs_truths)
 
-    def _graded(self, samples: Samples) -> list[Outcome]:
-        rows: dict[Future[Outcome], int] = {
-            self._threads.submit(self._grade, row): index for index, row in enumerate(samples.rows)
-        }
+    def _gathered(self, rows: Mapping[Future[Outcome], int]) -> list[Outcome]:
         allowed = allowed_failures(len(rows), self.settings.max_error_rate)
         outcomes: dict[int, Outcome] = {}
         with waiting(f"a judge's answers on {len(rows)} samples", detail=lambda: f"{len(outcomes)} have come"):
@@ -104,8 +112,7 @@ class JudgeRewardManager:
                 outcomes[rows[future]] = future.result()
                 if sum(bool(outcome.error) for outcome in outcomes.values()) > allowed:
                     break
-        for future in rows:
-            future.cancel()
+        _cancel(rows)
         skipped = failure("skipped", "not graded, since too many other samples had failed")
         return [outcomes.get(index, skipped) for index in range(len(rows))]
 
@@ -119,6 +126,11 @@ class JudgeRewardManager:
     def _ask(self, question: _Question, row: dict[str, Any]) -> float:
         text = _PLACE.sub(lambda match: _value(row, match[1]), question.prompt)
         return read_score(self._judge.ask([{"role": "user", "content": text}]), question.pattern)
+
+
+def _cancel(rows: Iterable[Future[Outcome]]) -> None:
+    for future in rows:
+        future.cancel()
 
 
 def _value(row: dict[str, Any], place: str) -> str:

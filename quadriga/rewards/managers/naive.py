@@ -2,13 +2,14 @@
 """One call of the score function a sample, in a pool of processes, with a time limit each."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from quadriga.config import Config
 from quadriga.errors import ConfigError
 from quadriga.observe.watchdog import waiting
 from quadriga.protocol import DataProto
-from quadriga.rewards.base import RewardOutput
+from quadriga.rewards.base import Grading, RewardOutput
 from quadriga.rewards.collect import allowed_failures, collect
 from quadriga.rewards.custom import ScoreFunction
 from quadriga.rewards.early import SingleGrader
@@ -58,6 +59,20 @@ class NaiveRewardManager:
         samples = read_samples(data, self._tokenizer, self._reward_fn_key, needs_truths=self.has_grades)
         return self._collect(samples, self._graded(samples))
 
+    def start_grading(self, data: DataProto) -> Grading:
+        """See `MeanwhileRewardManager.start_grading`."""
+        assert self.has_grades, "where a model alone grades, nothing is begun here"
+        samples = read_samples(data, self._tokenizer, self._reward_fn_key)
+        self._require_graders(samples)
+        begun = self._pool.begin(samples.rows, **self._limits(samples))
+
+        def result() -> RewardOutput:
+            with self._telling(samples):
+                outcomes = begun.result()
+            return self._collect(samples, outcomes)
+
+        return Grading(result, begun.cancel)
+
     async def grade_one(self, row: dict[str, Any]) -> Outcome:
         """See `EarlyRewardManager.grade_one`."""
         if not self.has_grades:
@@ -86,15 +101,22 @@ class NaiveRewardManager:
     def _graded(self, samples: Samples) -> list[Outcome]:
         if not self.has_grades:
             return [NO_GRADE] * len(samples.rows)
+        self._require_graders(samples)
+        with self._telling(samples):
+            return self._pool.grade(samples.rows, **self._limits(samples))
+
+    def _telling(self, samples: Samples) -> AbstractContextManager[None]:
+        return waiting(f"the rewards of {len(samples.rows)} samples", detail=self._pool.progress)
+
+    def _require_graders(self, samples: Samples) -> None:
         if self.function.path is None:
             for data_source in dict.fromkeys(row["data_source"] for row in samples.rows):
                 grader_name(data_source)
-        with waiting(f"the rewards of {len(samples.rows)} samples", detail=self._pool.progress):
-            return self._pool.grade(
-                samples.rows,
-                timeout_s=self.settings.timeout_s,
-                max_failures=allowed_failures(len(samples.rows), self.settings.max_error_rate),
-            )
+
+    def _limits(self, samples: Samples) -> dict[str, Any]:
+        """Of the whole batch."""
+        num_allowed = allowed_failures(len(samples.rows), self.settings.max_error_rate)
+        return {"timeout_s": self.settings.timeout_s, "max_failures": num_allowed}
 
 
 def check_options(manager: str, given: dict[str, Any], known: tuple[str, ...]) -> None:

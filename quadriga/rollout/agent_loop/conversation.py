@@ -17,7 +17,7 @@ from typing import Any
 from quadriga.errors import RolloutError
 from quadriga.rollout.agent_loop.tool_calls import ToolAnswer
 from quadriga.rollout.agent_loop.turns import TurnEncoder
-from quadriga.rollout.base import Completion, RolloutEngine, SamplingParams
+from quadriga.rollout.base import RolloutEngine, SamplingParams
 
 
 class ConversationOver(Exception):  # noqa: N818 - not an error: the way in which a conversation ends
@@ -193,7 +193,8 @@ class Conversation:
         sampling = replace(self.sampling, **params)
         started = time.perf_counter()
         completion = await self.engine.generate([*self.prompt_ids, *self.token_ids], sampling)
-        self._require_fit(completion, sampling.max_tokens)
+        where = f"engine, conversation of row {self.sample.row}, turn {len(self.turns)}"
+        completion.require_fit(sampling.max_tokens, where)
         token_ids = list(completion.token_ids)
         self._extend(token_ids, 1, completion.log_probs)
         text = self.encoder.text(token_ids, with_special=True)
@@ -254,16 +255,6 @@ class Conversation:
         self.token_ids += token_ids
         self.mask += [written] * len(token_ids)
         self.log_probs += log_probs
-
-    def _require_fit(self, completion: Completion, max_tokens: int) -> None:
-        length = len(completion.token_ids)
-        least = 0 if completion.finish_reason == "abort" else 1
-        if not least <= length <= max_tokens or length != len(completion.log_probs):
-            raise RolloutError(
-                f"engine, conversation of row {self.sample.row}, turn {len(self.turns)}",
-                got=f"{length} tokens with {len(completion.log_probs)} log-probabilities",
-                expected=f"{least} to {max_tokens} tokens, each with its own",
-            )
 
 
 def turn_seed(seed: int, number: int) -> int:

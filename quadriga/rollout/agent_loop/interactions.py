@@ -12,6 +12,7 @@ class Teacher(Interaction):
 """
 
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
@@ -37,18 +38,20 @@ class Reply:
     is_over: bool = False
 
 
-class Interaction:
+class Interaction(ABC):
     """A partner. Each conversation has an object of its own; every method may be `async`."""
 
     def start_interaction(self, **kwargs: Any) -> Any:
         """Begins a conversation; takes what a sample's `interaction_kwargs` say besides the name."""
+        return None
 
+    @abstractmethod
     def generate_response(self, messages: list[dict[str, Any]]) -> Any:
         """A `Reply` to the last of the messages, which is the model's."""
-        raise NotImplementedError(f"{type(self).__name__}.generate_response")
 
     def finalize_interaction(self) -> Any:
         """Called once, however the conversation ended."""
+        return None
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ One's own, in the file `agent.agent_loop_path`, for samples whose column `agent_
 import asyncio
 import contextlib
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -51,7 +52,7 @@ class Services:
     thread: ToolThread
 
 
-class AgentLoop:
+class AgentLoop(ABC):
     """Leads conversations, many at the same time: what belongs to one is kept in `run`.
 
     Args:
@@ -61,6 +62,7 @@ class AgentLoop:
     def __init__(self, services: Services) -> None:
         self.services = services
 
+    @abstractmethod
     async def run(self, chat: Conversation) -> None:
         """Leads one conversation to its end: where it returns, the model has had the last word.
 
@@ -71,7 +73,6 @@ class AgentLoop:
             ConversationOver: a limit was reached.
             ToolFailedError: a tool failed; the conversation ends, and its reason is recorded.
         """
-        raise NotImplementedError(f"{type(self).__name__}.run")
 
 
 class AgentLoopRegistry:
@@ -81,9 +82,20 @@ class AgentLoopRegistry:
         self._classes: dict[str, type[AgentLoop]] = {}
 
     def register(self, name: str) -> Callable[[LoopClass], LoopClass]:
-        """Class decorator: makes a loop known by a name."""
+        """Class decorator: makes a loop known by a name.
+
+        Raises:
+            RolloutError: the name is taken, or the class lacks a method that a loop must have.
+        """
 
         def add(cls: LoopClass) -> LoopClass:
+            if missing := sorted(cls.__abstractmethods__):
+                raise RolloutError(
+                    f"register({name!r})",
+                    got=f"{cls.__qualname__}, a class without {', '.join(missing)}",
+                    expected="each method that AgentLoop leaves open",
+                    fix=f"Write {cls.__qualname__}.{missing[0]}; see the docstring of AgentLoop.{missing[0]}.",
+                )
             taken = self._classes.get(name, cls)
             # A file that is loaded again makes its classes anew.
             if (taken.__module__, taken.__qualname__) != (cls.__module__, cls.__qualname__):

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 from transformers import PreTrainedTokenizerBase
 
 from quadriga.config.rollout import RolloutConfig
-from quadriga.errors import QuadrigaError, RolloutError, WeightSyncError
+from quadriga.errors import QuadrigaError, RolloutError
 from quadriga.protocol import DataProto
 from quadriga.rewards.outcome import Outcome
 from quadriga.rollout.agent_loop.batch import graded_row, metrics_of, samples_of, to_batch
@@ -36,6 +36,7 @@ from quadriga.rollout.agent_loop.turns import TurnEncoder
 from quadriga.rollout.agent_loop.user_files import by_name, class_tools, function_tools, import_file, partners
 from quadriga.rollout.base import RolloutEngine, SamplingParams
 from quadriga.rollout.sequences import sampling_of, sequence_seeds
+from quadriga.weight_sync.base import require_version
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +95,8 @@ class AgentLoopManager:
         self, engine: RolloutEngine, prompts: DataProto, *, seed: int, grade: Grade | None = None
     ) -> DataProto:
         """The same as `generate`, for callers with an event loop of their own."""
-        _require_version(engine, prompts.meta_info)
+        if (expected := prompts.meta_info.get("weight_version")) is not None:
+            require_version(engine, expected)
         started = time.perf_counter()
         params = sampling_of(prompts.meta_info, self.config, self.limits.response_tokens)
         seeds = sequence_seeds(prompts, seed)
@@ -243,14 +245,3 @@ def generate_conversations(
         return manager.generate(engine, prompts, seed=seed, grade=grade)
     finally:
         manager.close()
-
-
-def _require_version(engine: RolloutEngine, meta_info: dict[str, Any]) -> None:
-    expected = meta_info.get("weight_version")
-    if expected is not None and expected != engine.weight_version:
-        raise WeightSyncError(
-            "generate_conversations",
-            got=f"an engine with weights of version {engine.weight_version}",
-            expected=f"version {expected}",
-            fix="Publish the weights to the rollout after each update, before it generates.",
-        )

@@ -19,6 +19,7 @@
 Either may be `async`. An answer that is text is taken as it is, bytes are decoded, anything else is written as JSON.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeVar, overload
@@ -63,7 +64,7 @@ def _mark(function: Function, name: str, description: str) -> Function:
     return function
 
 
-class Tool:
+class Tool(ABC):
     """A tool with state. A conversation that may call it gets an object of its own.
 
     Its name is the class's, in small letters, unless `name` says otherwise; what the model reads is made of `execute`'s
@@ -75,10 +76,11 @@ class Tool:
 
     def create(self) -> Any:
         """Begins a conversation."""
+        return None
 
+    @abstractmethod
     def execute(self, *args: Any, **kwargs: Any) -> Any:
         """The answer to one call; its parameters are what the model writes."""
-        raise NotImplementedError(f"{type(self).__name__}.execute")
 
     def calc_reward(self) -> Any:
         """What the use of the tool earned, a number or None; asked once, at the end."""
@@ -86,6 +88,7 @@ class Tool:
 
     def release(self) -> Any:
         """Gives back what `create` took; called once, however the conversation ended."""
+        return None
 
 
 class ToolSession(Protocol):

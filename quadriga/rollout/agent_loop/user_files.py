@@ -143,4 +143,11 @@ def _class_named(reference: str, folder: Path, base: type, where: str) -> Any:
         )
         fix = f"Write `class {name}({base.__name__})`, from quadriga.rollout.agent_loop."
         raise ConfigError(where, got=got, expected=f"a subclass of {base.__name__}", fix=fix)
+    if missing := sorted(getattr(found, "__abstractmethods__", ())):
+        raise ConfigError(
+            where,
+            got=f"{name}, a class without {', '.join(missing)}",
+            expected=f"each method that {base.__name__} leaves open",
+            fix=f"Write {name}.{missing[0]}; see the docstring of {base.__name__}.{missing[0]}.",
+        )
     return found

@@ -18,13 +18,12 @@ from typing import Any
 
 import torch
 
-from quadriga.errors import QuadrigaError, RolloutError, WeightSyncError
-from quadriga.rollout.base import Completion, EngineBase, FinishReason, SamplingParams
-from quadriga.rollout.manifest import Manifest, agreed
+from quadriga.errors import RolloutError
+from quadriga.rollout.base import Completion, FinishReason, SamplingParams
+from quadriga.rollout.loaded import LoadedEngine
+from quadriga.rollout.manifest import Manifest
 from quadriga.rollout.reported import has_filters
-from quadriga.rollout.sglang.library import WHERE
 from quadriga.rollout.sglang.receiver import FINGERPRINTS, LOADER
-from quadriga.weight_sync.fingerprint import Fingerprint
 
 MIB = 1 << 20
 _REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
@@ -57,7 +56,7 @@ class Limits:
     can_sleep: bool = False
 
 
-class SGLangBase(EngineBase):
+class SGLangBase(LoadedEngine):
     """An engine on SGLang; a subclass says where SGLang is. See `RolloutEngine` for its methods.
 
     Args:
@@ -65,13 +64,11 @@ class SGLangBase(EngineBase):
         has_weights: whether SGLang starts with the model's weights; without, the first load brings them.
     """
 
-    name = "sglang"
+    name, title = "sglang", "SGLang"
 
     def __init__(self, limits: Limits, *, has_weights: bool) -> None:
-        super().__init__()
+        super().__init__(limits.manifest, limits.max_model_len, has_weights=has_weights)
         self.limits = limits
-        self.weight_version = 0 if has_weights else -1
-        self._arrived = Fingerprint({})
         self._ids = (f"{uuid.uuid4().hex}-{number}" for number in itertools.count())
         self._running: dict[str, Future[Any]] = {}
         self._aborted: set[str] = set()
@@ -82,7 +79,7 @@ class SGLangBase(EngineBase):
 
     async def generate(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
         """See `RolloutEngine.generate`."""
-        self._check([prompt_token_ids], [sampling])
+        self._require_ready([prompt_token_ids], [sampling])
         request_id, future = self._start(prompt_token_ids, sampling)
         try:
             return self._completion(request_id, await asyncio.wrap_future(future), sampling)
@@ -94,7 +91,7 @@ class SGLangBase(EngineBase):
 
     def generate_batch(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> list[Completion]:
         """See `RolloutEngine.generate_batch`. The first request that fails ends those that are not answered."""
-        self._check(prompts, sampling)
+        self._require_ready(prompts, sampling)
         started = [self._start(*one) for one in zip(prompts, sampling, strict=True)]
         try:
             return [
@@ -116,37 +113,6 @@ class SGLangBase(EngineBase):
             self._call("abort_request", abort_all=True)
             pending = list(wait(pending, _ABORT_AGAIN_S).not_done)
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """See `RolloutEngine.load_weights`. What was computed with the weights before is dropped.
-
-        Raises:
-            WeightSyncError: the stream is not the model's set of weights, or the processes received different ones.
-        """
-        self._require_open("load_weights")
-        self.weight_version = -1
-        try:
-            if self._has_given_memory_back:
-                self._call("resume_memory_occupation", tags=["weights"])
-                self._resumed = True
-            marks = self._receive(self.limits.manifest.checked(weights))
-        except RolloutError as error:
-            raise WeightSyncError(
-                f"{WHERE}, weights of version {version}",
-                got=f"an SGLang that does not take them: {error.got}",
-                expected="a load",
-                fix="Wait for the answers that are under way, or call abort(), before weights are published.",
-            ) from error
-        self._arrived = agreed(marks, f"{WHERE}, weights of version {version}")
-        self.weight_version = version
-
-    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """None: SGLang fuses its weights. `fingerprint` says what reached it."""
-        return iter(())
-
-    def fingerprint(self) -> Fingerprint:
-        """Of each weight of the last load, taken where the model is; empty before the first."""
-        return self._arrived
-
     def sleep(self) -> None:
         """See `RolloutEngine.sleep`. On a CPU SGLang keeps its memory."""
         super().sleep()
@@ -166,7 +132,10 @@ class SGLangBase(EngineBase):
         return self._state == "asleep" and self.limits.can_sleep
 
     def _receive(self, weights: Iterator[tuple[str, torch.Tensor]]) -> list[dict[str, str]]:
-        """Hands the weights over, and drops what was computed with others. Returns the fingerprints of each process."""
+        """See `LoadedEngine._receive`."""
+        if self._has_given_memory_back:
+            self._call("resume_memory_occupation", tags=["weights"])
+            self._resumed = True
         self._call("begin_weight_update")
         marks: list[dict[str, str]] = []
         num_sent = 0
@@ -207,19 +176,11 @@ class SGLangBase(EngineBase):
         self._running.pop(request_id, None)
         self._aborted.discard(request_id)
 
-    def _check(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> None:
-        self._require_ready(prompts, sampling)
-        limit = self.limits.max_model_len
-        for row, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
+    def _require_ready(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> None:
+        """See `LoadedEngine._require_ready`; and that SGLang knows what is asked for."""
+        super()._require_ready(prompts, sampling)
+        for row, params in enumerate(sampling):
             where = f"{self.name}.generate, prompt {row}"
-            if len(prompt) + params.max_tokens > limit:
-                raise RolloutError(
-                    where,
-                    got=f"{len(prompt)} prompt tokens and up to {params.max_tokens} new ones",
-                    expected=f"at most {limit} together",
-                    fix="Raise actor_rollout_ref.rollout.max_model_len, or lower data.max_prompt_length or "
-                    "data.max_response_length.",
-                )
             if params.ignore_eos and params.stop_token_ids:
                 raise RolloutError(
                     where,
@@ -275,16 +236,6 @@ class SGLangBase(EngineBase):
             )
         return Completion(tokens, numbers, reason, self.weight_version, [] if has_filters(sampling) else list(numbers))
 
-    def _died(self, what: str) -> RolloutError:
-        """What everybody is told who waits for an SGLang that is gone."""
-        return RolloutError(
-            self.name,
-            got=f"an SGLang that {what}",
-            expected="answers",
-            fix="Its own message stands in the log above. Less memory: lower actor_rollout_ref.rollout.max_num_seqs, "
-            "max_num_batched_tokens or gpu_memory_utilization.",
-        )
-
 
 def _buckets(weights: Iterable[tuple[str, torch.Tensor]], num_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
     """Copies on the host, of up to `num_bytes` together, or one weight that is larger."""
@@ -299,10 +250,3 @@ def _buckets(weights: Iterable[tuple[str, torch.Tensor]], num_bytes: int) -> Ite
         used += tensor.nbytes
     if bucket:
         yield bucket
-
-
-def as_rollout_error(error: Exception, method: str) -> QuadrigaError:
-    """An error of a connection in our words."""
-    if isinstance(error, QuadrigaError):
-        return error
-    return RolloutError(f"{WHERE}, {method}", got=f"{type(error).__name__}: {error}", expected="an answer")

@@ -127,7 +127,7 @@ class SGLangEngine(SGLangBase):
             is_ready, self.version = self._connection.recv()
         except (EOFError, OSError) as error:
             self._end_process()
-            raise self._refused("an SGLang that ended") from error
+            raise self._refused("a process that ended") from error
         if not is_ready:
             self._end_process()
             raise self._refused(self.version)
@@ -173,15 +173,6 @@ class SGLangEngine(SGLangBase):
             waiting, self._replies = self._replies, {}
         for future in waiting.values():
             _complete(future, self._died("has ended"))
-
-    def _refused(self, what: str) -> RolloutError:
-        return RolloutError(
-            f"{WHERE}, at its start",
-            got=what,
-            expected="a model and settings that SGLang takes",
-            fix="See max_model_len, cache_gigabytes and engine_kwargs.sglang of actor_rollout_ref.rollout; "
-            "SGLang's own traceback stands above.",
-        )
 
     def _end_process(self) -> None:
         """Asks the host to end SGLang and itself; what is left of its processes then is killed."""

@@ -16,6 +16,7 @@ import sys
 from multiprocessing.connection import Client, Connection
 from typing import Any
 
+from quadriga.errors import first_line
 from quadriga.rollout.sglang.library import Library, installed
 
 
@@ -56,12 +57,6 @@ async def _answer(
     [result] = await asyncio.gather(library.call(method, arguments), return_exceptions=True)
     failed = isinstance(result, BaseException)
     connection.send((number, not failed, first_line(result) if failed else result))
-
-
-def first_line(error: BaseException) -> str:
-    """What an error says, without the rest of a long report."""
-    lines = [line.strip() for line in str(error).strip().splitlines()[:2]]
-    return ": ".join([type(error).__name__, *lines])
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from quadriga.errors import RolloutError
-from quadriga.observe.probe import release_numbers
+from quadriga.rollout.loaded import require_release
 
 LEAST = "0.5.23"
 WHERE = "rollout.name=sglang"
@@ -39,18 +39,8 @@ def installed() -> str:
 
 
 def require_version(found: str) -> None:
-    """Refuses a version that this code was not written for.
-
-    Args:
-        found: the version that is installed, or "".
-
-    Raises:
-        RolloutError: it is missing, or older than `LEAST`.
-    """
-    if not found:
-        raise RolloutError(WHERE, got="no SGLang in this environment", expected=f"{LEAST} or newer", fix=_INSTALL)
-    if release_numbers(found) < release_numbers(LEAST):
-        raise RolloutError(WHERE, got=f"SGLang {found}", expected=f"{LEAST} or newer", fix=_INSTALL)
+    """Refuses the version that is installed, or "", where it is older than `LEAST`; see `require_release`."""
+    require_release("SGLang", found, LEAST, where=WHERE, fix=_INSTALL)
 
 
 class Library:

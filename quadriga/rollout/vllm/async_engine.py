@@ -15,7 +15,7 @@ import threading
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
-from quadriga.errors import RolloutError
+from quadriga.errors import RolloutError, first_line
 from quadriga.rollout.base import Completion, SamplingParams
 from quadriga.rollout.vllm.core import VLLMBase, VLLMOptions
 from quadriga.rollout.vllm.library import started
@@ -41,13 +41,13 @@ class AsyncVLLMEngine(VLLMBase):
 
     async def generate(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
         """See `RolloutEngine.generate`."""
-        self._check([prompt_token_ids], [sampling])
+        self._require_ready([prompt_token_ids], [sampling])
         future = asyncio.run_coroutine_threadsafe(self._answer(prompt_token_ids, sampling), self._loop)
         return await asyncio.wrap_future(future)  # cancelled here, it is cancelled there, and vLLM gives it up
 
     def generate_batch(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> list[Completion]:
         """See `RolloutEngine.generate_batch`."""
-        self._check(prompts, sampling)
+        self._require_ready(prompts, sampling)
         return self._do(self._answer_all(prompts, sampling))
 
     def abort(self) -> None:
@@ -71,10 +71,6 @@ class AsyncVLLMEngine(VLLMBase):
     def _ask(self, method: str, *args: Any, **options: Any) -> Any:
         return self._do(getattr(self.engine, method)(*args, **options))
 
-    def _check(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> None:
-        self._require_ready(prompts, sampling)
-        self._require_room(prompts, sampling)
-
     async def _answer(self, prompt: Sequence[int], sampling: SamplingParams) -> Completion:
         answer, request_id = Answer(), self._new_id()
         own = to_vllm(self.library, sampling, self.options.eos_token_ids, streams=False)
@@ -85,7 +81,7 @@ class AsyncVLLMEngine(VLLMBase):
         except RolloutError:
             raise
         except Exception as error:  # vLLM's failures have no class in common
-            raise self._died(error) from error
+            raise self._died(f"failed: {first_line(error)}") from error
         finally:
             self._running.discard(request_id)
         return answer.completion(sampling, self.options.log_probs_of, self.weight_version)

@@ -2,19 +2,18 @@
 """What the engines on vLLM share: how they are made, their limits, and how weights reach them."""
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from quadriga.errors import QuadrigaError, RolloutError, WeightSyncError
-from quadriga.rollout.base import EngineBase, SamplingParams
-from quadriga.rollout.manifest import Manifest, agreed
+from quadriga.errors import QuadrigaError, WeightSyncError, first_line
+from quadriga.rollout.loaded import LoadedEngine
+from quadriga.rollout.manifest import Manifest
 from quadriga.rollout.reported import LogProbsOf
 from quadriga.rollout.vllm.library import WHERE, Capability, load
 from quadriga.rollout.vllm.parcels import ParcelWriter
-from quadriga.weight_sync.fingerprint import Fingerprint
 
 RECEIVER = "quadriga.rollout.vllm.receiver.WeightReceiver"
 MIB, GIB = 1 << 20, 1 << 30
@@ -97,34 +96,26 @@ class VLLMOptions:
         return own | self.extra
 
 
-class VLLMBase(EngineBase):
+class VLLMBase(LoadedEngine):
     """An engine on vLLM; a subclass says where vLLM computes. See `RolloutEngine` for its methods.
 
     Raises:
         RolloutError: vLLM is missing, too old, or refuses the model or the options.
     """
 
-    name = "vllm"
+    name, title = "vllm", "vLLM"
 
     def __init__(self, options: VLLMOptions) -> None:
-        super().__init__()
+        super().__init__(options.manifest, options.max_model_len, has_weights=options.has_weights)
         self.options = options
         self.library = load()
-        self.weight_version = 0 if options.has_weights else -1
-        self._arrived = Fingerprint({})
         self._num_requests = 0
         try:
             self._start()
         except QuadrigaError:
             raise
         except Exception as error:  # whatever vLLM raises says what it did not like
-            raise RolloutError(
-                f"{WHERE}, at its start",
-                got=first_line(error),
-                expected="a model and settings that vLLM takes",
-                fix="See max_model_len, cache_gigabytes and engine_kwargs.vllm of actor_rollout_ref.rollout; "
-                "vLLM's own traceback stands above.",
-            ) from error
+            raise self._refused(first_line(error)) from error
         self.private_parts = self._probe()
 
     @abstractmethod
@@ -140,36 +131,6 @@ class VLLMBase(EngineBase):
         """Whether a tensor can be handed to the model as it is: it is in this process."""
         return False
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """See `RolloutEngine.load_weights`. What was computed with the weights before is dropped.
-
-        Raises:
-            WeightSyncError: the stream is not the model's set of weights, or the processes received different ones.
-        """
-        self._require_open("load_weights")
-        self.weight_version = -1
-        try:
-            marks = self._receive(self.options.manifest.checked(weights))
-        except QuadrigaError:
-            raise
-        except Exception as error:  # vLLM's failures have no class in common
-            raise WeightSyncError(
-                f"{WHERE}, weights of version {version}",
-                got=f"a vLLM that does not take them: {first_line(error)}",
-                expected="a load",
-                fix="Its own message stands in the log above.",
-            ) from error
-        self._arrived = agreed(marks, f"{WHERE}, weights of version {version}")
-        self.weight_version = version
-
-    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """None: vLLM fuses and packs its weights. `fingerprint` says what reached it."""
-        return iter(())
-
-    def fingerprint(self) -> Fingerprint:
-        """Of each weight of the last load, taken from the tensor that was given to vLLM; empty before the first."""
-        return self._arrived
-
     def sleep(self) -> None:
         """See `RolloutEngine.sleep`. On a CPU vLLM keeps its memory."""
         super().sleep()
@@ -184,7 +145,7 @@ class VLLMBase(EngineBase):
             self._call("clear_pages")  # their memory is new, and may hold anything
 
     def _receive(self, weights: Iterator[tuple[str, torch.Tensor]]) -> list[dict[str, str]]:
-        """Hands the weights over, and drops what was computed with others. Returns the fingerprints of each process."""
+        """See `LoadedEngine._receive`."""
         if self._has_given_memory_back:
             self._ask("wake_up", tags=["weights"])
         self._call("begin_weights")
@@ -227,35 +188,6 @@ class VLLMBase(EngineBase):
     def _probe(self) -> list[Capability]:
         return [Capability(*part) for part in self._call("private_parts")[0]]
 
-    def _require_room(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> None:
-        """Refuses requests that may run past the engine's limit."""
-        limit = self.options.max_model_len
-        for row, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
-            if len(prompt) + params.max_tokens > limit:
-                raise RolloutError(
-                    f"{self.name}.generate, prompt {row}",
-                    got=f"{len(prompt)} prompt tokens and up to {params.max_tokens} new ones",
-                    expected=f"at most {limit} together",
-                    fix="Raise actor_rollout_ref.rollout.max_model_len, or lower data.max_prompt_length or "
-                    "data.max_response_length.",
-                )
-
     def _new_id(self) -> str:
         self._num_requests += 1
         return str(self._num_requests)
-
-    def _died(self, error: Exception) -> RolloutError:
-        """What a caller is told whose answers will not come."""
-        return RolloutError(
-            f"{self.name}.generate",
-            got=f"a vLLM that failed: {first_line(error)}",
-            expected="answers",
-            fix="Its own message stands in the log above. Less memory: lower actor_rollout_ref.rollout.max_num_seqs, "
-            "max_num_batched_tokens or gpu_memory_utilization.",
-        )
-
-
-def first_line(error: BaseException) -> str:
-    """What an error says, without the rest of a long report."""
-    lines = [line.strip() for line in str(error).strip().splitlines()[:2]]
-    return ": ".join([type(error).__name__, *lines])

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
+from quadriga.errors import first_line
 from quadriga.rollout.base import Completion, SamplingParams
 from quadriga.rollout.vllm.core import VLLMBase, VLLMOptions
 from quadriga.rollout.vllm.library import started
@@ -34,7 +35,6 @@ class VLLMEngine(VLLMBase):
     def generate_batch(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> list[Completion]:
         """See `RolloutEngine.generate_batch`."""
         self._require_ready(prompts, sampling)
-        self._require_room(prompts, sampling)
         self._aborted.clear()
         answers: dict[str, Answer] = {}
         try:
@@ -47,7 +47,7 @@ class VLLMEngine(VLLMBase):
                 self._run(answers)
         except Exception as error:  # vLLM's failures have no class in common
             self._give_up(answers)
-            raise self._died(error) from error
+            raise self._died(f"failed: {first_line(error)}") from error
         return [
             answer.completion(params, self.options.log_probs_of, self.weight_version)
             for answer, params in zip(answers.values(), sampling, strict=True)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from quadriga.errors import RolloutError
-from quadriga.observe.probe import release_numbers
+from quadriga.rollout.loaded import require_release
 
 LEAST = "0.30"
 # The same library is published under one name for each kind of device; the module is always `vllm`.
@@ -63,18 +63,8 @@ def installed() -> str:
 
 
 def require_version(found: str) -> None:
-    """Refuses a version that this code was not written for.
-
-    Args:
-        found: the version that is installed, or "".
-
-    Raises:
-        RolloutError: it is missing, or older than `LEAST`.
-    """
-    if not found:
-        raise RolloutError(WHERE, got="no vLLM in this environment", expected=f"{LEAST} or newer", fix=_INSTALL)
-    if release_numbers(found) < release_numbers(LEAST):
-        raise RolloutError(WHERE, got=f"vLLM {found}", expected=f"{LEAST} or newer", fix=_INSTALL)
+    """Refuses the version that is installed, or "", where it is older than `LEAST`; see `require_release`."""
+    require_release("vLLM", found, LEAST, where=WHERE, fix=_INSTALL)
 
 
 def load() -> Library:

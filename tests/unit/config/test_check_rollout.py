@@ -31,6 +31,8 @@ def findings(*changes: str) -> tuple[set[str], str]:
         ["name=vllm", "top_p=0.9"],
         ["name=sglang", "temperature=0.7", "top_p=0.9", "cache_gigabytes=2"],
         ["max_model_len=4096"],
+        ["name=vllm", "mode=async", "data_parallel_size=2"],
+        ["name=sglang", "data_parallel_size=2"],
     ],
 )
 def test_nothing_to_say(changes: list[str]) -> None:
@@ -49,6 +51,8 @@ def test_nothing_to_say(changes: list[str]) -> None:
         (["name=sglang", "val_kwargs.min_p=0.1"], "val_kwargs.min_p"),
         (["name=sglang", "ignore_eos=true", "stop_token_ids=[3]"], "stop_token_ids"),
         (["max_model_len=7"], "max_model_len"),
+        (["data_parallel_size=2"], "data_parallel_size"),
+        (["name=vllm", "data_parallel_size=2"], "data_parallel_size"),
     ],
 )
 def test_refused(changes: list[str], key: str) -> None:

@@ -39,17 +39,73 @@ def test_rules(rules: str, threshold: float | str, expected: tuple) -> None:
     assert RolloutCorrectionConfig(rollout_rs=rules, rollout_rs_threshold=threshold).rejections == expected
 
 
-def test_presets() -> None:
-    """Each can be read; a key that is given holds against its preset; they are what they are called."""
-    for name in get_args(Preset):
-        settings = RolloutCorrectionConfig(preset=name)
-        assert settings.bypass_mode == name.startswith("bypass")
-        assert (settings.loss_type == "reinforce") == name.startswith("bypass_pg")
-        assert bool(settings.rejections) == ("_rs" in name)
-        assert (settings.weight_bounds[0] is not None) == ("icepop" in name)
-        assert settings.is_active == (name != "disabled")
+# What each preset stands for: bypass_mode, loss_type, rollout_is, its threshold, rollout_rs, its threshold.
+GEO, K3, SUM = ("seq_mean_k1", "0.999_1.001"), ("seq_mean_k3", "0.01"), ("seq_sum_k1", "0.5_2.0")
+NOTHING = (None, None)
+PRESETS = {
+    "decoupled_token_is": (False, "ppo_clip", "token", 2.0, *NOTHING),
+    "decoupled_seq_is": (False, "ppo_clip", "sequence", 2.0, *NOTHING),
+    "decoupled_token_icepop": (False, "ppo_clip", "token", "0.5_5.0", *NOTHING),
+    "decoupled_seq_is_rs": (False, "ppo_clip", "sequence", 2.0, *SUM),
+    "decoupled_geo_rs": (False, "ppo_clip", None, 2.0, *GEO),
+    "decoupled_geo_rs_seq_tis": (False, "ppo_clip", "sequence", 2.0, *GEO),
+    "decoupled_geo_rs_token_tis": (False, "ppo_clip", "token", 2.0, *GEO),
+    "decoupled_k3_rs": (False, "ppo_clip", None, 2.0, *K3),
+    "decoupled_k3_rs_seq_tis": (False, "ppo_clip", "sequence", 2.0, *K3),
+    "decoupled_k3_rs_token_tis": (False, "ppo_clip", "token", 2.0, *K3),
+    "bypass_ppo_clip": (True, "ppo_clip", None, 2.0, *NOTHING),
+    "bypass_ppo_clip_geo_rs": (True, "ppo_clip", None, 2.0, *GEO),
+    "bypass_ppo_clip_k3_rs": (True, "ppo_clip", None, 2.0, *K3),
+    "bypass_pg_is": (True, "reinforce", "sequence", 2.0, *NOTHING),
+    "bypass_pg_token_icepop": (True, "reinforce", "token", "0.5_5.0", *NOTHING),
+    "bypass_pg_geo_rs": (True, "reinforce", None, 2.0, *GEO),
+    "bypass_pg_geo_rs_seq_tis": (True, "reinforce", "sequence", 2.0, *GEO),
+    "bypass_pg_geo_rs_token_tis": (True, "reinforce", "token", 2.0, *GEO),
+    "disabled": (False, "ppo_clip", None, 2.0, *NOTHING),
+}
+
+
+@pytest.mark.parametrize("name", get_args(Preset))
+def test_presets(name: str) -> None:
+    """Each by its fields; no mean over the batch is among them, and only `disabled` does nothing."""
+    settings = RolloutCorrectionConfig(preset=name)
+    assert PRESETS[name] == (
+        settings.bypass_mode,
+        settings.loss_type,
+        settings.rollout_is,
+        settings.rollout_is_threshold,
+        settings.rollout_rs,
+        settings.rollout_rs_threshold,
+    )
+    assert not settings.rollout_is_batch_normalize
+    assert settings.is_active == (name != "disabled")
+
+
+def test_a_key_holds_against_its_preset() -> None:
+    """It is given as well, so it is meant."""
+    assert len(PRESETS) == len(get_args(Preset))
     assert RolloutCorrectionConfig(preset="decoupled_token_is", rollout_is_threshold=5.0).weight_bounds == (None, 5.0)
     assert RolloutCorrectionConfig(preset="decoupled_seq_is", rollout_is="token").rollout_is == "token"
+
+
+@pytest.mark.parametrize(
+    ("earlier", "name"),
+    [
+        ("token_tis", "decoupled_token_is"),
+        ("seq_mis", "decoupled_seq_is_rs"),
+        ("geo_mis", "decoupled_geo_rs"),
+        ("ppo_is_bypass", "bypass_ppo_clip"),
+        ("pure_is", "bypass_pg_is"),
+        ("pg_rs", "bypass_pg_geo_rs"),
+        ("decoupled_k1_rs_seq_tis", "decoupled_geo_rs_seq_tis"),
+        ("bypass_ppo_clip_k1_rs", "bypass_ppo_clip_geo_rs"),
+    ],
+)
+def test_names_of_earlier_times(earlier: str, name: str) -> None:
+    """They are met with the name that is nearest, and what it leaves out."""
+    with pytest.raises(ValidationError, match=f"now, {name}") as caught:
+        RolloutCorrectionConfig(preset=earlier)
+    assert ("veto on single tokens" in str(caught.value)) == ("geo_rs" in name)
 
 
 def test_passes() -> None:
@@ -75,6 +131,8 @@ def test_passes() -> None:
         ({"rollout_is_threshold": "5_0.5"}, "a number above 0, or two"),
         ({"rollout_is_threshold": "much"}, "a number above 0, or two"),
         ({"preset": "decoupled"}, "decoupled_token_is"),
+        ({"preset": "sequence_k1_rs"}, "decoupled_token_is"),
+        ({"preset": 3}, "decoupled_token_is"),
         ({"rollout_is": "answer"}, "token"),
     ],
 )

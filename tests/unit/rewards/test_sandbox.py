@@ -188,3 +188,39 @@ def test_an_unknown_data_source_stops_at_once():
         pytest.raises(RewardError, match="'nobody/knows'"),
     ):
         pool.grade([{**rows(1)[0], "data_source": "nobody/knows"}], timeout_s=10)
+
+
+def test_a_round_that_was_begun_goes_on_by_itself(file):
+    with GradingPool(ScoreFunction(file), num_workers=2) as pool:
+        begun = pool.begin(rows(*range(20)), timeout_s=10)
+        deadline = time.monotonic() + 20
+        while pool.progress() != "nothing is being graded" and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert [outcome.score for outcome in begun.result()] == list(range(20))
+
+
+def test_a_round_that_is_cancelled_leaves_nothing_and_the_pool_goes_on(file):
+    with GradingPool(ScoreFunction(file), num_workers=2) as pool:
+        before = {outcome.extra["pid"] for outcome in pool.grade(rows(1, 2, 3), timeout_s=10)}
+        begun = pool.begin(rows("sleep", "hang", "hang"), timeout_s=60)
+        while "2 in work" not in pool.progress():
+            time.sleep(0.01)
+        begun.cancel()
+        assert_ended(before)
+        assert pool.progress() == "nothing is being graded"
+        with pytest.raises(RewardError, match=r"cancel\(\)"):
+            begun.result()
+        (again,) = pool.grade(rows(5), timeout_s=10)
+        assert again.score == 5 and again.extra["pid"] not in before
+
+
+def test_a_round_may_be_cancelled_before_its_turn(file):
+    """It waits for another one that is under way; that one is not touched."""
+    with GradingPool(ScoreFunction(file), num_workers=1) as pool:
+        pool.start()
+        first = pool.begin(rows("sleep"), timeout_s=1.0)
+        while "1 in work" not in pool.progress():
+            time.sleep(0.01)
+        second = pool.begin(rows("hang"), timeout_s=60)
+        second.cancel()
+        assert [outcome.kind for outcome in first.result()] == ["timeout"]

@@ -175,6 +175,43 @@ def test_an_engine_that_dies_while_it_loads_is_left() -> None:
     assert len(engines[2].copies) == 20
 
 
+class Refuses(Engine):
+    """Dies when it is to take weights, and tells it in the words of weights."""
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        error = ConnectionError("the process has ended")
+        raise WeightSyncError("engine", got=f"no load: {error}") from error
+
+
+def test_an_engine_that_is_dead_when_weights_come_is_left() -> None:
+    balancer = Balancer([Refuses(), Engine()])
+    balancer.load_weights(lent(3), version=1)
+    assert balancer.alive == [1] and balancer.weight_version == 1
+    with pytest.raises(WeightSyncError, match="no load: the process has ended"):
+        Balancer([Refuses(), Refuses()]).load_weights(lent(3), version=1)
+
+
+class Sleepless(Engine):
+    """Has died meanwhile."""
+
+    def sleep(self) -> None:
+        raise ConnectionError("the process has ended")
+
+    wake = abort = sleep
+
+
+@pytest.mark.parametrize("call", ["sleep", "wake", "abort"])
+def test_an_engine_that_died_meanwhile_is_left(call: str) -> None:
+    engines = [Engine(), Sleepless(), Engine()]
+    balancer = Balancer(engines)
+    getattr(balancer, call)()
+    assert balancer.alive == [0, 2]
+    states = [engines[number]._state for number in balancer.alive]
+    assert states == ["asleep" if call == "sleep" else "awake"] * 2
+    with pytest.raises(RolloutError, match="ConnectionError: the process has ended"):
+        getattr(Balancer([Sleepless(), Sleepless()]), call)()
+
+
 def test_a_stream_that_breaks_is_an_error_of_the_stream() -> None:
     def broken() -> Iterator[tuple[str, torch.Tensor]]:
         yield from lent(2)

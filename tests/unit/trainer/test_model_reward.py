@@ -9,7 +9,7 @@ import torch
 
 from quadriga.observe.metrics import Metric
 from quadriga.protocol import DataProto
-from quadriga.rewards import RewardOutput
+from quadriga.rewards import Grading, RewardOutput
 from quadriga.trainer.model_reward import ModelReward
 
 
@@ -89,3 +89,41 @@ def test_what_was_cut_is_said(batch: DataProto, caplog: pytest.LogCaptureFixture
         output: Any = ModelReward(Judge(num_cut=2), Graders())(batch)
     assert value(output, "reward/rm_cut") == 2
     assert "2 of 3 inputs were too long (reward_model.max_length)" in caplog.text
+
+
+class Elsewhere(Graders):
+    """Grades only when it is waited for; tells what became of it."""
+
+    has_grades = True
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def start_grading(self, data: DataProto) -> Grading:
+        self.events.append("started")
+        return Grading(lambda: self(data), lambda: self.events.append("cancelled"))
+
+
+def test_graders_begin_before_the_model_scores(batch: DataProto) -> None:
+    """The sum is the same; the model's scores are there before the graders are waited for."""
+    graders = Elsewhere()
+    reward = ModelReward(Judge(), graders)
+    assert reward.has_grades
+    grading = reward.start_grading(batch)
+    assert graders.events == ["started"] and batch.batch["rm_scores"].sum(-1).tolist() == [1, 2, 3]
+    output = grading.result()
+    torch.testing.assert_close(output.scores.sum(-1), torch.tensor([1.1, 2.1, 3.1]))
+    assert value(output, "reward/rm_score/mean") == 2 and output.extra["pred"] == ["x"] * 3
+    grading.cancel()
+    assert graders.events == ["started", "cancelled"]
+
+
+def test_graders_end_where_the_model_fails(batch: DataProto) -> None:
+    class Broken(Judge):
+        def compute_rm_score(self, data: DataProto) -> DataProto:
+            raise RuntimeError("no memory")
+
+    graders = Elsewhere()
+    with pytest.raises(RuntimeError, match="no memory"):
+        ModelReward(Broken(), graders).start_grading(batch)
+    assert graders.events == ["started", "cancelled"]

@@ -158,6 +158,20 @@ def test_too_many_failures_stop_the_asking(judge, server):
     assert len(server.questions) < 25
 
 
+def test_a_judge_is_asked_meanwhile_and_no_more_once_it_is_cancelled(judge, server):
+    manager = judge(prompt=PROMPT, max_concurrency=1)
+    data = batch([0, 1, 2], "x", "{x}")
+    grading = manager.start_grading(data)
+    deadline = time.monotonic() + 20
+    while len(server.questions) < 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert grading.result().scores.tolist() == manager(data).scores.tolist()
+    num_asked = len(server.questions)
+    manager.start_grading(batch([0] * 200, "x", "{x}")).cancel()
+    time.sleep(0.1)
+    assert len(server.questions) < num_asked + 100
+
+
 def test_one_sample_alone(judge):
     manager = judge(prompt="{solution_str}")
     row = {"data_source": "x", "solution_str": "5", "ground_truth": None, "extra_info": {}}

@@ -9,7 +9,7 @@ import torch
 
 from quadriga.config.rollout import RolloutConfig
 from quadriga.errors import ConfigError, RolloutError
-from quadriga.rollout.agent_loop import AgentLoopManager
+from quadriga.rollout.agent_loop import AgentLoop, AgentLoopManager, Interaction, Tool
 from quadriga.rollout.agent_loop.loops import AgentLoopRegistry, SingleTurnAgent, ToolAgent
 
 ADD = '''
@@ -74,6 +74,31 @@ def test_registry() -> None:
         registry.register("one")(ToolAgent)
 
 
+class Silent(AgentLoop):
+    """Lacks `run`."""
+
+
+def test_a_loop_that_lacks_a_method() -> None:
+    """Neither registered nor made."""
+    registry = AgentLoopRegistry()
+    with pytest.raises(
+        RolloutError, match=r"register\('silent'\): got Silent, a class without run, .*Write Silent.run"
+    ):
+        registry.register("silent")(Silent)
+    with pytest.raises(RolloutError, match="agent_name: got 'silent'"):
+        registry.get("silent")
+    with pytest.raises(TypeError, match=r"Silent.*\brun\b"):
+        Silent(None)
+
+
+@pytest.mark.parametrize(("base", "lacks"), [(Tool, "execute"), (Interaction, "generate_response")])
+def test_hooks_are_optional_and_the_rest_is_not(base: type, lacks: str) -> None:
+    """One method is enough; without it no object is made."""
+    assert isinstance(type("Whole", (base,), {lacks: lambda self: None})(), base)
+    with pytest.raises(TypeError, match=lacks):
+        type("Idle", (base,), {})()
+
+
 def test_a_manager_keeps_its_tools(make_prompts, recorder, tool_file, tokenizer) -> None:
     """Batch after batch over the same manager, within an event loop of the caller's too."""
     turns = {"enable": True, "function_tool_path": tool_file(ADD)}
@@ -109,6 +134,10 @@ def test_files_that_are_not_of_tools(converse, make_prompts, recorder, tool_file
         ("tools: [{class_name: bank.py:Accout}]", "no class 'Accout' in bank.py"),
         ("tools: [{class_name: nobody.knows.Tool}]", "nobody.knows"),
         ("tools: [{class_name: bank.py:Plain}]", "not a subclass of Tool"),
+        (
+            "tools: [{class_name: bank.py:Idle}]",
+            "bank.py:Idle: got Idle, a class without execute, .*Write Idle.execute",
+        ),
         ("tools: [{class: bank.py:Account}]", "class_name: got nothing"),
         ("mcp_servers: {files: {}}", "either command or url"),
         ("tols: []", "tools.yaml, line 1, tols: got"),
@@ -118,7 +147,15 @@ def test_yaml_files_that_are_wrong(
     converse, make_prompts, recorder, tool_file, tmp_path: Path, text: str, expected: str
 ) -> None:
     """The error names the key and what it may be."""
-    tool_file(STATEFUL + "\n\nclass Plain:\n    pass\n", "bank.py")
+    tool_file(STATEFUL + "\n\nclass Plain:\n    pass\n\n\nclass Idle(Tool):\n    pass\n", "bank.py")
     (tmp_path / "tools.yaml").write_text(text)
     with pytest.raises(ConfigError, match=expected):
         converse(recorder(["x"]), make_prompts(["?"]), {"tool_config_path": str(tmp_path / "tools.yaml")})
+
+
+def test_a_partner_that_cannot_answer(converse, make_prompts, recorder, tool_file, tmp_path: Path) -> None:
+    """Said before anything is generated."""
+    tool_file("class Mute(Interaction):\n    pass\n", "mute.py")
+    (tmp_path / "partners.yaml").write_text("interaction: [{name: mute, class_name: mute.py:Mute}]")
+    with pytest.raises(ConfigError, match="got Mute, a class without generate_response"):
+        converse(recorder(["x"]), make_prompts(["?"]), {"interaction_config_path": str(tmp_path / "partners.yaml")})

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the loops of `quadriga train` and `quadriga sft` share: at which step they are, what is due after it, whether
+they must end before the last one, and who is told.
+
+A subclass counts `global_steps` and measures each step, by a `timer` with the phase `step`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from quadriga.config.base import Section
+from quadriga.config.trainer import RunConfig
+from quadriga.observe.progress import Progress
+from quadriga.observe.stopping import expires_within, expiry, is_stop_requested
+from quadriga.observe.timing import PhaseTimer
+from quadriga.observe.tracking import Tracking
+from quadriga.trainer.checkpoint import Checkpoints
+from quadriga.trainer.saving import CheckpointSaver
+
+
+class TrainingLoop(ABC):
+    """See the module.
+
+    Args:
+        config: of the run, as its trackers show it.
+        settings: its section `trainer`.
+        learners: the worker groups that checkpoints are made of, by the names of their parts.
+        total_training_steps: where the run ends.
+
+    Attributes:
+        global_steps: number of the step that has begun; 0 before the first.
+        metrics: of that step.
+        timer: of that step.
+        is_stopping: whether the run was asked to end before its last step, as of the last `save_where_due`.
+    """
+
+    progress: Progress
+    tracking: Tracking
+
+    def __init__(
+        self, config: Section, settings: RunConfig, learners: Mapping[str, Any], total_training_steps: int
+    ) -> None:
+        self.settings, self.total_training_steps = settings, total_training_steps
+        self.checkpoints = Checkpoints(settings.directory, settings.max_ckpt_to_keep)
+        self.saver = CheckpointSaver(self.checkpoints, learners, tell=lambda text: self.progress.message(text))
+        self.global_steps, self.is_stopping = 0, False
+        self.metrics: dict[str, float] = {}
+        self.timer = PhaseTimer()
+        self._config = config
+        self._expires_at, self._longest_step_s = expiry(), 0.0
+
+    @abstractmethod
+    def write_run_state(self, directory: Path) -> None:
+        """The driver's own part of a checkpoint."""
+
+    @property
+    def is_last_step(self) -> bool:
+        """Whether the step that has begun is the last of the run."""
+        return self.global_steps >= self.total_training_steps
+
+    def is_due(self, frequency: int) -> bool:
+        """Whether what is done every so many steps, and in the last one, is done in this one. -1: never."""
+        return frequency > 0 and (self.is_last_step or self.global_steps % frequency == 0)
+
+    def save_where_due(self) -> None:
+        """Begin the checkpoint of this step where it has one, and complete it where no other step may follow."""
+        save_freq = self.settings.save_freq
+        may_be_last = self._may_be_last_step() and save_freq > 0
+        if may_be_last or self.is_due(save_freq):
+            self.save_checkpoint()
+        if may_be_last:
+            self.saver.finish()
+
+    def save_checkpoint(self) -> None:
+        """Copy all that is needed to go on from here as if nothing had happened; it is written in the background."""
+        self.saver.start(self.global_steps, self.write_run_state)
+
+    def open_progress(self) -> Progress:
+        """Where the run stands, for people."""
+        total = self.total_training_steps
+        return Progress(total, initial=self.global_steps, activity=lambda: self.timer.current)
+
+    def open_tracking(self) -> Tracking:
+        """The trackers of the run, beside its `progress`."""
+        return Tracking(
+            self.settings.loggers,
+            project_name=self.settings.project_name,
+            experiment_name=self.settings.experiment_name,
+            config=self._config.model_dump(mode="json"),
+            directory=self.settings.directory,
+            resume_step=self.global_steps,
+            progress=self.progress,
+        )
+
+    def _may_be_last_step(self) -> bool:
+        """Whether the run was asked to stop, or the machine may be taken back before another step is saved."""
+        # The last step is the end anyway.
+        self.is_stopping = is_stop_requested() and not self.is_last_step
+        self._longest_step_s = max(self._longest_step_s, self.timer.seconds["step"])
+        needed_s = self._longest_step_s + self.saver.longest_s + self.settings.esi_redundant_time
+        return self.is_stopping or expires_within(self._expires_at, needed_s)

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What engines of others share, of one that keeps what it is given in a dictionary for each of two processes."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import torch
+from torch import nn
+
+from quadriga.errors import PeerLostError, QuadrigaError, RolloutError, WeightSyncError
+from quadriga.rollout.base import Completion, SamplingParams
+from quadriga.rollout.loaded import LoadedEngine
+from quadriga.rollout.manifest import Manifest
+from quadriga.weight_sync import InProcessWeights
+from quadriga.weight_sync.fingerprint import fingerprint
+
+Weights = Iterator[tuple[str, torch.Tensor]]
+
+
+class TwoProcesses(LoadedEngine):
+    """The second one gets what `meddle` makes of a weight."""
+
+    name, title = "two", "TwoLM"
+
+    def __init__(self, *, has_weights: bool = True) -> None:
+        super().__init__(Manifest.of(nn.Linear(2, 3)), 10, has_weights=has_weights)
+        self.meddle: Callable[[torch.Tensor], torch.Tensor] = torch.clone
+
+    def generate_batch(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> list[Completion]:
+        self._require_ready(prompts, sampling)
+        return [Completion([1], [0.0], "stop", self.weight_version) for _ in prompts]
+
+    def _receive(self, weights: Weights) -> list[dict[str, str]]:
+        first = {name: tensor.detach().clone() for name, tensor in weights}
+        second = {name: self.meddle(tensor) for name, tensor in first.items()}
+        return [dict(fingerprint(one.items()).tensors) for one in (first, second)]
+
+
+def breaking(error: Exception) -> Weights:
+    """A stream that breaks off."""
+    yield "weight", torch.zeros(3, 2)
+    raise error
+
+
+def test_a_load_is_vouched_for() -> None:
+    """Without weights of its own it refuses until then."""
+    engine, sent = TwoProcesses(has_weights=False), nn.Linear(2, 3)
+    with pytest.raises(RolloutError, match="not loaded completely"):
+        engine.generate_batch([[1]], [SamplingParams(1)])
+    InProcessWeights().publish(sent.named_parameters(), engine, 4)
+    assert engine.weight_version == 4
+    assert not engine.fingerprint().differences(fingerprint(sent.named_parameters()))
+    assert engine.generate_batch([[1]], [SamplingParams(1)])[0].weight_version == 4
+
+
+@pytest.mark.parametrize(
+    ("raised", "expected", "told"),
+    [
+        (OSError("no\nspace\nleft"), WeightSyncError, r"TwoLM, which does not take them: OSError: no: space, .*abort"),
+        (
+            RolloutError("call", got="status 400"),
+            WeightSyncError,
+            r"rollout\.name=two, weights of version 1.*status 400",
+        ),
+        (PeerLostError("rank 3"), PeerLostError, "^rank 3"),
+    ],
+)
+def test_a_load_that_fails(raised: Exception, expected: type[QuadrigaError], told: str) -> None:
+    """What the engine says is told; an error of ours that has nothing to do with it stays as it is."""
+    engine = TwoProcesses()
+    with pytest.raises(expected, match=told):
+        engine.load_weights(breaking(raised), 1)
+    assert engine.weight_version == -1
+    with pytest.raises(RolloutError, match="not loaded completely"):
+        engine.generate_batch([[1]], [SamplingParams(1)])
+
+
+def test_processes_that_received_different_weights() -> None:
+    engine = TwoProcesses()
+    engine.meddle = lambda tensor: tensor + 1 if tensor.dim() == 1 else tensor
+    with pytest.raises(WeightSyncError, match="1 weights that differ between process 0 and 1: bias"):
+        engine.load_weights(nn.Linear(2, 3).named_parameters(), 1)
+    assert engine.weight_version == -1
+
+
+def test_requests_that_may_become_too_long() -> None:
+    """The limit is prompt and answer together; the row is named."""
+    engine = TwoProcesses()
+    assert len(engine.generate_batch([[1] * 6], [SamplingParams(4)])) == 1
+    told = r"two\.generate, prompt 1: got 7 prompt tokens and up to 4 new ones, expected at most 10 together"
+    with pytest.raises(RolloutError, match=told):
+        engine.generate_batch([[1], [1] * 7], [SamplingParams(4)] * 2)

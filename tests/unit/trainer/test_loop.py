@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is due after a step, and when a run must end before its last, of a loop that learns nothing."""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from quadriga.config import Config
+from quadriga.config.trainer import TrainerConfig
+from quadriga.observe import stopping
+from quadriga.observe.stopping import EXPIRY_VARIABLES, request_stop
+from quadriga.trainer.loop import TrainingLoop
+
+
+class Learner:
+    """Has written its part at once."""
+
+    def save_checkpoint(self, directory: Path) -> None:
+        (directory / "actor").mkdir()
+        (directory / "actor" / "weights").write_text("weights")
+
+    def checkpoint_written(self, wait: bool = False) -> list[bool]:
+        return [True]
+
+
+class Counting(TrainingLoop):
+    """Counts its steps; each takes `step_s` on its own clock."""
+
+    step_s = 0.0
+
+    def write_run_state(self, directory: Path) -> None:
+        (directory / "trainer").mkdir()
+        (directory / "trainer" / "state").write_text(str(self.global_steps))
+
+    def run(self) -> None:
+        with self.open_progress() as self.progress:
+            while not self.is_last_step and not self.is_stopping:
+                self.global_steps += 1
+                self.timer.seconds["step"] = self.step_s
+                self.save_where_due()
+            self.saver.finish()
+
+
+Make = Callable[..., Counting]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    """A loop of five steps; changes are those of `trainer`."""
+
+    def build(**changes: int) -> Counting:
+        settings = TrainerConfig(default_local_dir=str(tmp_path / "run"), **changes)
+        return Counting(Config.model_construct(trainer=settings), settings, {"actor": Learner()}, 5)
+
+    return build
+
+
+@pytest.fixture
+def asked_to_stop() -> Iterator[None]:
+    """As after a SIGTERM."""
+    request_stop()
+    yield
+    stopping._requested.clear()
+
+
+def saved(loop: Counting) -> list[int]:
+    """The steps that have a checkpoint, each with the loop's own part."""
+    steps = loop.checkpoints.steps()
+    states = [(loop.checkpoints.path(step) / "trainer" / "state").read_text() for step in steps]
+    assert states == [str(step) for step in steps]
+    return steps
+
+
+def test_due_is_every_so_often_and_in_the_last_step(make: Make) -> None:
+    loop = make()
+    due = {}
+    for frequency in (-1, 1, 2, 9):
+        due[frequency] = []
+        for loop.global_steps in range(1, 6):
+            due[frequency] += [loop.global_steps] * loop.is_due(frequency)
+    assert due == {-1: [], 1: [1, 2, 3, 4, 5], 2: [2, 4, 5], 9: [5]}
+
+
+def test_checkpoints_where_they_are_due(make: Make) -> None:
+    loop = make(save_freq=2)
+    loop.run()
+    assert saved(loop) == [2, 4, 5] and not loop.is_stopping
+
+
+def test_a_stop_that_was_asked_for_ends_after_a_step_that_is_saved(make: Make, asked_to_stop: None) -> None:
+    loop = make(save_freq=4)
+    loop.run()
+    assert loop.is_stopping and loop.global_steps == 1 and saved(loop) == [1]
+
+
+def test_the_last_step_is_the_end_anyway(make: Make, asked_to_stop: None) -> None:
+    loop = make(save_freq=4)
+    loop.global_steps = 4
+    loop.run()
+    assert not loop.is_stopping and saved(loop) == [5]
+
+
+def test_without_checkpoints_a_stop_saves_none(make: Make, asked_to_stop: None) -> None:
+    loop = make()
+    loop.run()
+    assert loop.is_stopping and loop.global_steps == 1 and saved(loop) == []
+
+
+@pytest.mark.parametrize(
+    ("step_s", "spare_s", "expected"), [(0.0, 0, [5]), (500.0, 0, [1, 2, 3, 4, 5]), (0.0, 500, [1, 2, 3, 4, 5])]
+)
+def test_each_step_is_saved_where_the_machine_may_be_gone_before_the_next(
+    step_s: float, spare_s: int, expected: list[int], make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is taken back in 400 seconds, after the longest step and what is to spare; the run goes on until then."""
+    monkeypatch.setenv(EXPIRY_VARIABLES[0], str(int(time.time()) + 400))
+    loop = make(save_freq=9, esi_redundant_time=spare_s)
+    loop.step_s = step_s
+    loop.run()
+    assert saved(loop) == expected and not loop.is_stopping

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several engines behind one rollout, out of the configuration: who is made, with what, and that all are reached.
+
+The engines repeat the prompt: vLLM and SGLang themselves are in tests/vllm and tests/sglang.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from quadriga.config import Config, RolloutConfig, load_config, problem_of_several_engines
+from quadriga.errors import ConfigError
+from quadriga.models.load import load_causal_lm
+from quadriga.rollout import Balancer, Completion, SamplingParams, ScriptedEngine
+from quadriga.weight_sync import InProcessWeights
+from quadriga.workers import rollouts
+from quadriga.workers.elsewhere import ActorElsewhere
+
+ELSEWHERE = ActorElsewhere(torch.device("cpu"), torch.float32)
+MIB = 1 << 20
+
+
+class Echo(ScriptedEngine):
+    """Repeats the prompt; keeps what it was made with. An engine of the number that `dies` names does not start."""
+
+    made: ClassVar[list["Echo"]] = []
+    dies = -1
+    library, version, takes_tensors, private_parts = SimpleNamespace(version="0"), "0", False, ()
+
+    def __init__(self, options: Any, limits: Any = None, **more: Any) -> None:
+        super().__init__(lambda prompt: prompt)
+        if len(Echo.made) == Echo.dies:
+            raise ConfigError("engine", got="too little memory")
+        Echo.made.append(self)
+        self.weight_version = -1
+        self.options, self.limits, self.more = options, limits or options.limits, more
+        self.num_threads = os.environ.get("OMP_NUM_THREADS")
+        self.events: list[str] = []
+        self.asked: list[int] = []
+
+    def generate_batch(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> list[Completion]:
+        self.asked += [prompt[0] for prompt in prompts]
+        return super().generate_batch(prompts, sampling)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        super().load_weights(weights, version)
+        self.events.append(f"weights {version}")
+
+    def sleep(self) -> None:
+        super().sleep()
+        self.events.append("sleep")
+
+    def wake(self) -> None:
+        super().wake()
+        self.events.append("wake")
+
+    def close(self) -> None:
+        super().close()
+        self.events.append("close")
+
+
+class EchoOfVLLM(Echo):
+    def __init__(self, options: Any) -> None:
+        super().__init__(options, SimpleNamespace(has_seeds=True))
+
+
+@pytest.fixture
+def make(config: Config, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., rollouts.Rollout]:
+    """`make(**rollout)`: what the factory of `rollout.name` gives, with these engines in the place of real ones."""
+    monkeypatch.setattr(Echo, "made", [])
+    monkeypatch.setattr(rollouts, "AsyncVLLMEngine", EchoOfVLLM)
+    monkeypatch.setattr(rollouts, "SGLangEngine", Echo)
+    monkeypatch.setattr(rollouts, "SGLangServer", Echo)
+
+    def build(**changes: Any) -> rollouts.Rollout:
+        policy = config.actor_rollout_ref.model_copy(update={"rollout": RolloutConfig(n=2, **changes)})
+        own = config.model_copy(update={"actor_rollout_ref": policy})
+        return getattr(rollouts, changes["name"])(own, ELSEWHERE, tokenizer)
+
+    return build
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+def test_two_engines_share_what_the_process_has(
+    name: str, make: Callable[..., rollouts.Rollout], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads, the accelerator's memory and the bucket for weights are divided; keys and values are each one's own."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "6")
+    rollout = make(
+        name=name, mode="async", data_parallel_size=2, gpu_memory_utilization=0.5, update_weights_bucket_megabytes=8
+    )
+    assert isinstance(rollout.engine, Balancer) and rollout.engine.engines == Echo.made
+    assert [engine.num_threads for engine in Echo.made] == ["3", "3"] and os.environ["OMP_NUM_THREADS"] == "6"
+    for engine in Echo.made:
+        assert engine.options.gpu_memory_utilization == 0.25
+        assert (engine.options if name == "vllm" else engine.limits).bucket_bytes == 4 * MIB
+    assert "balanced over 2 engines, each: " + name in rollout.description
+
+
+def test_one_engine_is_itself(make: Callable[..., rollouts.Rollout], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "6")
+    rollout = make(name="vllm", mode="async")
+    assert [rollout.engine] == Echo.made and Echo.made[0].num_threads == "6"
+    assert "balanced" not in rollout.description
+
+
+def test_a_process_without_the_variable_divides_its_own_threads(
+    make: Callable[..., rollouts.Rollout], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
+    make(name="vllm", mode="async", data_parallel_size=2)
+    assert [engine.num_threads for engine in Echo.made] == ["2", "2"] and "OMP_NUM_THREADS" not in os.environ
+    make(name="vllm", mode="async", data_parallel_size=9)
+    assert Echo.made[-1].num_threads == "1"
+
+
+def test_requests_weights_and_sleep_reach_all(make: Callable[..., rollouts.Rollout], config: Config) -> None:
+    rollout = make(name="vllm", mode="async", data_parallel_size=2)
+    model = load_causal_lm(config.actor_rollout_ref.model.path, dtype=torch.float32, attention="sdpa")
+    for version in (1, 2):
+        rollout.weights.publish(model.named_parameters(), rollout.engine, version)
+    rollout.weights.verify(rollout.engine, 2)
+    assert isinstance(rollout.weights, InProcessWeights) and rollout.engine.weight_version == 2
+    prompts = [[number, 3] for number in range(3, 11)]
+    answers = rollout.engine.generate_batch(prompts, [SamplingParams(max_tokens=2)] * 8)
+    assert [answer.token_ids for answer in answers] == prompts
+    assert [len(engine.asked) for engine in Echo.made] == [4, 4]
+    rollout.engine.sleep()
+    rollout.engine.wake()
+    rollout.engine.close()
+    for engine in Echo.made:
+        assert engine.events == ["weights 1", "weights 2", "sleep", "wake", "close"]
+
+
+def test_where_one_does_not_start_the_others_are_closed(
+    make: Callable[..., rollouts.Rollout], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Echo, "dies", 2)
+    monkeypatch.setenv("OMP_NUM_THREADS", "6")
+    with pytest.raises(ConfigError, match="too little memory"):
+        make(name="vllm", mode="async", data_parallel_size=3)
+    assert [engine.events for engine in Echo.made] == [["close"], ["close"]]
+    assert os.environ["OMP_NUM_THREADS"] == "6"
+
+
+def test_servers_of_sglang(make: Callable[..., rollouts.Rollout]) -> None:
+    """One, or a list; each has a part of the bucket, and the options of the configuration."""
+    one = make(name="sglang", engine_kwargs={"sglang": {"url": "http://a:1"}})
+    assert one.engine is Echo.made[0] and "at http://a:1, which gets the weights" in one.description
+    urls = ["http://a:1", "http://b:1"]
+    options = {"urls": urls, "timeout_s": 5.0}
+    several = make(name="sglang", engine_kwargs=options, update_weights_bucket_megabytes=8, max_num_seqs=7)
+    assert several.engine.engines == Echo.made[1:]
+    assert [server.options for server in Echo.made[1:]] == urls
+    assert all(server.more == {"max_num_seqs": 7, "timeout_s": 5.0} for server in Echo.made[1:])
+    assert all(server.limits.bucket_bytes == 4 * MIB for server in Echo.made[1:])
+    assert "at http://a:1, http://b:1, balanced, which get the weights" in several.description
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"urls": []},
+        {"urls": "http://a:1"},
+        {"urls": ["http://a:1", 3]},
+        {"urls": ["http://a:1", "http://a:1"]},
+        {"url": 3},
+        {"url": "http://a:1", "urls": ["http://b:1"]},
+        {"urls": ["http://a:1"], "tp_size": 2},
+    ],
+)
+def test_addresses_that_are_none(make: Callable[..., rollouts.Rollout], options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="expected url, or urls"):
+        make(name="sglang", engine_kwargs=options)
+    assert Echo.made == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"name": "native"}, "More engines: more processes that generate"),
+        ({"name": "hf"}, "computes in the process that asks it"),
+        ({"name": "scripted"}, "computes in the process that asks it"),
+        ({"name": "vllm"}, "1, or actor_rollout_ref.rollout.mode=async"),
+        ({"name": "http"}, "Name all servers in actor_rollout_ref.rollout.engine_kwargs.urls"),
+        ({"name": "sglang", "engine_kwargs": {"sglang": {"url": "http://a:1"}}}, "several as urls"),
+        ({"name": "sglang", "engine_kwargs": {"urls": ["http://a:1"]}}, "several as urls"),
+    ],
+)
+def test_one_only(make: Callable[..., rollouts.Rollout], changes: dict[str, Any], words: str) -> None:
+    """The factory refuses it, for generate and eval, and the checks before a training run starts."""
+    with pytest.raises(ConfigError, match=r"data_parallel_size: got 2, with .*rollout.name=") as caught:
+        make(**changes, data_parallel_size=2)
+    assert words in str(caught.value)
+    problem = problem_of_several_engines(RolloutConfig(**changes, data_parallel_size=2))
+    assert str(problem) == str(caught.value)
+    assert problem_of_several_engines(RolloutConfig(**changes)) is None
+
+
+def test_the_key_is_verl_s() -> None:
+    config = load_config(["actor_rollout_ref.rollout.data_parallel_size=2"]).config
+    assert config.actor_rollout_ref.rollout.data_parallel_size == 2

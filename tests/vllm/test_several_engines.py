@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two engines on vLLM behind one rollout, out of the configuration; one of them is killed in the middle of a batch.
+
+What it does not prove: engines on accelerators, which share the memory of the device.
+"""
+
+import asyncio
+import os
+import signal
+
+import psutil
+import torch
+from transformers import AutoTokenizer
+
+from quadriga.config import load_config
+from quadriga.rollout import Balancer
+from quadriga.rollout.base import Completion, SamplingParams
+from quadriga.workers import rollouts
+from quadriga.workers.elsewhere import ActorElsewhere
+from small_models import greedy, model
+
+ROLLOUT = "actor_rollout_ref.rollout"
+REQUESTS = [([5 + number, 6, 7], SamplingParams(max_tokens=200, seed=number, ignore_eos=True)) for number in range(8)]
+
+
+def cores() -> set[psutil.Process]:
+    return {one for one in psutil.Process().children(recursive=True) if "EngineCore" in one.name()}
+
+
+def test_requests_are_balanced_and_those_of_an_engine_that_dies_move(folder: str) -> None:
+    """Whichever engine answers, a request has the same answer; new weights reach whoever is left."""
+    before = cores()
+    options = [
+        f"actor_rollout_ref.model.path={folder}",
+        "data.max_prompt_length=64",
+        "data.max_response_length=256",
+        f"{ROLLOUT}.name=vllm",
+        f"{ROLLOUT}.mode=async",
+        f"{ROLLOUT}.data_parallel_size=2",
+        f"{ROLLOUT}.cache_gigabytes=0.03125",
+        f"{ROLLOUT}.max_num_seqs=32",
+        f"+{ROLLOUT}.engine_kwargs.vllm.block_size=32",
+    ]
+    elsewhere = ActorElsewhere(torch.device("cpu"), torch.float32)
+    rollout = rollouts.vllm(load_config(options).config, elsewhere, AutoTokenizer.from_pretrained(folder))
+    engine = rollout.engine
+    assert isinstance(engine, Balancer) and len(cores() - before) == 2
+    assert "requests balanced over 2 engines, each: vllm" in rollout.description
+    rollout.weights.publish(model(0).named_parameters(), engine, 1)
+
+    async def answers(*, kills: bool) -> list[Completion]:
+        tasks = [asyncio.create_task(engine.generate(*request)) for request in REQUESTS]
+        await asyncio.sleep(0.1)
+        # Equal requests: half of the tokens each.
+        assert engine.in_flight == [4 * 203, 4 * 203]
+        if kills:
+            os.kill(min(cores() - before, key=lambda one: one.create_time()).pid, signal.SIGKILL)
+        return await asyncio.wait_for(asyncio.gather(*tasks), 120)
+
+    first, second = asyncio.run(answers(kills=False)), asyncio.run(answers(kills=True))
+    assert [one.token_ids for one in second] == [one.token_ids for one in first]
+    assert all(len(one.token_ids) == 200 and one.weight_version == 1 for one in second)
+    assert engine.alive == [1] and engine.in_flight == [0, 0]
+    engine.sleep()
+    engine.wake()
+    rollout.weights.publish(model(1).named_parameters(), engine, 2)
+    rollout.weights.verify(engine, 2)
+    likeliest = SamplingParams(max_tokens=20, temperature=0.0)
+    prompts = [prompt for prompt, _ in REQUESTS]
+    found = engine.generate_batch(prompts, [likeliest] * len(prompts))
+    assert [one.token_ids for one in found] == [greedy(model(1), prompt, 20)[0] for prompt in prompts]
+    engine.close()
+    assert cores() - before == set()
