@@ -8,10 +8,10 @@ DIR/
   sums.yaml            GRPO on sums
   largest.yaml         GRPO on the largest of three digits
   reward_model.yaml    a reward model from pairs
+  over/                what the recipes need here, to be laid over sums.yaml: see playground_configs.py
   runs/                what these write
 """
 
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -23,7 +23,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from quadriga.config.yaml_text import to_yaml
-from quadriga.data.prepare.playground_tasks import LARGEST, SUMS, TASKS, Task, mixed_habits, preference_pairs
+from quadriga.data.prepare.playground_configs import configurations
+from quadriga.data.prepare.playground_tasks import TASKS, mixed_habits, preference_pairs
 from quadriga.data.prepare.rows import Problem, write_rows
 from quadriga.data.storage import make_directory, written_aside
 
@@ -51,6 +52,7 @@ def prepare_playground(output_dir: Path, *, seed: int = 0) -> dict[str, Path]:
     """
     folder = make_directory(Path(output_dir).expanduser(), where=_WHERE)
     parts = {"model": write_model(folder / "model", seed)} | _write_data(folder / "data", seed)
+    make_directory(folder / "over", where=_WHERE)
     for name, tree in configurations(folder).items():
         parts[name] = folder / name
         with written_aside(parts[name], where=_WHERE) as draft:
@@ -139,71 +141,3 @@ def _write_table(target: Path, rows: list[dict[str, Any]]) -> Path:
     with written_aside(target, where=_WHERE) as draft:
         pq.write_table(pa.Table.from_pylist(rows), draft)
     return target
-
-
-def configurations(folder: Path) -> dict[str, dict[str, Any]]:
-    """What each configuration file says, by its name."""
-    make: Mapping[str, Callable[[Path], dict[str, Any]]] = {
-        "sft.yaml": _sft,
-        "sums.yaml": lambda folder: _grpo(folder, SUMS),
-        "largest.yaml": lambda folder: _grpo(folder, LARGEST),
-        "reward_model.yaml": _reward_model,
-    }
-    return {name: tree(folder) for name, tree in make.items()}
-
-
-def _sft(folder: Path) -> dict[str, Any]:
-    return {
-        "data": {"train_files": f"{folder}/data/sft.parquet", "max_length": 32, "train_batch_size": 128},
-        "model": {"path": f"{folder}/model"},
-        "optim": {"lr": 2e-3, "lr_warmup_steps": 20},
-        "engine": {"fsdp_config": {"model_dtype": "float32"}},
-        "trainer": _trainer(folder, "sft") | {"total_epochs": 1},
-    }
-
-
-def _grpo(folder: Path, task: Task) -> dict[str, Any]:
-    return {
-        "data": {
-            "train_files": f"{folder}/data/{task.name}_train.parquet",
-            "val_files": f"{folder}/data/{task.name}_val.parquet",
-            "train_batch_size": 32,
-            "max_prompt_length": 16,
-            "max_response_length": 6,
-        },
-        "actor_rollout_ref": {
-            "model": {"path": f"{folder}/runs/sft/model"},
-            "actor": {
-                "ppo_mini_batch_size": 32,
-                "optim": {"lr": 3e-4, "betas": [0.9, 0.95], "weight_decay": 0.0},
-                "fsdp_config": {"model_dtype": "float32"},
-            },
-            "rollout": {"n": 8, "temperature": 1.0, "max_num_seqs": 256},
-        },
-        "trainer": _trainer(folder, task.name) | {"total_training_steps": 60, "test_freq": 10, "save_freq": 60},
-    }
-
-
-def _reward_model(folder: Path) -> dict[str, Any]:
-    return {
-        "objective": "reward_model",
-        "data": {
-            "train_files": f"{folder}/data/pairs_train.parquet",
-            "val_files": f"{folder}/data/pairs_val.parquet",
-            "max_length": 32,
-            "train_batch_size": 128,
-        },
-        "model": {"path": f"{folder}/runs/sft/model"},
-        "optim": {"lr": 1e-3, "lr_warmup_steps": 20},
-        "engine": {"fsdp_config": {"model_dtype": "float32"}},
-        "trainer": _trainer(folder, "reward_model") | {"total_epochs": 2},
-    }
-
-
-def _trainer(folder: Path, name: str) -> dict[str, Any]:
-    return {
-        "project_name": "playground",
-        "experiment_name": name,
-        "logger": ["console", "jsonl"],
-        "default_local_dir": f"{folder}/runs/{{experiment_name}}",
-    }

@@ -91,7 +91,8 @@ def mixed_habits(task: Task, num_rows: int, random: Random) -> list[tuple[str, s
 def preference_pairs(task: Task) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
     """Pairs of the right answer and a wrong one, for training and validation.
 
-    Where the questions are all asked in training, every fifth wrong answer to each is kept for validation.
+    Where questions are held out, validation has all wrong answers to these, and training every third to each of the
+    others. Where none are, every fifth wrong answer to each question is kept for validation.
 
     Args:
         task: asks.
@@ -103,7 +104,13 @@ def preference_pairs(task: Task) -> tuple[list[dict[str, str]], list[dict[str, s
         for number in numbers:
             right = task.answers(number)[0]
             for wrong in range(highest + 1):
-                is_kept = task.num_held_out or (number + wrong) % 5 == 0
-                if str(wrong) != right and (bool(is_kept) == bool(part) or task.num_held_out):
+                if str(wrong) != right and _is_pair_of(task, part, number + wrong):
                     parts[part].append({"prompt": task.text(number), "chosen": right, "rejected": str(wrong)})
     return parts
+
+
+def _is_pair_of(task: Task, part: int, place: int) -> bool:
+    """Whether training (part 0) or validation (part 1) has it, by the number of the question plus the wrong answer."""
+    if task.num_held_out:
+        return part == 1 or place % 3 == 0
+    return (place % 5 == 0) == (part == 1)

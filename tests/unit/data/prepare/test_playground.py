@@ -17,6 +17,8 @@ from quadriga.data.prepare.playground import build_tokenizer
 from quadriga.data.prepare.playground_tasks import LARGEST, SUMS, TASKS, mixed_habits, preference_pairs
 from quadriga.rewards import default_compute_score
 
+RECIPES = Path(__file__).resolve().parents[4] / "configs" / "recipes"
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -67,6 +69,15 @@ def test_no_pair_is_in_both_parts(task) -> None:
     assert all(chosen != rejected for _, chosen, rejected in train | val)
 
 
+def test_pairs_of_training_compare_every_question_of_it() -> None:
+    sums, held_out_sums = preference_pairs(SUMS)
+    largest, held_out_largest = preference_pairs(LARGEST)
+    # 18 wrong answers to each of 100 sums, one in five of them held out; 9 to each of 200 questions that are held out.
+    assert (len(sums), len(held_out_sums), len(held_out_largest)) == (1440, 360, 1800)
+    assert len({pair["prompt"] for pair in sums}) == 100 and len({pair["prompt"] for pair in largest}) == 800
+    assert min(sum(pair["prompt"] == LARGEST.text(n) for pair in largest) for n in LARGEST.split()[0][:50]) >= 2
+
+
 def test_the_tokenizer_has_a_token_for_each_character_and_a_template_that_adds(folder: Path) -> None:
     tokenizer = load_tokenizer(folder / "model")
     messages = [{"role": "user", "content": "3+8="}, {"role": "assistant", "content": "11"}]
@@ -102,3 +113,23 @@ def test_the_configurations_load_and_their_files_are_there(folder: Path) -> None
     load_sft_config([f"model.path={model}"], [folder / "reward_model.yaml"], for_training=True)
     for name in ("sums.yaml", "largest.yaml"):
         load_config([f"actor_rollout_ref.model.path={model}"], [folder / name], for_training=True)
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.yaml")), ids=lambda file: file.stem)
+def test_each_recipe_fits_over_the_sums(folder: Path, recipe: Path) -> None:
+    """256 answers a step, whatever the recipe; its own file of the playground is read where there is one."""
+    over = folder / "over" / recipe.name
+    files = [folder / "sums.yaml", recipe, *([over] if over.is_file() else [])]
+    config = load_config([f"actor_rollout_ref.model.path={folder / 'model'}"], files, for_training=True).config
+    assert config.data.train_batch_size * config.actor_rollout_ref.rollout.n == 256
+    assert config.actor_rollout_ref.actor.ppo_mini_batch_size in (config.data.train_batch_size, 8)
+
+
+def test_what_is_laid_over_has_a_recipe_or_stands_alone(folder: Path) -> None:
+    names = {file.stem for file in (folder / "over").iterdir()}
+    assert {"kl_target", "by_reward_model"} == names - {file.stem for file in RECIPES.glob("*.yaml")}
+    model = f"actor_rollout_ref.model.path={folder / 'model'}"
+    held = load_config([model], [folder / "sums.yaml", folder / "over/kl_target.yaml"], for_training=True).config
+    assert held.algorithm.use_kl_in_reward and held.algorithm.kl_ctrl.type == "adaptive"
+    judged = load_config([model], [folder / "sums.yaml", folder / "over/by_reward_model.yaml"]).config
+    assert judged.reward_model.model.path == str(folder / "runs/reward_model/model")
