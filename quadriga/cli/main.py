@@ -8,6 +8,7 @@
 """
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -34,6 +35,9 @@ _TRACEBACK_OPTION = "--traceback"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # So that a log has the lines when they are printed, and between those of standard error.
+        sys.stdout.reconfigure(line_buffering=True)
     arguments = list(sys.argv[1:] if argv is None else argv)
     # It may stand anywhere, also behind the keys of a long command line.
     has_traceback = _TRACEBACK_OPTION in arguments or os.environ.get("QUADRIGA_TRACEBACK") == "1"

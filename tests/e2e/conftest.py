@@ -194,7 +194,7 @@ def start(arguments: Callable[..., list[str]], tmp_path: Path) -> Iterator[Calla
         process = subprocess.Popen(
             [sys.executable, "-m", "quadriga.cli.main", "train", *arguments(*overrides, run=run)],
             cwd=tmp_path,
-            env=os.environ | {"PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1"},
+            env=os.environ | {"PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": ""},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
