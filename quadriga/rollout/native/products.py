@@ -15,7 +15,7 @@ as if there was no FBGEMM, and `settle` makes its float16 weights once it is kno
 The factors are those of training, sums are float32, and a result is rounded once, to what the caller asks for; only the
 order of summation differs. That float16 holds bfloat16 weights needs a word: it has more digits and fewer exponents.
 The weights are scaled by a power of two, so that the largest is near float16's largest. Then every weight is the same
-number down to 2**-32 of the largest one, and below that off by at most 2**-40 of it, far less than a float32 sum is.
+number down to 2**-31 of the largest one, and below that off by at most 2**-39 of it, far less than a float32 sum is.
 
 Legend: D inputs, O outputs.
 """
