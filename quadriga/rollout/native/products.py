@@ -25,7 +25,7 @@ import math
 import torch
 from torch.nn.functional import linear
 
-MANY_ROWS = 64  # from here on float32 is as fast as float16
+MANY_ROWS = 48  # from here on float32 is as fast as float16
 _MANY_ROWS_OF_BFLOAT16 = 24
 _MAX_WIDE_BYTES = 4 * 2**30
 _PACKED_ROWS = 16  # for which oneDNN chooses the order of a weight; other numbers of rows are right, too
@@ -75,9 +75,11 @@ class WideWeight:
 
     def multiply(self, states: torch.Tensor) -> torch.Tensor:
         """[..., D] -> [..., O] float32"""
+        if not has_tiles():
+            return linear(states.float(), self.weight, self.bias)
         settings = torch.backends.mkldnn.matmul
         before = settings.fp32_precision
-        settings.fp32_precision = "bf16"  # which both factors are, so nothing is rounded; sums stay float32
+        settings.fp32_precision = "bf16"  # in tiles. Both factors are, so nothing is rounded; sums stay float32
         try:
             return linear(states.float(), self.weight, self.bias)
         finally:
@@ -132,7 +134,12 @@ def can_pack() -> bool:
 
 def can_widen(num_weights: int) -> bool:
     """Whether float32 weights are the faster ones for many rows, and not too large."""
-    return not torch.cpu._is_amx_tile_supported() and 4 * num_weights <= _MAX_WIDE_BYTES
+    return not has_tiles() and 4 * num_weights <= _MAX_WIDE_BYTES
+
+
+def has_tiles() -> bool:
+    """Whether this processor multiplies bfloat16 in tiles."""
+    return torch.cpu._is_amx_tile_supported()
 
 
 def can_settle() -> bool:
