@@ -4,9 +4,9 @@
     .venv/bin/python benchmarks/products.py --model outputs/models/smollm2-135m-instruct
 
 All linear modules of the model in bfloat16, one after the other, so that each weight comes from memory as in a step.
-The forms take turns and the best of some rounds is told, in milliseconds; with `linear`, torch's own product, beside
-them. The last row is what it takes to make a form once. It is where `MANY_ROWS` of `rollout/native/products.py` and its
-neighbours come from.
+The forms take turns and the best of some rounds is told, in milliseconds, beside those of torch's own products with
+parameters in either dtype. The last row is what it takes to make a form once. It is where `FEW_ROWS` of
+`rollout/native/products.py` comes from.
 """
 
 import sys
@@ -19,25 +19,19 @@ import torch
 from torch import nn
 
 from quadriga.models.load import load_causal_lm
-from quadriga.rollout.native.products import HalfWeight, PackedWeight, WideWeight, can_pack, can_settle
+from quadriga.rollout.native.products import PackedWeight, WideWeight, can_pack
 
 ROWS = (1, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 Multiply = Callable[[torch.Tensor], torch.Tensor]
 
 
-def half(weight: torch.Tensor) -> Multiply:
-    """FBGEMM's form, by way of float32."""
-    wide = weight.float()
-    return HalfWeight(wide, None, float(wide.abs().max())).multiply
-
-
 def packed(weight: torch.Tensor) -> Multiply:
-    """oneDNN's."""
+    """bfloat16, in oneDNN's order."""
     return PackedWeight(weight, None).multiply
 
 
 def wide(weight: torch.Tensor) -> Multiply:
-    """Float32."""
+    """Float32, in MKL's order."""
     return WideWeight(weight, None).multiply
 
 
@@ -46,10 +40,16 @@ def plain(weight: torch.Tensor) -> Multiply:
     return partial(nn.functional.linear, weight=weight)
 
 
+def plain_float32(weight: torch.Tensor) -> Multiply:
+    """The parameter of a model in float32."""
+    wide = weight.float()
+    return lambda states: nn.functional.linear(states.float(), wide)
+
+
 def forms() -> dict[str, Callable[[torch.Tensor], Multiply]]:
     """Those that this machine has."""
-    known: dict[str, Callable[[torch.Tensor], Multiply]] = {"linear": plain, "float32": wide}
-    return known | ({"bfloat16": packed} if can_pack() else {}) | ({"float16": half} if can_settle() else {})
+    known: dict[str, Callable[[torch.Tensor], Multiply]] = {"linear, bfloat16": plain, "linear, float32": plain_float32}
+    return known | ({"packed, bfloat16": packed} if can_pack() else {}) | {"packed, float32": wide}
 
 
 def milliseconds(work: Callable[[], object]) -> float:

@@ -17,8 +17,7 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
         wide = hidden.float()
-        scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(hidden.shape[-1])
-        scale = scale.add_(epsilon).rsqrt_()
+        scale = rms_scale(wide, epsilon)
         ctx.save_for_backward(hidden, weight, scale)
         return (wide * scale).to(hidden.dtype) * weight
 
@@ -47,6 +46,12 @@ def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torc
         [..., D] in the dtype of `hidden`; the mean and the division are in float32.
     """
     return _RMSNorm.apply(hidden, weight, epsilon)
+
+
+def rms_scale(wide: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """What the norm multiplies with: [..., D] float32 -> [..., 1]."""
+    length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    return length.square_().div_(wide.shape[-1]).add_(epsilon).rsqrt_()
 
 
 class _GatedSiLU(torch.autograd.Function):

@@ -184,15 +184,13 @@ def test_packed_weights_follow_the_parameters(model: PreTrainedModel) -> None:
     assert after != before
 
 
-@pytest.mark.parametrize(("num_rows", "num_tokens"), [(2, 6), (40, 6), (2, 40)], ids=["few", "many", "few and long"])
-def test_the_plain_network_computes_what_the_module_computes(
-    model: PreTrainedModel, num_rows: int, num_tokens: int
-) -> None:
+@pytest.mark.parametrize("num_rows", [2, 40], ids=["few", "many"])
+def test_the_plain_network_computes_what_the_module_computes(model: PreTrainedModel, num_rows: int) -> None:
     """In bfloat16: log-probabilities of either network for the same tokens differ by rounding."""
     narrow = LlamaForCausalLM(model.config).to(torch.bfloat16).eval()
     narrow.load_state_dict(model.state_dict())
     prompts = [[2 + row, 3, 5] for row in range(num_rows)]
-    params = [SamplingParams(max_tokens=num_tokens, seed=row, ignore_eos=True) for row in range(num_rows)]
+    params = [SamplingParams(max_tokens=6, seed=row, ignore_eos=True) for row in range(num_rows)]
     engines = NativeEngine(narrow), NativeEngine(narrow)
     engines[0]._network, engines[1]._network = PlainNetwork(narrow), Network(narrow)
     plain, module = (engine.generate_batch(prompts, params) for engine in engines)

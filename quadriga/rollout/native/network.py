@@ -5,33 +5,33 @@ Decoders of the plain kind, which are listed in `PLAIN`, are computed here, laye
 in training and about half the operations: queries, keys and values come from one product, and so do gate and up. All
 other models are computed by their own module.
 
-On a CPU with bfloat16 the weights are kept a second time, in the forms of `products`. These copies belong to one state
-of the parameters: `Network.state` says which, and the engine makes a new network when the parameters are in another.
+On a CPU the weights are kept a second time, in a form of `products`. These copies belong to one state of the
+parameters: `Network.state` says which, and the engine makes a new network when the parameters are in another.
 Elsewhere nothing is copied.
 
 Legend: B rows, N tokens, D hidden size, H query heads, K key-value heads, d head size, V vocabulary.
 """
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.nn.functional import embedding, rms_norm, silu
+from torch.nn.functional import embedding, silu
 from transformers import PreTrainedModel
 
 from quadriga.models.attention import AttentionPlan
+from quadriga.models.fused import rms_scale
 from quadriga.models.load import backbone, head_of
 from quadriga.models.projection import head_logits
-from quadriga.rollout.native.products import MANY_ROWS, Product, can_pack, can_settle, can_widen
+from quadriga.rollout.native.products import PackedWeight, TwofoldWeight, Weight, WideWeight, form_for
 
 PLAIN = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-_PATIENCE = 32  # steps of few rows after which it pays to make the weights' slowest form
 _DESCRIPTIONS = {
-    (False, False): "layer by layer, on the parameters themselves",
-    (True, False): "layer by layer, on packed bfloat16 weights",
-    (True, True): "layer by layer, on packed weights, of many rows in float32: this CPU has no AMX",
+    None: "layer by layer, on the parameters themselves",
+    PackedWeight: "layer by layer, on bfloat16 weights in oneDNN's order",
+    WideWeight: "layer by layer, on float32 weights in MKL's order",
+    TwofoldWeight: "layer by layer, on bfloat16 weights in oneDNN's order, of many rows on float32 ones in MKL's",
 }
 
 State = tuple[tuple[int, int], ...]
@@ -49,7 +49,7 @@ class Network:
         self.num_layers = int(model.config.num_hidden_layers)
         self.state = state_of(model)
         self.description = "by the model's own module"
-        self.packed_head: Product | None = None
+        self.wide_head: WideWeight | None = None
 
     @property
     def device(self) -> torch.device:
@@ -65,8 +65,8 @@ class Network:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[B, D] -> [B, V] float32, equal to those of training."""
-        if self.packed_head is not None:
-            return self.packed_head(hidden)
+        if self.wide_head is not None:
+            return self.wide_head.multiply(hidden)
         return head_logits(hidden, self.head.weight, getattr(self.head, "bias", None))
 
 
@@ -76,20 +76,16 @@ class PlainNetwork(Network):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
         weight = self.head.weight.detach()
-        packs = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and can_pack()
-        widens = packs and can_widen(sum(one.numel() for one in model.parameters()))
-        self.description = _DESCRIPTIONS[packs, widens]
-        self.layers = [_Layer(layer, number, packs, widens) for number, layer in enumerate(self.body.layers)]
-        if packs:
-            self.packed_head = Product(weight, getattr(self.head, "bias", None), is_exact=True)
-        self._steps_until_settled = _PATIENCE if widens and can_settle() else None
+        form: type[Weight] | None = None
+        if weight.device.type == "cpu":
+            form = form_for(weight.dtype, sum(one.numel() for one in model.parameters()))
+        self.description = _DESCRIPTIONS[form]
+        self.layers = [_Layer(layer, number, form) for number, layer in enumerate(self.body.layers)]
+        if form is not None:
+            self.wide_head = WideWeight(weight, getattr(self.head, "bias", None))
 
     def hidden(self, tokens: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
         """See `Network.hidden`."""
-        if self._steps_until_settled is not None and tokens.numel() < MANY_ROWS:
-            self._steps_until_settled -= 1
-            if not self._steps_until_settled:
-                self._settle()
         hidden = embedding(tokens, self.body.embed_tokens.weight)
         cos, sin = self.body.rotary_emb(hidden, position_ids=positions)
         half = sin.shape[-1] // 2
@@ -98,30 +94,21 @@ class PlainNetwork(Network):
             hidden = layer(hidden, cos, sin, plan)
         return _rms_norm(hidden, self.body.norm)
 
-    def _settle(self) -> None:
-        """See `Product.settle`, of all products: torch makes the forms without holding on to the interpreter."""
-        self._steps_until_settled = None
-        projections = [projection.product for layer in self.layers for projection in layer.projections]
-        products = [product for product in (self.packed_head, *projections) if product is not None]
-        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-            list(pool.map(Product.settle, products))
-
 
 class _Layer:
     """One layer of a plain decoder."""
 
-    def __init__(self, layer: Any, number: int, packs: bool, widens: bool) -> None:
+    def __init__(self, layer: Any, number: int, form: type[Weight] | None) -> None:
         self.layer, self.attention, self.number = layer, layer.self_attn, number
         attention, mlp = layer.self_attn, layer.mlp
         self.head_size, self.scale = attention.head_dim, attention.scaling
         self.num_key_heads = attention.config.num_key_value_heads
         self.num_heads = attention.config.num_attention_heads
         self.has_head_norms = hasattr(attention, "q_norm")
-        self.project = _Projection((attention.q_proj, attention.k_proj, attention.v_proj), packs, widens)
-        self.merge = _Projection((attention.o_proj,), packs, widens)
-        self.widen = _Projection((mlp.gate_proj, mlp.up_proj), packs, widens)
-        self.narrow = _Projection((mlp.down_proj,), packs, widens)
-        self.projections = (self.project, self.merge, self.widen, self.narrow)
+        self.project = _Projection((attention.q_proj, attention.k_proj, attention.v_proj), form)
+        self.merge = _Projection((attention.o_proj,), form)
+        self.widen = _Projection((mlp.gate_proj, mlp.up_proj), form)
+        self.narrow = _Projection((mlp.down_proj,), form)
 
     def __call__(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
         """`hidden` [B, N, D]; `cos` and `sin` [B, N, 1, d], the first half of `sin` with its sign changed."""
@@ -147,20 +134,20 @@ class _Layer:
 class _Projection:
     """Linear modules with one input: one product where their weights are kept in other forms, else one for each."""
 
-    def __init__(self, modules: Sequence[nn.Module], packs: bool, widens: bool) -> None:
+    def __init__(self, modules: Sequence[nn.Module], form: type[Weight] | None) -> None:
         self.modules = modules
-        self.product: Product | None = None
+        self.weight: Weight | None = None
         plain = [module for module in modules if type(module) is nn.Linear]
-        if packs and len(plain) == len(modules) and len({module.bias is None for module in plain}) == 1:
+        if form is not None and len(plain) == len(modules) and len({module.bias is None for module in plain}) == 1:
             weight = torch.cat([module.weight.detach() for module in plain])
             bias = None if plain[0].bias is None else torch.cat([module.bias.detach() for module in plain])
-            self.product = Product(weight, bias, widens=widens)
+            self.weight = form(weight, bias)
 
     def __call__(self, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """[B, N, D] -> one tensor with the outputs side by side, or one for each module."""
-        if self.product is None:
+        if self.weight is None:
             return tuple(module(states) for module in self.modules)
-        return (self.product(states).to(states.dtype),)
+        return (self.weight.multiply(states).to(states.dtype),)
 
 
 def network_of(model: PreTrainedModel) -> Network:
@@ -186,6 +173,6 @@ def state_of(model: nn.Module) -> State:
 
 
 def _rms_norm(hidden: torch.Tensor, norm: Any) -> torch.Tensor:
-    """Root-mean-square norm over the last dim, rounded where training rounds it."""
-    normed = rms_norm(hidden.float(), hidden.shape[-1:], eps=norm.variance_epsilon)
-    return normed.to(hidden.dtype) * norm.weight
+    """Root-mean-square norm over the last dim, as training computes it."""
+    wide = hidden.float()
+    return (wide * rms_scale(wide, norm.variance_epsilon)).to(hidden.dtype) * norm.weight

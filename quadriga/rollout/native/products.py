@@ -1,63 +1,53 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrix products with weights that stay for a while, for a model in bfloat16 on a CPU: fast for few rows and for many.
+"""Matrix products with weights that stay for a while, on a CPU: a second copy of them, in the order of a library.
 
-A decode step multiplies a few rows with every weight of the model. What that costs is above all to read the weights, so
-they are kept a second time, in the forms in which libraries read them:
+A decode step multiplies a few rows with every weight of the model, and libraries begin each such product by bringing
+the weight into an order of their own. Here that is done once:
 
-    this CPU has             few rows               many rows
-    tiles (AMX)              oneDNN, bfloat16       the same
-    FBGEMM, no tiles         FBGEMM, float16        float32
-    neither                  oneDNN, bfloat16       float32
+    model         this CPU has        few rows                        many rows
+    bfloat16      tiles (AMX)         bfloat16, in oneDNN's order     the same
+    bfloat16      none, but MKL       bfloat16, in oneDNN's order     float32, in MKL's order
+    bfloat16      neither             bfloat16, in oneDNN's order     the same
+    float32       MKL                 float32, in MKL's order         the same
 
-Float16 takes the longest to make, about as long as 30 steps, and after an update all is made anew. So a product begins
-as if there was no FBGEMM, and `settle` makes its float16 weights once it is known that generation goes on.
+With few rows it is reading the weights that takes the time, with many the arithmetic. Float32 has no place beside
+bfloat16 where it takes too much memory.
 
-The factors are those of training, sums are float32, and a result is rounded once, to what the caller asks for; only the
-order of summation differs. That float16 holds bfloat16 weights needs a word: it has more digits and fewer exponents.
-The weights are scaled by a power of two, so that the largest is near float16's largest. Then every weight is the same
-number down to 2**-31 of the largest one, and below that off by at most 2**-39 of it, far less than a float32 sum is.
+The factors are those of training, sums are float32, and a result is rounded once; only the order of summation differs.
 
 Legend: D inputs, O outputs.
 """
 
-import math
+from abc import ABC, abstractmethod
 
 import torch
 from torch.nn.functional import linear
 
-MANY_ROWS = 48  # from here on float32 is as fast as float16
-_MANY_ROWS_OF_BFLOAT16 = 24
+FEW_ROWS = 8  # up to here bfloat16 is as fast as float32, for it is half as much to read
 _MAX_WIDE_BYTES = 4 * 2**30
-_PACKED_ROWS = 16  # for which oneDNN chooses the order of a weight; other numbers of rows are right, too
-_HALF_EXPONENT = 15  # scaled weights lie below 2 to this power, half of float16's largest number
+# The number of rows for which a library chooses its order; others are right, too.
+_PACKED_ROWS = 16
+_WIDE_ROWS = 128
 
 
-class HalfWeight:
-    """FBGEMM: float16, widened on the way into float32 sums.
+class Weight(ABC):
+    """A weight in a form of its own.
 
     Args:
-        weight: [O, D] float32, in bfloat16's numbers
-        bias: [O] float32, or None
-        largest: of the weights, without their signs
+        weight: [O, D] bfloat16 or float32
+        bias: [O], or None
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, largest: float) -> None:
-        _, exponent = math.frexp(largest)
-        self.scale = 2.0 ** (exponent - _HALF_EXPONENT)
-        self.packed = torch.ops.quantized.linear_prepack_fp16(weight / self.scale, bias)
+    @abstractmethod
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None: ...
 
+    @abstractmethod
     def multiply(self, states: torch.Tensor) -> torch.Tensor:
-        """[..., D] -> [..., O] float32"""
-        return torch.ops.quantized.linear_dynamic_fp16(states.float() * self.scale, self.packed)
+        """[..., D] in the model's dtype -> [..., O], in it or in float32."""
 
 
-class PackedWeight:
-    """oneDNN: bfloat16, in an order of its own.
-
-    Args:
-        weight: [O, D] bfloat16
-        bias: [O] bfloat16, or None
-    """
+class PackedWeight(Weight):
+    """bfloat16, in oneDNN's order."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.packed, self.bias = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_ROWS), bias
@@ -67,15 +57,23 @@ class PackedWeight:
         return torch.ops.mkldnn._linear_pointwise(states, self.packed, self.bias, "none", [], "")
 
 
-class WideWeight:
-    """Float32. Arguments: see `PackedWeight`."""
+class WideWeight(Weight):
+    """Float32, in MKL's order where this build of torch has MKL."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.weight, self.bias = weight.float(), None if bias is None else bias.float()
+        self.packed: torch.Tensor | None = None
+        self.takes_tiles = weight.dtype == torch.bfloat16 and has_tiles()
+        if has_mkl() and not self.takes_tiles:
+            self.packed = torch.ops.mkl._mkl_reorder_linear_weight(self.weight.contiguous(), _WIDE_ROWS)
+            self.weight = self.weight.new_empty(1).expand(weight.shape)  # its shape is all that is asked for now
 
     def multiply(self, states: torch.Tensor) -> torch.Tensor:
         """[..., D] -> [..., O] float32"""
-        if not has_tiles():
+        if self.packed is not None:
+            num_rows = states.shape[:-1].numel()
+            return torch.ops.mkl._mkl_linear(states.float(), self.packed, self.weight, self.bias, num_rows)
+        if not self.takes_tiles:
             return linear(states.float(), self.weight, self.bias)
         settings = torch.backends.mkldnn.matmul
         before = settings.fp32_precision
@@ -86,40 +84,30 @@ class WideWeight:
             settings.fp32_precision = before
 
 
-class Product:
-    """`states @ weight.t() + bias`, by the form of the weight that is fastest for as many rows.
+class TwofoldWeight(Weight):
+    """bfloat16 in oneDNN's order for few rows, float32 in MKL's for many."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.packed, self.wide = PackedWeight(weight, bias), WideWeight(weight, bias)
+
+    def multiply(self, states: torch.Tensor) -> torch.Tensor:
+        """[..., D] bfloat16 -> [..., O], bfloat16 for few rows and float32 for many"""
+        form = self.packed if states.shape[:-1].numel() <= FEW_ROWS else self.wide
+        return form.multiply(states)
+
+
+def form_for(dtype: torch.dtype, num_weights: int) -> type[Weight] | None:
+    """The form for the layers of a model on this CPU; None: no form is faster than the parameters themselves.
 
     Args:
-        weight: [O, D] bfloat16
-        bias: [O] bfloat16, or None
-        is_exact: whether the sums are returned as they are, float32.
-        widens: whether there is memory, and a use, for float32 weights; `is_exact` has them anyway.
+        dtype: of the model.
+        num_weights: of the model.
     """
-
-    def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, *, is_exact: bool = False, widens: bool = False
-    ) -> None:
-        self.packed = None if is_exact else PackedWeight(weight, bias)
-        self.wide = WideWeight(weight, bias) if is_exact or widens else None
-        self.half: HalfWeight | None = None
-
-    def settle(self) -> None:
-        """Takes its time once, so that products with few rows are faster from here on."""
-        if self.wide is None:
-            return
-        largest = float(self.wide.weight.abs().max())
-        if math.isfinite(largest):  # FBGEMM would make a number of an infinite one
-            self.half, self.packed = HalfWeight(self.wide.weight, self.wide.bias, largest), None
-
-    def __call__(self, states: torch.Tensor) -> torch.Tensor:
-        """[..., D] bfloat16 -> [..., O], float32 or, unless `is_exact`, bfloat16."""
-        num_rows = states.shape[:-1].numel()
-        if self.half is not None and num_rows < MANY_ROWS:
-            return self.half.multiply(states)
-        if self.packed is not None and (self.wide is None or num_rows < _MANY_ROWS_OF_BFLOAT16):
-            return self.packed.multiply(states)
-        assert self.wide is not None
-        return self.wide.multiply(states)
+    packs = dtype == torch.bfloat16 and can_pack()
+    widens = has_mkl() and 4 * num_weights <= _MAX_WIDE_BYTES
+    if packs:
+        return TwofoldWeight if widens and not has_tiles() else PackedWeight
+    return WideWeight if widens and dtype in (torch.bfloat16, torch.float32) else None
 
 
 def can_pack() -> bool:
@@ -132,17 +120,12 @@ def can_pack() -> bool:
     )
 
 
-def can_widen(num_weights: int) -> bool:
-    """Whether float32 weights are the faster ones for many rows, and not too large."""
-    return not has_tiles() and 4 * num_weights <= _MAX_WIDE_BYTES
+def has_mkl() -> bool:
+    """Whether this build of torch packs float32 weights for MKL."""
+    has_operators = hasattr(torch.ops.mkl, "_mkl_linear") and hasattr(torch.ops.mkl, "_mkl_reorder_linear_weight")
+    return torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available() and has_operators
 
 
 def has_tiles() -> bool:
     """Whether this processor multiplies bfloat16 in tiles."""
     return torch.cpu._is_amx_tile_supported()
-
-
-def can_settle() -> bool:
-    """Whether products with float16 weights are FBGEMM's."""
-    is_fbgemm = torch.backends.quantized.engine in ("x86", "fbgemm")
-    return is_fbgemm and hasattr(torch.ops.quantized, "linear_dynamic_fp16")
