@@ -5,19 +5,16 @@ A `ScoreFunction` only says which function it is. It is loaded in each grading p
 does not have to be picklable, and whatever its file imports stays out of the trainer.
 """
 
-import importlib.util
 import inspect
-import sys
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from quadriga.errors import ConfigError
 from quadriga.rewards.scoring import default_compute_score
+from quadriga.user_file import import_file
 
 ITEM_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
@@ -69,7 +66,7 @@ class ScoreFunction:
         Raises:
             ConfigError: if its file fails, has no such function, or the function does not take the arguments.
         """
-        function = default_compute_score if self.path is None else _member(_run_file(self.path), self.name, self.path)
+        function = default_compute_score if self.path is None else _member(self.path, self.name)
         self._check_signature(function)
         # A partial has no frame of its own: a traceback shows the user's function and nothing of ours.
         return partial(function, **self.reward_kwargs)
@@ -92,30 +89,8 @@ class ScoreFunction:
             ) from error
 
 
-def _run_file(path: str) -> ModuleType:
-    """Run a Python file as a module; files beside it can be imported from it."""
-    file = Path(path)
-    name = f"quadriga_custom_{file.stem}"
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"{_SECTION}.path", got=path, expected="a Python file, with a name that ends in .py")
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses and pickle look their module up by name.
-    sys.modules[name] = module
-    # Last, so that no file of the user's hides an installed package.
-    sys.path.append(str(file.parent))
-    try:
-        spec.loader.exec_module(module)
-    except BaseException as error:
-        raise ConfigError(
-            f"{_SECTION}.path={path}",
-            got=f"an error while the file was loaded:\n{''.join(traceback.format_exception(error)).rstrip()}\n",
-            expected="a file that can be imported",
-        ) from error
-    return module
-
-
-def _member(module: ModuleType, name: str, path: str) -> Callable[..., Any]:
+def _member(path: str, name: str) -> Callable[..., Any]:
+    module = import_file(path, f"{_SECTION}.path")
     function = getattr(module, name, None)
     if callable(function):
         return function

@@ -14,7 +14,6 @@ import logging
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
-from pathlib import Path
 from typing import Any, TypeAlias
 
 from transformers import PreTrainedTokenizerBase
@@ -33,9 +32,10 @@ from quadriga.rollout.agent_loop.tool_thread import ToolThread
 from quadriga.rollout.agent_loop.tools import ToolSource
 from quadriga.rollout.agent_loop.trace import write_trace
 from quadriga.rollout.agent_loop.turns import TurnEncoder
-from quadriga.rollout.agent_loop.user_files import by_name, class_tools, function_tools, import_file, partners
+from quadriga.rollout.agent_loop.user_files import by_name, class_tools, function_tools, partners
 from quadriga.rollout.base import RolloutEngine, SamplingParams
 from quadriga.rollout.sequences import sampling_of, sequence_seeds
+from quadriga.user_file import import_file
 from quadriga.weight_sync.base import require_version
 
 logger = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class AgentLoopManager:
         self._loops: dict[str, AgentLoop] = {}
         self._num_failed_in_a_row = 0
         if config.agent.agent_loop_path is not None:
-            import_file(Path(config.agent.agent_loop_path), "actor_rollout_ref.rollout.agent.agent_loop_path")
+            import_file(config.agent.agent_loop_path, "actor_rollout_ref.rollout.agent.agent_loop_path")
         try:
             self.services = Services(config, self._load_tools(), self._load_partners(), self._thread)
         except BaseException:

@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tools, partners and loops out of users' files."""
 
-import hashlib
 import importlib
-import importlib.util
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from quadriga.config.tool_files import ToolEntry, read_interaction_file, read_tool_file
@@ -15,6 +11,7 @@ from quadriga.errors import ConfigError
 from quadriga.rollout.agent_loop.interactions import Interaction, PartnerSource
 from quadriga.rollout.agent_loop.tool_schema import Signature, signature_of
 from quadriga.rollout.agent_loop.tools import SIGNATURE, ClassSource, FunctionSource, Tool, ToolSource
+from quadriga.user_file import import_file
 
 _KEY = "actor_rollout_ref.rollout.multi_turn"
 Invoke = Callable[..., Any]
@@ -27,7 +24,7 @@ def function_tools(path: str, invoke: Invoke) -> list[FunctionSource]:
         ConfigError: no such file, it cannot be imported, or it has none.
     """
     where = f"{_KEY}.function_tool_path"
-    members = vars(import_file(Path(path), where)).values()
+    members = vars(import_file(path, where)).values()
     marked = [one for one in members if isinstance(getattr(one, SIGNATURE, None), Signature)]
     if not marked:
         fix = "Write @function_tool (from quadriga.rollout.agent_loop) above each function that is a tool."
@@ -75,35 +72,6 @@ def by_name(sources: Sequence[ToolSource]) -> dict[str, ToolSource]:
             raise ConfigError(f"{_KEY}, tools", got=f"two with the name {name!r}", expected="a name for each")
         named[name] = source
     return named
-
-
-def import_file(path: Path, where: str) -> ModuleType:
-    """A Python file as a module; files beside it can be imported from it.
-
-    Raises:
-        ConfigError: no such file, or it cannot be imported.
-    """
-    file = path.expanduser().resolve()
-    if not file.is_file():
-        raise ConfigError(where, got=f"{str(path)!r}, which is not a file", fix=f"Looked for {file}.")
-    # The name is the path's alone, so that a file which is loaded again replaces what it registered.
-    name = f"quadriga_tools_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise ConfigError(where, got=str(path), expected="a Python file, with a name that ends in .py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    if str(file.parent) not in sys.path:
-        # Last, so that no file of the user's hides an installed package.
-        sys.path.append(str(file.parent))
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[name]
-        reason = f"{type(error).__name__}: {error}"
-        fix = "Import it in a Python shell to see more."
-        raise ConfigError(where, got=f"{file}, which raised {reason}", fix=fix) from error
-    return module
 
 
 def _class_tool(entry: ToolEntry, folder: Path, invoke: Invoke) -> ClassSource:

@@ -15,7 +15,7 @@ from quadriga.data import (
     create_rl_sampler,
     create_validation_sampler,
 )
-from quadriga.errors import DataError
+from quadriga.errors import ConfigError, DataError
 
 NUM_ROWS = 10
 
@@ -190,10 +190,10 @@ def test_a_sampler_class_from_a_file(user_file: str, path: Path, tokenizer, conf
 def test_classes_that_cannot_be_used(tmp_path: Path, tokenizer, config, name: str, content: str, message: str):
     (tmp_path / "bad.py").write_text(content)
     section = config(custom_cls={"path": str(tmp_path / "bad.py"), "name": name})
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(ConfigError, match=message):
         create_rl_dataset("files", section, tokenizer)
 
 
 def test_a_class_file_that_is_not_there(tokenizer, config):
-    with pytest.raises(DataError, match=r"data\.custom_cls: got 'no\.py', which is not a file"):
+    with pytest.raises(ConfigError, match=r"data\.custom_cls: got 'no\.py', which is not a file"):
         create_rl_dataset("files", config(custom_cls={"path": "no.py", "name": "X"}), tokenizer)

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A user's own Python file as a module: algorithms, score functions, data sets, tools and loops come this way."""
+
+import hashlib
+import sys
+import traceback
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+
+from quadriga.errors import ConfigError
+
+
+def import_file(path: str | Path, where: str) -> ModuleType:
+    """The file as a module; files beside it can be imported from it.
+
+    Args:
+        path: `~` and relative paths are understood.
+        where: the key to name in an error.
+
+    Raises:
+        ConfigError: no such file, one whose name does not end in .py, or one that raises; the error shows where.
+    """
+    file = Path(path).expanduser().resolve()
+    if not file.is_file():
+        raise ConfigError(
+            where, got=f"{str(path)!r}, which is not a file", expected="a Python file", fix=f"Looked for {file}."
+        )
+    # The name is the path's alone: a file that is loaded again replaces what it registered, and another process that
+    # unpickles something of it finds it under the same name.
+    name = f"quadriga_user_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
+    spec = spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ConfigError(where, got=str(file), expected="a Python file, with a name that ends in .py")
+    module = module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look their module up by name
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))  # last, so that no file of the user's hides an installed package
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise ConfigError(
+            where,
+            got=f"{file}, which raised {type(error).__name__} while it was loaded:\n{_told(error)}\n",
+            expected="a file that can be imported",
+        ) from error
+    return module
+
+
+def _told(error: BaseException) -> str:
+    """The error as Python prints it, from the user's file on."""
+    trace = error.__traceback__
+    while trace is not None and _is_ours(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace)).rstrip()
+
+
+def _is_ours(filename: str) -> bool:
+    return filename == __file__ or filename.startswith("<frozen importlib")

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A user's file as a module: found, loaded again, with its neighbours, and shown where it fails."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from quadriga.errors import ConfigError
+from quadriga.user_file import import_file
+
+
+def test_a_file_is_loaded_anew_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under one name, which pickle finds; relative paths count from the working directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    file = tmp_path / "mine.py"
+    file.write_text("import beside_mine\nvalue = beside_mine.value + 1\n")
+    (tmp_path / "beside_mine.py").write_text("value = 1\n")
+    first = import_file("mine.py", "key")
+    assert (first.value, sys.modules[first.__name__]) == (2, first)
+    file.write_text("value = 30\n")
+    second = import_file(file, "key")
+    assert (second.value, second.__name__) == (30, first.__name__)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("def f(:\n", r"which raised SyntaxError while it was loaded:\n  File .*mine\.py., line 1"),
+        ("raise SystemExit(3)\n", r"which raised SystemExit while it was loaded:\nTraceback .*\n  File .*mine\.py"),
+        (
+            "def f():\n    return {}['x']\n\nf()\n",
+            r"Traceback .*\n  File .*mine\.py., line 4, in <module>(?s:.*)line 2",
+        ),
+    ],
+)
+def test_an_error_is_shown_from_the_users_file_on(tmp_path: Path, text: str, expected: str) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(text)
+    before = set(sys.modules)
+    with pytest.raises(ConfigError, match=expected) as raised:
+        import_file(file, "key")
+    assert "importlib" not in str(raised.value)
+    assert set(sys.modules) == before
+
+
+def test_what_is_no_python_file(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("x = 1\n")
+    with pytest.raises(ConfigError, match=r"key: got .*notes\.txt, expected a Python file, with a name that ends in"):
+        import_file(tmp_path / "notes.txt", "key")
+    with pytest.raises(ConfigError, match=r"key: got '.*none\.py', which is not a file.*Looked for"):
+        import_file(tmp_path / "none.py", "key")
