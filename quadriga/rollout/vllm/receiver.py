@@ -2,13 +2,17 @@
 """The end of the weights' way: what runs in the process that holds vLLM's model, called by name from the engine.
 
 begin_weights ─> load_tensor / load_parcel, as often as needed ─> end_weights ─> clear_pages
+adapter_marks ─> vLLM's own add_lora ─> missing_factors
 """
 
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from quadriga.rollout.vllm.library import cache_pages, probe_private, reload_functions, repack_tied
+from quadriga.config.adapter import read_adapter
+from quadriga.models.adapter_files import AdapterFiles, is_factor_a
+from quadriga.rollout.vllm.library import adapter_layers, cache_pages, probe_private, reload_functions, repack_tied
 from quadriga.rollout.vllm.parcels import ParcelReader
 from quadriga.weight_sync.fingerprint import tensor_fingerprint
 
@@ -58,6 +62,37 @@ class WeightReceiver:
         for page in pages:
             page.zero_()
         return len(pages)
+
+    def adapter_marks(self, folder: str) -> dict[str, str]:
+        """The fingerprint of each matrix of an adapter, as this process reads it."""
+        files = AdapterFiles(Path(folder))
+        return {name: tensor_fingerprint(files.read(name)) for name in files.names()}
+
+    def missing_factors(self, folder: str) -> list[str]:
+        """Names of matrices of an adapter that vLLM took from a folder, and that no layer of this process holds.
+
+        Of layers that several processes share each holds a part of A or of B. Which part of B is not looked at.
+        """
+        layers = adapter_layers(self)
+        if not layers:  # they cannot be looked at: the probe has said so
+            return []
+        shape, files = read_adapter(Path(folder)), AdapterFiles(Path(folder))
+        num_processes = self.vllm_config.parallel_config.tensor_parallel_size
+        ranks = {shape.rank, -(-shape.rank // num_processes)}
+        held = {tensor_fingerprint(part) for a, b in layers for rank in ranks for part in (a[:rank], b[:, :rank])}
+        dtype = layers[0][0].dtype
+        missing = []
+        for name in files.names():
+            whole = files.read(name).to(dtype)
+            if is_factor_a(name):
+                parts = [whole, *whole.chunk(num_processes, 0), *whole.chunk(num_processes, 1)]
+            elif num_processes == 1:
+                parts = [whole * shape.scale]
+            else:
+                continue
+            if held.isdisjoint(tensor_fingerprint(part) for part in parts):
+                missing.append(name)
+        return missing
 
     def private_parts(self) -> list[tuple[str, bool, str]]:
         """See `probe_private`, as plain tuples."""
