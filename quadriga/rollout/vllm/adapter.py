@@ -60,11 +60,11 @@ class AdapterSlot:
             marks = self._call("adapter_marks", folder)
             request = self._library.lora.LoRARequest(f"quadriga-{self._number}", self._number, folder)
             self._ask("add_lora", request)
-            self._require_held(folder)
+            self._require_held()
         self.request = request
         return marks
 
-    def _require_held(self, folder: str) -> None:
+    def _require_held(self) -> None:
         held = set(self._ask("list_loras"))
         if held != {self._number}:
             raise WeightSyncError(
@@ -73,7 +73,7 @@ class AdapterSlot:
                 expected=f"only number {self._number}, which was just given to it",
                 fix=f"vLLM must not be given adapters by others. {_MERGE}",
             )
-        for rank, missing in enumerate(self._call("missing_factors", folder)):
+        for rank, missing in enumerate(self._call("missing_factors")):
             if missing:
                 raise WeightSyncError(
                     f"{WHERE}, adapter in process {rank}",

@@ -66,24 +66,26 @@ class WeightReceiver:
     def adapter_marks(self, folder: str) -> dict[str, str]:
         """The fingerprint of each matrix of an adapter, as this process reads it."""
         files = AdapterFiles(Path(folder))
-        return {name: tensor_fingerprint(files.read(name)) for name in files.names()}
+        self.quadriga_shape = read_adapter(Path(folder))
+        self.quadriga_factors = {name: files.read(name).clone() for name in files.names()}  # the file goes away
+        return {name: tensor_fingerprint(tensor) for name, tensor in self.quadriga_factors.items()}
 
-    def missing_factors(self, folder: str) -> list[str]:
-        """Names of matrices of an adapter that vLLM took from a folder, and that no layer of this process holds.
+    def missing_factors(self) -> list[str]:
+        """Names of the matrices that `adapter_marks` has read and that no layer of this process holds.
 
         Of layers that several processes share each holds a part of A or of B. Which part of B is not looked at.
         """
+        shape, factors, self.quadriga_factors = self.quadriga_shape, self.quadriga_factors, {}
         layers = adapter_layers(self)
         if not layers:  # they cannot be looked at: the probe has said so
             return []
-        shape, files = read_adapter(Path(folder)), AdapterFiles(Path(folder))
         num_processes = self.vllm_config.parallel_config.tensor_parallel_size
         ranks = {shape.rank, -(-shape.rank // num_processes)}
         held = {tensor_fingerprint(part) for a, b in layers for rank in ranks for part in (a[:rank], b[:, :rank])}
         dtype = layers[0][0].dtype
         missing = []
-        for name in files.names():
-            whole = files.read(name).to(dtype)
+        for name, tensor in factors.items():
+            whole = tensor.to(dtype)
             if is_factor_a(name):
                 parts = [whole, *whole.chunk(num_processes, 0), *whole.chunk(num_processes, 1)]
             elif num_processes == 1:
