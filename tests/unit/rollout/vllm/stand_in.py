@@ -22,7 +22,6 @@ from quadriga.rollout.vllm.receiver import WeightReceiver
 from quadriga.weight_sync.fingerprint import tensor_fingerprint
 
 ROOM = 8
-MARKS = WeightReceiver.adapter_marks
 
 
 class LoRARequest(NamedTuple):
@@ -125,11 +124,11 @@ class StandIn(VLLMBase):
                 return not self.is_busy
             case "add_lora":
                 self.meddle(method, Path(args[0].lora_path))
-                self.adapters.add(args[0].lora_int_id)
+                self.adapters = {args[0].lora_int_id}  # the place for one
                 for process in self.processes:
                     process.apply(Path(args[0].lora_path))
             case "remove_lora":
-                self.adapters.remove(args[0])
+                self.adapters -= {args[0]}
             case "list_loras":
                 return self.adapters
 
