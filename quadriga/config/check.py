@@ -3,8 +3,8 @@
 
 from collections.abc import Callable
 
-from quadriga.config.arithmetic import batch_plan
 from quadriga.config.adapter_route import check_adapter_route
+from quadriga.config.arithmetic import batch_plan
 from quadriga.config.check_layout import check_layouts
 from quadriga.config.check_lora import check_lora
 from quadriga.config.check_multi_turn import check_multi_turn

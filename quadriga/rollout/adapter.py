@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """An adapter that an engine of others applies beside its weights: what belongs to it, and the folder that it reads.
 
-    stream ── separated ──> weights below, one after the other ──> as without an adapter
-                    └─────> A and B of every module, kept ── write ──> PEFT's folder ──> the engine
+stream ── separated ──> weights below, one after the other ──> as without an adapter
+                └─────> A and B of every module, kept ── write ──> PEFT's folder ──> the engine
 """
 
 from collections.abc import Iterable, Iterator, Mapping

@@ -34,7 +34,7 @@ class LoadedEngine(EngineBase):
         self._manifest, self._max_model_len = manifest, max_model_len
         self._arrived = Fingerprint({})
         self._frozen = Fingerprint({})
-        """Of weights that are here to stay: later loads may leave them out. An engine that applies adapters has some."""
+        """Of weights that are here to stay: later loads may leave them out. Engines that apply adapters have some."""
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """See `RolloutEngine.load_weights`. What was computed with the weights before is dropped.

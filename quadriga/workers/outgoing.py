@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What of an actor's weights a publication sends.
 
-    all weights trained         all of them
-    an adapter, merged          all of them, the adapter merged on the way
-    an adapter, alone           the frozen weights and the adapter; once the frozen ones are there, the adapter
-    on the actor's own modules  the parameters as they are, for the rollout to see that they are its own
+all weights trained         all of them
+an adapter, merged          all of them, the adapter merged on the way
+an adapter, alone           the frozen weights and the adapter; once the frozen ones are there, the adapter
+on the actor's own modules  the parameters as they are, for the rollout to see that they are its own
 """
 
 from collections.abc import Iterator

@@ -191,7 +191,9 @@ def _describe_vllm(engine: VLLMBase, device: torch.device) -> str:
     eager = "nothing is compiled" + (", for that takes longer than it saves on a CPU" if device.type == "cpu" else "")
     cache = "as much cache as fits" if options.cache_bytes is None else f"{options.cache_bytes / GIB:g} GiB of cache"
     sleep = "" if options.can_sleep else "; memory is kept while training"
-    lora = "" if options.adapter is None else f" and the adapter beside them, with room for rank {options.room_for_rank}"
+    lora = (
+        "" if options.adapter is None else f" and the adapter beside them, with room for rank {options.room_for_rank}"
+    )
     missing = "".join(f"; without {part.name} ({part.reason})" for part in engine.private_parts if not part.is_there)
     return (
         f"vllm {engine.library.version} {where}, on a copy of the weights{lora}; {cache}; "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An adapter that vLLM applies beside its weights: what it answers, that each publication is a new one, and refusals."""
+"""An adapter that vLLM applies beside its weights: what it answers, what each publication is, and what is refused."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -80,7 +80,8 @@ def test_each_publication_is_new(engine: VLLMEngine, monkeypatch: pytest.MonkeyP
         publish(engine, 1 + version % 2, version)
         found = engine.generate_batch(PROMPTS, GREEDY)
         assert [one.token_ids for one in found] == expected[1 + version % 2], version
-        assert len(held := engine._ask("list_loras")) == 1
+        held = engine._ask("list_loras")
+        assert len(held) == 1
         numbers |= held
         assert not Path(engine._slot.request.lora_path).exists()
     assert len(numbers) == 20

@@ -34,9 +34,11 @@ def test_a_run_generates_with_the_weights_that_it_trains(place: str, folder: str
     ],
     ids=["alone", "alone, beside", "merged"],
 )
-def test_a_run_generates_with_the_adapter_that_it_trains(more: tuple[str], told: str, folder: str, tmp_path: Path) -> None:
+def test_a_run_generates_with_the_adapter_that_it_trains(
+    more: tuple[str], told: str, folder: str, tmp_path: Path
+) -> None:
     """The log-probabilities are the trainer's up to rounding; those without an adapter, the reference's, are not."""
     lines, said = require_run("vllm", folder, tmp_path, f"{ROLLOUT}.engine_kwargs.vllm.block_size=32", *LORA, *more)
     assert told in said
     assert all(line["rollout/log_prob_diff_max"] < 2e-4 for line in lines), lines
-    assert lines[0]["actor/kl_loss"] == 0 and lines[2]["actor/kl_loss"] > 1e-2
+    assert lines[2]["actor/kl_loss"] > 0.1

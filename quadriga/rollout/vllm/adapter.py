@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The adapter that vLLM applies beside its weights: one at a time, under a new name and number with each publication.
 
-matrices ─> a folder in PEFT's form ─> each process: fingerprints of what it reads ─> add_lora ─> does each layer hold it?
+matrices ─> a folder in PEFT's form ─> each process: fingerprints of what it reads ─> add_lora ─> do layers hold it?
 
 vLLM takes an adapter from a folder, and tells keys and values of one from those of another by its name.
 """

@@ -48,12 +48,18 @@ def test_ways(overrides: tuple[str, ...], is_alone: bool, reason: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        ((f"{NAME}=native", f"{KEY}=false"), "got false, with actor_rollout_ref.rollout.name=native, expected null: on the"),
+        (
+            (f"{NAME}=native", f"{KEY}=false"),
+            "got false, with actor_rollout_ref.rollout.name=native, expected null: on the",
+        ),
         ((f"{NAME}=native", f"{KEY}=true"), "expected null: on the actor's own modules it computes with the adapter"),
         ((f"{NAME}=http", f"{KEY}=true"), "expected null: its servers keep the weights that they have"),
         ((f"{NAME}=sglang", f"{KEY}=false"), "expected null or true: this engine takes whole weights only"),
         ((f"{NAME}=hf", f"{KEY}=false"), "expected null or true: this engine takes whole weights only"),
-        ((VLLM, f"{KEY}=false", "actor_rollout_ref.model.lora_rank=600"), "up to 512 beside the weights, and this one is 600"),
+        (
+            (VLLM, f"{KEY}=false", "actor_rollout_ref.model.lora_rank=600"),
+            "up to 512 beside the weights, and this one is 600",
+        ),
     ],
 )
 def test_what_an_engine_cannot_do(overrides: tuple[str, ...], said: str) -> None:

@@ -74,7 +74,9 @@ def test_frozen_weights_travel_once_and_after_a_resume(run: Config, tokenizer: A
     assert torch.equal(frozen["model.layers.1.mlp.up_proj.weight"], own["model.layers.1.mlp.up_proj.weight"])
     name = "model.layers.1.mlp.down_proj"
     assert torch.equal(frozen[f"{name}.weight"], own[f"{name}.base_layer.weight"])
-    assert torch.equal(engine.processes[0].layers[name].lora_a_stacked[0][0, 0, :4], own[f"{name}.lora_A.default.weight"])
+    assert torch.equal(
+        engine.processes[0].layers[name].lora_a_stacked[0][0, 0, :4], own[f"{name}.lora_A.default.weight"]
+    )
     assert len(engine.fingerprint().tensors) == NUM_FACTORS + NUM_FROZEN
 
 

@@ -25,7 +25,12 @@ from tests.unit.rollout.vllm.stand_in import StandIn, stand_in_for_vllm
 
 A, B = "layer.q_proj.lora_A.default.weight", "layer.q_proj.lora_B.default.weight"
 FROZEN = {"embed.weight": (7, 4), "layer.q_proj.weight": (6, 4), "norm.weight": (4,)}
-FACTORS = {A: (3, 4), B: (6, 3), "layer.o_proj.lora_A.default.weight": (3, 6), "layer.o_proj.lora_B.default.weight": (4, 3)}
+FACTORS = {
+    A: (3, 4),
+    B: (6, 3),
+    "layer.o_proj.lora_A.default.weight": (3, 6),
+    "layer.o_proj.lora_B.default.weight": (4, 3),
+}
 SHAPE = AdapterShape(3, 6, "all-linear", None, False, "base")
 
 
