@@ -29,8 +29,12 @@ class AdapterRoute:
     reason: str
 
 
-def adapter_route(config: Config) -> AdapterRoute:
+def adapter_route(config: Config, *, is_wide_on_accelerator: bool = False) -> AdapterRoute:
     """What holds for a run with an adapter.
+
+    Args:
+        config: of the run.
+        is_wide_on_accelerator: whether the models compute in float32 there, which is known once a process has started.
 
     Raises:
         ConfigError: the engine cannot do what `lora_merge` asks for, or the adapter to start from cannot be read.
@@ -45,8 +49,12 @@ def adapter_route(config: Config) -> AdapterRoute:
             fix = "Leave the key out, and the adapter travels merged; vllm applies it beside the weights."
             raise _refused(config, "null or true: this engine takes whole weights only", fix)
         return AdapterRoute(False, f"{engine} takes whole weights only")
+    reason = ""
     if (rank := adapter_shape(model).rank) > MAX_RANK:
         reason = f"vLLM applies ranks up to {MAX_RANK} beside the weights, and this one is {rank}"
+    elif is_wide_on_accelerator:
+        reason = "on an accelerator vLLM applies adapters of 16 bits only, and these weights are float32"
+    if reason:
         if model.lora_merge is not None:
             raise _refused(config, f"null or true: {reason}", "Leave the key out, and the adapter travels merged.")
         return AdapterRoute(False, reason)

@@ -15,8 +15,15 @@ import torch
 from quadriga.config import Config
 from quadriga.config.adapter_route import AdapterRoute, adapter_route
 from quadriga.engines.base import TrainEngine
+from quadriga.workers.elsewhere import ActorElsewhere
 
 Weights = Iterator[tuple[str, torch.Tensor]]
+
+
+def route_of(config: Config, actor: TrainEngine | ActorElsewhere) -> AdapterRoute:
+    """See `adapter_route`; actor and rollout come to the same."""
+    is_wide = actor.device.type != "cpu" and actor.dtype == torch.float32
+    return adapter_route(config, is_wide_on_accelerator=is_wide)
 
 
 class Outgoing:
@@ -30,7 +37,7 @@ class Outgoing:
 
     def __init__(self, actor: TrainEngine, config: Config, *, is_shared: bool = False) -> None:
         self._actor, self._is_shared = actor, is_shared
-        self.route = adapter_route(config) if config.actor_rollout_ref.model.has_adapter else None
+        self.route = route_of(config, actor) if config.actor_rollout_ref.model.has_adapter else None
         self._are_frozen_out = False
         """Whether the frozen weights, as they are, were sent."""
 

@@ -10,7 +10,6 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from quadriga.config import Config, RolloutConfig, problem_of_several_engines
-from quadriga.config.adapter_route import adapter_route
 from quadriga.config.rollout import ENGINES
 from quadriga.engines.base import TrainEngine
 from quadriga.errors import ConfigError
@@ -29,6 +28,7 @@ from quadriga.rollout.vllm.async_engine import AsyncVLLMEngine
 from quadriga.rollout.vllm.core import GIB, MIB, VLLMBase, VLLMOptions
 from quadriga.rollout.vllm.engine import VLLMEngine
 from quadriga.weight_sync import InProcessWeights, SharedWeights, WeightSync
+from quadriga.workers.outgoing import route_of
 from quadriga.workers.several_engines import as_one, started
 
 
@@ -138,7 +138,7 @@ def vllm(config: Config, actor: TrainEngine, tokenizer: PreTrainedTokenizerBase)
         has_weights=False,
         bucket_bytes=_bucket_bytes(rollout),
         log_probs_of=_log_probs_of(rollout),
-        adapter=_adapter_alone(config, skeleton),
+        adapter=_adapter_alone(config, actor, skeleton),
         trust_remote_code=section.trust_remote_code,
         override_config=section.override_config or {},
         extra=extra,
@@ -149,10 +149,10 @@ def vllm(config: Config, actor: TrainEngine, tokenizer: PreTrainedTokenizerBase)
     return Rollout(as_one(engines), InProcessWeights(), description)
 
 
-def _adapter_alone(config: Config, skeleton: PreTrainedModel) -> Adapter | None:
+def _adapter_alone(config: Config, actor: TrainEngine, skeleton: PreTrainedModel) -> Adapter | None:
     """The adapter that comes without the weights below it; the model, which is on "meta", has it then."""
     section = config.actor_rollout_ref.model
-    if not section.has_adapter or not adapter_route(config).is_alone:
+    if not section.has_adapter or not route_of(config, actor).is_alone:
         return None
     add_adapter(skeleton, section, seed=0)
     return Adapter.of(skeleton)

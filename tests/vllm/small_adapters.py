@@ -43,7 +43,7 @@ def published(one: PreTrainedModel, *, with_frozen: bool) -> Iterator[tuple[str,
             yield base_name(name), parameter.detach()
 
 
-def by_peft(one: PreTrainedModel, folder: Path) -> PreTrainedModel:
+def by_peft(one: PreTrainedModel, folder: Path) -> PeftModel:
     """The same, out of files by PEFT: what it is needs no code of ours."""
     folder.mkdir()
     write_adapter_config(one, folder)

@@ -69,6 +69,15 @@ def test_what_an_engine_cannot_do(overrides: tuple[str, ...], said: str) -> None
         adapter_route(load_config((RANK, *overrides)).config)
 
 
+def test_float32_on_an_accelerator() -> None:
+    """vLLM's kernels there take 16 bits: known once a process has started."""
+    route = adapter_route(load_config((VLLM, RANK)).config, is_wide_on_accelerator=True)
+    assert not route.is_alone and "16 bits only" in route.reason
+    with pytest.raises(ConfigError, match=r"got false.*16 bits only, and these weights are float32"):
+        adapter_route(load_config((VLLM, RANK, f"{KEY}=false")).config, is_wide_on_accelerator=True)
+    assert not adapter_route(load_config((RANK,)).config, is_wide_on_accelerator=True).is_alone
+
+
 def test_the_rank_of_an_adapter_to_start_from(tmp_path: Path) -> None:
     """It decides; what cannot be read is told once, under its own key."""
     start = f"actor_rollout_ref.model.lora_adapter_path={tmp_path}"

@@ -44,7 +44,7 @@ def changed(config: Config, model: dict[str, Any], rollout: dict[str, Any], fold
     return config.model_copy(update={"actor_rollout_ref": policy, "trainer": trainer})
 
 
-def together(run: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[ActorRolloutRefWorker, StandIn, dict[str, str]]:
+def together(run: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Any, StandIn, dict[str, str]]:
     worker = ActorRolloutRefWorker(run, tokenizer, FACTS, role="actor_rollout")
     chosen = worker.init_model()
     engine = worker.rollout.engine
