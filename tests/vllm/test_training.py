@@ -13,6 +13,12 @@ LORA = (
     "actor_rollout_ref.actor.optim.lr=5e-2",
     "actor_rollout_ref.actor.use_kl_loss=True",
 )
+ELSEWHERE = (
+    "trainer.backend=ray",
+    "trainer.placement={actor: training, ref: training, rollout: generation}",
+    "trainer.resource_pools.generation=[1]",
+)
+"""The rollout in a process of its own, to which weights are broadcast."""
 
 
 @pytest.mark.parametrize(
@@ -30,9 +36,10 @@ def test_a_run_generates_with_the_weights_that_it_trains(place: str, folder: str
     [
         ((), "goes alone, after the weights below it (vLLM applies it beside the weights)"),
         (("actor_rollout_ref.rollout.mode=async",), "the adapter beside them, with room for rank 8"),
+        (ELSEWHERE, "the adapter beside them, with room for rank 8"),
         (("actor_rollout_ref.model.lora_merge=true",), "goes merged (lora_merge=true)"),
     ],
-    ids=["alone", "alone, beside", "merged"],
+    ids=["alone", "alone, beside", "alone, elsewhere", "merged"],
 )
 def test_a_run_generates_with_the_adapter_that_it_trains(
     more: tuple[str], told: str, folder: str, tmp_path: Path
