@@ -3,6 +3,7 @@
 
 from collections.abc import Callable
 
+from quadriga.config.adapter_route import check_adapter_route
 from quadriga.config.arithmetic import batch_plan
 from quadriga.config.check_layout import check_layouts
 from quadriga.config.check_lora import check_lora
@@ -295,5 +296,6 @@ def _check_profiler(config: Config, found: Findings) -> None:
 _CHECKS: tuple[Callable[[Config, Findings], None], ...] = (
     check_paths, _check_batches, _check_micro_batches, _check_sampling, _check_kept_answers, _check_filter_groups,
     _check_async_rewards, _check_validation, _check_loss, _check_schedule, _check_checkpoints, _check_profiler,
-    check_placement, check_reward_model, check_layouts, check_lora, check_rollout, check_multi_turn,
+    check_placement, check_reward_model, check_layouts, check_lora, check_adapter_route, check_rollout,
+    check_multi_turn,
 )  # fmt: skip

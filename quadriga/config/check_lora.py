@@ -12,6 +12,7 @@ from quadriga.errors import ConfigError
 _MODEL = "actor_rollout_ref.model"
 _ACTOR = "actor_rollout_ref.actor"
 _DETAILS = ("lora_alpha", "target_modules", "exclude_modules")
+_UNUSED = (*_DETAILS, "lora_merge")
 
 
 def check_lora(config: Config, found: Findings) -> None:
@@ -19,7 +20,7 @@ def check_lora(config: Config, found: Findings) -> None:
     model = config.actor_rollout_ref.model
     given = [name for name in _DETAILS if name in model.model_fields_set]
     if not model.has_adapter:
-        if unused := [f"{_MODEL}.{name}" for name in given]:
+        if unused := [f"{_MODEL}.{name}" for name in _UNUSED if name in model.model_fields_set]:
             found.notice(f"{', '.join(unused)}: not used, for {_MODEL}.lora_rank is 0.")
         return
     if find_spec("peft") is None:

@@ -33,6 +33,9 @@ class ModelConfig(Section):
     """Modules of `target_modules` without one: names or ends of names, or a regular expression."""
     lora_adapter_path: PathText | None = None
     """Folder of an adapter, as PEFT writes it, to start from; it brings its own rank, alpha and modules."""
+    lora_merge: bool | None = None
+    """Whether an engine with a copy of the weights gets the adapter merged into them. false: alone, after each step
+    only its matrices travel; `vllm` can apply it so. null: alone where the engine can, else merged."""
 
     @property
     def has_adapter(self) -> bool:

@@ -30,6 +30,9 @@ def sft_findings(config: SFTConfig) -> tuple[list[ConfigError], list[str]]:
         words = {name: in_sft_words(getattr(problem, name)) for name in ("got", "expected", "fix")}
         found.problems.append(ConfigError(in_sft_words(problem.where), **words))
     found.notices += map(in_sft_words, theirs.notices)
+    if config.model.has_adapter and config.model.lora_merge is not None:
+        fix = "Leave the key out; `quadriga export` merges an adapter."
+        found.refuse("model.lora_merge", got=f"{config.model.lora_merge}", expected="null: nothing generates", fix=fix)
     if config.objective == "reward_model":
         _check_reward_model(config, found)
     return found.problems, found.notices

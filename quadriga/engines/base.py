@@ -78,6 +78,14 @@ class TrainEngine(Protocol):
         """
         ...
 
+    def adapter_weights(self, *, with_frozen: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        """An adapter's full matrices, in the compute dtype.
+
+        Args:
+            with_frozen: whether the weights below come too, under the names that they have without an adapter.
+        """
+        ...
+
     def state(self, contents: frozenset[str]) -> dict[str, torch.Tensor]:
         """What a checkpoint holds, in the engine's own memory; DTensors where several processes hold a tensor.
 

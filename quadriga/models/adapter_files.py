@@ -9,14 +9,15 @@
 Nothing here needs PEFT: what has an adapter is read and merged without it.
 """
 
+import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
-from quadriga.config.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_adapter, read_adapter
+from quadriga.config.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdapterShape, is_adapter, read_adapter
 from quadriga.errors import CheckpointError
 from quadriga.models.weight_files import SafetensorFiles, WeightFiles, names_in, open_weights
 
@@ -29,6 +30,18 @@ _BASE = ".base_layer."
 def is_factor(name: str) -> bool:
     """Whether a parameter of a model is an adapter's."""
     return _FACTOR.fullmatch(name) is not None
+
+
+def is_factor_a(name: str) -> bool:
+    """Whether a parameter of an adapter is the first of a module's two matrices."""
+    return factor_names(f"{module_of(name)}.weight")[0] == name
+
+
+def module_of(name: str) -> str:
+    """The module that a parameter of an adapter is beside."""
+    factor = _FACTOR.fullmatch(name)
+    assert factor is not None, f"{name} is no adapter's"
+    return factor["module"]
 
 
 def base_name(name: str) -> str:
@@ -166,8 +179,34 @@ def open_model(folder: str | Path) -> WeightFiles:
 
 def write_adapter(folder: Path, adapter: WeightFiles, dtype: torch.dtype = torch.float32) -> None:
     """Write `adapter_model.safetensors` as PEFT does."""
-    tensors = {_peft_name(name): adapter.read(name).to(dtype).contiguous() for name in adapter.names()}
+    write_factors(folder, {name: adapter.read(name).to(dtype) for name in adapter.names()})
+
+
+def write_factors(folder: Path, factors: Mapping[str, torch.Tensor]) -> None:
+    """Write `adapter_model.safetensors` of tensors, under their names in a model."""
+    tensors = {_peft_name(name): tensor.contiguous() for name, tensor in factors.items()}
     save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+
+
+def write_adapter_shape(folder: Path, shape: AdapterShape, modules: Sequence[str]) -> None:
+    """Write `adapter_config.json` of an adapter whose model is not at hand.
+
+    Args:
+        folder: gets the file.
+        shape: of the adapter.
+        modules: names, or ends of names, of those that have it.
+    """
+    facts = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": shape.rank,
+        "lora_alpha": shape.alpha,
+        "use_rslora": shape.use_rslora,
+        "target_modules": list(modules),
+        "bias": "none",
+        "base_model_name_or_path": shape.base,
+    }
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(facts, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _peft_name(name: str) -> str:

@@ -56,6 +56,11 @@ class Balancer:
         """Numbers of the engines that are given requests."""
         return [number for number in range(len(self.engines)) if number not in self.dead]
 
+    @property
+    def has_frozen_weights(self) -> bool:
+        """See `RolloutEngine`; whether all engines have them that are given requests."""
+        return bool(self.alive) and all(self.engines[number].has_frozen_weights for number in self.alive)
+
     async def generate(self, prompt_token_ids: Prompt, sampling: SamplingParams) -> Completion:
         """See `RolloutEngine.generate`."""
         self._require_loaded()

@@ -113,9 +113,17 @@ class Completion:
 
 
 class RolloutEngine(Protocol):
-    """Generates answers with weights of a known version."""
+    """Generates answers with weights of a known version.
+
+    Attributes:
+        weight_version: of the weights; -1: none that are complete.
+        has_frozen_weights: whether a load may leave out the weights below an adapter, which it has from an earlier one.
+    """
 
     weight_version: int
+
+    @property
+    def has_frozen_weights(self) -> bool: ...
 
     async def generate(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
         """One answer; the engine decides what is computed together. A caller that is cancelled gives it up."""
@@ -132,6 +140,7 @@ class RolloutEngine(Protocol):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Takes over a complete set of weights. Afterwards `weight_version` is `version`, or -1 if loading failed.
 
+        With `has_frozen_weights` the matrices of an adapter complete what is there.
         A tensor is only lent: its memory is overwritten once the iterator goes on, so what is kept is copied.
         """
         ...
@@ -178,6 +187,11 @@ class EngineBase(ABC):
         self._state: Literal["awake", "asleep", "closed"] = "awake"
         self._pending: list[tuple[Sequence[int], SamplingParams, asyncio.Future[Completion]]] = []
         self._is_aborting = False
+
+    @property
+    def has_frozen_weights(self) -> bool:
+        """See `RolloutEngine`."""
+        return False
 
     async def generate(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
         """See `RolloutEngine.generate`."""

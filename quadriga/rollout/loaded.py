@@ -33,6 +33,8 @@ class LoadedEngine(EngineBase):
         self.weight_version = 0 if has_weights else -1
         self._manifest, self._max_model_len = manifest, max_model_len
         self._arrived = Fingerprint({})
+        self._frozen = Fingerprint({})
+        """Of weights that are here to stay: later loads may leave them out. Engines that apply adapters have some."""
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """See `RolloutEngine.load_weights`. What was computed with the weights before is dropped.
@@ -45,7 +47,7 @@ class LoadedEngine(EngineBase):
         self.weight_version = -1
         where = f"rollout.name={self.name}, weights of version {version}"
         try:
-            marks = self._receive(self._manifest.checked(weights))
+            marks = self._receive(self._manifest.checked(weights, self._frozen.tensors))
         except Exception as error:  # failures of others' engines have no class in common
             if isinstance(error, QuadrigaError) and not isinstance(error, RolloutError):
                 raise
@@ -56,12 +58,25 @@ class LoadedEngine(EngineBase):
                 fix="Its own message stands in the log above. Answers that are under way have to end before weights "
                 "are published: wait for them, or call abort().",
             ) from error
-        self._arrived = agreed(marks, where)
+        self._arrived = self._frozen.updated(agreed(marks, where))
+        self._frozen = Fingerprint({name: mark for name, mark in self._arrived.tensors.items() if self._stays(name)})
         self.weight_version = version
+
+    @property
+    def has_frozen_weights(self) -> bool:
+        """See `RolloutEngine`."""
+        return bool(self._frozen.tensors)
 
     @abstractmethod
     def _receive(self, weights: Iterator[tuple[str, torch.Tensor]]) -> Sequence[Mapping[str, str]]:
-        """Hands the weights over, and drops what was computed with others. Returns the fingerprints of each process."""
+        """Hands the weights over, and drops what was computed with others. Returns the fingerprints of each process.
+
+        Before a frozen weight is written to, `_frozen` is emptied.
+        """
+
+    def _stays(self, name: str) -> bool:
+        """Whether a weight that has come need not come again."""
+        return False
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """None: the engine fuses and packs its weights. `fingerprint` says what reached it."""

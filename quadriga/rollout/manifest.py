@@ -4,7 +4,7 @@
 An engine that keeps its weights in a form of its own cannot tell by looking at them.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,8 +37,25 @@ class Manifest:
         same = {name: frozenset(names[id(parameter)]) for name, parameter in named.items()}
         return cls({name: tuple(parameter.shape) for name, parameter in named.items()}, same)
 
-    def checked(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    def part(self, wanted: Callable[[str], bool]) -> "Manifest":
+        """The weights whose names are wanted, which share nothing with the others."""
+        return Manifest(
+            {name: shape for name, shape in self.shapes.items() if wanted(name)},
+            {name: names for name, names in self.same.items() if wanted(name)},
+        )
+
+    def joined(self, other: "Manifest") -> "Manifest":
+        """Both together."""
+        return Manifest(self.shapes | other.shapes, self.same | other.same)
+
+    def checked(
+        self, weights: Iterable[tuple[str, torch.Tensor]], kept: Collection[str] = ()
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """The stream as it comes; a weight that comes under a second name too is passed on each time.
+
+        Args:
+            weights: the stream.
+            kept: names of weights that are there already. The stream has all of them, or none.
 
         Raises:
             WeightSyncError: a name or a shape is not the model's, or at the end a weight did not come.
@@ -54,12 +71,16 @@ class Manifest:
                 )
             arrived |= self.same[name]
             yield name, tensor
-        if missing := sorted(self.shapes.keys() - arrived):
+        needed = self.shapes.keys() if arrived.intersection(kept) else self.shapes.keys() - self._all_names(kept)
+        if missing := sorted(needed - arrived):
             raise WeightSyncError(
                 "rollout weights",
                 got=f"a stream without {len(missing)} of {len(self.shapes)} weights: {name_some(missing)}",
                 expected="every weight of the model",
             )
+
+    def _all_names(self, names: Iterable[str]) -> set[str]:
+        return {other for name in names for other in self.same[name]}
 
 
 def agreed(marks: Sequence[Mapping[str, str]], where: str) -> Fingerprint:

@@ -33,7 +33,7 @@ class BetweenWorkers:
     """The rollout has processes of its own. Weights of version 0 are sent at once.
 
         driver     publish(v) ────┬──────────────┬───────────────────────> both are done
-        actor                     └ send_weights │ ── buckets ──┐
+        actor                     └ send_weights │ ── buckets ──┐      what the rollout has not from before
         rollout                                  └ receive_weights ── compare fingerprints
 
     Args:
@@ -45,10 +45,13 @@ class BetweenWorkers:
         self._send, self._receive = actor.method("send_weights"), rollout.method("receive_weights")
         address, *_ = actor.method("offer_weights")(channel, rollout.world_size)
         rollout.method("expect_weights")(address)
+        self._has_arrived = False
         self.publish(0)
 
     def publish(self, version: int) -> None:
         """See `WeightPublisher.publish`."""
-        sent, received = self._send(version), self._receive(version)
+        has_arrived, self._has_arrived = self._has_arrived, False
+        sent, received = self._send(version, has_arrived), self._receive(version)
         sent.get()
         received.get()
+        self._has_arrived = True

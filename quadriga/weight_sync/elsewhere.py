@@ -84,7 +84,7 @@ class WeightReceiver:
         marks: dict[str, str] = {}
         stream = self._weights(version, marks)
         try:
-            self._published = deliver(stream, target, version, marks)
+            self._published = self._published.updated(deliver(stream, target, version, marks))
         except Exception as error:
             self._take_rest(stream, error)
             raise

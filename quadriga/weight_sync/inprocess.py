@@ -23,7 +23,7 @@ class InProcessWeights:
             WeightSyncError: the target refused the weights, holds others afterwards, or another version. It then
                 generates nothing until it is given a complete set.
         """
-        self._published = deliver(weights, target, version)
+        self._published = self._published.updated(deliver(weights, target, version))
 
     def verify(self, target: WeightTarget, version: int) -> None:
         """See `WeightSync.verify`: every tensor is compared anew."""
@@ -36,7 +36,7 @@ def deliver(
     """Give a target weights, and see that it has them.
 
     Args:
-        weights: a complete set.
+        weights: a complete set, or what is new of one that the target has; see `RolloutEngine.load_weights`.
         target: its `weight_version` is -1 after an error.
         version: of the weights.
         marks: fingerprints of tensors that have one already, by name; filled while the stream runs.

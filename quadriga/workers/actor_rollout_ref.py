@@ -22,6 +22,7 @@ from quadriga.weight_sync import Address, WeightSender, offer
 from quadriga.weight_sync.elsewhere import drain
 from quadriga.workers.checkpoints import RoleCheckpoint
 from quadriga.workers.generation import Generation, make_rollout
+from quadriga.workers.outgoing import Outgoing
 from quadriga.workers.roles import (
     BY_REPLICA,
     MESH,
@@ -96,8 +97,13 @@ class ActorRolloutRefWorker(Worker):
                 is_beside_training=True,
                 num_processes=self.world_size,
             )
+            self.outgoing = Outgoing(self.actor, self.config, is_shared=self.rollout.is_shared)
             self.publish_weights(self.weight_version)
             choices["rollout"] = self.rollout.description
+        elif self.parts.actor:
+            self.outgoing = Outgoing(self.actor, self.config)
+        if self.parts.actor and self.has_adapter:
+            choices["adapter"] += f"; {self.outgoing.describe()}"
         self.reference = None
         if self.parts.reference and self.parts.actor and self.has_adapter:
             choices["reference"] = "the actor with its adapter off"
@@ -203,8 +209,8 @@ class ActorRolloutRefWorker(Worker):
     def publish_weights(self, version: int) -> None:
         """Give the rollout the actor's weights; it refuses to generate with any others."""
         self.weight_version = version
-        weights = self.actor.weights(is_merged=not self.rollout.is_shared)
-        self.rollout.weights.publish(weights, self.rollout.engine, version)
+        with self.outgoing.publication(has_frozen=self.rollout.engine.has_frozen_weights) as weights:
+            self.rollout.weights.publish(weights, self.rollout.engine, version)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def offer_weights(self, channel: str, num_receivers: int) -> Address | None:
@@ -222,13 +228,18 @@ class ActorRolloutRefWorker(Worker):
         return address
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def send_weights(self, version: int) -> None:
-        """Send the actor's weights to the rollout in other processes, which receives them meanwhile."""
-        weights = self.actor.weights()
-        if self.sender is None:
-            drain(weights)
-        else:
-            self.sender.send(weights, version)
+    def send_weights(self, version: int, has_frozen: bool = False) -> None:
+        """Send the actor's weights to the rollout in other processes, which receives them meanwhile.
+
+        Args:
+            version: of the weights.
+            has_frozen: whether the rollout took over what was sent last, frozen weights and all.
+        """
+        with self.outgoing.publication(has_frozen=has_frozen) as weights:
+            if self.sender is None:
+                drain(weights)
+            else:
+                self.sender.send(weights, version)
 
     @cached_property
     def checkpoint(self) -> RoleCheckpoint:
@@ -249,6 +260,7 @@ class ActorRolloutRefWorker(Worker):
     def load_checkpoint(self, directory: Path) -> None:
         """Read the actor from below `directory`. The rollout keeps its weights until new ones are published."""
         self.checkpoint.load(directory / "actor", frozenset(self.actor_config.checkpoint.load_contents))
+        self.outgoing.frozen_weights_changed()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def close(self) -> None:

@@ -15,7 +15,9 @@ from quadriga.engines.base import TrainEngine
 from quadriga.errors import ConfigError
 from quadriga.models.attention import ATTENTION_NAME
 from quadriga.models.load import load_causal_lm, skeleton_causal_lm, stop_token_ids
+from quadriga.models.lora import add_adapter
 from quadriga.rollout import HFEngine, NativeEngine, RolloutEngine, ScriptedEngine
+from quadriga.rollout.adapter import Adapter
 from quadriga.rollout.http import HTTPEngine
 from quadriga.rollout.manifest import Manifest
 from quadriga.rollout.reported import LogProbsOf
@@ -26,6 +28,7 @@ from quadriga.rollout.vllm.async_engine import AsyncVLLMEngine
 from quadriga.rollout.vllm.core import GIB, MIB, VLLMBase, VLLMOptions
 from quadriga.rollout.vllm.engine import VLLMEngine
 from quadriga.weight_sync import InProcessWeights, SharedWeights, WeightSync
+from quadriga.workers.outgoing import route_of
 from quadriga.workers.several_engines import as_one, started
 
 
@@ -113,6 +116,7 @@ def vllm(config: Config, actor: TrainEngine, tokenizer: PreTrainedTokenizerBase)
     skeleton = skeleton_causal_lm(
         section.path, trust_remote_code=section.trust_remote_code, override_config=section.override_config
     )
+    manifest = Manifest.of(skeleton)
     is_on_cpu = actor.device.type == "cpu"
     cache_bytes = None if rollout.cache_gigabytes is None else int(rollout.cache_gigabytes * GIB)
     extra = options_of(rollout, "vllm")
@@ -120,7 +124,7 @@ def vllm(config: Config, actor: TrainEngine, tokenizer: PreTrainedTokenizerBase)
         path=str(section.path),
         dtype=actor.dtype,
         max_model_len=rollout.max_model_len or config.data.max_prompt_length + config.data.max_response_length,
-        manifest=Manifest.of(skeleton),
+        manifest=manifest,
         eos_token_ids=stop_token_ids(skeleton, tokenizer.eos_token_id),
         tokenizer=str(config.data.tokenizer or section.path),
         max_num_seqs=rollout.max_num_seqs,
@@ -134,6 +138,7 @@ def vllm(config: Config, actor: TrainEngine, tokenizer: PreTrainedTokenizerBase)
         has_weights=False,
         bucket_bytes=_bucket_bytes(rollout),
         log_probs_of=_log_probs_of(rollout),
+        adapter=_adapter_alone(config, actor, skeleton),
         trust_remote_code=section.trust_remote_code,
         override_config=section.override_config or {},
         extra=extra,
@@ -142,6 +147,15 @@ def vllm(config: Config, actor: TrainEngine, tokenizer: PreTrainedTokenizerBase)
     engines = started([make] * rollout.data_parallel_size)
     description = several(len(engines)) + _describe_vllm(engines[0], actor.device)
     return Rollout(as_one(engines), InProcessWeights(), description)
+
+
+def _adapter_alone(config: Config, actor: TrainEngine, skeleton: PreTrainedModel) -> Adapter | None:
+    """The adapter that comes without the weights below it; the model, which is on "meta", has it then."""
+    section = config.actor_rollout_ref.model
+    if not section.has_adapter or not route_of(config, actor).is_alone:
+        return None
+    add_adapter(skeleton, section, seed=0)
+    return Adapter.of(skeleton)
 
 
 def require_possible_engines(rollout: RolloutConfig) -> None:
@@ -177,9 +191,12 @@ def _describe_vllm(engine: VLLMBase, device: torch.device) -> str:
     eager = "nothing is compiled" + (", for that takes longer than it saves on a CPU" if device.type == "cpu" else "")
     cache = "as much cache as fits" if options.cache_bytes is None else f"{options.cache_bytes / GIB:g} GiB of cache"
     sleep = "" if options.can_sleep else "; memory is kept while training"
+    lora = (
+        "" if options.adapter is None else f" and the adapter beside them, with room for rank {options.room_for_rank}"
+    )
     missing = "".join(f"; without {part.name} ({part.reason})" for part in engine.private_parts if not part.is_there)
     return (
-        f"vllm {engine.library.version} {where}, on a copy of the weights; {cache}; "
+        f"vllm {engine.library.version} {where}, on a copy of the weights{lora}; {cache}; "
         f"{eager if options.is_eager else 'compiled'}{sleep}{missing}"
     )
 

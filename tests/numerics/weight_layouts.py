@@ -8,7 +8,7 @@ weights to two rollouts; what arrived, and the memory that it took, is written f
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -40,6 +40,8 @@ CASES = {
     "tp 2": (Layout(tp=2), "untied"),
     "pp 2": (Layout(pp=2), "untied"),
     "fsdp 2, lora": (Layout(dp_shard=2), "lora"),
+    "fsdp 2, lora beside": (Layout(dp_shard=2), "lora beside"),
+    "fsdp 2, lora alone": (Layout(dp_shard=2), "lora alone"),
 }
 SECTION = ModelConfig(path="untied", lora_rank=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"])
 
@@ -71,6 +73,7 @@ class Rollout:
 
 def make_engine(folder: Path, model: str, layout: Layout, world: ProcessGroup) -> FSDPEngine:
     """In bfloat16; the adapter of `lora` has a B that is not zero."""
+    model = model.partition(" ")[0]
     path = folder / ("untied" if model == "lora" else model)
     files = open_weights(path)
     if layout.is_whole:
@@ -91,6 +94,13 @@ def make_engine(folder: Path, model: str, layout: Layout, world: ProcessGroup) -
         device=CPU,
         processes=Processes.arrange(world, layout),
     )
+
+
+def outgoing(engine: FSDPEngine, model: str) -> Iterator[tuple[str, Tensor]]:
+    """What is sent of a model: its weights, an adapter merged into them; the adapter beside them, or alone."""
+    if model.startswith("lora "):
+        return engine.adapter_weights(with_frozen=model == "lora beside")
+    return engine.weights()
 
 
 def plain(name: str) -> str:
@@ -136,15 +146,15 @@ def train(folder: Path, name: str, world: ProcessGroup) -> None:
     """Send the weights of one case, and write what it took."""
     layout, model = CASES[name]
     engine = make_engine(folder, model, layout, world)
-    shapes = {name: list(tensor.shape) for name, tensor in engine.weights()}
+    shapes = {name: list(tensor.shape) for name, tensor in outgoing(engine, model)}
     sender = None
     if world.is_first:
         end, address = offer("broadcast", "localhost", len(ROLLOUTS), CPU)
         sender = WeightSender(end, BUCKET_BYTES)
         tell(folder / f"{name}.address", {"address": [address.kind, address.place, 2], "shapes": shapes})
-    work = (lambda: sender.send(engine.weights(), 1)) if sender else (lambda: drain(engine.weights()))
+    work = (lambda: sender.send(outgoing(engine, model), 1)) if sender else (lambda: drain(outgoing(engine, model)))
     peak = peak_bytes(work)
-    naive = peak_bytes(lambda: dict(engine.weights()))
+    naive = peak_bytes(lambda: dict(outgoing(engine, model)))
     tell(folder / f"{name}.{world.rank}.memory", {"peak": peak, "whole copy": naive})
 
 

@@ -16,7 +16,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
-def require_run(engine: str, model: str, folder: Path, *more: str) -> None:
+def require_run(engine: str, model: str, folder: Path, *more: str) -> tuple[list[dict[str, float]], str]:
     """Three steps; in each the rollout's log-probabilities are the trainer's, which stale weights would not give.
 
     Args:
@@ -24,6 +24,9 @@ def require_run(engine: str, model: str, folder: Path, *more: str) -> None:
         model: folder of the model.
         folder: for the run and what it reads.
         more: further overrides.
+
+    Returns:
+        The metrics of each step, and what was printed.
     """
     rows = [
         {
@@ -64,3 +67,4 @@ def require_run(engine: str, model: str, folder: Path, *more: str) -> None:
     assert len(lines) == 3
     assert all(line["actor/grad_norm"] > 0 for line in lines)
     assert all(line["rollout/log_prob_diff_max"] < 2e-3 for line in lines), lines
+    return lines, done.stdout

@@ -8,6 +8,17 @@ import pytest
 from small_runs import require_run
 
 ROLLOUT = "+actor_rollout_ref.rollout"
+LORA = (
+    "actor_rollout_ref.model.lora_rank=4",
+    "actor_rollout_ref.actor.optim.lr=5e-2",
+    "actor_rollout_ref.actor.use_kl_loss=True",
+)
+ELSEWHERE = (
+    "trainer.backend=ray",
+    "trainer.placement={actor: training, ref: training, rollout: generation}",
+    "trainer.resource_pools.generation=[1]",
+)
+"""The rollout in a process of its own, to which weights are broadcast."""
 
 
 @pytest.mark.parametrize(
@@ -18,3 +29,23 @@ ROLLOUT = "+actor_rollout_ref.rollout"
 def test_a_run_generates_with_the_weights_that_it_trains(place: str, folder: str, tmp_path: Path) -> None:
     """See `require_run`."""
     require_run("vllm", folder, tmp_path, place)
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ((), "goes alone, after the weights below it (vLLM applies it beside the weights)"),
+        (("actor_rollout_ref.rollout.mode=async",), "the adapter beside them, with room for rank 8"),
+        (ELSEWHERE, "the adapter beside them, with room for rank 8"),
+        (("actor_rollout_ref.model.lora_merge=true",), "goes merged (lora_merge=true)"),
+    ],
+    ids=["alone", "alone, beside", "alone, elsewhere", "merged"],
+)
+def test_a_run_generates_with_the_adapter_that_it_trains(
+    more: tuple[str], told: str, folder: str, tmp_path: Path
+) -> None:
+    """The log-probabilities are the trainer's up to rounding; those without an adapter, the reference's, are not."""
+    lines, said = require_run("vllm", folder, tmp_path, f"{ROLLOUT}.engine_kwargs.vllm.block_size=32", *LORA, *more)
+    assert told in said
+    assert all(line["rollout/log_prob_diff_max"] < 2e-4 for line in lines), lines
+    assert lines[2]["actor/kl_loss"] > 0.1

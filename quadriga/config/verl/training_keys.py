@@ -188,7 +188,7 @@ MODEL: list[Rule] = [
     ),
     *only(("kaiming", None), "A begins as PEFT's does: leave the key out.", "<model>.lora.lora_A_init_method"),
     *only(("zero", None), "B begins with zeros: leave the key out.", "<model>.lora.lora_B_init_method"),
-    *note("Generation has the adapter's newest weights in any case.", "<model>.lora.merge"),
+    *instead("Set actor_rollout_ref.model.lora_merge.", "<model>.lora.merge"),
     *only(EMPTY, "Experts' own parameters get no adapter: leave the key out.", "<model>.target_parameters"),
     *only(
         (*EMPTY, *OFF),

@@ -26,7 +26,7 @@ from quadriga.engines.packing import PackedBatch, filler
 from quadriga.engines.parallel.pipeline import Pipeline, Stage
 from quadriga.engines.parallel.processes import ONE_PROCESS, Processes
 from quadriga.errors import EngineError
-from quadriga.models.adapter_files import base_name, merged
+from quadriga.models.adapter_files import base_name, is_factor, merged
 from quadriga.models.flops import model_cost
 from quadriga.models.lora import adapter_of
 from quadriga.models.scorers import Question, Scorer
@@ -201,6 +201,11 @@ class FSDPEngine:
         adapter = adapter_of(self.scorer.model)
         weights = self.parameters.whole()
         return merged(weights, adapter.scale) if adapter and is_merged else weights
+
+    def adapter_weights(self, *, with_frozen: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `TrainEngine.adapter_weights`."""
+        weights = self.parameters.whole() if with_frozen else self.parameters.whole(is_factor)
+        return ((base_name(name), tensor) for name, tensor in weights)
 
     def sleep(self) -> None:
         """Give the gradient sums back; they are zero between optimizer steps."""

@@ -173,14 +173,15 @@ class ShardedWeights:
             local, mesh, [Replicate(), tensor, Shard(0)], run_check=False, shape=shape, stride=stride
         )
 
-    def whole(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All parameters of the whole model in the compute dtype, one after the other, in every process.
+    def whole(self, wanted: Callable[[str], bool] = lambda name: True) -> Iterator[tuple[str, torch.Tensor]]:
+        """Parameters of the whole model in the compute dtype, one after the other, in every process.
 
-        No more than one of them and its parts are held here at a time.
+        No more than one of them and its parts are held here at a time; those whose names are not `wanted` are not
+        gathered.
         """
         here = {part.name: name for name, part in self.parts.items() if not part.is_copy}
         device = self.processes.world.device
-        for name, whole in self.all.items():
+        for name, whole in ((name, whole) for name, whole in self.all.items() if wanted(name)):
             if name in here:
                 tensor = self._gather(here[name], self.masters[here[name]].to(device, self.dtype))
             else:

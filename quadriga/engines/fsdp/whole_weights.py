@@ -5,7 +5,7 @@ With bfloat16 compute weights an update of 1e-5 is lost in a weight of 1: the op
 and gradients are added up in float32 over micro-batches. With float32 compute weights both are the same tensors.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
@@ -102,10 +102,11 @@ class WholeWeights:
         """A master, or a moment of it, as the tensor that it is a part of: itself."""
         return local
 
-    def whole(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All parameters in the compute dtype."""
+    def whole(self, wanted: Callable[[str], bool] = lambda name: True) -> Iterator[tuple[str, torch.Tensor]]:
+        """The parameters in the compute dtype; those whose names are `wanted`."""
         for name, parameter in self.compute.items():
-            yield name, parameter.detach()
+            if wanted(name):
+                yield name, parameter.detach()
 
     def _is_shared(self, name: str) -> bool:
         return self.masters[name] is self.compute[name]

@@ -76,7 +76,9 @@ class AsyncVLLMEngine(VLLMBase):
         own = to_vllm(self.library, sampling, self.options.eos_token_ids, streams=False)
         self._running.add(request_id)
         try:
-            async for output in self.engine.generate({"prompt_token_ids": list(prompt)}, own, request_id):
+            given = {"prompt_token_ids": list(prompt)}
+            stream = self.engine.generate(given, own, request_id, lora_request=self._lora_request)
+            async for output in stream:
                 answer.add(output)
         except RolloutError:
             raise

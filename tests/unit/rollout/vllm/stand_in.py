@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine on a library that stands where vLLM does: it takes weights, and an adapter out of a folder, and answers
+with what it was told of them. Its processes have the real end of the weights' way.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from quadriga.config.adapter import read_adapter
+from quadriga.models.adapter_files import AdapterFiles, factor_names
+from quadriga.rollout.base import Completion, SamplingParams
+from quadriga.rollout.vllm import core
+from quadriga.rollout.vllm.core import VLLMBase, VLLMOptions
+from quadriga.rollout.vllm.library import Library
+from quadriga.rollout.vllm.receiver import WeightReceiver
+from quadriga.weight_sync.fingerprint import tensor_fingerprint
+
+ROOM = 8
+
+
+class LoRARequest(NamedTuple):
+    """vLLM's."""
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+
+
+class Layer(nn.Module):
+    """A module of vLLM's with room for an adapter."""
+
+    def __init__(self, out_size: int, in_size: int) -> None:
+        super().__init__()
+        self.lora_a_stacked = (torch.zeros(1, 1, ROOM, in_size),)
+        self.lora_b_stacked = (torch.zeros(1, 1, out_size, ROOM),)
+
+
+class Process(WeightReceiver):
+    """One that holds vLLM's model: weights by name, and a layer for each module with an adapter."""
+
+    def __init__(self, options: VLLMOptions) -> None:
+        self.weights: dict[str, torch.Tensor] = {}
+        sizes = {} if options.adapter is None else options.adapter.manifest.shapes
+        modules = [name.partition(".lora_A.")[0] for name in sizes if ".lora_A." in name]
+        self.layers = {
+            module: Layer(sizes[factor_names(f"{module}.weight")[1]][0], sizes[factor_names(f"{module}.weight")[0]][1])
+            for module in modules
+        }
+        self.model_runner = SimpleNamespace(get_model=lambda: nn.ModuleList(self.layers.values()))
+        self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=1), lora_config=None)
+
+    def begin_weights(self) -> None:
+        self.weights.clear()
+
+    def load_tensor(self, name: str, tensor: torch.Tensor) -> None:
+        self.weights[name] = tensor.clone()
+
+    def end_weights(self) -> dict[str, str]:
+        return {name: tensor_fingerprint(tensor) for name, tensor in self.weights.items()}
+
+    def clear_pages(self) -> int:
+        return 0
+
+    def private_parts(self) -> list[tuple[str, bool, str]]:
+        return []
+
+    def apply(self, folder: Path) -> None:
+        """Take an adapter as vLLM does."""
+        files, shape = AdapterFiles(folder), read_adapter(folder)
+        for module, layer in self.layers.items():
+            name_a, name_b = factor_names(f"{module}.weight")
+            layer.lora_a_stacked[0][0, 0, : shape.rank] = files.read(name_a)
+            layer.lora_b_stacked[0][0, 0, :, : shape.rank] = files.read(name_b) * shape.scale
+
+
+class StandIn(VLLMBase):
+    """See the module.
+
+    Attributes:
+        loads: the names that came, for each load.
+        asked: every call of vLLM's engine.
+        meddle: gets the folder of each adapter on its way, by the name of the call that reads it next.
+    """
+
+    takes_tensors = True
+
+    def __init__(self, options: VLLMOptions) -> None:
+        self.processes = [Process(options)]
+        self.loads: list[list[str]] = []
+        self.asked: list[str] = []
+        self.adapters: set[int] = set()
+        self.meddle: Callable[[str, Path], None] = lambda method, folder: None
+        self.is_busy = False
+        super().__init__(options)
+
+    def generate_batch(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> list[Completion]:
+        self._require_ready(prompts, sampling)
+        # The token says which adapter it is.
+        number = 0 if self._lora_request is None else self._lora_request.lora_int_id
+        return [Completion([number], [0.0], "stop", self.weight_version) for _ in prompts]
+
+    def load_weights(self, weights: Any, version: int) -> None:
+        names: list[str] = []
+        self.loads.append(names)
+        super().load_weights(((names.append(name), (name, tensor))[1] for name, tensor in weights), version)
+
+    def _start(self) -> None:
+        pass
+
+    def _ask(self, method: str, *args: Any, **options: Any) -> Any:
+        self.asked.append(args[0] if method == "collective_rpc" else method)
+        match method:
+            case "collective_rpc":
+                if args[0] == "adapter_marks":
+                    self.meddle(args[0], Path(options["args"][0]))
+                return [getattr(process, args[0])(*options["args"]) for process in self.processes]
+            case "reset_prefix_cache":
+                return not self.is_busy
+            case "add_lora":
+                self.meddle(method, Path(args[0].lora_path))
+                self.adapters = {args[0].lora_int_id}  # the place for one
+                for process in self.processes:
+                    process.apply(Path(args[0].lora_path))
+            case "remove_lora":
+                self.adapters -= {args[0]}
+            case "list_loras":
+                return self.adapters
+
+
+def stand_in_for_vllm(monkeypatch: pytest.MonkeyPatch, version: str = "0.32.0") -> None:
+    """Let engines find the library that stands there."""
+    lora = SimpleNamespace(LoRARequest=LoRARequest)
+    monkeypatch.setattr(core, "load", lambda: Library(version, None, None, lora))

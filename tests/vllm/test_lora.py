@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An adapter that vLLM applies beside its weights: what it answers, what each publication is, and what is refused."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from quadriga.errors import RolloutError, WeightSyncError
+from quadriga.models.adapter_files import AdapterFiles, write_factors
+from quadriga.rollout.base import SamplingParams
+from quadriga.rollout.vllm.async_engine import AsyncVLLMEngine
+from quadriga.rollout.vllm.core import VLLMBase, VLLMOptions
+from quadriga.rollout.vllm.engine import VLLMEngine
+from quadriga.weight_sync import InProcessWeights
+from small_adapters import adapted, adapter, by_peft, published
+from small_models import EOS, greedy, model
+
+LONG = [2 + number * 7 % 250 for number in range(200)]
+PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], LONG]
+GREEDY = [SamplingParams(max_tokens=24, temperature=0.0)] * len(PROMPTS)
+UP = "model.layers.1.mlp.up_proj.lora_B.default.weight"
+
+Make = Callable[..., VLLMOptions]
+
+
+@pytest.fixture(scope="module")
+def engine(options: Make) -> Iterator[VLLMEngine]:
+    """One in this process, with the frozen weights."""
+    one = VLLMEngine(options(has_weights=False, adapter=adapter()))
+    InProcessWeights().publish(published(adapted(0), with_frozen=True), one, 1)
+    yield one
+    one.close()
+
+
+def require_greedy_of(engine: VLLMBase, reference: Any) -> list[list[int]]:
+    """Its tokens are the likeliest of the reference."""
+    found = engine.generate_batch(PROMPTS, GREEDY)
+    for prompt, one in zip(PROMPTS, found, strict=True):
+        tokens, log_probs = greedy(reference, prompt, 24)
+        assert (one.token_ids, one.finish_reason) == (tokens, "stop" if tokens[-1] == EOS else "length")
+        torch.testing.assert_close(one.log_probs, log_probs, atol=3e-4, rtol=0)
+    return [one.token_ids for one in found]
+
+
+def publish(engine: VLLMBase, seed: int, version: int) -> None:
+    """The adapter alone."""
+    InProcessWeights().publish(published(adapted(seed), with_frozen=False), engine, version)
+
+
+def test_greedy_is_peft(engine: VLLMEngine, tmp_path: Path) -> None:
+    """With several adapters one after the other, packed and plain modules; none of them says what the model says."""
+    answers = []
+    for version, seed in enumerate((1, 2, 1), start=2):
+        publish(engine, seed, version)
+        answers.append(require_greedy_of(engine, by_peft(adapted(seed), tmp_path / str(version))))
+        assert engine.weight_version == version
+    assert answers[0] == answers[2] != answers[1]
+    assert answers[0] != [greedy(model(0), prompt, 24)[0] for prompt in PROMPTS]
+
+
+def test_each_publication_is_new(engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys and values computed under an earlier adapter are not found, even if vLLM's prefix cache is not emptied.
+
+    Nothing is left behind: vLLM has one adapter, and no folder stays.
+    """
+    ask = engine._ask
+
+    def keeps_its_cache(method: str, *args: Any, **given: Any) -> Any:
+        return True if method == "reset_prefix_cache" else ask(method, *args, **given)
+
+    expected = {seed: require_known(engine, seed, 10 + seed) for seed in (1, 2)}
+    monkeypatch.setattr(engine, "_ask", keeps_its_cache)
+    monkeypatch.setattr(engine._slot, "_ask", keeps_its_cache)
+    numbers = set()
+    for version in range(20, 40):
+        publish(engine, 1 + version % 2, version)
+        found = engine.generate_batch(PROMPTS, GREEDY)
+        assert [one.token_ids for one in found] == expected[1 + version % 2], version
+        held = engine._ask("list_loras")
+        assert len(held) == 1
+        numbers |= held
+        assert not Path(engine._slot.request.lora_path).exists()
+    assert len(numbers) == 20
+
+
+def require_known(engine: VLLMEngine, seed: int, version: int) -> list[list[int]]:
+    """What it answers under an adapter, with an empty cache."""
+    publish(engine, seed, version)
+    return [one.token_ids for one in engine.generate_batch(PROMPTS, GREEDY)]
+
+
+def test_versions_cost_no_memory(engine: VLLMEngine) -> None:
+    """What this process holds does not grow by an adapter's size with each."""
+    process, size = psutil.Process(), sum(tensor.nbytes for _, tensor in published(adapted(1), with_frozen=False))
+    for version in range(50, 60):
+        publish(engine, 1, version)
+    before = process.memory_info().rss
+    for version in range(60, 160):
+        publish(engine, 1, version)
+    assert process.memory_info().rss - before < 20 * size
+
+
+class Meddling(VLLMEngine):
+    """Changes one number of one matrix: in the folder, before or after the fingerprints are taken of it."""
+
+    when = "adapter_marks"
+
+    def _ask(self, method: str, *args: Any, **given: Any) -> Any:
+        if method == "collective_rpc" and args[0] == "adapter_marks" and self.when == args[0]:
+            self._meddle(given["args"][0])
+        if method == "add_lora" and self.when == method:
+            self._meddle(args[0].lora_path)
+        found = super()._ask(method, *args, **given)
+        if method == "add_lora" and self.when == "remove_lora":
+            super()._ask(self.when, args[0].lora_int_id)
+        return found
+
+    def _meddle(self, folder: str) -> None:
+        files = AdapterFiles(Path(folder))
+        factors = {name: files.read(name) for name in files.names()}
+        factors[UP][3, 1] += 1e-3
+        write_factors(Path(folder), factors)
+
+
+def test_another_adapter_than_was_sent_is_seen(options: Make, tmp_path: Path) -> None:
+    """Changed before vLLM's processes read it, changed when vLLM reads it, gone afterwards; then all is well again."""
+    engine = Meddling(options(has_weights=False, adapter=adapter()))
+    sync = InProcessWeights()
+    told = {
+        "adapter_marks": rf"1 of \d+ weights that differ: {UP}",
+        "add_lora": rf"process 0: got 1 matrices that no layer of vLLM's holds: {UP}",
+        "remove_lora": r"got adapters \[\] in vLLM, expected only number \d+",
+    }
+    for version, (when, message) in enumerate(told.items(), start=1):
+        engine.when = when
+        with pytest.raises(WeightSyncError, match=message):
+            sync.publish(published(adapted(2), with_frozen=not engine.has_frozen_weights), engine, version)
+        with pytest.raises(RolloutError, match="not loaded completely"):
+            engine.generate_batch(PROMPTS, GREEDY)
+    engine.when = ""
+    sync.publish(published(adapted(2), with_frozen=False), engine, 9)
+    sync.verify(engine, 9)
+    require_greedy_of(engine, by_peft(adapted(2), tmp_path / "peft"))
+    with pytest.raises(WeightSyncError, match="got version 9, expected version 10"):
+        sync.verify(engine, 10)
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda pairs: [one for one in pairs if one[0] != UP], f"a stream without 1 of .*: {UP}"),
+        (lambda pairs: [*pairs, ("model.layers.9.mlp.up_proj.lora_A.default.weight", torch.zeros(4, 64))], "layers.9"),
+        (lambda pairs: [(pairs[0][0], torch.zeros(8, 64)), *pairs[1:]], r"expected shape \(4, 64\)"),
+        (lambda pairs: [*pairs, ("model.norm.weight", torch.ones(64))], "a stream without .* model.embed_tokens"),
+    ],
+    ids=["missing", "unknown", "another rank", "some frozen weights"],
+)
+def test_an_incomplete_adapter_is_refused(engine: VLLMEngine, tmp_path: Path, change: Any, message: str) -> None:
+    """Nothing is generated until one has come, with the frozen weights if some of those were touched."""
+    with pytest.raises(WeightSyncError, match=message):
+        engine.load_weights(change(list(published(adapted(1), with_frozen=False))), 4)
+    with pytest.raises(RolloutError, match="not loaded completely"):
+        engine.generate_batch(PROMPTS, GREEDY)
+    touches_frozen = "norm" in str(change(list(published(adapted(1), with_frozen=False)))[-1][0])
+    assert engine.has_frozen_weights != touches_frozen
+    engine.load_weights(published(adapted(1), with_frozen=touches_frozen), 5)
+    require_greedy_of(engine, by_peft(adapted(1), tmp_path / "peft"))
+
+
+def test_the_frozen_weights_come_first(options: Make) -> None:
+    """An adapter alone is no complete set of weights; one of a rank that vLLM has no room for is given more."""
+    config = adapter(lora_rank=9, target_modules="all-linear")
+    engine = VLLMEngine(options(adapter=config))
+    with pytest.raises(RolloutError, match="not loaded completely"):
+        engine.generate_batch(PROMPTS, GREEDY)
+    one = adapted(3, size=0.1, lora_rank=9, target_modules="all-linear")
+    with pytest.raises(WeightSyncError, match="a stream without 21 of 49 weights"):
+        engine.load_weights(published(one, with_frozen=False), 1)
+    engine.load_weights(published(one, with_frozen=True), 1)
+    require_greedy_of(engine, one)
+    engine.close()
+
+
+def test_asleep(engine: VLLMEngine, tmp_path: Path) -> None:
+    """An adapter that comes meanwhile is there afterwards."""
+    engine.sleep()
+    publish(engine, 2, 200)
+    engine.wake()
+    require_greedy_of(engine, by_peft(adapted(2), tmp_path / "peft"))
+
+
+@pytest.mark.parametrize("kind", [AsyncVLLMEngine, VLLMEngine], ids=["beside", "two processes"])
+def test_in_processes_of_their_own(options: Make, tmp_path: Path, kind: type[VLLMBase]) -> None:
+    """Beside this one, and in two that share the layers: with the frozen weights at first, then without."""
+    num_processes = 2 if kind is VLLMEngine else 1
+    engine = kind(options(has_weights=False, adapter=adapter(), num_processes=num_processes))
+    sync = InProcessWeights()
+    for version, seed in enumerate((1, 2), start=1):
+        sync.publish(published(adapted(seed), with_frozen=version == 1), engine, version)
+        sync.verify(engine, version)
+        require_greedy_of(engine, by_peft(adapted(seed), tmp_path / str(version)))
+    engine.close()
