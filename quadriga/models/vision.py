@@ -12,7 +12,6 @@ Legend: N packed tokens, I images, S patches of all of them, X values of a patch
 """
 
 import hashlib
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -25,8 +24,9 @@ from quadriga.errors import EngineError
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 """As a configuration's `model_type` names them."""
-_TOWER = re.compile(r"visual(?=\.)")
-_DECODER = re.compile(r"model(?!\.(?:language_model|visual)\.)(?=\.)")
+_RENAMED = ("qwen2_vl", "qwen2_5_vl")
+_PARTS = (("visual.", "model.visual."), ("model.", "model.language_model."))
+"""Of the renamed families: how names begin in files, and in the model."""
 
 
 def is_vision(config: PreTrainedConfig) -> bool:
@@ -41,13 +41,22 @@ def attention_of(config: PreTrainedConfig, attention: str) -> str | dict[str, st
     return {"": attention, "text_config": attention, "vision_config": "sdpa"}
 
 
-def parameter_name(name: str) -> str:
-    """The name of a model's parameter, for the name of a weight in a file.
+def parameter_name(config: PreTrainedConfig, name: str) -> str:
+    """The name of a model's parameter, for the name of a weight in a file: the parameter's own, or the one below."""
+    if config.model_type in _RENAMED and not name.startswith(tuple(own for _, own in _PARTS)):
+        for in_files, own in _PARTS:
+            if name.startswith(in_files):
+                return own + name.removeprefix(in_files)
+    return name
 
-    Files from before transformers 4.52, and all that its `save_pretrained` writes, have `visual.` and `model.`, where
-    the model has `model.visual.` and `model.language_model.`.
-    """
-    return _DECODER.sub("model.language_model", _TOWER.sub("model.visual", name, count=1), count=1)
+
+def file_name(config: PreTrainedConfig, name: str) -> str:
+    """The name under which `save_pretrained` of transformers writes a parameter."""
+    if config.model_type in _RENAMED:
+        for in_files, own in _PARTS:
+            if name.startswith(own):
+                return in_files + name.removeprefix(own)
+    return name
 
 
 def tower(model: PreTrainedModel) -> Any:

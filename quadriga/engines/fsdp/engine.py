@@ -223,7 +223,7 @@ class FSDPEngine:
         """See `TrainEngine.state`."""
         weights, state = self.parameters, {}
         if "model" in contents:
-            for name in weights.trained() or weights.masters:
+            for name in weights.trained() if adapter_of(self.scorer.model) else weights.masters:
                 state[f"model.{weights.name_of(name)}"] = weights.distributed(name, weights.masters[name].detach())
         if "frozen" in contents:
             trained = set(weights.trained())
