@@ -6,10 +6,12 @@ its tests from tests/contract/test_rollout_engines.py.
 """
 
 import asyncio
+import hashlib
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -112,17 +114,61 @@ class Completion:
             )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Images:
+    """The images of one prompt, in each form in which an engine may want them. Samples of a prompt share one object.
+
+    P is the length of the prompt as an engine gets it: with a token for each embedding of an image.
+
+    Attributes:
+        pictures: `PIL.Image.Image`s, in the order of the prompt.
+        inputs: what the model takes: `pixel_values` [patches, values] float32 and `image_grid_thw` [images, 3] int64,
+            patches along time, height and width.
+        position_ids: [3, P] int64, the position of each token along time, height and width. An answer goes on from
+            the last column, one up with each token, in all three rows.
+        short_prompt: the prompt with one token for each image, for engines that work out by themselves how many an
+            image has.
+        key: equal for equal `inputs`, and for nothing else.
+    """
+
+    pictures: tuple[Any, ...]
+    inputs: Mapping[str, torch.Tensor]
+    position_ids: torch.Tensor
+    short_prompt: tuple[int, ...]
+    key: str
+
+
+def images_key(inputs: Mapping[str, torch.Tensor]) -> str:
+    """A hash of names, shapes, dtypes and numbers; see `Images.key`."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name in sorted(inputs):
+        tensor = inputs[name].detach().cpu().contiguous()
+        digest.update(repr((name, tuple(tensor.shape), str(tensor.dtype))).encode())
+        digest.update(tensor.flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
 class RolloutEngine(Protocol):
-    """Generates answers with weights of a known version."""
+    """Generates answers with weights of a known version.
+
+    An engine for text alone leaves out the parameter `images`; it is passed only where a prompt has some.
+    """
 
     weight_version: int
 
-    async def generate(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+    async def generate(
+        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, images: Images | None = None
+    ) -> Completion:
         """One answer; the engine decides what is computed together. A caller that is cancelled gives it up."""
         ...
 
-    def generate_batch(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> list[Completion]:
-        """One answer for each prompt, in their order. Equal prompts share what they can."""
+    def generate_batch(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sequence[SamplingParams],
+        images: Sequence[Images | None] | None = None,
+    ) -> list[Completion]:
+        """One answer for each prompt, in their order. Equal prompts with equal images share what they can."""
         ...
 
     def abort(self) -> None:
@@ -157,6 +203,44 @@ class RolloutEngine(Protocol):
         ...
 
 
+def takes_images(engine: RolloutEngine) -> bool:
+    """Whether the engine has the parameter `images`."""
+    return "images" in inspect.signature(engine.generate_batch).parameters
+
+
+def with_images(engine: RolloutEngine, images: Sequence[Images | None]) -> dict[str, Any]:
+    """The argument `images` of `generate_batch`; none where no prompt has any.
+
+    Args:
+        engine: that is to get it.
+        images: of each prompt.
+
+    Raises:
+        RolloutError: there are images, and the engine does not take them.
+    """
+    if all(one is None for one in images):
+        return {}
+    if not takes_images(engine):
+        name = getattr(engine, "name", type(engine).__name__)
+        raise RolloutError(
+            f"{name}.generate",
+            got="a prompt with images",
+            expected=f"text: the engine {name} takes no images",
+            fix="Set actor_rollout_ref.rollout.name=hf or vllm, or leave out the rows with images.",
+        )
+    return {"images": images}
+
+
+@dataclass(slots=True)
+class _Request:
+    """What waits for its turn."""
+
+    prompt: Sequence[int]
+    sampling: SamplingParams
+    images: Images | None
+    future: asyncio.Future[Completion]
+
+
 class EngineBase(ABC):
     """What engines in this process share: being asleep, giving up, and `generate` on top of `generate_batch`.
 
@@ -176,29 +260,32 @@ class EngineBase(ABC):
     def __init__(self) -> None:
         self.weight_version = 0
         self._state: Literal["awake", "asleep", "closed"] = "awake"
-        self._pending: list[tuple[Sequence[int], SamplingParams, asyncio.Future[Completion]]] = []
+        self._pending: list[_Request] = []
         self._is_aborting = False
 
-    async def generate(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+    async def generate(
+        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, images: Images | None = None
+    ) -> Completion:
         """See `RolloutEngine.generate`."""
+        with_images(self, [images])
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Completion] = loop.create_future()
-        self._pending.append((prompt_token_ids, sampling, future))
+        self._pending.append(_Request(prompt_token_ids, sampling, images, future))
         if len(self._pending) == 1:
             loop.call_soon(self._generate_pending)
         return await future
 
     @abstractmethod
     def generate_batch(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> list[Completion]:
-        """See `RolloutEngine.generate_batch`."""
+        """See `RolloutEngine.generate_batch`; an engine that takes images adds the parameter."""
 
     def abort(self) -> None:
         """See `RolloutEngine.abort`. From another thread it ends the batch that is under way there."""
         self._is_aborting = True
         pending, self._pending = self._pending, []
-        for _, _, future in pending:
-            if not future.done():
-                future.set_result(Completion([], [], "abort", self.weight_version))
+        for request in pending:
+            if not request.future.done():
+                request.future.set_result(Completion([], [], "abort", self.weight_version))
 
     def sleep(self) -> None:
         """See `RolloutEngine.sleep`."""
@@ -216,17 +303,21 @@ class EngineBase(ABC):
 
     def _generate_pending(self) -> None:
         pending, self._pending = self._pending, []
-        waiting = [request for request in pending if not request[2].done()]
+        waiting = [request for request in pending if not request.future.done()]
         if not waiting:
             return
         try:
-            completions = self.generate_batch([one[0] for one in waiting], [one[1] for one in waiting])
+            completions = self.generate_batch(
+                [request.prompt for request in waiting],
+                [request.sampling for request in waiting],
+                **with_images(self, [request.images for request in waiting]),
+            )
         except Exception as error:  # every caller gets it, raised where it awaits
-            for _, _, future in waiting:
-                future.set_exception(error)
+            for request in waiting:
+                request.future.set_exception(error)
             return
-        for (_, _, future), completion in zip(waiting, completions, strict=True):
-            future.set_result(completion)
+        for request, completion in zip(waiting, completions, strict=True):
+            request.future.set_result(completion)
 
     def _require_open(self, action: str) -> None:
         if self._state == "closed":
