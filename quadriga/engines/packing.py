@@ -17,7 +17,7 @@ import torch
 from quadriga.engines.prompt_images import PromptImages, prompt_images
 from quadriga.errors import EngineError
 from quadriga.models.packed_attention import PackedAttention, Segment
-from quadriga.models.vision import ImageTokens, PackedImages
+from quadriga.models.vision import ImageTokens, PackedImages, packed_images
 from quadriga.protocol import DataProto
 
 
@@ -238,15 +238,5 @@ class _Builder:
             columns=tensor(self.columns),
             shape=shape,
             sum_of_squared_lengths=cost,
-            images=self._packed_images(device),
-        )
-
-    def _packed_images(self, device: torch.device) -> PackedImages | None:
-        if not self.images:
-            return None
-        places = np.concatenate([start + images.places for start, images in self.images])
-        return PackedImages(
-            torch.cat([images.pixel_values for _, images in self.images]).to(device),
-            torch.cat([images.grids for _, images in self.images]).to(device),
-            torch.from_numpy(places).to(device),
+            images=packed_images([(images.inputs, start + images.places) for start, images in self.images], device),
         )

@@ -4,7 +4,7 @@
 Legend: I images of a prompt, S patches of all of them, X values of a patch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,14 +23,12 @@ class PromptImages:
     """The images of one prompt.
 
     Attributes:
-        pixel_values: [S, X]
-        grids: [I, 3] patches along time, height and width.
+        inputs: as the model takes them: `pixel_values` [S, X], `image_grid_thw` [I, 3].
         places: of their tokens in the prompt.
         key: equal for equal images.
     """
 
-    pixel_values: torch.Tensor
-    grids: torch.Tensor
+    inputs: Mapping[str, torch.Tensor]
     places: np.ndarray
     key: bytes
 
@@ -80,4 +78,4 @@ def _of_row(
         return None
     if id(inputs) not in keys:
         keys[id(inputs)] = images_key(inputs).encode()
-    return PromptImages(inputs["pixel_values"], inputs["image_grid_thw"], places, keys[id(inputs)])
+    return PromptImages(inputs, places, keys[id(inputs)])

@@ -4,7 +4,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -129,7 +129,8 @@ def _not_loaded(path: str | Path, error: Exception) -> EngineError:
 
 def backbone(model: PreTrainedModel) -> nn.Module:
     """The part of a causal model that turns tokens into hidden states; of one that sees, without its tower."""
-    return model.base_model.language_model if is_vision(model.config) else model.base_model
+    body = cast(Any, model.base_model)
+    return body.language_model if is_vision(model.config) else body
 
 
 def head_of(model: PreTrainedModel) -> nn.Module:

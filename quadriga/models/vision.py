@@ -12,10 +12,11 @@ Legend: N packed tokens, I images, S patches of all of them, X values of a patch
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -121,6 +122,24 @@ class PackedImages:
     pixel_values: torch.Tensor
     grids: torch.Tensor
     places: torch.Tensor
+
+
+def packed_images(
+    images: Sequence[tuple[Mapping[str, torch.Tensor], np.ndarray]], device: torch.device
+) -> PackedImages | None:
+    """The images of several prompts; None: there are none.
+
+    Args:
+        images: of each prompt that has some, as the model takes them, and the packed places of their tokens.
+        device: of the packed tokens.
+    """
+    if not images:
+        return None
+    return PackedImages(
+        torch.cat([inputs["pixel_values"] for inputs, _ in images]).to(device),
+        torch.cat([inputs["image_grid_thw"] for inputs, _ in images]).to(device),
+        torch.from_numpy(np.concatenate([places for _, places in images])).to(device),
+    )
 
 
 def unseen_image(model: PreTrainedModel, device: torch.device) -> PackedImages:
