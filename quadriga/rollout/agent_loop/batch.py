@@ -85,8 +85,7 @@ def to_batch(
         batch `prompts` [B, P], `responses`, `response_mask`, `rollout_log_probs` [B, T], `input_ids`,
         `attention_mask` [B, P + T], `position_ids` [B, P + T] or [B, 3, P + T]; non-tensors `num_turns`,
         `finish_reason`, `tool_rewards`, `turn_scores` and, if graded, `reward_outcome`. `response_mask` and
-        log-probabilities
-        are 0 where a tool or a partner speaks.
+        log-probabilities are 0 where a tool or a partner speaks.
     """
     size = len(chats)
     prompts = torch.full((size, prompt_length), pad_token_id, dtype=torch.int64)
