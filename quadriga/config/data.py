@@ -50,7 +50,7 @@ class DataConfig(Section):
     image_key: Name | None = "images"
     """Column that holds the images of a prompt, for each `<image>` in it one: paths, or {"bytes": ...}. null: none."""
     mm_processor_kwargs: dict[Literal["min_pixels", "max_pixels"], Count] = Field(default_factory=dict)
-    """Pixels that an image has at least and at most before it is cut into patches. Empty: as the model's own files say."""
+    """Pixels of an image, at least and at most, before it is cut into patches. Empty: as the model's own files say."""
     reward_fn_key: Name = "data_source"
     """Column that names the data source of a row; it chooses the built-in grader."""
     max_prompt_length: Count = 512

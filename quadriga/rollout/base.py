@@ -10,7 +10,7 @@ import hashlib
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 import torch
@@ -136,6 +136,13 @@ class Images:
     position_ids: torch.Tensor
     short_prompt: tuple[int, ...]
     key: str
+
+    def followed_by(self, token_ids: Sequence[int]) -> "Images":
+        """The same behind whose prompt text stands: what the model and others have said."""
+        last = self.position_ids[:, -1:]
+        following = last + torch.arange(1, len(token_ids) + 1, device=last.device)
+        positions = torch.cat((self.position_ids, following), -1)
+        return replace(self, position_ids=positions, short_prompt=(*self.short_prompt, *token_ids))
 
 
 def images_key(inputs: Mapping[str, torch.Tensor]) -> str:

@@ -14,7 +14,7 @@ from quadriga.engines.objectives import Objective, PolicyObjective, ValueObjecti
 from quadriga.protocol import DataProto
 
 PROMPT_TENSORS = ("input_ids", "attention_mask", "position_ids")
-PROMPT_OBJECTS = ("raw_prompt_ids", "uid", "sample_index")
+PROMPT_OBJECTS = ("raw_prompt_ids", "uid", "sample_index", "multi_modal_data", "multi_modal_inputs")
 CONVERSATION_OBJECTS = (
     "raw_prompt", "agent_name", "tools_kwargs", "interaction_kwargs", "reward_model", "extra_info", "index",
 )  # fmt: skip

@@ -2,13 +2,14 @@
 """What the engines on vLLM share: how they are made, their limits, and how weights reach them."""
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from quadriga.errors import QuadrigaError, WeightSyncError, first_line
+from quadriga.errors import QuadrigaError, RolloutError, WeightSyncError, first_line
+from quadriga.rollout.base import Images
 from quadriga.rollout.loaded import LoadedEngine
 from quadriga.rollout.manifest import Manifest
 from quadriga.rollout.reported import LogProbsOf
@@ -42,6 +43,7 @@ class VLLMOptions:
             refuses to generate.
         bucket_bytes: memory in which weights travel to other processes.
         log_probs_of: see `LogProbsOf`.
+        image_options: of the model's image processor, empty for its own; None: the model reads text alone.
         extra: further options, in vLLM's own words; they win.
     """
 
@@ -64,6 +66,7 @@ class VLLMOptions:
     log_probs_of: LogProbsOf = "processed_logprobs"
     trust_remote_code: bool = False
     override_config: dict[str, Any] = field(default_factory=dict)
+    image_options: dict[str, Any] | None = None
     extra: dict[str, Any] = field(default_factory=dict)
 
     def in_vllms_words(self) -> dict[str, Any]:
@@ -93,6 +96,8 @@ class VLLMOptions:
         }
         if self.cache_bytes is not None:
             own["kv_cache_memory_bytes"] = self.cache_bytes
+        if self.image_options is not None:
+            own |= {"limit_mm_per_prompt": {"video": 0}, "mm_processor_kwargs": dict(self.image_options)}
         return own | self.extra
 
 
@@ -166,7 +171,8 @@ class VLLMBase(LoadedEngine):
                 self._call("load_parcel", label)
 
     def _forget(self) -> None:
-        """Keys and values of earlier weights: no prompt finds them again, and no NaN stays behind in a page."""
+        """What earlier weights made: no prompt finds their keys and values again, no NaN stays behind in a page, and no
+        image has the embeddings that they gave it."""
         if not self._ask("reset_prefix_cache"):
             raise WeightSyncError(
                 f"{WHERE}, prefix cache",
@@ -176,6 +182,18 @@ class VLLMBase(LoadedEngine):
             )
         if not self._has_given_memory_back:
             self._call("clear_pages")
+        if self.options.image_options is not None:
+            self._ask("reset_encoder_cache")
+
+    def _require_sight(self, images: Sequence[Images | None]) -> None:
+        """Refuses images for a model that reads text."""
+        if any(images) and self.options.image_options is None:
+            raise RolloutError(
+                "vllm.generate",
+                got=f"a prompt with images, for {self.options.path}",
+                expected="a model that sees",
+                fix="Leave out the images, or take another actor_rollout_ref.model.path.",
+            )
 
     @property
     def _has_given_memory_back(self) -> bool:

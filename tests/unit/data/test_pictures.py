@@ -66,7 +66,7 @@ def test_what_is_no_image(path: Path, tmp_path: Path):
     for value, told in [
         (b"words", "5 bytes, which is no image that can be read"),
         (str(text), r".*a\.txt, which is no image that can be read"),
-        (whole[: len(whole) // 2], "which is no image that can be read"),
+        (whole[: len(whole) // 2], r"\d+ bytes, which is no image that can be read"),
         ("gone.png", r"the image 'gone\.png', which is not there, expected a file, here: .*/gone\.png or gone\.png"),
         ("https://example.org/a.png", "the URL 'https://example.org/a.png', expected a path, or the bytes"),
         ("s3://bucket/a.png", "the URL"),

@@ -135,7 +135,7 @@ def test_a_row(dataset, processor):
     assert item["attention_mask"].sum() == size
     assert item["position_ids"].shape == (3, 64) and not item["position_ids"][:, :-size].any()
     assert item["position_ids"][0, -size:].tolist() == [*range(5), 5, 5, 5, 5, 7, 8, 9, 10, 10, 10, 13, 14]
-    assert [one.getpixel((0, 0)) for one in item["multi_modal_data"]["images"]][0] == (255, 0, 0)
+    assert item["multi_modal_data"]["images"][0].getpixel((0, 0)) == (255, 0, 0)
     assert item["multi_modal_inputs"]["pixel_values"].shape == (16 + 12, 3 * 2 * 4 * 4)
     assert item["multi_modal_inputs"]["image_grid_thw"].tolist() == [[1, 4, 4], [1, 2, 6]]
     assert "images" not in item
