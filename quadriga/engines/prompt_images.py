@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from quadriga.errors import EngineError
-from quadriga.models.vision import ImageTokens, images_key
+from quadriga.models.image_key import images_key
+from quadriga.models.vision import ImageTokens
 from quadriga.protocol import DataProto
 
 COLUMN = "multi_modal_inputs"

@@ -11,7 +11,6 @@ stands beside both. The decoder's attention goes through our door, the tower's i
 Legend: N packed tokens, I images, S patches of all of them, X values of a patch, E embeddings, D hidden size.
 """
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -93,20 +92,6 @@ class ImageTokens:
     def count(self, grids: torch.Tensor) -> int:
         """E: embeddings of images, whose patches along time, height and width are [I, 3]."""
         return int(grids.prod(-1).sum()) // self.patches_per_token
-
-
-def images_key(inputs: Mapping[str, torch.Tensor]) -> str:
-    """Equal for equal images, and for nothing else: a hash of names, shapes, dtypes and numbers.
-
-    Args:
-        inputs: of a prompt's images, as the model takes them.
-    """
-    digest = hashlib.blake2b(digest_size=16)
-    for name in sorted(inputs):
-        tensor = inputs[name].detach().cpu().contiguous()
-        digest.update(repr((name, tuple(tensor.shape), str(tensor.dtype))).encode())
-        digest.update(tensor.flatten().view(torch.uint8).numpy())
-    return digest.hexdigest()
 
 
 @dataclass(frozen=True)

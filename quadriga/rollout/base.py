@@ -6,7 +6,6 @@ its tests from tests/contract/test_rollout_engines.py.
 """
 
 import asyncio
-import hashlib
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -145,16 +144,6 @@ class Images:
         return replace(self, position_ids=positions, short_prompt=(*self.short_prompt, *token_ids))
 
 
-def images_key(inputs: Mapping[str, torch.Tensor]) -> str:
-    """A hash of names, shapes, dtypes and numbers; see `Images.key`."""
-    digest = hashlib.blake2b(digest_size=16)
-    for name in sorted(inputs):
-        tensor = inputs[name].detach().cpu().contiguous()
-        digest.update(repr((name, tuple(tensor.shape), str(tensor.dtype))).encode())
-        digest.update(tensor.flatten().view(torch.uint8).numpy())
-    return digest.hexdigest()
-
-
 class RolloutEngine(Protocol):
     """Generates answers with weights of a known version.
 
@@ -233,7 +222,7 @@ def with_images(engine: RolloutEngine, images: Sequence[Images | None]) -> dict[
             f"{name}.generate",
             got="a prompt with images",
             expected=f"text: the engine {name} takes no images",
-            fix="Set actor_rollout_ref.rollout.name=hf or vllm, or leave out the rows with images.",
+            fix="Set actor_rollout_ref.rollout.name=native, hf or vllm, or leave out the rows with images.",
         )
     return {"images": images}
 

@@ -6,8 +6,9 @@ Legend: B rows, P prompt positions (padded left).
 
 import torch
 
+from quadriga.models.image_key import images_key
 from quadriga.protocol import DataProto
-from quadriga.rollout.base import Images, images_key
+from quadriga.rollout.base import Images
 
 
 def images_of(prompts: DataProto) -> list[Images | None]:

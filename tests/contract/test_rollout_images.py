@@ -12,6 +12,7 @@ import torch
 from quadriga.config import RolloutConfig
 from quadriga.data.vision import VisionProcessor
 from quadriga.errors import RolloutError
+from quadriga.models.image_key import images_key
 from quadriga.protocol import DataProto
 from quadriga.protocol.columns import object_array
 from quadriga.rollout import (
@@ -19,13 +20,15 @@ from quadriga.rollout import (
     Completion,
     HFEngine,
     Images,
+    NativeEngine,
     RolloutEngine,
     SamplingParams,
     ScriptedEngine,
     generate_sequences,
 )
 from quadriga.rollout.agent_loop import AgentLoop, generate_conversations, register
-from quadriga.rollout.base import EngineBase, images_key
+from quadriga.rollout.base import EngineBase
+from tests.tiny_vision import vision_model
 from tests.vision_folder import FAMILIES, IMAGE, VIDEO, noise, picture, tiny_image_processor, tiny_model, tiny_tokenizer
 
 PROCESSOR = VisionProcessor(tiny_image_processor(), IMAGE, VIDEO, "tiny")
@@ -40,6 +43,10 @@ ASKED = [
 
 ENGINES: dict[str, Callable[[], RolloutEngine]] = {
     **{f"hf {family}": lambda family=family: HFEngine(tiny_model(family), max_num_seqs=3) for family in FAMILIES},
+    **{
+        f"native {family}": lambda family=family: NativeEngine(vision_model(family=family), max_num_seqs=3)
+        for family in FAMILIES
+    },
     "balanced": lambda: Balancer([HFEngine(tiny_model()), HFEngine(tiny_model())]),
 }
 
@@ -85,7 +92,9 @@ def batch(num_samples: int = 1) -> DataProto:
 
 
 def models(engine: RolloutEngine):
-    return (engine.engines[0] if isinstance(engine, Balancer) else engine).model
+    """The engine's model, in an attention that can do without the engine."""
+    model = (engine.engines[0] if isinstance(engine, Balancer) else engine).model
+    return tiny_model(model.config.model_type) if isinstance(engine, NativeEngine) else model
 
 
 def test_log_probs_are_the_models(engine: RolloutEngine) -> None:

@@ -15,8 +15,8 @@ from quadriga.engines.fsdp.engine import FSDPEngine
 from quadriga.engines.micro_batches import MicroBatching
 from quadriga.engines.step import infer
 from quadriga.errors import RolloutError
+from quadriga.models.image_key import images_key
 from quadriga.models.scorers import PolicyScorer
-from quadriga.models.vision import images_key
 from quadriga.rollout import Completion, NativeEngine, SamplingParams
 from quadriga.rollout.base import Images
 from quadriga.rollout.native.engine import bytes_per_token
@@ -117,10 +117,24 @@ def test_an_image_is_computed_once_for_all_of_its_answers(rows: list[Row]) -> No
 def test_what_does_not_fit_is_refused(rows: list[Row]) -> None:
     model = vision_model()
     prompts, images = prompts_of(model, rows[:1])
-    with pytest.raises(RolloutError, match="prompt 0: got 4 image tokens, expected 0"):
-        NativeEngine(model).generate_batch(prompts, params_of(rows[:1]))
-    with pytest.raises(RolloutError, match="prompt 0: got 3 image tokens, expected 4"):
+    with pytest.raises(RolloutError, match="prompt 0: got 3 image tokens, expected at least 4"):
         NativeEngine(model).generate_batch([[*prompts[0][:4], *prompts[0][5:]]], params_of(rows[:1]), images)
+
+
+def test_what_was_written_behind_images_is_text(rows: list[Row]) -> None:
+    """A later turn goes on from an answer that holds the token of images: its tokens are those of one longer answer."""
+    model, row = vision_model(), rows[-1]
+    prompts, images = prompts_of(model, [row])
+    (whole,) = NativeEngine(model).generate_batch(prompts, [SamplingParams(12, temperature=0, ignore_eos=True)], images)
+    said = [whole.token_ids[0], IMAGE, *whole.token_ids[2:4]]
+    longer, after = [*row.prompt, *said], images[0].followed_by(said)
+    (found,) = NativeEngine(model).generate_batch(
+        [longer], [SamplingParams(RESPONSE_WIDTH - 4, ignore_eos=True)], [after]
+    )
+    row.answer[:] = [*said, *found.token_ids]
+    trainer = FSDPEngine(PolicyScorer(vision_model()), dtype=torch.float32, device=torch.device("cpu"))
+    expected = infer(trainer, vision_batch(model, [row]), MicroBatching(99, 1))["log_probs"][0, 4:]
+    torch.testing.assert_close(torch.tensor(found.log_probs), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_the_end_of_a_text_ends_an_answer(rows: list[Row]) -> None:

@@ -12,8 +12,8 @@ import torch
 
 from quadriga.data import VisionProcessor, load_processor
 from quadriga.errors import RolloutError
+from quadriga.models.image_key import images_key
 from quadriga.rollout import Completion, HFEngine, Images, SamplingParams
-from quadriga.rollout.base import images_key
 from quadriga.rollout.manifest import Manifest
 from quadriga.rollout.vllm.async_engine import AsyncVLLMEngine
 from quadriga.rollout.vllm.core import MIB, VLLMOptions

@@ -18,7 +18,7 @@ from quadriga.rollout.base import Images
 
 
 class SeenContext:
-    """Tokens, the first P of which are a prompt with images.
+    """Tokens, the first P of which are a prompt with images, and perhaps what was said behind them.
 
     Args:
         tokens: of the prompt, and of the answer so far.
@@ -55,9 +55,10 @@ class SeenContext:
         return torch.cat([prompt, after.expand(3, -1)], 1)
 
     def places(self, tokens: ImageTokens) -> np.ndarray:
-        """Of the tokens that stand for images; an answer's are tokens like others."""
-        num_prompt = self.images.position_ids.shape[1]
-        return np.flatnonzero(np.array(self.tokens[:num_prompt]) == tokens.token_id)
+        """Of the tokens that stand for images: the first ones with their id, for what was written behind the images
+        is text."""
+        found = np.flatnonzero(np.array(self.tokens) == tokens.token_id)
+        return found[: tokens.count(self.images.inputs["image_grid_thw"])]
 
 
 Context = tuple[int, ...] | SeenContext

@@ -246,19 +246,20 @@ def bytes_per_token(model: PreTrainedModel) -> int:
 def require_places(
     name: str, model: PreTrainedModel, prompts: Sequence[Sequence[int]], images: Sequence[Images | None]
 ) -> None:
-    """Refuses images for a model that does not see, and prompts without a token for each embedding of their images."""
+    """Refuses images for a model that does not see, and prompts with fewer tokens than their images have embeddings."""
     tokens = ImageTokens.of(model.config)
     for row, (prompt, own) in enumerate(zip(prompts, images, strict=True)):
-        if tokens is None and own is None:
+        if own is None:
             continue
         if tokens is None:
             raise RolloutError(f"{name}.generate, prompt {row}", got="images", expected="text: the model does not see")
-        expected = 0 if own is None else tokens.count(own.inputs["image_grid_thw"])
-        if (found := list(prompt).count(tokens.token_id)) != expected:
+        expected = tokens.count(own.inputs["image_grid_thw"])
+        # There may be more: a model may write one in an earlier turn.
+        if (found := list(prompt).count(tokens.token_id)) < expected:
             raise RolloutError(
                 f"{name}.generate, prompt {row}",
                 got=f"{found} image tokens",
-                expected=f"{expected}, one for each embedding of its images",
+                expected=f"at least {expected}, one for each embedding of its images",
             )
 
 
