@@ -81,6 +81,9 @@ def tiny_model(family: str = "qwen2_5_vl", seed: int = 0, **text: Any) -> PreTra
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]},
         "bos_token_id": None, "eos_token_id": EOS, "pad_token_id": PAD, "tie_word_embeddings": True,
     }  # fmt: skip
+    if family == "qwen3_vl":
+        # As published models say; transformers knows it without.
+        sizes["rope_parameters"]["mrope_interleaved"] = True
     tower = {"depth": 2, "num_heads": 2, "patch_size": PATCH, "spatial_merge_size": MERGE, "temporal_patch_size": 2}
     config = _CONFIGS[family](
         text_config=sizes | text,

@@ -148,7 +148,8 @@ class RLHFDataset(Dataset):
                     fix="Take one, or set data.image_key=null to train on the text alone.",
                 )
             return []
-        row.pop(key, None)
+        if key is not None:
+            row.pop(key, None)
         folder = table.path.parent
         return [
             read_picture(value, folder=folder, where=f"{where}, image {number}") for number, value in enumerate(values)

@@ -145,26 +145,16 @@ class Images:
 
 
 class RolloutEngine(Protocol):
-    """Generates answers with weights of a known version.
-
-    An engine for text alone leaves out the parameter `images`; it is passed only where a prompt has some.
-    """
+    """Generates answers with weights of a known version. One that takes images is a `SeeingEngine`."""
 
     weight_version: int
 
-    async def generate(
-        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, images: Images | None = None
-    ) -> Completion:
+    async def generate(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
         """One answer; the engine decides what is computed together. A caller that is cancelled gives it up."""
         ...
 
-    def generate_batch(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sequence[SamplingParams],
-        images: Sequence[Images | None] | None = None,
-    ) -> list[Completion]:
-        """One answer for each prompt, in their order. Equal prompts with equal images share what they can."""
+    def generate_batch(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> list[Completion]:
+        """One answer for each prompt, in their order. Equal prompts share what they can."""
         ...
 
     def abort(self) -> None:
@@ -199,8 +189,27 @@ class RolloutEngine(Protocol):
         ...
 
 
+class SeeingEngine(RolloutEngine, Protocol):
+    """An engine whose prompts may have images. They are passed only where a prompt has some."""
+
+    async def generate(
+        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, images: Images | None = None
+    ) -> Completion:
+        """See `RolloutEngine.generate`."""
+        ...
+
+    def generate_batch(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sequence[SamplingParams],
+        images: Sequence[Images | None] | None = None,
+    ) -> list[Completion]:
+        """See `RolloutEngine.generate_batch`. Prompts are equal whose tokens and `Images.key` are."""
+        ...
+
+
 def takes_images(engine: RolloutEngine) -> bool:
-    """Whether the engine has the parameter `images`."""
+    """Whether it is a `SeeingEngine`: it has the parameter."""
     return "images" in inspect.signature(engine.generate_batch).parameters
 
 

@@ -120,7 +120,7 @@ def test_another_expansion_is_an_error(engine: VLLMEngine, folder: Path) -> None
     processor = load_processor(folder)
     assert processor is not None
     prompts, sampling, images = requests(processor)
-    with pytest.raises(RolloutError, match=r"rollout\.name=vllm: got 97 tokens of a prompt with images.*expected 101"):
+    with pytest.raises(RolloutError, match=r"rollout\.name=vllm: got 98 tokens of a prompt with images.*expected 104"):
         engine.generate_batch(prompts, sampling, images)
     assert len(engine.generate_batch(prompts[2:3], sampling[2:3])) == 1, "it goes on"
 

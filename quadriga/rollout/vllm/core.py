@@ -39,8 +39,7 @@ class VLLMOptions:
         num_processes: tensor parallelism: processes, besides this one, that hold the model together. 1: none is added.
         is_eager: whether nothing is compiled and no graph is captured.
         can_sleep: whether `sleep` gives back memory; accelerators only.
-        has_weights: whether they are read from `path`; False: they are random until the first load, and the engine
-            refuses to generate.
+        has_weights: whether it generates with those of `path`; False: it refuses to until the first load.
         bucket_bytes: memory in which weights travel to other processes.
         log_probs_of: see `LogProbsOf`.
         image_options: of the model's image processor, empty for its own; None: the model reads text alone.
@@ -73,6 +72,9 @@ class VLLMOptions:
         """The arguments of vLLM's engine."""
         # A pass holds at least one token of each sequence, and a prompt that is not cut.
         smallest_pass = self.max_num_seqs if self.cuts_prompts else max(self.max_num_seqs, self.max_model_len)
+        # Random weights would also fill what vLLM makes of a processor's files and no weight of the trainer's replaces:
+        # how a vision tower scales its pixels.
+        is_read = self.has_weights or self.image_options is not None
         own = {
             "model": self.path,
             "tokenizer": self.tokenizer or self.path,
@@ -85,7 +87,7 @@ class VLLMOptions:
             "tensor_parallel_size": self.num_processes,
             "enforce_eager": self.is_eager,
             "enable_sleep_mode": self.can_sleep,
-            "load_format": "auto" if self.has_weights else "dummy",
+            "load_format": "auto" if is_read else "dummy",
             "logprobs_mode": self.log_probs_of,
             "enable_prefix_caching": True,
             "worker_extension_cls": RECEIVER,
