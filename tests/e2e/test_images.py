@@ -4,7 +4,6 @@
 Without the picture the best that it could do is one color for all, which is right for a quarter of them.
 """
 
-import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -16,40 +15,14 @@ from transformers import AutoModelForImageTextToText
 
 from quadriga.cli.main import main
 from quadriga.data.vision import load_processor
-from tests.vision_folder import COLORS, noise, picture, write_vision_folder
-
-REWARD = """
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    return float(solution_str.strip() == ground_truth)
-"""
-
-
-def png(color: str, width: int, height: int) -> dict[str, bytes]:
-    stream = io.BytesIO()
-    picture(color, width, height).save(stream, "png")
-    return {"bytes": stream.getvalue()}
-
-
-def color_row(number: int) -> dict[str, Any]:
-    """A picture of one color, in one of two sizes."""
-    color = COLORS[number % len(COLORS)]
-    return {
-        "data_source": "colors",
-        "prompt": [{"role": "user", "content": "<image> which color ?"}],
-        "images": [png(color, 16, 16 if number % 8 < 4 else 8)],
-        "reward_model": {"style": "rule", "ground_truth": color},
-    }
+from tests.e2e.colors import of_studio, write_studio
+from tests.vision_folder import noise
 
 
 @pytest.fixture(scope="module")
-def studio(tmp_path_factory: pytest.TempPathFactory, write: Callable[..., Path]) -> Path:
-    """A folder with the model, its processor, pictures and the reward function."""
-    folder = tmp_path_factory.mktemp("studio")
-    write_vision_folder(folder / "model")
-    write(folder / "train.parquet", [color_row(number) for number in range(8)])
-    write(folder / "val.parquet", [color_row(number) for number in range(8)])
-    (folder / "reward.py").write_text(REWARD)
-    return folder
+def studio(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """See `write_studio`."""
+    return write_studio(tmp_path_factory.mktemp("studio"))
 
 
 @pytest.fixture
@@ -57,16 +30,7 @@ def paint(studio: Path, tmp_path: Path, arguments: Callable[..., list[str]]) -> 
     """`paint(*overrides, run="run")`: a run that must succeed; returns its lines of metrics."""
 
     def paint_here(*overrides: str, run: str = "run") -> list[dict[str, Any]]:
-        own = (
-            f"data.train_files={studio / 'train.parquet'}",
-            f"data.val_files={studio / 'val.parquet'}",
-            f"actor_rollout_ref.model.path={studio / 'model'}",
-            f"custom_reward_function.path={studio / 'reward.py'}",
-            "data.train_batch_size=8",
-            "data.max_response_length=1",
-            "actor_rollout_ref.rollout.n=32",
-            "actor_rollout_ref.actor.entropy_coeff=0.3",
-        )
+        own = of_studio(studio)
         assert main(["train", *arguments(*own, *overrides, run=run)]) == 0
         lines = (tmp_path / run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         return [json.loads(line) for line in lines]
