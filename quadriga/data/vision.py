@@ -6,7 +6,7 @@
 
 An image is cut into patches, time by height by width of them; the model makes one embedding of each square of
 `merge_size` by `merge_size` patches, and each embedding takes the place of one image token. This is the way of the
-models in `FAMILIES`, and of no others.
+models in `SEEING_TYPES`, and of no others.
 
 Legend: P tokens of the expanded prompt.
 """
@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoImageProcessor, PretrainedConfig, ProcessorMixin
 
+from quadriga.config.model import SEEING_TYPES
 from quadriga.data.pictures import require_pillow
 from quadriga.data.tokenizing import Messages
 from quadriga.errors import DataError
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 IMAGE, VIDEO = "<image>", "<video>"
 _PROCESSOR = "Qwen2VLImageProcessor"
 
@@ -278,12 +278,12 @@ def load_processor(
         DataError: Pillow or the processor's file is missing, or there are options for a model that does not see.
     """
     kind = "" if Path(path).is_file() else PretrainedConfig.get_config_dict(path)[0].get("model_type", "")
-    if kind not in FAMILIES:
+    if kind not in SEEING_TYPES:
         if options:
             raise DataError(
                 "data.mm_processor_kwargs",
                 got=f"{dict(options)} for {path}, a model of type {kind or 'unknown'}",
-                expected=f"a model that sees: {', '.join(FAMILIES)}",
+                expected=f"a model that sees: {', '.join(SEEING_TYPES)}",
                 fix="Leave the key out.",
             )
         return None
@@ -306,7 +306,7 @@ def as_vision(processor: Any) -> VisionProcessor | None:
     """A processor of transformers in our form; ours, and None, as they are.
 
     Raises:
-        DataError: its images are not those of `FAMILIES`.
+        DataError: its images are not those of `SEEING_TYPES`.
     """
     if processor is None or isinstance(processor, VisionProcessor):
         return processor
@@ -322,6 +322,6 @@ def as_vision(processor: Any) -> VisionProcessor | None:
 def _known(image_processor: Any, where: str) -> Any:
     if not type(image_processor).__name__.startswith(_PROCESSOR):
         raise DataError(
-            where, got=type(image_processor).__name__, expected=f"{_PROCESSOR}, that of {', '.join(FAMILIES)}"
+            where, got=type(image_processor).__name__, expected=f"{_PROCESSOR}, that of {', '.join(SEEING_TYPES)}"
         )
     return image_processor

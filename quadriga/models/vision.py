@@ -20,10 +20,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from quadriga.config.model import SEEING_TYPES
 from quadriga.errors import EngineError
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-"""As a configuration's `model_type` names them."""
 _RENAMED = ("qwen2_vl", "qwen2_5_vl")
 _PARTS = (("visual.", "model.visual."), ("model.", "model.language_model."))
 """Of the renamed families: how names begin in files, and in the model."""
@@ -31,7 +30,7 @@ _PARTS = (("visual.", "model.visual."), ("model.", "model.language_model."))
 
 def is_vision(config: PreTrainedConfig) -> bool:
     """Whether a model with this configuration sees."""
-    return config.model_type in FAMILIES
+    return config.model_type in SEEING_TYPES
 
 
 def attention_of(config: PreTrainedConfig, attention: str) -> str | dict[str, str]:

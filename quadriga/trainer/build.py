@@ -231,7 +231,7 @@ def build_processor(config: Config) -> Any:
     """The image processor of a model that sees; None of one that reads text."""
     model = config.actor_rollout_ref.model
     trusts = config.data.trust_remote_code or model.trust_remote_code
-    return load_processor(model.path, trust_remote_code=trusts, options=config.data.mm_processor_kwargs)
+    return load_processor(model.path, trust_remote_code=trusts, options=config.data.mm_processor_kwargs.given)
 
 
 def build_dataloaders(config: Config, tokenizer: Any) -> tuple[Any, Any]:

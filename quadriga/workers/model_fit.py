@@ -6,9 +6,10 @@ from typing import Any
 
 from quadriga.config import Config, ModelShape, check_model
 from quadriga.config.check_layout import ACTOR, CRITIC, arranged_roles, layout_of
+from quadriga.config.model import SEEING_TYPES
 from quadriga.errors import ConfigError
 from quadriga.models.load import load_config
-from quadriga.models.vision import FAMILIES, is_vision
+from quadriga.models.vision import is_vision
 
 
 def check_models(config: Config) -> None:
@@ -57,7 +58,7 @@ def _check_sight(config: Config, policy: Any) -> None:
             raise ConfigError(
                 f"{ACTOR}.freeze_vision_tower",
                 got=f"True, with a model without a vision tower ({policy.model_type})",
-                expected=f"one of {', '.join(FAMILIES)}",
+                expected=f"one of {', '.join(SEEING_TYPES)}",
                 fix="Leave the key out.",
             )
         return
@@ -81,7 +82,7 @@ def _check_sight(config: Config, policy: Any) -> None:
             raise ConfigError(
                 "critic.model.path",
                 got="a model for text, with a policy that sees",
-                expected=f"one that sees too: {', '.join(FAMILIES)}",
+                expected=f"one that sees too: {', '.join(SEEING_TYPES)}",
                 fix="Leave the key out: the critic then starts from the policy's model.",
             )
         if (layout.sp, layout.tp, layout.pp) != (1, 1, 1):

@@ -136,7 +136,7 @@ def vllm(config: Config, actor: TrainEngine, tokenizer: PreTrainedTokenizerBase)
         log_probs_of=_log_probs_of(rollout),
         trust_remote_code=section.trust_remote_code,
         override_config=section.override_config or {},
-        image_options=config.data.mm_processor_kwargs if hasattr(skeleton.config, "vision_config") else None,
+        image_options=config.data.mm_processor_kwargs.given if hasattr(skeleton.config, "vision_config") else None,
         extra=extra,
     )
     make: Callable[[], VLLMBase] = partial(AsyncVLLMEngine if rollout.mode == "async" else VLLMEngine, options)
