@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from quadriga.errors import EngineError
-from quadriga.models.image_key import images_key
 from quadriga.models.vision import ImageTokens
 from quadriga.protocol import DataProto
+from quadriga.protocol.image_key import images_key
 
 COLUMN = "multi_modal_inputs"
 

@@ -12,9 +12,9 @@ import torch
 from quadriga.config import RolloutConfig
 from quadriga.data.vision import VisionProcessor
 from quadriga.errors import RolloutError
-from quadriga.models.image_key import images_key
 from quadriga.protocol import DataProto
 from quadriga.protocol.columns import object_array
+from quadriga.protocol.image_key import images_key
 from quadriga.rollout import (
     Balancer,
     Completion,

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import AutoModelForImageTextToText
@@ -101,3 +103,28 @@ def test_what_was_trained_answers_elsewhere(
     assert any(not torch.equal(weight, before[name]) for name, weight in beside.items() if ".visual." in name)
     inputs = [load_processor(str(place)).inputs([noise(16, 24)], where="here") for place in (studio / "model", out)]
     assert torch.equal(inputs[0]["pixel_values"], inputs[1]["pixel_values"])
+
+
+@pytest.mark.slow
+def test_kept_answers_are_those_to_the_same_pictures(
+    paint: Callable[..., list[dict[str, Any]]],
+    arguments: Callable[..., list[str]],
+    studio: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A second run takes them; with other pictures in prompts of the same tokens they are refused."""
+    skip = (
+        "actor_rollout_ref.rollout.skip.enable=True",
+        f"actor_rollout_ref.rollout.skip.dump_dir={tmp_path / 'kept'}",
+        "data.shuffle=False",
+    )
+    first, second = (paint(*TWO_STEPS, *skip, run=run) for run in ("first", "second"))
+    assert [line["rollout/replayed"] for line in second] == [1.0, 1.0]
+    assert [line["actor/grad_norm"] for line in second] == [line["actor/grad_norm"] for line in first]
+    rows = pq.read_table(studio / "train.parquet").to_pylist()
+    rows[0]["images"], rows[1]["images"] = rows[1]["images"], rows[0]["images"]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "other.parquet")
+    others = f"data.train_files={tmp_path / 'other.parquet'}"
+    assert main(["train", *arguments(*of_studio(studio), *TWO_STEPS, *skip, others, run="third")]) == 1
+    assert "got answers to other prompts" in capsys.readouterr().err

@@ -15,8 +15,8 @@ from quadriga.engines.fsdp.engine import FSDPEngine
 from quadriga.engines.micro_batches import MicroBatching
 from quadriga.engines.step import infer
 from quadriga.errors import RolloutError
-from quadriga.models.image_key import images_key
 from quadriga.models.scorers import PolicyScorer
+from quadriga.protocol.image_key import images_key
 from quadriga.rollout import Completion, NativeEngine, SamplingParams
 from quadriga.rollout.base import Images
 from quadriga.rollout.native.engine import bytes_per_token

@@ -14,9 +14,9 @@ from transformers import AutoModelForImageTextToText
 from quadriga.models.attention import ATTENTION_NAME
 from quadriga.models.flops import model_cost
 from quadriga.models.fused import fuse
-from quadriga.models.image_key import images_key
 from quadriga.models.load import backbone, head_of, load_causal_lm, skeleton_causal_lm
 from quadriga.models.vision import ImageTokens, TowerCost, file_name, freeze_tower, parameter_name
+from quadriga.protocol.image_key import images_key
 from tests.tiny_vision import FAMILIES, IMAGE, image_tokens, joined, random_image, save_vision_model, vision_model
 
 
