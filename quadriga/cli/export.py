@@ -17,6 +17,7 @@ from quadriga.data.tokenizing import read_tokenizer
 from quadriga.errors import CheckpointError, QuadrigaError
 from quadriga.models.adapter_files import AdapterFiles, write_adapter
 from quadriga.models.pretrained import from_pretrained
+from quadriga.models.processor_files import copy_processor
 from quadriga.trainer.checkpoint import MANIFEST, model_folder, verify
 
 
@@ -54,6 +55,8 @@ def main(argv: list[str]) -> int:
     else:
         model, tokenizer = _load(folder, getattr(torch, dtype))
         _save(model, tokenizer, arguments.output)
+        with _writing(arguments.output):
+            copy_processor(model.config, arguments.output, folder)
     print(f"{folder} -> {arguments.output} ({dtype})")
     return 0
 

@@ -5,6 +5,8 @@ import argparse
 from collections.abc import Sequence
 
 from quadriga.cli.config import add_config_arguments, load_from, print_notices
+from quadriga.data.vision import IMAGE
+from quadriga.errors import ConfigError
 from quadriga.trainer.checkpoint import model_folder
 from quadriga.trainer.evaluate import answer
 
@@ -14,6 +16,10 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="quadriga generate", description=__doc__)
     parser.add_argument("model", help="a Hugging Face folder or name, a run's directory, or one of its global_step_N")
     parser.add_argument("--prompt", action="append", required=True, help="what the user says; may be repeated")
+    parser.add_argument(
+        "--image", action="append", default=[], help="a file for an <image> in the prompts, in their order; may be "
+        "repeated. A single prompt without <image> gets its images in front",
+    )  # fmt: skip
     parser.add_argument("--system", help="a system message (default: the chat template's own)")
     add_config_arguments(parser)
     arguments = parser.parse_intermixed_args(list(argv))
@@ -21,9 +27,30 @@ def main(argv: Sequence[str]) -> int:
     loaded = load_from(arguments)
     print_notices(loaded.notices)
     system = [{"role": "system", "content": arguments.system}] if arguments.system else []
-    chats = [[*system, {"role": "user", "content": prompt}] for prompt in arguments.prompt]
-    for prompt, texts in zip(arguments.prompt, answer(loaded.config, chats), strict=True):
+    prompts, images = dealt(arguments.prompt, arguments.image)
+    chats = [[*system, {"role": "user", "content": prompt}] for prompt in prompts]
+    for prompt, texts in zip(arguments.prompt, answer(loaded.config, chats, images), strict=True):
         print(f"> {prompt}")
         for text in texts:
             print(text)
     return 0
+
+
+def dealt(prompts: Sequence[str], images: Sequence[str]) -> tuple[list[str], list[list[str]]]:
+    """The prompts with an `<image>` for each image, and the images of each.
+
+    Raises:
+        ConfigError: there are more or fewer images than places for them.
+    """
+    texts, rest = list(prompts), list(images)
+    if len(texts) == 1 and IMAGE not in texts[0]:
+        texts[0] = IMAGE * len(images) + texts[0]
+    count = sum(text.count(IMAGE) for text in texts) if images else 0
+    if count != len(images):
+        raise ConfigError(
+            "--image",
+            got=f"{len(images)} images, and {count} {IMAGE} in the prompts",
+            expected="one for each",
+            fix=f"Write {IMAGE} where an image stands.",
+        )
+    return texts, [[rest.pop(0) for _ in range(text.count(IMAGE) if images else 0)] for text in texts]

@@ -73,6 +73,8 @@ class ActorConfig(BatchingConfig):
     policy_loss: PolicyLossConfig = Field(default_factory=PolicyLossConfig)
     use_prefix_sharing: bool = True
     """Whether samples of one prompt share the computation of the prompt; the gradient is the same."""
+    freeze_vision_tower: bool = False
+    """Whether the vision tower of a model that sees keeps its weights, in the compute dtype."""
     optim: OptimConfig = Field(default_factory=OptimConfig)
     fsdp_config: FSDPConfig = Field(default_factory=FSDPConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)

@@ -38,6 +38,27 @@ class SamplerConfig(Section):
         return self
 
 
+class ImageSizeConfig(Section):
+    """How large an image is before it is cut into patches: its pixels, height times width."""
+
+    min_pixels: Count | None = None
+    """At least so many; smaller images are made larger. null: as the model's own files say."""
+    max_pixels: Count | None = None
+    """At most so many; larger images are made smaller, and take fewer tokens. null: as the model's own files say."""
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if self.min_pixels is not None and self.max_pixels is not None and self.min_pixels > self.max_pixels:
+            raise refuse("min_pixels of at most max_pixels", "Exchange them, or leave one out.")
+        return self
+
+    @property
+    def given(self) -> dict[str, int]:
+        """Those that are set."""
+        sizes = {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels}
+        return {name: number for name, number in sizes.items() if number is not None}
+
+
 class DataConfig(Section):
     """Training and validation data."""
 
@@ -47,6 +68,9 @@ class DataConfig(Section):
     """Validation data, in the forms of `data.train_files`."""
     prompt_key: Name = "prompt"
     """Column that holds the prompt, a list of chat messages."""
+    image_key: Name | None = "images"
+    """Column that holds the images of a prompt, for each `<image>` in it one: paths, or {"bytes": ...}. null: none."""
+    mm_processor_kwargs: ImageSizeConfig = Field(default_factory=ImageSizeConfig)
     reward_fn_key: Name = "data_source"
     """Column that names the data source of a row; it chooses the built-in grader."""
     max_prompt_length: Count = 512

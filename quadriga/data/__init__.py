@@ -21,12 +21,14 @@ if TYPE_CHECKING:
     from quadriga.data.sft_dataset import MultiTurnSFTDataset, SFTDataset
     from quadriga.data.tokenizing import load_tokenizer
     from quadriga.data.truncation import pad_left, pad_right, postprocess_data, truncate
+    from quadriga.data.vision import VisionProcessor, load_processor
 
 _HOMES = {
     "MultiTurnSFTDataset": "sft_dataset",
     "RLHFDataset": "rl_dataset",
     "RMDataset": "rm_dataset",
     "SFTDataset": "sft_dataset",
+    "VisionProcessor": "vision",
     "collate_fn": "collate",
     "compute_position_id_with_mask": "positions",
     "create_dataloader": "loading",
@@ -34,6 +36,7 @@ _HOMES = {
     "create_rl_sampler": "loading",
     "create_validation_sampler": "loading",
     "extend_position_ids": "positions",
+    "load_processor": "vision",
     "load_tokenizer": "tokenizing",
     "pad_left": "truncation",
     "pad_right": "truncation",
@@ -46,6 +49,7 @@ __all__ = [
     "RLHFDataset",
     "RMDataset",
     "SFTDataset",
+    "VisionProcessor",
     "collate_fn",
     "compute_position_id_with_mask",
     "create_dataloader",
@@ -53,6 +57,7 @@ __all__ = [
     "create_rl_sampler",
     "create_validation_sampler",
     "extend_position_ids",
+    "load_processor",
     "load_tokenizer",
     "pad_left",
     "pad_right",

@@ -2,6 +2,7 @@
 """The data set of reinforcement learning: prompts with what is needed to grade the answers.
 
     files -> rows -> (left out if too long) -> (a sample of them) -> chat template -> token ids -> cut, left-padded
+                                                          images of the row -> patches ┘ with a processor
 
 A row is data_source, prompt, ability, reward_model {"style", "ground_truth"} and extra_info; columns beyond these
 travel along. What a row yields is listed at `RLHFDataset.__getitem__`.
@@ -19,12 +20,14 @@ from transformers import PreTrainedTokenizerBase
 
 from quadriga.config import DataConfig
 from quadriga.data.files import resolve_files
-from quadriga.data.overlong import prompt_lengths
+from quadriga.data.overlong import PromptMeter, prompt_lengths
+from quadriga.data.pictures import as_list, read_picture
 from quadriga.data.positions import compute_position_id_with_mask
 from quadriga.data.same_rows import require_same_rows
 from quadriga.data.tables import RowTable, read_table
 from quadriga.data.tokenizing import ChatEncoder, as_messages, check_tokenizer
-from quadriga.data.truncation import postprocess_data, truncate
+from quadriga.data.truncation import pad_left, postprocess_data, truncate
+from quadriga.data.vision import as_vision, with_parts
 from quadriga.errors import DataError
 
 
@@ -35,7 +38,7 @@ class RLHFDataset(Dataset):
         data_files: a path, a glob, a URL, or a list of these.
         tokenizer: renders and tokenizes the prompts.
         config: the section `data`.
-        processor: must be None; this data set is for text.
+        processor: of a model that sees, by `load_processor` or of transformers. None: prompts are text.
         is_train: decides whether errors name `data.train_files` or `data.val_files`, and whether `data.shuffle` or
             `data.validation_shuffle` decides how a sample is drawn.
         max_samples: use at most so many rows, -1 for all: drawn with `data.seed` when shuffled, else the first.
@@ -56,9 +59,8 @@ class RLHFDataset(Dataset):
         max_samples: int = -1,
         required_columns: Sequence[str] | None = None,
     ) -> None:
-        if processor is not None:
-            raise DataError("RLHFDataset(processor)", got=type(processor).__name__, expected="None: prompts are text")
         self.config = config
+        self.processor = as_vision(processor)
         self.tokenizer = tokenizer
         self._key = "data.train_files" if is_train else "data.val_files"
         self._encoder = ChatEncoder(tokenizer, config.apply_chat_template_kwargs)
@@ -88,21 +90,24 @@ class RLHFDataset(Dataset):
             `input_ids`, `attention_mask` and `position_ids`, int64 [P], padded on the left; `raw_prompt_ids`, the same
             ids as a list without padding; the row's columns but the prompt; `index`, `tools_kwargs` and
             `interaction_kwargs` out of `extra_info` (`index` is the row's number where it has none); and, when asked
-            for in the configuration, `raw_prompt` (chat messages) and `full_prompts` (rendered text).
+            for in the configuration, `raw_prompt` (chat messages) and `full_prompts` (rendered text). With a processor
+            `position_ids` are [3, P], `raw_prompt_ids` have one token for each image, and `multi_modal_data` and
+            `multi_modal_inputs` take the place of the column of images.
 
         Raises:
-            DataError: the prompt is no chat, or too long under `data.truncation=error`; it names file and row.
+            DataError: the prompt is no chat, or too long under `data.truncation=error`, or its images are wrong; it
+                names file and row.
         """
         number = int(self._rows[item])
         table, row_number = self._locate(number)
         where = table.where(row_number)
         row = dict.fromkeys(self._columns) | table[row_number]
         messages = as_messages(row.pop(self.config.prompt_key), where=where)
+        pictures = self._pictures(row, table, where)
+        if self.processor is not None:
+            messages = with_parts(messages, len(pictures), where=where)
         text = self._encoder.render(messages, where=where)
-        limit = self.config.max_prompt_length
-        ids = truncate(self._encoder.encode([text])[0], limit, self.config.truncation, where=where)
-        row |= self._tensors(ids)
-        row["raw_prompt_ids"] = ids
+        row |= self._tokens(text, pictures, where)
         if self.config.return_raw_chat:
             row["raw_prompt"] = messages
         if self.config.return_full_prompt:
@@ -130,6 +135,39 @@ class RLHFDataset(Dataset):
         start = int(self._ends[position - 1]) if position else 0
         return self._tables[position], number - start
 
+    def _pictures(self, row: dict[str, Any], table: RowTable, where: str) -> list[Any]:
+        """The images of a row; with a processor their column goes."""
+        key = self.config.image_key
+        values = [] if key is None else as_list(row.get(key))
+        if self.processor is None:
+            if values:
+                raise DataError(
+                    where,
+                    got=f"{len(values)} images in the column {key!r}, for a model that reads text",
+                    expected="a model that sees",
+                    fix="Take one, or set data.image_key=null to train on the text alone.",
+                )
+            return []
+        if key is not None:
+            row.pop(key, None)
+        folder = table.path.parent
+        return [
+            read_picture(value, folder=folder, where=f"{where}, image {number}") for number, value in enumerate(values)
+        ]
+
+    def _tokens(self, text: str, pictures: list[Any], where: str) -> dict[str, Any]:
+        """The columns of a rendered prompt."""
+        limit = self.config.max_prompt_length
+        ids = self._encoder.encode([text])[0]
+        if self.processor is None:
+            ids = truncate(ids, limit, self.config.truncation, where=where)
+            return {**self._tensors(ids), "raw_prompt_ids": ids}
+        if not pictures:
+            ids = truncate(ids, limit, self.config.truncation, where=where)
+        seen = self.processor.prompt(ids, pictures, limit, where=where)
+        position_ids = pad_left(seen.positions, limit, 0)
+        return {**self._tensors(seen.ids), "position_ids": position_ids, **seen.columns()}
+
     def _tensors(self, ids: list[int]) -> dict[str, torch.Tensor]:
         input_ids = torch.tensor([ids], dtype=torch.int64)
         input_ids, mask = postprocess_data(
@@ -141,15 +179,10 @@ class RLHFDataset(Dataset):
     def _short_rows(self) -> np.ndarray:
         """The rows whose prompt is not too long; how many are left out is printed."""
         config = self.config
+        meter = PromptMeter(self._encoder, self.processor, config.prompt_key, config.image_key)
+        num_workers = config.filter_overlong_prompts_workers
         lengths = [
-            prompt_lengths(
-                table,
-                self._encoder,
-                prompt_key=config.prompt_key,
-                cache_dir=config.cache_dir,
-                num_workers=config.filter_overlong_prompts_workers,
-            )
-            for table in self._tables
+            prompt_lengths(table, meter, cache_dir=config.cache_dir, num_workers=num_workers) for table in self._tables
         ]
         every = np.concatenate(lengths)
         rows = np.flatnonzero(every <= config.max_prompt_length)

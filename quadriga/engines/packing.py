@@ -14,8 +14,10 @@ from functools import cached_property
 import numpy as np
 import torch
 
+from quadriga.engines.prompt_images import PromptImages, prompt_images
 from quadriga.errors import EngineError
 from quadriga.models.packed_attention import PackedAttention, Segment
+from quadriga.models.vision import ImageTokens, PackedImages, packed_images
 from quadriga.protocol import DataProto
 
 
@@ -24,13 +26,15 @@ class PackedBatch:
     """Rows of a DataProto as one run of tokens.
 
     Attributes:
-        input_ids, position_ids: [1, N]
+        input_ids: [1, N]
+        position_ids: [1, N], or [3, 1, N] along time, height and width.
         segments: which packed token sees which.
         predictors: [M] packed index of the token whose state predicts each target.
         targets: [M] token ids.
         rows, columns: [M] where each target stands in the padded [b, T] responses.
         shape: (b, T)
         sum_of_squared_lengths: what causal attention over the packed tokens costs.
+        images: of the prompts.
     """
 
     input_ids: torch.Tensor
@@ -42,6 +46,7 @@ class PackedBatch:
     columns: torch.Tensor
     shape: tuple[int, int]
     sum_of_squared_lengths: int
+    images: PackedImages | None = None
 
     @cached_property
     def plan(self) -> PackedAttention:
@@ -72,12 +77,20 @@ class PackedBatch:
 
 @dataclass(frozen=True)
 class RowTokens:
-    """One padded row without its padding; `trained` holds the response positions that are predicted."""
+    """One padded row without its padding.
+
+    Attributes:
+        prompt, response: token ids.
+        positions: [L] of both, or [3, L].
+        trained: the response positions that are predicted.
+        images: of the prompt.
+    """
 
     prompt: np.ndarray
     response: np.ndarray
     positions: np.ndarray
     trained: np.ndarray
+    images: PromptImages | None = None
 
     @property
     def num_inputs(self) -> int:
@@ -86,31 +99,36 @@ class RowTokens:
 
     @property
     def prompt_key(self) -> bytes:
-        """Equal for rows with the same prompt."""
-        return self.prompt.tobytes()
+        """Equal for rows with the same prompt, in tokens and in images."""
+        return self.prompt.tobytes() + (self.images.key if self.images else b"")
 
 
-def row_tokens(data: DataProto) -> list[RowTokens]:
-    """The rows of a batch without their padding; needs input_ids, attention_mask, position_ids, response_mask."""
+def row_tokens(data: DataProto, image_tokens: ImageTokens | None = None) -> list[RowTokens]:
+    """The rows of a batch without their padding.
+
+    Args:
+        data: input_ids, attention_mask, position_ids, response_mask, and perhaps multi_modal_inputs.
+        image_tokens: of a model that sees.
+    """
     input_ids, attention, positions, trained = (
         data.batch[key].cpu().numpy() for key in ("input_ids", "attention_mask", "position_ids", "response_mask")
     )
     width = input_ids.shape[1] - trained.shape[1]
-    rows = []
-    for row in range(len(data)):
-        valid = attention[row] != 0
-        prompt = valid[:width]
-        if not prompt.any():
-            raise EngineError(f"row {row} of a batch", got="an empty prompt", expected="at least one prompt token")
-        rows.append(
-            RowTokens(
-                prompt=input_ids[row, :width][prompt],
-                response=input_ids[row, width:][valid[width:]],
-                positions=positions[row][valid],
-                trained=np.flatnonzero(trained[row]),
-            )
+    valid = attention != 0
+    prompts = [ids[:width][here[:width]] for ids, here in zip(input_ids, valid, strict=True)]
+    if empty := [row for row, prompt in enumerate(prompts) if not len(prompt)]:
+        raise EngineError(f"row {empty[0]} of a batch", got="an empty prompt", expected="at least one prompt token")
+    images = prompt_images(data, prompts, image_tokens)
+    return [
+        RowTokens(
+            prompt=prompts[row],
+            response=input_ids[row, width:][valid[row, width:]],
+            positions=positions[row][..., valid[row]],
+            trained=np.flatnonzero(trained[row]),
+            images=images[row],
         )
-    return rows
+        for row in range(len(data))
+    ]
 
 
 def pack(rows: Sequence[RowTokens], num_columns: int, *, share_prompts: bool, device: torch.device) -> PackedBatch:
@@ -161,28 +179,34 @@ class _Builder:
         self.targets: list[np.ndarray] = []
         self.rows: list[np.ndarray] = []
         self.columns: list[np.ndarray] = []
+        self.images: list[tuple[int, PromptImages]] = []  # and where their prompt starts
 
     def add_sequence(self, number: int, row: RowTokens) -> None:
         """A row whose prompt nobody shares: one causal segment."""
         length = len(row.prompt) + row.num_inputs
-        segment = self._append(np.concatenate([row.prompt, row.response])[:length], row.positions[:length], None)
+        tokens, positions = np.concatenate([row.prompt, row.response])[:length], row.positions[..., :length]
+        segment = self._append(tokens, positions, None, row.images)
         before = np.arange(segment.start + len(row.prompt) - 1, segment.start + length)
         self._predict(number, row, before)
 
     def add_group(self, numbers: Sequence[int], members: Sequence[RowTokens]) -> None:
         """Rows with one prompt: the prompt once, then each response as its continuation."""
         size = len(members[0].prompt)
-        prompt = self._append(members[0].prompt, members[0].positions[:size], None)
+        prompt = self._append(members[0].prompt, members[0].positions[..., :size], None, members[0].images)
         for number, row in zip(numbers, members, strict=True):
             stop = row.num_inputs
             before = np.array([prompt.start + size - 1])
             if stop:
-                segment = self._append(row.response[:stop], row.positions[size : size + stop], prompt)
+                segment = self._append(row.response[:stop], row.positions[..., size : size + stop], prompt)
                 before = np.concatenate([before, np.arange(segment.start, segment.start + stop)])
             self._predict(number, row, before)
 
-    def _append(self, input_ids: np.ndarray, positions: np.ndarray, prefix: Segment | None) -> Segment:
+    def _append(
+        self, input_ids: np.ndarray, positions: np.ndarray, prefix: Segment | None, images: PromptImages | None = None
+    ) -> Segment:
         segment = Segment(self.num_tokens, len(input_ids), prefix)
+        if images is not None:
+            self.images.append((segment.start, images))
         self.segments.append(segment)
         self.input_ids.append(input_ids)
         self.positions.append(positions)
@@ -198,7 +222,7 @@ class _Builder:
 
     def build(self, shape: tuple[int, int], device: torch.device) -> PackedBatch:
         def tensor(parts: list[np.ndarray]) -> torch.Tensor:
-            return torch.from_numpy(np.concatenate(parts)).long().to(device)
+            return torch.from_numpy(np.concatenate(parts, axis=-1)).long().to(device)
 
         cost = sum(
             segment.length * (segment.length + 2 * (segment.prefix.length if segment.prefix else 0))
@@ -206,7 +230,7 @@ class _Builder:
         )
         return PackedBatch(
             input_ids=tensor(self.input_ids)[None],
-            position_ids=tensor(self.positions)[None],
+            position_ids=tensor(self.positions).unsqueeze(-2),
             segments=tuple(self.segments),
             predictors=tensor(self.predictors),
             targets=tensor(self.targets),
@@ -214,4 +238,5 @@ class _Builder:
             columns=tensor(self.columns),
             shape=shape,
             sum_of_squared_lengths=cost,
+            images=packed_images([(images.inputs, start + images.places) for start, images in self.images], device),
         )

@@ -19,6 +19,7 @@ from quadriga.engines.mini_batches import HeldRows, mini_batches
 from quadriga.engines.objectives import Objective
 from quadriga.engines.packing import PackedBatch, RowTokens, pack, row_tokens
 from quadriga.models.scorers import Question
+from quadriga.models.vision import ImageTokens
 from quadriga.observe.metrics import Metric, merge_metrics
 from quadriga.protocol import DataProto
 
@@ -53,7 +54,8 @@ def infer(
 
     Args:
         engine: holds the model.
-        data: input_ids, attention_mask, position_ids [B, P + T] and response_mask [B, T].
+        data: input_ids, attention_mask, position_ids [B, P + T] and response_mask [B, T]; for a model that sees
+            position_ids [B, 3, P + T] and the non-tensor multi_modal_inputs.
         micro: how the batch is cut.
         temperature: of the distribution asked about.
         with_entropy: whether its entropy is wanted too.
@@ -162,7 +164,10 @@ def _optimizer_step(
 
 
 def _update_flops(engine: TrainEngine, packed: PackedBatch) -> float:
-    return engine.cost.update_flops(packed.num_tokens, len(packed.targets), packed.sum_of_squared_lengths)
+    flops = engine.cost.update_flops(packed.num_tokens, len(packed.targets), packed.sum_of_squared_lengths)
+    if packed.images is None or engine.cost.tower is None:
+        return flops
+    return flops + engine.cost.tower.update_flops(packed.images.grids)
 
 
 def _over_steps(steps: Sequence[_StepOutcome]) -> dict[str, Metric]:
@@ -197,7 +202,7 @@ def _look_at_some(
 ) -> list[dict[str, Metric]]:
     """The metrics of the rows that would be the first micro-batch of one process alone, without gradients: where no
     row has one, entropy and mismatch are still told, and are the same however the rows are spread."""
-    lengths = [_length(row) if len(row.trained) else None for row in row_tokens(mini.rows)]
+    lengths = [_length(row) if len(row.trained) else None for row in _row_tokens(engine, mini.rows)]
     places = mini.places.tolist()
     here = [(place, length) for place, length in zip(places, lengths, strict=True) if length]
     everywhere = sorted(chain.from_iterable(engine.replicas.gather(here)), key=itemgetter(0))
@@ -235,7 +240,7 @@ class _LossOnRows:
 
 def _packed(engine: TrainEngine, data: DataProto, micro: MicroBatching) -> Iterator[tuple[list[int], PackedBatch]]:
     """The micro-batches of a batch, packed; rows with nothing to predict are in none."""
-    tokens = row_tokens(data)
+    tokens = _row_tokens(engine, data)
     wanted = [number for number, row in enumerate(tokens) if len(row.trained)]
     num_columns = data.batch["response_mask"].shape[1]
     lengths = [_length(tokens[number]) for number in wanted]
@@ -243,6 +248,10 @@ def _packed(engine: TrainEngine, data: DataProto, micro: MicroBatching) -> Itera
         indices = [wanted[position] for position in batch]
         rows = [tokens[index] for index in indices]
         yield indices, pack(rows, num_columns, share_prompts=micro.share_prompts, device=engine.device)
+
+
+def _row_tokens(engine: TrainEngine, data: DataProto) -> list[RowTokens]:
+    return row_tokens(data, ImageTokens.of(engine.model.config))
 
 
 def _cut(engine: TrainEngine, lengths: Sequence[RowLength], micro: MicroBatching) -> list[list[int]]:

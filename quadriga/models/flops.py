@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step should cost: floating-point operations of a decoder, counted from its configuration.
+"""What a step should cost: floating-point operations of a decoder, and of a vision tower before it.
 
 Legend: D hidden size, V vocabulary; a multiplication and an addition are two operations.
 """
@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from quadriga.models.load import backbone, head_of
+from quadriga.models.vision import TowerCost
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class ModelCost:
     Attributes:
         num_block_parameters, num_head_parameters, attention_width: see above.
         num_frozen_block_parameters, num_frozen_head_parameters: those of them that have no gradient.
+        tower: what comes before the decoder for each image, in a model that sees; not part of the other numbers.
     """
 
     num_block_parameters: int
@@ -28,6 +30,7 @@ class ModelCost:
     attention_width: int
     num_frozen_block_parameters: int = 0
     num_frozen_head_parameters: int = 0
+    tower: TowerCost | None = None
 
     def relative(self) -> tuple[float, float]:
         """The tokens of a sequence at which attention costs as much as the layers, and what the head costs of them."""
@@ -64,6 +67,7 @@ def model_cost(model: PreTrainedModel) -> ModelCost:
         num_frozen_head_parameters=sum(
             parameter.numel() for parameter in head.parameters() if not parameter.requires_grad
         ),
+        tower=TowerCost.of(model),
     )
 
 

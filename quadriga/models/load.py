@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loading Hugging Face causal models, with errors that say what to do."""
+"""Loading Hugging Face causal models, some of which see, with errors that say what to do."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from quadriga.errors import EngineError
 from quadriga.models.attention import ATTENTION_NAME
 from quadriga.models.fused import fuse
-from quadriga.models.pretrained import from_pretrained
+from quadriga.models.pretrained import auto_class, from_pretrained
+from quadriga.models.vision import attention_of, is_vision
 
 _LOADING = (OSError, ValueError, KeyError, RuntimeError, SafetensorError)
 
@@ -46,7 +47,11 @@ def load_causal_lm(
     config = load_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
     try:
         model, info = from_pretrained(
-            path, config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
+            path,
+            config,
+            dtype=dtype,
+            attn_implementation=attention_of(config, attention),
+            trust_remote_code=trust_remote_code,
         )
     except _LOADING as error:
         raise _not_loaded(path, error) from error
@@ -82,8 +87,11 @@ def skeleton_causal_lm(
     config = load_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
     try:
         with _parameters_on_meta():
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=torch.float32, attn_implementation=ATTENTION_NAME, trust_remote_code=trust_remote_code
+            model = auto_class(config).from_config(
+                config,
+                dtype=torch.float32,
+                attn_implementation=attention_of(config, ATTENTION_NAME),
+                trust_remote_code=trust_remote_code,
             )
         if (Path(path) / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(path)
@@ -120,8 +128,9 @@ def _not_loaded(path: str | Path, error: Exception) -> EngineError:
 
 
 def backbone(model: PreTrainedModel) -> nn.Module:
-    """The part of a causal model that turns tokens into hidden states."""
-    return model.base_model
+    """The part of a causal model that turns tokens into hidden states; of one that sees, without its tower."""
+    body = cast(Any, model.base_model)
+    return body.language_model if is_vision(model.config) else body
 
 
 def head_of(model: PreTrainedModel) -> nn.Module:

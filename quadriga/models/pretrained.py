@@ -5,13 +5,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from quadriga.config.adapter import is_adapter
 from quadriga.models.adapter_files import open_model
+from quadriga.models.vision import is_vision
 from quadriga.models.weight_files import distributed_folder
 
 _GENERATION = "generation_config.json"
+
+
+def auto_class(config: PretrainedConfig) -> type[AutoModelForCausalLM] | type[AutoModelForImageTextToText]:
+    """The class of transformers that finds the class of a model."""
+    return AutoModelForImageTextToText if is_vision(config) else AutoModelForCausalLM
 
 
 def from_pretrained(
@@ -31,7 +43,7 @@ def from_pretrained(
     """
     # Transformers would put an adapter beside the weights; here it is merged into them.
     if distributed_folder(path) is None and not is_adapter(path):
-        return AutoModelForCausalLM.from_pretrained(
+        return auto_class(config).from_pretrained(
             path,
             config=config,
             dtype=dtype,
@@ -40,7 +52,7 @@ def from_pretrained(
             **options,
         )
     with torch.device("meta"):
-        model_class = type(AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code))
+        model_class = type(auto_class(config).from_config(config, trust_remote_code=trust_remote_code))
     weights = open_model(path)
     state = {name: weights.read(name).to(dtype) for name in weights.names()}
     model, info = model_class.from_pretrained(

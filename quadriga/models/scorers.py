@@ -17,13 +17,15 @@ from quadriga.models.attention import AttentionPlan
 from quadriga.models.heads import VocabularyShard, token_scores
 from quadriga.models.load import backbone, head_of
 from quadriga.models.value_head import ValueHead
+from quadriga.models.vision import PackedImages, decoder_inputs
 
 
 class PackedTokens(Protocol):
     """What a scorer reads of a packed micro-batch."""
 
     input_ids: torch.Tensor  # [1, N]
-    position_ids: torch.Tensor  # [1, N]
+    position_ids: torch.Tensor  # [1, N], or [3, 1, N] for a model that sees
+    images: PackedImages | None
     plan: AttentionPlan
     predictors: torch.Tensor  # [M] indices into N
     targets: torch.Tensor  # [M]
@@ -46,7 +48,8 @@ class Question:
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """What the backbone reads in this process: `input_ids` and `position_ids` [1, n], and the plan of attention."""
+    """What the backbone reads in this process: `input_ids` and `position_ids` [1, n], the latter perhaps [3, 1, n],
+    and the plan of attention."""
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
@@ -144,7 +147,10 @@ class Scorer(nn.Module, ABC):
             received: [1, n, D] of the stage before, where this one has no embedding.
         """
         inputs = self.sharing.inputs(batch)
-        tokens = {"input_ids": inputs.input_ids} if received is None else {"inputs_embeds": received}
+        if batch.images is not None:
+            tokens = decoder_inputs(self.model, inputs.input_ids, batch.images)
+        else:
+            tokens = {"input_ids": inputs.input_ids} if received is None else {"inputs_embeds": received}
         hidden = backbone(self.model)(
             **tokens,
             position_ids=inputs.position_ids,

@@ -14,7 +14,7 @@ only the classes that it is made of are let through.
 
 import json
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum, EnumType
 from pathlib import Path
 from typing import Any, Protocol
@@ -150,6 +150,30 @@ class DistributedFiles:
         tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
         self.reader.read_into({name: tensor})
         return tensor
+
+
+class RenamedFiles:
+    """See `WeightFiles`: other files, under other names.
+
+    Args:
+        files: the tensors are in.
+        rename: from a name in the files to one here.
+    """
+
+    def __init__(self, files: WeightFiles, rename: Callable[[str], str]) -> None:
+        self._files, self._names = files, {rename(name): name for name in files.names()}
+
+    def names(self) -> list[str]:
+        """See `WeightFiles.names`."""
+        return list(self._names)
+
+    def shape(self, name: str) -> torch.Size:
+        """See `WeightFiles.shape`."""
+        return self._files.shape(self._names[name])
+
+    def read(self, name: str) -> torch.Tensor:
+        """See `WeightFiles.read`."""
+        return self._files.read(self._names[name])
 
 
 class ChunkReader(FileSystemReader):

@@ -59,6 +59,7 @@ class Capability:
 
 EXTRAS = (
     Extra("gguf", "gguf", "0.10", "reads a model from a GGUF file", "quadriga[gguf]", is_quick=True),
+    Extra("pillow", "PIL", "10.1", "reads the images of prompts", "quadriga[vision]", is_quick=True),
     Extra("accelerate", "accelerate", "1.0", "reads a model from a GGUF file", "quadriga[gguf]"),
     Extra("matplotlib", "matplotlib", "3.8", "draws the learning curve", "quadriga[plot]", is_quick=True),
     Extra("math-verify", "math_verify", "0.8", "grades mathematics", "quadriga[math]", is_quick=True),

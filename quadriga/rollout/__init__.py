@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from quadriga.rollout.balancer import Balancer
-    from quadriga.rollout.base import Completion, RolloutEngine, SamplingParams
+    from quadriga.rollout.base import Completion, Images, RolloutEngine, SamplingParams
     from quadriga.rollout.hf import HFEngine
     from quadriga.rollout.native import NativeEngine
     from quadriga.rollout.scripted import ScriptedEngine
@@ -19,6 +19,7 @@ _HOMES = {
     "Balancer": "balancer",
     "Completion": "base",
     "HFEngine": "hf",
+    "Images": "base",
     "NativeEngine": "native",
     "RolloutEngine": "base",
     "SamplingParams": "base",
@@ -30,6 +31,7 @@ __all__ = [
     "Balancer",
     "Completion",
     "HFEngine",
+    "Images",
     "NativeEngine",
     "RolloutEngine",
     "SamplingParams",

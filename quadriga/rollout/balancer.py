@@ -21,7 +21,7 @@ from typing import TypeVar
 import torch
 
 from quadriga.errors import QuadrigaError, RolloutError, WeightSyncError
-from quadriga.rollout.base import Completion, RolloutEngine, SamplingParams
+from quadriga.rollout.base import Completion, Images, RolloutEngine, SamplingParams, with_images
 from quadriga.rollout.shared_stream import SharedStream
 from quadriga.weight_sync.fingerprint import Fingerprint
 
@@ -61,7 +61,9 @@ class Balancer:
         """See `RolloutEngine`; whether all engines have them that are given requests."""
         return bool(self.alive) and all(self.engines[number].has_frozen_weights for number in self.alive)
 
-    async def generate(self, prompt_token_ids: Prompt, sampling: SamplingParams) -> Completion:
+    async def generate(
+        self, prompt_token_ids: Prompt, sampling: SamplingParams, images: Images | None = None
+    ) -> Completion:
         """See `RolloutEngine.generate`."""
         self._require_loaded()
         failed: dict[int, Exception] = {}
@@ -69,7 +71,9 @@ class Balancer:
             tokens = _tokens(prompt_token_ids, sampling)
             self.in_flight[number] += tokens
             try:
-                completion = await self.engines[number].generate(prompt_token_ids, sampling)
+                engine = self.engines[number]
+                option = {"images": images} if with_images(engine, [images]) else {}
+                completion = await engine.generate(prompt_token_ids, sampling, **option)
             except Exception as error:  # raised again below, if no other engine can answer
                 failed[number] = error
             else:
@@ -79,12 +83,18 @@ class Balancer:
                 self.in_flight[number] -= tokens
         raise self._none_answers(failed)
 
-    def generate_batch(self, prompts: Sequence[Prompt], sampling: Sequence[SamplingParams]) -> list[Completion]:
+    def generate_batch(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sequence[SamplingParams],
+        images: Sequence[Images | None] | None = None,
+    ) -> list[Completion]:
         """See `RolloutEngine.generate_batch`. Samples of one prompt stay together where that delays no others."""
         self._require_loaded()
         if len(prompts) != len(sampling):
             got = f"{len(prompts)} prompts and {len(sampling)} sampling parameters"
             raise RolloutError("Balancer.generate_batch", got=got, expected="one for each prompt")
+        seen = [None] * len(prompts) if images is None else images
         answers: dict[int, Completion] = {}
         failed: dict[int, Exception] = {}
         while len(answers) < len(prompts):
@@ -97,7 +107,9 @@ class Balancer:
             done, errors = self._on_each(
                 given,
                 lambda number, rows: self.engines[number].generate_batch(
-                    [prompts[row] for row in rows], [sampling[row] for row in rows]
+                    [prompts[row] for row in rows],
+                    [sampling[row] for row in rows],
+                    **with_images(self.engines[number], [seen[row] for row in rows]),
                 ),
             )
             for number, completions in done.items():

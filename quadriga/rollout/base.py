@@ -6,10 +6,11 @@ its tests from tests/contract/test_rollout_engines.py.
 """
 
 import asyncio
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -112,8 +113,39 @@ class Completion:
             )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Images:
+    """The images of one prompt, in each form in which an engine may want them. Samples of a prompt share one object.
+
+    P is the length of the prompt as an engine gets it: with a token for each embedding of an image.
+
+    Attributes:
+        pictures: `PIL.Image.Image`s, in the order of the prompt.
+        inputs: what the model takes: `pixel_values` [patches, values] float32 and `image_grid_thw` [images, 3] int64,
+            patches along time, height and width.
+        position_ids: [3, P] int64, the position of each token along time, height and width. An answer goes on from
+            the last column, one up with each token, in all three rows.
+        short_prompt: the prompt with one token for each image, for engines that work out by themselves how many an
+            image has.
+        key: equal for equal `inputs`, and for nothing else.
+    """
+
+    pictures: tuple[Any, ...]
+    inputs: Mapping[str, torch.Tensor]
+    position_ids: torch.Tensor
+    short_prompt: tuple[int, ...]
+    key: str
+
+    def followed_by(self, token_ids: Sequence[int]) -> "Images":
+        """The same behind whose prompt text stands: what the model and others have said."""
+        last = self.position_ids[:, -1:]
+        following = last + torch.arange(1, len(token_ids) + 1, device=last.device)
+        positions = torch.cat((self.position_ids, following), -1)
+        return replace(self, position_ids=positions, short_prompt=(*self.short_prompt, *token_ids))
+
+
 class RolloutEngine(Protocol):
-    """Generates answers with weights of a known version.
+    """Generates answers with weights of a known version. One that takes images is a `SeeingEngine`.
 
     Attributes:
         weight_version: of the weights; -1: none that are complete.
@@ -166,6 +198,63 @@ class RolloutEngine(Protocol):
         ...
 
 
+class SeeingEngine(RolloutEngine, Protocol):
+    """An engine whose prompts may have images. They are passed only where a prompt has some."""
+
+    async def generate(
+        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, images: Images | None = None
+    ) -> Completion:
+        """See `RolloutEngine.generate`."""
+        ...
+
+    def generate_batch(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sequence[SamplingParams],
+        images: Sequence[Images | None] | None = None,
+    ) -> list[Completion]:
+        """See `RolloutEngine.generate_batch`. Prompts are equal whose tokens and `Images.key` are."""
+        ...
+
+
+def takes_images(engine: RolloutEngine) -> bool:
+    """Whether it is a `SeeingEngine`: it has the parameter."""
+    return "images" in inspect.signature(engine.generate_batch).parameters
+
+
+def with_images(engine: RolloutEngine, images: Sequence[Images | None]) -> dict[str, Any]:
+    """The argument `images` of `generate_batch`; none where no prompt has any.
+
+    Args:
+        engine: that is to get it.
+        images: of each prompt.
+
+    Raises:
+        RolloutError: there are images, and the engine does not take them.
+    """
+    if all(one is None for one in images):
+        return {}
+    if not takes_images(engine):
+        name = getattr(engine, "name", type(engine).__name__)
+        raise RolloutError(
+            f"{name}.generate",
+            got="a prompt with images",
+            expected=f"text: the engine {name} takes no images",
+            fix="Set actor_rollout_ref.rollout.name=native, hf or vllm, or leave out the rows with images.",
+        )
+    return {"images": images}
+
+
+@dataclass(slots=True)
+class _Request:
+    """What waits for its turn."""
+
+    prompt: Sequence[int]
+    sampling: SamplingParams
+    images: Images | None
+    future: asyncio.Future[Completion]
+
+
 class EngineBase(ABC):
     """What engines in this process share: being asleep, giving up, and `generate` on top of `generate_batch`.
 
@@ -185,7 +274,7 @@ class EngineBase(ABC):
     def __init__(self) -> None:
         self.weight_version = 0
         self._state: Literal["awake", "asleep", "closed"] = "awake"
-        self._pending: list[tuple[Sequence[int], SamplingParams, asyncio.Future[Completion]]] = []
+        self._pending: list[_Request] = []
         self._is_aborting = False
 
     @property
@@ -193,26 +282,29 @@ class EngineBase(ABC):
         """See `RolloutEngine`."""
         return False
 
-    async def generate(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+    async def generate(
+        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, images: Images | None = None
+    ) -> Completion:
         """See `RolloutEngine.generate`."""
+        with_images(self, [images])
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Completion] = loop.create_future()
-        self._pending.append((prompt_token_ids, sampling, future))
+        self._pending.append(_Request(prompt_token_ids, sampling, images, future))
         if len(self._pending) == 1:
             loop.call_soon(self._generate_pending)
         return await future
 
     @abstractmethod
     def generate_batch(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> list[Completion]:
-        """See `RolloutEngine.generate_batch`."""
+        """See `RolloutEngine.generate_batch`; an engine that takes images adds the parameter."""
 
     def abort(self) -> None:
         """See `RolloutEngine.abort`. From another thread it ends the batch that is under way there."""
         self._is_aborting = True
         pending, self._pending = self._pending, []
-        for _, _, future in pending:
-            if not future.done():
-                future.set_result(Completion([], [], "abort", self.weight_version))
+        for request in pending:
+            if not request.future.done():
+                request.future.set_result(Completion([], [], "abort", self.weight_version))
 
     def sleep(self) -> None:
         """See `RolloutEngine.sleep`."""
@@ -230,17 +322,21 @@ class EngineBase(ABC):
 
     def _generate_pending(self) -> None:
         pending, self._pending = self._pending, []
-        waiting = [request for request in pending if not request[2].done()]
+        waiting = [request for request in pending if not request.future.done()]
         if not waiting:
             return
         try:
-            completions = self.generate_batch([one[0] for one in waiting], [one[1] for one in waiting])
+            completions = self.generate_batch(
+                [request.prompt for request in waiting],
+                [request.sampling for request in waiting],
+                **with_images(self, [request.images for request in waiting]),
+            )
         except Exception as error:  # every caller gets it, raised where it awaits
-            for _, _, future in waiting:
-                future.set_exception(error)
+            for request in waiting:
+                request.future.set_exception(error)
             return
-        for (_, _, future), completion in zip(waiting, completions, strict=True):
-            future.set_result(completion)
+        for request, completion in zip(waiting, completions, strict=True):
+            request.future.set_result(completion)
 
     def _require_open(self, action: str) -> None:
         if self._state == "closed":

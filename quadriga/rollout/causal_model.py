@@ -92,7 +92,7 @@ def require_room(
     max_model_len: int | None = None,
 ) -> None:
     """Refuses requests that may run past the positions that the model knows, or past `max_model_len`."""
-    positions = getattr(model.config, "max_position_embeddings", None)
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     limits = [
         (max_model_len, "actor_rollout_ref.rollout.max_model_len"),
         (positions, "the model's max_position_embeddings"),

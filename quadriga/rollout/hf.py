@@ -22,7 +22,7 @@ from transformers import (
 
 from quadriga.errors import RolloutError
 from quadriga.models.attention import ATTENTION_NAME
-from quadriga.rollout.base import Completion, FinishReason, SamplingParams
+from quadriga.rollout.base import Completion, FinishReason, Images, SamplingParams
 from quadriga.rollout.causal_model import CausalModelEngine, require_room
 from quadriga.rollout.sampler import Draws, SamplingRules, sample
 from quadriga.rollout.stop_texts import StopTexts, require_tokenizer
@@ -34,7 +34,8 @@ class HFEngine(CausalModelEngine):
     """Transformers' `generate`; see `RolloutEngine` for its methods.
 
     Args:
-        model: a causal model with an attention of transformers. Its weights follow the trainer's by `load_weights`.
+        model: a causal model, or one that sees, with an attention of transformers. Its weights follow the trainer's by
+            `load_weights`.
         tokenizer: decodes answers that end at a text; not needed otherwise.
         eos_token_ids: end-of-text tokens; None takes those of the model's generation configuration.
         max_num_seqs: answers that are generated at the same time.
@@ -66,9 +67,15 @@ class HFEngine(CausalModelEngine):
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
 
-    def generate_batch(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> list[Completion]:
+    def generate_batch(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sequence[SamplingParams],
+        images: Sequence[Images | None] | None = None,
+    ) -> list[Completion]:
         """See `RolloutEngine.generate_batch`. Requests that end alike are computed together."""
         self._require_ready(prompts, sampling)
+        given = self._require_sight(prompts, images)
         require_room(self.name, self.model, prompts, sampling, self.max_model_len)
         require_tokenizer(self.name, sampling, self.tokenizer)
         self._is_aborting = False
@@ -79,12 +86,19 @@ class HFEngine(CausalModelEngine):
         for rows in alike.values():
             for start in range(0, len(rows), self.max_num_seqs):
                 part = rows[start : start + self.max_num_seqs]
-                done = self._generate([prompts[row] for row in part], [sampling[row] for row in part])
+                done = self._generate(
+                    [prompts[row] for row in part], [sampling[row] for row in part], [given[row] for row in part]
+                )
                 completions.update(zip(part, done, strict=True))
         return [completions[row] for row in range(len(prompts))]
 
     @torch.no_grad()
-    def _generate(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> list[Completion]:
+    def _generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sequence[SamplingParams],
+        images: Sequence[Images | None],
+    ) -> list[Completion]:
         """Answers to requests with the same stop tokens and length, prompts padded on the left."""
         width, device = max(map(len, prompts)), self.model.device
         stops = sampling[0].stops(self.eos_token_ids)
@@ -95,6 +109,7 @@ class HFEngine(CausalModelEngine):
         self.model.generate(
             input_ids=torch.tensor(padded, device=device),
             attention_mask=torch.tensor(mask, device=device),
+            **_image_arguments(prompts, images, width, device),
             generation_config=GenerationConfig(
                 max_new_tokens=sampling[0].max_tokens,
                 do_sample=False,
@@ -105,6 +120,20 @@ class HFEngine(CausalModelEngine):
             stopping_criteria=StoppingCriteriaList([_Ends(self, chooser, texts)]),
         )
         return [self._complete(chooser, row, stops, texts[row]) for row in range(len(prompts))]
+
+    def _require_sight(
+        self, prompts: Sequence[Sequence[int]], images: Sequence[Images | None] | None
+    ) -> Sequence[Images | None]:
+        """The images of each prompt, where the model sees."""
+        given = [None] * len(prompts) if images is None else images
+        if any(given) and getattr(self.model.config, "vision_config", None) is None:
+            raise RolloutError(
+                f"{self.name}.generate",
+                got=f"a prompt with images, for a model of type {self.model.config.model_type}",
+                expected="a model that sees",
+                fix="Leave out the images, or take another actor_rollout_ref.model.path.",
+            )
+        return given
 
     def _complete(self, chooser: "_Chooser", row: int, stops: frozenset[int], texts: StopTexts) -> Completion:
         """What comes before and with the first end; `generate` goes on until every row of a batch has one."""
@@ -122,6 +151,22 @@ class HFEngine(CausalModelEngine):
             self.weight_version,
             chooser.sampling_log_probs[row][:length],
         )
+
+
+def _image_arguments(
+    prompts: Sequence[Sequence[int]], images: Sequence[Images | None], width: int, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Of the model: the images of all rows one behind the other, and positions on every axis; none without images."""
+    given = [one for one in images if one is not None]
+    if not given:
+        return {}
+    positions = torch.zeros(4, len(prompts), width, dtype=torch.int64)  # the place in the row, and the three axes
+    for row, (prompt, one) in enumerate(zip(prompts, images, strict=True)):
+        places = torch.arange(len(prompt))
+        axes = places.expand(3, -1) if one is None else one.position_ids
+        positions[:, row, width - len(prompt) :] = torch.cat((places[None], axes.cpu()))
+    inputs = {name: torch.cat([one.inputs[name] for one in given]).to(device) for name in given[0].inputs}
+    return {**inputs, "position_ids": positions.to(device)}
 
 
 class _Chooser(LogitsProcessor):

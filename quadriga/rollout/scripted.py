@@ -20,7 +20,7 @@ from typing import Any, TypeAlias, cast
 import torch
 
 from quadriga.errors import RolloutError
-from quadriga.rollout.base import Completion, EngineBase, SamplingParams
+from quadriga.rollout.base import Completion, EngineBase, Images, SamplingParams
 from quadriga.rollout.stop_texts import StopTexts, require_tokenizer
 from quadriga.weight_sync.fingerprint import Fingerprint, fingerprint
 
@@ -64,8 +64,13 @@ class ScriptedEngine(EngineBase):
         self._given: Counter[str] = Counter()
         self._received = Fingerprint({})
 
-    def generate_batch(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> list[Completion]:
-        """See `RolloutEngine.generate_batch`."""
+    def generate_batch(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sequence[SamplingParams],
+        images: Sequence[Images | None] | None = None,
+    ) -> list[Completion]:
+        """See `RolloutEngine.generate_batch`. A script chooses by a prompt's tokens; it does not look at images."""
         self._require_ready(prompts, sampling)
         require_tokenizer(self.name, sampling, self.tokenizer)
         return [self._complete(list(prompt), params) for prompt, params in zip(prompts, sampling, strict=True)]

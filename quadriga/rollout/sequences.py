@@ -16,7 +16,8 @@ from quadriga.config.rollout import RolloutConfig
 from quadriga.errors import RolloutError
 from quadriga.observe.metrics import Metric
 from quadriga.protocol import DataProto
-from quadriga.rollout.base import Completion, RolloutEngine, SamplingParams
+from quadriga.rollout.base import Completion, RolloutEngine, SamplingParams, with_images
+from quadriga.rollout.images import images_of
 from quadriga.weight_sync.base import require_version
 
 
@@ -35,9 +36,11 @@ def generate_sequences(
 
     Args:
         engine: generates.
-        prompts: batch `input_ids`, `attention_mask`, `position_ids` [B, P]; non-tensors `uid`, and `sample_index` where
-            the samples of one prompt are spread over several calls. meta_info: `global_steps`; `do_sample` (as the
-            configuration says); `validate` (False: the settings of training); `weight_version` (that of the engine).
+        prompts: batch `input_ids`, `attention_mask`, `position_ids` [B, P] or [B, 3, P]; non-tensors `uid`, and
+            `sample_index` where the samples of one prompt are spread over several calls; `multi_modal_data`,
+            `multi_modal_inputs` and `raw_prompt_ids` where prompts have images. meta_info: `global_steps`; `do_sample`
+            (as the configuration says); `validate` (False: the settings of training); `weight_version` (that of the
+            engine).
         config: of the rollout.
         response_length: T; also the longest answer, in tokens.
         pad_token_id: fills the responses.
@@ -49,8 +52,8 @@ def generate_sequences(
 
     Raises:
         WeightSyncError: the engine's weights are not of the version that meta_info names.
-        RolloutError: a prompt leaves no room for an answer in `rollout.max_model_len`, or the engine's answers do not
-            fit.
+        RolloutError: a prompt leaves no room for an answer in `rollout.max_model_len`, or has images, which the engine
+            does not take; or the engine's answers do not fit.
     """
     if (expected := prompts.meta_info.get("weight_version")) is not None:
         require_version(engine, expected)
@@ -64,7 +67,7 @@ def generate_sequences(
         SamplingParams(**sampling_of(prompts.meta_info, config, room), seed=own)
         for room, own in zip(rooms, sequence_seeds(prompts, seed), strict=True)
     ]
-    completions = engine.generate_batch(token_ids, requests)
+    completions = engine.generate_batch(token_ids, requests, **with_images(engine, images_of(prompts)))
     _require_fit(completions, len(token_ids), response_length)
     answers = _pad(completions, response_length, pad_token_id, prompts.batch["input_ids"].device)
     batch = _join(prompts, *answers)

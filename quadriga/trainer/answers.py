@@ -19,7 +19,7 @@ from quadriga.workers.columns import PROMPT_TENSORS, prompt_inputs
 
 logger = logging.getLogger(__name__)
 
-PASSING = (*PROMPT_TENSORS, "raw_prompt_ids", "sample_index")
+PASSING = (*PROMPT_TENSORS, "raw_prompt_ids", "sample_index", "multi_modal_data")
 """Columns of a prompt that its answers have in another form, or do without."""
 
 

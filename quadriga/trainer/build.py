@@ -14,6 +14,7 @@ from quadriga.data import (
     create_rl_dataset,
     create_rl_sampler,
     create_validation_sampler,
+    load_processor,
     load_tokenizer,
 )
 from quadriga.errors import ConfigError
@@ -226,11 +227,18 @@ def build_tokenizer(config: Config) -> Any:
     )
 
 
+def build_processor(config: Config) -> Any:
+    """The image processor of a model that sees; None of one that reads text."""
+    model = config.actor_rollout_ref.model
+    trusts = config.data.trust_remote_code or model.trust_remote_code
+    return load_processor(model.path, trust_remote_code=trusts, options=config.data.mm_processor_kwargs.given)
+
+
 def build_dataloaders(config: Config, tokenizer: Any) -> tuple[Any, Any]:
     """Loaders of training prompts (whole batches only) and of validation prompts (all of them, or None)."""
-    data = _data_config(config)
+    data, processor = _data_config(config), build_processor(config)
     train = create_rl_dataset(
-        data.train_files, data, tokenizer, None, is_train=True, max_samples=data.train_max_samples
+        data.train_files, data, tokenizer, processor, is_train=True, max_samples=data.train_max_samples
     )
     sampler = create_rl_sampler(data, train)
     train_loader = create_dataloader(train, data, batch_size=data.train_batch_size, sampler=sampler, drop_last=True)
@@ -244,8 +252,10 @@ def _data_config(config: Config) -> DataConfig:
 
 def build_val_dataloader(config: Config, tokenizer: Any) -> Any:
     """A loader of all validation prompts, in the order of their files unless `data.validation_shuffle`."""
-    data = _data_config(config)
-    val = create_rl_dataset(data.val_files, data, tokenizer, None, is_train=False, max_samples=data.val_max_samples)
+    data, processor = _data_config(config), build_processor(config)
+    val = create_rl_dataset(
+        data.val_files, data, tokenizer, processor, is_train=False, max_samples=data.val_max_samples
+    )
     sampler = create_validation_sampler(data, val)
     return create_dataloader(val, data, batch_size=data.val_batch_size, sampler=sampler, drop_last=False)
 

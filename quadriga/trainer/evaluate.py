@@ -2,19 +2,25 @@
 """A policy without training: answer prompts, and grade the answers where there is something to grade by."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from quadriga.config import Config
+from quadriga.data.pictures import read_picture
 from quadriga.data.positions import compute_position_id_with_mask
 from quadriga.data.tokenizing import ChatEncoder
+from quadriga.data.truncation import pad_left
+from quadriga.data.vision import SeenPrompt, VisionProcessor, with_parts
 from quadriga.errors import DataError
 from quadriga.observe.progress import Progress
 from quadriga.protocol import DataProto
+from quadriga.protocol.columns import object_array
 from quadriga.trainer.build import (
     build_policy,
+    build_processor,
     build_reward,
     build_reward_model,
     build_tokenizer,
@@ -47,18 +53,21 @@ def evaluate(config: Config) -> tuple[dict[str, float], list[dict[str, Any]]]:
             reward_model.close()
 
 
-def answer(config: Config, chats: Sequence[list[dict[str, str]]]) -> list[list[str]]:
+def answer(
+    config: Config, chats: Sequence[list[dict[str, str]]], images: Sequence[Sequence[str]] | None = None
+) -> list[list[str]]:
     """Answers to chats, `rollout.n` for each, with the sampling of `actor_rollout_ref.rollout`.
 
     Args:
         config: names the model, the sampling and the lengths.
         chats: lists of messages with `role` and `content`.
+        images: files for the `<image>`s of each chat, in their order. None: there are none.
 
     Raises:
-        DataError: a prompt is longer than `data.max_prompt_length`.
+        DataError: a prompt is longer than `data.max_prompt_length`, or its images are wrong.
     """
     tokenizer = build_tokenizer(config)
-    prompts = _prompts(config, tokenizer, chats)
+    prompts = _prompts(config, tokenizer, chats, images or [()] * len(chats))
     policy = build_policy(config, tokenizer)
     try:
         answers = policy.generate_sequences(with_samples(prompts, config.actor_rollout_ref.rollout.n))
@@ -73,30 +82,60 @@ def answer(config: Config, chats: Sequence[list[dict[str, str]]]) -> list[list[s
     return [texts[start : start + size] for start in range(0, len(texts), size)]
 
 
-def _prompts(config: Config, tokenizer: Any, chats: Sequence[list[dict[str, str]]]) -> DataProto:
-    limit = config.data.max_prompt_length
-    encoder = ChatEncoder(tokenizer, config.data.apply_chat_template_kwargs)
-    rows = encoder.encode([encoder.render(chat, where=f"prompt {number}") for number, chat in enumerate(chats)])
-    for number, tokens in enumerate(rows):
-        if len(tokens) > limit:
-            raise DataError(
-                f"prompt {number}",
-                got=f"{len(tokens)} tokens",
-                expected=f"at most {limit}",
-                fix="Raise data.max_prompt_length, or shorten the prompt.",
-            )
-    width = max(len(tokens) for tokens in rows)
+def _prompts(
+    config: Config, tokenizer: Any, chats: Sequence[list[dict[str, str]]], images: Sequence[Sequence[str]]
+) -> DataProto:
+    processor, encoder = build_processor(config), ChatEncoder(tokenizer, config.data.apply_chat_template_kwargs)
+    rows = [
+        _row(f"prompt {number}", chat, own, encoder, processor, config.data.max_prompt_length)
+        for number, (chat, own) in enumerate(zip(chats, images, strict=True))
+    ]
+    width = max(len(seen.ids) for seen in rows)
     input_ids = torch.full((len(rows), width), tokenizer.pad_token_id)
     attention_mask = torch.zeros_like(input_ids)
-    for row, tokens in enumerate(rows):
-        input_ids[row, width - len(tokens) :] = torch.tensor(tokens)
-        attention_mask[row, width - len(tokens) :] = 1
+    for row, seen in enumerate(rows):
+        input_ids[row, width - len(seen.ids) :] = torch.tensor(seen.ids)
+        attention_mask[row, width - len(seen.ids) :] = 1
+    columns = [] if processor is None else [seen.columns() for seen in rows]
+    positions = [pad_left(seen.positions, width, 0) for seen in rows] if columns else []
     return DataProto.from_dict(
         tensors={
             "input_ids": input_ids,
             "attention_mask": attention_mask,
-            "position_ids": compute_position_id_with_mask(attention_mask),
+            "position_ids": torch.stack(positions) if columns else compute_position_id_with_mask(attention_mask),
         },
-        non_tensors={"uid": np.array([str(row) for row in range(len(rows))], dtype=object)},
+        non_tensors={
+            "uid": np.array([str(row) for row in range(len(rows))], dtype=object),
+            **{name: object_array(own[name] for own in columns) for name in (columns[0] if columns else ())},
+        },
         meta_info={"global_steps": 0, "do_sample": config.actor_rollout_ref.rollout.do_sample},
     )
+
+
+def _row(
+    where: str,
+    chat: list[dict[str, str]],
+    images: Sequence[str],
+    encoder: ChatEncoder,
+    processor: VisionProcessor | None,
+    limit: int,
+) -> SeenPrompt:
+    """One prompt; without a processor it has no positions of its own."""
+    if processor is None and images:
+        fix = "Take a model that sees, or leave out the images."
+        raise DataError(where, got=f"{len(images)} images, for a model that reads text", expected="text", fix=fix)
+    pictures = [
+        read_picture(file, folder=Path(), where=f"{where}, image {number}") for number, file in enumerate(images)
+    ]
+    messages = chat if processor is None else with_parts(chat, len(pictures), where=where)
+    tokens = encoder.encode([encoder.render(messages, where=where)])[0]
+    if len(tokens) > limit:
+        raise DataError(
+            where,
+            got=f"{len(tokens)} tokens",
+            expected=f"at most {limit}",
+            fix="Raise data.max_prompt_length, or shorten the prompt.",
+        )
+    if processor is None:
+        return SeenPrompt(tokens, tokens, torch.empty(0), (), {})
+    return processor.prompt(tokens, pictures, limit, where=where)

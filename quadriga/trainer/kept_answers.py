@@ -23,6 +23,7 @@ from quadriga.config import Config
 from quadriga.errors import DataError, ProtocolError
 from quadriga.observe.metrics import Metric, reduce_metrics
 from quadriga.protocol import DataProto
+from quadriga.protocol.image_key import images_key
 from quadriga.trainer.answers import Answers, without_passing
 
 _NAME = re.compile(r"(\d+)_(\d+)(_greedy)?\.answers")
@@ -156,8 +157,10 @@ def _step(prompts: DataProto) -> int:
 
 
 def _digest(prompts: DataProto) -> str:
-    """Of the tokens of all prompts."""
+    """Of the tokens of all prompts, and their images."""
     digest = hashlib.blake2b(digest_size=16)
     for name in ("input_ids", "attention_mask"):
         digest.update(prompts.batch[name].cpu().contiguous().numpy().tobytes())
+    for inputs in prompts.non_tensor_batch.get("multi_modal_inputs", ()):
+        digest.update(images_key(inputs).encode())
     return digest.hexdigest()

@@ -19,7 +19,7 @@ from quadriga.trainer.build import TEAMS, build_tokenizer, load_models
 from quadriga.trainer.checkpoint import write_configuration
 from quadriga.trainer.reward_modeling import RewardModelTrainer
 from quadriga.trainer.sft import Loaders, SFTTrainer, SupervisedTrainer
-from quadriga.workers.model_fit import check_models, layout_tables
+from quadriga.workers.model_fit import check_models, layout_tables, require_text
 from quadriga.workers.supervised import AnswerLearner, ScoreLearner, SupervisedWorker
 
 ROLE = "actor_rollout"
@@ -40,6 +40,7 @@ def run(config: SFTConfig, start_up: Any = ()) -> None:
     settings = config.as_run()
     write_configuration(settings.trainer.directory, to_yaml(config.model_dump(mode="json")))
     print(describe_machine())
+    require_text(settings, "quadriga sft")
     check_models(settings)
     with timeline.part("tokenizer"):
         tokenizer = build_tokenizer(settings)

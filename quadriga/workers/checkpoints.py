@@ -2,8 +2,8 @@
 """A role's part of a checkpoint: what its processes write and read.
 
     actor/
-      config.json, generation_config.json, the tokenizer's files      with `model`
-      model/         distributed checkpoint: float32 weights under Hugging Face names
+      config.json, generation_config.json, the tokenizer's files      with `model`; the processor's, where it sees
+      model/         distributed checkpoint: float32 weights under the names that transformers' module gives them
       adapter_config.json, adapter_model.safetensors                  with `model`, of one with an adapter: PEFT's files
       optimizer/     distributed checkpoint: moments and step counts
       huggingface/   with `hf_model`: safetensors of the whole model, and the small files above
@@ -18,7 +18,7 @@ import shutil
 from functools import partial
 from pathlib import Path
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from quadriga.config.adapter import ADAPTER_CONFIG, AdapterShape, is_adapter, read_adapter
 from quadriga.engines.base import TrainEngine
@@ -26,7 +26,9 @@ from quadriga.engines.checkpoint import StateWriter, explained, load_state
 from quadriga.errors import CheckpointError
 from quadriga.models.adapter_files import MergedFiles, write_adapter
 from quadriga.models.lora import adapter_of, write_adapter_config
-from quadriga.models.weight_files import MODEL, DistributedFiles, open_weights, write_safetensors
+from quadriga.models.processor_files import copy_processor
+from quadriga.models.vision import file_name
+from quadriga.models.weight_files import MODEL, DistributedFiles, RenamedFiles, open_weights, write_safetensors
 
 HF_FOLDER = "huggingface"
 """Where a role's part of a checkpoint has the model that `hf_model` asks for."""
@@ -60,7 +62,7 @@ class RoleCheckpoint:
         whole = {MODEL, FROZEN} if adapter else {MODEL}
         parts = contents & {MODEL, OPTIMIZER} | (whole if "hf_model" in contents else frozenset())
         states = {folder / part: self.engine.state(frozenset({part})) for part in sorted(parts)}
-        self._writer.start(states, partial(_complete, folder, contents, adapter))
+        self._writer.start(states, partial(_complete, folder, contents, adapter, self.model.config))
         if self.engine.world.is_first:
             self._write_small_files(folder, contents)
 
@@ -103,29 +105,30 @@ class RoleCheckpoint:
                 if (generation := getattr(self.model, "generation_config", None)) is not None:
                     generation.to_json_file(place / "generation_config.json")
                 self.tokenizer.save_pretrained(place)
+                copy_processor(self.model.config, place)
             if MODEL in contents and adapter_of(self.model):
                 write_adapter_config(self.model, folder)
 
 
-def _complete(folder: Path, contents: frozenset[str], adapter: AdapterShape | None) -> None:
+def _complete(folder: Path, contents: frozenset[str], adapter: AdapterShape | None, config: PreTrainedConfig) -> None:
     """Write what is put together from the files that all processes have written."""
     if adapter and MODEL in contents:
         with explained(folder):
             write_adapter(folder, open_weights(folder / MODEL))
     if "hf_model" in contents:
         with explained(folder / HF_FOLDER):
-            _assemble(folder, adapter)
+            _assemble(folder, adapter, config)
         if MODEL not in contents:
             shutil.rmtree(folder / MODEL)
 
 
-def _assemble(folder: Path, adapter: AdapterShape | None) -> None:
+def _assemble(folder: Path, adapter: AdapterShape | None, config: PreTrainedConfig) -> None:
     weights = open_weights(folder / MODEL)
     if adapter:
         frozen = DistributedFiles(folder / FROZEN, prefix=f"{FROZEN}.")
         weights = MergedFiles(frozen, weights, adapter.scale, folder)
     (folder / HF_FOLDER).mkdir(exist_ok=True)
-    write_safetensors(folder / HF_FOLDER, weights)
+    write_safetensors(folder / HF_FOLDER, RenamedFiles(weights, partial(file_name, config)))
     if adapter:
         shutil.rmtree(folder / FROZEN)
 

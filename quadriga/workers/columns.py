@@ -2,9 +2,9 @@
 """The columns that each call on a worker reads, asked on the driver, so that nothing else travels.
 
 generate_sequences           PROMPT_TENSORS, PROMPT_OBJECTS; with rollout.mode=async CONVERSATION_OBJECTS as well
-compute_*                    MODEL_INPUTS
+compute_*                    MODEL_INPUTS, MODEL_OBJECTS
 compute_rm_score             MODEL_INPUTS, and the chats where the reward model reads them
-update_actor, update_critic  MODEL_INPUTS, the fields of the objective, and the numbers of the rows
+update_actor, update_critic  MODEL_INPUTS, MODEL_OBJECTS, the fields of the objective, and the numbers of the rows
 """
 
 from collections.abc import Sequence
@@ -14,12 +14,13 @@ from quadriga.engines.objectives import Objective, PolicyObjective, ValueObjecti
 from quadriga.protocol import DataProto
 
 PROMPT_TENSORS = ("input_ids", "attention_mask", "position_ids")
-PROMPT_OBJECTS = ("raw_prompt_ids", "uid", "sample_index")
+PROMPT_OBJECTS = ("raw_prompt_ids", "uid", "sample_index", "multi_modal_data", "multi_modal_inputs")
 CONVERSATION_OBJECTS = (
     "raw_prompt", "agent_name", "tools_kwargs", "interaction_kwargs", "reward_model", "extra_info", "index",
 )  # fmt: skip
 CHAT_OBJECTS = ("raw_prompt", "uid")
 MODEL_INPUTS = (*PROMPT_TENSORS, "response_mask")
+MODEL_OBJECTS = ("multi_modal_inputs",)
 
 
 def prompt_inputs(prompts: DataProto, config: Config) -> DataProto:
@@ -38,7 +39,7 @@ def prompt_inputs(prompts: DataProto, config: Config) -> DataProto:
 
 def model_inputs(batch: DataProto) -> DataProto:
     """What a pass without gradients reads."""
-    return batch.select(batch_keys=MODEL_INPUTS, non_tensor_batch_keys=[])
+    return batch.select(batch_keys=MODEL_INPUTS, non_tensor_batch_keys=_objects(batch))
 
 
 def reward_model_inputs(batch: DataProto, *, with_chats: bool) -> DataProto:
@@ -71,4 +72,8 @@ class UpdateInputs:
 def _for_update(batch: DataProto, objective: Objective) -> DataProto:
     numbers: Sequence[str] = ["row_index"] if "row_index" in batch.batch.keys() else []
     names = dict.fromkeys((*MODEL_INPUTS, *objective.fields(batch), *numbers))
-    return batch.select(batch_keys=list(names), non_tensor_batch_keys=[])
+    return batch.select(batch_keys=list(names), non_tensor_batch_keys=_objects(batch))
+
+
+def _objects(batch: DataProto) -> list[str]:
+    return [key for key in MODEL_OBJECTS if key in batch.non_tensor_batch]

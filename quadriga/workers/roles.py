@@ -3,6 +3,7 @@
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -33,6 +34,8 @@ from quadriga.models.flops import peak_flops
 from quadriga.models.load import load_causal_lm, skeleton_causal_lm
 from quadriga.models.lora import add_adapter
 from quadriga.models.scorers import PolicyScorer, Scorer, ValueScorer
+from quadriga.models.vision import freeze_tower, parameter_name
+from quadriga.models.weight_files import RenamedFiles
 from quadriga.observe.machine import Choice, choose_dtype
 from quadriga.observe.metrics import Metric
 from quadriga.single_controller import WorkerPlace, make_nd_compute_dataproto_dispatch_fn
@@ -104,7 +107,7 @@ class LoadedModel:
 
 
 def load_policy(config: Config, dtype: torch.dtype, processes: Processes, *, has_adapter: bool = False) -> LoadedModel:
-    """The model of `actor_rollout_ref.model` as a policy.
+    """The model of `actor_rollout_ref.model` as a policy; the tower that the configuration freezes is frozen.
 
     Args:
         config: of the run.
@@ -113,6 +116,8 @@ def load_policy(config: Config, dtype: torch.dtype, processes: Processes, *, has
         has_adapter: whether it gets the adapter of the configuration, in float32.
     """
     loaded = _load(config, config.actor_rollout_ref.model.path, PolicyScorer, dtype, processes)
+    if config.actor_rollout_ref.actor.freeze_vision_tower:
+        freeze_tower(loaded.scorer.model)
     return _with_adapter(config, loaded) if has_adapter else loaded
 
 
@@ -142,7 +147,7 @@ def _load(config: Config, path: str, scorer: type[Scorer], dtype: torch.dtype, p
 
 def _reader(path: str, skeleton: PreTrainedModel) -> ReadWeight:
     """Reads a parameter from the files of a model; a value head that they do not have is zero."""
-    files = open_model(path)
+    files = RenamedFiles(open_model(path), partial(parameter_name, skeleton.config))
     names, shapes = set(files.names()), {name: parameter.shape for name, parameter in skeleton.named_parameters()}
     missing = [name for name in shapes if name not in names and not name.startswith("value_head.")]
     if missing:

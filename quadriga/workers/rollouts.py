@@ -141,6 +141,7 @@ def vllm(config: Config, actor: TrainEngine, tokenizer: PreTrainedTokenizerBase)
         adapter=_adapter_alone(config, actor, skeleton),
         trust_remote_code=section.trust_remote_code,
         override_config=section.override_config or {},
+        image_options=config.data.mm_processor_kwargs.given if hasattr(skeleton.config, "vision_config") else None,
         extra=extra,
     )
     make: Callable[[], VLLMBase] = partial(AsyncVLLMEngine if rollout.mode == "async" else VLLMEngine, options)

@@ -65,7 +65,7 @@ ROLLOUT: list[Rule] = [
         "<rollout>.val_kwargs.repetition_penalty",
     ),
     *note("The seeds of generation come from trainer.seed.", "<rollout>.seed"),
-    *instead("Images are not read: leave the key out.", "<rollout>.limit_images"),
+    *note("A prompt may have as many images as data.max_prompt_length holds.", "<rollout>.limit_images"),
 ]
 
 REWARD: list[Rule] = [
@@ -120,19 +120,10 @@ REWARD: list[Rule] = [
 ]
 
 DATA: list[Rule] = [
-    *instead(
-        "Images and video are not read: leave the key out to train on text.",
-        "data.image_key",
-        "data.video_key",
-        "data.audio_key",
-        "data.mm_processor_kwargs.*",
-    ),
-    *note(
-        "Images and video are not read.",
-        "data.return_multi_modal_inputs",
-        "data.image_patch_size",
-        "data.filter_overlong_images",
-    ),
+    *instead("Of images, video and sound only images are read: leave the key out.", "data.video_key", "data.audio_key"),
+    *note("Rows always carry what the model takes of their images.", "data.return_multi_modal_inputs"),
+    *note("It stands in the model's own files.", "data.image_patch_size"),
+    *note("data.filter_overlong_prompts counts images too.", "data.filter_overlong_images"),
     *note("raw_prompt_ids are always there.", "data.return_raw_input_ids"),
     *instead(
         "Data come from files: set data.train_files, or data.custom_cls for a data set of your own.",

@@ -214,7 +214,6 @@ MODEL: list[Rule] = [
     ),
     *only(OFF, "Multi-token prediction is not trained: leave the key out.", "<model>.mtp.enable*"),
     *note("Read only with multi-token prediction, which is off.", "<model>.mtp.*"),
-    *only(OFF, "There is no vision tower: leave the key out.", "actor_rollout_ref.actor.freeze_vision_tower"),
 ]
 
 OPTIMIZER: list[Rule] = [

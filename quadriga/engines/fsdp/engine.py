@@ -9,7 +9,7 @@ What is done with them is the same: gradients are clipped by the norm of all of 
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from quadriga.models.adapter_files import base_name, is_factor, merged
 from quadriga.models.flops import model_cost
 from quadriga.models.lora import adapter_of
 from quadriga.models.scorers import Question, Scorer
+from quadriga.models.vision import is_vision, unseen_image
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,16 @@ class FSDPEngine:
             number = max(number, self.pipeline.min_batches)
         multiple = self.processes.token_multiple
         fillers = [(filler(self.device), _nothing)] * (number - len(work))
-        return [(batch.extended(-(-batch.num_tokens // multiple) * multiple), loss) for batch, loss in work + fillers]
+        all_work = [
+            (batch.extended(-(-batch.num_tokens // multiple) * multiple), loss) for batch, loss in work + fillers
+        ]
+        if not is_vision(self.model.config):
+            return all_work
+        # The processes gather the weights of the tower together, whoever has images.
+        return [
+            (batch if batch.images else replace(batch, images=unseen_image(self.model, self.device)), loss)
+            for batch, loss in all_work
+        ]
 
     def _activations(self) -> AbstractContextManager[Any]:
         if self.memory.activation_offload and self.device.type == "cuda":
@@ -218,7 +228,7 @@ class FSDPEngine:
         """See `TrainEngine.state`."""
         weights, state = self.parameters, {}
         if "model" in contents:
-            for name in weights.trained() or weights.masters:
+            for name in weights.trained() if adapter_of(self.scorer.model) else weights.masters:
                 state[f"model.{weights.name_of(name)}"] = weights.distributed(name, weights.masters[name].detach())
         if "frozen" in contents:
             trained = set(weights.trained())

@@ -15,21 +15,17 @@ from quadriga.protocol import DataProto
 from quadriga.protocol.columns import object_array
 from quadriga.rewards.outcome import Outcome
 from quadriga.rollout.agent_loop.conversation import Conversation, Sample
+from quadriga.rollout.images import images_of
 
 
 def samples_of(prompts: DataProto) -> list[Sample]:
     """The rows of a batch.
 
     Args:
-        prompts: batch `input_ids`, `attention_mask`, `position_ids` [B, P]; non-tensors as they come.
-
-    Raises:
-        RolloutError: positions of several axes: conversations are text.
+        prompts: batch `input_ids`, `attention_mask`, `position_ids` [B, P] or [B, 3, P]; non-tensors as they come.
     """
-    if prompts.batch["position_ids"].dim() != 2:
-        raise RolloutError(
-            "agent loop", got="prompts with images", expected="text", fix="Set actor_rollout_ref.rollout.mode=sync."
-        )
+    images = images_of(prompts)
+    num_axes = 1 if prompts.batch["position_ids"].dim() == 2 else prompts.batch["position_ids"].shape[1]
     columns = prompts.non_tensor_batch
     samples = []
     rows = zip(prompts.batch["input_ids"], prompts.batch["attention_mask"], strict=True)
@@ -43,6 +39,8 @@ def samples_of(prompts: DataProto) -> list[Sample]:
                 prompt_ids=ids[mask.bool()].tolist(),
                 messages=None if messages is None else [dict(message) for message in messages],
                 columns=own,
+                images=images[row],
+                num_axes=num_axes,
             )
         )
     return samples
@@ -85,9 +83,9 @@ def to_batch(
 
     Returns:
         batch `prompts` [B, P], `responses`, `response_mask`, `rollout_log_probs` [B, T], `input_ids`,
-        `attention_mask`, `position_ids` [B, P + T]; non-tensors `num_turns`, `finish_reason`, `tool_rewards`,
-        `turn_scores` and, if graded, `reward_outcome`. `response_mask` and log-probabilities are 0 where a tool or a
-        partner speaks.
+        `attention_mask` [B, P + T], `position_ids` [B, P + T] or [B, 3, P + T]; non-tensors `num_turns`,
+        `finish_reason`, `tool_rewards`, `turn_scores` and, if graded, `reward_outcome`. `response_mask` and
+        log-probabilities are 0 where a tool or a partner speaks.
     """
     size = len(chats)
     prompts = torch.full((size, prompt_length), pad_token_id, dtype=torch.int64)
@@ -106,8 +104,8 @@ def to_batch(
         after[row, :end] = 1
         mask[row, :end] = torch.tensor(chat.mask, dtype=torch.int64)
         log_probs[row, :end] = torch.tensor(chat.log_probs)
-    positions = (before.cumsum(-1) - 1).clamp(min=0)
-    following = positions[:, -1:] + torch.arange(1, response_length + 1)
+    positions = _positions(chats, before)
+    following = positions[..., -1:] + torch.arange(1, response_length + 1)
     tensors = {
         "prompts": prompts,
         "responses": responses,
@@ -126,6 +124,19 @@ def to_batch(
     if outcomes is not None:
         non_tensors["reward_outcome"] = object_array(outcomes)
     return DataProto.from_dict(tensors=tensors, non_tensors=non_tensors)
+
+
+def _positions(chats: Sequence[Conversation], mask: torch.Tensor) -> torch.Tensor:
+    """Of the prompts, [B, P], or [B, axes, P] of a model that sees. `mask` is [B, P]."""
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    num_axes = chats[0].sample.num_axes if chats else 1
+    if num_axes == 1:
+        return positions
+    positions = positions[:, None].repeat(1, num_axes, 1)
+    for row, chat in enumerate(chats):
+        if chat.sample.images is not None:
+            positions[row, :, mask[row].bool()] = chat.sample.images.position_ids.cpu()
+    return positions
 
 
 def metrics_of(chats: Sequence[Conversation], seconds: float) -> dict[str, Metric]:

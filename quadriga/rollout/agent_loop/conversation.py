@@ -17,7 +17,7 @@ from typing import Any
 from quadriga.errors import RolloutError
 from quadriga.rollout.agent_loop.tool_calls import ToolAnswer
 from quadriga.rollout.agent_loop.turns import TurnEncoder
-from quadriga.rollout.base import RolloutEngine, SamplingParams
+from quadriga.rollout.base import Images, RolloutEngine, SamplingParams, with_images
 
 
 class ConversationOver(Exception):  # noqa: N818 - not an error: the way in which a conversation ends
@@ -38,6 +38,8 @@ class Sample:
         prompt_ids: token ids of the prompt as the data set rendered it.
         messages: of the prompt; None where the data did not bring them.
         columns: every non-tensor of the row, `tools_kwargs`, `interaction_kwargs` and `extra_info` among them.
+        images: of the prompt.
+        num_axes: of positions: 1, or 3 of a model that sees.
     """
 
     row: int
@@ -45,6 +47,8 @@ class Sample:
     prompt_ids: list[int]
     messages: list[dict[str, Any]] | None
     columns: Mapping[str, Any]
+    images: Images | None = None
+    num_axes: int = 1
 
     def require_messages(self) -> list[dict[str, Any]]:
         """The messages of the prompt.
@@ -145,9 +149,16 @@ class Conversation:
 
         Raises:
             ConversationOver: it does not fit into `data.max_prompt_length`.
-            RolloutError: the template leaves the tools out.
+            RolloutError: the template leaves the tools out, or the prompt has images.
         """
         assert not self.turns, "a conversation begins before its first turn"
+        if self.sample.images is not None:
+            raise RolloutError(
+                f"conversation of row {self.sample.row}",
+                got="a prompt with images, to be rendered anew with tools",
+                expected="text, or a conversation without tools",
+                fix="Set actor_rollout_ref.rollout.agent.default_agent_loop=single_turn_agent, or leave images out.",
+            )
         prompt_ids = self.encoder.prompt(messages, schemas)
         self.messages = [dict(message) for message in messages]
         if len(prompt_ids) > self.limits.prompt_tokens:
@@ -192,7 +203,9 @@ class Conversation:
         params["max_tokens"] = min(params["max_tokens"], self.room)
         sampling = replace(self.sampling, **params)
         started = time.perf_counter()
-        completion = await self.engine.generate([*self.prompt_ids, *self.token_ids], sampling)
+        images = None if self.sample.images is None else self.sample.images.followed_by(self.token_ids)
+        option = {"images": images} if with_images(self.engine, [images]) else {}
+        completion = await self.engine.generate([*self.prompt_ids, *self.token_ids], sampling, **option)
         where = f"engine, conversation of row {self.sample.row}, turn {len(self.turns)}"
         completion.require_fit(sampling.max_tokens, where)
         token_ids = list(completion.token_ids)

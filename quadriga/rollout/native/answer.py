@@ -7,7 +7,8 @@ from concurrent.futures import Future
 from typing import Any
 
 from quadriga.errors import RolloutError
-from quadriga.rollout.base import Completion, FinishReason, SamplingParams
+from quadriga.rollout.base import Completion, FinishReason, Images, SamplingParams
+from quadriga.rollout.native.context import context_of
 from quadriga.rollout.sampler import Draws
 from quadriga.rollout.stop_texts import StopTexts
 
@@ -20,12 +21,18 @@ class Answer:
         sampling: how it is sampled.
         eos_token_ids: the model's own end-of-text tokens.
         tokenizer: needed where `sampling` has stop texts.
+        images: of the prompt.
     """
 
     def __init__(
-        self, prompt: Sequence[int], sampling: SamplingParams, eos_token_ids: Iterable[int], tokenizer: Any
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        eos_token_ids: Iterable[int],
+        tokenizer: Any,
+        images: Images | None = None,
     ) -> None:
-        self.prompt, self.sampling = tuple(prompt), sampling
+        self.prompt, self.sampling, self.images = tuple(prompt), sampling, images
         self.stops = sampling.stops(eos_token_ids)
         self.stop_texts = StopTexts(sampling.stop, tokenizer)
         self.draws = Draws(sampling.seed)
@@ -35,7 +42,7 @@ class Answer:
         self.finish_reason: FinishReason | None = None
         self.is_given_up = False
         self.future: Future[Completion] = Future()
-        self.context = self.prompt
+        self.context = context_of(self.prompt, images)
 
     @property
     def num_left(self) -> int:
@@ -54,7 +61,7 @@ class Answer:
 
     def restart(self) -> None:
         """Its keys and values are lost: what it has so far becomes part of its context."""
-        self.context = (*self.prompt, *self.token_ids)
+        self.context = context_of((*self.prompt, *self.token_ids), self.images)
 
     def add(self, token: int, log_prob: float, sampling_log_prob: float) -> None:
         """One more token."""

@@ -98,7 +98,7 @@ class DecodePlan:
     ) -> None:
         self.contexts, self.answers, self.device = contexts, answers, device
         self.groups = Groups(places, len(contexts.contexts), device)
-        self.context_lengths = [contexts.lengths[place] for place in places]
+        self.first_positions = [contexts.next_positions[place] for place in places]
         self.context_mask = self._mask(contexts.lengths, contexts.width)
         self.mask: torch.Tensor | None = None
 
@@ -106,7 +106,7 @@ class DecodePlan:
         """Prepares a step in which row r writes its answer token number `written[r]`; returns positions [R, 1]."""
         self.answers.start_step(written, self.device)
         self.mask = self._mask([count + 1 for count in written], max(written) + 1)
-        positions = [length + count for length, count in zip(self.context_lengths, written, strict=True)]
+        positions = [first + count for first, count in zip(self.first_positions, written, strict=True)]
         return torch.tensor(positions, device=self.device)[:, None]
 
     def attend(

@@ -27,11 +27,18 @@ class ContextCache:
     Args:
         contexts: what stands for the context in each place.
         lengths: tokens of each context.
+        next_positions: of the tokens that follow them; None: as many as there are tokens.
     """
 
-    def __init__(self, contexts: Sequence[Hashable] = (), lengths: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        contexts: Sequence[Hashable] = (),
+        lengths: Sequence[int] = (),
+        next_positions: Sequence[int] | None = None,
+    ) -> None:
         self.contexts = list(contexts)
         self.lengths = list(lengths)
+        self.next_positions = list(lengths if next_positions is None else next_positions)
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
         self.last_hidden: torch.Tensor | None = None  # [P, hidden size]
@@ -57,6 +64,7 @@ class ContextCache:
         old_width = self.width
         self.contexts = [self.contexts[place] for place in places]
         self.lengths = [self.lengths[place] for place in places]
+        self.next_positions = [self.next_positions[place] for place in places]
         if self.last_hidden is None:
             return
         index = torch.tensor(places, dtype=torch.long, device=self.last_hidden.device)
@@ -69,7 +77,7 @@ class ContextCache:
     def extend(self, other: "ContextCache") -> None:
         """Takes over the contexts of `other`, which is empty afterwards."""
         if not self.contexts:
-            self.contexts, self.lengths = other.contexts, other.lengths
+            self.contexts, self.lengths, self.next_positions = other.contexts, other.lengths, other.next_positions
             self.keys, self.values, self.last_hidden = other.keys, other.values, other.last_hidden
             return
         width = max(self.width, other.width)
@@ -77,6 +85,7 @@ class ContextCache:
             for layer, added in enumerate(theirs):
                 mine[layer], theirs[layer] = _stack(mine[layer], added, width), added[:0]
         self.contexts, self.lengths = self.contexts + other.contexts, self.lengths + other.lengths
+        self.next_positions = self.next_positions + other.next_positions
         self.last_hidden = torch.cat((self.last_hidden, other.last_hidden))
 
 

@@ -23,7 +23,8 @@ from transformers import PreTrainedModel
 
 from quadriga.errors import RolloutError
 from quadriga.models.attention import ATTENTION_NAME
-from quadriga.rollout.base import Completion, SamplingParams
+from quadriga.models.vision import ImageTokens
+from quadriga.rollout.base import Completion, Images, SamplingParams
 from quadriga.rollout.causal_model import CausalModelEngine, require_room
 from quadriga.rollout.native.answer import Answer
 from quadriga.rollout.native.cache import cache_dtype
@@ -82,16 +83,23 @@ class NativeEngine(CausalModelEngine):
         self._worker: ThreadPoolExecutor | None = None
         self._turn: Future[None] | None = None
 
-    def generate_batch(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> list[Completion]:
+    def generate_batch(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sequence[SamplingParams],
+        images: Sequence[Images | None] | None = None,
+    ) -> list[Completion]:
         """See `RolloutEngine.generate_batch`."""
-        answers = self._answers(prompts, sampling)
+        answers = self._answers(prompts, sampling, images)
         if self._submit(answers):
             self._run()
         return [answer.future.result() for answer in answers]
 
-    async def generate(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+    async def generate(
+        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, images: Images | None = None
+    ) -> Completion:
         """See `RolloutEngine.generate`. It joins the requests that are under way; the event loop stays free."""
-        (answer,) = self._answers([prompt_token_ids], [sampling])
+        (answer,) = self._answers([prompt_token_ids], [sampling], [images])
         waiting = asyncio.wrap_future(answer.future)
         if self._submit([answer]):
             self._turn = self._make_worker().submit(self._run)
@@ -125,13 +133,22 @@ class NativeEngine(CausalModelEngine):
             self._worker.shutdown()
             self._worker = None
 
-    def _answers(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> list[Answer]:
+    def _answers(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sequence[SamplingParams],
+        images: Sequence[Images | None] | None,
+    ) -> list[Answer]:
         self._require_ready(prompts, sampling)
         require_room(self.name, self.model, prompts, sampling, self.max_model_len)
         require_tokenizer(self.name, sampling, self.tokenizer)
         self._require_cache(prompts, sampling)
-        requests = zip(prompts, sampling, strict=True)
-        return [Answer(prompt, params, self.eos_token_ids, self.tokenizer) for prompt, params in requests]
+        seen = [None] * len(prompts) if images is None else images
+        require_places(self.name, self.model, prompts, seen)
+        return [
+            Answer(prompt, params, self.eos_token_ids, self.tokenizer, own)
+            for prompt, params, own in zip(prompts, sampling, seen, strict=True)
+        ]
 
     def _require_cache(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> None:
         if self.max_cache_tokens is None:
@@ -220,10 +237,30 @@ class NativeEngine(CausalModelEngine):
 
 def bytes_per_token(model: PreTrainedModel) -> int:
     """Memory of the keys and values of one token in all layers."""
-    config = model.config
+    config = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return 2 * config.num_hidden_layers * heads * size * cache_dtype(model.dtype, model.device).itemsize
+
+
+def require_places(
+    name: str, model: PreTrainedModel, prompts: Sequence[Sequence[int]], images: Sequence[Images | None]
+) -> None:
+    """Refuses images for a model that does not see, and prompts with fewer tokens than their images have embeddings."""
+    tokens = ImageTokens.of(model.config)
+    for row, (prompt, own) in enumerate(zip(prompts, images, strict=True)):
+        if own is None:
+            continue
+        if tokens is None:
+            raise RolloutError(f"{name}.generate, prompt {row}", got="images", expected="text: the model does not see")
+        expected = tokens.count(own.inputs["image_grid_thw"])
+        # There may be more: a model may write one in an earlier turn.
+        if (found := list(prompt).count(tokens.token_id)) < expected:
+            raise RolloutError(
+                f"{name}.generate, prompt {row}",
+                got=f"{found} image tokens",
+                expected=f"at least {expected}, one for each embedding of its images",
+            )
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from quadriga.errors import RolloutError
 from quadriga.rollout.native.answer import Answer
 from quadriga.rollout.native.attention import DecodePlan, PrefillPlan
 from quadriga.rollout.native.cache import AnswerCache, ContextCache
+from quadriga.rollout.native.context import Context, images_of, next_position, packed_positions
 from quadriga.rollout.native.network import Network
 from quadriga.rollout.native.scheduler import Scheduler
 from quadriga.rollout.sampler import NUM_DRAWS, SamplingRules, sample
@@ -119,15 +120,15 @@ class Generation:
         needed = {answer.context for answer in self.scheduler.running}
         self.contexts.keep([place for place, context in enumerate(self.contexts.contexts) if context in needed])
 
-    def _prefill(self, contexts: Sequence[tuple[int, ...]]) -> ContextCache:
-        cache = ContextCache(contexts, [len(context) for context in contexts])
+    def _prefill(self, contexts: Sequence[Context]) -> ContextCache:
+        cache = ContextCache(contexts, [len(context) for context in contexts], [*map(next_position, contexts)])
         last_hidden = []
         for places in _portions(cache.lengths, self.scheduler.max_num_batched_tokens):
             plan = PrefillPlan(cache, places, self.device)
-            tokens = [token for context in contexts[places] for token in context]
-            positions = [position for context in contexts[places] for position in range(len(context))]
-            inputs, position_ids = torch.tensor([tokens, positions], device=self.device)[:, None]
-            hidden = self.network.hidden(inputs, position_ids, plan)[0]
+            packed = contexts[places]
+            tokens = torch.tensor([[token for context in packed for token in context]], device=self.device)
+            images = images_of(packed, self.network.image_tokens, self.device)
+            hidden = self.network.hidden(tokens, packed_positions(packed, self.device), plan, images)[0]
             last_hidden.append(hidden.index_select(0, plan.last))
         cache.last_hidden = torch.cat(last_hidden)
         self._require_all_layers(len(cache.keys))

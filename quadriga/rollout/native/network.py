@@ -24,9 +24,13 @@ from quadriga.models.attention import AttentionPlan
 from quadriga.models.fused import rms_scale
 from quadriga.models.load import backbone, head_of
 from quadriga.models.projection import head_logits
+from quadriga.models.vision import ImageTokens, PackedImages, decoder_inputs
 from quadriga.rollout.native.products import PackedWeight, TwofoldWeight, Weight, WideWeight, form_for
 
-PLAIN = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+PLAIN = (
+    "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
+    "Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration",
+)  # fmt: skip
 _DESCRIPTIONS = {
     None: "layer by layer, on the parameters themselves",
     PackedWeight: "layer by layer, on bfloat16 weights in oneDNN's order",
@@ -45,8 +49,9 @@ class Network:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
+        self.model, self.image_tokens = model, ImageTokens.of(model.config)
         self.body, self.head = cast(Any, backbone(model)), cast(Any, head_of(model))
-        self.num_layers = int(model.config.num_hidden_layers)
+        self.num_layers = int(model.config.get_text_config().num_hidden_layers)
         self.state = state_of(model)
         self.description = "by the model's own module"
         self.wide_head: WideWeight | None = None
@@ -56,11 +61,12 @@ class Network:
         """Where the parameters live."""
         return self.head.weight.device
 
-    def hidden(self, tokens: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
-        """[B, N] tokens and positions -> [B, N, D]"""
-        output = self.body(
-            input_ids=tokens, position_ids=positions, attention_mask=None, use_cache=False, attention_plan=plan
-        )
+    def hidden(
+        self, tokens: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan, images: PackedImages | None = None
+    ) -> torch.Tensor:
+        """[B, N] tokens and positions -> [B, N, D]; positions may be [3, B, N], and with images B is 1."""
+        inputs = {"input_ids": tokens} if images is None else decoder_inputs(self.model, tokens, images)
+        output = self.body(**inputs, position_ids=positions, attention_mask=None, use_cache=False, attention_plan=plan)
         return output.last_hidden_state
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -84,9 +90,14 @@ class PlainNetwork(Network):
         if form is not None:
             self.wide_head = WideWeight(weight, getattr(self.head, "bias", None))
 
-    def hidden(self, tokens: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
+    def hidden(
+        self, tokens: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan, images: PackedImages | None = None
+    ) -> torch.Tensor:
         """See `Network.hidden`."""
-        hidden = embedding(tokens, self.body.embed_tokens.weight)
+        if images is None:
+            hidden = embedding(tokens, self.body.embed_tokens.weight)
+        else:
+            hidden = decoder_inputs(self.model, tokens, images)["inputs_embeds"]
         cos, sin = self.body.rotary_emb(hidden, position_ids=positions)
         half = sin.shape[-1] // 2
         cos, sin = cos.unsqueeze(2), torch.cat((-sin[..., :half], sin[..., half:]), -1).unsqueeze(2)
@@ -157,11 +168,12 @@ def network_of(model: PreTrainedModel) -> Network:
 
 def is_plain(model: PreTrainedModel) -> bool:
     """Whether the model's layers are norms, attention over all tokens, and an MLP gated by SiLU, nothing else."""
-    if type(model).__name__ not in PLAIN or getattr(model.config, "hidden_act", None) != "silu":
+    config = model.config.get_text_config()
+    if type(model).__name__ not in PLAIN or getattr(config, "hidden_act", None) != "silu":
         return False
     layers = cast(Any, backbone(model)).layers
     windows = [getattr(layer.self_attn, "sliding_window", None) for layer in layers]
-    return not any(windows) and getattr(model.config, "partial_rotary_factor", 1.0) in (None, 1.0)
+    return not any(windows) and getattr(config, "partial_rotary_factor", 1.0) in (None, 1.0)
 
 
 def state_of(model: nn.Module) -> State:

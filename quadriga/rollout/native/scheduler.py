@@ -10,16 +10,20 @@ waits before all others and begins again with what it has written as part of its
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Sized
 from typing import Generic, Protocol, TypeVar
+
+
+class Tokens(Hashable, Sized, Protocol):
+    """Tokens, and what belongs to them: equal where all of it is."""
 
 
 class Sequence(Protocol):
     """What the scheduler asks of a sequence."""
 
     @property
-    def context(self) -> tuple[int, ...]:
-        """The tokens that it begins with; equal ones are computed once."""
+    def context(self) -> "Tokens":
+        """What it begins with; equal ones are computed once."""
         ...
 
     @property
@@ -61,7 +65,7 @@ class Scheduler(Generic[S]):
 
     def add(self, sequences: Iterable[S]) -> None:
         """Sequences wait in their order, but next to each other where they have the same context."""
-        groups: dict[tuple[int, ...], list[S]] = {}
+        groups: dict[Tokens, list[S]] = {}
         for sequence in (*self.waiting, *sequences):
             groups.setdefault(sequence.context, []).append(sequence)
         self.waiting = [sequence for group in groups.values() for sequence in group]
@@ -110,7 +114,7 @@ class Scheduler(Generic[S]):
         self.waiting.insert(0, sequence)
         return sequence
 
-    def _fits(self, contexts: set[tuple[int, ...]], num_rows: int, room: int) -> bool:
+    def _fits(self, contexts: set[Tokens], num_rows: int, room: int) -> bool:
         if self.max_cache_tokens is None:
             return True
         return cache_tokens((len(context) for context in contexts), num_rows, room) <= self.max_cache_tokens

@@ -16,10 +16,10 @@ from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 from quadriga.errors import RolloutError, first_line
-from quadriga.rollout.base import Completion, SamplingParams
+from quadriga.rollout.base import Completion, Images, SamplingParams
 from quadriga.rollout.vllm.core import VLLMBase, VLLMOptions
 from quadriga.rollout.vllm.library import started
-from quadriga.rollout.vllm.requests import Answer, to_vllm
+from quadriga.rollout.vllm.requests import Answer, to_prompt, to_vllm
 
 T = TypeVar("T")
 _END_S = 30.0
@@ -39,16 +39,26 @@ class AsyncVLLMEngine(VLLMBase):
             self._end_loop()
             raise
 
-    async def generate(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+    async def generate(
+        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, images: Images | None = None
+    ) -> Completion:
         """See `RolloutEngine.generate`."""
         self._require_ready([prompt_token_ids], [sampling])
-        future = asyncio.run_coroutine_threadsafe(self._answer(prompt_token_ids, sampling), self._loop)
+        self._require_sight([images])
+        future = asyncio.run_coroutine_threadsafe(self._answer(prompt_token_ids, sampling, images), self._loop)
         return await asyncio.wrap_future(future)  # cancelled here, it is cancelled there, and vLLM gives it up
 
-    def generate_batch(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> list[Completion]:
+    def generate_batch(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sequence[SamplingParams],
+        images: Sequence[Images | None] | None = None,
+    ) -> list[Completion]:
         """See `RolloutEngine.generate_batch`."""
         self._require_ready(prompts, sampling)
-        return self._do(self._answer_all(prompts, sampling))
+        given = [None] * len(prompts) if images is None else images
+        self._require_sight(given)
+        return self._do(self._answer_all(prompts, sampling, given))
 
     def abort(self) -> None:
         """See `RolloutEngine.abort`; from any thread."""
@@ -71,12 +81,12 @@ class AsyncVLLMEngine(VLLMBase):
     def _ask(self, method: str, *args: Any, **options: Any) -> Any:
         return self._do(getattr(self.engine, method)(*args, **options))
 
-    async def _answer(self, prompt: Sequence[int], sampling: SamplingParams) -> Completion:
-        answer, request_id = Answer(), self._new_id()
+    async def _answer(self, prompt: Sequence[int], sampling: SamplingParams, images: Images | None) -> Completion:
+        answer, request_id = Answer(None if images is None else prompt), self._new_id()
         own = to_vllm(self.library, sampling, self.options.eos_token_ids, streams=False)
         self._running.add(request_id)
         try:
-            given = {"prompt_token_ids": list(prompt)}
+            given = to_prompt(prompt, images)
             stream = self.engine.generate(given, own, request_id, lora_request=self._lora_request)
             async for output in stream:
                 answer.add(output)
@@ -89,10 +99,13 @@ class AsyncVLLMEngine(VLLMBase):
         return answer.completion(sampling, self.options.log_probs_of, self.weight_version)
 
     async def _answer_all(
-        self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sequence[SamplingParams],
+        images: Sequence[Images | None],
     ) -> list[Completion]:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._answer(*one)) for one in zip(prompts, sampling, strict=True)]
+            tasks = [group.create_task(self._answer(*one)) for one in zip(prompts, sampling, images, strict=True)]
         return [task.result() for task in tasks]
 
     async def _abort_all(self) -> None:

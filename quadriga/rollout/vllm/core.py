@@ -2,16 +2,17 @@
 """What the engines on vLLM share: how they are made, their limits, and how weights reach them."""
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 from typing import Any
 
 import torch
 
-from quadriga.errors import QuadrigaError, WeightSyncError, first_line
+from quadriga.errors import QuadrigaError, RolloutError, WeightSyncError, first_line
 from quadriga.models.adapter_files import is_factor
 from quadriga.rollout.adapter import Adapter, separated
+from quadriga.rollout.base import Images
 from quadriga.rollout.loaded import LoadedEngine
 from quadriga.rollout.manifest import Manifest
 from quadriga.rollout.reported import LogProbsOf
@@ -45,11 +46,11 @@ class VLLMOptions:
         num_processes: tensor parallelism: processes, besides this one, that hold the model together. 1: none is added.
         is_eager: whether nothing is compiled and no graph is captured.
         can_sleep: whether `sleep` gives back memory; accelerators only.
-        has_weights: whether they are read from `path`; False: they are random until the first load, and the engine
-            refuses to generate.
+        has_weights: whether it generates with those of `path`; False: it refuses to until the first load.
         bucket_bytes: memory in which weights travel to other processes.
         log_probs_of: see `LogProbsOf`.
         adapter: that is applied beside the weights, and comes with each load; None: there is none, or it comes merged.
+        image_options: of the model's image processor, empty for its own; None: the model reads text alone.
         extra: further options, in vLLM's own words; they win.
     """
 
@@ -73,6 +74,7 @@ class VLLMOptions:
     adapter: Adapter | None = None
     trust_remote_code: bool = False
     override_config: dict[str, Any] = field(default_factory=dict)
+    image_options: dict[str, Any] | None = None
     extra: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -84,6 +86,9 @@ class VLLMOptions:
         """The arguments of vLLM's engine."""
         # A pass holds at least one token of each sequence, and a prompt that is not cut.
         smallest_pass = self.max_num_seqs if self.cuts_prompts else max(self.max_num_seqs, self.max_model_len)
+        # Random weights would also fill what vLLM makes of a processor's files and no weight of the trainer's replaces:
+        # how a vision tower scales its pixels.
+        is_read = self.has_weights or self.image_options is not None
         own = {
             "model": self.path,
             "tokenizer": self.tokenizer or self.path,
@@ -96,7 +101,7 @@ class VLLMOptions:
             "tensor_parallel_size": self.num_processes,
             "enforce_eager": self.is_eager,
             "enable_sleep_mode": self.can_sleep,
-            "load_format": "auto" if self.has_weights else "dummy",
+            "load_format": "auto" if is_read else "dummy",
             "logprobs_mode": self.log_probs_of,
             "enable_prefix_caching": True,
             "worker_extension_cls": RECEIVER,
@@ -114,6 +119,8 @@ class VLLMOptions:
                 "max_lora_rank": self.room_for_rank,
                 "lora_target_modules": self.adapter.modules,
             }
+        if self.image_options is not None:
+            own |= {"limit_mm_per_prompt": {"video": 0}, "mm_processor_kwargs": dict(self.image_options)}
         return own | self.extra
 
 
@@ -215,7 +222,8 @@ class VLLMBase(LoadedEngine):
         return None if self._slot is None else self._slot.request
 
     def _forget(self) -> None:
-        """Keys and values of earlier weights: no prompt finds them again, and no NaN stays behind in a page."""
+        """What earlier weights made: no prompt finds their keys and values again, no NaN stays behind in a page, and no
+        image has the embeddings that they gave it."""
         if not self._ask("reset_prefix_cache"):
             raise WeightSyncError(
                 f"{WHERE}, prefix cache",
@@ -225,6 +233,18 @@ class VLLMBase(LoadedEngine):
             )
         if not self._has_given_memory_back:
             self._call("clear_pages")
+        if self.options.image_options is not None:
+            self._ask("reset_encoder_cache")
+
+    def _require_sight(self, images: Sequence[Images | None]) -> None:
+        """Refuses images for a model that reads text."""
+        if any(images) and self.options.image_options is None:
+            raise RolloutError(
+                "vllm.generate",
+                got=f"a prompt with images, for {self.options.path}",
+                expected="a model that sees",
+                fix="Leave out the images, or take another actor_rollout_ref.model.path.",
+            )
 
     @property
     def _has_given_memory_back(self) -> bool:

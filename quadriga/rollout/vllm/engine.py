@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from quadriga.errors import first_line
-from quadriga.rollout.base import Completion, SamplingParams
+from quadriga.errors import RolloutError, first_line
+from quadriga.rollout.base import Completion, Images, SamplingParams
 from quadriga.rollout.vllm.core import VLLMBase, VLLMOptions
 from quadriga.rollout.vllm.library import started
-from quadriga.rollout.vllm.requests import Answer, to_vllm
+from quadriga.rollout.vllm.requests import Answer, to_prompt, to_vllm
 
 
 class VLLMEngine(VLLMBase):
@@ -32,20 +32,29 @@ class VLLMEngine(VLLMBase):
         if self.takes_tensors:
             VLLMEngine._open.add(id(self))
 
-    def generate_batch(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> list[Completion]:
+    def generate_batch(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sequence[SamplingParams],
+        images: Sequence[Images | None] | None = None,
+    ) -> list[Completion]:
         """See `RolloutEngine.generate_batch`."""
         self._require_ready(prompts, sampling)
+        given = [None] * len(prompts) if images is None else images
+        self._require_sight(given)
         self._aborted.clear()
         answers: dict[str, Answer] = {}
         try:
             with torch.compiler.set_stance("force_eager" if self.options.is_eager else "default"):
-                for prompt, params in zip(prompts, sampling, strict=True):
+                for prompt, params, seen in zip(prompts, sampling, given, strict=True):
                     own = to_vllm(self.library, params, self.options.eos_token_ids, streams=True)
                     request_id = self._new_id()
-                    given = {"prompt_token_ids": list(prompt)}
-                    self.engine.add_request(request_id, given, own, lora_request=self._lora_request)
-                    answers[request_id] = Answer()
+                    self.engine.add_request(request_id, to_prompt(prompt, seen), own, lora_request=self._lora_request)
+                    answers[request_id] = Answer(None if seen is None else prompt)
                 self._run(answers)
+        except RolloutError:
+            self._give_up(answers)
+            raise
         except Exception as error:  # vLLM's failures have no class in common
             self._give_up(answers)
             raise self._died(f"failed: {first_line(error)}") from error
@@ -83,7 +92,8 @@ class VLLMEngine(VLLMBase):
             self.engine: Any = self.library.engine(self.options.in_vllms_words())
 
     def _ask(self, method: str, *args: Any, **options: Any) -> Any:
-        return getattr(self.engine, method)(*args, **options)
+        owner = self.engine if hasattr(self.engine, method) else self.engine.engine_core
+        return getattr(owner, method)(*args, **options)
 
     def _run(self, answers: dict[str, Answer]) -> None:
         while self.engine.has_unfinished_requests():

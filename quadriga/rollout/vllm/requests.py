@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quadriga.errors import RolloutError
-from quadriga.rollout.base import Completion, FinishReason, SamplingParams
+from quadriga.rollout.base import Completion, FinishReason, Images, SamplingParams
 from quadriga.rollout.reported import LogProbsOf, split_log_probs
 from quadriga.rollout.vllm.library import WHERE
 
@@ -45,16 +45,30 @@ def to_vllm(library: Any, sampling: SamplingParams, eos_token_ids: Sequence[int]
     )
 
 
+def to_prompt(prompt: Sequence[int], images: Images | None) -> dict[str, Any]:
+    """A prompt in vLLM's words. With images it has one token for each, which vLLM repeats by itself."""
+    if images is None:
+        return {"prompt_token_ids": list(prompt)}
+    return {"prompt_token_ids": list(images.short_prompt), "multi_modal_data": {"image": list(images.pictures)}}
+
+
 @dataclass
 class Answer:
-    """What has come of one answer so far."""
+    """What has come of one answer so far.
 
+    Attributes:
+        seen: the prompt with images that vLLM is to have read; None: of text there is nothing to check.
+        token_ids, log_probs, reason: of the answer.
+    """
+
+    seen: Sequence[int] | None = None
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     reason: str | None = None
 
     def add(self, output: Any) -> None:
         """Takes over what a `RequestOutput` of vLLM brings."""
+        self._require_prompt(output)
         [one] = output.outputs
         if one.token_ids:
             numbers = list(one.logprobs.logprobs)
@@ -65,6 +79,18 @@ class Answer:
             self.token_ids.extend(one.token_ids)
             self.log_probs.extend(numbers)
         self.reason = one.finish_reason or self.reason
+
+    def _require_prompt(self, output: Any) -> None:
+        """That vLLM has repeated the tokens of images as the data have: training sees what was generated from."""
+        if self.seen is None or list(output.prompt_token_ids) == list(self.seen):
+            return
+        raise RolloutError(
+            WHERE,
+            got=f"{len(output.prompt_token_ids)} tokens of a prompt with images, as vLLM's image processor counts them",
+            expected=f"{len(self.seen)}, as the data's does",
+            fix="Both read preprocessor_config.json: set image sizes by data.mm_processor_kwargs alone, and nothing of "
+            "the kind under actor_rollout_ref.rollout.engine_kwargs.vllm.",
+        )
 
     def completion(self, sampling: SamplingParams, log_probs_of: LogProbsOf, weight_version: int) -> Completion:
         """The answer in our words; see `split_log_probs`.

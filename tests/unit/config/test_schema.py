@@ -21,6 +21,7 @@ from quadriga.config import (
 )
 from quadriga.config.sft import SFTConfig
 from quadriga.config.tree import leaf_of, nearest_keys, section_keys
+from quadriga.errors import ConfigError
 
 
 @pytest.mark.parametrize("key", list(leaf_keys()))
@@ -68,6 +69,15 @@ def test_words_of_others_are_understood() -> None:
     assert FSDPConfig(model_dtype="bf16").model_dtype == "bfloat16"
     assert FSDPConfig(model_dtype="fp32").model_dtype == "float32"
     assert TrainerConfig(resume_mode="path").resume_mode == "resume_path"
+
+
+def test_sizes_of_images_are_in_order() -> None:
+    sizes = DataConfig(mm_processor_kwargs={"max_pixels": 9}).mm_processor_kwargs
+    assert sizes.given == {"max_pixels": 9} and DataConfig().mm_processor_kwargs.given == {}
+    with pytest.raises(ValidationError, match="min_pixels of at most max_pixels"):
+        DataConfig(mm_processor_kwargs={"min_pixels": 10, "max_pixels": 9})
+    with pytest.raises(ConfigError, match=r"patch_size.*max_pixels|unknown"):
+        load_config(["data.mm_processor_kwargs.patch_size=7"])
 
 
 def test_paths_may_be_path_objects(tmp_path: Path) -> None:

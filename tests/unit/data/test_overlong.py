@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from quadriga.data import overlong
-from quadriga.data.overlong import prompt_lengths
+from quadriga.data.overlong import PromptMeter, prompt_lengths
 from quadriga.data.tables import read_table
 from quadriga.data.tokenizing import ChatEncoder
 from quadriga.errors import DataError
@@ -33,7 +33,7 @@ def measure(tokenizer, tmp_path: Path):
     def run(path: Path, num_workers: int = 1, **template_kwargs) -> tuple[list[int], int]:
         encoder = CountingEncoder(tokenizer, template_kwargs)
         found = prompt_lengths(
-            read_table(path), encoder, prompt_key="prompt", cache_dir=tmp_path / "cache", num_workers=num_workers
+            read_table(path), PromptMeter(encoder), cache_dir=tmp_path / "cache", num_workers=num_workers
         )
         return found.tolist(), encoder.num_texts
 
@@ -107,6 +107,4 @@ def test_a_prompt_that_is_none_names_file_and_row(measure, write, row, monkeypat
 def test_a_cache_that_cannot_be_written(tokenizer, path: Path, tmp_path: Path):
     (tmp_path / "occupied").write_text("")
     with pytest.raises(DataError, match=r"data\.cache_dir"):
-        prompt_lengths(
-            read_table(path), ChatEncoder(tokenizer, {}), prompt_key="prompt", cache_dir=tmp_path / "occupied"
-        )
+        prompt_lengths(read_table(path), PromptMeter(ChatEncoder(tokenizer, {})), cache_dir=tmp_path / "occupied")

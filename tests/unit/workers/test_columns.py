@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What travels to a worker is what it reads."""
 
+import numpy as np
 import torch
 
 from quadriga.config import Config
@@ -37,3 +38,13 @@ def test_options_of_the_loss_bring_their_columns() -> None:
 
 def test_numbers_of_rows_travel_where_there_are_any() -> None:
     assert "row_index" in columns(UpdateInputs(Config()).of_critic(batch(*ALL, "row_index")))
+
+
+def test_images_travel_as_the_model_takes_them() -> None:
+    """To every pass over the model, and as the very objects that the samples of a prompt share; nothing else does."""
+    data, images = batch(*ALL), {"pixel_values": torch.ones(4, 2)}
+    data.non_tensor_batch["multi_modal_inputs"] = np.array([images, images], dtype=object)
+    inputs = UpdateInputs(Config())
+    for part in (model_inputs(data), inputs.of_actor(data), inputs.of_critic(data)):
+        assert set(part.non_tensor_batch) == {"multi_modal_inputs"}
+        assert all(one is images for one in part.non_tensor_batch["multi_modal_inputs"])

@@ -2,13 +2,15 @@
 """Models that do not fit a run's processes or sequences are refused by their configurations alone."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import GPT2Config, LlamaConfig
 
 from quadriga.config import Config
 from quadriga.errors import ConfigError
-from quadriga.workers.model_fit import check_models, layout_tables
+from quadriga.workers.model_fit import check_models, layout_tables, require_text
+from tests.tiny_vision import vision_config
 
 
 @pytest.fixture
@@ -17,6 +19,7 @@ def folder(tmp_path: Path) -> Path:
         num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64
     ).save_pretrained(tmp_path / "llama")
     GPT2Config().save_pretrained(tmp_path / "gpt2")
+    vision_config().save_pretrained(tmp_path / "sees")
     return tmp_path
 
 
@@ -52,3 +55,42 @@ def test_tables_are_told_of_sections_with_several_processes(folder: Path) -> Non
     (actor, *_) = layout_tables(config(folder, tensor_model_parallel_size=2))
     assert "actor_rollout_ref.actor: 2 processes with a share of each weight, 2 processes for a layer" in actor
     assert list(layout_tables(config(folder, processes=1))) == []
+
+
+def test_a_model_that_sees_fits(folder: Path) -> None:
+    check_models(config(folder, "sees", freeze_vision_tower=True))
+
+
+@pytest.mark.parametrize("name", ["tensor_model_parallel_size", "ulysses_sequence_parallel_size"])
+def test_layouts_that_are_not_for_images(folder: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=r"for a model that sees \(qwen2_5_vl\), expected .* of 1"):
+        check_models(config(folder, "sees", processes=2, **{name: 2}))
+
+
+def test_a_frozen_tower_where_there_is_none(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"freeze_vision_tower: got True, with a model without a vision tower"):
+        check_models(config(folder, freeze_vision_tower=True))
+
+
+def with_changes(folder: Path, **changes: Any) -> Config:
+    """A run of the model that sees with some sections changed."""
+    whole = config(folder, "sees").model_dump(exclude_unset=True)
+    for name, section in changes.items():
+        whole[name] = whole.get(name, {}) | section
+    return Config(**whole)
+
+
+def test_adapters_and_models_of_text_beside_one_that_sees(folder: Path) -> None:
+    model = {"path": str(folder / "sees"), "lora_rank": 4}
+    with pytest.raises(ConfigError, match=r"lora_rank: got an adapter, with a model that sees"):
+        check_models(with_changes(folder, actor_rollout_ref={"model": model}))
+    with pytest.raises(ConfigError, match=r"reward_model\.enable: got True, with a policy that sees"):
+        check_models(with_changes(folder, reward_model={"enable": True}))
+    with pytest.raises(ConfigError, match=r"critic\.model\.path: got a model for text"):
+        check_models(with_changes(folder, critic={"model": {"path": str(folder / "llama")}}))
+
+
+def test_supervised_learning_is_for_text(folder: Path) -> None:
+    require_text(config(folder), "quadriga sft")
+    with pytest.raises(ConfigError, match=r"model\.path: got a model that sees \(qwen2_5_vl\), expected one for text"):
+        require_text(config(folder, "sees"), "quadriga sft")

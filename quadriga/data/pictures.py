@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From what stands in a row to pictures: a path, the bytes of a file, or a picture that was decoded before."""
+
+import io
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+try:
+    from PIL import ExifTags, Image, ImageOps
+except ImportError:  # told by `require_pillow`, where images are asked for
+    Image = None
+
+from quadriga.errors import DataError
+
+_FILE_URL = "file://"
+_TURNED = (5, 6, 7, 8)
+"""Orientations of a camera that exchange height and width."""
+
+
+def require_pillow(where: str) -> None:
+    """Refuses images where Pillow is not installed.
+
+    Raises:
+        DataError: it is not.
+    """
+    if Image is None:
+        raise DataError(
+            where, got="images, without Pillow to read them", expected="it", fix="pip install 'quadriga[vision]'."
+        )
+
+
+def as_list(value: Any) -> list[Any]:
+    """The images of a row: nothing, one, or a list of them."""
+    if value is None:
+        return []
+    return list(value) if isinstance(value, Sequence) and not isinstance(value, str | bytes) else [value]
+
+
+def read_picture(value: Any, *, folder: Path, where: str) -> Any:
+    """A picture in RGB, turned as its camera was held, on white where it is transparent.
+
+    Args:
+        value: a path or a `file://` URL, relative ones to `folder` or else to the working directory; bytes of an image
+            file; a dictionary with `bytes`, or else `path`; a `PIL.Image.Image`.
+        folder: of the data file.
+        where: the row and the number of the image, for errors.
+
+    Raises:
+        DataError: it is none of these, is not there, is no image, or has too many pixels for Pillow.
+    """
+    with _opened(value, folder, where) as picture:
+        upright = ImageOps.exif_transpose(picture)
+        if upright.has_transparency_data:
+            upright = upright.convert("RGBA")
+            ground = Image.new("RGBA", upright.size, "white")
+            upright = Image.alpha_composite(ground, upright)
+        return upright.convert("RGB")
+
+
+def picture_size(value: Any, *, folder: Path, where: str) -> tuple[int, int]:
+    """Height and width in pixels, from the head of the file; see `read_picture`."""
+    with _opened(value, folder, where) as picture:
+        width, height = picture.size
+        is_turned = picture.getexif().get(ExifTags.Base.Orientation) in _TURNED
+    return (width, height) if is_turned else (height, width)
+
+
+@contextmanager
+def _opened(value: Any, folder: Path, where: str) -> Iterator[Any]:
+    source = _source(value, folder, where)
+    try:
+        if not isinstance(source, Path | io.BytesIO):
+            yield source
+            return
+        with warnings.catch_warnings():
+            # Beyond this Pillow only warns, and a run would spend its memory on one picture.
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            with Image.open(source) as picture:
+                yield picture
+    except DataError:
+        raise
+    except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
+        raise DataError(
+            where,
+            got=f"an image that is too large ({_line(error)})",
+            expected=f"at most {Image.MAX_IMAGE_PIXELS} pixels",
+            fix="Make it smaller.",
+        ) from error
+    except Exception as error:  # decoders raise what they like about a damaged file
+        raise DataError(
+            where,
+            got=f"{_described(source)}, which is no image that can be read ({_line(error)})",
+            expected="a whole image file of a format that Pillow knows",
+            fix="Correct or leave out the row.",
+        ) from error
+
+
+def _source(value: Any, folder: Path, where: str) -> Any:
+    """The picture itself, or what it is to be read from."""
+    if isinstance(value, Mapping):
+        given = [value[name] for name in ("bytes", "path") if value.get(name) is not None]
+        value = given[0] if given else dict.fromkeys(value)
+    if isinstance(value, Image.Image):
+        return value
+    if isinstance(value, bytes):
+        return io.BytesIO(value)
+    if isinstance(value, str | Path):
+        return _path(str(value), folder, where)
+    raise DataError(
+        where,
+        got=f"the image {_shortened(value)}",
+        expected='a path, the bytes of an image file, {"bytes": ...}, {"path": ...} or a PIL image',
+        fix="Correct the row, or set data.image_key to the column that holds the images.",
+    )
+
+
+def _path(text: str, folder: Path, where: str) -> Path:
+    plain = text.removeprefix(_FILE_URL)
+    if "://" in plain or plain.startswith("data:"):
+        raise DataError(
+            where,
+            got=f"the URL {_shortened(text)}",
+            expected="a path, or the bytes of the file",
+            fix="Fetch the images first: a run reads no image from elsewhere.",
+        )
+    path = Path(plain).expanduser()
+    candidates = [path] if path.is_absolute() else [folder / path, path]
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate
+    raise DataError(
+        where,
+        got=f"the image {_shortened(text)}, which is not there",
+        expected=f"a file, here: {' or '.join(str(one) for one in candidates)}",
+        fix="Correct the path; one that is not absolute starts at the data file's folder, or else the working one.",
+    )
+
+
+def _described(source: Any) -> str:
+    if isinstance(source, io.BytesIO):
+        return f"{source.getbuffer().nbytes} bytes"
+    return str(source) if isinstance(source, Path) else f"a {type(source).__name__}"
+
+
+def _line(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).strip().partition("\n")[0]
+
+
+def _shortened(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

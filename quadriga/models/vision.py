@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models that see: a language model, and a vision tower that makes embeddings of images for it.
+
+    prompt tokens   <start> <image> <image> <image> <image> <end> which color ?
+    the tower       patches ───> one embedding for each <image>
+    language model  reads the embeddings in their places; positions have three axes: time, height, width
+
+In transformers the tower is `model.visual`, the decoder `model.language_model`, and the projection onto the vocabulary
+stands beside both. The decoder's attention goes through our door, the tower's is torch's own.
+
+Legend: N packed tokens, I images, S patches of all of them, X values of a patch, E embeddings, D hidden size.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from quadriga.config.model import SEEING_TYPES
+from quadriga.errors import EngineError
+
+_RENAMED = ("qwen2_vl", "qwen2_5_vl")
+_PARTS = (("visual.", "model.visual."), ("model.", "model.language_model."))
+"""Of the renamed families: how names begin in files, and in the model."""
+
+
+def is_vision(config: PreTrainedConfig) -> bool:
+    """Whether a model with this configuration sees."""
+    return config.model_type in SEEING_TYPES
+
+
+def attention_of(config: PreTrainedConfig, attention: str) -> str | dict[str, str]:
+    """The implementation of attention by part of the model: `attention` for the decoder, torch's for a vision tower."""
+    if not is_vision(config):
+        return attention
+    return {"": attention, "text_config": attention, "vision_config": "sdpa"}
+
+
+def parameter_name(config: PreTrainedConfig, name: str) -> str:
+    """The name of a model's parameter, for the name of a weight in a file: the parameter's own, or the one below."""
+    if config.model_type in _RENAMED and not name.startswith(tuple(own for _, own in _PARTS)):
+        for in_files, own in _PARTS:
+            if name.startswith(in_files):
+                return own + name.removeprefix(in_files)
+    return name
+
+
+def file_name(config: PreTrainedConfig, name: str) -> str:
+    """The name under which `save_pretrained` of transformers writes a parameter."""
+    if config.model_type in _RENAMED:
+        for in_files, own in _PARTS:
+            if name.startswith(own):
+                return in_files + name.removeprefix(own)
+    return name
+
+
+def tower(model: PreTrainedModel) -> Any:
+    """The vision tower."""
+    return cast(Any, model.base_model).visual
+
+
+def freeze_tower(model: PreTrainedModel) -> None:
+    """No weight of the tower learns."""
+    tower(model).requires_grad_(False)
+
+
+@dataclass(frozen=True)
+class ImageTokens:
+    """How images stand in a prompt.
+
+    Attributes:
+        token_id: stands once for each embedding of an image.
+        patches_per_token: patches of which the tower makes one embedding.
+    """
+
+    token_id: int
+    patches_per_token: int
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig) -> "ImageTokens | None":
+        """Those of a model; None: it does not see."""
+        if not is_vision(config):
+            return None
+        settings = cast(Any, config)
+        return cls(settings.image_token_id, settings.vision_config.spatial_merge_size**2)
+
+    def count(self, grids: torch.Tensor) -> int:
+        """E: embeddings of images, whose patches along time, height and width are [I, 3]."""
+        return int(grids.prod(-1).sum()) // self.patches_per_token
+
+
+@dataclass(frozen=True)
+class PackedImages:
+    """The images of a packed micro-batch, each once.
+
+    Attributes:
+        pixel_values: [S, X] float32
+        grids: [I, 3] int64: patches along time, height and width.
+        places: [E] packed indices of the tokens that the embeddings stand for; none at all: see `unseen_image`.
+    """
+
+    pixel_values: torch.Tensor
+    grids: torch.Tensor
+    places: torch.Tensor
+
+
+def packed_images(
+    images: Sequence[tuple[Mapping[str, torch.Tensor], np.ndarray]], device: torch.device
+) -> PackedImages | None:
+    """The images of several prompts; None: there are none.
+
+    Args:
+        images: of each prompt that has some, as the model takes them, and the packed places of their tokens.
+        device: of the packed tokens.
+    """
+    if not images:
+        return None
+    return PackedImages(
+        torch.cat([inputs["pixel_values"] for inputs, _ in images]).to(device),
+        torch.cat([inputs["image_grid_thw"] for inputs, _ in images]).to(device),
+        torch.from_numpy(np.concatenate([places for _, places in images])).to(device),
+    )
+
+
+def unseen_image(model: PreTrainedModel, device: torch.device) -> PackedImages:
+    """The smallest image, which stands nowhere. Processes that share a tower's weights compute it at the same times,
+    those without an image too."""
+    settings = cast(Any, model.config).vision_config
+    side = settings.spatial_merge_size
+    num_values = settings.in_channels * settings.temporal_patch_size * settings.patch_size**2
+    return PackedImages(
+        torch.zeros(side**2, num_values, device=device),
+        torch.tensor([[1, side, side]], device=device),
+        torch.zeros(0, dtype=torch.int64, device=device),
+    )
+
+
+def decoder_inputs(model: PreTrainedModel, input_ids: torch.Tensor, images: PackedImages) -> dict[str, Any]:
+    """What the decoder takes instead of tokens: their embeddings, and in the places of images those of the tower.
+
+    Args:
+        model: that sees.
+        input_ids: [1, N]
+        images: of these tokens.
+
+    Returns:
+        `inputs_embeds` [1, N, D]. For Qwen3-VL also what the tower adds to the states after the first layers.
+
+    Raises:
+        EngineError: the tower makes more or fewer embeddings than there are places.
+    """
+    body = cast(Any, model.base_model)
+    embeddings = model.get_input_embeddings()(input_ids)
+    seen = body.get_image_features(images.pixel_values, images.grids, return_dict=True)
+    features = torch.cat(seen.pooler_output).to(embeddings.dtype)
+    added = [torch.cat(tuple(layer)) for layer in getattr(seen, "deepstack_features", None) or ()]
+    if not len(images.places):
+        # Nothing of it is read, but each process has a gradient for the tower: zero.
+        nothing = torch.stack([part.sum() for part in (features, *added)]).sum() * 0.0
+        return {"inputs_embeds": embeddings + nothing}
+    if len(images.places) != len(features):
+        raise EngineError(
+            "images of a batch",
+            got=f"{len(features)} embeddings for {len(images.places)} places",
+            expected="one for each image token",
+        )
+    filled = {"inputs_embeds": embeddings.index_copy(1, images.places, features[None])}
+    if not added:
+        return filled
+    is_image = torch.zeros(input_ids.shape, dtype=torch.bool, device=input_ids.device)
+    is_image[0, images.places] = True
+    return filled | {"visual_pos_masks": is_image, "deepstack_visual_embeds": added}
+
+
+@dataclass(frozen=True)
+class TowerCost:
+    """What a vision tower computes of an image.
+
+    Attributes:
+        num_patch_parameters, num_token_parameters: that multiply each patch, and each embedding.
+        width: of the states of a patch.
+        windows: for each layer the patches along the side of the windows in which it attends; None: all of the image.
+        patches_per_token: see `ImageTokens`.
+        is_frozen: whether it has no gradient.
+    """
+
+    num_patch_parameters: int
+    num_token_parameters: int
+    width: int
+    windows: tuple[int | None, ...]
+    patches_per_token: int
+    is_frozen: bool
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> "TowerCost | None":
+        """That of a model; None: it does not see."""
+        if not is_vision(model.config):
+            return None
+        settings, body = cast(Any, model.config).vision_config, tower(model)
+        mergers = [part for name, part in body.named_children() if "merger" in name]
+        of_tokens = sum(_num_multiplied(merger) for merger in mergers)
+        whole = getattr(settings, "fullatt_block_indexes", None)
+        merged = settings.spatial_merge_size
+        side = None if whole is None else settings.window_size // merged // settings.patch_size * merged
+        return cls(
+            num_patch_parameters=_num_multiplied(body) - of_tokens,
+            num_token_parameters=of_tokens,
+            width=body.blocks[0].attn.qkv.out_features // 3,
+            windows=tuple(None if whole is None or layer in whole else side for layer in range(settings.depth)),
+            patches_per_token=merged**2,
+            is_frozen=not any(parameter.requires_grad for parameter in body.parameters()),
+        )
+
+    def forward_flops(self, grids: torch.Tensor) -> float:
+        """Operations of one forward pass over images [I, 3]; each patch attends to all of its frame or window."""
+        total = 0
+        for time, height, width in grids.tolist():
+            patches = time * height * width
+            total += 2 * (self.num_patch_parameters * patches)
+            total += 2 * (self.num_token_parameters * patches // self.patches_per_token)
+            for side in self.windows:
+                total += 4 * self.width * time * _pairs(height, width, side)
+        return float(total)
+
+    def update_flops(self, grids: torch.Tensor) -> float:
+        """Operations of a forward and a backward pass; a frozen tower has no backward pass."""
+        return self.forward_flops(grids) * (1 if self.is_frozen else 3)
+
+
+def _num_multiplied(module: nn.Module) -> int:
+    """Numbers in the matrices of a module."""
+    return sum(one.weight.numel() for one in module.modules() if isinstance(one, (nn.Linear, nn.Conv3d)))
+
+
+def _pairs(height: int, width: int, side: int | None) -> int:
+    """Pairs of patches that see each other in a frame, which is cut into squares with this side."""
+    if side is None:
+        return (height * width) ** 2
+    return sum(rows**2 for rows in _pieces(height, side)) * sum(columns**2 for columns in _pieces(width, side))
+
+
+def _pieces(length: int, size: int) -> Iterator[int]:
+    yield from (min(size, length - start) for start in range(0, length, size))

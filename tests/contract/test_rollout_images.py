@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every engine that takes images keeps to, and that the others refuse them. A new one joins `ENGINES`."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from quadriga.config import RolloutConfig
+from quadriga.data.vision import VisionProcessor
+from quadriga.errors import RolloutError
+from quadriga.protocol import DataProto
+from quadriga.protocol.columns import object_array
+from quadriga.protocol.image_key import images_key
+from quadriga.rollout import (
+    Balancer,
+    Completion,
+    HFEngine,
+    Images,
+    NativeEngine,
+    RolloutEngine,
+    SamplingParams,
+    ScriptedEngine,
+    generate_sequences,
+)
+from quadriga.rollout.agent_loop import AgentLoop, generate_conversations, register
+from quadriga.rollout.base import EngineBase
+from tests.tiny_vision import vision_model
+from tests.vision_folder import FAMILIES, IMAGE, VIDEO, noise, picture, tiny_image_processor, tiny_model, tiny_tokenizer
+
+PROCESSOR = VisionProcessor(tiny_image_processor(), IMAGE, VIDEO, "tiny")
+PLACE = "<|vision_start|><|image_pad|><|vision_end|>"
+WIDTH = 32
+ASKED = [
+    (f"which {PLACE} ?", [noise(16, 16, 0)]),
+    (f"which {PLACE} ?", [noise(16, 16, 1)]),
+    ("which color ? and w1", []),
+    (f"{PLACE} and {PLACE} color ?", [noise(24, 8, 2), picture("red", 8, 32)]),
+]
+
+ENGINES: dict[str, Callable[[], RolloutEngine]] = {
+    **{f"hf {family}": lambda family=family: HFEngine(tiny_model(family), max_num_seqs=3) for family in FAMILIES},
+    **{
+        f"native {family}": lambda family=family: NativeEngine(vision_model(family=family), max_num_seqs=3)
+        for family in FAMILIES
+    },
+    "balanced": lambda: Balancer([HFEngine(tiny_model()), HFEngine(tiny_model())]),
+}
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request: pytest.FixtureRequest) -> RolloutEngine:
+    """Each engine in turn."""
+    return ENGINES[request.param]()
+
+
+def requests() -> tuple[list[list[int]], list[SamplingParams], list[Images | None]]:
+    """Two prompts that differ in their image alone, one of text, and one with two images."""
+    prompts, images = [], []
+    for text, pictures in ASKED:
+        ids = tiny_tokenizer()(text, add_special_tokens=False)["input_ids"]
+        seen = PROCESSOR.prompt(ids, pictures, WIDTH, where="here")
+        prompts.append(seen.ids)
+        one = Images(seen.pictures, seen.inputs, seen.positions, tuple(ids), images_key(seen.inputs))
+        images.append(one if pictures else None)
+    return prompts, [SamplingParams(max_tokens=6, seed=3, ignore_eos=True) for _ in prompts], images
+
+
+def batch(num_samples: int = 1) -> DataProto:
+    """The same as a batch."""
+    rows = []
+    for text, pictures in ASKED:
+        ids = tiny_tokenizer()(text, add_special_tokens=False)["input_ids"]
+        rows.append(PROCESSOR.prompt(ids, pictures, WIDTH, where="here"))
+    size = len(rows)
+    tensors = {
+        "input_ids": torch.zeros(size, WIDTH, dtype=torch.int64),
+        "attention_mask": torch.zeros(size, WIDTH, dtype=torch.int64),
+        "position_ids": torch.zeros(size, 3, WIDTH, dtype=torch.int64),
+    }
+    for row, seen in enumerate(rows):
+        start = WIDTH - len(seen.ids)
+        tensors["input_ids"][row, start:] = torch.tensor(seen.ids)
+        tensors["attention_mask"][row, start:] = 1
+        tensors["position_ids"][row, :, start:] = seen.positions
+    columns = {name: object_array([seen.columns()[name] for seen in rows]) for name in rows[0].columns()}
+    columns["uid"] = np.array([str(row) for row in range(size)], dtype=object)
+    return DataProto.from_dict(tensors, columns).repeat(num_samples, interleave=True)
+
+
+def models(engine: RolloutEngine):
+    """The engine's model, in an attention that can do without the engine."""
+    model = (engine.engines[0] if isinstance(engine, Balancer) else engine).model
+    return tiny_model(model.config.model_type) if isinstance(engine, NativeEngine) else model
+
+
+def test_log_probs_are_the_models(engine: RolloutEngine) -> None:
+    """Against one pass of the whole sequence, whose positions transformers computes by itself. In float32."""
+    prompts, sampling, images = requests()
+    model = models(engine)
+    for prompt, one, done in zip(prompts, images, engine.generate_batch(prompts, sampling, images), strict=True):
+        ids = torch.tensor([[*prompt, *done.token_ids]])
+        inputs = {} if one is None else {**one.inputs, "mm_token_type_ids": (ids == IMAGE).int()}
+        model.model.rope_deltas = None
+        with torch.no_grad():
+            logits = model(input_ids=ids, use_cache=False, **inputs).logits[0, len(prompt) - 1 : -1]
+        wanted = logits.log_softmax(-1).gather(1, torch.tensor(done.token_ids)[:, None])[:, 0]
+        assert torch.allclose(torch.tensor(done.log_probs), wanted, atol=2e-5), (wanted, done.log_probs)
+
+
+def test_images_decide(engine: RolloutEngine) -> None:
+    """The first two prompts have equal tokens and equal seeds."""
+    prompts, sampling, images = requests()
+    assert prompts[0] == prompts[1] and images[0].key != images[1].key
+    first, second, *_ = engine.generate_batch(prompts, sampling, images)
+    assert np.abs(np.array(first.log_probs[:1]) - np.array(second.log_probs[:1])).max() > 1e-3
+    again = engine.generate_batch(prompts[:1], sampling[:1], images[:1])[0]
+    assert again.token_ids == first.token_ids, "whatever is generated beside it"
+    text = engine.generate_batch(prompts[2:3], sampling[2:3])[0]
+    assert text.token_ids == engine.generate_batch(prompts, sampling, images)[2].token_ids
+
+
+def test_awaiting_is_the_same(engine: RolloutEngine) -> None:
+    prompts, sampling, images = requests()
+
+    async def ask() -> list[Completion]:
+        rows = zip(prompts, sampling, images, strict=True)
+        return list(await asyncio.gather(*(engine.generate(*row) for row in rows)))
+
+    together = engine.generate_batch(prompts, sampling, images)
+    assert [one.token_ids for one in asyncio.run(ask())] == [one.token_ids for one in together]
+
+
+def test_a_batch(engine: RolloutEngine) -> None:
+    """Positions of answers go on along each axis, and the samples of a prompt share their images."""
+    config = RolloutConfig(name="hf", ignore_eos=True)
+    answers = generate_sequences(engine, batch(2), config=config, response_length=6, pad_token_id=0, seed=1)
+    positions = answers.batch["position_ids"]
+    assert positions.shape == (8, 3, WIDTH + 6)
+    assert torch.equal(positions[:, :, WIDTH:], positions[:, :, WIDTH - 1 : WIDTH] + torch.arange(1, 7))
+    # Seven tokens of text; the images are 3 places wide and 4 high.
+    assert positions[6, :, WIDTH - 1].tolist() == [7 + 3 + 4 - 1] * 3
+
+
+def test_conversations_of_one_turn_are_the_same() -> None:
+    """`mode=async` against `mode=sync`: tokens, positions and numbers."""
+    engine, own = HFEngine(tiny_model()), {"response_length": 6, "seed": 1}
+    plain = generate_sequences(engine, batch(2), config=RolloutConfig(name="hf"), pad_token_id=0, **own)
+    config = RolloutConfig(name="hf", mode="async")
+    asked = generate_conversations(
+        engine, batch(2), config=config, tokenizer=tiny_tokenizer(), prompt_length=WIDTH, **own
+    )
+    for name in ("input_ids", "attention_mask", "position_ids", "response_mask"):
+        assert torch.equal(plain.batch[name], asked.batch[name]), name
+    torch.testing.assert_close(plain.batch["rollout_log_probs"], asked.batch["rollout_log_probs"])
+
+
+def test_a_later_turn_goes_on_behind_the_images() -> None:
+    """What follows a prompt has the positions that an answer would have."""
+    _, _, images = requests()
+    later = images[3].followed_by([8, 9])
+    assert later.short_prompt == (*images[3].short_prompt, 8, 9) and later.key == images[3].key
+    last = images[3].position_ids[:, -1]
+    assert torch.equal(later.position_ids[:, -2:], torch.stack((last + 1, last + 2), 1))
+    assert torch.equal(later.followed_by([7]).position_ids, images[3].followed_by([8, 9, 7]).position_ids)
+
+
+@register("renders anew")
+class _Rendering(AgentLoop):
+    async def run(self, chat) -> None:
+        chat.begin([{"role": "user", "content": "w1"}])
+
+
+def test_a_prompt_with_images_is_not_rendered_anew() -> None:
+    config = RolloutConfig(name="hf", mode="async", agent={"default_agent_loop": "renders anew"})
+    with pytest.raises(RolloutError, match="row 0: got a prompt with images, to be rendered anew"):
+        generate_conversations(
+            ScriptedEngine(["w1"], tokenizer=tiny_tokenizer()), batch(), config=config, tokenizer=tiny_tokenizer(),
+            prompt_length=WIDTH, response_length=6, seed=1,
+        )  # fmt: skip
+
+
+class TextEngine(EngineBase):
+    """A user's engine, from before there were images."""
+
+    name = "mine"
+
+    def generate_batch(self, prompts, sampling) -> list[Completion]:
+        self._require_ready(prompts, sampling)
+        return [Completion([1], [0.0], "stop", 0) for _ in prompts]
+
+
+def test_engines_for_text_refuse_images_by_name() -> None:
+    engine, (prompts, sampling, images) = TextEngine(), requests()
+    told = "mine.generate: got a prompt with images, expected text: the engine mine takes no images"
+    config = RolloutConfig(name="hf")
+    with pytest.raises(RolloutError, match=told):
+        generate_sequences(engine, batch(), config=config, response_length=6, pad_token_id=0, seed=1)
+    with pytest.raises(RolloutError, match=told):
+        asyncio.run(engine.generate(prompts[0], sampling[0], images[0]))
+    with pytest.raises(RolloutError, match=told):
+        Balancer([engine]).generate_batch(prompts, sampling, images)
+    text = generate_sequences(engine, batch()[[2]], config=config, response_length=6, pad_token_id=0, seed=1)
+    assert text.batch["response_mask"].sum() == 1
+    assert asyncio.run(engine.generate(prompts[2], sampling[2])).token_ids == [1]
+
+
+def test_a_model_that_reads_text_refuses_images() -> None:
+    engine, (prompts, sampling, images) = HFEngine(tiny_model()), requests()
+    engine.model.config.vision_config = None
+    with pytest.raises(RolloutError, match=r"hf\.generate: got a prompt with images, for a model of type qwen2_5_vl"):
+        engine.generate_batch(prompts, sampling, images)
+
+
+def test_a_script_does_not_look() -> None:
+    prompts, sampling, images = requests()
+    engine = ScriptedEngine(lambda prompt: [len(prompt)])
+    found = engine.generate_batch(prompts, sampling, images)
+    assert [one.token_ids for one in found] == [[len(prompt)] for prompt in prompts]
+
+
+def test_keys() -> None:
+    inputs = PROCESSOR.inputs([noise(16, 16)], where="")
+    key = images_key(inputs)
+    assert key == images_key(dict(reversed(inputs.items()))) == images_key(PROCESSOR.inputs([noise(16, 16)], where=""))
+    changed = inputs["pixel_values"].clone()
+    changed[3, 5] += 1e-3
+    assert key != images_key({**inputs, "pixel_values": changed})
+    assert key != images_key({**inputs, "image_grid_thw": inputs["image_grid_thw"] * 2})
+    one = Images((), inputs, torch.zeros(3, 1), (1,), key)
+    assert replace(one, short_prompt=(2,)).key == key and hash(one) is not None

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The program that test_vision_layouts.py starts in two processes: a model that sees, learning in both of them and in
+the first alone; what came out is written for the test to compare.
+
+    python vision_layouts.py RANK FOLDER PORT
+"""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from quadriga.config import ActorConfig, Config, CriticConfig, Layout
+from quadriga.engines import process_group
+from quadriga.engines.fsdp.engine import FSDPEngine
+from quadriga.engines.micro_batches import MicroBatching
+from quadriga.engines.objectives import PolicyObjective, ValueObjective
+from quadriga.engines.parallel.processes import Processes
+from quadriga.engines.process_group import ProcessGroup
+from quadriga.engines.step import Passes, infer, update
+from quadriga.observe.metrics import reduce_metrics
+from quadriga.protocol import DataProto
+from quadriga.single_controller import WorkerPlace
+from quadriga.workers.checkpoints import RoleCheckpoint
+from quadriga.workers.roles import load_policy, load_value_function, make_engine
+
+CPU, MICRO = torch.device("cpu"), MicroBatching(None, 40)
+LAYOUTS: Mapping[int, Mapping[str, Layout]] = {
+    1: {"one process": Layout()},
+    2: {"replicas 2": Layout(dp_replicate=2), "fsdp 2": Layout(dp_shard=2)},
+}
+KINDS = ("policy", "frozen", "critic", "policy, bfloat16", "frozen, bfloat16")
+ROWS = {
+    "all": list(range(12)),
+    # In chunks of two processes the second has text alone.
+    "images on one rank": [0, 1, 2, 6, 7, 8],
+    "no images": [6, 7, 8],
+}
+
+
+def engine_of(folder: Path, layout: Layout, world: ProcessGroup, kind: str) -> FSDPEngine:
+    # With a large eps AdamW moves weights in proportion to the gradient: a rounding error stays one.
+    role = {"optim": {"eps": 1.0, "weight_decay": 0.01}, "grad_clip": 0.05}
+    config = Config(
+        actor_rollout_ref={
+            "model": {"path": str(folder / "model"), "enable_gradient_checkpointing": kind == "frozen"},
+            "actor": role | {"freeze_vision_tower": kind.startswith("frozen")},
+        },
+        critic=role,
+    )
+    processes = Processes.arrange(world, layout)
+    is_critic = kind == "critic"
+    loaded = load_value_function(config, processes) if is_critic else load_policy(config, torch.float32, processes)
+    section = config.critic if is_critic else config.actor_rollout_ref.actor
+    dtype = torch.bfloat16 if kind.endswith("bfloat16") else torch.float32
+    model = config.critic.model if is_critic else config.actor_rollout_ref.model
+    return make_engine(loaded, section, dtype, processes, name=kind, model=model)
+
+
+def own_rows(batch: DataProto, engine: FSDPEngine, rows: list[int], *, is_dealt: bool) -> DataProto:
+    """The rows of this process, dealt in a random order or in chunks."""
+    chosen = batch.select_idxs(rows)
+    chosen.batch["row_index"] = torch.arange(len(chosen))
+    if is_dealt and engine.replicas.size > 1:
+        chosen.reorder(torch.randperm(len(chosen), generator=torch.Generator().manual_seed(7)))
+    return chosen.chunk(engine.replicas.size)[engine.replicas.rank]
+
+
+def learn(engine: FSDPEngine, batch: DataProto, kind: str) -> list[dict[str, float]]:
+    """Updates from each choice of rows; the metrics of all processes together."""
+    policy = PolicyObjective(ActorConfig(entropy_coeff=0.05))
+    objective = ValueObjective(CriticConfig()) if kind == "critic" else policy
+    told = []
+    for name, numbers in ROWS.items():
+        rows = own_rows(batch, engine, numbers, is_dealt=name == "all")
+        part = update(engine, rows, objective, Passes(7, 1, MICRO), lr=0.5, temperature=0.7)
+        parts = [DataProto(meta_info={"metrics": metrics}) for metrics in engine.world.gather(part)]
+        told.append(reduce_metrics(DataProto.concat(parts).meta_info["metrics"]))
+    return told
+
+
+def ask(engine: FSDPEngine, batch: DataProto) -> dict[str, Tensor]:
+    """What the engine says of all rows, in their order."""
+    rows = own_rows(batch, engine, ROWS["all"], is_dealt=True)
+    scores = infer(engine, rows, MICRO, temperature=0.7, with_entropy=True)
+    whole = DataProto.concat(engine.world.gather(DataProto.from_dict({**scores, "row": rows.batch["row_index"]})))
+    whole.reorder(whole.batch["row"].argsort())
+    return {name: whole.batch[name].clone() for name in scores}
+
+
+def weights_of(engine: FSDPEngine) -> dict[str, Tensor]:
+    return {name: weight.clone() for name, weight in engine.weights()}
+
+
+def run(folder: Path, batch: DataProto, layout: Layout, world: ProcessGroup, kind: str) -> dict[str, Any]:
+    engine = engine_of(folder, layout, world, kind)
+    asked = ask(engine, batch)
+    return {"asked": asked, "metrics": learn(engine, batch, kind), "weights": weights_of(engine)}
+
+
+def go_on(folder: Path, batch: DataProto, layout: Layout, world: ProcessGroup, kind: str) -> dict[str, Any]:
+    """A checkpoint in the middle, and the second half from it by another engine."""
+    place, contents = folder / f"saved {world.size} {kind}", frozenset({"model", "optimizer", "hf_model"})
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "model")
+    engine, again = (engine_of(folder, layout, world, kind) for _ in range(2))
+    learn(engine, batch, kind)
+    checkpoint = RoleCheckpoint(engine, engine.model, tokenizer)
+    checkpoint.start(place, contents)
+    checkpoint.is_written(wait=True)
+    saved = weights_of(engine)
+    learn(engine, batch, kind)
+    RoleCheckpoint(again, again.model, tokenizer).load(place, contents)
+    learn(again, batch, kind)
+    return {"saved": saved, "weights": weights_of(engine), "resumed": weights_of(again)}
+
+
+def meet(folder: Path, place: WorkerPlace) -> None:
+    """All layouts of one number of processes."""
+    batch = torch.load(folder / "batch.pt", weights_only=False)
+    world = process_group.join(place, CPU)
+    results: dict[str, Any] = {}
+    for name, layout in LAYOUTS[world.size].items():
+        results |= {f"{name}, {kind}": run(folder, batch, layout, world, kind) for kind in KINDS}
+    last = list(LAYOUTS[world.size].values())[-1]
+    results |= {
+        f"{world.size} goes on, {kind}": go_on(folder, batch, last, world, kind) for kind in ("policy", "frozen")
+    }
+    if world.is_first:
+        torch.save(results, folder / f"{world.size}.pt")
+    process_group.leave(world)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    here, target = int(sys.argv[1]), Path(sys.argv[2])
+    meet(target, WorkerPlace(here, 2, master_port=int(sys.argv[3])))
+    if here == 0:
+        meet(target, WorkerPlace())

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The folder of a tiny model that sees, with its tokenizer and image processor, and pictures for it."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2VLConfig,
+    Qwen2VLImageProcessorPil,
+    Qwen3VLConfig,
+)
+
+COLORS = ["red", "green", "blue", "white"]
+SPECIAL = ["<pad>", "<eos>", "<unk>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+WORDS = [
+    *SPECIAL,
+    "<user>",
+    "<system>",
+    "<assistant>",
+    "which",
+    "color",
+    "?",
+    "and",
+    *COLORS,
+    *(f"w{i}" for i in range(40)),
+]
+PAD, EOS, _, START, END, IMAGE, VIDEO = range(7)
+PATCH, MERGE = 4, 2
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}> {% if m['content'] is string %}{{ m['content'] }}{% else %}"
+    "{% for p in m['content'] %}{% if p['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% else %}{{ p['text'] }}{% endif %}{% endfor %}{% endif %} {% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+_CONFIGS = {"qwen2_vl": Qwen2VLConfig, "qwen2_5_vl": Qwen2_5_VLConfig, "qwen3_vl": Qwen3VLConfig}
+_TOWERS: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2},
+    "qwen2_5_vl": {
+        "hidden_size": 32, "intermediate_size": 48, "window_size": 16, "out_hidden_size": 64,
+        "fullatt_block_indexes": [1],
+    },
+    "qwen3_vl": {
+        "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64, "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [0],
+    },
+}  # fmt: skip
+FAMILIES = tuple(_CONFIGS)
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """A token for each word; the prompt "which color ?" has five, those of the roles included."""
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token="<unk>", pad_token="<pad>", eos_token="<eos>"
+    )
+    tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL[3:]})
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def tiny_image_processor(max_pixels: int = 32 * 32) -> Any:
+    """Patches of 4 by 4 pixels, of which 2 by 2 make an embedding."""
+    return Qwen2VLImageProcessorPil(
+        patch_size=PATCH, merge_size=MERGE, temporal_patch_size=2, min_pixels=8 * 8, max_pixels=max_pixels
+    )
+
+
+def tiny_model(family: str = "qwen2_5_vl", seed: int = 0, **text: Any) -> PreTrainedModel:
+    """The same random model at each call, with attention of transformers; its images matter as its tokens do."""
+    sizes = {
+        "vocab_size": len(WORDS), "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 256,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]},
+        "bos_token_id": None, "eos_token_id": EOS, "pad_token_id": PAD, "tie_word_embeddings": True,
+    }  # fmt: skip
+    if family == "qwen3_vl":
+        # As published models say; transformers knows it without.
+        sizes["rope_parameters"]["mrope_interleaved"] = True
+    tower = {"depth": 2, "num_heads": 2, "patch_size": PATCH, "spatial_merge_size": MERGE, "temporal_patch_size": 2}
+    config = _CONFIGS[family](
+        text_config=sizes | text,
+        vision_config=tower | _TOWERS[family],
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        vision_start_token_id=START,
+        vision_end_token_id=END,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(seed)
+    model = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # The weights of a fresh model are so small that no image would make a difference.
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model.eval()
+
+
+def write_vision_folder(folder: Path, family: str = "qwen2_5_vl", seed: int = 0) -> Path:
+    """What the folder of a published model has."""
+    tiny_model(family, seed).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    tiny_image_processor().save_pretrained(folder)
+    return folder
+
+
+def picture(color: str, width: int = 16, height: int = 16) -> Image.Image:
+    """All of one color."""
+    return Image.new("RGB", (width, height), color)
+
+
+def noise(width: int, height: int, seed: int = 0) -> Image.Image:
+    """Each pixel of a color of its own."""
+    values = torch.randint(0, 256, (height, width, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return Image.fromarray(values.numpy())

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM on a model that sees: its answers are transformers', before and after new weights, in process and beside."""
+
+import asyncio
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quadriga.data import VisionProcessor, load_processor
+from quadriga.errors import RolloutError
+from quadriga.protocol.image_key import images_key
+from quadriga.rollout import Completion, HFEngine, Images, SamplingParams
+from quadriga.rollout.manifest import Manifest
+from quadriga.rollout.vllm.async_engine import AsyncVLLMEngine
+from quadriga.rollout.vllm.core import MIB, VLLMOptions
+from quadriga.rollout.vllm.engine import VLLMEngine
+from quadriga.weight_sync import InProcessWeights
+from tests.vision_folder import EOS, noise, picture, tiny_model, tiny_tokenizer, write_vision_folder
+
+pytestmark = pytest.mark.skipif(
+    find_spec("torchvision") is None, reason="no torchvision here: scripts/install-vllm installs it"
+)
+PLACE = "<|vision_start|><|image_pad|><|vision_end|>"
+ASKED: list[tuple[str, list[Any]]] = [
+    (f"which {PLACE} ?", [noise(16, 16, 0)]),
+    (f"which {PLACE} ?", [noise(16, 16, 1)]),
+    ("which color ? and w1", []),
+    (f"{PLACE} and {PLACE} color ?", [noise(24, 8, 2), picture("red", 8, 32)]),
+    (f"{PLACE} " + "w1 w2 w3 " * 30, [noise(100, 70, 4)]),
+]
+MAX_PIXELS = 512
+
+
+@pytest.fixture(scope="module", params=["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def family(request: pytest.FixtureRequest) -> str:
+    """A kind of model."""
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, family: str) -> Path:
+    """The model of seed 0."""
+    return write_vision_folder(tmp_path_factory.mktemp("seeing"), family)
+
+
+@pytest.fixture(scope="module")
+def options(folder: Path, family: str) -> VLLMOptions:
+    """An engine that starts without weights, and makes images smaller than the model's files say."""
+    return VLLMOptions(
+        path=str(folder), dtype=torch.float32, max_model_len=160, manifest=Manifest.of(tiny_model(family)),
+        eos_token_ids=(EOS,), max_num_seqs=8, max_num_batched_tokens=512, cache_bytes=32 * MIB, bucket_bytes=MIB // 8,
+        has_weights=False, image_options={"max_pixels": MAX_PIXELS}, extra={"block_size": 32},
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def engine(options: VLLMOptions) -> Iterator[VLLMEngine]:
+    """One for all tests of a family."""
+    one = VLLMEngine(options)
+    yield one
+    one.close()
+
+
+@pytest.fixture(scope="module")
+def processor(folder: Path) -> VisionProcessor:
+    """As the data have it."""
+    found = load_processor(folder, options={"max_pixels": MAX_PIXELS})
+    assert found is not None
+    return found
+
+
+def requests(
+    processor: VisionProcessor, **sampling: Any
+) -> tuple[list[list[int]], list[SamplingParams], list[Images | None]]:
+    """Two prompts that differ in their image alone, one of text, one with two images, and one of several blocks."""
+    prompts, images = [], []
+    for text, pictures in ASKED:
+        ids = tiny_tokenizer()(text, add_special_tokens=False)["input_ids"]
+        seen = processor.prompt(ids, pictures, 160, where="here")
+        prompts.append(seen.ids)
+        one = Images(seen.pictures, seen.inputs, seen.positions, tuple(ids), images_key(seen.inputs))
+        images.append(one if pictures else None)
+    params = {"max_tokens": 8, "temperature": 0.0, **sampling}
+    return prompts, [SamplingParams(seed=5, **params) for _ in prompts], images
+
+
+def require_equal(found: list[Completion], wanted: list[Completion]) -> None:
+    """Tokens, and log-probabilities within rounding."""
+    for one, other in zip(found, wanted, strict=True):
+        assert one.token_ids == other.token_ids and one.finish_reason == other.finish_reason
+        torch.testing.assert_close(one.log_probs, other.log_probs, atol=3e-4, rtol=0)
+
+
+def test_answers_are_transformers(engine: VLLMEngine, processor: VisionProcessor, family: str) -> None:
+    """Greedy, with the same images under one set of weights after another: nothing is kept of an image."""
+    asked = requests(processor)
+    for version, seed in enumerate((0, 1, 0), start=1):
+        model = tiny_model(family, seed)
+        InProcessWeights().publish(model.named_parameters(), engine, version)
+        require_equal(engine.generate_batch(*asked), HFEngine(model).generate_batch(*asked))
+        assert engine.weight_version == version
+
+
+def test_seeds_and_images_decide(engine: VLLMEngine, processor: VisionProcessor, family: str) -> None:
+    InProcessWeights().publish(tiny_model(family).named_parameters(), engine, 9)
+    prompts, sampling, images = requests(processor, temperature=1.0)
+    together = engine.generate_batch(prompts, sampling, images)
+    assert prompts[0] == prompts[1] and together[0].log_probs != together[1].log_probs
+    for row in range(len(prompts)):
+        alone = engine.generate_batch(prompts[row : row + 1], sampling[row : row + 1], images[row : row + 1])
+        assert alone[0].token_ids == together[row].token_ids
+
+
+def test_another_expansion_is_an_error(engine: VLLMEngine, folder: Path) -> None:
+    """The data take larger images than the engine was told of."""
+    processor = load_processor(folder)
+    assert processor is not None
+    prompts, sampling, images = requests(processor)
+    with pytest.raises(RolloutError, match=r"rollout\.name=vllm: got 98 tokens of a prompt with images.*expected 104"):
+        engine.generate_batch(prompts, sampling, images)
+    assert len(engine.generate_batch(prompts[2:3], sampling[2:3])) == 1, "it goes on"
+
+
+def test_beside(options: VLLMOptions, processor: VisionProcessor, family: str) -> None:
+    """Weights over shared memory, requests awaited one by one."""
+    engine = AsyncVLLMEngine(options)
+    try:
+        prompts, sampling, images = requests(processor)
+        for version, seed in enumerate((0, 1), start=1):
+            model = tiny_model(family, seed)
+            InProcessWeights().publish(model.named_parameters(), engine, version)
+
+            async def ask() -> list[Completion]:
+                rows = zip(prompts, sampling, images, strict=True)
+                return list(await asyncio.gather(*(engine.generate(*row) for row in rows)))
+
+            wanted = HFEngine(model).generate_batch(prompts, sampling, images)
+            require_equal(asyncio.run(ask()), wanted)
+            require_equal(engine.generate_batch(prompts, sampling, images), wanted)
+    finally:
+        engine.close()
