@@ -77,6 +77,9 @@ def learn(engine: FSDPEngine, batch: DataProto, kind: str) -> list[dict[str, flo
     told = []
     for name, numbers in ROWS.items():
         rows = own_rows(batch, engine, numbers, is_dealt=name == "all")
+        if kind.endswith("bfloat16"):
+            # The policy's own then: else a ratio that is rounded across a threshold takes a token's gradient with it.
+            rows.batch.pop("old_log_probs")
         part = update(engine, rows, objective, Passes(7, 1, MICRO), lr=0.5, temperature=0.7)
         parts = [DataProto(meta_info={"metrics": metrics}) for metrics in engine.world.gather(part)]
         told.append(reduce_metrics(DataProto.concat(parts).meta_info["metrics"]))
