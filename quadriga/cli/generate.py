@@ -49,7 +49,7 @@ def dealt(prompts: Sequence[str], images: Sequence[str]) -> tuple[list[str], lis
     if count != len(images):
         raise ConfigError(
             "--image",
-            got=f"{len(images)} images, and {count} {IMAGE} in the prompts",
+            got=f"{IMAGE} {count} times in the prompts, and --image {len(images)} times",
             expected="one for each",
             fix=f"Write {IMAGE} where an image stands.",
         )

@@ -143,7 +143,7 @@ class RLHFDataset(Dataset):
             if values:
                 raise DataError(
                     where,
-                    got=f"{len(values)} images in the column {key!r}, for a model that reads text",
+                    got=f"images in the column {key!r}, for a model that reads text",
                     expected="a model that sees",
                     fix="Take one, or set data.image_key=null to train on the text alone.",
                 )

@@ -123,7 +123,7 @@ def _row(
     """One prompt; without a processor it has no positions of its own."""
     if processor is None and images:
         fix = "Take a model that sees, or leave out the images."
-        raise DataError(where, got=f"{len(images)} images, for a model that reads text", expected="text", fix=fix)
+        raise DataError(where, got="images, for a model that reads text", expected="text", fix=fix)
     pictures = [
         read_picture(file, folder=Path(), where=f"{where}, image {number}") for number, file in enumerate(images)
     ]

@@ -23,7 +23,8 @@ def test_without_images_a_text_is_a_text() -> None:
 
 @pytest.mark.parametrize(("prompts", "images"), [(["<image>"], ["a", "b"]), (["w", "v"], ["a"])])
 def test_more_images_than_places(prompts: list[str], images: list[str]) -> None:
+    places = "".join(prompts).count("<")
     with pytest.raises(
-        ConfigError, match=f"--image: got {len(images)} images, and {''.join(prompts).count('<')} <image>"
+        ConfigError, match=f"got <image> {places} times in the prompts, and --image {len(images)} times"
     ):
         dealt(prompts, images)
