@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from quadriga.config.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdapterShape, is_adapter, read_adapter
 from quadriga.errors import CheckpointError
-from quadriga.models.weight_files import SafetensorFiles, WeightFiles, names_in, open_weights
+from quadriga.models.weight_files import RenamedFiles, SafetensorFiles, WeightFiles, names_in, open_weights
 
 ADAPTER_NAME = "default"
 _PREFIX = "base_model.model."
@@ -88,7 +88,7 @@ def merged(weights: Iterable[tuple[str, torch.Tensor]], scale: float) -> Iterato
     assert not held, f"{next(iter(held))} came without the rest of its adapter"
 
 
-class AdapterFiles:
+class AdapterFiles(RenamedFiles):
     """An adapter that PEFT's names stand for, under the names of a model; see `WeightFiles`.
 
     Args:
@@ -97,20 +97,7 @@ class AdapterFiles:
 
     def __init__(self, folder: Path) -> None:
         names = names_in(folder / ADAPTER_WEIGHTS)
-        self._names = {_own_name(name): name for name in names}
-        self._files = SafetensorFiles(folder, dict.fromkeys(names, ADAPTER_WEIGHTS))
-
-    def names(self) -> list[str]:
-        """See `WeightFiles.names`."""
-        return list(self._names)
-
-    def shape(self, name: str) -> torch.Size:
-        """See `WeightFiles.shape`."""
-        return self._files.shape(self._names[name])
-
-    def read(self, name: str) -> torch.Tensor:
-        """See `WeightFiles.read`."""
-        return self._files.read(self._names[name])
+        super().__init__(SafetensorFiles(folder, dict.fromkeys(names, ADAPTER_WEIGHTS)), _own_name)
 
 
 class MergedFiles:

@@ -62,8 +62,10 @@ def native(config: Config, actor: TrainEngine, tokenizer: PreTrainedTokenizerBas
         cache_gigabytes=section.cache_gigabytes,
     )
     if is_whole:
-        return Rollout(engine, SharedWeights(), "native, on the actor's own weights: nothing is copied", is_shared=True)
-    return Rollout(engine, InProcessWeights(), "native, on a copy of the weights that the actor's processes share")
+        description = f"native, on the actor's own weights, {engine.description}"
+        return Rollout(engine, SharedWeights(), description, is_shared=True)
+    description = f"native, on a copy of the weights that the actor's processes share, {engine.description}"
+    return Rollout(engine, InProcessWeights(), description)
 
 
 def hf(config: Config, actor: TrainEngine, tokenizer: PreTrainedTokenizerBase) -> Rollout:

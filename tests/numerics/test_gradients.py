@@ -13,7 +13,6 @@ from quadriga.algorithms.aggregate import LOSS_AGG_MODES, agg_loss
 from quadriga.algorithms.kl import kl_penalty
 from quadriga.algorithms.losses import vanilla
 from quadriga.config import ActorConfig, OptimConfig
-from quadriga.engines.base import OptimizerStep
 from quadriga.engines.fsdp.engine import FSDPEngine, Training
 from quadriga.engines.fsdp.memory import Memory
 from quadriga.engines.micro_batches import MicroBatching
@@ -21,6 +20,7 @@ from quadriga.engines.objectives import PolicyObjective
 from quadriga.engines.step import Passes, infer, update
 from quadriga.models.scorers import PolicyScorer
 from quadriga.protocol import DataProto
+from tests.numerics.recording import Recording
 
 WHOLE = MicroBatching(num_sequences=99, max_tokens=1)
 CUTS = {
@@ -31,16 +31,6 @@ CUTS = {
     "by tokens": MicroBatching(None, 30),
     "by tokens, smaller than a sequence": MicroBatching(None, 4),
 }
-
-
-class Recording(FSDPEngine):
-    """An engine that keeps its gradients instead of stepping."""
-
-    def optimizer_step(self, lr: float) -> OptimizerStep:
-        self.parameters.attach_gradients()
-        self.recorded = {name: self.parameters.masters[name].grad.clone() for name in self.parameters.trained()}
-        self.parameters.clear_gradients()
-        return OptimizerStep(0.0, is_applied=True)
 
 
 def gradients(

@@ -15,7 +15,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from quadriga.config import ActorConfig, ModelConfig, OptimConfig
-from quadriga.engines.base import OptimizerStep
 from quadriga.engines.fsdp.engine import FSDPEngine, Training
 from quadriga.engines.micro_batches import MicroBatching
 from quadriga.engines.objectives import PolicyObjective
@@ -25,20 +24,11 @@ from quadriga.models.lora import adapter_off, add_adapter
 from quadriga.models.scorers import PolicyScorer
 from quadriga.protocol import DataProto
 from tests.numerics.launching import run_ranks
+from tests.numerics.recording import Recording
 
 PROGRAM = Path(__file__).with_name("lora_shards.py")
 CPU, MICRO = torch.device("cpu"), MicroBatching(None, 30)
 SECTION = ModelConfig(path="tiny", lora_rank=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"])
-
-
-class Recording(FSDPEngine):
-    """An engine that keeps its gradients instead of stepping."""
-
-    def optimizer_step(self, lr: float) -> OptimizerStep:
-        self.parameters.attach_gradients()
-        self.recorded = {name: self.parameters.masters[name].grad.clone() for name in self.parameters.trained()}
-        self.parameters.clear_gradients()
-        return OptimizerStep(0.0, is_applied=True)
 
 
 def stirred(model: PreTrainedModel) -> PreTrainedModel:

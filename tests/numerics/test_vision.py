@@ -10,7 +10,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from quadriga.config import ActorConfig, OptimConfig
-from quadriga.engines.base import OptimizerStep
 from quadriga.engines.fsdp.engine import FSDPEngine, Training
 from quadriga.engines.micro_batches import MicroBatching
 from quadriga.engines.objectives import PolicyObjective
@@ -19,6 +18,7 @@ from quadriga.errors import EngineError
 from quadriga.models.scorers import PolicyScorer
 from quadriga.models.vision import freeze_tower
 from quadriga.protocol import DataProto
+from tests.numerics.recording import Recording
 from tests.numerics.vision_batch import Row, vision_batch, vision_rows
 from tests.tiny_vision import FAMILIES, IMAGE, vision_model
 
@@ -43,16 +43,6 @@ def row_scores(model: PreTrainedModel, row: Row) -> tuple[Tensor, Tensor]:
 
 def padded(values: list[Tensor], width: int) -> Tensor:
     return torch.stack([torch.nn.functional.pad(one, (0, width - len(one))) for one in values])
-
-
-class Recording(FSDPEngine):
-    """An engine that keeps its gradients instead of stepping."""
-
-    def optimizer_step(self, lr: float) -> OptimizerStep:
-        self.parameters.attach_gradients()
-        self.recorded = {name: self.parameters.masters[name].grad.clone() for name in self.parameters.trained()}
-        self.parameters.clear_gradients()
-        return OptimizerStep(0.0, is_applied=True)
 
 
 def gradients(model: PreTrainedModel, batch: DataProto, micro: MicroBatching) -> dict[str, Tensor]:

@@ -29,7 +29,7 @@ from quadriga.rollout.causal_model import CausalModelEngine, require_room
 from quadriga.rollout.native.answer import Answer
 from quadriga.rollout.native.cache import cache_dtype
 from quadriga.rollout.native.generation import Generation
-from quadriga.rollout.native.network import Network, network_of, state_of
+from quadriga.rollout.native.network import Network, description_of, network_of, state_of
 from quadriga.rollout.native.scheduler import Scheduler
 from quadriga.rollout.stop_texts import require_tokenizer
 
@@ -82,6 +82,11 @@ class NativeEngine(CausalModelEngine):
         self._is_running = False
         self._worker: ThreadPoolExecutor | None = None
         self._turn: Future[None] | None = None
+
+    @property
+    def description(self) -> str:
+        """How it computes, and which copies of the weights that takes, for people to read."""
+        return description_of(self.model)
 
     def generate_batch(
         self,

@@ -31,11 +31,11 @@ PLAIN = (
     "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
     "Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration",
 )  # fmt: skip
-_DESCRIPTIONS = {
-    None: "layer by layer, on the parameters themselves",
-    PackedWeight: "layer by layer, on bfloat16 weights in oneDNN's order",
-    WideWeight: "layer by layer, on float32 weights in MKL's order",
-    TwofoldWeight: "layer by layer, on bfloat16 weights in oneDNN's order, of many rows on float32 ones in MKL's",
+_COPIES = {
+    None: "",
+    PackedWeight: "; a second copy of them in oneDNN's order, bfloat16",
+    WideWeight: "; a second copy of them in MKL's order, float32",
+    TwofoldWeight: "; a second copy of them in oneDNN's order, bfloat16, and a third in MKL's, float32",
 }
 
 State = tuple[tuple[int, int], ...]
@@ -53,7 +53,6 @@ class Network:
         self.body, self.head = cast(Any, backbone(model)), cast(Any, head_of(model))
         self.num_layers = int(model.config.get_text_config().num_hidden_layers)
         self.state = state_of(model)
-        self.description = "by the model's own module"
         self.wide_head: WideWeight | None = None
 
     @property
@@ -82,10 +81,7 @@ class PlainNetwork(Network):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
         weight = self.head.weight.detach()
-        form: type[Weight] | None = None
-        if weight.device.type == "cpu":
-            form = form_for(weight.dtype, sum(one.numel() for one in model.parameters()))
-        self.description = _DESCRIPTIONS[form]
+        form = _form_of(model)
         self.layers = [_Layer(layer, number, form) for number, layer in enumerate(self.body.layers)]
         if form is not None:
             self.wide_head = WideWeight(weight, getattr(self.head, "bias", None))
@@ -164,6 +160,18 @@ class _Projection:
 def network_of(model: PreTrainedModel) -> Network:
     """The fastest network that computes this model exactly."""
     return PlainNetwork(model) if is_plain(model) else Network(model)
+
+
+def description_of(model: PreTrainedModel) -> str:
+    """How a model is computed, and which copies of its weights that takes."""
+    return f"layer by layer{_COPIES[_form_of(model)]}" if is_plain(model) else "by the model's own module"
+
+
+def _form_of(model: PreTrainedModel) -> type[Weight] | None:
+    weight = cast(Any, head_of(model)).weight
+    if weight.device.type != "cpu":
+        return None
+    return form_for(weight.dtype, sum(one.numel() for one in model.parameters()))
 
 
 def is_plain(model: PreTrainedModel) -> bool:
