@@ -5,7 +5,7 @@
 
 All linear modules of the model in bfloat16, one after the other, so that each weight comes from memory as in a step.
 The forms take turns and the best of some rounds is told, in milliseconds, beside those of torch's own products with
-parameters in either dtype. The last row is what it takes to make a form once. It is where `FEW_ROWS` of
+parameters in either dtype. The last row is what it takes to make a form once. It is where `max_rows` of the forms in
 `rollout/native/products.py` comes from.
 """
 
@@ -19,20 +19,25 @@ import torch
 from torch import nn
 
 from quadriga.models.load import load_causal_lm
-from quadriga.rollout.native.products import PackedWeight, WideWeight, can_pack
+from quadriga.rollout.native.products import OwnWeight, PackedWeight, WideWeight, can_pack
 
 ROWS = (1, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 Multiply = Callable[[torch.Tensor], torch.Tensor]
 
 
+def own(weight: torch.Tensor) -> Multiply:
+    """The bfloat16 parameter itself, by our own loop."""
+    return OwnWeight([weight], None).multiply
+
+
 def packed(weight: torch.Tensor) -> Multiply:
     """bfloat16, in oneDNN's order."""
-    return PackedWeight(weight, None).multiply
+    return PackedWeight([weight], None).multiply
 
 
 def wide(weight: torch.Tensor) -> Multiply:
     """Float32, in MKL's order."""
-    return WideWeight(weight, None).multiply
+    return WideWeight([weight], None).multiply
 
 
 def plain(weight: torch.Tensor) -> Multiply:
@@ -46,9 +51,11 @@ def plain_float32(weight: torch.Tensor) -> Multiply:
     return lambda states: nn.functional.linear(states.float(), wide)
 
 
-def forms() -> dict[str, Callable[[torch.Tensor], Multiply]]:
+def forms(weights: list[torch.Tensor]) -> dict[str, Callable[[torch.Tensor], Multiply]]:
     """Those that this machine has."""
     known: dict[str, Callable[[torch.Tensor], Multiply]] = {"linear, bfloat16": plain, "linear, float32": plain_float32}
+    if OwnWeight.takes(weights):
+        known["own loop, bfloat16"] = own
     return known | ({"packed, bfloat16": packed} if can_pack() else {}) | {"packed, float32": wide}
 
 
@@ -77,7 +84,7 @@ def main() -> int:
     weights = [module.weight.detach() for module in model.modules() if type(module) is nn.Linear]
     sizes = [weight.shape[1] for weight in weights]
     made, making = {}, {}
-    for name, form in forms().items():
+    for name, form in forms(weights).items():
         start = time.perf_counter()
         made[name] = [form(weight) for weight in weights]
         making[name] = (time.perf_counter() - start) * 1e3

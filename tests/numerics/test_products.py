@@ -7,25 +7,27 @@ What it does not prove: that the forms are faster, and anything on a processor w
 import pytest
 import torch
 
+from quadriga.rollout.native.kernels import about_kernels, kernels
 from quadriga.rollout.native.products import (
-    FEW_ROWS,
+    Forms,
+    OwnWeight,
     PackedWeight,
     TwofoldWeight,
-    Weight,
     WideWeight,
     can_pack,
-    form_for,
     has_mkl,
     has_tiles,
 )
 
 needs_packing = pytest.mark.skipif(not can_pack(), reason="this build of torch packs no bfloat16 weights")
+needs_loops = pytest.mark.skipif(kernels() is None, reason=about_kernels())
 FORMS = [
+    pytest.param(OwnWeight, torch.bfloat16, marks=needs_loops),
     pytest.param(PackedWeight, torch.bfloat16, marks=needs_packing),
-    pytest.param(TwofoldWeight, torch.bfloat16, marks=needs_packing),
     (WideWeight, torch.bfloat16),
     (WideWeight, torch.float32),
 ]
+ROWS = [1, 2, 6, 7, 16, 17, 24, 25, 64, 127, 128, 300]
 
 
 def factors(num_rows: int, num_inputs: int, num_outputs: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -39,32 +41,53 @@ def factors(num_rows: int, num_inputs: int, num_outputs: int, dtype: torch.dtype
 
 @pytest.mark.parametrize(("form", "dtype"), FORMS)
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("num_rows", [1, FEW_ROWS, FEW_ROWS + 1, 64, 127, 128, 300])
-@pytest.mark.parametrize(("num_inputs", "num_outputs"), [(48, 40), (7, 513), (1, 1)])
+@pytest.mark.parametrize("num_rows", ROWS)
+@pytest.mark.parametrize(("num_inputs", "num_outputs"), [(96, 40), (7, 513), (1, 1)])
 def test_products_are_exact(
-    form: type[Weight], dtype: torch.dtype, has_bias: bool, num_rows: int, num_inputs: int, num_outputs: int
+    form: type[OwnWeight | PackedWeight | WideWeight],
+    dtype: torch.dtype,
+    has_bias: bool,
+    num_rows: int,
+    num_inputs: int,
+    num_outputs: int,
 ) -> None:
-    """For any number of rows, and not only the one that the order was chosen for."""
+    """For any number of rows, and not only the one that the order was chosen for; of two weights side by side."""
     states, weight, bias = factors(num_rows, num_inputs, num_outputs, dtype)
+    cut = num_outputs // 10 * 4
+    weights, biases = [weight[:cut], weight[cut:]], [bias[:cut], bias[cut:]]
+    if form is OwnWeight and not OwnWeight.takes(weights):
+        assert (num_inputs, num_outputs) != (96, 40)
+        return
     wanted = states.double() @ weight.double().t() + (bias.double() if has_bias else 0.0)
-    found = form(weight, bias if has_bias else None).multiply(states[:, None])[:, 0]
+    found = form(weights, biases if has_bias else None).multiply(states[:, None])[:, 0]
     # A bfloat16 result is rounded once, by at most 2**-8 of it.
     torch.testing.assert_close(found.double(), wanted, rtol=0 if found.dtype == torch.float32 else 2**-8, atol=2e-5)
 
 
 @needs_packing
-def test_many_rows_are_summed_in_float32() -> None:
+def test_the_number_of_rows_chooses_the_form() -> None:
     _, weight, _ = factors(1, 8, 8, torch.bfloat16)
-    twofold = TwofoldWeight(weight, None)
-    assert twofold.multiply(torch.ones(FEW_ROWS, 8).bfloat16()).dtype == torch.bfloat16
-    assert twofold.multiply(torch.ones(FEW_ROWS + 1, 8).bfloat16()).dtype == torch.float32
+    few = PackedWeight([weight], None)
+    twofold = TwofoldWeight(few, WideWeight([weight], None))
+    assert twofold.multiply(torch.ones(few.max_rows, 8).bfloat16()).dtype == torch.bfloat16
+    assert twofold.multiply(torch.ones(few.max_rows + 1, 8).bfloat16()).dtype == torch.float32
+
+
+@needs_loops
+def test_the_own_loop_follows_the_parameter() -> None:
+    """It reads the parameter itself, and gives a head's logits without rounding them."""
+    states, weight, _ = factors(3, 32, 8, torch.bfloat16)
+    own = OwnWeight([weight], None, torch.float32)
+    assert own.multiply(states).dtype == torch.float32
+    weight.zero_()
+    assert torch.equal(own.multiply(states), torch.zeros(3, 8))
 
 
 @pytest.mark.skipif(not has_mkl(), reason="this build of torch has no MKL")
 def test_a_packed_weight_does_not_follow_the_parameter() -> None:
     """The engine makes new forms after an update; MKL's operator could otherwise fall back on the weight itself."""
     states, weight, _ = factors(3, 8, 8, torch.float32)
-    wide = WideWeight(weight, None)
+    wide = WideWeight([weight], None)
     before = wide.multiply(states)
     weight.zero_()
     assert torch.equal(wide.multiply(states), before)
@@ -72,8 +95,29 @@ def test_a_packed_weight_does_not_follow_the_parameter() -> None:
 
 @pytest.mark.skipif(not (has_mkl() and can_pack()) or has_tiles(), reason="another kind of processor")
 def test_float32_takes_no_more_memory_than_there_is_for_it() -> None:
-    assert form_for(torch.bfloat16, 10**9) is TwofoldWeight
-    assert form_for(torch.bfloat16, 10**10) is PackedWeight
-    assert form_for(torch.float32, 10**9) is WideWeight
-    assert form_for(torch.float32, 10**10) is None
-    assert form_for(torch.float16, 1) is None
+    few = PackedWeight if kernels() is None else OwnWeight
+    expected = {
+        (torch.bfloat16, 10**9): (few, WideWeight),
+        (torch.bfloat16, 10**10): (few, PackedWeight),
+        (torch.float32, 10**9): (None, WideWeight),
+        (torch.float32, 10**10): (None, None),
+        (torch.float16, 1): (None, None),
+    }
+    for (dtype, num_weights), pair in expected.items():
+        forms = Forms(dtype, num_weights)
+        assert (forms.few, forms.many) == pair
+        assert ("MKL" in forms.description) == (WideWeight in pair)
+
+
+@needs_loops
+@pytest.mark.skipif(has_tiles(), reason="another kind of processor")
+def test_weights_that_the_loop_does_not_take_are_packed() -> None:
+    """Of a layer and of the head, one by one."""
+    forms = Forms(torch.bfloat16, 1000)
+    for num_outputs, few in ((8, OwnWeight), (7, PackedWeight)):
+        _, weight, bias = factors(1, 32, num_outputs, torch.bfloat16)
+        layer, head = forms.of_layer([weight], [bias]), forms.of_head(weight, bias)
+        assert isinstance(layer, TwofoldWeight)
+        assert type(layer.few) is few
+        assert type(head) is (TwofoldWeight if few is OwnWeight else WideWeight)
+        assert head.multiply(torch.ones(1, 32).bfloat16()).dtype == torch.float32

@@ -4,7 +4,7 @@
 A row sees its context, whose keys and values it shares with the other rows of that context, and the tokens of its own
 answer. Attention over either is computed apart, with the logarithm of its sum of exponentials, by which the two are put
 together. For the context the queries of all its rows are folded into one matrix, so its keys are read once for all
-of them and never copied.
+of them and never copied. `CompiledPlan` goes through both in one pass, row by row.
 
 Legend: P contexts, S longest context, R rows, n rows of the largest group, t answer tokens so far, H query heads,
 K key-value heads, G = H / K, D head size, N packed tokens.
@@ -16,6 +16,7 @@ import torch
 
 from quadriga.models.packed_attention import PackedAttention, Segment
 from quadriga.rollout.native.cache import AnswerCache, ContextCache
+from quadriga.rollout.native.kernels import Kernels, KeysAndValues, RowPlaces, kernels
 
 _HIDDEN = torch.finfo(torch.float32).min
 
@@ -131,6 +132,45 @@ class DecodePlan:
             return None
         is_hidden = torch.arange(width, device=self.device) >= torch.tensor(lengths, device=self.device)[:, None]
         return torch.zeros(is_hidden.shape, device=self.device).masked_fill_(is_hidden, _HIDDEN)[:, None, None]
+
+
+class CompiledPlan:
+    """What `DecodePlan` computes, by the loop that was compiled on this machine.
+
+    Args:
+        loops: that has it.
+        contexts, answers, places: see `DecodePlan`.
+    """
+
+    def __init__(self, loops: Kernels, contexts: ContextCache, answers: AnswerCache, places: Sequence[int]) -> None:
+        self.loops, self.contexts, self.answers = loops, contexts, answers
+        self.first_positions = torch.tensor([contexts.next_positions[place] for place in places])
+        lengths = [contexts.lengths[place] for place in places]
+        self.places = RowPlaces(torch.tensor(places), torch.tensor(lengths), torch.zeros(len(places), dtype=torch.long))
+
+    def start_step(self, written: Sequence[int]) -> torch.Tensor:
+        """See `DecodePlan.start_step`."""
+        self.places = self.places._replace(num_written=torch.tensor(written))
+        return (self.first_positions + self.places.num_written)[:, None]
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """See `AttentionPlan.attend`; here B is R and N is 1."""
+        own = KeysAndValues(*self.answers.of_layer(layer, value))
+        contexts = KeysAndValues(self.contexts.keys[layer], self.contexts.values[layer])
+        token = (states.squeeze(2) for states in (query, key, value))
+        return self.loops.attend(*token, scale, own, contexts, self.places).unsqueeze(1)
+
+
+def plan_decoding(
+    contexts: ContextCache, answers: AnswerCache, places: Sequence[int], device: torch.device
+) -> DecodePlan | CompiledPlan:
+    """The fastest plan for these rows; see `DecodePlan`."""
+    loops = kernels() if device.type == "cpu" else None
+    if loops is not None and loops.can_attend(contexts.keys[0].shape[-1]):
+        return CompiledPlan(loops, contexts, answers, places)
+    return DecodePlan(contexts, answers, places, device)
 
 
 def attend_part(

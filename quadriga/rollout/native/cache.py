@@ -140,14 +140,18 @@ class AnswerCache:
         self._written = torch.tensor(written, device=device)
         self._places = None
 
+    def of_layer(self, layer: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The whole memory of one layer; what is to be written to it next is `like`, [R, K, ..., D]."""
+        if layer == len(self.keys):
+            shape = (self.capacity, like.shape[1], self.room, like.shape[-1])
+            for states in (self.keys, self.values):
+                states.append(like.new_zeros(shape, dtype=cache_dtype(like.dtype, like.device)))
+        return self.keys[layer], self.values[layer]
+
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Writes one token per row, [R, K, 1, D]; returns all tokens so far, [R, K, t, D] views."""
         num_heads, head_size = key.shape[1], key.shape[3]
-        if layer == len(self.keys):
-            shape, dtype = (self.capacity, num_heads, self.room, head_size), cache_dtype(value.dtype, value.device)
-            self.keys.append(key.new_zeros(shape, dtype=dtype))
-            self.values.append(key.new_zeros(shape, dtype=dtype))
-        keys, values = self.keys[layer], self.values[layer]
+        keys, values = self.of_layer(layer, value)
         num_rows, length = self._shape
         if self._places is None:  # the line of each row and head, once for all layers
             lines = torch.arange(num_rows * num_heads, device=key.device).view(num_rows, num_heads)

@@ -18,7 +18,7 @@ import torch
 
 from quadriga.errors import RolloutError
 from quadriga.rollout.native.answer import Answer
-from quadriga.rollout.native.attention import DecodePlan, PrefillPlan
+from quadriga.rollout.native.attention import CompiledPlan, DecodePlan, PrefillPlan, plan_decoding
 from quadriga.rollout.native.cache import AnswerCache, ContextCache
 from quadriga.rollout.native.context import Context, images_of, next_position, packed_positions
 from quadriga.rollout.native.network import Network
@@ -44,7 +44,7 @@ class Generation:
         self.device = network.device
         self.contexts = ContextCache()
         self.own = AnswerCache()
-        self.plan: DecodePlan | None = None
+        self.plan: DecodePlan | CompiledPlan | None = None
         self.rules: SamplingRules | None = None
 
     @property
@@ -184,14 +184,14 @@ class Generation:
         self.plan = None
         self.own.resize(len(rows), max(room, longest + 1), len(rows), longest)
 
-    def _prepare(self) -> tuple[DecodePlan, SamplingRules]:
+    def _prepare(self) -> tuple[DecodePlan | CompiledPlan, SamplingRules]:
         if self.plan is None or self.rules is None:
             rows = self.scheduler.running
             if len({answer.context for answer in rows}) <= _KEPT_SHARE * len(self.contexts.contexts):
                 self._keep_contexts()
             place_of = {context: place for place, context in enumerate(self.contexts.contexts)}
             places = [place_of[answer.context] for answer in rows]
-            self.plan = DecodePlan(self.contexts, self.own, places, self.device)
+            self.plan = plan_decoding(self.contexts, self.own, places, self.device)
             self.rules = SamplingRules.from_params([answer.sampling for answer in rows], self.device)
         return self.plan, self.rules
 

@@ -1,56 +1,87 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrix products with weights that stay for a while, on a CPU: a second copy of them, in the order of a library.
+"""Matrix products with weights that stay for a while, on a CPU: in the form that is fastest for the number of rows.
 
-A decode step multiplies a few rows with every weight of the model, and libraries begin each such product by bringing
-the weight into an order of their own. Here that is done once:
+A decode step multiplies a few rows with every weight of the model. With few rows it is reading the weights that takes
+the time, with many the arithmetic. Libraries bring a weight into an order of their own first; here that is done once.
 
-    model         this CPU has        few rows                        many rows
-    bfloat16      tiles (AMX)         bfloat16, in oneDNN's order     the same
-    bfloat16      none, but MKL       bfloat16, in oneDNN's order     float32, in MKL's order
-    bfloat16      neither             bfloat16, in oneDNN's order     the same
-    float32       MKL                 float32, in MKL's order         the same
+    model       this CPU has              few rows                                   many rows
+    bfloat16    AVX-512 and a compiler    the parameters themselves, by `kernels`    float32, in MKL's order
+    bfloat16    AVX-512                   bfloat16, in oneDNN's order                float32, in MKL's order
+    bfloat16    tiles (AMX)               bfloat16, in oneDNN's order                the same
+    float32     MKL                       float32, in MKL's order                    the same
 
-With few rows it is reading the weights that takes the time, with many the arithmetic. Float32 has no place beside
-bfloat16 where it takes too much memory.
+Float32 has no place beside bfloat16 where it takes too much memory, or where there is no MKL: oneDNN's order serves
+many rows, too.
 
 The factors are those of training, sums are float32, and a result is rounded once; only the order of summation differs.
 
-Legend: D inputs, O outputs.
+Legend: R rows, D inputs, O outputs, in all of a form's weights together.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch.nn.functional import linear
 
-FEW_ROWS = 16  # up to here bfloat16 is as fast as float32, for it is half as much to read
+from quadriga.rollout.native.kernels import Kernels, about_kernels, kernels
+
 _MAX_WIDE_BYTES = 4 * 2**30
 # The number of rows for which a library chooses its order; others are right, too.
 _PACKED_ROWS = 16
 _WIDE_ROWS = 128
 
+Tensors = Sequence[torch.Tensor]
+
 
 class Weight(ABC):
-    """A weight in a form of its own.
-
-    Args:
-        weight: [O, D] bfloat16 or float32
-        bias: [O], or None
-    """
-
-    @abstractmethod
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None: ...
+    """Weights of one input, side by side, in a form of its own."""
 
     @abstractmethod
     def multiply(self, states: torch.Tensor) -> torch.Tensor:
         """[..., D] in the model's dtype -> [..., O], in it or in float32."""
 
 
-class PackedWeight(Weight):
-    """bfloat16, in oneDNN's order."""
+class OwnWeight(Weight):
+    """The bfloat16 parameters themselves, by a loop that was compiled here.
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self.packed, self.bias = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_ROWS), bias
+    Args:
+        weights: [., D] each; see `takes`.
+        biases: [.] each, or None
+        dtype: of the result; bfloat16 or float32.
+    """
+
+    max_rows = 24  # up to here it is the fastest form
+
+    def __init__(self, weights: Tensors, biases: Tensors | None, dtype: torch.dtype = torch.bfloat16) -> None:
+        found = kernels()
+        assert found is not None, about_kernels()
+        self.kernels, self.weights, self.biases, self.dtype = found, weights, biases, dtype
+
+    @staticmethod
+    def takes(weights: Tensors) -> bool:
+        """Whether weights are of such a size and dtype, and this machine has the loop."""
+        return kernels() is not None and all(map(Kernels.can_multiply, weights))
+
+    def multiply(self, states: torch.Tensor) -> torch.Tensor:
+        """[..., D] bfloat16 -> [..., O]"""
+        rows = states.reshape(-1, states.shape[-1])
+        return self.kernels.multiply(rows, self.weights, self.biases, self.dtype).view(*states.shape[:-1], -1)
+
+
+class PackedWeight(Weight):
+    """bfloat16, in oneDNN's order.
+
+    Args:
+        weights: [., D] bfloat16 each
+        biases: [.] each, or None
+    """
+
+    max_rows = 16  # up to here it is as fast as float32, for it is half as much to read
+
+    def __init__(self, weights: Tensors, biases: Tensors | None) -> None:
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(torch.cat([*weights]), _PACKED_ROWS)
+        self.bias = None if biases is None else torch.cat([*biases])
 
     def multiply(self, states: torch.Tensor) -> torch.Tensor:
         """[..., D] bfloat16 -> [..., O] bfloat16"""
@@ -58,15 +89,21 @@ class PackedWeight(Weight):
 
 
 class WideWeight(Weight):
-    """Float32, in MKL's order where this build of torch has MKL."""
+    """Float32, in MKL's order where this build of torch has MKL.
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self.weight, self.bias = weight.float(), None if bias is None else bias.float()
+    Args:
+        weights: [., D] each, bfloat16 or float32
+        biases: [.] each, or None
+    """
+
+    def __init__(self, weights: Tensors, biases: Tensors | None) -> None:
+        self.weight = torch.cat([weight.float() for weight in weights])
+        self.bias = None if biases is None else torch.cat([bias.float() for bias in biases])
         self.packed: torch.Tensor | None = None
-        self.takes_tiles = weight.dtype == torch.bfloat16 and has_tiles()
+        self.takes_tiles = weights[0].dtype == torch.bfloat16 and has_tiles()
         if has_mkl() and not self.takes_tiles:
-            self.packed = torch.ops.mkl._mkl_reorder_linear_weight(self.weight.contiguous(), _WIDE_ROWS)
-            self.weight = self.weight.new_empty(1).expand(weight.shape)  # its shape is all that is asked for now
+            self.packed = torch.ops.mkl._mkl_reorder_linear_weight(self.weight, _WIDE_ROWS)
+            self.weight = self.weight.new_empty(1).expand(self.weight.shape)  # its shape is all that is asked for now
 
     def multiply(self, states: torch.Tensor) -> torch.Tensor:
         """[..., D] -> [..., O] float32"""
@@ -85,29 +122,60 @@ class WideWeight(Weight):
 
 
 class TwofoldWeight(Weight):
-    """bfloat16 in oneDNN's order for few rows, float32 in MKL's for many."""
+    """One form for few rows and one for many."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self.packed, self.wide = PackedWeight(weight, bias), WideWeight(weight, bias)
+    def __init__(self, few: OwnWeight | PackedWeight, many: Weight) -> None:
+        self.few, self.many = few, many
 
     def multiply(self, states: torch.Tensor) -> torch.Tensor:
-        """[..., D] bfloat16 -> [..., O], bfloat16 for few rows and float32 for many"""
-        form = self.packed if states.shape[:-1].numel() <= FEW_ROWS else self.wide
+        """See `Weight.multiply`."""
+        form = self.few if states.shape[:-1].numel() <= self.few.max_rows else self.many
         return form.multiply(states)
 
 
-def form_for(dtype: torch.dtype, num_weights: int) -> type[Weight] | None:
-    """The form for the layers of a model on this CPU; None: no form is faster than the parameters themselves.
+class Forms:
+    """The forms for the weights of a model on this CPU.
 
     Args:
         dtype: of the model.
         num_weights: of the model.
     """
-    packs = dtype == torch.bfloat16 and can_pack()
-    widens = has_mkl() and 4 * num_weights <= _MAX_WIDE_BYTES
-    if packs:
-        return TwofoldWeight if widens and not has_tiles() else PackedWeight
-    return WideWeight if widens and dtype in (torch.bfloat16, torch.float32) else None
+
+    def __init__(self, dtype: torch.dtype, num_weights: int) -> None:
+        is_half, widens = dtype == torch.bfloat16, has_mkl() and 4 * num_weights <= _MAX_WIDE_BYTES
+        self.few: type[OwnWeight | PackedWeight] | None = None
+        self.many: type[WideWeight | PackedWeight] | None = (
+            WideWeight if widens and (is_half or dtype == torch.float32) else None
+        )
+        if is_half and can_pack():
+            self.few = OwnWeight if kernels() is not None and not has_tiles() else PackedWeight
+            self.many = WideWeight if widens and not has_tiles() else PackedWeight
+
+    @property
+    def description(self) -> str:
+        """Which second copies of the weights that takes, and who multiplies few rows, for people to read."""
+        names = {PackedWeight: "oneDNN's order, bfloat16", WideWeight: "MKL's order, float32"}
+        copies = [names[form] for form in (self.many, self.few) if form in names]
+        told = "".join(f"; a copy of them in {name}" for name in dict.fromkeys(copies))
+        return told if self.few is None or has_tiles() else f"{told}; {about_kernels()}"
+
+    def of_layer(self, weights: Tensors, biases: Tensors | None) -> Weight | None:
+        """For modules of a layer that have one input; None: no form is faster than the parameters."""
+        if self.many is None:
+            return None
+        few = PackedWeight if self.few is OwnWeight and not OwnWeight.takes(weights) else self.few
+        many = self.many(weights, biases)
+        return many if few is None or few is self.many else TwofoldWeight(few(weights, biases), many)
+
+    def of_head(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Weight | None:
+        """For the head, whose results are not rounded."""
+        if self.many is None:
+            return None
+        weights, biases = [weight], None if bias is None else [bias]
+        wide = WideWeight(weights, biases)
+        if self.few is not OwnWeight or not OwnWeight.takes(weights):
+            return wide
+        return TwofoldWeight(OwnWeight(weights, biases, torch.float32), wide)
 
 
 def can_pack() -> bool:

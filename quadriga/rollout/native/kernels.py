@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loops of `kernels.c`, compiled by this machine's own C compiler when they are first asked for.
+
+    kernels.c ── cc, for this processor ──> ~/.cache/quadriga/kernels-<source, compiler, processor>.so ──> Kernels
+
+They run on torch's own threads: what they ask of OpenMP is resolved from the library that torch has loaded. Where they
+cannot be had, for want of a compiler or of AVX-512, `kernels` says why, and torch's operators do the same work.
+
+Legend: R rows, D inputs, hidden or head size, O outputs, H heads, F width of an MLP, K key-value heads, G query heads
+of each, P contexts, S tokens of the longest, C rows of the cache of answers, T tokens of an answer that
+it has room for.
+"""
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+_SOURCE = Path(__file__).with_name("kernels.c")
+_FLAGS = ("-O2", "-march=native", "-fPIC", "-fopenmp")
+_COMPILERS = ("gcc", "cc")
+_COLUMNS, _PAIR, _LANES = 4, 32, 16  # what sizes must be multiples of; see kernels.c
+
+
+class _UnavailableError(Exception):
+    """Why there are no kernels, in words that follow "no compiled loops, for"."""
+
+
+class _Product(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_long) for name in ("num_rows", "size", "first", "num_outputs")),
+        *((name, ctypes.c_int) for name in ("is_half", "num_threads")),
+        ("room", ctypes.c_void_p),
+    )
+
+
+class _Decode(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_long) for name in ("num_rows", "num_key_heads", "group", "size")),
+        *((name, ctypes.c_long) for name in ("context_room", "own_room")),
+        *((name, ctypes.c_long) for name in ("query_stride", "key_stride", "value_stride")),
+        *((name, ctypes.c_void_p) for name in ("context_of", "context_length", "num_written")),
+        ("scale", ctypes.c_float),
+        *((name, ctypes.c_int) for name in ("is_half", "num_threads")),
+    )
+
+
+class KeysAndValues(NamedTuple):
+    """Of one layer, in float32: those of contexts, [P, K, S, D], or those of answers, [C, K, T, D]."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+class RowPlaces(NamedTuple):
+    """Where the tokens of each row are; [R] int64 each."""
+
+    context_of: torch.Tensor
+    context_length: torch.Tensor
+    num_written: torch.Tensor
+
+
+class Kernels:
+    """The compiled loops.
+
+    Args:
+        library: what was compiled from `kernels.c`.
+        compiler: its name and version, for people.
+    """
+
+    def __init__(self, library: ctypes.CDLL, compiler: str) -> None:
+        self.compiler = compiler
+        pointer, size, number = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
+        takes = {
+            "multiply": (ctypes.POINTER(_Product), *[pointer] * 4, size),
+            "attend": (ctypes.POINTER(_Decode), *[pointer] * 8),
+            "normalize": (*[pointer] * 3, size, size, ctypes.c_float, number, number),
+            "rotate": (*[pointer] * 3, *[size] * 4, number, number),
+            "gate": (pointer, pointer, size, size, number, number),
+        }
+        self._loops = {name: getattr(library, name) for name in takes}
+        for name, types in takes.items():
+            self._loops[name].argtypes, self._loops[name].restype = types, None
+
+    @staticmethod
+    def can_multiply(weight: torch.Tensor) -> bool:
+        """Whether `multiply` takes this weight, [O, D]."""
+        fits = weight.shape[0] % _COLUMNS == 0 and weight.shape[1] % _PAIR == 0
+        return fits and weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and weight.is_contiguous()
+
+    @staticmethod
+    def can_attend(head_size: int) -> bool:
+        """Whether `attend` takes heads of this size."""
+        return head_size % _LANES == 0
+
+    @staticmethod
+    def can_compute(*sizes: int) -> bool:
+        """Whether `normalize`, `rotate` and `gate` take hidden sizes, head sizes and widths like these."""
+        return all(size % _PAIR == 0 for size in sizes)
+
+    def multiply(
+        self,
+        states: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        biases: Sequence[torch.Tensor] | None,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """Few rows times weights, whose outputs stand side by side.
+
+        Args:
+            states: [R, D] bfloat16, contiguous.
+            weights: [O, D] each, as `can_multiply` wants them.
+            biases: [O] bfloat16 each.
+            dtype: of the result, bfloat16 or float32.
+
+        Returns:
+            [R, sum of O]
+        """
+        num_rows, size = states.shape
+        out = torch.empty(num_rows, sum(len(weight) for weight in weights), dtype=dtype)
+        room = torch.empty(num_rows, size)
+        product = _Product(num_rows, size, 0, out.shape[1], dtype == torch.bfloat16, torch.get_num_threads())
+        product.room = room.data_ptr()
+        multiply = self._loops["multiply"]
+        for number, weight in enumerate(weights):
+            bias = 0 if biases is None else biases[number].data_ptr()
+            width = len(weight)
+            multiply(product, out.data_ptr(), states.data_ptr(), weight.data_ptr(), bias, width)
+            product.first += width
+        return out
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        own: KeysAndValues,
+        contexts: KeysAndValues,
+        places: RowPlaces,
+    ) -> torch.Tensor:
+        """Attention of one token per row, whose key and value are written to `own` before.
+
+        Args:
+            query: [R, K * G, D] bfloat16 or float32.
+            key, value: [R, K, D] in the same dtype.
+            scale: factor on the scores.
+            own: of the rows' answers; row r is in place r.
+            contexts: of all contexts.
+            places: where the tokens of each row are.
+
+        Returns:
+            [R, K * G, D] in the same dtype.
+        """
+        query, key, value = _with_rows_apart(query), _with_rows_apart(key), _with_rows_apart(value)
+        num_rows, num_heads, size = query.shape
+        num_key_heads = key.shape[1]
+        out = torch.empty(num_rows, num_heads, size, dtype=query.dtype)
+        step = _Decode(
+            *(num_rows, num_key_heads, num_heads // num_key_heads, size),
+            *(contexts.keys.shape[2], own.keys.shape[2]),
+            *(query.stride(0), key.stride(0), value.stride(0)),
+            *(tensor.data_ptr() for tensor in places),
+            *(scale, *_setting(query)),
+        )
+        tensors = (out, query, key, value, *own, *contexts)
+        self._loops["attend"](step, *(tensor.data_ptr() for tensor in tensors))
+        return out
+
+    def normalize(self, states: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+        """Root-mean-square norm of [..., D] bfloat16 or float32, by `weight` [D] in the same dtype."""
+        states = states.contiguous()
+        out, size = torch.empty_like(states), states.shape[-1]
+        rows = (states.data_ptr(), weight.data_ptr(), states.numel() // size, size)
+        self._loops["normalize"](out.data_ptr(), *rows, epsilon, *_setting(states))
+        return out
+
+    def rotate(self, states: torch.Tensor, num_turned: int, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Rotary positions, in place.
+
+        Args:
+            states: [..., H, D] bfloat16 or float32, contiguous.
+            num_turned: the first heads, which are turned; the others stay.
+            cos, sin: [..., D] in the same dtype, contiguous.
+
+        Returns:
+            `states`
+        """
+        num_heads, size = states.shape[-2:]
+        sizes = (states.numel() // (num_heads * size), num_heads, num_turned, size)
+        self._loops["rotate"](states.data_ptr(), cos.data_ptr(), sin.data_ptr(), *sizes, *_setting(states))
+        return states
+
+    def gate(self, states: torch.Tensor) -> torch.Tensor:
+        """silu(gate) * up: [..., 2 * F] bfloat16 or float32, contiguous, the gate first -> [..., F]."""
+        width = states.shape[-1] // 2
+        out = torch.empty(*states.shape[:-1], width, dtype=states.dtype)
+        sizes = (out.numel() // width, width)
+        self._loops["gate"](out.data_ptr(), states.data_ptr(), *sizes, *_setting(states))
+        return out
+
+
+def _setting(states: torch.Tensor) -> tuple[bool, int]:
+    """Whether a tensor is bfloat16, and how many threads there are."""
+    return states.dtype == torch.bfloat16, torch.get_num_threads()
+
+
+def _with_rows_apart(states: torch.Tensor) -> torch.Tensor:
+    """[R, H, D] in which only the rows may lie apart."""
+    return states if states.stride()[1:] == (states.shape[2], 1) else states.contiguous()
+
+
+def kernels() -> Kernels | None:
+    """The compiled loops, or None where this machine has none."""
+    return _find()[0]
+
+
+def about_kernels() -> str:
+    """Which loops this machine has, for people to read."""
+    return _find()[1]
+
+
+@cache
+def _find() -> tuple[Kernels | None, str]:
+    try:
+        found = _load()
+    except _UnavailableError as error:
+        return None, f"no compiled loops, for {error}"
+    return found, f"loops compiled with {found.compiler}"
+
+
+def _load() -> Kernels:
+    if not torch.cpu._is_avx512_supported():
+        raise _UnavailableError("this processor has no AVX-512")
+    compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
+    if compiler is None:
+        raise _UnavailableError("there is no C compiler here (gcc would make generation faster)")
+    version = _run(compiler, "--version").partition("\n")[0]
+    name = f"kernels-{_fingerprint(version)}.so"
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quadriga"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        library = folder / name
+        if not library.exists():
+            _compile(compiler, library)
+        return Kernels(ctypes.CDLL(str(library)), version)
+    except OSError as error:
+        raise _UnavailableError(f"they cannot be kept or loaded: {error}") from error
+
+
+def _fingerprint(version: str) -> str:
+    """Of all that the compiled file depends on."""
+    processor = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags"))
+    return hashlib.sha256("\n".join((_SOURCE.read_text(), *_FLAGS, version, processor)).encode()).hexdigest()[:16]
+
+
+def _compile(compiler: str, library: Path) -> None:
+    """Several processes may do so at once: the file appears when it is whole."""
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        compiled, linked = Path(folder) / "kernels.o", Path(folder) / "kernels.so"
+        _run(compiler, *_FLAGS, "-c", str(_SOURCE), "-o", str(compiled))
+        # Without -fopenmp: no OpenMP library beside torch's, whose threads would stand in each other's way.
+        _run(compiler, "-shared", str(compiled), "-o", str(linked))
+        os.replace(linked, library)
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise _UnavailableError(f"{' '.join(command)} failed: {done.stderr.strip()[-500:]}")
+    return done.stdout
