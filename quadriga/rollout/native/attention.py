@@ -159,8 +159,8 @@ class CompiledPlan:
         """See `AttentionPlan.attend`; here B is R and N is 1."""
         own = KeysAndValues(*self.answers.of_layer(layer, value))
         contexts = KeysAndValues(self.contexts.keys[layer], self.contexts.values[layer])
-        token = (states.squeeze(2) for states in (query, key, value))
-        return self.loops.attend(*token, scale, own, contexts, self.places).unsqueeze(1)
+        query, key, value = query.squeeze(2), key.squeeze(2), value.squeeze(2)
+        return self.loops.attend(query, key, value, scale, own, contexts, self.places).unsqueeze(1)
 
 
 def plan_decoding(
