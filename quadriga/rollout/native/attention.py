@@ -159,8 +159,11 @@ class CompiledPlan:
         """See `AttentionPlan.attend`; here B is R and N is 1."""
         own = KeysAndValues(*self.answers.of_layer(layer, value))
         contexts = KeysAndValues(self.contexts.keys[layer], self.contexts.values[layer])
-        query, key, value = query.squeeze(2), key.squeeze(2), value.squeeze(2)
-        return self.loops.attend(query, key, value, scale, own, contexts, self.places).unsqueeze(1)
+        is_half = {query.dtype, key.dtype, value.dtype} == {torch.bfloat16}
+        dtype = torch.bfloat16 if is_half else torch.float32
+        token = [states.squeeze(2).to(dtype) for states in (query, key, value)]
+        mixed = self.loops.attend(token[0], token[1], token[2], scale, own, contexts, self.places)
+        return mixed.unsqueeze(1).to(value.dtype)
 
 
 def plan_decoding(

@@ -6,6 +6,7 @@ By torch's operators, which round to bfloat16 after each; the compiled loops of 
 Legend: H heads, D hidden or head size, F width of the MLP.
 """
 
+from collections.abc import Collection
 from typing import Protocol
 
 import torch
@@ -52,12 +53,13 @@ class TorchElementwise:
         return silu(gate).mul_(up)
 
 
-def elementwise_for(dtype: torch.dtype, device: torch.device, *sizes: int) -> Elementwise:
+def elementwise_for(dtypes: Collection[torch.dtype], device: torch.device, *sizes: int) -> Elementwise:
     """The fastest way for a model.
 
     Args:
-        dtype, device: of its parameters.
+        dtypes, device: of its parameters.
         sizes: D of its hidden states and heads, F of its MLPs.
     """
-    loops = kernels() if device.type == "cpu" and dtype in (torch.bfloat16, torch.float32) else None
-    return loops if loops is not None and Kernels.can_compute(*sizes) else TorchElementwise()
+    is_taken = device.type == "cpu" and set(dtypes) in ({torch.bfloat16}, {torch.float32})
+    loops = kernels() if is_taken and Kernels.can_compute(*sizes) else None
+    return TorchElementwise() if loops is None else loops

@@ -25,8 +25,8 @@
 #define BLOCK 64       /* tokens whose scores are held at a time */
 
 typedef float lanes __attribute__((vector_size(64)));
-typedef float eight __attribute__((vector_size(32)));
 typedef float four __attribute__((vector_size(16)));
+typedef int32_t places __attribute__((vector_size(16)));
 typedef uint32_t bits __attribute__((vector_size(64)));
 typedef uint16_t halves __attribute__((vector_size(32)));
 
@@ -86,18 +86,19 @@ INLINE void write(void *to, long at, lanes values, int is_half)
 
 INLINE four quarters(lanes x)
 {
-    eight half = __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7) +
-                 __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15);
-    return __builtin_shufflevector(half, half, 0, 1, 2, 3) + __builtin_shufflevector(half, half, 4, 5, 6, 7);
+    four parts[4];
+    memcpy(parts, &x, sizeof x);
+    return (parts[0] + parts[2]) + (parts[1] + parts[3]);
 }
 
 /* The sums over four times 16 numbers. */
 INLINE four totals(lanes a, lanes b, lanes c, lanes d)
 {
+    const places first = {0, 4, 1, 5}, second = {2, 6, 3, 7}, low = {0, 1, 4, 5}, high = {2, 3, 6, 7};
     four qa = quarters(a), qb = quarters(b), qc = quarters(c), qd = quarters(d);
-    four ab = __builtin_shufflevector(qa, qb, 0, 4, 1, 5) + __builtin_shufflevector(qa, qb, 2, 6, 3, 7);
-    four cd = __builtin_shufflevector(qc, qd, 0, 4, 1, 5) + __builtin_shufflevector(qc, qd, 2, 6, 3, 7);
-    return __builtin_shufflevector(ab, cd, 0, 1, 4, 5) + __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
+    four ab = __builtin_shuffle(qa, qb, first) + __builtin_shuffle(qa, qb, second);
+    four cd = __builtin_shuffle(qc, qd, first) + __builtin_shuffle(qc, qd, second);
+    return __builtin_shuffle(ab, cd, low) + __builtin_shuffle(ab, cd, high);
 }
 
 INLINE float total(lanes x)
@@ -171,7 +172,9 @@ INLINE void finish(void *out, long at, four sums, const uint16_t *bias, int is_h
             sums[column] += value;
         }
     if (is_half) {
-        halves near = rounded(__builtin_shufflevector(sums, sums, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3));
+        lanes padded = {0};
+        memcpy(&padded, &sums, sizeof sums);
+        halves near = rounded(padded);
         memcpy((uint16_t *)out + at, &near, COLUMNS * sizeof(uint16_t));
     } else
         memcpy((float *)out + at, &sums, sizeof sums);

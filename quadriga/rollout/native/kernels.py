@@ -34,6 +34,7 @@ class _UnavailableError(Exception):
     """Why there are no kernels, in words that follow "no compiled loops, for"."""
 
 
+# The two structures have the fields of those in kernels.c, in the same order.
 class _Product(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_long) for name in ("num_rows", "size", "first", "num_outputs")),
@@ -124,6 +125,7 @@ class Kernels:
         Returns:
             [R, sum of O]
         """
+        _require(states, torch.bfloat16)
         num_rows, size = states.shape
         out = torch.empty(num_rows, sum(len(weight) for weight in weights), dtype=dtype)
         room = torch.empty(num_rows, size)
@@ -160,6 +162,8 @@ class Kernels:
         Returns:
             [R, K * G, D] in the same dtype.
         """
+        for states in (*own, *contexts):
+            _require(states, torch.float32)
         query, key, value = _with_rows_apart(query), _with_rows_apart(key), _with_rows_apart(value)
         num_rows, num_heads, size = query.shape
         num_key_heads = key.shape[1]
@@ -178,6 +182,7 @@ class Kernels:
     def normalize(self, states: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
         """Root-mean-square norm of [..., D] bfloat16 or float32, by `weight` [D] in the same dtype."""
         states = states.contiguous()
+        _require(weight, states.dtype)
         out, size = torch.empty_like(states), states.shape[-1]
         rows = (states.data_ptr(), weight.data_ptr(), states.numel() // size, size)
         self._loops["normalize"](out.data_ptr(), *rows, epsilon, *_setting(states))
@@ -194,18 +199,27 @@ class Kernels:
         Returns:
             `states`
         """
+        for tensor in (states, cos, sin):
+            _require(tensor, states.dtype)
         num_heads, size = states.shape[-2:]
+        assert cos.numel() == sin.numel() == states.numel() // num_heads, (cos.shape, sin.shape, states.shape)
         sizes = (states.numel() // (num_heads * size), num_heads, num_turned, size)
         self._loops["rotate"](states.data_ptr(), cos.data_ptr(), sin.data_ptr(), *sizes, *_setting(states))
         return states
 
     def gate(self, states: torch.Tensor) -> torch.Tensor:
         """silu(gate) * up: [..., 2 * F] bfloat16 or float32, contiguous, the gate first -> [..., F]."""
+        _require(states, states.dtype)
         width = states.shape[-1] // 2
         out = torch.empty(*states.shape[:-1], width, dtype=states.dtype)
         sizes = (out.numel() // width, width)
         self._loops["gate"](out.data_ptr(), states.data_ptr(), *sizes, *_setting(states))
         return out
+
+
+def _require(tensor: torch.Tensor, dtype: torch.dtype) -> None:
+    """The loops know addresses alone: what lies there must be what they take it for."""
+    assert tensor.dtype == dtype and tensor.is_contiguous(), (tensor.dtype, dtype, tensor.shape, tensor.stride())
 
 
 def _setting(states: torch.Tensor) -> tuple[bool, int]:
@@ -243,22 +257,22 @@ def _load() -> Kernels:
     compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
     if compiler is None:
         raise _UnavailableError("there is no C compiler here (gcc would make generation faster)")
-    version = _run(compiler, "--version").partition("\n")[0]
-    name = f"kernels-{_fingerprint(version)}.so"
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quadriga"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        library = folder / name
+        version = _run(compiler, "--version").partition("\n")[0]
+        library = folder / f"kernels-{_fingerprint(version)}.so"
         if not library.exists():
+            folder.mkdir(parents=True, exist_ok=True)
             _compile(compiler, library)
         return Kernels(ctypes.CDLL(str(library)), version)
     except OSError as error:
-        raise _UnavailableError(f"they cannot be kept or loaded: {error}") from error
+        raise _UnavailableError(f"they cannot be made, kept or loaded: {error}") from error
 
 
 def _fingerprint(version: str) -> str:
     """Of all that the compiled file depends on."""
-    processor = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags"))
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    processor = next((line for line in lines if line.startswith("flags")), "")
     return hashlib.sha256("\n".join((_SOURCE.read_text(), *_FLAGS, version, processor)).encode()).hexdigest()[:16]
 
 

@@ -76,7 +76,8 @@ class PlainNetwork(Network):
         super().__init__(model)
         forms, config = _forms_for(model), model.config.get_text_config()
         sizes = (config.hidden_size, config.intermediate_size, self.body.layers[0].self_attn.head_dim)
-        self.elementwise = elementwise_for(self.head.weight.dtype, self.device, *sizes)
+        dtypes = {parameter.dtype for parameter in self.body.parameters()}
+        self.elementwise = elementwise_for(dtypes, self.device, *sizes)
         self.layers = [_Layer(layer, number, forms, self.elementwise) for number, layer in enumerate(self.body.layers)]
         if forms is not None:
             self.exact_head = forms.of_head(self.head.weight.detach(), getattr(self.head, "bias", None))
