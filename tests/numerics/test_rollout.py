@@ -41,7 +41,7 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
         num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
+        head_dim=32,
         vocab_size=VOCABULARY,
         initializer_range=0.1,
         max_position_embeddings=256,

@@ -146,10 +146,12 @@ class CompiledPlan:
         self.loops, self.contexts, self.answers = loops, contexts, answers
         self.first_positions = torch.tensor([contexts.next_positions[place] for place in places])
         lengths = [contexts.lengths[place] for place in places]
+        assert max(contexts.lengths) == contexts.keys[0].shape[2] and len(contexts.lengths) == len(contexts.keys[0])
         self.places = RowPlaces(torch.tensor(places), torch.tensor(lengths), torch.zeros(len(places), dtype=torch.long))
 
     def start_step(self, written: Sequence[int]) -> torch.Tensor:
         """See `DecodePlan.start_step`."""
+        assert len(written) <= self.answers.capacity and 0 <= min(written) <= max(written) < self.answers.room
         self.places = self.places._replace(num_written=torch.tensor(written))
         return (self.first_positions + self.places.num_written)[:, None]
 

@@ -115,12 +115,11 @@ INLINE float greatest(lanes x)
     return most;
 }
 
-/* exp of numbers up to 0, to 2e-7 of the result; numbers below -87 are taken for -87. The power of two is split off
-   by adding 1.5 * 2**23, which leaves whole numbers; the polynomial is that of Cephes (expf). */
+/* exp of numbers up to 0, to 2e-7 of the result; 0 below -87; what is no number stays none. The power of two is split
+   off by adding 1.5 * 2**23, which leaves whole numbers; the polynomial is that of Cephes (expf). */
 INLINE lanes exponential(lanes x)
 {
     const float magic = 12582912.0f;
-    x = choose((bits)(x < -87.0f), (lanes){0} - 87.0f, x);
     lanes shifted = x * 1.44269504f + magic, whole = shifted - magic;
     lanes rest = x - whole * 0.693359375f + whole * 2.12194440e-4f;
     lanes power = rest * 1.9875691500e-4f + 1.3981999507e-3f;
@@ -129,7 +128,8 @@ INLINE lanes exponential(lanes x)
     power = power * rest + 1.6666665459e-1f;
     power = power * rest + 5.0000001201e-1f;
     power = power * rest * rest + rest + 1.0f;
-    return (lanes)((bits)power + ((bits)shifted << 23));
+    lanes scaled = choose((bits)(x < -87.0f), (lanes){0}, (lanes)((bits)power + ((bits)shifted << 23)));
+    return choose((bits)(x == x), scaled, x);
 }
 
 /* The nearest number that the tensor can hold. */
@@ -156,7 +156,7 @@ INLINE lanes held(lanes values, int is_half)
 
 struct product {
     long num_rows, size;        /* R, D: a multiple of 32 */
-    long first, num_outputs;    /* where the columns of this weight begin in `out`, and how many columns it has */
+    long first, num_outputs;    /* where the columns of a weight begin in `out`, and how many it has from all weights */
     int is_half;                /* whether `out` is bfloat16 */
     int num_threads;
     float *room;                /* [R, D] */
@@ -326,7 +326,7 @@ INLINE void weigh(struct sight *seen, int row, float *scores, long num, long siz
     for (long token = 0; token < padded; token += LANES) {
         lanes shares = exponential(load(scores + token) - top);
         store(scores + token, shares);
-        sums += shares; /* a place without a token adds 2e-38 */
+        sums += shares; /* a place without a token adds 0 */
     }
     const float factor = exponential((lanes){0} + (seen->most[row] - top))[0];
     seen->sum[row] = seen->sum[row] * factor + total(sums);
@@ -369,7 +369,7 @@ void attend(const struct decode *step, void *out, const void *query, const void 
     const long size = step->size, heads = step->num_key_heads, num_items = step->num_rows * heads;
     const long portion = num_items / 32 + 1;
 #pragma omp parallel for schedule(dynamic, portion) num_threads(step->num_threads)
-    for (long item = 0; item < num_items; item++) { /* rows that share a context follow one another */
+    for (long item = 0; item < num_items; item++) { /* rows of one context mostly follow one another */
         const long head = item / step->num_rows, row = item % step->num_rows;
         const long own = (row * heads + head) * step->own_room * size, written = step->num_written[row];
         const long context = (step->context_of[row] * heads + head) * step->context_room * size;

@@ -4,7 +4,7 @@
     kernels.c ── cc, for this processor ──> ~/.cache/quadriga/kernels-<source, compiler, processor>.so ──> Kernels
 
 They run on torch's own threads: what they ask of OpenMP is resolved from the library that torch has loaded. Where they
-cannot be had, for want of a compiler or of AVX-512, `kernels` says why, and torch's operators do the same work.
+cannot be had, for want of a compiler or of AVX-512, `about_kernels` says why, and torch's operators do the same work.
 
 Legend: R rows, D inputs, hidden or head size, O outputs, H heads, F width of an MLP, K key-value heads, G query heads
 of each, P contexts, S tokens of the longest, C rows of the cache of answers, T tokens of an answer that
@@ -125,16 +125,19 @@ class Kernels:
         Returns:
             [R, sum of O]
         """
-        _require(states, torch.bfloat16)
         num_rows, size = states.shape
+        _require(states, torch.bfloat16, num_rows, size)
         out = torch.empty(num_rows, sum(len(weight) for weight in weights), dtype=dtype)
         room = torch.empty(num_rows, size)
         product = _Product(num_rows, size, 0, out.shape[1], dtype == torch.bfloat16, torch.get_num_threads())
         product.room = room.data_ptr()
         multiply = self._loops["multiply"]
         for number, weight in enumerate(weights):
-            bias = 0 if biases is None else biases[number].data_ptr()
-            width = len(weight)
+            width, bias = len(weight), None
+            _require(weight, torch.bfloat16, width, size)
+            if biases is not None:
+                _require(biases[number], torch.bfloat16, width)
+                bias = biases[number].data_ptr()
             multiply(product, out.data_ptr(), states.data_ptr(), weight.data_ptr(), bias, width)
             product.first += width
         return out
@@ -162,11 +165,14 @@ class Kernels:
         Returns:
             [R, K * G, D] in the same dtype.
         """
-        for states in (*own, *contexts):
-            _require(states, torch.float32)
         query, key, value = _with_rows_apart(query), _with_rows_apart(key), _with_rows_apart(value)
         num_rows, num_heads, size = query.shape
         num_key_heads = key.shape[1]
+        for pair in (own, contexts):
+            for states in pair:
+                _require(states, torch.float32, len(states), num_key_heads, pair.keys.shape[2], size)
+        for tensor in places:
+            _require(tensor, torch.int64, num_rows)
         out = torch.empty(num_rows, num_heads, size, dtype=query.dtype)
         step = _Decode(
             *(num_rows, num_key_heads, num_heads // num_key_heads, size),
@@ -182,8 +188,8 @@ class Kernels:
     def normalize(self, states: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
         """Root-mean-square norm of [..., D] bfloat16 or float32, by `weight` [D] in the same dtype."""
         states = states.contiguous()
-        _require(weight, states.dtype)
         out, size = torch.empty_like(states), states.shape[-1]
+        _require(weight, states.dtype, size)
         rows = (states.data_ptr(), weight.data_ptr(), states.numel() // size, size)
         self._loops["normalize"](out.data_ptr(), *rows, epsilon, *_setting(states))
         return out
@@ -199,17 +205,17 @@ class Kernels:
         Returns:
             `states`
         """
-        for tensor in (states, cos, sin):
-            _require(tensor, states.dtype)
         num_heads, size = states.shape[-2:]
-        assert cos.numel() == sin.numel() == states.numel() // num_heads, (cos.shape, sin.shape, states.shape)
+        _require(states, states.dtype, *states.shape)
+        for tensor in (cos, sin):
+            _require(tensor, states.dtype, *states.shape[:-2], size)
         sizes = (states.numel() // (num_heads * size), num_heads, num_turned, size)
         self._loops["rotate"](states.data_ptr(), cos.data_ptr(), sin.data_ptr(), *sizes, *_setting(states))
         return states
 
     def gate(self, states: torch.Tensor) -> torch.Tensor:
         """silu(gate) * up: [..., 2 * F] bfloat16 or float32, contiguous, the gate first -> [..., F]."""
-        _require(states, states.dtype)
+        _require(states, states.dtype, *states.shape)
         width = states.shape[-1] // 2
         out = torch.empty(*states.shape[:-1], width, dtype=states.dtype)
         sizes = (out.numel() // width, width)
@@ -217,9 +223,10 @@ class Kernels:
         return out
 
 
-def _require(tensor: torch.Tensor, dtype: torch.dtype) -> None:
+def _require(tensor: torch.Tensor, dtype: torch.dtype, *shape: int) -> None:
     """The loops know addresses alone: what lies there must be what they take it for."""
-    assert tensor.dtype == dtype and tensor.is_contiguous(), (tensor.dtype, dtype, tensor.shape, tensor.stride())
+    found = (tensor.dtype, tensor.shape, tensor.is_contiguous())
+    assert found == (dtype, shape, True), f"got {found}, expected {(dtype, shape, True)}"
 
 
 def _setting(states: torch.Tensor) -> tuple[bool, int]:
@@ -248,6 +255,8 @@ def _find() -> tuple[Kernels | None, str]:
         found = _load()
     except _UnavailableError as error:
         return None, f"no compiled loops, for {error}"
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
+        return None, f"no compiled loops, for they cannot be made, kept or loaded: {error} (XDG_CACHE_HOME says where)"
     return found, f"loops compiled with {found.compiler}"
 
 
@@ -257,16 +266,23 @@ def _load() -> Kernels:
     compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
     if compiler is None:
         raise _UnavailableError("there is no C compiler here (gcc would make generation faster)")
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quadriga"
+    version = _run(compiler, "--version").partition("\n")[0]
+    library = _own_folder() / f"kernels-{_fingerprint(version)}.so"
     try:
-        version = _run(compiler, "--version").partition("\n")[0]
-        library = folder / f"kernels-{_fingerprint(version)}.so"
-        if not library.exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            _compile(compiler, library)
         return Kernels(ctypes.CDLL(str(library)), version)
-    except OSError as error:
-        raise _UnavailableError(f"they cannot be made, kept or loaded: {error}") from error
+    except OSError:  # there is none yet, or a broken one
+        _compile(compiler, library)
+    return Kernels(ctypes.CDLL(str(library)), version)
+
+
+def _own_folder() -> Path:
+    """Where compiled files are kept: what lies there is run, so nobody else may write to it."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quadriga"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    state = folder.stat()
+    if state.st_uid != os.getuid() or state.st_mode & 0o022:
+        raise _UnavailableError(f"others may write to {folder} (chmod go-w, or another XDG_CACHE_HOME)")
+    return folder
 
 
 def _fingerprint(version: str) -> str:
@@ -277,17 +293,18 @@ def _fingerprint(version: str) -> str:
 
 
 def _compile(compiler: str, library: Path) -> None:
-    """Several processes may do so at once: the file appears when it is whole."""
+    """Several processes may do so at once: the file appears when it is whole and was loaded."""
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         compiled, linked = Path(folder) / "kernels.o", Path(folder) / "kernels.so"
         _run(compiler, *_FLAGS, "-c", str(_SOURCE), "-o", str(compiled))
         # Without -fopenmp: no OpenMP library beside torch's, whose threads would stand in each other's way.
         _run(compiler, "-shared", str(compiled), "-o", str(linked))
+        ctypes.CDLL(str(linked))
         os.replace(linked, library)
 
 
 def _run(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     if done.returncode:
         raise _UnavailableError(f"{' '.join(command)} failed: {done.stderr.strip()[-500:]}")
     return done.stdout

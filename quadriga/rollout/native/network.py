@@ -25,6 +25,7 @@ from quadriga.models.load import backbone, head_of
 from quadriga.models.projection import head_logits
 from quadriga.models.vision import ImageTokens, PackedImages, decoder_inputs
 from quadriga.rollout.native.elementwise import Elementwise, elementwise_for
+from quadriga.rollout.native.kernels import about_kernels
 from quadriga.rollout.native.products import Forms, Weight
 
 PLAIN = (
@@ -155,10 +156,11 @@ def network_of(model: PreTrainedModel) -> Network:
 
 def description_of(model: PreTrainedModel) -> str:
     """How a model is computed, and which copies of its weights that takes."""
-    if not is_plain(model):
-        return "by the model's own module"
     forms = _forms_for(model)
-    return "layer by layer" + ("" if forms is None else forms.description)
+    how = "layer by layer" if is_plain(model) else "by the model's own module"
+    if forms is None:
+        return how
+    return f"{how}{forms.description if is_plain(model) else ''}; {about_kernels()}"
 
 
 def _forms_for(model: PreTrainedModel) -> Forms | None:

@@ -5,8 +5,8 @@ A decode step multiplies a few rows with every weight of the model. With few row
 the time, with many the arithmetic. Libraries bring a weight into an order of their own first; here that is done once.
 
     model       this CPU has              few rows                                   many rows
-    bfloat16    AVX-512 and a compiler    the parameters themselves, by `kernels`    float32, in MKL's order
-    bfloat16    AVX-512                   bfloat16, in oneDNN's order                float32, in MKL's order
+    bfloat16    the same, a compiler      the parameters themselves, by `kernels`    float32, in MKL's order
+    bfloat16    AVX-512 without tiles     bfloat16, in oneDNN's order                float32, in MKL's order
     bfloat16    tiles (AMX)               bfloat16, in oneDNN's order                the same
     float32     MKL                       float32, in MKL's order                    the same
 
@@ -153,19 +153,20 @@ class Forms:
 
     @property
     def description(self) -> str:
-        """Which second copies of the weights that takes, and who multiplies few rows, for people to read."""
+        """Which second copies of the weights that takes, for people to read."""
         names = {PackedWeight: "oneDNN's order, bfloat16", WideWeight: "MKL's order, float32"}
         copies = [names[form] for form in (self.many, self.few) if form in names]
-        told = "".join(f"; a copy of them in {name}" for name in dict.fromkeys(copies))
-        return told if self.few is None or has_tiles() else f"{told}; {about_kernels()}"
+        return "".join(f"; a copy of its weights in {name}" for name in dict.fromkeys(copies))
 
     def of_layer(self, weights: Tensors, biases: Tensors | None) -> Weight | None:
         """For modules of a layer that have one input; None: no form is faster than the parameters."""
         if self.many is None:
             return None
-        few = PackedWeight if self.few is OwnWeight and not OwnWeight.takes(weights) else self.few
         many = self.many(weights, biases)
-        return many if few is None or few is self.many else TwofoldWeight(few(weights, biases), many)
+        is_one = self.few is None or self.few is self.many
+        if is_one or (self.few is OwnWeight and not OwnWeight.takes(weights)):
+            return many
+        return TwofoldWeight(self.few(weights, biases), many)
 
     def of_head(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Weight | None:
         """For the head, whose results are not rounded."""
