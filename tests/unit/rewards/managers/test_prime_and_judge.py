@@ -85,12 +85,17 @@ def test_prime_checks_its_options(kwargs):
 
 
 class Critic(BaseHTTPRequestHandler):
-    """Gives 1 to what holds a 5, 0 to what does not, nonsense to what is empty, and refuses what says raise."""
+    """Gives 1 to what holds a 5, 0 to what does not, nonsense to what is empty, and refuses what says raise.
+
+    More than `num_free` questions wait for `goes_on`.
+    """
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         question = body["messages"][0]["content"]
         self.server.questions.append(question)
+        if len(self.server.questions) > self.server.num_free:
+            assert self.server.goes_on.wait(20)
         answer = "no idea" if question.endswith("[]") else f"Score: {float('5' in question)}"
         text = json.dumps({"choices": [{"message": {"content": answer}}]}).encode()
         self.send_response(400 if "raise" in question else 200)
@@ -105,7 +110,7 @@ class Critic(BaseHTTPRequestHandler):
 @pytest.fixture
 def server():
     server = ThreadingHTTPServer(("127.0.0.1", 0), Critic)
-    server.questions = []
+    server.questions, server.num_free, server.goes_on = [], 10**6, threading.Event()
     server.url = f"http://127.0.0.1:{server.server_port}/v1"
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
@@ -152,10 +157,12 @@ def test_named_components_are_weighed_and_logged_apart(judge):
 
 
 def test_too_many_failures_stop_the_asking(judge, server):
+    server.num_free = 1
     with pytest.raises(RewardError, match="could not be graded"):
         judge(prompt=PROMPT, max_concurrency=1, max_error_rate=0.0)(batch([3] * 50, "x", ""))
+    server.goes_on.set()
     time.sleep(0.1)
-    assert len(server.questions) < 25
+    assert 1 <= len(server.questions) <= 2  # the second one may have been on its way
 
 
 def test_a_judge_is_asked_meanwhile_and_no_more_once_it_is_cancelled(judge, server):
@@ -166,10 +173,11 @@ def test_a_judge_is_asked_meanwhile_and_no_more_once_it_is_cancelled(judge, serv
     while len(server.questions) < 3 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert grading.result().scores.tolist() == manager(data).scores.tolist()
-    num_asked = len(server.questions)
+    server.num_free = num_asked = len(server.questions)
     manager.start_grading(batch([0] * 200, "x", "{x}")).cancel()
+    server.goes_on.set()
     time.sleep(0.1)
-    assert len(server.questions) < num_asked + 100
+    assert len(server.questions) <= num_asked + 1
 
 
 def test_one_sample_alone(judge):
