@@ -5,8 +5,8 @@ A decode step multiplies a few rows with every weight of the model. With few row
 the time, with many the arithmetic. Libraries bring a weight into an order of their own first; here that is done once.
 
     model       this CPU has              few rows                                   many rows
-    bfloat16    the same, a compiler      the parameters themselves, by `kernels`    float32, in MKL's order
-    bfloat16    AVX-512 without tiles     bfloat16, in oneDNN's order                float32, in MKL's order
+    bfloat16    AVX-512 and a compiler    the parameters themselves, by `kernels`    float32, in MKL's order
+    bfloat16    AVX-512, no compiler      bfloat16, in oneDNN's order                float32, in MKL's order
     bfloat16    tiles (AMX)               bfloat16, in oneDNN's order                the same
     float32     MKL                       float32, in MKL's order                    the same
 
@@ -15,7 +15,7 @@ many rows, too.
 
 The factors are those of training, sums are float32, and a result is rounded once; only the order of summation differs.
 
-Legend: R rows, D inputs, O outputs, in all of a form's weights together.
+Legend: D inputs, O outputs of all weights of a form together.
 """
 
 from abc import ABC, abstractmethod
