@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from quadriga.data.prepare.playground_tasks import SUMS
+from quadriga_recipes.playground_tasks import SUMS
 
 ANSWERS = [str(number) for number in range(19)]
 

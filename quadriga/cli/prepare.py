@@ -4,9 +4,12 @@
 import argparse
 import os
 import sys
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
-from quadriga.data import prepare
+from quadriga import data
+from quadriga.errors import DataError
 
 _DATA_HELP = "largest, gsm8k, or reasoning_gym:TASK for any task of that library"
 _MODEL_HELP = "smollm2-135m-instruct, a .gguf file, a model folder, or a name on the Hugging Face hub"
@@ -27,17 +30,17 @@ def main(argv: list[str]) -> int:
         # Progress bars of the libraries that are loaded from here on: in a log they would be one endless line.
         os.environ.setdefault("TQDM_DISABLE", "1")
     if options.what == "model":
-        folder = prepare.prepare_model(options.name, options.output)
+        folder = data.prepare_model(options.name, options.output)
         print(f"model: {folder}")
         return 0
     if options.what == "playground":
-        parts = prepare.prepare_playground(options.output, seed=options.seed)
+        parts = _recipe("playground").prepare_playground(options.output, seed=options.seed)
         width = max(map(len, parts))
         for name, path in parts.items():
             print(f"{name:<{width}}  {path}")
         print(_NEXT.format(folder=options.output))
         return 0
-    files = prepare.prepare_data(
+    files = _recipe("tasks").prepare_data(
         options.name,
         options.output,
         num_train=options.num_train,
@@ -50,18 +53,33 @@ def main(argv: list[str]) -> int:
     return 0
 
 
+def _recipe(name: str) -> ModuleType:
+    """A module of the second package of the wheel, which what a run needs does not depend on."""
+    try:
+        return import_module(f"quadriga_recipes.{name}")
+    except ModuleNotFoundError as error:
+        if error.name != "quadriga_recipes":
+            raise
+        raise DataError(
+            "quadriga prepare",
+            got="no package quadriga_recipes",
+            expected="it, in the wheel of quadriga or in the folder recipes/ of its repository",
+            fix="Install quadriga again; in its repository scripts/install does.",
+        ) from error
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="quadriga prepare", description="Write data or a model as a run reads them.")
     kinds = parser.add_subparsers(dest="what", required=True, metavar="{data,model,playground}")
-    data = kinds.add_parser("data", help="write train.parquet and val.parquet")
-    data.add_argument("name", help=_DATA_HELP)
-    data.add_argument("--num-train", type=int, metavar="N", help="training rows (default: the task's own number)")
-    data.add_argument("--num-val", type=int, metavar="N", help="validation rows (default: the task's own number)")
-    data.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the training rows (default: 0)")
-    data.add_argument("--source", metavar="PATH", help="local file or folder to read instead of the hub (gsm8k)")
+    rows = kinds.add_parser("data", help="write train.parquet and val.parquet")
+    rows.add_argument("name", help=_DATA_HELP)
+    rows.add_argument("--num-train", type=int, metavar="N", help="training rows (default: the task's own number)")
+    rows.add_argument("--num-val", type=int, metavar="N", help="validation rows (default: the task's own number)")
+    rows.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the training rows (default: 0)")
+    rows.add_argument("--source", metavar="PATH", help="local file or folder to read instead of the hub (gsm8k)")
     model = kinds.add_parser("model", help="write a model folder: safetensors, tokenizer, chat template")
     model.add_argument("name", help=_MODEL_HELP)
-    for command in (data, model):
+    for command in (rows, model):
         command.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder to write")
     playground = kinds.add_parser("playground", help="write a tiny model, two tasks and configurations for them")
     playground.add_argument("--seed", type=int, default=0, metavar="S", help="seed of weights and rows (default: 0)")

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         create_rl_sampler,
         create_validation_sampler,
     )
+    from quadriga.data.model_folder import prepare_model
     from quadriga.data.positions import compute_position_id_with_mask, extend_position_ids
     from quadriga.data.rl_dataset import RLHFDataset
     from quadriga.data.rm_dataset import RMDataset
@@ -41,6 +42,7 @@ _HOMES = {
     "pad_left": "truncation",
     "pad_right": "truncation",
     "postprocess_data": "truncation",
+    "prepare_model": "model_folder",
     "truncate": "truncation",
 }
 
@@ -62,6 +64,7 @@ __all__ = [
     "pad_left",
     "pad_right",
     "postprocess_data",
+    "prepare_model",
     "truncate",
 ]
 

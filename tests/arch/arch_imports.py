@@ -22,6 +22,7 @@ LAYERS: dict[str, frozenset[str]] = {
     "algorithms": frozenset({"errors", "user_file"}),
     "rewards": _CORE | {"user_file"},
     "data": _CORE | {"user_file"},
+    "recipes": frozenset({"errors", "config", "observe", "data"}),
     "models": frozenset({"errors", "config", "observe"}),
     "single_controller": _CORE,
     "engines": _CORE | {"algorithms", "models"},
@@ -66,7 +67,7 @@ _IMPORT_STRING = re.compile(r"quadriga(\.\w+)+(:\w+)?")
 
 
 def unknown_layer(source: Source) -> Iterator[str]:
-    """A package or module directly under quadriga/ that the table of layers does not have."""
+    """A package or module directly under quadriga/, or a folder beside it, that the table of layers does not have."""
     if source.layer and source.layer not in LAYERS:
         yield source.at(1, f"the layer {source.layer!r} is not in the table of layers; say there what it may import")
 
@@ -78,6 +79,7 @@ def upward_import(source: Source) -> Iterator[str]:
     layer_here = "cli" if source.name == COMMAND else source.layer
     allowed = LAYERS.get(layer_here, frozenset()) | {layer_here, source.layer, "__version__", ""}
     mentioned = [(entry.layer, entry.line) for entry in source.imports() if entry.layer is not None]
+    mentioned += [("recipes", entry.line) for entry in source.imports() if entry.top == "quadriga_recipes"]
     if source.name != BUILD:
         mentioned += list(_import_strings(source.tree))
     for layer, line in mentioned:

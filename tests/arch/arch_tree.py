@@ -39,7 +39,7 @@ class Import:
 
     @property
     def layer(self) -> str | None:
-        """`data` of `quadriga.data.prepare`, an empty string for `quadriga` itself, None for the work of others."""
+        """`data` of `quadriga.data.tables`, an empty string for `quadriga` itself, None for the work of others."""
         package, _, rest = self.module.partition(".")
         return rest.partition(".")[0] if package == "quadriga" else None
 
@@ -58,7 +58,7 @@ class Source:
 
     @property
     def layer(self) -> str:
-        """`data` for `quadriga/data/prepare/model.py`, `errors` for `quadriga/errors.py`, empty for the package."""
+        """`data` for `quadriga/data/tables.py`, `errors` for `quadriga/errors.py`, `recipes` for the second package."""
         parts = self.name.removeprefix("quadriga/").removesuffix(".py").split("/")
         return "" if parts[0] == "__init__" else parts[0]
 
@@ -116,14 +116,14 @@ def _imported_by_call(call: ast.Call, function: str | None) -> Iterator[Import]:
 
 @cache
 def package_sources() -> tuple[Source, ...]:
-    """Every file of the package."""
-    return _sources("quadriga")
+    """Every file of the wheel: the package, and the recipes beside it."""
+    return _sources("quadriga", "recipes")
 
 
 @cache
 def all_sources() -> tuple[Source, ...]:
-    """Every Python file that we write: the package, the tests, the benchmarks, the examples."""
-    return _sources("quadriga", "tests", "benchmarks", "examples", "scripts")
+    """Every Python file that we write: the two packages, the tests, the benchmarks, the examples."""
+    return _sources("quadriga", "recipes", "tests", "benchmarks", "examples", "scripts")
 
 
 def _sources(*folders: str) -> tuple[Source, ...]:

@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from quadriga.cli.main import main
-from quadriga.data.prepare.playground import build_tokenizer as playground_tokenizer
-from quadriga.data.prepare.playground import write_model
+from quadriga_recipes.playground import build_tokenizer as playground_tokenizer
+from quadriga_recipes.playground import write_model
 
 
 def chat(question: str, *rest: str) -> dict[str, Any]:

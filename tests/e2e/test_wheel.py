@@ -15,7 +15,7 @@ import pytest
 import quadriga
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-INGREDIENTS = ("pyproject.toml", "README.md", "LICENSE", "quadriga")
+INGREDIENTS = ("pyproject.toml", "README.md", "LICENSE", "quadriga", "recipes")
 
 
 def run(*command: str | Path, cwd: Path, **environment: str) -> str:
@@ -67,11 +67,34 @@ def test_wheel_is_what_runs(installed: Path, tmp_path: Path) -> None:
 
 
 def test_every_module_is_in_the_wheel(installed: Path) -> None:
-    """No file of the package is left behind, data files included."""
-    here = REPOSITORY / "quadriga"
-    expected = {path.relative_to(here) for path in here.rglob("*") if path.is_file() and path.suffix != ".pyc"}
-    found = {path.relative_to(installed / "quadriga") for path in (installed / "quadriga").rglob("*") if path.is_file()}
-    assert expected - found == set()
+    """No file of the two packages is left behind, data files included, and nothing else lies at the top."""
+    for package in (REPOSITORY / "quadriga", REPOSITORY / "recipes/quadriga_recipes"):
+        expected, found = (
+            {path.relative_to(folder) for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc"}
+            for folder in (package, installed / package.name)
+        )
+        assert expected - found == set()
+    names = {path.name for path in installed.iterdir() if path.suffix != ".dist-info"}
+    assert names == {"quadriga", "quadriga_recipes", "bin"}
+
+
+def test_recipes_are_found(installed: Path, tmp_path: Path) -> None:
+    """`quadriga prepare data` finds the second package in the wheel; without it, one sentence says what is missing."""
+    main = "import sys; from quadriga.cli.main import main; sys.exit(main())"
+    words = ("-c", main, "prepare", "data", "largest", "--num-train", "2", "--num-val", "1", "--output", "rows")
+    assert "rows/train.parquet" in python(installed, tmp_path, *words)
+    shutil.copytree(installed / "quadriga", tmp_path / "alone" / "quadriga")
+    # -S leaves out what an editable install of the checkout would add; the folders of the other packages are named.
+    packages = [path for path in sys.path if path.endswith("-packages")]
+    done = subprocess.run(
+        [sys.executable, "-P", "-S", "-c", f"import sys; sys.path += {packages}; {main}", *words[2:]],
+        cwd=tmp_path,
+        env=dict(os.environ) | {"PYTHONPATH": str(tmp_path / "alone")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1 and "got no package quadriga_recipes" in done.stderr, done.stderr
 
 
 def test_command_answers(installed: Path, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`quadriga prepare`."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -35,5 +36,10 @@ def test_help_and_generated_data_need_no_torch(tmp_path: Path):
         f"main(['data', 'largest', '--output', {str(tmp_path)!r}]); "
         "print(sorted({'torch', 'transformers', 'datasets'} & set(sys.modules)))"
     )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    # A subprocess does not see the path that pytest.ini_options adds for the second package.
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    environment = dict(os.environ) | {"PYTHONPATH": path}
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment
+    )
     assert result.stdout.splitlines()[-1] == "[]"

@@ -6,8 +6,8 @@ import json
 import pytest
 from reasoning_gym import create_dataset, get_score_answer_fn
 
-from quadriga.data.prepare.reasoning_gym import encode_metadata
 from quadriga.rewards.graders.reasoning_gym import MissingKeyError, compute_score
+from quadriga_recipes.reasoning_gym import encode_metadata
 
 
 @pytest.fixture(scope="module")

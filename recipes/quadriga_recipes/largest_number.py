@@ -6,8 +6,8 @@ Small enough that a model of 135 million parameters learns it in minutes on a CP
 
 from random import Random
 
-from quadriga.data.prepare.rows import Problem
 from quadriga.errors import DataError
+from quadriga_recipes.rows import Problem
 
 DATA_SOURCE = "quadriga/largest"
 ABILITY = "math"

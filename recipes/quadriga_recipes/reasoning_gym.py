@@ -12,9 +12,9 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from quadriga.data.prepare.rows import Problem
 from quadriga.errors import DataError
 from quadriga.observe.watchdog import waiting
+from quadriga_recipes.rows import Problem
 
 PREFIX = "reasoning_gym:"
 ABILITY = "reasoning"

@@ -7,8 +7,9 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from quadriga.data.prepare import largest_number, prepare_data
 from quadriga.errors import DataError
+from quadriga_recipes import largest_number
+from quadriga_recipes.tasks import prepare_data
 
 
 def read(path: Path) -> list[dict]:

@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from quadriga.data.prepare import model as preparation
-from quadriga.data.prepare import prepare_model
+from quadriga.data import model_folder as preparation
+from quadriga.data import prepare_model
 from quadriga.errors import DataError
 
 

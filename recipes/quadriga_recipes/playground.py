@@ -23,10 +23,10 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from quadriga.config.yaml_text import to_yaml
-from quadriga.data.prepare.playground_configs import configurations
-from quadriga.data.prepare.playground_tasks import TASKS, mixed_habits, preference_pairs
-from quadriga.data.prepare.rows import Problem, write_rows
 from quadriga.data.storage import make_directory, written_aside
+from quadriga_recipes.playground_configs import configurations
+from quadriga_recipes.playground_tasks import TASKS, mixed_habits, preference_pairs
+from quadriga_recipes.rows import Problem, write_rows
 
 _WHERE = "prepare playground"
 _ROLES = ("system", "user", "assistant", "tool")

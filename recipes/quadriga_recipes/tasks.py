@@ -3,9 +3,9 @@
 
 from pathlib import Path
 
-from quadriga.data.prepare import gsm8k, largest_number, reasoning_gym
-from quadriga.data.prepare.rows import write_splits
 from quadriga.errors import DataError
+from quadriga_recipes import gsm8k, largest_number, reasoning_gym
+from quadriga_recipes.rows import write_splits
 
 DATA_NAMES = ("largest", "gsm8k", f"{reasoning_gym.PREFIX}TASK")
 

@@ -12,7 +12,7 @@ A recipe that has no file here needs nothing but sums.yaml below it.
 from pathlib import Path
 from typing import Any
 
-from quadriga.data.prepare.playground_tasks import LARGEST, SUMS, Task
+from quadriga_recipes.playground_tasks import LARGEST, SUMS, Task
 
 Tree = dict[str, Any]
 

@@ -8,8 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from quadriga.data.prepare import prepare_data
 from quadriga.errors import DataError
+from quadriga_recipes.tasks import prepare_data
 
 
 def lines(path: Path, rows: list[dict]) -> Path:

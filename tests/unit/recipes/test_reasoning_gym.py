@@ -8,9 +8,9 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from quadriga.data.prepare import prepare_data
-from quadriga.data.prepare.reasoning_gym import encode_metadata
 from quadriga.errors import DataError
+from quadriga_recipes.reasoning_gym import encode_metadata
+from quadriga_recipes.tasks import prepare_data
 
 reasoning_gym = pytest.importorskip("reasoning_gym")
 

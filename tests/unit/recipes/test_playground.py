@@ -12,12 +12,11 @@ from transformers import AutoModelForCausalLM
 from quadriga.config import load_config
 from quadriga.config.sft_loader import load_sft_config
 from quadriga.data import load_tokenizer
-from quadriga.data.prepare import prepare_playground
-from quadriga.data.prepare.playground import build_tokenizer
-from quadriga.data.prepare.playground_tasks import LARGEST, SUMS, TASKS, mixed_habits, preference_pairs
 from quadriga.rewards import default_compute_score
+from quadriga_recipes.playground import build_tokenizer, prepare_playground
+from quadriga_recipes.playground_tasks import LARGEST, SUMS, TASKS, mixed_habits, preference_pairs
 
-RECIPES = Path(__file__).resolve().parents[4] / "configs" / "recipes"
+RECIPES = Path(__file__).resolve().parents[3] / "configs" / "recipes"
 
 
 @pytest.fixture(scope="module")

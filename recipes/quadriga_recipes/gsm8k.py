@@ -11,9 +11,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from quadriga.data.prepare.rows import Problem
 from quadriga.data.tables import read_table
 from quadriga.errors import DataError
+from quadriga_recipes.rows import Problem
 
 DATA_SOURCE = "openai/gsm8k"
 ABILITY = "math"
