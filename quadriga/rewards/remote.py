@@ -19,7 +19,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from quadriga.errors import ConfigError, RewardError
-from quadriga.rewards.endpoint import Endpoint
+from quadriga.http_client import HTTPClient
 
 WINDOW_S = 60.0
 # Of text in most tokenizers; used for an estimate until the server has counted.
@@ -148,11 +148,12 @@ class Judge:
     def __init__(self, settings: JudgeSettings) -> None:
         self.settings = settings
         url = settings.url
-        self._endpoint = Endpoint(
+        self._server = HTTPClient(
             url if url.endswith("/chat/completions") else f"{url.rstrip('/')}/chat/completions",
+            RewardError,
+            setting="reward_model.reward_kwargs.url",
             headers=_authorization(settings.api_key_env),
-            max_attempts=settings.max_attempts,
-            backoff_s=settings.backoff_s,
+            use_proxies=True,
         )
         self._limit = RateLimit(
             requests_per_minute=settings.requests_per_minute, tokens_per_minute=settings.tokens_per_minute
@@ -187,7 +188,13 @@ class Judge:
                 "temperature": settings.temperature,
             }
             left_s = max(0.0, deadline - time.monotonic())
-            answer = self._endpoint.post(body, timeout_s=left_s, before_attempt=before_attempt)
+            answer = self._server.call_until(
+                body,
+                timeout_s=left_s,
+                max_attempts=settings.max_attempts,
+                backoff_s=settings.backoff_s,
+                before_attempt=before_attempt,
+            )
         used = (answer.get("usage") or {}).get("total_tokens")
         if isinstance(used, int):
             self._limit.settle(entries[-1], used)
@@ -197,7 +204,7 @@ class Judge:
     def _place(self, deadline: float) -> Iterator[None]:
         if not self._places.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise TimeoutError(
-                f"{self._endpoint.url}: no free place within {self.settings.timeout_s:g} s (max_concurrency)"
+                f"{self._server.url}: no free place within {self.settings.timeout_s:g} s (max_concurrency)"
             )
         try:
             yield
@@ -211,7 +218,7 @@ class Judge:
             text = None
         if not isinstance(text, str):
             raise RewardError(
-                self._endpoint.url,
+                self._server.url,
                 got=f"the keys {sorted(answer)} without choices[0].message.content",
                 expected="a chat completion",
             )

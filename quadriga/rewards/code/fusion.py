@@ -11,11 +11,12 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from typing import Any
 
 from quadriga.errors import RewardError
+from quadriga.http_client import HTTPClient
 from quadriga.rewards.code.cases import Case
 from quadriga.rewards.code.containment import Limits
 from quadriga.rewards.code.local import Run
-from quadriga.rewards.endpoint import Endpoint
 
+_URL = "custom_reward_function.reward_kwargs.code.sandbox_url"
 _MARK = "\n---- quadriga result ----\n"
 _STATUS = {"Finished": "ok", "Error": "error", "TimeLimitExceeded": "time"}
 # What the server may take beside the program's own time.
@@ -52,11 +53,12 @@ def run_remotely(
     if language != "python" and any(case.is_call for case in cases):
         raise ValueError(f"grader code: got function calls in {language!r}, expected them in 'python' only")
     address = url if url.endswith("/run_code") else f"{url.rstrip('/')}/run_code"
-    endpoint = Endpoint(address, max_attempts=max_attempts)
+    server = HTTPClient(address, RewardError, setting=_URL, use_proxies=True)
     pool = ThreadPoolExecutor(parallel)
     try:
         waiting: list[Future[Run]] = [
-            pool.submit(_run, endpoint, program, index, case, limits, language) for index, case in enumerate(cases)
+            pool.submit(_run, server, program, index, case, limits, language, max_attempts)
+            for index, case in enumerate(cases)
         ]
         for future in as_completed(waiting):
             yield future.result()
@@ -64,7 +66,9 @@ def run_remotely(
         pool.shutdown(cancel_futures=True)
 
 
-def _run(endpoint: Endpoint, program: str, index: int, case: Case, limits: Limits, language: str) -> Run:
+def _run(
+    server: HTTPClient, program: str, index: int, case: Case, limits: Limits, language: str, max_attempts: int
+) -> Run:
     body = {
         "code": _with_call(program, case) if case.is_call else program,
         "stdin": case.given.get("input", ""),
@@ -75,17 +79,17 @@ def _run(endpoint: Endpoint, program: str, index: int, case: Case, limits: Limit
         "files": {},
         "fetch_files": [],
     }
-    answer: dict[str, Any] = {}
+    reply: dict[str, Any] = {}
     for _ in range(_MAX_SANDBOX_ERRORS):
-        answer = endpoint.post(body, timeout_s=limits.wall_s + limits.time_s + _QUEUE_S)
-        if answer.get("status") != "SandboxError":
+        reply = server.call_until(body, timeout_s=limits.wall_s + limits.time_s + _QUEUE_S, max_attempts=max_attempts)
+        if reply.get("status") != "SandboxError":
             break
     else:
-        raise RewardError(endpoint.url, got=f"SandboxError: {answer.get('message')}", expected="Success or Failed")
-    for part in (answer.get("compile_result"), answer.get("run_result")):
+        raise RewardError(server.url, got=f"SandboxError: {reply.get('message')}", expected="Success or Failed")
+    for part in (reply.get("compile_result"), reply.get("run_result")):
         if part and (part.get("status") != "Finished" or part.get("return_code") != 0):
             return _as_run(index, part)
-    return _as_run(index, answer.get("run_result") or {"status": "Error", "stderr": "the server ran nothing"})
+    return _as_run(index, reply.get("run_result") or {"status": "Error", "stderr": "the server ran nothing"})
 
 
 def _as_run(index: int, part: dict[str, Any]) -> Run:

@@ -143,7 +143,7 @@ def test_a_judge_grades_and_says_what_it_could_not_grade(judge, server):
     errors = output.extra["reward_error"]
     assert errors[0] == errors[1] == ""
     assert "expected a match" in errors[2]
-    assert "HTTP 400" in errors[3]
+    assert "status 400" in errors[3]
     assert output.extra["judge_score"].tolist() == [1.0, 0.0, None, None]
     assert "q0 {x}? [print(5)]" in server.questions
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A service that is busy, down, or talks nonsense."""
 
+import asyncio
 import json
 import socket
 import threading
@@ -10,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from quadriga.errors import RewardError
-from quadriga.rewards.endpoint import Endpoint
+from quadriga.http_client import HTTPClient, ServerLostError
 
 GOOD = (200, {}, b'{"ok": true}')
 
@@ -53,6 +54,10 @@ def server():
     server.server_close()
 
 
+def client(url, **options):
+    return HTTPClient(url, RewardError, setting="reward_model.reward_kwargs.url", **options)
+
+
 @pytest.mark.parametrize(
     "trouble",
     [(429, {}, b"slow down"), (500, {}, b""), (503, {}, b"x"), None, (200, {}, b"<html>"), (200, {}, b"[1]")],
@@ -60,7 +65,7 @@ def server():
 def test_a_passing_trouble_is_waited_out(server, trouble):
     pauses = []
     server.script = [trouble, trouble, GOOD]
-    answer = Endpoint(server.url, backoff_s=1.0, sleep=pauses.append).post({"a": 1}, timeout_s=30)
+    answer = client(server.url).call_until({"a": 1}, timeout_s=30, sleep=pauses.append)
     assert answer == {"ok": True}
     assert server.bodies == [{"a": 1}] * 3
     assert 0.75 <= pauses[0] <= 1.25 and 1.5 <= pauses[1] <= 2.5
@@ -69,29 +74,29 @@ def test_a_passing_trouble_is_waited_out(server, trouble):
 def test_the_server_says_how_long_to_wait(server):
     pauses = []
     server.script = [(429, {"Retry-After": "7"}, b""), (429, {"Retry-After": "Fri, 1 Jan 2100"}, b""), GOOD]
-    Endpoint(server.url, backoff_s=0.1, sleep=pauses.append).post({}, timeout_s=30)
+    client(server.url).call_until({}, timeout_s=30, backoff_s=0.1, sleep=pauses.append)
     assert pauses[0] == 7.0 and pauses[1] < 1
 
 
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ((500, {}, b"out of order"), "HTTP 500: out of order"),
-        (None, "no answer"),
+        ((500, {}, b"out of order"), "status 500: out of order"),
+        (None, "no reply"),
         ((200, {}, b"<html>"), "not JSON: '<html>'"),
     ],
 )
 def test_trouble_that_stays_is_an_error(server, entry, message):
     server.script = [entry] * 3
     with pytest.raises(RewardError, match=rf"{message}.*the last of 3 attempts"):
-        Endpoint(server.url, max_attempts=3, sleep=lambda _: None).post({}, timeout_s=30)
+        client(server.url).call_until({}, timeout_s=30, max_attempts=3, sleep=lambda _: None)
     assert not server.script
 
 
 def test_a_refusal_is_not_repeated(server):
     server.script = [(401, {}, b"who are you"), GOOD]
-    with pytest.raises(RewardError, match="HTTP 401: who are you"):
-        Endpoint(server.url).post({}, timeout_s=30)
+    with pytest.raises(RewardError, match="status 401: who are you"):
+        client(server.url).call_until({}, timeout_s=30)
     assert len(server.script) == 1
 
 
@@ -99,7 +104,7 @@ def test_the_time_limit_holds_over_attempts_and_pauses(server):
     begun = time.monotonic()
     server.script = [30.0]
     with pytest.raises(TimeoutError, match=r"within 0.5 s"):
-        Endpoint(server.url, backoff_s=60).post({}, timeout_s=0.5)
+        client(server.url).call_until({}, timeout_s=0.5, backoff_s=60)
     assert time.monotonic() - begun < 10
 
 
@@ -107,5 +112,45 @@ def test_nobody_is_there():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{taken.getsockname()[1]}/"
-        with pytest.raises(RewardError, match="no answer"):
-            Endpoint(url, max_attempts=2, sleep=lambda _: None).post({}, timeout_s=30)
+        with pytest.raises(RewardError, match="no reply"):
+            client(url).call_until({}, timeout_s=30, max_attempts=2, sleep=lambda _: None)
+
+
+@pytest.mark.parametrize("url", ["host:8000", "ftp://host", "http://"])
+def test_an_address_that_is_none_is_refused(url):
+    with pytest.raises(RewardError, match=r"reward_model.reward_kwargs.url: got .*expected an address"):
+        client(url)
+
+
+def test_an_event_loop_makes_the_same_requests(server):
+    server.script = [GOOD, (503, {"Retry-After": "3"}, b"busy"), (400, {}, b"too long"), (200, {}, b"done")]
+
+    async def calls():
+        asked = client(server.url, where="judge", fix="Shorten it.")
+        assert await asked.call_async(body={"a": 1}) == {"ok": True}
+        with pytest.raises(ServerLostError, match="status 503: busy") as lost:
+            await asked.call_async(body={})
+        assert lost.value.retry_after_s == 3.0
+        with pytest.raises(RewardError, match=r"judge, http://.*/chat: got status 400: too long.* Shorten it\."):
+            await asked.call_async("chat", {})
+        assert await asked.call_async(body={}, needs_object=False) is None
+
+    asyncio.run(calls())
+
+
+def test_a_cancelled_request_ends_its_connection(server):
+    server.script = [2.0]
+
+    async def call():
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(client(server.url).call_async(body={}), 0.2)
+
+    begun = time.monotonic()
+    asyncio.run(call())
+    assert time.monotonic() - begun < 1.5
+
+
+def test_a_server_that_stays_silent_is_lost(server):
+    server.script = [2.0]
+    with pytest.raises(ServerLostError, match=r"no reply \(ReadTimeout"):
+        client(server.url, timeout_s=0.2).call(body={})

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""JSON over HTTP to a server that may be busy or down for a while, from threads or from an event loop.
+
+the server's reply                            what follows
+status 200 with a JSON object                 it is returned
+408, 425, 429, 5xx; 200 without an object     ServerLostError: another attempt, or another server, may do better
+no reply, a broken connection, a time limit   ServerLostError
+any other status                              the caller's own error at once: the same request would be refused again
+
+Each request has a connection of its own: none goes stale between two requests, and there is nothing to close.
+"""
+
+import json
+import random
+import ssl
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from quadriga.errors import QuadrigaError
+
+if TYPE_CHECKING:
+    import httpx2
+
+_RETRIED = frozenset({408, 425, 429})
+_LONGEST_PAUSE_S = 60.0
+_LONGEST_QUOTE = 500
+
+
+class ServerLostError(Exception):
+    """A server did not answer a request that another attempt, or another server, may answer.
+
+    Attributes:
+        retry_after_s: how long the server asks to wait; None where it does not say.
+    """
+
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class HTTPClient:
+    """One server that takes and gives JSON. Threads and event loops may share it.
+
+    Args:
+        url: address of the server, to which the paths of requests are added.
+        error: class of the errors that users see, such as RewardError.
+        setting: configuration key that holds the address.
+        where: what the server is for, before its address in errors.
+        fix: what to do where a request is refused.
+        headers: of every request, beside the content type.
+        timeout_s: seconds without a byte after which the server counts as lost.
+        use_proxies: whether the environment's proxies (HTTP_PROXY ...) are used.
+
+    Raises:
+        error: the address is none.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        error: type[QuadrigaError],
+        *,
+        setting: str,
+        where: str = "",
+        fix: str = "",
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float = 600.0,
+        use_proxies: bool = False,
+    ) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.netloc:
+            raise error(setting, got=repr(url), expected="an address such as http://host:8000")
+        self.url, self.where = url.rstrip("/"), f"{where}, {url}" if where else url
+        self.timeout_s = timeout_s
+        self._error, self._fix = error, fix
+        self._headers = {"Content-Type": "application/json", **(headers or {})}
+        # The machine's certificates, a private authority's among them, not those of a package.
+        verify = ssl.create_default_context() if parts.scheme == "https" else False
+        self._options: dict[str, Any] = {"verify": verify, "trust_env": use_proxies}
+
+    def call(
+        self,
+        path: str = "",
+        body: Mapping[str, Any] | None = None,
+        *,
+        method: str = "POST",
+        timeout_s: float | None = None,
+        needs_object: bool = True,
+    ) -> Any:
+        """The server's reply to one request.
+
+        Args:
+            path: added to the address, without a slash at its beginning.
+            body: sent as JSON; None: nothing is sent.
+            method: of HTTP.
+            timeout_s: instead of the client's own.
+            needs_object: whether the reply must be a JSON object. False: JSON of any kind, None where it is no JSON.
+
+        Raises:
+            ServerLostError: see the table of the module.
+            self.error: the server refuses the request.
+        """
+        import httpx2
+
+        try:
+            with httpx2.Client(**self._options) as client:
+                reply = client.request(method, **self._request(path, body, timeout_s))
+        except httpx2.HTTPError as error:
+            raise ServerLostError(_no_reply(error)) from error
+        return self._content(reply, path, needs_object)
+
+    async def call_async(
+        self,
+        path: str = "",
+        body: Mapping[str, Any] | None = None,
+        *,
+        method: str = "POST",
+        timeout_s: float | None = None,
+        needs_object: bool = True,
+    ) -> Any:
+        """As `call`. A task that is cancelled closes its connection, by which the server learns of it."""
+        import httpx2
+
+        try:
+            async with httpx2.AsyncClient(**self._options) as client:
+                reply = await client.request(method, **self._request(path, body, timeout_s))
+        except httpx2.HTTPError as error:
+            raise ServerLostError(_no_reply(error)) from error
+        return self._content(reply, path, needs_object)
+
+    def call_until(
+        self,
+        body: Mapping[str, Any],
+        *,
+        timeout_s: float,
+        max_attempts: int = 5,
+        backoff_s: float = 1.0,
+        before_attempt: Callable[[], None] | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> dict[str, Any]:
+        """As `call`, with further attempts where the server is lost, and one deadline for all of them.
+
+        Args:
+            body: sent as JSON.
+            timeout_s: for all attempts and the pauses between them.
+            max_attempts: requests for one reply.
+            backoff_s: pause after the first failure; it doubles with each, up to a minute, and varies by a quarter.
+                The server's Retry-After takes its place.
+            before_attempt: called before each; a rate limit waits here, and its wait counts as well.
+            sleep: waits for so many seconds.
+
+        Raises:
+            TimeoutError: no reply in time; it says what the last attempt met.
+            self.error: the server refuses the request, or no attempt brought a reply.
+        """
+        deadline = time.monotonic() + timeout_s
+        trouble = "no attempt has ended"
+        for attempt in range(1, max_attempts + 1):
+            if before_attempt is not None:
+                before_attempt()
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                break
+            try:
+                return self.call(body=body, timeout_s=left_s)
+            except ServerLostError as lost:
+                trouble, pause_s = str(lost), lost.retry_after_s
+            if attempt == max_attempts:
+                raise self._error(
+                    self.where,
+                    got=f"{trouble} (the last of {max_attempts} attempts)",
+                    expected="a reply in JSON",
+                    fix="See whether the service is up, and lower the rate of requests if it is busy.",
+                )
+            if pause_s is None:
+                # Many callers that failed together must not come back together.
+                pause_s = min(_LONGEST_PAUSE_S, backoff_s * 2 ** (attempt - 1)) * random.uniform(0.75, 1.25)
+            if time.monotonic() + pause_s >= deadline:
+                break
+            sleep(pause_s)
+        raise TimeoutError(f"{self.where}: no reply within {timeout_s:g} s; {trouble}")
+
+    def _request(self, path: str, body: Mapping[str, Any] | None, timeout_s: float | None) -> dict[str, Any]:
+        return {
+            "url": f"{self.url}/{path}" if path else self.url,
+            "content": None if body is None else json.dumps(body).encode(),
+            "headers": self._headers,
+            "timeout": self.timeout_s if timeout_s is None else timeout_s,
+        }
+
+    def _content(self, reply: "httpx2.Response", path: str, needs_object: bool) -> Any:
+        status, text = reply.status_code, reply.content.decode("utf-8", "replace")
+        if status in _RETRIED or status >= 500:
+            wait = reply.headers.get("Retry-After", "").strip()
+            # It may also be a date; the caller's own pause serves as well.
+            retry_after_s = min(_LONGEST_PAUSE_S, float(wait)) if wait.isdecimal() else None
+            raise ServerLostError(f"status {status}: {text[:_LONGEST_QUOTE]}", retry_after_s)
+        if status != 200:
+            raise self._error(
+                f"{self.where}/{path}" if path else self.where,
+                got=f"status {status}: {text[:_LONGEST_QUOTE]}",
+                expected="status 200",
+                fix=self._fix,
+            )
+        try:
+            content = json.loads(text)
+        except json.JSONDecodeError as error:
+            if not needs_object:
+                return None
+            raise ServerLostError(f"a reply that is not JSON: {text[:_LONGEST_QUOTE]!r}") from error
+        if needs_object and not isinstance(content, dict):
+            raise ServerLostError(f"JSON that is no object: {text[:_LONGEST_QUOTE]!r}")
+        return content
+
+
+def _no_reply(error: Exception) -> str:
+    return f"no reply ({type(error).__name__}{f': {error}' if str(error) else ''})"
