@@ -16,12 +16,12 @@ written by one of them. Without the list of chunks, written last, a folder is no
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from traceback import format_exception
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
+from quadriga.background import in_background
 from quadriga.engines.process_group import ProcessGroup
 from quadriga.errors import CheckpointError
 from quadriga.models.weight_files import METADATA, ChunkReader
@@ -37,7 +38,6 @@ from quadriga.models.weight_files import METADATA, ChunkReader
 State = Mapping[str, torch.Tensor]
 """Tensors by name, plain where one process holds them whole, DTensors where several do."""
 
-T = TypeVar("T")
 _OTHER_MODEL = "Resume with the model that the checkpoint was made of."
 
 
@@ -78,9 +78,9 @@ class StateWriter:
         self._afterwards = afterwards or _nothing
         self._folders = [_Folder(folder, state, self.world) for folder, state in states.items()]
         if self.world.size > 1:
-            self._chunks = _in_thread(self._write)
+            self._chunks = in_background(self._write, "checkpoint")
         else:
-            self._rest = _in_thread(lambda: self._complete([self._write()]))
+            self._rest = in_background(lambda: self._complete([self._write()]), "checkpoint")
 
     def is_written(self, *, wait: bool = False) -> bool:
         """Whether the last state is complete on disk, on all processes.
@@ -96,7 +96,7 @@ class StateWriter:
             if written is None:
                 return False
             self._chunks = None
-            self._rest = _in_thread(lambda: self._complete(written))
+            self._rest = in_background(lambda: self._complete(written), "checkpoint")
         if self._rest is not None:
             if self._outcomes(self._rest, wait) is None:
                 return False
@@ -310,13 +310,6 @@ def _require_fit(folder: Path, listed: Metadata, shapes: Mapping[str, torch.Size
 def _kinds(names: Collection[str]) -> set[str]:
     """What an optimizer keeps: `exp_avg` of `optimizer.exp_avg.lm_head.weight`."""
     return {name.split(".")[1] for name in names if name.startswith("optimizer.")}
-
-
-def _in_thread(work: Callable[[], T]) -> Future[T]:
-    executor = ThreadPoolExecutor(1, "checkpoint")
-    future = executor.submit(work)
-    executor.shutdown(wait=False)
-    return future
 
 
 def _nothing() -> None:

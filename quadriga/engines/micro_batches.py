@@ -10,10 +10,11 @@ mini-batch before the first backward pass.
 Legend: k micro-batches.
 """
 
-import heapq
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+
+from quadriga.partition import Parts
 
 
 @dataclass(frozen=True)
@@ -181,20 +182,9 @@ def _fill(units: Sequence[_Unit], max_tokens: int) -> list[list[_Unit]]:
 
 def _even_out(units: Sequence[_Unit], max_tokens: int, num: int) -> list[list[_Unit]] | None:
     """Each unit into the cheapest of k micro-batches that has room; None: there is none."""
-    batches: list[list[_Unit]] = [[] for _ in range(num)]
-    room = [max_tokens] * num
-    cheapest = [(0.0, place) for place in range(num)]
+    parts = Parts([max_tokens] * num)
     for unit in units:
-        passed = []
         # One that is larger than the budget goes alone.
-        while cheapest and batches[cheapest[0][1]] and room[cheapest[0][1]] < unit.num_tokens:
-            passed.append(heapq.heappop(cheapest))
-        if not cheapest:
+        if parts.give([unit], unit.cost, size=min(unit.num_tokens, max_tokens)) is None:
             return None
-        cost, place = cheapest[0]
-        heapq.heapreplace(cheapest, (cost + unit.cost, place))
-        batches[place].append(unit)
-        room[place] -= unit.num_tokens
-        for entry in passed:
-            heapq.heappush(cheapest, entry)
-    return batches
+    return parts.items

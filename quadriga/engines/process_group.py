@@ -11,10 +11,10 @@ Every process calls the same collectives in the same order, also one that has no
 and pays nothing: its collectives return what they were given.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from quadriga.errors import EngineError, PeerLostError
 from quadriga.observe.watchdog import waiting
+from quadriga.partition import buckets
 
 # A process may wait for one that is still loading its model, or has the longer half of a batch.
 TIMEOUT = timedelta(minutes=30)
@@ -88,7 +89,7 @@ class ProcessGroup:
         if self.size == 1:
             return
         with self._meeting("the sum of gradients"):
-            for bucket in buckets(tensors, BUCKET_BYTES):
+            for bucket in buckets(tensors, attrgetter("nbytes"), BUCKET_BYTES, lambda tensor, _: tensor):
                 _add_up_bucket(bucket, self.group)
 
     def require_alike(self, what: str, tensors: Sequence[torch.Tensor]) -> None:
@@ -206,20 +207,6 @@ def _meet(place: Place, device: torch.device) -> None:
 def _sum_of_bits(tensor: torch.Tensor) -> int:
     words = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return int(tensor.detach().view(words[tensor.element_size()]).sum(dtype=torch.int64))
-
-
-def buckets(tensors: Sequence[torch.Tensor], max_bytes: int) -> list[list[torch.Tensor]]:
-    """Tensors in their order, in as few lists as hold `max_bytes` each; a larger tensor stands alone."""
-    lists: list[list[torch.Tensor]] = []
-    room = -math.inf
-    for tensor in tensors:
-        size = tensor.numel() * tensor.element_size()
-        if size > room:
-            lists.append([])
-            room = max_bytes
-        lists[-1].append(tensor)
-        room -= size
-    return lists
 
 
 def _add_up_bucket(bucket: list[torch.Tensor], group: dist.ProcessGroup | None) -> None:

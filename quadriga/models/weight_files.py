@@ -14,7 +14,7 @@ only the classes that it is made of are let through.
 
 import json
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum, EnumType
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,6 +26,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, m
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from quadriga.errors import CheckpointError
+from quadriga.partition import buckets
 
 SHARD_BYTES = 64 << 20
 MODEL = "model"
@@ -225,30 +226,16 @@ def write_safetensors(folder: Path, weights: WeightFiles, dtype: torch.dtype | N
         dtype: to write in; None: that in which they are float32 already.
     """
     dtype = dtype or torch.float32
-    shards = list(_shards({name: weights.shape(name).numel() * dtype.itemsize for name in weights.names()}))
+    sizes = {name: weights.shape(name).numel() * dtype.itemsize for name in weights.names()}
+    shards = list(buckets(sizes, sizes.__getitem__, SHARD_BYTES, lambda name, _: name))
     where: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         shard = {name: weights.read(name).to(dtype).contiguous() for name in names}
         save_file(shard, folder / file, metadata={"format": "pt"})
         where |= dict.fromkeys(names, file)
-    total = sum(weights.shape(name).numel() * dtype.itemsize for name in weights.names())
-    index = {"metadata": {"total_size": total}, "weight_map": where}
+    index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-def _shards(sizes: Mapping[str, int]) -> Iterator[list[str]]:
-    """Names in their order, in as few lists as hold `SHARD_BYTES` each; a larger tensor stands alone."""
-    names: list[str] = []
-    room = SHARD_BYTES
-    for name, size in sizes.items():
-        if names and size > room:
-            yield names
-            names, room = [], SHARD_BYTES
-        names.append(name)
-        room -= size
-    if names:
-        yield names
 
 
 def _indexed(index: Path) -> dict[str, str]:

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from quadriga.partition import Parts
+
 # A swap that shortens the longest share by less than this part of it is not worth making.
 WORTHWHILE = 1e-3
 
@@ -131,40 +133,23 @@ def _deal(rows: Sequence[_PricedRow], members: Sequence[int], quotas: Sequence[i
     groups: dict[Hashable, list[int]] = {}
     for number in members:
         groups.setdefault(rows[number].prompt, []).append(number)
-    hands = _Hands(rows, quotas)
+    ranks = Parts(quotas)
+    prompts: list[set[Hashable]] = [set() for _ in quotas]
+
+    def give(group: Sequence[int]) -> bool:
+        first = rows[group[0]]
+        prompt_costs = np.array([0.0 if first.prompt in held else first.prompt_cost for held in prompts])
+        responses = sum(rows[number].response_cost for number in group)
+        rank = ranks.give(group, responses, size=len(group), extra=prompt_costs)
+        if rank is not None:
+            prompts[rank].add(first.prompt)
+        return rank is not None
+
     for group in sorted(groups.values(), key=lambda group: -_cost_of_share(rows, group)):
-        if not hands.give(group):
+        if not give(group):
             for number in sorted(group, key=lambda number: -rows[number].response_cost):
-                hands.give([number])
-    return hands.shares
-
-
-class _Hands:
-    """The shares of the ranks while they are being dealt."""
-
-    def __init__(self, rows: Sequence[_PricedRow], quotas: Sequence[int]) -> None:
-        self.rows, self.room = rows, list(quotas)
-        self.shares: list[list[int]] = [[] for _ in quotas]
-        self.prompts: list[set[Hashable]] = [set() for _ in quotas]
-        self.loads = [0.0] * len(quotas)
-
-    def give(self, group: Sequence[int]) -> bool:
-        """Rows of one prompt to the rank that is the least loaded with them; False: there is no room for all."""
-        first = self.rows[group[0]]
-        responses = sum(self.rows[number].response_cost for number in group)
-        candidates = [
-            (self.loads[rank] + responses + (0.0 if first.prompt in self.prompts[rank] else first.prompt_cost), rank)
-            for rank, room in enumerate(self.room)
-            if room >= len(group)
-        ]
-        if not candidates:
-            return False
-        load, rank = min(candidates)
-        self.loads[rank] = load
-        self.shares[rank] += group
-        self.prompts[rank].add(first.prompt)
-        self.room[rank] -= len(group)
-        return True
+                give([number])
+    return ranks.items
 
 
 def _even_out(rows: Sequence[_PricedRow], shares: list[list[int]]) -> None:

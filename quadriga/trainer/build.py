@@ -2,12 +2,12 @@
 """From a configuration to the objects of a run: the one place where a name becomes a class."""
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from typing import Any, TypeVar
+from typing import Any
 
+from quadriga.background import in_background, result_of
 from quadriga.config import Config, DataConfig, place_roles
 from quadriga.data import (
     create_dataloader,
@@ -48,8 +48,6 @@ TEAMS = {
     "local": "quadriga.single_controller.team:LocalTeam",
     "ray": "quadriga.single_controller.ray.team:RayTeam",
 }
-T = TypeVar("T")
-LOOK_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -92,7 +90,7 @@ def build_run(config: Config, timeline: Timeline) -> Run:
     try:
         models: Callable[[], dict[str, str]] = partial(load_models, team, timeline)
         if team.is_beside:
-            models = _in_background(models)
+            models = partial(result_of, in_background(models, "loading models"))
         with timeline.part("data"):
             train, val = build_dataloaders(config, tokenizer)
         choices = models()
@@ -200,21 +198,6 @@ def build_reward_model(config: Config, tokenizer: Any) -> RewardModelWorker | No
     group = LocalWorkerGroup(ClassWithInitArgs(RewardModelWorker, config, tokenizer), name=Role.RewardModel)
     group.method("init_model")().get()
     return group.as_worker()
-
-
-def _in_background(work: Callable[[], T]) -> Callable[[], T]:
-    """Start it in a thread. Returns a function that waits for its result, and raises its error."""
-    executor = ThreadPoolExecutor(1, "loading models")
-    future = executor.submit(work)
-    executor.shutdown(wait=False)
-
-    def result() -> T:
-        # In short waits: an interrupt that is meant for this thread is raised between them.
-        while not future.done():
-            wait([future], LOOK_S)
-        return future.result()
-
-    return result
 
 
 def build_tokenizer(config: Config) -> Any:

@@ -16,16 +16,15 @@ Unblocked by: the threads of the workers, which call no collective. An error of 
 
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quadriga.background import in_background, result_of
 from quadriga.errors import QuadrigaError
 from quadriga.observe.watchdog import waiting
 from quadriga.trainer.checkpoint import Checkpoints, require_parts
-
-LOOK_S = 0.02
 
 
 @dataclass
@@ -140,18 +139,8 @@ class CheckpointSaver:
                 if not all(is_written for ranks in outputs for is_written in ranks):
                     return False
                 require_parts(pending.folder, self.workers)
-            pending.completion = _in_thread(lambda: self.checkpoints.complete(pending.step))
-        while is_awaited and not pending.completion.done():
-            # In short waits: an interrupt that is meant for this thread is raised between them.
-            wait([pending.completion], LOOK_S)
-        if not pending.completion.done():
+            pending.completion = in_background(lambda: self.checkpoints.complete(pending.step), "checkpoint")
+        if not is_awaited and not pending.completion.done():
             return False
-        pending.completion.result()
+        result_of(pending.completion)
         return True
-
-
-def _in_thread(work: Callable[[], None]) -> Future[None]:
-    executor = ThreadPoolExecutor(1, "checkpoint")
-    future = executor.submit(work)
-    executor.shutdown(wait=False)
-    return future

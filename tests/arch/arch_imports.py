@@ -8,13 +8,15 @@ from collections.abc import Iterable, Iterator
 
 from arch_tree import Source
 
-_CORE = frozenset({"errors", "config", "observe", "protocol"})
+_CORE = frozenset({"errors", "partition", "background", "config", "observe", "protocol"})
 _BELOW_TRAINER = _CORE | {"algorithms", "rewards", "data", "single_controller", "workers"}
 _BELOW_WORKERS = _BELOW_TRAINER - {"workers"} | {"models", "engines", "rollout", "weight_sync"}
 
 # Each layer and what it may import besides itself. The order is the one in which they stand on each other.
 LAYERS: dict[str, frozenset[str]] = {
     "errors": frozenset(),
+    "partition": frozenset(),
+    "background": frozenset(),
     "user_file": frozenset({"errors"}),
     "http_client": frozenset({"errors"}),
     "config": frozenset({"errors"}),
@@ -24,10 +26,10 @@ LAYERS: dict[str, frozenset[str]] = {
     "rewards": _CORE | {"user_file", "http_client"},
     "data": _CORE | {"user_file"},
     "recipes": frozenset({"errors", "config", "observe", "data"}),
-    "models": frozenset({"errors", "config", "observe"}),
+    "models": frozenset({"errors", "partition", "config", "observe"}),
     "single_controller": _CORE,
     "engines": _CORE | {"algorithms", "models"},
-    "weight_sync": frozenset({"errors", "config", "observe"}),
+    "weight_sync": frozenset({"errors", "partition", "config", "observe"}),
     "rollout": _CORE | {"user_file", "http_client", "models", "rewards", "weight_sync"},
     "workers": _BELOW_WORKERS,
     "trainer": _BELOW_TRAINER,

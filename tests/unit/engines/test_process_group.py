@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from quadriga.engines.process_group import ALONE, buckets, join, leave
+from quadriga.engines.process_group import ALONE, join, leave
 from quadriga.errors import EngineError
 from quadriga.single_controller import WorkerPlace
 
@@ -33,17 +33,3 @@ def test_collectives_of_one_return_what_they_were_given() -> None:
     assert ALONE.totals(3, 4) == [3, 4]
     assert ALONE.gather("x") == ["x"]
     assert ALONE.is_first
-
-
-@pytest.mark.parametrize(
-    ("max_bytes", "expected"),
-    [(40, [[3, 5, 2], [12], [1, 1]]), (4, [[3], [5], [2], [12], [1], [1]]), (999, [[3, 5, 2, 12, 1, 1]])],
-)
-def test_buckets_are_few_and_keep_the_order(max_bytes: int, expected: list[list[int]]) -> None:
-    """One that is larger than a bucket stands alone."""
-    tensors = [torch.zeros(count) for count in (3, 5, 2, 12, 1, 1)]
-    assert [[tensor.numel() for tensor in bucket] for bucket in buckets(tensors, max_bytes)] == expected
-
-
-def test_no_tensors_need_no_bucket() -> None:
-    assert buckets([], 8) == []

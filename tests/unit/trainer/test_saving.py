@@ -2,12 +2,12 @@
 """Checkpoints in the background, over workers that write when the test lets them."""
 
 from collections.abc import Callable
+from concurrent.futures import wait
 from pathlib import Path
 
 import pytest
 
 from quadriga.errors import CheckpointError
-from quadriga.trainer import saving
 from quadriga.trainer.checkpoint import LATEST, Checkpoints, verify
 from quadriga.trainer.saving import CheckpointSaver
 
@@ -53,7 +53,7 @@ def finish_polling(saver: CheckpointSaver) -> None:
     for _ in range(1000):
         if saver.poll():
             return
-        saving.wait([saver._pending.completion], 0.01)
+        wait([saver._pending.completion], 0.01)
     raise AssertionError("never complete")
 
 
