@@ -17,7 +17,7 @@ from quadriga.config.overrides import interpolation_problem, parse_override
 from quadriga.config.problems import as_text, combined
 from quadriga.config.root import Config
 from quadriga.config.tree import KeyInfo, leaf_keys, leaf_of, nearest_keys, section_keys
-from quadriga.config.verl import Rule, rule_for
+from quadriga.config.verl_keys import Rule, rule_for
 from quadriga.config.yaml_text import read_yaml
 from quadriga.errors import ConfigError
 
@@ -164,10 +164,10 @@ class _Reading(Generic[Root]):
             fix = f"Did you mean {' or '.join(close)}?" if close else f"`{self.tree.list_command}` lists them all."
             self._refuse(key, places, got="a key that does not exist", expected="", fix=fix)
         elif not rule.accepts(value):
-            known = [as_text(one) for one in rule.accepted if one is not None][:1]
+            known = [as_text(one) for one in rule.accepted or [] if one is not None][:1]
             expected = known[0] if known else "the key left out"
             self._refuse(key, places, got=as_text(value), expected=expected, fix=rule.sentence)
-        elif rule.is_note:
+        elif rule.accepted is None:
             self.noted.setdefault(rule.sentence, []).append(key)
         else:
             self.neutral.append(key)
