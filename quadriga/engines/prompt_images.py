@@ -14,7 +14,7 @@ import torch
 from quadriga.errors import EngineError
 from quadriga.models.vision import ImageTokens
 from quadriga.protocol import DataProto
-from quadriga.protocol.image_key import images_key
+from quadriga.protocol.memory import images_key
 
 COLUMN = "multi_modal_inputs"
 

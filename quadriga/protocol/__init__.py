@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What travels between the driver and the workers, and the table of every column in it."""
+"""DataProto, which travels between the driver and the workers, and the table of every column in it."""
 
 from quadriga.protocol.columns import object_array
 from quadriga.protocol.fields import FIELDS, Field, render_fields
 from quadriga.protocol.future import DataProtoFuture
-from quadriga.protocol.gather import all_gather_data_proto
 from quadriga.protocol.merge import deep_equal, union_numpy_dict, union_tensor_dict
-from quadriga.protocol.padding import fold_batch_dim, pad_dataproto_to_divisor, unfold_batch_dim, unpad_dataproto
+from quadriga.protocol.operations import (
+    all_gather_data_proto,
+    fold_batch_dim,
+    pad_dataproto_to_divisor,
+    unfold_batch_dim,
+    unpad_dataproto,
+)
 from quadriga.protocol.proto import DataProto, DataProtoItem
 
 __all__ = [

@@ -1,22 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Columns and rows: the checks and the row arithmetic under every DataProto.
+"""The columns of a DataProto: checks, row numbers, what they look like, and how one TensorDict holds them all.
 
-Nothing here knows DataProto. Functions take a TensorDict with one batch dimension, a dictionary of
-numpy arrays, or indices, and work at the speed of memory: slices are views, gathers allocate a
-column once.
+Nothing here knows DataProto. Functions take a TensorDict with one batch dimension, a dictionary of numpy arrays, or
+indices, and work at the speed of memory: slices are views, gathers allocate a column once.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from quadriga.errors import ProtocolError
 
 RowIndex = Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor
+
+ARRAY_TYPES = "_array_types"
+"""Entry of a TensorDict with dtype and row shape of arrays, which it can only keep as objects, row by row."""
 
 
 def object_array(values: Iterable[Any]) -> np.ndarray:
@@ -31,29 +34,28 @@ def object_array(values: Iterable[Any]) -> np.ndarray:
     return array
 
 
+# ---- checks -------------------------------------------------------------------------------------
+
+
 def check_batch(batch: TensorDict) -> None:
-    """Raise unless `batch` has one batch dimension and dense tensors in every column."""
+    """Raise unless `batch` has one batch dimension and dense tensors in every column, nested ones included."""
     if len(batch.batch_size) != 1:
         raise ProtocolError(
-            "DataProto.batch",
-            got=f"a TensorDict of batch size {tuple(batch.batch_size)}",
-            expected="exactly one batch dimension",
+            f"DataProto.batch: got a TensorDict of batch size {tuple(batch.batch_size)}, expected exactly one batch "
+            "dimension",
             fix="Build it with batch_size=[number of rows], or fold the others with fold_batch_dim.",
         )
-    _check_dense(batch)
-
-
-def _check_dense(batch: TensorDict) -> None:
-    for key, value in batch.items():
-        if isinstance(value, TensorDict):
-            _check_dense(value)
-        elif not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
-            raise ProtocolError(
-                f"DataProto.batch[{key!r}]",
-                got=type(value).__name__ if not isinstance(value, torch.Tensor) else f"a {value.layout} tensor",
-                expected="a dense tensor",
-                fix="Put objects into non_tensor_batch (from_tensordict does it), pad nested tensors.",
-            )
+    nested = [batch]
+    while nested:
+        for key, value in nested.pop().items():
+            if isinstance(value, TensorDict):
+                nested.append(value)
+            elif not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+                got = f"a {value.layout} tensor" if isinstance(value, torch.Tensor) else type(value).__name__
+                raise ProtocolError(
+                    f"DataProto.batch[{key!r}]: got {got}, expected a dense tensor",
+                    fix="Put objects into non_tensor_batch (from_tensordict does it), pad nested tensors.",
+                )
 
 
 def check_arrays(arrays: Mapping[str, Any], rows: int | None) -> None:
@@ -62,36 +64,36 @@ def check_arrays(arrays: Mapping[str, Any], rows: int | None) -> None:
     for key, value in arrays.items():
         where = f"DataProto.non_tensor_batch[{key!r}]"
         if not isinstance(value, np.ndarray):
-            raise ProtocolError(
-                where,
-                got=type(value).__name__,
-                expected="a numpy array",
-                fix="from_dict(non_tensors=...) turns lists into object arrays.",
-            )
+            fix = "from_dict(non_tensors=...) turns lists into object arrays."
+            raise ProtocolError(f"{where}: got {type(value).__name__}, expected a numpy array", fix=fix)
         if value.ndim == 0:
-            raise ProtocolError(where, got="an array of shape ()", expected="one entry per row")
+            raise ProtocolError(f"{where}: got an array of shape (), expected one entry per row")
         rows = value.shape[0] if rows is None else rows
         if value.shape[0] != rows:
-            raise ProtocolError(where, got=f"shape {value.shape}", expected=f"{rows} rows, {source}")
+            raise ProtocolError(f"{where}: got shape {value.shape}, expected {rows} rows, {source}")
 
 
 def check_leading_dims(tensors: Mapping[str, torch.Tensor], num_batch_dims: int) -> None:
     """Raise unless all tensors agree in their first `num_batch_dims` dimensions."""
     first_key, first = next(iter(tensors.items()))
     for key, value in tensors.items():
+        found = f"DataProto column {key!r}: got shape {tuple(value.shape)}, expected"
         if value.dim() < num_batch_dims:
-            raise ProtocolError(
-                f"DataProto column {key!r}",
-                got=f"shape {tuple(value.shape)}",
-                expected=f"at least {num_batch_dims} dimension(s), the batch first",
-            )
+            raise ProtocolError(f"{found} at least {num_batch_dims} dimension(s), the batch first")
         if value.shape[:num_batch_dims] != first.shape[:num_batch_dims]:
-            raise ProtocolError(
-                f"DataProto column {key!r}",
-                got=f"shape {tuple(value.shape)}",
-                expected=f"batch size {tuple(first.shape[:num_batch_dims])}, that of {first_key!r}",
-                fix="Every column needs one entry per row.",
-            )
+            wanted = f"batch size {tuple(first.shape[:num_batch_dims])}, that of {first_key!r}"
+            raise ProtocolError(f"{found} {wanted}", fix="Every column needs one entry per row.")
+
+
+def check_names(where: str, names: Iterable[str], present: Iterable[str]) -> None:
+    """Raise unless every name is present."""
+    present = set(present)
+    for name in names:
+        if name not in present:
+            raise ProtocolError(f"{where}: got no entry {name!r}, expected one of {sorted(present)}")
+
+
+# ---- rows ---------------------------------------------------------------------------------------
 
 
 def map_columns(batch: TensorDict, function: Callable[[torch.Tensor], torch.Tensor], rows: int) -> TensorDict:
@@ -103,141 +105,109 @@ def map_columns(batch: TensorDict, function: Callable[[torch.Tensor], torch.Tens
     return TensorDict(columns, batch_size=[rows], device=batch.device)
 
 
-def row_index(index: RowIndex, rows: int) -> torch.Tensor:
+def row_numbers(index: RowIndex, rows: int) -> torch.Tensor:
     """Integers or a boolean mask as an int64 tensor of row numbers in [0, rows), on the CPU."""
     if not isinstance(index, torch.Tensor):
         array = np.asarray(index)
         index = torch.from_numpy(array.astype(np.int64) if array.size == 0 else array)
     index = index.detach().cpu()
-    is_number = not (index.is_floating_point() or index.is_complex())
-    if index.dim() != 1 or not is_number:
+    if index.dim() != 1 or index.is_floating_point() or index.is_complex():
         raise ProtocolError(
-            "row index",
-            got=f"shape {tuple(index.shape)}, {index.dtype}",
-            expected="one dimension of integers, or a boolean mask",
+            f"row index: got shape {tuple(index.shape)}, {index.dtype}, expected one dimension of integers, or a "
+            "boolean mask"
         )
     if index.dtype == torch.bool:
         if index.shape[0] != rows:
-            raise ProtocolError("row mask", got=f"{index.shape[0]} entries", expected=f"{rows}, one per row")
+            raise ProtocolError(f"row mask: got {index.shape[0]} entries, expected {rows}, one per row")
         return index.nonzero().flatten()
     index = index.to(torch.int64)
     if index.numel() and (int(index.min()) < -rows or int(index.max()) >= rows):
-        raise ProtocolError(
-            "row index", got=f"values from {int(index.min())} to {int(index.max())}", expected=f"rows of {rows}"
-        )
+        found = f"values from {int(index.min())} to {int(index.max())}"
+        raise ProtocolError(f"row index: got {found}, expected rows of {rows}")
     return torch.where(index < 0, index + rows, index)
-
-
-def gather_tensors(batch: TensorDict, index: torch.Tensor) -> TensorDict:
-    """Rows `index` of every column, in that order: one allocation per column."""
-    return map_columns(batch, lambda column: column.index_select(0, index.to(column.device)), index.shape[0])
-
-
-def slice_tensors(batch: TensorDict, rows: slice) -> TensorDict:
-    """A view of the rows of a slice with a positive step."""
-    size = len(range(*rows.indices(batch.batch_size[0])))
-    return map_columns(batch, lambda column: column[rows], size)
-
-
-def permutation(index: RowIndex, rows: int) -> torch.Tensor:
-    """`index` as row numbers, after making sure that each row is in it once."""
-    numbers = row_index(index, rows)
-    if not torch.equal(numbers.sort().values, torch.arange(rows)):
-        raise ProtocolError(
-            "DataProto.reorder",
-            got=f"{numbers.numel()} indices that are no permutation of {rows} rows",
-            expected="each row once",
-            fix="select_idxs takes any choice of rows.",
-        )
-    return numbers
-
-
-def repeat_index(rows: int, times: int, interleave: bool) -> torch.Tensor:
-    """Row numbers that repeat each row `times` times: 0 0 1 1 (interleaved) or 0 1 0 1."""
-    if times < 0:
-        raise ProtocolError("DataProto.repeat", got=f"{times} times", expected="0 or more")
-    index = torch.arange(rows)
-    return index.repeat_interleave(times) if interleave else index.repeat(times)
-
-
-def counted_index(counts: RowIndex, rows: int) -> torch.Tensor:
-    """Row numbers that repeat row i `counts[i]` times, the copies next to each other."""
-    numbers = torch.as_tensor(counts, dtype=torch.int64).cpu()
-    if numbers.shape != (rows,) or (numbers < 0).any():
-        raise ProtocolError(
-            "DataProto.sample_level_repeat",
-            got=f"counts of shape {tuple(numbers.shape)}" if numbers.shape != (rows,) else "a negative count",
-            expected=f"{rows} counts, one per row, 0 or more",
-        )
-    return torch.arange(rows).repeat_interleave(numbers)
-
-
-def padded_index(rows: int, padding_size: int, candidate: str) -> torch.Tensor:
-    """All row numbers, then `padding_size` times that of the "first" or the "last" row ("": the last)."""
-    if candidate not in ("", "first", "last"):
-        raise ProtocolError("DataProto.padding", got=repr(candidate), expected="'first', 'last' or ''")
-    if padding_size < 0 or (padding_size and not rows):
-        raise ProtocolError("DataProto.padding", got=f"{padding_size} copies of {rows} rows", expected="a row to copy")
-    return torch.cat([torch.arange(rows), torch.full((padding_size,), 0 if candidate == "first" else rows - 1)])
-
-
-def mini_batch_rows(
-    rows: int, size: int, epochs: int, seed: int | None, options: Mapping[str, Any]
-) -> Iterator[slice | torch.Tensor]:
-    """The rows of each mini-batch of each epoch: slices in order, or row numbers when shuffled."""
-    unknown = sorted(options.keys() - {"shuffle", "drop_last"})
-    if size < 1 or epochs < 0 or unknown:
-        raise ProtocolError(
-            "DataProto.make_iterator",
-            got=f"mini_batch_size {size}, epochs {epochs}" + (f", dataloader_kwargs {unknown}" if unknown else ""),
-            expected="mini_batch_size of at least 1, epochs of at least 0, no kwargs but shuffle and drop_last",
-        )
-    end = rows - rows % size if options.get("drop_last", False) else rows
-    generator = None if seed is None else torch.Generator().manual_seed(seed)
-    if not options.get("shuffle", False):
-        return (slice(start, min(start + size, end)) for _ in range(epochs) for start in range(0, end, size))
-    return (
-        part
-        for _ in range(epochs)
-        for part in torch.randperm(rows, generator=generator)[:end].split(size)
-        if part.numel()
-    )
-
-
-def check_names(where: str, names: Iterable[str], present: Iterable[str]) -> None:
-    """Raise unless every name is present."""
-    present = set(present)
-    for name in names:
-        if name not in present:
-            raise ProtocolError(where, got=f"no entry {name!r}", expected=f"one of {sorted(present)}")
-
-
-def new_names(names: Sequence[str], old: str | Sequence[str], new: str | Sequence[str]) -> dict[str, str]:
-    """Old name -> new name, after making sure that every column keeps a name of its own."""
-    old, new = ([keys] if isinstance(keys, str) else list(keys) for keys in (old, new))
-    check_names("DataProto.rename", old, names)
-    mapping = dict(zip(old, new, strict=False))
-    if len(old) != len(new) or len({mapping.get(name, name) for name in names}) != len(names):
-        raise ProtocolError("DataProto.rename", got=f"{old} to {new}", expected="a free name for each column")
-    return mapping
 
 
 def chunk_bounds(rows: int, chunks: int) -> list[tuple[int, int]]:
     """(start, end) of `chunks` parts whose sizes differ by at most one, the larger ones first."""
     if chunks < 1:
-        raise ProtocolError("chunk", got=f"{chunks} chunks", expected="at least 1")
+        raise ProtocolError(f"chunk: got {chunks} chunks, expected at least 1")
     size, larger = divmod(rows, chunks)
-    starts = [part * size + min(part, larger) for part in range(chunks + 1)]
-    return list(pairwise(starts))
+    return list(pairwise(part * size + min(part, larger) for part in range(chunks + 1)))
 
 
-def unfold_column(key: str, column: Any, parts: int) -> Any:
-    """A tensor or array (B, parts * W, ...) as (B * parts, W, ...): row b's parts one below the other."""
-    shape = tuple(column.shape)
-    if parts < 1 or len(shape) < 2 or shape[1] % parts:
-        raise ProtocolError(
-            f"unfold_column_chunks: column {key!r}",
-            got=f"shape {shape} in {parts} parts",
-            expected="a second dimension that the parts divide",
-        )
-    return column.reshape(shape[0] * parts, shape[1] // parts, *shape[2:])
+# ---- looks --------------------------------------------------------------------------------------
+
+
+def describe_size(batch: TensorDict | None, arrays: Mapping[str, np.ndarray], prefix: str) -> str:
+    """Memory of tensors and of arrays; of objects in arrays, what the outer two levels show."""
+
+    def object_bytes(value: Any) -> int:
+        if isinstance(value, torch.Tensor):
+            return value.nbytes
+        entries = value.values() if isinstance(value, Mapping) else ()
+        return sys.getsizeof(value) + sum(object_bytes(entry) for entry in entries)
+
+    def readable(num_bytes: float) -> str:
+        for unit in ("B", "KiB", "MiB"):
+            if num_bytes < 1024:
+                return f"{num_bytes:.4g} {unit}"
+            num_bytes /= 1024
+        return f"{num_bytes:.4g} GiB"
+
+    in_tensors = 0 if batch is None else sum(column.nbytes for column in batch.values(True, True))
+    in_arrays = 0
+    for array in arrays.values():
+        # Rows that share one object, as repeated rows do, are counted once.
+        objects = {id(value): value for value in array.flat} if array.dtype == object else {}
+        in_arrays += array.nbytes + sum(map(object_bytes, objects.values()))
+    return f"{prefix}{': ' if prefix else ''}tensors {readable(in_tensors)}, arrays {readable(in_arrays)}"
+
+
+# ---- one TensorDict for everything --------------------------------------------------------------
+
+
+def split_tensordict(tensor_dict: TensorDict) -> tuple[TensorDict | None, dict[str, np.ndarray], dict[str, Any]]:
+    """Tensors, stacks of objects (as arrays) and single objects of a TensorDict."""
+    tensors: dict[str, Any] = {}
+    arrays: dict[str, np.ndarray] = {}
+    facts: dict[str, Any] = {}
+    for key in tensor_dict.keys():  # a TensorDict iterates over rows
+        value = tensor_dict.get(key)
+        if isinstance(value, NonTensorStack):
+            arrays[key] = object_array(value.tolist())
+        elif isinstance(value, NonTensorData):
+            facts[key] = value.data
+        else:
+            tensors[key] = value
+    for key, (dtype, shape) in facts.pop(ARRAY_TYPES, {}).items():
+        if key in arrays:
+            rows = arrays[key]
+            arrays[key] = np.empty((len(rows), *shape), dtype=np.dtype(dtype))
+            for row, value in enumerate(rows):
+                arrays[key][row] = value
+    # Without any column, the TensorDict's batch size still counts the rows.
+    has_rows = tensors or not arrays
+    batch = TensorDict(tensors, batch_size=tensor_dict.batch_size, device=tensor_dict.device) if has_rows else None
+    return batch, arrays, facts
+
+
+def join_tensordict(
+    batch: TensorDict | None, arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any], rows: int
+) -> TensorDict:
+    """Inverse of `split_tensordict`: arrays become stacks of objects, entries of `meta_info` single objects."""
+    joined = TensorDict({}, batch_size=[rows]) if batch is None else batch.copy()
+    tensors = set(joined.keys())
+    for key in [*arrays, *facts]:
+        if key in tensors or (key in arrays and key in facts):
+            raise ProtocolError(
+                f"to_tensordict: {key!r}: got two entries of this name, expected one", fix="Rename one."
+            )
+    for key, array in arrays.items():
+        entries = [NonTensorData(value, batch_size=[]) for value in array]
+        joined.set(key, NonTensorStack(*entries) if entries else NonTensorStack(batch_size=[0]))
+    types = {key: (a.dtype.str, a.shape[1:]) for key, a in arrays.items() if a.dtype != object or a.ndim > 1}
+    if types:
+        joined.set(ARRAY_TYPES, NonTensorData(types, batch_size=[rows]))
+    for key, value in facts.items():
+        joined.set(key, NonTensorData(value, batch_size=[rows]))
+    return joined

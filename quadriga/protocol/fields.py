@@ -4,10 +4,11 @@
 This is the one table; `render_fields()` makes the page of the documentation out of it, and a test
 compares it with the columns that the code touches.
 
-Legend: B rows (samples), P prompt positions, T response positions, L = P + T. Prompts are padded on
+Legend: B rows (sequences), P prompt positions, T response positions, L = P + T. Prompts are padded on
 the left, responses on the right.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 
@@ -37,257 +38,127 @@ class Field:
         return not self.dtype.startswith("object")
 
 
-_DATA, _ROLLOUT, _ENGINES, _WORKERS = ("data",), ("rollout",), ("engines",), ("workers",)
-_TRAINER, _REWARDS, _ALGORITHMS = ("trainer",), ("rewards",), ("algorithms",)
+# name | shape | dtype | written by | read by, and below it the unit.
+_TENSORS = """
+input_ids | (B, P), from the rollout on (B, L) | int64 | data rollout | rollout engines
+    token id; pad id on padding; as many image tokens as the model has embeddings of the image
+attention_mask | (B, P), from the rollout on (B, L) | int64 | data rollout | rollout rewards engines trainer
+    1 on tokens, 0 on padding
+position_ids | (B, P), from the rollout on (B, L); or (B, 3, P), (B, 3, L) | int64 | data rollout | rollout engines
+    position of the token, 0 on left padding; of vision-language models on the axes time, height, width
+prompts | (B, P) | int64 | rollout | rewards engines trainer
+    token id, padded on the left
+responses | (B, T) | int64 | rollout | rewards engines trainer
+    token id, padded on the right
+response_mask | (B, T) | int64 | rollout | rewards engines trainer algorithms
+    1 on tokens that the model generated, 0 on padding, tool and user tokens
+rollout_log_probs | (B, T) | float32 | rollout | trainer engines algorithms
+    nats: log-probability under the policy that sampled, at its temperature
+old_log_probs | (B, T) | float32 | workers | trainer engines algorithms
+    nats: log-probability by the training engine before the update
+ref_log_prob | (B, T) | float32 | workers | trainer engines algorithms
+    nats: log-probability under the reference policy
+entropys | (B, T) | float32 | workers | trainer
+    nats: entropy of the next-token distribution
+sum_pi_squared | (B, T) | float32 | workers | algorithms
+    probability of drawing the same next token twice, before the update: its square, summed over the vocabulary
+values | (B, T) | float32 | workers | trainer engines algorithms
+    reward: the critic's estimate of the return
+token_level_scores | (B, T) | float32 | trainer | trainer algorithms
+    reward as graded, at the last token of the response
+token_level_rewards | (B, T) | float32 | trainer | algorithms
+    reward after the KL penalty; without one, the scores
+reward_baselines | (B,) | float32 | trainer | algorithms
+    reward of the greedy response to the same prompt
+rm_scores | (B, T) | float32 | workers | trainer
+    reward by the reward model, at the last token of the response
+rollout_is_weights | (B, T) | float32 | trainer | engines
+    importance weight of trainer over rollout
+covariance_clipped | (B, T) | float32 | engines | algorithms
+    1 on tokens that the loss clip_cov leaves out
+covariance_top | (B, T) | float32 | engines | algorithms
+    1 on tokens that the loss kl_cov holds near the old policy
+advantages | (B, T) | float32 | trainer | engines
+    reward above expectation, as the estimator scales it
+returns | (B, T) | float32 | trainer | engines
+    reward to come from this token on
+loss_mask | (B, L) | int64 | data | trainer
+    1 on tokens that are trained on, in supervised fine-tuning
+score_slope | (B,) | float32 | trainer | engines
+    derivative of the loss by the row's score
+row_index | (B,) | int64 | trainer | engines trainer
+    number of the row in the whole batch, before its rows were ordered for the ranks
+"""
 
-_TENSORS = (
-    Field(
-        "input_ids",
-        "(B, P), from the rollout on (B, L)",
-        "int64",
-        "token id; pad id on padding; as many image tokens as the model has embeddings of the image",
-        _DATA + _ROLLOUT,
-        _ROLLOUT + _ENGINES,
-    ),
-    Field(
-        "attention_mask",
-        "(B, P), from the rollout on (B, L)",
-        "int64",
-        "1 on tokens, 0 on padding",
-        _DATA + _ROLLOUT,
-        _ROLLOUT + _REWARDS + _ENGINES + _TRAINER,
-    ),
-    Field(
-        "position_ids",
-        "(B, P), from the rollout on (B, L); of models that see (B, 3, P), (B, 3, L): time, height, width",
-        "int64",
-        "position of the token; 0 on left padding, goes on counting over the response, on all axes alike",
-        _DATA + _ROLLOUT,
-        _ROLLOUT + _ENGINES,
-    ),
-    Field("prompts", "(B, P)", "int64", "token id, padded on the left", _ROLLOUT, _REWARDS + _ENGINES + _TRAINER),
-    Field("responses", "(B, T)", "int64", "token id, padded on the right", _ROLLOUT, _REWARDS + _ENGINES + _TRAINER),
-    Field(
-        "response_mask",
-        "(B, T)",
-        "int64",
-        "1 on tokens that the model generated, 0 on padding, tool and user tokens",
-        _ROLLOUT,
-        _REWARDS + _ENGINES + _TRAINER + _ALGORITHMS,
-    ),
-    Field(
-        "rollout_log_probs",
-        "(B, T)",
-        "float32",
-        "nats: log-probability under the policy that sampled, at its temperature",
-        _ROLLOUT,
-        _TRAINER + _ENGINES + _ALGORITHMS,
-    ),
-    Field(
-        "old_log_probs",
-        "(B, T)",
-        "float32",
-        "nats: log-probability by the training engine before the update",
-        _WORKERS,
-        _TRAINER + _ENGINES + _ALGORITHMS,
-    ),
-    Field(
-        "ref_log_prob",
-        "(B, T)",
-        "float32",
-        "nats: log-probability under the reference policy",
-        _WORKERS,
-        _TRAINER + _ENGINES + _ALGORITHMS,
-    ),
-    Field("entropys", "(B, T)", "float32", "nats: entropy of the next-token distribution", _WORKERS, _TRAINER),
-    Field(
-        "sum_pi_squared",
-        "(B, T)",
-        "float32",
-        "probability of drawing the same next token twice, before the update: its square, summed over the vocabulary",
-        _WORKERS,
-        _ALGORITHMS,
-    ),
-    Field(
-        "values",
-        "(B, T)",
-        "float32",
-        "reward: the critic's estimate of the return",
-        _WORKERS,
-        _TRAINER + _ENGINES + _ALGORITHMS,
-    ),
-    Field(
-        "token_level_scores",
-        "(B, T)",
-        "float32",
-        "reward as graded, at the last token of the response",
-        _TRAINER,
-        _TRAINER + _ALGORITHMS,
-    ),
-    Field(
-        "token_level_rewards",
-        "(B, T)",
-        "float32",
-        "reward after the KL penalty; without one, the scores",
-        _TRAINER,
-        _ALGORITHMS,
-    ),
-    Field(
-        "reward_baselines", "(B,)", "float32", "reward of the greedy answer to the same prompt", _TRAINER, _ALGORITHMS
-    ),
-    Field(
-        "rm_scores",
-        "(B, T)",
-        "float32",
-        "reward by the reward model, at the last token of the response",
-        _WORKERS,
-        _TRAINER,
-    ),
-    Field(
-        "rollout_is_weights",
-        "(B, T)",
-        "float32",
-        "importance weight of trainer over rollout",
-        _TRAINER,
-        _ENGINES,
-    ),
-    Field(
-        "covariance_clipped",
-        "(B, T)",
-        "float32",
-        "1 on tokens that the loss clip_cov leaves out",
-        _ENGINES,
-        _ALGORITHMS,
-    ),
-    Field(
-        "covariance_top",
-        "(B, T)",
-        "float32",
-        "1 on tokens that the loss kl_cov holds near the old policy",
-        _ENGINES,
-        _ALGORITHMS,
-    ),
-    Field(
-        "advantages", "(B, T)", "float32", "reward above expectation, as the estimator scales it", _TRAINER, _ENGINES
-    ),
-    Field("returns", "(B, T)", "float32", "reward to come from this token on", _TRAINER, _ENGINES),
-    Field("loss_mask", "(B, L)", "int64", "1 on tokens that are learned, in training on examples", _DATA, _TRAINER),
-    Field("score_slope", "(B,)", "float32", "derivative of the loss by the row's score", _TRAINER, _ENGINES),
-    Field(
-        "row_index",
-        "(B,)",
-        "int64",
-        "number of the row in the whole batch before its rows were dealt to ranks",
-        _TRAINER,
-        _ENGINES + _TRAINER,
-    ),
-)
+_OBJECTS = """
+uid | (B,) | object: str | trainer | rollout workers trainer algorithms
+    one per prompt, shared by its responses
+sample_index | (B,) | object: int | trainer | rollout
+    number of the response among those to its prompt
+raw_prompt_ids | (B,) | object: list[int] | data | rollout
+    token ids of the prompt, without padding, and one token for each image
+raw_prompt | (B,) | object: list[dict] | data | rollout workers
+    messages of the prompt
+data_source | (B,) | object: str | data | rollout rewards trainer
+    name of the data set; chooses the grader
+reward_model | (B,) | object: dict | data | rollout rewards trainer
+    how the response is graded: style, ground_truth
+extra_info | (B,) | object: dict | data | rollout rewards
+    what the row brings along: split, ...
+index | (B,) | object: int | data | trainer
+    number of the row in its data set
+agent_name | (B,) | object: str | data | rollout
+    name of the loop that leads the row's conversation
+tools_kwargs | (B,) | object: dict | data | rollout
+    arguments of the row's tools
+interaction_kwargs | (B,) | object: dict | data | rollout
+    arguments of the row's simulated user
+multi_modal_data | (B,) | object: dict[str, list[PIL.Image]] | data | rollout
+    under `images` those of the prompt, in its order; empty without any; shared by the responses to a prompt
+multi_modal_inputs | (B,) | object: dict[str, tensor] | data | rollout engines
+    as the model takes the images: `pixel_values` (patches, values) float32, `image_grid_thw` (images, 3) int64
+full_prompts | (B,) | object: str | data | trainer
+    the prompt as text, after the chat template
+num_turns | (B,) | object: int | rollout | rewards trainer
+    turns of the conversation after the prompt
+finish_reason | (B,) | object: str | rollout | rewards trainer
+    why the conversation ended: stop, length, ...
+tool_rewards | (B,) | object: dict | rollout | rewards
+    by the name of a tool, what its use earned
+turn_scores | (B,) | object: list[float] | rollout | rewards
+    what the simulated user gave, in order
+reward_outcome | (B,) | object: Outcome | rollout | trainer
+    the grade of a response that was graded while others were still being written
+reward_extra | (B,) | object: dict | trainer | trainer algorithms
+    what graders return beside the score, `reward_error` among it
+reward_error | (B,) | object: str | rewards | trainer
+    why the grader failed; empty where it did not
+"""
 
-_OBJECTS = (
-    Field(
-        "uid",
-        "(B,)",
-        "object: str",
-        "one per prompt, shared by its samples",
-        _TRAINER,
-        _ROLLOUT + _WORKERS + _TRAINER + _ALGORITHMS,
-    ),
-    Field("sample_index", "(B,)", "object: int", "number of the sample among those of its prompt", _TRAINER, _ROLLOUT),
-    Field(
-        "raw_prompt_ids",
-        "(B,)",
-        "object: list[int]",
-        "token ids of the prompt, without padding, and one token for each image",
-        _DATA,
-        _ROLLOUT,
-    ),
-    Field("raw_prompt", "(B,)", "object: list[dict]", "messages of the prompt", _DATA, _ROLLOUT + _WORKERS),
-    Field(
-        "data_source",
-        "(B,)",
-        "object: str",
-        "name of the data set; chooses the grader",
-        _DATA,
-        _ROLLOUT + _REWARDS + _TRAINER,
-    ),
-    Field(
-        "reward_model",
-        "(B,)",
-        "object: dict",
-        "how the answer is graded: style, ground_truth",
-        _DATA,
-        _ROLLOUT + _REWARDS + _TRAINER,
-    ),
-    Field("extra_info", "(B,)", "object: dict", "what the row brings along: split, ...", _DATA, _ROLLOUT + _REWARDS),
-    Field("index", "(B,)", "object: int", "number of the row in its data set", _DATA, _TRAINER),
-    Field("agent_name", "(B,)", "object: str", "name of the loop that leads the row's conversation", _DATA, _ROLLOUT),
-    Field("tools_kwargs", "(B,)", "object: dict", "arguments of the row's tools", _DATA, _ROLLOUT),
-    Field("interaction_kwargs", "(B,)", "object: dict", "arguments of the row's simulated user", _DATA, _ROLLOUT),
-    Field(
-        "multi_modal_data",
-        "(B,)",
-        "object: dict[str, list[PIL.Image]]",
-        "under `images` those of the prompt, in its order; empty without any; shared by the samples of a prompt",
-        _DATA,
-        _ROLLOUT,
-    ),
-    Field(
-        "multi_modal_inputs",
-        "(B,)",
-        "object: dict[str, tensor]",
-        "the images as the model takes them: `pixel_values` (patches, values) float32, `image_grid_thw` (images, 3) "
-        "int64; empty without any; shared by the samples of a prompt",
-        _DATA,
-        _ROLLOUT + _ENGINES,
-    ),
-    Field("full_prompts", "(B,)", "object: str", "the prompt as text, after the chat template", _DATA, _TRAINER),
-    Field(
-        "num_turns", "(B,)", "object: int", "turns of the conversation after the prompt", _ROLLOUT, _REWARDS + _TRAINER
-    ),
-    Field(
-        "finish_reason",
-        "(B,)",
-        "object: str",
-        "why the conversation ended: stop, length, ...",
-        _ROLLOUT,
-        _REWARDS + _TRAINER,
-    ),
-    Field("tool_rewards", "(B,)", "object: dict", "by the name of a tool, what its use earned", _ROLLOUT, _REWARDS),
-    Field("turn_scores", "(B,)", "object: list[float]", "what a partner gave, in order", _ROLLOUT, _REWARDS),
-    Field(
-        "reward_outcome",
-        "(B,)",
-        "object: Outcome",
-        "the grade of a row that was graded while others were still being written",
-        _ROLLOUT,
-        _TRAINER,
-    ),
-    Field(
-        "reward_extra",
-        "(B,)",
-        "object: dict",
-        "what graders say beside the score, `reward_error` among it",
-        _TRAINER,
-        _TRAINER + _ALGORITHMS,
-    ),
-    Field("reward_error", "(B,)", "object: str", "why the grader failed; empty where it did not", _REWARDS, _TRAINER),
-)
 
-FIELDS: dict[str, Field] = {field.name: field for field in (*_TENSORS, *_OBJECTS)}
+def _fields(table: str) -> Iterator[Field]:
+    lines = table.strip().splitlines()
+    for row, unit in zip(lines[::2], lines[1::2], strict=True):
+        name, shape, dtype, written_by, read_by = (cell.strip() for cell in row.split("|"))
+        yield Field(name, shape, dtype, unit.strip(), tuple(written_by.split()), tuple(read_by.split()))
+
+
+FIELDS: dict[str, Field] = {field.name: field for table in (_TENSORS, _OBJECTS) for field in _fields(table)}
 
 
 def render_fields() -> str:
     """The table as Markdown: tensors first, then objects."""
     lines = []
-    for title, fields in (("Tensors (`batch`)", _TENSORS), ("Objects (`non_tensor_batch`)", _OBJECTS)):
+    for title, is_tensor in (("Tensors (`batch`)", True), ("Objects (`non_tensor_batch`)", False)):
         lines += [
             f"### {title}",
             "",
             "| column | shape | dtype | meaning | written by | read by |",
             "|---|---|---|---|---|---|",
         ]
-        for field in fields:
-            written, read = ", ".join(field.written_by), ", ".join(field.read_by)
-            lines.append(f"| `{field.name}` | {field.shape} | {field.dtype} | {field.unit} | {written} | {read} |")
+        for field in FIELDS.values():
+            if field.is_tensor == is_tensor:
+                written, read = ", ".join(field.written_by), ", ".join(field.read_by)
+                lines.append(f"| `{field.name}` | {field.shape} | {field.dtype} | {field.unit} | {written} | {read} |")
         lines.append("")
     return "\n".join(lines)

@@ -37,25 +37,13 @@ class ChunkOf:
 
     def bounds(self, rows: int) -> tuple[int, int] | None:
         """First row and the one after the last, of an output of `rows` rows; None: it takes the output to know."""
-        whole = (0, rows)
+        whole: tuple[int, int] | None = (0, rows)
         if self.before is not None:
             whole = self.before.bounds(rows) if isinstance(self.before, ChunkOf) else None
         if whole is None:
             return None
         start, end = chunk_bounds(whole[1] - whole[0], self.chunks)[self.number]
         return whole[0] + start, whole[0] + end
-
-
-def rows_between(parts: Sequence[DataProto], start: int, end: int) -> list[DataProto]:
-    """Views of the parts that hold the rows from `start` to before `end` of all of them, one below the other.
-
-    No part is left out, for `meta_info` counts in a concatenation even where there are no rows.
-    """
-    views, first = [], 0
-    for part in parts:
-        views.append(part.slice(max(0, start - first), max(0, end - first)))
-        first += len(part)
-    return views
 
 
 @dataclass(frozen=True)
@@ -69,7 +57,7 @@ class DataProtoFuture:
         resolve: waits for the handles and returns their values; a backend with handles of its own
             passes its own.
         rows_of: of the outputs, those whose rows `collect_fn` puts one below the other, in that order;
-            whoever wants some of the rows then copies no others. None: `collect_fn` does something else.
+            a part of the rows is then taken without copying the others. None: `collect_fn` does something else.
     """
 
     collect_fn: Callable[[list[Any]], Any]
@@ -92,9 +80,14 @@ class DataProtoFuture:
         outputs = self.resolve(self.futures)
         if isinstance(self.dispatch_fn, ChunkOf) and self.rows_of is not None:
             parts = self.rows_of(outputs)
-            if all(isinstance(part, DataProto) for part in parts):
-                bounds = self.dispatch_fn.bounds(sum(map(len, parts)))
-                if bounds is not None:
-                    return DataProto.concat(rows_between(parts, *bounds))
+            has_rows = all(isinstance(part, DataProto) for part in parts)
+            bounds = self.dispatch_fn.bounds(sum(map(len, parts))) if has_rows else None
+            if bounds is not None:
+                views, first = [], 0
+                # No part is left out: `meta_info` counts in a concatenation even where there are no rows.
+                for part in parts:
+                    views.append(part.slice(max(0, bounds[0] - first), max(0, bounds[1] - first)))
+                    first += len(part)
+                return DataProto.concat(views)
         output = self.collect_fn(outputs)
         return output if self.dispatch_fn is None else self.dispatch_fn(output)

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory of columns: bytes without a copy, large blocks in huge pages, and memory that is only lent.
 
-A transport may hand out tensors over memory that is not theirs to keep, such as shared memory that
-nobody may write to. They are *lent*: whoever joins rows copies them, also where memory of one's own
-would have been passed on, and says so (`was_copied`), which lets the lender take the pages back at once.
+A transport may hand out tensors over memory that is not theirs to keep, such as read-only shared memory. They are
+*lent*: a concatenation copies them, also where it would pass on memory of its own, and reports it (`was_copied`),
+which lets the transport take the pages back at once.
 """
 
 import ctypes
+import hashlib
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -49,6 +50,20 @@ def bytes_of(tensor: torch.Tensor) -> np.ndarray:
     # A contiguous tensor may have any stride in a dimension of one entry, which `view` would not take.
     flat = tensor.detach().as_strided((tensor.numel(),), (1,))
     return np.from_dlpack(flat.view(torch.uint8))
+
+
+def images_key(inputs: Mapping[str, torch.Tensor]) -> str:
+    """Equal for equal images of a prompt, and for nothing else: a hash of names, shapes, dtypes and numbers.
+
+    Args:
+        inputs: the images as the model takes them.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for name in sorted(inputs):
+        tensor = inputs[name].detach().cpu().contiguous()
+        digest.update(repr((name, tuple(tensor.shape), str(tensor.dtype))).encode())
+        digest.update(bytes_of(tensor))
+    return digest.hexdigest()
 
 
 def has_other_writers(tensor: torch.Tensor) -> bool:
@@ -100,7 +115,7 @@ def lend(tensor: torch.Tensor, when_copied: Callable[[], None] | None = None) ->
 
 
 def is_lent(tensor: torch.Tensor) -> bool:
-    """Whether the memory is somebody else's, so that it must be copied before it is kept or written to."""
+    """Whether the memory is another's, so that it must be copied before it is kept or written to."""
     return bool(_lent) and root_of(tensor) in _lent
 
 
@@ -111,14 +126,8 @@ def was_copied(tensor: torch.Tensor) -> None:
         when_copied()
 
 
-def _hear_the_warning() -> None:
-    # torch warns, once in a process, when a tensor is made over memory that may not be written to. Here it is
-    # the rule: such tensors are copied or lent.
-    memory = np.zeros(1, dtype=np.uint8)
-    memory.flags.writeable = False
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.from_numpy(memory)
-
-
-_hear_the_warning()
+# torch warns, once in a process, when a tensor is made over memory that may not be written to. Here it is the rule:
+# such tensors are copied or lent.
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    torch.from_numpy(np.frombuffer(b"\0", dtype=np.uint8))

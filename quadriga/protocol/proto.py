@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """DataProto: the only thing that travels between the driver and the workers.
 
-Rows are samples. Columns are tensors (`batch`) or numpy arrays (`non_tensor_batch`); what holds for
+Rows are sequences. Columns are tensors (`batch`) or numpy arrays (`non_tensor_batch`); what holds for
 all rows at once stands in `meta_info`. `fields.py` lists every column of the training loop.
 
 Three rules hold for every operation here:
@@ -28,7 +28,7 @@ import torch
 from tensordict import TensorDict
 
 from quadriga.errors import ProtocolError
-from quadriga.protocol import columns, convert, layout, merge, wire
+from quadriga.protocol import columns, merge, wire
 
 AUTO_PADDING = "_auto_padding"
 
@@ -62,10 +62,6 @@ class DataProto:
     def __post_init__(self) -> None:
         self.non_tensor_batch = {} if self.non_tensor_batch is None else self.non_tensor_batch
         self.meta_info = {} if self.meta_info is None else self.meta_info
-        self.check_consistency()
-
-    def check_consistency(self) -> None:
-        """Raise ProtocolError unless every column has one entry per row."""
         if self.batch is not None:
             columns.check_batch(self.batch)
         columns.check_arrays(self.non_tensor_batch, None if self.batch is None else self.batch.batch_size[0])
@@ -81,10 +77,9 @@ class DataProto:
         arrays = {key: value for key, value in data.items() if isinstance(value, np.ndarray)}
         for key, value in data.items():
             if key not in tensors and key not in arrays:
+                found = f"DataProto.from_single_dict: {key!r}: got {type(value).__name__}"
                 raise ProtocolError(
-                    f"DataProto.from_single_dict: {key!r}",
-                    got=type(value).__name__,
-                    expected="a tensor or a numpy array",
+                    f"{found}, expected a tensor or a numpy array",
                     fix="Use an object array, or pass lists through from_dict(non_tensors=...).",
                 )
         return cls.from_dict(tensors, arrays, meta_info, auto_padding=auto_padding)
@@ -109,12 +104,11 @@ class DataProto:
             auto_padding: ask the dispatch for chunks of equal size (module docstring).
         """
         if num_batch_dims < 1:
-            raise ProtocolError("DataProto.from_dict: num_batch_dims", got=str(num_batch_dims), expected="1 or more")
+            raise ProtocolError(f"DataProto.from_dict: num_batch_dims: got {num_batch_dims}, expected 1 or more")
         batch = None
         if tensors:
             columns.check_leading_dims(tensors, num_batch_dims)
-            rows = next(iter(tensors.values())).shape[0]
-            batch = TensorDict(dict(tensors), batch_size=[rows])
+            batch = TensorDict(dict(tensors), batch_size=next(iter(tensors.values())).shape[:1])
         arrays = {
             key: value if isinstance(value, np.ndarray) else columns.object_array(value)
             for key, value in (non_tensors or {}).items()
@@ -127,12 +121,12 @@ class DataProto:
     @classmethod
     def from_tensordict(cls, tensor_dict: TensorDict, meta_info: dict[str, Any] | None = None) -> "DataProto":
         """Build from a TensorDict: its stacks of objects become columns, its single objects `meta_info`."""
-        batch, arrays, facts = convert.split_tensordict(tensor_dict)
+        batch, arrays, facts = columns.split_tensordict(tensor_dict)
         return cls(batch=batch, non_tensor_batch=arrays, meta_info={**facts, **(meta_info or {})})
 
     def to_tensordict(self) -> TensorDict:
         """One TensorDict with everything: arrays as stacks of objects, `meta_info` as single objects."""
-        return convert.join_tensordict(self.batch, self.non_tensor_batch, self.meta_info, len(self))
+        return columns.join_tensordict(self.batch, self.non_tensor_batch, self.meta_info, len(self))
 
     # ---- rows ---------------------------------------------------------------------------------
 
@@ -146,55 +140,70 @@ class DataProto:
         if isinstance(index, slice):
             return self.slice(index.start, index.stop, index.step)
         if isinstance(index, (int, np.integer)) and not isinstance(index, bool):
-            return self._item(int(index))
+            # IndexError ends `for row in data`, as the sequence protocol asks for.
+            if not -len(self) <= index < len(self):
+                raise IndexError(f"row {index} of a DataProto of {len(self)} rows")
+            tensors = None if self.batch is None else self.batch[int(index)]
+            arrays = {key: array[index] for key, array in self.non_tensor_batch.items()}
+            return DataProtoItem(tensors, arrays, dict(self.meta_info))
         if isinstance(index, (list, np.ndarray, torch.Tensor)):
             return self.select_idxs(index)
         raise TypeError(f"DataProto rows are chosen by int, slice, list, array or tensor, not {type(index).__name__}")
 
-    def _item(self, row: int) -> DataProtoItem:
-        # IndexError ends `for row in data`, as the sequence protocol asks for.
-        if not -len(self) <= row < len(self):
-            raise IndexError(f"row {row} of a DataProto of {len(self)} rows")
-        arrays = {key: array[row] for key, array in self.non_tensor_batch.items()}
-        return DataProtoItem(None if self.batch is None else self.batch[row], arrays, dict(self.meta_info))
-
     def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> "DataProto":
         """Rows start, start + step, ... before end, as a view."""
         rows = slice(start, end, step)
+        numbers = range(*rows.indices(len(self)))
         if step is not None and step < 0:
-            return self.select_idxs(list(range(*rows.indices(len(self)))))
+            return self._gather(torch.tensor(numbers, dtype=torch.int64))
         return DataProto(
-            batch=None if self.batch is None else columns.slice_tensors(self.batch, rows),
-            non_tensor_batch={key: array[rows] for key, array in self.non_tensor_batch.items()},
-            meta_info=dict(self.meta_info),
+            None if self.batch is None else columns.map_columns(self.batch, lambda x: x[rows], len(numbers)),
+            {key: array[rows] for key, array in self.non_tensor_batch.items()},
+            dict(self.meta_info),
         )
 
     def select_idxs(self, idxs: columns.RowIndex) -> "DataProto":
         """Rows by number, in the order given and as often as given, or by a boolean mask; a copy."""
-        return self._gather(columns.row_index(idxs, len(self)))
+        return self._gather(columns.row_numbers(idxs, len(self)))
 
-    def _gather(self, index: torch.Tensor) -> "DataProto":
-        numbers = index.numpy()
+    def _gather(self, rows: torch.Tensor) -> "DataProto":
+        """The rows of these numbers, in that order: one allocation per column."""
+        batch = None
+        if self.batch is not None:
+            batch = columns.map_columns(self.batch, lambda x: x.index_select(0, rows.to(x.device)), rows.shape[0])
+        numbers = rows.numpy()
         return DataProto(
-            batch=None if self.batch is None else columns.gather_tensors(self.batch, index),
-            non_tensor_batch={key: array[numbers] for key, array in self.non_tensor_batch.items()},
-            meta_info=dict(self.meta_info),
+            batch, {key: array[numbers] for key, array in self.non_tensor_batch.items()}, dict(self.meta_info)
         )
 
     def reorder(self, indices: columns.RowIndex) -> None:
         """Put the rows into the order `indices`, a permutation of all of them, in place."""
-        self._become(self._gather(columns.permutation(indices, len(self))))
-
-    def _become(self, other: "DataProto") -> None:
-        self.batch, self.non_tensor_batch = other.batch, other.non_tensor_batch
+        rows = columns.row_numbers(indices, len(self))
+        if not torch.equal(rows.sort().values, torch.arange(len(self))):
+            raise ProtocolError(
+                f"DataProto.reorder: got {rows.numel()} indices that are no permutation of {len(self)} rows, "
+                "expected each row once",
+                fix="select_idxs takes any choice of rows.",
+            )
+        ordered = self._gather(rows)
+        self.batch, self.non_tensor_batch = ordered.batch, ordered.non_tensor_batch
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> "DataProto":
         """Each row `repeat_times` times: A A B B when interleaved, A B A B when not."""
-        return self._gather(columns.repeat_index(len(self), repeat_times, interleave))
+        if repeat_times < 0:
+            raise ProtocolError(f"DataProto.repeat: got {repeat_times} times, expected 0 or more")
+        rows = torch.arange(len(self))
+        return self._gather(rows.repeat_interleave(repeat_times) if interleave else rows.repeat(repeat_times))
 
     def sample_level_repeat(self, repeat_times: columns.RowIndex) -> "DataProto":
         """Row i `repeat_times[i]` times, the copies next to each other; 0 leaves the row out."""
-        return self._gather(columns.counted_index(repeat_times, len(self)))
+        counts, rows = torch.as_tensor(repeat_times, dtype=torch.int64).cpu(), len(self)
+        if counts.shape != (rows,) or (counts < 0).any():
+            found = "a negative count" if counts.shape == (rows,) else f"counts of shape {tuple(counts.shape)}"
+            raise ProtocolError(
+                f"DataProto.sample_level_repeat: got {found}, expected {rows} counts, one per row, 0 or more"
+            )
+        return self._gather(torch.arange(rows).repeat_interleave(counts))
 
     def chunk(self, chunks: int) -> "list[DataProto]":
         """Exactly `chunks` parts, as views, whose sizes differ by at most one row, the larger ones first.
@@ -207,7 +216,7 @@ class DataProto:
     def split(self, split_size: int) -> "list[DataProto]":
         """Parts of `split_size` rows, as views; the last may be shorter."""
         if split_size < 1:
-            raise ProtocolError("DataProto.split", got=f"parts of {split_size} rows", expected="1 or more")
+            raise ProtocolError(f"DataProto.split: got parts of {split_size} rows, expected 1 or more")
         return [self.slice(start, start + split_size) for start in range(0, len(self), split_size)]
 
     @staticmethod
@@ -219,19 +228,17 @@ class DataProto:
         be equal in the parts that have it. A single part is not copied.
         """
         if not data:
-            raise ProtocolError("DataProto.concat", got="no parts", expected="at least one")
+            raise ProtocolError("DataProto.concat: got no parts, expected at least one")
         meta_info = merge.merge_meta_info([part.meta_info for part in data])
         parts = [part for part in data if len(part)] or [part for part in data if part._has_columns()][:1] or data[:1]
         batches = [part.batch for part in parts if part.batch is not None]
         if batches and len(batches) != len(parts):
-            raise ProtocolError("DataProto.concat", got="parts with and without tensors", expected="the same columns")
+            raise ProtocolError("DataProto.concat: got parts with and without tensors, expected the same columns")
         return DataProto(
             batch=merge.concat_tensors(batches) if batches else None,
             non_tensor_batch=merge.concat_arrays([part.non_tensor_batch for part in parts]),
             meta_info=meta_info,
         )
-
-    # ---- padding ------------------------------------------------------------------------------
 
     def is_padding_enabled(self) -> bool:
         """Whether `auto_padding=True` asked the dispatch for chunks of equal size."""
@@ -239,8 +246,16 @@ class DataProto:
 
     def padding(self, padding_size: int, padding_candidate: str = "") -> None:
         """Append `padding_size` copies of the "first" or the "last" row, in place; "" is "last"."""
-        if padding_size:
-            self._become(self._gather(columns.padded_index(len(self), padding_size, padding_candidate)))
+        rows = len(self)
+        if padding_size == 0:
+            return
+        if padding_candidate not in ("", "first", "last"):
+            raise ProtocolError(f"DataProto.padding: got {padding_candidate!r}, expected 'first', 'last' or ''")
+        if padding_size < 0 or not rows:
+            raise ProtocolError(f"DataProto.padding: got {padding_size} copies of {rows} rows, expected a row to copy")
+        copies = torch.full((padding_size,), 0 if padding_candidate == "first" else rows - 1)
+        padded = self._gather(torch.cat([torch.arange(rows), copies]))
+        self.batch, self.non_tensor_batch = padded.batch, padded.non_tensor_batch
 
     # ---- columns ------------------------------------------------------------------------------
 
@@ -256,13 +271,12 @@ class DataProto:
         tensors = self.batch
         if tensors is not None:
             tensors = tensors.copy() if batch_keys is None else tensors.select(*batch_keys)
-        arrays, facts = self.non_tensor_batch, self.meta_info
+        arrays = self.non_tensor_batch if non_tensor_batch_keys is None else non_tensor_batch_keys
+        facts = self.meta_info if meta_info_keys is None else meta_info_keys
         selected = DataProto(
-            batch=tensors,
-            non_tensor_batch={
-                key: arrays[key] for key in (arrays if non_tensor_batch_keys is None else non_tensor_batch_keys)
-            },
-            meta_info={key: facts[key] for key in (facts if meta_info_keys is None else meta_info_keys)},
+            tensors,
+            {key: self.non_tensor_batch[key] for key in arrays},
+            {key: self.meta_info[key] for key in facts},
         )
         return deep_copy(selected) if deepcopy else selected
 
@@ -283,18 +297,18 @@ class DataProto:
 
     def _require(self, *wanted: Sequence[str] | None) -> None:
         """Raise unless all keys are there, so that an operation happens wholly or not at all."""
-        stores = {
-            "batch": {} if self.batch is None else self.batch,
-            "non_tensor_batch": self.non_tensor_batch,
-            "meta_info": self.meta_info,
-        }
-        for (name, store), keys in zip(stores.items(), wanted, strict=True):
-            columns.check_names(f"DataProto.{name}", keys or (), store.keys())
+        stores = ("batch", self.batch), ("non_tensor_batch", self.non_tensor_batch), ("meta_info", self.meta_info)
+        for (name, store), keys in zip(stores, wanted, strict=True):
+            columns.check_names(f"DataProto.{name}", keys or (), () if store is None else store.keys())
 
     def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> "DataProto":
         """Give columns, of either kind, other names, in place; returns self."""
         names = [*self._tensor_keys(), *self.non_tensor_batch]
-        mapping = columns.new_names(names, old_keys, new_keys)
+        old, new = ([keys] if isinstance(keys, str) else list(keys) for keys in (old_keys, new_keys))
+        columns.check_names("DataProto.rename", old, names)
+        mapping = dict(zip(old, new, strict=False))
+        if len(old) != len(new) or len({mapping.get(name, name) for name in names}) != len(names):
+            raise ProtocolError(f"DataProto.rename: got {old} to {new}, expected a free name for each column")
         if self.batch is not None:
             renamed = {mapping.get(key, key): value for key, value in self.batch.items()}
             self.batch = TensorDict(renamed, batch_size=self.batch.batch_size, device=self.batch.device)
@@ -308,9 +322,8 @@ class DataProto:
         entry and the first row that differs. The same rows are expected on both sides.
         """
         if len(self) != len(other) and self._has_columns() and other._has_columns():
-            raise ProtocolError(
-                "DataProto.union", got=f"{len(other)} rows", expected=f"{len(self)}", fix="Repeat or select rows first."
-            )
+            fix = "Repeat or select rows first."
+            raise ProtocolError(f"DataProto.union: got {len(other)} rows, expected {len(self)}", fix=fix)
         merged_meta = merge.union_meta_info(dict(self.meta_info), other.meta_info)
         merged_arrays = merge.union_numpy_dict(dict(self.non_tensor_batch), other.non_tensor_batch)
         if other.batch is not None:
@@ -324,16 +337,26 @@ class DataProto:
         A column (B, n_split * W) becomes (B * n_split, W); columns not named are repeated, A A B B.
         """
         chosen = set(split_keys or ())
-        arrays = self.non_tensor_batch
-        tensor_keys = self._tensor_keys()
+        tensor_keys, arrays = self._tensor_keys(), self.non_tensor_batch
         columns.check_names("DataProto.unfold_column_chunks", chosen, [*tensor_keys, *arrays])
+
+        def unfold(key: str, column: Any) -> Any:
+            """(B, n_split * W, ...) as (B * n_split, W, ...): the parts of a row one below the other."""
+            shape = tuple(column.shape)
+            if n_split < 1 or len(shape) < 2 or shape[1] % n_split:
+                raise ProtocolError(
+                    f"unfold_column_chunks: column {key!r}: got shape {shape} in {n_split} parts, "
+                    "expected a second dimension that the parts divide"
+                )
+            return column.reshape(shape[0] * n_split, shape[1] // n_split, *shape[2:])
+
         unfolded = self.select(
             [key for key in tensor_keys if key not in chosen], [key for key in arrays if key not in chosen]
         ).repeat(n_split)
         for key in chosen.intersection(tensor_keys):
-            unfolded.batch[key] = columns.unfold_column(key, self.batch[key], n_split)
+            unfolded.batch[key] = unfold(key, self.batch[key])
         for key in chosen.intersection(arrays):
-            unfolded.non_tensor_batch[key] = columns.unfold_column(key, arrays[key], n_split)
+            unfolded.non_tensor_batch[key] = unfold(key, arrays[key])
         return unfolded
 
     def _has_columns(self) -> bool:
@@ -359,8 +382,21 @@ class DataProto:
             seed: makes a shuffled order reproducible; None draws it from torch's global generator.
             dataloader_kwargs: `shuffle` (False) and `drop_last` (False), as torch's DataLoader takes them.
         """
-        order = columns.mini_batch_rows(len(self), mini_batch_size, epochs, seed, dataloader_kwargs or {})
-        return (self.slice(rows.start, rows.stop) if isinstance(rows, slice) else self._gather(rows) for rows in order)
+        options, rows = dataloader_kwargs or {}, len(self)
+        unknown = sorted(options.keys() - {"shuffle", "drop_last"})
+        if mini_batch_size < 1 or epochs < 0 or unknown:
+            found = f"mini_batch_size {mini_batch_size}, epochs {epochs}"
+            raise ProtocolError(
+                f"DataProto.make_iterator: got {found}{f', dataloader_kwargs {unknown}' if unknown else ''}, expected "
+                "mini_batch_size of at least 1, epochs of at least 0, no kwargs but shuffle and drop_last"
+            )
+        end = rows - rows % mini_batch_size if options.get("drop_last", False) else rows
+        if not options.get("shuffle", False):
+            starts = (start for _ in range(epochs) for start in range(0, end, mini_batch_size))
+            return (self.slice(start, min(start + mini_batch_size, end)) for start in starts)
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        orders = (torch.randperm(rows, generator=generator)[:end] for _ in range(epochs))
+        return (self._gather(part) for order in orders if end for part in order.split(mini_batch_size))
 
     def to(self, device: torch.device | str | int) -> "DataProto":
         """Move the tensors, in place; returns self."""
@@ -379,14 +415,33 @@ class DataProto:
 
     def get_data_info(self) -> str:
         """The layout as text: every column with shape, dtype and device, every fact with its type."""
-        return layout.describe(self.batch, self.non_tensor_batch, self.meta_info)
+
+        def tensor_lines(tensors: TensorDict, indent: str) -> list[str]:
+            lines = []
+            for key, value in tensors.items():
+                if isinstance(value, TensorDict):
+                    lines += [f"{indent}{key}", *tensor_lines(value, indent + "  ")]
+                else:
+                    lines.append(f"{indent}{key}: {tuple(value.shape)} ({value.dtype}) {value.device}")
+            return lines
+
+        arrays = [f"  {key}: ndarray{array.shape} ({array.dtype})" for key, array in self.non_tensor_batch.items()]
+        facts = [f"  {key}: {type(value).__name__}" for key, value in self.meta_info.items()]
+        tensors = [] if self.batch is None else tensor_lines(self.batch, "  ")
+        return "\n".join(["batch", *tensors, "non_tensor_batch", *arrays, "meta_info", *facts])
 
     def print_size(self, prefix: str = "") -> None:
         """Print how much memory tensors and arrays take."""
-        print(layout.describe_size(self.batch, self.non_tensor_batch, prefix))
+        print(columns.describe_size(self.batch, self.non_tensor_batch, prefix))
 
     def __repr__(self) -> str:
-        return f"DataProto({layout.summary(self.batch, self.non_tensor_batch, self.meta_info, len(self))})"
+        parts = [f"{len(self)} rows"]
+        for key, value in () if self.batch is None else self.batch.items():
+            kind = "" if isinstance(value, TensorDict) else f" {str(value.dtype).removeprefix('torch.')}"
+            parts.append(f"{key} {tuple(value.shape)}{kind}")
+        parts += [f"{key} {array.shape} {array.dtype}" for key, array in self.non_tensor_batch.items()]
+        facts = f"; meta_info: {', '.join(self.meta_info)}" if self.meta_info else ""
+        return f"DataProto({', '.join(parts)}{facts})"
 
     def __copy__(self) -> "DataProto":
         batch = None if self.batch is None else self.batch.copy()

@@ -142,17 +142,15 @@ def load_from_file(path: str | os.PathLike[str]) -> Any:
     Raises:
         ProtocolError: there is no such file, it is not one of ours, or it is damaged.
     """
-    where, expected = f"load_from_disk({str(path)!r})", "a saved DataProto"
-    fix = "Write the file with DataProto.save_to_disk."
+    where, fix = f"load_from_disk({str(path)!r})", "Write the file with DataProto.save_to_disk."
     try:
         with open(path, "rb") as file:
             is_ours = file.read(len(FILE_MAGIC)) == FILE_MAGIC
             value = pickle.load(file) if is_ours else None
-    except OSError as error:
-        raise ProtocolError(where, got=str(error), expected=expected, fix=fix) from error
     except Exception as error:
         # A damaged pickle stream may fail with any exception at all.
-        raise ProtocolError(where, got=f"a damaged file ({error})", expected=expected, fix=fix) from error
+        found = str(error) if isinstance(error, OSError) else f"a damaged file ({error})"
+        raise ProtocolError(where, got=found, expected="a saved DataProto", fix=fix) from error
     if not is_ours:
-        raise ProtocolError(where, got="another kind of file", expected=expected, fix=fix)
+        raise ProtocolError(where, got="another kind of file", expected="a saved DataProto", fix=fix)
     return value

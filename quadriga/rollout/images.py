@@ -7,7 +7,7 @@ Legend: B rows, P prompt positions (padded left).
 import torch
 
 from quadriga.protocol import DataProto
-from quadriga.protocol.image_key import images_key
+from quadriga.protocol.memory import images_key
 from quadriga.rollout.base import Images
 
 

@@ -23,7 +23,7 @@ from quadriga.config import Config
 from quadriga.errors import DataError, ProtocolError
 from quadriga.observe.metrics import Metric, reduce_metrics
 from quadriga.protocol import DataProto
-from quadriga.protocol.image_key import images_key
+from quadriga.protocol.memory import images_key
 from quadriga.trainer.answers import Answers, without_passing
 
 _NAME = re.compile(r"(\d+)_(\d+)(_greedy)?\.answers")

@@ -14,7 +14,7 @@ from quadriga.data.vision import VisionProcessor
 from quadriga.errors import RolloutError
 from quadriga.protocol import DataProto
 from quadriga.protocol.columns import object_array
-from quadriga.protocol.image_key import images_key
+from quadriga.protocol.memory import images_key
 from quadriga.rollout import (
     Balancer,
     Completion,

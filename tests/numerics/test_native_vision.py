@@ -16,7 +16,7 @@ from quadriga.engines.micro_batches import MicroBatching
 from quadriga.engines.step import infer
 from quadriga.errors import RolloutError
 from quadriga.models.scorers import PolicyScorer
-from quadriga.protocol.image_key import images_key
+from quadriga.protocol.memory import images_key
 from quadriga.rollout import Completion, NativeEngine, SamplingParams
 from quadriga.rollout.base import Images
 from quadriga.rollout.native.engine import bytes_per_token

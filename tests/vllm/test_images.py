@@ -12,7 +12,7 @@ import torch
 
 from quadriga.data import VisionProcessor, load_processor
 from quadriga.errors import RolloutError
-from quadriga.protocol.image_key import images_key
+from quadriga.protocol.memory import images_key
 from quadriga.rollout import Completion, HFEngine, Images, SamplingParams
 from quadriga.rollout.manifest import Manifest
 from quadriga.rollout.vllm.async_engine import AsyncVLLMEngine

@@ -16,7 +16,7 @@ from quadriga.models.flops import model_cost
 from quadriga.models.fused import fuse
 from quadriga.models.load import backbone, head_of, load_causal_lm, skeleton_causal_lm
 from quadriga.models.vision import ImageTokens, TowerCost, file_name, freeze_tower, parameter_name
-from quadriga.protocol.image_key import images_key
+from quadriga.protocol.memory import images_key
 from tests.tiny_vision import FAMILIES, IMAGE, image_tokens, joined, random_image, save_vision_model, vision_model
 
 
