@@ -16,6 +16,15 @@
 Each says *where: got what, expected what. How to fix.*
 """
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A sentence with the nearest known names, for `fix` below; "" if none is near."""
+    near = get_close_matches(name, list(known), n=3, cutoff=0.5)
+    return f"Did you mean {' or '.join(map(repr, near))}?" if near else ""
+
 
 class QuadrigaError(Exception):
     """An error with an answer.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A user's own Python file as a module: algorithms, score functions, data sets, tools and loops come this way."""
+"""Functions and classes from a user's own Python file: algorithms, graders, data sets, samplers, tools, agent loops."""
 
 import hashlib
 import sys
@@ -7,8 +7,9 @@ import traceback
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
-from quadriga.errors import ConfigError
+from quadriga.errors import ConfigError, did_you_mean
 
 
 def import_file(path: str | Path, where: str) -> ModuleType:
@@ -46,6 +47,40 @@ def import_file(path: str | Path, where: str) -> ModuleType:
             expected="a file that can be imported",
         ) from error
     return module
+
+
+def member_of(module: ModuleType, name: str, where: str, *, base: type | None = None) -> Any:
+    """The function `name` of a user's module, or with `base` the class `name`.
+
+    Args:
+        module: from `import_file`.
+        name: of the function or class.
+        where: the key to name in an error.
+        base: what the class must be a subclass of; None: a function is wanted.
+
+    Raises:
+        ConfigError: there is no such function or class; the error lists those that the file defines.
+    """
+
+    def fits(value: Any) -> bool:
+        return callable(value) if base is None else isinstance(value, type) and issubclass(value, base)
+
+    found = getattr(module, name, None)
+    if fits(found):
+        return found
+    kind = "function" if base is None else "class"
+    got = f"no {kind} {name!r}" if found is None else f"{name}, which is a {type(found).__name__}"
+    if isinstance(found, type):
+        got = f"{name}, a subclass of {', '.join(parent.__name__ for parent in found.__bases__)}"
+    own = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+    names = [key for key in own if fits(vars(module)[key]) and not key.startswith("_")]
+    raise ConfigError(
+        where,
+        got=got,
+        expected=f"a {'function' if base is None else f'subclass of {base.__module__}.{base.__name__}'} in "
+        f"{module.__file__} ({', '.join(names) or 'it has none'})",
+        fix=did_you_mean(name, names) or (f"Write `class {name}({base.__name__})` there." if base else ""),
+    )
 
 
 def _told(error: BaseException) -> str:

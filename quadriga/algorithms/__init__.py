@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pure functions on tensors: what an answer was worth, what follows for its tokens, and the loss that says so.
+"""Pure functions on tensors: from the reward of a response to the advantage of its tokens and the loss on them.
 
-`advantages/` and `losses/` hold one algorithm per file; importing this package makes them all known by name.
+`advantages/` and `losses/` hold one paper per file; importing this package makes them all known by name.
 """
 
-from quadriga.algorithms import advantages, covariance, losses
+from quadriga.algorithms import advantages, losses
 from quadriga.algorithms.aggregate import LOSS_AGG_MODES, LossCounts, agg_loss, token_weights
-from quadriga.algorithms.choice import Algorithm, choose_estimator, choose_policy_loss
-from quadriga.algorithms.correction import correct_rollout
-from quadriga.algorithms.estimate import estimate_advantages
 from quadriga.algorithms.groups import Groups
 from quadriga.algorithms.kl import (
     KL_PENALTIES,
@@ -24,13 +21,20 @@ from quadriga.algorithms.masked import masked_mean, masked_sum, masked_whiten, s
 from quadriga.algorithms.pf_ppo import pf_ppo_rows
 from quadriga.algorithms.registry import (
     AdvantageEstimator,
+    Algorithm,
+    bind_options,
+    choose_estimator,
+    choose_policy_loss,
+    estimate_advantages,
     get_adv_estimator_fn,
     get_policy_loss_fn,
+    options,
     register_adv_est,
     register_batch_column,
     register_policy_loss,
+    required_fields,
 )
-from quadriga.algorithms.signature import bind_options, options, required_fields
+from quadriga.algorithms.rollout_correction import correct_rollout
 
 __all__ = [
     "KL_PENALTIES",
@@ -50,7 +54,6 @@ __all__ = [
     "choose_policy_loss",
     "clipped_value_loss",
     "correct_rollout",
-    "covariance",
     "estimate_advantages",
     "get_adv_estimator_fn",
     "get_kl_controller",

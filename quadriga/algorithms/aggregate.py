@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from quadriga.algorithms.masked import masked_sum
-from quadriga.algorithms.signature import did_you_mean
-from quadriga.errors import ConfigError
+from quadriga.errors import ConfigError, did_you_mean
 
 LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 

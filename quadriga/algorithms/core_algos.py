@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The algorithms under the function and argument names that verl's users know.
 
-Each of these calls the one implementation elsewhere in this package; code of ours uses that one directly.
+Each of these calls the one implementation elsewhere in this package; code of ours uses that one directly. Advantage
+functions take the arguments of the estimator, in its order, options by position too; the groups are called `index` [B].
 
 Shapes: B sequences, T response positions.
 """
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable
+from inspect import Parameter, signature
+from typing import Any
 
 from torch import Tensor
 
@@ -58,82 +61,32 @@ __all__ = [
 ]
 
 
-def compute_gae_advantage_return(
-    token_level_rewards: Tensor, values: Tensor, response_mask: Tensor, gamma: float, lam: float
-) -> tuple[Tensor, Tensor]:
-    """Whitened advantages and returns, [B, T] each; see `advantages.gae`."""
-    return gae(token_level_rewards, values, response_mask, gamma=gamma, lam=lam)
+def _in_verls_form(estimator: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The estimator with options that may be given by position, and with `index` for `uid`."""
+    form = signature(estimator)
+    parameters = [
+        one.replace(name="index" if one.name == "uid" else one.name, kind=Parameter.POSITIONAL_OR_KEYWORD)
+        for one in form.parameters.values()
+    ]
+
+    def compute(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        given = compute.__signature__.bind(*args, **kwargs).arguments
+        return estimator(**{"uid" if name == "index" else name: value for name, value in given.items()})
+
+    compute.__signature__ = form.replace(parameters=parameters)
+    compute.__doc__ = estimator.__doc__
+    return compute
 
 
-def compute_grpo_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Iterable[Hashable],
-    epsilon: float = 1e-6,
-    norm_adv_by_std_in_grpo: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """Group-relative advantages, [B, T], twice; `index` [B] names the groups; see `advantages.grpo`."""
-    return grpo(
-        token_level_rewards,
-        response_mask,
-        index,
-        norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo,
-        epsilon=epsilon,
-    )
-
-
-def compute_grpo_passk_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Iterable[Hashable],
-    epsilon: float = 1e-6,
-    norm_adv_by_std_in_grpo: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """Advantages of the best answers, [B, T], twice; `index` [B] names the groups; see `advantages.grpo_passk`."""
-    options = {"norm_adv_by_std_in_grpo": norm_adv_by_std_in_grpo, "epsilon": epsilon}
-    return grpo_passk(token_level_rewards, response_mask, index, **options)
-
-
-def compute_rloo_outcome_advantage(
-    token_level_rewards: Tensor, response_mask: Tensor, index: Iterable[Hashable]
-) -> tuple[Tensor, Tensor]:
-    """Leave-one-out advantages, [B, T], twice; `index` [B] names the groups; see `advantages.rloo`."""
-    return rloo(token_level_rewards, response_mask, index)
-
-
-def compute_opo_outcome_advantage(
-    token_level_rewards: Tensor, response_mask: Tensor, index: Iterable[Hashable]
-) -> tuple[Tensor, Tensor]:
-    """Advantages over a length-weighted mean, [B, T], twice; `index` [B] names the groups; see `advantages.opo`."""
-    return opo(token_level_rewards, response_mask, index)
-
-
-def compute_gpg_outcome_advantage(
-    token_level_rewards: Tensor, response_mask: Tensor, index: Iterable[Hashable], f_norm: float = 1.0
-) -> tuple[Tensor, Tensor]:
-    """Scaled group advantages, [B, T], twice; `index` [B] names the groups; see `advantages.gpg`."""
-    return gpg(token_level_rewards, response_mask, index, f_norm=f_norm)
-
-
-def compute_reinforce_plus_plus_outcome_advantage(
-    token_level_rewards: Tensor, response_mask: Tensor, gamma: float
-) -> tuple[Tensor, Tensor]:
-    """Whitened rewards to go, and these as returns, [B, T] each; see `advantages.reinforce_plus_plus`."""
-    return reinforce_plus_plus(token_level_rewards, response_mask, gamma=gamma)
-
-
-def compute_reinforce_plus_plus_baseline_outcome_advantage(
-    token_level_rewards: Tensor, response_mask: Tensor, index: Iterable[Hashable]
-) -> tuple[Tensor, Tensor]:
-    """Whitened group advantages, [B, T], twice; `index` [B] names the groups."""
-    return reinforce_plus_plus_baseline(token_level_rewards, response_mask, index)
-
-
-def compute_remax_outcome_advantage(
-    token_level_rewards: Tensor, reward_baselines: Tensor, response_mask: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Rewards to go less a baseline [B], and they themselves, [B, T] each; see `advantages.remax`."""
-    return remax(token_level_rewards, reward_baselines, response_mask)
+compute_gae_advantage_return = _in_verls_form(gae)
+compute_grpo_outcome_advantage = _in_verls_form(grpo)
+compute_grpo_passk_outcome_advantage = _in_verls_form(grpo_passk)
+compute_rloo_outcome_advantage = _in_verls_form(rloo)
+compute_opo_outcome_advantage = _in_verls_form(opo)
+compute_gpg_outcome_advantage = _in_verls_form(gpg)
+compute_reinforce_plus_plus_outcome_advantage = _in_verls_form(reinforce_plus_plus)
+compute_reinforce_plus_plus_baseline_outcome_advantage = _in_verls_form(reinforce_plus_plus_baseline)
+compute_remax_outcome_advantage = _in_verls_form(remax)
 
 
 def compute_policy_loss(
@@ -147,7 +100,7 @@ def compute_policy_loss(
     clip_ratio_c: float = 3.0,
     loss_agg_mode: str = "token-mean",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The clipped policy loss of a batch as scalars; see `losses.vanilla`.
+    """The clipped policy loss of a batch (`losses.vanilla`) as scalars, [].
 
     Args:
         old_log_prob, log_prob, advantages, response_mask: [B, T].
@@ -162,15 +115,8 @@ def compute_policy_loss(
     low, high = (cliprange if side is None else side for side in (cliprange_low, cliprange_high))
     if low is None or high is None:
         raise ConfigError("compute_policy_loss", got="a side without a clip", fix="Give cliprange or both sides of it.")
-    losses, diagnostics = vanilla(
-        old_log_prob,
-        log_prob,
-        advantages,
-        response_mask,
-        clip_ratio_low=low,
-        clip_ratio_high=high,
-        clip_ratio_c=clip_ratio_c,
-    )
+    clips = {"clip_ratio_low": low, "clip_ratio_high": high, "clip_ratio_c": clip_ratio_c}
+    losses, diagnostics = vanilla(old_log_prob, log_prob, advantages, response_mask, **clips)
     means = {name: masked_mean(value, response_mask) for name, value in diagnostics.items()}
     loss = agg_loss(losses, response_mask, loss_agg_mode)
     return loss, means["pg_clipfrac"], means["ppo_kl"], means["pg_clipfrac_lower"]
@@ -184,6 +130,6 @@ def compute_value_loss(
     cliprange_value: float,
     loss_agg_mode: str = "token-mean",
 ) -> tuple[Tensor, Tensor]:
-    """The clipped value loss of a batch, [B, T] in, and the share of tokens clipped; see `losses.value`."""
+    """The clipped value loss of a batch (`losses.value`), [B, T] in, and the share of tokens clipped, both []."""
     losses, diagnostics = clipped_value_loss(vpreds, returns, values, response_mask, cliprange_value=cliprange_value)
     return agg_loss(losses, response_mask, loss_agg_mode), masked_mean(diagnostics["vf_clipfrac"], response_mask)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Responses to the same prompt: who belongs together, and how a score stands among its group.
+"""Groups of responses to the same prompt, and a score relative to its group.
 
-Groups may have any size and their rows any order. A group of one has nobody to be compared with: its mean is taken
+Groups may have any size and their rows any order. A group of one has nothing to be compared with: its mean is taken
 as 0 and its standard deviation as 1, so that its score passes unchanged.
 
 Shapes: B sequences, T response positions, G groups.
@@ -46,18 +46,18 @@ class Groups:
         return cls(member, torch.bincount(member, minlength=len(numbers))[member], len(numbers))
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum over the group."""
+        """The sum over the group: [B] or [B, T]."""
         blank = values.new_zeros(self.num_groups, *values.shape[1:])
         return blank.index_add(0, self.member, values)[self.member]
 
     def smallest(self, values: Tensor) -> Tensor:
-        """The smallest value of the group."""
+        """The smallest value of the group: [B] or [B, T]."""
         blank = values.new_zeros(self.num_groups, *values.shape[1:])
         rows = self.member if values.dim() == 1 else self.member[:, None].expand_as(values)
         return blank.scatter_reduce(0, rows, values, "amin", include_self=False)[self.member]
 
     def centered(self, values: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Each value minus the mean of its group, weighted if `weights` [B] are given (their sums must not be 0).
+        """Each value [B] minus the mean of its group, weighted if `weights` [B] are given (their sums must not be 0).
 
         Values that are all alike give exactly 0: distances are taken from the group's smallest value first, so
         that no rounding error is left for a later division by a tiny deviation to blow up.
@@ -68,6 +68,6 @@ class Groups:
         return torch.where(self.size > 1, distance - mean, values)
 
     def deviation(self, values: Tensor) -> Tensor:
-        """The unbiased standard deviation of the group; 1 for a group of one."""
+        """The unbiased standard deviation of the group, [B]; 1 for a group of one."""
         variance = self.sum(self.centered(values).square()) / (self.size - 1).clamp(min=1)
         return torch.where(self.size > 1, variance.sqrt(), 1.0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far the policy is from the reference, per token, and how strongly that is held against it.
+"""KL divergence of the policy from the reference, per token, and the coefficient of its penalty in the reward.
 
 Each kind estimates KL(policy || reference) from the sampled tokens alone; d = log-prob - reference log-prob:
 
@@ -16,16 +16,13 @@ Shapes: B sequences, T response positions.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
-from quadriga.algorithms.masked import masked_mean
-from quadriga.algorithms.signature import did_you_mean
-from quadriga.errors import CheckpointError, ConfigError
+from quadriga.algorithms.masked import MAX_LOG_RATIO, masked_mean
+from quadriga.errors import CheckpointError, ConfigError, did_you_mean
 
-# exp() of a log-ratio is cut here so that one wild token gives a large number instead of infinity.
-MAX_LOG_RATIO = 20.0
 MAX_LOW_VARIANCE_KL = 10.0
 
 
@@ -64,10 +61,7 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
     Raises:
         ConfigError: an unknown kind.
     """
-    return _estimate(logprob, ref_logprob, kl_penalty)
-
-
-def _estimate(logprob: Tensor, ref_logprob: Tensor, kind: str) -> Tensor:
+    kind = kl_penalty
     if kind not in KL_PENALTIES:
         raise ConfigError(
             "kl_penalty",
@@ -83,40 +77,36 @@ def _estimate(logprob: Tensor, ref_logprob: Tensor, kind: str) -> Tensor:
     return value.detach() + (carrier - carrier.detach())
 
 
-class KLController(Protocol):
-    """Holds the coefficient of a KL penalty and, if it is adaptive, moves it."""
+class KLController:
+    """Holds the coefficient of a KL penalty, in reward per nat; this one keeps it fixed."""
 
-    value: float
-
-    def update(self, current_kl: float, n_steps: int) -> None:
-        """Take notice of the divergence just measured over `n_steps` sequences."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state; a state of another kind of controller is an error."""
-
-
-class FixedKLController:
-    """A coefficient that stays. Its value is the configuration's, so a resumed run takes it from there."""
+    kind = "fixed"
 
     def __init__(self, kl_coef: float) -> None:
         self.value = kl_coef
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Nothing to move."""
+        """Adapt the coefficient to the mean divergence just measured over `n_steps` sequences."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Only its kind."""
-        return {"type": "fixed"}
+        """What a resumed run needs; a fixed coefficient is the configuration's."""
+        return {"type": self.kind}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Check that the state is of a fixed controller."""
-        _check_kind(state, "fixed")
+        """Continue from a saved state; a state of another kind of controller is an error."""
+        if state.get("type") != self.kind:
+            raise CheckpointError(
+                "KL controller",
+                got=f"the state of type {state.get('type')!r}",
+                expected=repr(self.kind),
+                fix="Resume with the algorithm.kl_ctrl.type that the checkpoint was written with.",
+            )
 
 
-class AdaptiveKLController:
+FixedKLController = KLController
+
+
+class AdaptiveKLController(KLController):
     """A coefficient that rises while the divergence is above its target and falls while it is below.
 
     Multiplied after each batch by 1 + e * n_steps / horizon, where e is the relative error current / target - 1, cut
@@ -128,52 +118,29 @@ class AdaptiveKLController:
         horizon: in sequences; the larger, the slower.
     """
 
+    kind = "adaptive"
+
     def __init__(self, init_kl_coef: float, target_kl: float, horizon: float) -> None:
         for name, number in (("target_kl", target_kl), ("horizon", horizon)):
             if not number > 0:
                 raise ConfigError(f"algorithm.kl_ctrl.{name}", got=str(number), expected="a number above 0")
-        self.value, self.target, self.horizon = init_kl_coef, target_kl, horizon
+        super().__init__(init_kl_coef)
+        self.target, self.horizon = target_kl, horizon
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Move the coefficient after `n_steps` sequences with a mean divergence of `current_kl`."""
         error = min(max(current_kl / self.target - 1, -0.2), 0.2)
         self.value *= 1 + error * n_steps / self.horizon
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the coefficient stands."""
-        return {"type": "adaptive", "value": self.value}
+        return super().state_dict() | {"value": self.value}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved coefficient; target and horizon are the configuration's."""
-        _check_kind(state, "adaptive")
+        super().load_state_dict(state)
         self.value = float(state["value"])
 
 
-def _check_kind(state: Mapping[str, Any], expected: str) -> None:
-    if state.get("type") != expected:
-        raise CheckpointError(
-            "KL controller",
-            got=f"the state of type {state.get('type')!r}",
-            expected=repr(expected),
-            fix="Resume with the algorithm.kl_ctrl.type that the checkpoint was written with.",
-        )
-
-
-class KLControlSettings(Protocol):
-    """The keys below `algorithm.kl_ctrl`."""
-
-    @property
-    def type(self) -> str: ...
-    @property
-    def kl_coef(self) -> float: ...
-    @property
-    def horizon(self) -> float: ...
-    @property
-    def target_kl(self) -> float: ...
-
-
-def get_kl_controller(kl_ctrl: KLControlSettings) -> KLController:
-    """The controller that the keys below `algorithm.kl_ctrl` describe."""
+def get_kl_controller(kl_ctrl: Any) -> KLController:
+    """The controller that the section `algorithm.kl_ctrl` describes: its `type`, `kl_coef`, `target_kl`, `horizon`."""
     if kl_ctrl.type == "fixed":
         return FixedKLController(kl_ctrl.kl_coef)
     if kl_ctrl.type == "adaptive":
@@ -187,20 +154,20 @@ def apply_kl_penalty(
     ref_log_prob: Tensor,
     response_mask: Tensor,
     kl_ctrl: KLController,
-    kl_penalty: str,
+    kind: str,
 ) -> tuple[Tensor, dict[str, float]]:
-    """Charge each token for its distance from the reference, and let the controller see what was measured.
+    """Subtract a KL penalty from the reward of each token, and update the controller.
 
     Args:
         token_level_scores, old_log_probs, ref_log_prob, response_mask: [B, T].
         kl_ctrl: gives the coefficient for this batch; updated afterwards.
-        kl_penalty: one of KL_PENALTIES.
+        kind: one of KL_PENALTIES.
 
     Returns:
         token_level_rewards [B, T], scores minus coefficient times divergence; and the metrics
         `actor/reward_kl_penalty` (mean over sequences of their mean per token) and `actor/reward_kl_penalty_coeff`.
     """
-    divergence = _estimate(old_log_probs, ref_log_prob, kl_penalty).masked_fill(~response_mask.bool(), 0)
+    divergence = kl_penalty(old_log_probs, ref_log_prob, kind).masked_fill(~response_mask.bool(), 0)
     coefficient = kl_ctrl.value
     has_tokens = response_mask.bool().any(-1)
     current = masked_mean(masked_mean(divergence, response_mask, dim=-1), has_tokens).item()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums, means and whitening over the tokens that count.
+"""Sums, means, whitening and log-ratios over the tokens that count.
 
 What stands under a zero of the mask is never read: it may be NaN, and no gradient reaches it.
 
@@ -8,14 +8,17 @@ Shapes: B sequences, T response positions; masks are 0/1 or bool, of the shape o
 
 from torch import Tensor
 
+# exp() of a log-ratio is cut here so that one outlying token gives a large number instead of infinity.
+MAX_LOG_RATIO = 20.0
+
 
 def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """The sum of `values` where `mask` is set, over everything or along `dim`."""
+    """The sum of `values` [B, T] where `mask` is set, over everything, [], or along `dim`."""
     return _kept(values, mask).sum() if dim is None else _kept(values, mask).sum(dim)
 
 
 def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """The mean of `values` where `mask` is set, over everything or along `dim`; 0 where nothing is set."""
+    """The mean of `values` [B, T] where `mask` is set, over everything, [], or along `dim`; 0 where nothing is set."""
     count = mask.bool().sum() if dim is None else mask.bool().sum(dim)
     return masked_sum(values, mask, dim) / count.clamp(min=1)
 
@@ -46,6 +49,22 @@ def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True, epsilon
 def spread(values: Tensor, mask: Tensor) -> Tensor:
     """One value per sequence, [B], set on each of its tokens: [B, T], 0 outside the mask."""
     return _kept(values[:, None].expand(mask.shape), mask)
+
+
+def log_ratios(log_prob: Tensor, old_log_prob: Tensor, response_mask: Tensor) -> Tensor:
+    """log_prob - old_log_prob, cut to [-20, 20] and 0 outside the mask, where nothing is read: [B, T]."""
+    return _kept(log_prob - old_log_prob, response_mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def sequence_mean(values: Tensor, response_mask: Tensor) -> Tensor:
+    """The mean of `values` [B, T], 0 outside the mask, over each sequence's own tokens: [B, 1]; 0 where it has none."""
+    return values.sum(-1, keepdim=True) / response_mask.bool().sum(-1, keepdim=True).clamp(min=1)
+
+
+def diagnostics(log_ratio: Tensor, **others: Tensor) -> dict[str, Tensor]:
+    """Diagnostics of a policy loss, [B, T] each, without gradient: `ppo_kl` (k1 of the two policies) and `others`."""
+    named = {"ppo_kl": -log_ratio, **others}
+    return {name: value.detach().to(log_ratio.dtype) for name, value in named.items()}
 
 
 def _kept(values: Tensor, mask: Tensor) -> Tensor:

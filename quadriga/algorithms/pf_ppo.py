@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PF-PPO: learning more often from answers whose score says something. Shen and Zhang, arXiv:2409.06957.
+"""PF-PPO: drawing informative responses more often. Shen and Zhang, arXiv:2409.06957.
 
-A reward model is surest of very good and very bad answers. A batch of as many answers is drawn from the batch, with
-replacement and with a weight for each:
+A reward model is most reliable on very good and very bad responses. A batch of as many responses is drawn from the
+batch, with replacement and with a weight for each:
 
     pow           |score| ^ weight_pow
     max_min       1 for the best and the worst score of the batch, 0 for the others
@@ -14,15 +14,14 @@ Shapes: B sequences.
 import torch
 from torch import Tensor
 
-from quadriga.algorithms.signature import did_you_mean
-from quadriga.errors import ConfigError
+from quadriga.errors import ConfigError, did_you_mean
 
 REWEIGHT_METHODS = ("pow", "max_min", "max_random")
 _SHARE_OF_OTHERS = 0.4
 
 
 def pf_ppo_weights(scores: Tensor, reweight_method: str, weight_pow: float = 2.0) -> Tensor:
-    """How likely each answer is to be drawn, [B], up to a factor; all 1 where every weight would be 0.
+    """How likely each response is to be drawn, [B], up to a factor; all 1 where every weight would be 0.
 
     Args:
         scores: [B].

@@ -1,43 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The algorithms by name: advantage estimators and policy losses, ours and yours.
+"""Advantage estimators and policy losses by name. A function's signature says everything else about it:
 
-An algorithm is one function. `@register_adv_est("name")` or `@register_policy_loss("name")` makes it known, and its
-signature says the rest (see `signature`). A function in a file of your own needs no decorator: name it in the
-configuration as `path/to/file.py:function`.
+    @register_adv_est("grpo")
+    def grpo(token_level_rewards, response_mask, uid, *, norm_adv_by_std_in_grpo=True): ...
+             └──────── fields of the batch ─────────┘     └──────── options ───────┘
 
-A field that takes the whole batch to compute, such as how a token stands among all others, is a function too:
-`@register_batch_column("name")` makes it, once, from other fields, and any algorithm may name it as a field.
+Positional parameters are fields of the batch, keyword-only ones are options of the configuration. A training step
+reads from the signature what it must provide: an estimator with the field `values` needs a critic.
+
+A function in a file of your own needs no decorator: name it in the configuration as `path/to/file.py:function`.
+
+A field that takes the whole batch to compute, such as a token's rank among all others, is a function too:
+`@register_batch_column("name")` computes it from other fields, and any algorithm may name it as a field.
+
+Shapes: B sequences, T response positions.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
+from inspect import Parameter, signature
 from typing import Any, TypeVar
 
-from quadriga.algorithms.signature import bind_options, check_signature, did_you_mean, options, required_fields
-from quadriga.algorithms.user_file import is_file_reference, load_from_file
-from quadriga.errors import ConfigError
+import torch
+from torch import Tensor
 
-__all__ = [
-    "ADVANTAGES",
-    "BATCH_COLUMNS",
-    "POLICY_LOSSES",
-    "AdvantageEstimator",
-    "Registry",
-    "bind_options",
-    "get_adv_estimator_fn",
-    "get_policy_loss_fn",
-    "options",
-    "register_adv_est",
-    "register_batch_column",
-    "register_policy_loss",
-    "required_fields",
-]
+from quadriga.errors import ConfigError, did_you_mean
+from quadriga.user_file import import_file, member_of
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+_FIELD_KINDS = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+_ESTIMATOR = "algorithm.adv_estimator"
+
 
 class AdvantageEstimator(StrEnum):
-    """The estimators that come with Quadriga; each equals its name as a string."""
+    """The estimators' names as verl's users write them; each equals its name as a string, and any other name works."""
 
     GAE = "gae"
     GRPO = "grpo"
@@ -55,114 +54,257 @@ class AdvantageEstimator(StrEnum):
     GDPO = "gdpo"
 
 
-class Registry:
+def required_fields(function: Callable[..., Any]) -> tuple[str, ...]:
+    """The batch fields that an algorithm reads: its positional parameters, in order."""
+    return tuple(name for name, one in signature(function).parameters.items() if one.kind in _FIELD_KINDS)
+
+
+def options(function: Callable[..., Any]) -> tuple[str, ...]:
+    """The options that an algorithm has: its keyword-only parameters, in order."""
+    return tuple(name for name, one in signature(function).parameters.items() if one.kind is Parameter.KEYWORD_ONLY)
+
+
+def bind_options(
+    function: Callable[..., Any],
+    given: Mapping[str, Any] | None = None,
+    *,
+    shared: Mapping[str, Any] | None = None,
+    where: str = "algorithm",
+) -> Callable[..., Any]:
+    """Fix an algorithm's options, so that only its fields are left to pass.
+
+    Args:
+        function: an estimator or a policy loss.
+        given: options meant for this function; each must be one that it has.
+        shared: settings offered to every algorithm (a whole section of the configuration); it takes those it has.
+        where: the key to name in an error.
+
+    Raises:
+        ConfigError: an option that it does not have, with the nearest names, or one without a value.
+    """
+    given, shared, known = given or {}, shared or {}, options(function)
+    _check_options(given, known, where)
+    values = {name: shared[name] for name in known if name in shared} | dict(given)
+    for name in known:
+        if name not in values and signature(function).parameters[name].default is Parameter.empty:
+            raise ConfigError(where, got=f"no value for the option {name!r}", fix=f"Set {name}.")
+    return partial(function, **values)
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """An estimator or a policy loss as a configuration chose it.
+
+    Attributes:
+        name: as it was chosen.
+        fields: what the function reads of the batch.
+        function: its options are bound; fields are left to pass.
+        columns: functions that compute further fields from the whole batch, by name; their options are bound too.
+        needs_advantage: whether a sequence whose advantages are all 0 has no loss, so that it need not be computed.
+    """
+
+    name: str
+    fields: tuple[str, ...]
+    function: Callable[..., Any]
+    columns: Mapping[str, Callable[..., Tensor]]
+    needs_advantage: bool
+
+    @property
+    def column_fields(self) -> frozenset[str]:
+        """Fields that `columns` are computed from."""
+        return frozenset(name for column in self.columns.values() for name in required_fields(column))
+
+    def compute_columns(self, fields: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The columns [B, T] of a whole batch, from its fields, [B, T] each, by name."""
+        return {
+            name: column(*(fields[field] for field in required_fields(column))) for name, column in self.columns.items()
+        }
+
+
+class Registry(dict[str, Callable[..., Any]]):
     """Functions of one kind by name.
 
     Args:
         key: the configuration key that chooses among them, for errors.
+        options_key: the key whose entries are their options, for errors.
     """
 
-    def __init__(self, key: str) -> None:
-        self.key = key
-        self._functions: dict[str, Callable[..., Any]] = {}
-        self._traits: dict[str, frozenset[str]] = {}
+    def __init__(self, key: str, options_key: str = "") -> None:
+        super().__init__()
+        self.key, self.options_key = key, options_key
+        self.needing_advantage: set[str] = set()
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(sorted(self._functions))
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._functions
-
-    def register(self, name: str, *traits: str) -> Callable[[Function], Function]:
+    def register(self, name: str, *, needs_advantage: bool = False) -> Callable[[Function], Function]:
         """A decorator that makes a function known as `name`.
 
         Args:
             name: what the configuration calls it.
-            traits: what is true of it and cannot be read from its signature.
+            needs_advantage: True of a policy loss that is 0, with a gradient of 0, wherever a sequence's advantages
+                are 0; the engine then leaves such sequences out. False is always right.
 
         Raises:
             ConfigError: another function has that name, or the signature leaves open what is a field.
         """
 
         def decorate(function: Function) -> Function:
-            check_signature(function, f"{self.key} {str(name)!r}")
-            known = self._functions.get(str(name))
-            if known is not None and _home(known) != _home(function):
+            where = f"{self.key} {str(name)!r}"
+            _check_signature(function, where)
+            homes = [
+                f"{one.__module__}.{getattr(one, '__qualname__', type(one).__qualname__)}"
+                for one in (function, self.get(str(name), function))
+            ]
+            if homes[0] != homes[1]:
                 raise ConfigError(
-                    f"{self.key} {str(name)!r}",
-                    got=f"{_home(function)} beside {_home(known)}",
+                    where,
+                    got=f"{homes[0]} beside {homes[1]}",
                     expected="one function per name",
                     fix="Register yours under another name.",
                 )
-            self._functions[str(name)] = function
-            self._traits[str(name)] = frozenset(traits)
+            self[str(name)] = function
+            if needs_advantage:
+                self.needing_advantage.add(str(name))
             return function
 
         return decorate
 
-    def has(self, name: str, trait: str) -> bool:
-        """Whether something was said of a function when it was registered; nothing is known of one in a file."""
-        return trait in self._traits.get(str(name), ())
-
-    def get(self, name: str) -> Callable[..., Any]:
+    def find(self, name: str) -> Callable[..., Any]:
         """The function registered as `name`, or the one that `path/to/file.py:function` names.
 
         Raises:
             ConfigError: an unknown name (with the nearest ones), or a file or function that cannot be loaded.
         """
-        if is_file_reference(name):
-            function = load_from_file(name, self.key)
-            check_signature(function, f"{self.key} {name!r}")
-            return function
-        if name not in self._functions:
-            names = tuple(self)
+        if name in self:
+            return self[name]
+        path, _, member = name.rpartition(":")
+        if name.endswith(".py"):
+            raise ConfigError(self.key, got=repr(name), expected="file.py:function", fix="Say which function to take.")
+        if not path.endswith(".py"):
             raise ConfigError(
                 self.key,
                 got=repr(str(name)),
-                expected=f"one of {', '.join(names)}, or path/to/file.py:function",
-                fix=did_you_mean(str(name), names),
+                expected=f"one of {', '.join(sorted(self))}, or path/to/file.py:function",
+                fix=did_you_mean(str(name), sorted(self)),
             )
-        return self._functions[str(name)]
+        function = member_of(import_file(path, self.key), member, self.key)
+        _check_signature(function, f"{self.key} {name!r}")
+        return function
+
+    def choose(self, name: str, given: Mapping[str, Any], shared: Mapping[str, Any]) -> Algorithm:
+        """The function of a configuration with its options bound; nothing that is wrong with the choice is found later.
+
+        Args:
+            name: of a registered one, or `path/to/file.py:function`.
+            given: options of its own, each of which it or one of its columns must have.
+            shared: settings offered to every algorithm (a section of the configuration).
+
+        Raises:
+            ConfigError: an unknown name, an option that it does not have (with the nearest names), or one without a
+                value.
+        """
+        function = self.find(name)
+        where = f"{self.options_key} ({name})"
+        columns = {field: BATCH_COLUMNS[field] for field in required_fields(function) if field in BATCH_COLUMNS}
+        known = {part: options(part) for part in (function, *columns.values())}
+        _check_options(given, tuple(dict.fromkeys(option for own in known.values() for option in own)), where)
+        bound = {
+            part: bind_options(part, {key: given[key] for key in own if key in given}, shared=shared, where=where)
+            for part, own in known.items()
+        }
+        return Algorithm(
+            name,
+            required_fields(function),
+            bound[function],
+            {field: bound[column] for field, column in columns.items()},
+            name in self.needing_advantage,
+        )
 
 
-def _home(function: Callable[..., Any]) -> str:
-    return f"{function.__module__}.{getattr(function, '__qualname__', type(function).__qualname__)}"
-
-
-ADVANTAGES = Registry("algorithm.adv_estimator")
-POLICY_LOSSES = Registry("actor_rollout_ref.actor.policy_loss.loss_mode")
+ADVANTAGES = Registry(_ESTIMATOR, "algorithm.adv_options")
+POLICY_LOSSES = Registry("actor_rollout_ref.actor.policy_loss.loss_mode", "actor_rollout_ref.actor.policy_loss")
 BATCH_COLUMNS = Registry("a field of the whole batch")
 
-# A trait of a policy loss: a sequence without an advantage has no loss, so that it need not be computed.
-NEEDS_ADVANTAGE = "needs advantage"
+register_adv_est = ADVANTAGES.register
+"""Make an advantage estimator known: fields of the batch in, (advantages, returns), both [B, T], out."""
+register_policy_loss = POLICY_LOSSES.register
+"""Make a policy loss known: fields in, (losses, diagnostics) out, [B, T] each; the engine aggregates."""
+register_batch_column = BATCH_COLUMNS.register
+"""Make a field known that is computed from fields [B, T] of the whole batch: one tensor [B, T] out."""
+get_adv_estimator_fn = ADVANTAGES.find
+get_policy_loss_fn = POLICY_LOSSES.find
+choose_estimator = ADVANTAGES.choose
+choose_policy_loss = POLICY_LOSSES.choose
 
 
-def register_adv_est(name: str | AdvantageEstimator) -> Callable[[Function], Function]:
-    """Make an advantage estimator known: fields of the batch in, (advantages, returns), both [B, T], out."""
-    return ADVANTAGES.register(name)
-
-
-def get_adv_estimator_fn(name: str | AdvantageEstimator) -> Callable[..., Any]:
-    """The advantage estimator of a name, or of `path/to/file.py:function`."""
-    return ADVANTAGES.get(name)
-
-
-def register_policy_loss(name: str, *, needs_advantage: bool = False) -> Callable[[Function], Function]:
-    """Make a policy loss known: fields in, (losses per token, diagnostics per token) out; the engine aggregates.
+def estimate_advantages(
+    estimator: Callable[..., tuple[Tensor, Tensor]], fields: Mapping[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """Run an estimator whose options are bound on the fields that it names, and check what it returns.
 
     Args:
-        name: what the configuration calls it.
-        needs_advantage: True of a loss that is 0 wherever a sequence's advantages are; the engine then leaves such
-            sequences out. False is always right.
+        estimator: from `choose_estimator` or `bind_options`.
+        fields: the columns of the batch by name, tensors and arrays alike; `response_mask` [B, T] must be among them.
+
+    Returns:
+        advantages and returns, both [B, T] and 0 outside the mask.
+
+    Raises:
+        ConfigError: the estimator names a field that the batch does not have, or what it returns is not two finite
+            tensors of the shape of the mask.
     """
-    return POLICY_LOSSES.register(name, *([NEEDS_ADVANTAGE] if needs_advantage else []))
+    names = required_fields(estimator)
+    if missing := [name for name in names if name not in fields]:
+        raise ConfigError(
+            _ESTIMATOR,
+            got=f"an estimator that reads {', '.join(missing)}",
+            expected=f"fields of the batch: {', '.join(sorted(fields))}",
+            fix="Name its positional parameters after fields; put options after a `*`.",
+        )
+    result, mask = estimator(*(fields[name] for name in names)), fields["response_mask"].bool()
+    if not (isinstance(result, tuple) and len(result) == 2 and all(isinstance(part, Tensor) for part in result)):
+        raise ConfigError(_ESTIMATOR, got=f"a {type(result).__name__}", expected="two tensors: advantages, returns")
+    for name, values in zip(("advantages", "returns"), result, strict=True):
+        if values.shape != mask.shape:
+            raise ConfigError(
+                _ESTIMATOR,
+                got=f"{name} of shape {list(values.shape)}",
+                expected=f"{list(mask.shape)}, one value per token of the response",
+                fix="A value per sequence becomes one per token by `values[:, None] * response_mask`.",
+            )
+        if num_bad := int((~torch.isfinite(values.masked_fill(~mask, 0))).any(-1).sum()):
+            raise ConfigError(
+                _ESTIMATOR,
+                got=f"{name} that are not finite in {num_bad} of {len(mask)} sequences",
+                expected="finite numbers",
+                fix="Look for a division by zero, such as by the deviation of a group whose scores are all alike.",
+            )
+    return result[0].masked_fill(~mask, 0), result[1].masked_fill(~mask, 0)
 
 
-def get_policy_loss_fn(name: str) -> Callable[..., Any]:
-    """The policy loss of a name, or of `path/to/file.py:function`."""
-    return POLICY_LOSSES.get(name)
+def _check_signature(function: Callable[..., Any], where: str) -> None:
+    """Refuse `*args`, `**kwargs` and positional parameters with a default: they leave open what is a field."""
+    for parameter in signature(function).parameters.values():
+        if parameter.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD):
+            raise ConfigError(
+                where,
+                got=f"a function with {parameter}",
+                expected="named parameters only",
+                fix="Name the batch fields it reads as positional parameters and its options after a `*`.",
+            )
+        if parameter.kind in _FIELD_KINDS and parameter.default is not Parameter.empty:
+            raise ConfigError(
+                where,
+                got=f"the positional parameter {parameter.name!r} with a default",
+                expected="positional parameters without one, since they are fields of the batch",
+                fix=f"Put a `*` before {parameter.name!r} to make it an option.",
+            )
 
 
-def register_batch_column(name: str) -> Callable[[Function], Function]:
-    """Make a field known that is computed from the fields of the whole batch, [B, T] each: one tensor of B rows out."""
-    return BATCH_COLUMNS.register(name)
+def _check_options(given: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
+    for name in given:
+        if name not in known:
+            raise ConfigError(
+                where,
+                got=f"the option {name!r}",
+                expected=f"one of {', '.join(known)}" if known else "no option: this algorithm has none",
+                fix=did_you_mean(name, known) or "Leave it out.",
+            )

@@ -19,22 +19,6 @@ from quadriga.errors import ConfigError
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _ACTOR = "actor_rollout_ref.actor"
-# These compare the answers to one prompt; a group of one has nothing to compare with.
-_GROUP_ESTIMATORS = frozenset(
-    {
-        "grpo",
-        "grpo_vectorized",
-        "grpo_passk",
-        "rloo",
-        "rloo_vectorized",
-        "opo",
-        "gpg",
-        "reinforce_plus_plus_baseline",
-        "gdpo",
-        "optimal_token_baseline",
-        "tir_optimal_token_baseline",
-    }
-)
 
 
 def training_findings(config: Config) -> tuple[list[ConfigError], list[str]]:
@@ -116,11 +100,6 @@ def _check_sampling(config: Config, found: Findings) -> None:
         found.notice(
             f"{_ROLLOUT}.top_p, top_k, min_p: generation leaves out unlikely tokens, the log-probabilities of training "
             "do not: what is learned from differs a little from what was sampled."
-        )
-    if rollout.n == 1 and config.algorithm.adv_estimator in _GROUP_ESTIMATORS:
-        found.notice(
-            f"{_ROLLOUT}.n: {config.algorithm.adv_estimator} compares the answers to one prompt, and there is "
-            "only one: set it above 1."
         )
     for engine in ("vllm", "sglang", "native", "hf", "scripted"):
         if engine != rollout.name and isinstance(rollout.engine_kwargs.get(engine), dict):

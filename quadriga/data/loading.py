@@ -20,8 +20,8 @@ from transformers import PreTrainedTokenizerBase
 from quadriga.config import DataConfig
 from quadriga.data.collate import collate_fn
 from quadriga.data.rl_dataset import RLHFDataset
-from quadriga.data.user_class import load_class
 from quadriga.errors import DataError
+from quadriga.user_file import import_file, member_of
 
 
 def create_rl_dataset(
@@ -58,7 +58,8 @@ def _dataset_class(data_config: DataConfig) -> type[Any]:
     if custom.path is None:
         return RLHFDataset
     assert custom.name is not None
-    return load_class(custom.path, custom.name, Dataset, where="data.custom_cls")
+    where = "data.custom_cls"
+    return member_of(import_file(custom.path, where), custom.name, where, base=Dataset)
 
 
 def create_rl_sampler(data_config: DataConfig, dataset: Dataset) -> Sampler:
@@ -69,7 +70,8 @@ def create_rl_sampler(data_config: DataConfig, dataset: Dataset) -> Sampler:
     custom = data_config.sampler
     if custom.class_path is not None:
         assert custom.class_name is not None
-        cls: type[Any] = load_class(custom.class_path, custom.class_name, Sampler, where="data.sampler")
+        module = import_file(custom.class_path, "data.sampler")
+        cls: type[Any] = member_of(module, custom.class_name, "data.sampler", base=Sampler)
         if hasattr(cls, "update") and data_config.dataloader_num_workers > 0:
             raise DataError(
                 "data.dataloader_num_workers",

@@ -14,7 +14,7 @@ from typing import Any
 
 from quadriga.errors import ConfigError
 from quadriga.rewards.scoring import default_compute_score
-from quadriga.user_file import import_file
+from quadriga.user_file import import_file, member_of
 
 ITEM_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
@@ -66,7 +66,9 @@ class ScoreFunction:
         Raises:
             ConfigError: if its file fails, has no such function, or the function does not take the arguments.
         """
-        function = default_compute_score if self.path is None else _member(self.path, self.name)
+        function: Callable[..., Any] = default_compute_score
+        if self.path is not None:
+            function = member_of(import_file(self.path, f"{_SECTION}.path"), self.name, f"{_SECTION}.name")
         self._check_signature(function)
         # A partial has no frame of its own: a traceback shows the user's function and nothing of ours.
         return partial(function, **self.reward_kwargs)
@@ -87,19 +89,3 @@ class ScoreFunction:
                 expected=f"a function that takes the keyword arguments {', '.join(self.arguments)}{fixed}",
                 fix="Change the function's parameters, or add **kwargs to them.",
             ) from error
-
-
-def _member(path: str, name: str) -> Callable[..., Any]:
-    module = import_file(path, f"{_SECTION}.path")
-    function = getattr(module, name, None)
-    if callable(function):
-        return function
-    there = [
-        key for key, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__
-    ]
-    raise ConfigError(
-        f"{_SECTION}.name",
-        got=name if function is None else f"{name}, which is a {type(function).__name__}",
-        expected=f"a function in {path} ({', '.join(there) or 'it has none'})",
-        fix="Set custom_reward_function.name.",
-    )

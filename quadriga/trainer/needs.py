@@ -3,7 +3,7 @@
 
 from dataclasses import dataclass
 
-from quadriga.algorithms.choice import choose_estimator
+from quadriga.algorithms.registry import choose_estimator
 from quadriga.config import Config, needs_old_log_prob_pass, needs_reference
 
 _OF_THE_PASS = frozenset({"old_log_probs", "sum_pi_squared"})
@@ -20,6 +20,7 @@ class Needs:
         old_log_probs: they are not the current ones by construction, or are wanted before the update.
         sum_pi_squared: the estimator reads it; it comes with the old log-probs.
         reward_model: a model grades.
+        larger_groups: the estimator compares the responses to one prompt, and there is only one.
     """
 
     critic: bool
@@ -28,6 +29,7 @@ class Needs:
     old_log_probs: bool
     sum_pi_squared: bool
     reward_model: bool
+    larger_groups: bool
 
     @classmethod
     def of(cls, config: Config) -> "Needs":
@@ -41,6 +43,7 @@ class Needs:
             old_log_probs=needs_old_log_prob_pass(config) or not _OF_THE_PASS.isdisjoint(fields),
             sum_pi_squared="sum_pi_squared" in fields,
             reward_model=config.reward_model.enable,
+            larger_groups="uid" in fields and config.actor_rollout_ref.rollout.n == 1,
         )
 
     def describe(self) -> dict[str, str]:
@@ -50,4 +53,9 @@ class Needs:
         else:
             old = "no pass of their own: the one optimizer step starts from the policy that sampled"
         choices = {"old log-probs": old}
+        if self.larger_groups:
+            choices["groups"] = (
+                "of one response: the estimator compares the responses to one prompt; set "
+                "actor_rollout_ref.rollout.n above 1"
+            )
         return choices if self.reference else {"reference": "none: no divergence from it is used", **choices}

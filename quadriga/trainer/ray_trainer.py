@@ -22,12 +22,10 @@ from typing import Any
 
 import torch
 
-from quadriga.algorithms.choice import choose_estimator
-from quadriga.algorithms.correction import correct_rollout
-from quadriga.algorithms.estimate import estimate_advantages
 from quadriga.algorithms.kl import apply_kl_penalty, get_kl_controller
-from quadriga.algorithms.mismatch import log_prob_mismatch
 from quadriga.algorithms.pf_ppo import pf_ppo_rows
+from quadriga.algorithms.registry import choose_estimator, estimate_advantages
+from quadriga.algorithms.rollout_correction import correct_rollout, log_prob_mismatch
 from quadriga.config import Config
 from quadriga.observe.headline import step_fields
 from quadriga.observe.metrics import reduce_metrics

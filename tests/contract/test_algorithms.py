@@ -15,7 +15,7 @@ import torch
 
 from quadriga.algorithms import LossCounts, agg_loss, bind_options, estimate_advantages, options, required_fields
 from quadriga.algorithms.aggregate import LOSS_AGG_MODES
-from quadriga.algorithms.registry import ADVANTAGES, BATCH_COLUMNS, NEEDS_ADVANTAGE, POLICY_LOSSES
+from quadriga.algorithms.registry import ADVANTAGES, BATCH_COLUMNS, POLICY_LOSSES
 
 SETTINGS = {"gamma": 0.9, "lam": 0.8, "clip_ratio_low": 0.2, "clip_ratio_high": 0.3, "clip_ratio_c": 3.0}
 SETTINGS |= {"gdpo_reward_keys": ["score", "format"]}
@@ -54,13 +54,13 @@ def rows(fields: dict[str, Any], order: np.ndarray) -> dict[str, Any]:
 @pytest.fixture(params=list(ADVANTAGES))
 def estimator(request: pytest.FixtureRequest) -> Callable[..., Any]:
     """Each registered estimator, its options bound."""
-    return bind_options(ADVANTAGES.get(request.param), shared=SETTINGS)
+    return bind_options(ADVANTAGES[request.param], shared=SETTINGS)
 
 
 @pytest.fixture(params=list(POLICY_LOSSES))
 def policy_loss(request: pytest.FixtureRequest) -> Callable[..., Any]:
     """Each registered policy loss, its options bound."""
-    return bind_options(POLICY_LOSSES.get(request.param), shared=SETTINGS)
+    return bind_options(POLICY_LOSSES[request.param], shared=SETTINGS)
 
 
 def test_advantages_are_zero_outside_the_mask(estimator) -> None:
@@ -196,10 +196,10 @@ def test_order_of_sequences_does_not_matter_to_a_loss(policy_loss) -> None:
     torch.testing.assert_close(permuted, losses[order], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", [name for name in POLICY_LOSSES if POLICY_LOSSES.has(name, NEEDS_ADVANTAGE)])
+@pytest.mark.parametrize("name", sorted(POLICY_LOSSES.needing_advantage))
 def test_no_advantage_no_loss(name: str) -> None:
     """What is registered with `needs_advantage` is 0, with a gradient of 0, where a sequence has none."""
-    function, inputs = bind_options(POLICY_LOSSES.get(name), shared=SETTINGS), loss_inputs()
+    function, inputs = bind_options(POLICY_LOSSES[name], shared=SETTINGS), loss_inputs()
     inputs["advantages"][3:] = 0
     inputs["log_prob"].requires_grad_()
     losses, _ = run(function, inputs)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from quadriga.errors import ConfigError
-from quadriga.user_file import import_file
+from quadriga.user_file import import_file, member_of
 
 
 def test_a_file_is_loaded_anew_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,3 +51,26 @@ def test_what_is_no_python_file(tmp_path: Path) -> None:
         import_file(tmp_path / "notes.txt", "key")
     with pytest.raises(ConfigError, match=r"key: got '.*none\.py', which is not a file.*Looked for"):
         import_file(tmp_path / "none.py", "key")
+
+
+def test_functions_and_classes_of_a_file(tmp_path: Path) -> None:
+    """By name; what is missing or of another kind is said with what the file has."""
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import json\nlimit = 3\n\n\ndef centred(x):\n    return x - limit\n\n\nclass Own(dict):\n    pass\n"
+    )
+    module = import_file(file, "key")
+    assert member_of(module, "centred", "key")(5) == 2
+    assert member_of(module, "Own", "key", base=dict) is module.Own
+    for name, base, expected in (
+        (
+            "centered",
+            None,
+            r"key: got no function 'centered', expected a function in .*mine\.py \(centred, Own\)\. Did",
+        ),
+        ("limit", None, r"got limit, which is a int, expected a function in"),
+        ("Owm", dict, r"got no class 'Owm', expected a subclass of builtins\.dict in .*\(Own\)\. Did you mean 'Own'\?"),
+        ("Own", list, r"got Own, a subclass of dict, expected .*\(it has none\)\. Write `class Own\(list\)` there"),
+    ):
+        with pytest.raises(ConfigError, match=expected):
+            member_of(module, name, "key", base=base)

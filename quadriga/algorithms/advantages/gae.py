@@ -5,7 +5,7 @@ How much better each token turned out than the critic expected, looking ahead wi
 per token; then whitened over the batch. The return, which the critic learns, is the advantage before whitening plus
 the value.
 
-Time passes only with the policy's own tokens. Others in between (a tool's answer, mask 0) are stepped over, and a
+Time passes only with the policy's own tokens. Others in between (a tool's output, mask 0) are stepped over, and a
 reward that stands on one belongs to the last token before it that the policy wrote.
 """
 

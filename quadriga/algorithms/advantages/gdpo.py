@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """GDPO: several rewards, each normalised on its own. Liu et al., arXiv:2601.05242.
 
-GRPO of a sum of rewards cannot tell answers apart whose sums are equal. Here each reward gets the advantage that GRPO
-gives it within its group; these are added with weights, and the sums are whitened over all answers of the batch:
+GRPO of a sum of rewards cannot tell responses apart whose sums are equal. Here each reward gets the advantage that GRPO
+gives it within its group; these are added with weights, and the sums are whitened over all responses of the batch:
 
     a_i = sum over k of weight_k (r_k,i - mean of group) / std of group            A_i = (a_i - mean a) / std a
 
-The mean and the deviation of the second step are over answers, each counted once; one without a token is not counted.
+The mean and the deviation of the second step are over responses, each counted once; one without a token is not counted.
 
 Groups may have any size and order; a group of one keeps its rewards.
 """
@@ -20,8 +20,7 @@ from torch import Tensor
 from quadriga.algorithms.groups import Groups
 from quadriga.algorithms.masked import masked_whiten, spread
 from quadriga.algorithms.registry import register_adv_est
-from quadriga.algorithms.signature import did_you_mean
-from quadriga.errors import ConfigError
+from quadriga.errors import ConfigError, did_you_mean
 
 _KEYS = "algorithm.adv_options.gdpo_reward_keys"
 SCORE = "score"
@@ -38,13 +37,13 @@ def gdpo(
     gdpo_reward_weights: Sequence[float] | None = None,
     epsilon: float = 1e-6,
 ) -> tuple[Tensor, Tensor]:
-    """The same advantage on every token of an answer.
+    """The same advantage on every token of a response.
 
     Args:
         token_level_rewards, response_mask: [B, T].
-        uid: [B], equal for answers to the same prompt.
+        uid: [B], equal for responses to the same prompt.
         reward_extra: [B], what the grader gave beside each score, numbers among it, by name.
-        gdpo_reward_keys: which of them count; `score` is the answer's reward itself.
+        gdpo_reward_keys: which of them count; `score` is the response's reward itself.
         gdpo_reward_weights: a factor for each; 1 by default.
         epsilon: added to the deviation of a group.
 
@@ -74,12 +73,12 @@ def _component(key: str, reward_extra: Sequence[Mapping[str, Any]], like: Tensor
     try:
         values = [float(row[key]) for row in reward_extra]
     except KeyError as error:
-        expected = f"one of {', '.join(known)}, given for every answer"
+        expected = f"one of {', '.join(known)}, given for every response"
         raise ConfigError(_KEYS, got=f"{key!r}", expected=expected, fix=did_you_mean(key, known)) from error
     except (TypeError, ValueError) as error:
         raise ConfigError(_KEYS, got=f"{key!r}, which is not a number everywhere ({error})") from error
     column = torch.tensor(values, dtype=like.dtype, device=like.device)
     if not torch.isfinite(column).all():
         num_bad = int((~torch.isfinite(column)).sum())
-        raise ConfigError(_KEYS, got=f"{key!r}, which is not finite for {num_bad} answers", expected="finite numbers")
+        raise ConfigError(_KEYS, got=f"{key!r}, which is not finite for {num_bad} responses", expected="finite numbers")
     return column

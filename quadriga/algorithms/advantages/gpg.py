@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """GPG: group policy gradient. Chu et al., arXiv:2504.02546.
 
-The score of an answer minus the mean score of its group, divided by a constant. Answers of groups whose scores are
-all alike have no gradient, yet they count in the batch's mean; the rest is therefore scaled up by alpha = answers of
-the batch / answers of groups whose scores differ.
+The score of a response minus the mean score of its group, divided by a constant. Responses of groups whose scores are
+all alike have no gradient, yet they count in the batch's mean; the rest is therefore scaled up by alpha = responses of
+the batch / responses of groups whose scores differ.
 
 Groups may have any size and order; a group of one keeps its score, and counts as one that has a gradient.
 """
@@ -21,11 +21,11 @@ from quadriga.algorithms.registry import register_adv_est
 def gpg(
     token_level_rewards: Tensor, response_mask: Tensor, uid: Iterable[Hashable], *, f_norm: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """The same advantage on every token of an answer.
+    """The same advantage on every token of a response.
 
     Args:
         token_level_rewards, response_mask: [B, T].
-        uid: [B], equal for answers to the same prompt.
+        uid: [B], equal for responses to the same prompt.
         f_norm: the constant to divide by.
 
     Returns:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """GRPO: group relative policy optimisation. Shao et al., DeepSeekMath, arXiv:2402.03300, section 4.1.
 
-The score of an answer minus the mean score of the answers to the same prompt, divided by their standard deviation.
+The score of a response minus the mean score of the responses to the same prompt, divided by their standard deviation.
 Without the division it is the advantage of Dr. GRPO (arXiv:2503.20783), which does not favour prompts that are
 nearly always or nearly never solved.
 
@@ -26,16 +26,16 @@ def grpo(
     response_mask: Tensor,
     uid: Iterable[Hashable],
     *,
-    norm_adv_by_std_in_grpo: bool = True,
     epsilon: float = 1e-6,
+    norm_adv_by_std_in_grpo: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """The same advantage on every token of an answer.
+    """The same advantage on every token of a response.
 
     Args:
         token_level_rewards, response_mask: [B, T].
-        uid: [B], equal for answers to the same prompt.
-        norm_adv_by_std_in_grpo: divide by the group's (unbiased) standard deviation.
-        epsilon: added to that deviation.
+        uid: [B], equal for responses to the same prompt.
+        epsilon: added to the group's standard deviation.
+        norm_adv_by_std_in_grpo: divide by that deviation (the unbiased one).
 
     Returns:
         advantages and returns, the same [B, T] twice, 0 outside the mask.

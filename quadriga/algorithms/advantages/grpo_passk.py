@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GRPO for pass@k: only the best answer of a group learns. Tang et al., arXiv:2503.19595.
+"""GRPO for pass@k: only the best response of a group learns. Tang et al., arXiv:2503.19595.
 
-The best answer gets the distance of its score to the second best, divided by the group's standard deviation; all
-others get 0: what counts is the best of k tries, and only the best answer raised that.
+The best response gets the distance of its score to the second best, divided by the group's standard deviation; all
+others get 0: what counts is the best of k tries, and only the best response raised that.
 
-Where several answers share the best score the distance is 0. A group of one keeps its score.
+Where several responses share the best score the distance is 0. A group of one keeps its score.
 """
 
 from collections.abc import Hashable, Iterable
@@ -22,16 +22,16 @@ def grpo_passk(
     response_mask: Tensor,
     uid: Iterable[Hashable],
     *,
-    norm_adv_by_std_in_grpo: bool = True,
     epsilon: float = 1e-6,
+    norm_adv_by_std_in_grpo: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """The same advantage on every token of an answer.
+    """The same advantage on every token of a response.
 
     Args:
         token_level_rewards, response_mask: [B, T].
-        uid: [B], equal for answers to the same prompt.
-        norm_adv_by_std_in_grpo: divide by the group's (unbiased) standard deviation.
-        epsilon: added to that deviation.
+        uid: [B], equal for responses to the same prompt.
+        epsilon: added to the group's standard deviation.
+        norm_adv_by_std_in_grpo: divide by that deviation (the unbiased one).
 
     Returns:
         advantages and returns, the same [B, T] twice, 0 outside the mask.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """OPO: on-policy RL with the optimal reward baseline. Hao et al., arXiv:2505.23585.
 
-The score of an answer minus the mean score of its group in which every answer weighs as much as it has tokens: the
-baseline of least variance, if an answer's gradient grows with its length. Meant for exactly on-policy updates.
+The score of a response minus the mean score of its group in which every response weighs as much as it has tokens: the
+baseline of least variance, if a response's gradient grows with its length. Meant for exactly on-policy updates.
 
 Groups may have any size and order; a group of one keeps its score.
 """
@@ -18,11 +18,11 @@ from quadriga.algorithms.registry import register_adv_est
 
 @register_adv_est("opo")
 def opo(token_level_rewards: Tensor, response_mask: Tensor, uid: Iterable[Hashable]) -> tuple[Tensor, Tensor]:
-    """The same advantage on every token of an answer.
+    """The same advantage on every token of a response.
 
     Args:
         token_level_rewards, response_mask: [B, T].
-        uid: [B], equal for answers to the same prompt.
+        uid: [B], equal for responses to the same prompt.
 
     Returns:
         advantages and returns, the same [B, T] twice, 0 outside the mask.

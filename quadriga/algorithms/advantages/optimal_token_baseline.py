@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """OTB: the optimal baseline of each token. Li et al., arXiv:2602.07078.
 
-The reward to come at a token, minus the mean of what was to come at the same place of the other answers to the prompt,
-in which an answer weighs as much as its gradient is large up to there:
+The reward to come at a token, minus the mean of what was to come at the same place of the other responses to the
+prompt, in which a response weighs as much as its gradient is large up to there:
 
     B_t = sum over i of G_i,t W_i,t / sum over i of W_i,t            W_i,t = sum over s <= t of (1 - 2 p_s + sum p^2)
 
 1 - 2 p + sum p^2 is the squared length of the gradient of log p by the logits, read off the forward pass: p is the
 probability of the sampled token and sum p^2 that of drawing the same token twice.
 
-Only answers that have a token at a place are compared there. Groups may have any size and order; a group of one keeps
-its reward. At a place where one answer of several is left, its advantage is 0, or its reward with `handle_zero_tail`.
+`tir_optimal_token_baseline` is the form for responses of several turns (tool-integrated reasoning): the tokens that
+the policy wrote are moved together before responses are compared, so that its n-th token stands beside the n-th of the
+others, however long the tools' output in between is. On responses of one turn the two are the same.
+
+Only responses that have a token at a place are compared there. Groups may have any size and order; a group of one keeps
+its reward. At a place where one response of several is left, its advantage is 0, or its reward with `handle_zero_tail`.
 """
 
 from collections.abc import Hashable, Iterable
@@ -36,10 +40,10 @@ def optimal_token_baseline(
 
     Args:
         token_level_rewards, response_mask: [B, T].
-        uid: [B], equal for answers to the same prompt.
+        uid: [B], equal for responses to the same prompt.
         old_log_probs: [B, T] of the sampled tokens.
         sum_pi_squared: [B, T], the sum over the vocabulary of squared probabilities.
-        handle_zero_tail: whether the longest answer keeps its reward where it has nobody beside it.
+        handle_zero_tail: whether the longest response keeps its reward where it is the only one left.
 
     Returns:
         advantages and returns (undiscounted rewards to go): [B, T], 0 outside the mask.
@@ -68,7 +72,7 @@ def against_optimum(
     present = is_ours.to(to_go.dtype)
     energy = (1 - 2 * log_probs.exp() + sum_pi_squared).clamp(min=0).masked_fill(~is_ours, 0).cumsum(-1) * present
     groups = Groups.of(uid, to_go)
-    # Where nobody's gradient has any length, all weigh alike.
+    # Where no gradient has any length, all weigh alike.
     weights = energy.where(groups.sum(energy) > 0, present)
     # Distances from the smallest are exactly 0 when all are alike; see `Groups.centered`.
     smallest = groups.smallest(to_go.masked_fill(~is_ours, float("inf")))
@@ -78,3 +82,22 @@ def against_optimum(
     if keeps_tail:
         is_alone = groups.sum(present) == 1
     return torch.where(is_alone, to_go, distance - baseline).masked_fill(~is_ours, 0)
+
+
+@register_adv_est("tir_optimal_token_baseline")
+def tir_optimal_token_baseline(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    uid: Iterable[Hashable],
+    old_log_probs: Tensor,
+    sum_pi_squared: Tensor,
+    *,
+    handle_zero_tail: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Advantages and returns of each token, [B, T]; arguments and result as for `optimal_token_baseline`."""
+    is_ours = response_mask.bool()
+    to_go = token_level_rewards.flip(-1).cumsum(-1).flip(-1)
+    order = (~is_ours).int().argsort(dim=-1, stable=True)
+    moved = [column.gather(-1, order) for column in (to_go, is_ours, old_log_probs, sum_pi_squared)]
+    advantages = against_optimum(moved[0], moved[1], uid, (moved[2], moved[3]), keeps_tail=handle_zero_tail)
+    return advantages.gather(-1, order.argsort(dim=-1)), to_go.masked_fill(~is_ours, 0)

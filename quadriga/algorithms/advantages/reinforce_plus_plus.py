@@ -2,9 +2,9 @@
 """REINFORCE++: REINFORCE with a baseline over the batch. Hu et al., arXiv:2501.03262.
 
 The discounted reward still to come at each token, whitened over all tokens of the batch. It needs neither a critic
-nor several answers per prompt; the paper puts a k1 KL penalty into the rewards.
+nor several responses per prompt; the paper puts a k1 KL penalty into the rewards.
 
-Time passes only with the policy's own tokens: others in between (a tool's answer, mask 0) discount nothing.
+Time passes only with the policy's own tokens: others in between (a tool's output, mask 0) discount nothing.
 """
 
 import torch

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """REINFORCE++ with a group baseline. Hu et al., arXiv:2501.03262.
 
-The score of an answer minus the mean score of its group, then whitened over all tokens of the batch: the group
+The score of a response minus the mean score of its group, then whitened over all tokens of the batch: the group
 says what to expect of a prompt, the whole batch says how large a difference is.
 
 Groups may have any size and order; a group of one keeps its score.
@@ -20,11 +20,11 @@ from quadriga.algorithms.registry import register_adv_est
 def reinforce_plus_plus_baseline(
     token_level_rewards: Tensor, response_mask: Tensor, uid: Iterable[Hashable]
 ) -> tuple[Tensor, Tensor]:
-    """The same advantage on every token of an answer.
+    """The same advantage on every token of a response.
 
     Args:
         token_level_rewards, response_mask: [B, T].
-        uid: [B], equal for answers to the same prompt.
+        uid: [B], equal for responses to the same prompt.
 
     Returns:
         advantages and returns, the same [B, T] twice, 0 outside the mask.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ReMax: the greedy answer is the baseline. Li et al., arXiv:2310.10505.
+"""ReMax: the greedy response is the baseline. Li et al., arXiv:2310.10505.
 
-The reward still to come at each token minus the score of the answer that greedy decoding gives to the same prompt.
-Reading `reward_baselines` is what makes the trainer generate that answer.
+The reward still to come at each token minus the score of the response that greedy decoding gives to the same prompt.
+Reading `reward_baselines` is what makes the trainer generate that response.
 """
 
 from torch import Tensor
@@ -16,7 +16,7 @@ def remax(token_level_rewards: Tensor, reward_baselines: Tensor, response_mask: 
 
     Args:
         token_level_rewards, response_mask: [B, T].
-        reward_baselines: [B], the score of the greedy answer to the row's prompt.
+        reward_baselines: [B], the score of the greedy response to the row's prompt.
 
     Returns:
         advantages and returns (undiscounted rewards to go): [B, T], 0 outside the mask.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """RLOO: REINFORCE, leave one out. Ahmadian et al., arXiv:2402.14740; Kool et al. (2019).
 
-The score of an answer minus the mean score of the *other* answers to the same prompt, which is n / (n - 1) times its
-distance from the mean of all n: a baseline that does not depend on the answer itself leaves the gradient unbiased.
+The score of a response minus the mean score of the *other* responses to the same prompt, which is n / (n - 1) times its
+distance from the mean of all n: a baseline that does not depend on the response itself leaves the gradient unbiased.
 
 `rloo_vectorized` is a second name, for those who know it: there is no loop over groups in either.
 
@@ -21,11 +21,11 @@ from quadriga.algorithms.registry import register_adv_est
 @register_adv_est("rloo_vectorized")
 @register_adv_est("rloo")
 def rloo(token_level_rewards: Tensor, response_mask: Tensor, uid: Iterable[Hashable]) -> tuple[Tensor, Tensor]:
-    """The same advantage on every token of an answer.
+    """The same advantage on every token of a response.
 
     Args:
         token_level_rewards, response_mask: [B, T].
-        uid: [B], equal for answers to the same prompt.
+        uid: [B], equal for responses to the same prompt.
 
     Returns:
         advantages and returns, the same [B, T] twice, 0 outside the mask.

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loss of rollout correction's bypass form: the policy that sampled is the one that the update starts from.
+"""The bypass form of off-policy correction: the policy that sampled is the one that the update starts from.
 
 There are two policies instead of three, and no pass for old log-probabilities. The ratio of the policy being trained
-over the rollout is known only here, so weights and rejection (`correction`) are computed from it, without gradient:
+over the rollout is known only here, so importance weights and rejection (`rollout_correction`) are computed from it,
+without gradient:
 
     ppo_clip     the clipped loss of PPO with that ratio, which is the importance weight already
     reinforce    loss_t = -w A_t log p_t, with w the importance weight; w = 1 without one
@@ -12,16 +13,16 @@ A rejected token adds nothing, and still counts where the mean is taken.
 Shapes: B sequences, T response positions.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from quadriga.algorithms.correction.decoupled import Correction
-from quadriga.algorithms.correction.rejection import Rejection, keep_mask
-from quadriga.algorithms.correction.weights import importance_weights
 from quadriga.algorithms.losses.gpg import gpg
 from quadriga.algorithms.losses.vanilla import vanilla
-from quadriga.algorithms.ratio import log_ratios
+from quadriga.algorithms.masked import log_ratios
 from quadriga.algorithms.registry import register_policy_loss
+from quadriga.algorithms.rollout_correction import Rejection, importance_weights, keep_mask
 
 
 @register_policy_loss("bypass_mode", needs_advantage=True)
@@ -34,7 +35,7 @@ def bypass_mode(
     clip_ratio_low: float,
     clip_ratio_high: float,
     clip_ratio_c: float,
-    correction: Correction | None = None,
+    correction: Any = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of each token.
 
@@ -42,7 +43,7 @@ def bypass_mode(
         rollout_log_probs: [B, T] under the policy that sampled.
         log_prob, advantages, response_mask: [B, T]; gradient through `log_prob` alone.
         clip_ratio_low, clip_ratio_high, clip_ratio_c: as for `vanilla`; read with ppo_clip.
-        correction: the settings below `algorithm.rollout_correction`; None: ppo_clip, and nothing is rejected.
+        correction: the section `algorithm.rollout_correction`; None: ppo_clip, and nothing is rejected.
 
     Returns:
         losses [B, T], 0 outside the mask; diagnostics per token: `rollout_kl` and `rollout_k3_kl` between the two
@@ -51,24 +52,17 @@ def bypass_mode(
     log_ratio = log_ratios(log_prob, rollout_log_probs, response_mask).detach()
     rules = [Rejection(*rule) for rule in correction.rejections] if correction else []
     kept, _ = keep_mask(log_ratio, response_mask, rules)
-    told = {
+    reported = {
         "rollout_kl": -log_ratio,
         "rollout_k3_kl": log_ratio.exp() - 1 - log_ratio,
         "rollout_rs_masked_fraction": (response_mask.bool() & ~kept.bool()).to(log_ratio.dtype),
     }
     if correction is None or correction.loss_type == "ppo_clip":
-        losses, others = vanilla(
-            rollout_log_probs,
-            log_prob,
-            advantages,
-            kept,
-            clip_ratio_low=clip_ratio_low,
-            clip_ratio_high=clip_ratio_high,
-            clip_ratio_c=clip_ratio_c,
-        )
-        return losses, told | others
+        clips = {"clip_ratio_low": clip_ratio_low, "clip_ratio_high": clip_ratio_high, "clip_ratio_c": clip_ratio_c}
+        losses, others = vanilla(rollout_log_probs, log_prob, advantages, kept, **clips)
+        return losses, reported | others
     weights = torch.ones_like(log_ratio)
     if correction.rollout_is is not None:
         weights = importance_weights(log_ratio, response_mask, correction.rollout_is, correction.weight_bounds)
     losses, _ = gpg(log_prob, advantages, kept)
-    return losses * weights, told | {"rollout_is_mean": weights.masked_fill(~response_mask.bool(), 0)}
+    return losses * weights, reported | {"rollout_is_mean": weights.masked_fill(~response_mask.bool(), 0)}

@@ -12,7 +12,7 @@ Shapes: [B, T] with B sequences and T response positions, or any other, element 
 
 from torch import Tensor
 
-from quadriga.algorithms.ratio import diagnostics, log_ratios
+from quadriga.algorithms.masked import diagnostics, log_ratios
 from quadriga.algorithms.registry import register_policy_loss
 
 

@@ -18,7 +18,7 @@ Shapes: [B, T] with B sequences and T response positions, or any other, element 
 import torch
 from torch import Tensor
 
-from quadriga.algorithms.ratio import diagnostics, log_ratios
+from quadriga.algorithms.masked import diagnostics, log_ratios
 from quadriga.algorithms.registry import register_policy_loss
 
 _TINY = 1e-8

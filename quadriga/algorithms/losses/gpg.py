@@ -3,8 +3,8 @@
 
     loss_t = -A_t log p_t
 
-It is right for one update from the policy that sampled; a second one on the same answers would be biased. Its estimator
-of the same name scales the advantages.
+It is right for one update from the policy that sampled; a second one on the same responses would be biased. Its
+estimator of the same name scales the advantages.
 
 Shapes: [B, T] with B sequences and T response positions, or any other, element by element.
 """

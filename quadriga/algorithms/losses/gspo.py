@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """GSPO: group sequence policy optimization. Zheng et al., arXiv:2507.18071, section 4.3 (the token form).
 
-One ratio for a whole answer, the geometric mean of those of its tokens:
+One ratio for a whole response, the geometric mean of those of its tokens:
 
     s = exp(mean over t of log r_t)          loss_t = max(-A_t s, -A_t clip(s, 1 - clip_ratio_low, 1 + clip_ratio_high))
 
-Each token passes on the gradient of its own log-probability, so that advantages may differ within an answer. The paper
-averages over answers (`loss_agg_mode=seq-mean-token-mean`) and clips far more tightly than PPO: 3e-4 and 4e-4.
+Each token passes on the gradient of its own log-probability, so that advantages may differ within a response. The paper
+averages over responses (`loss_agg_mode=seq-mean-token-mean`) and clips far more tightly than PPO: 3e-4 and 4e-4.
 
 Shapes: B sequences, T response positions.
 """
@@ -14,7 +14,7 @@ Shapes: B sequences, T response positions.
 import torch
 from torch import Tensor
 
-from quadriga.algorithms.ratio import diagnostics, log_ratios, sequence_mean
+from quadriga.algorithms.masked import diagnostics, log_ratios, sequence_mean
 from quadriga.algorithms.registry import register_policy_loss
 
 
@@ -32,15 +32,15 @@ def gspo(
 
     Args:
         old_log_prob, log_prob, advantages, response_mask: [B, T]; gradient through `log_prob` alone.
-        clip_ratio_low, clip_ratio_high: how far below and above 1 the answer's ratio may pull.
+        clip_ratio_low, clip_ratio_high: how far below and above 1 the response's ratio may pull.
 
     Returns:
         losses [B, T], 0 outside the mask; diagnostics per token: `pg_clipfrac`, `ppo_kl`.
     """
     log_ratio = log_ratios(log_prob, old_log_prob, response_mask)
     gain = advantages.masked_fill(~response_mask.bool(), 0)
-    of_answer = sequence_mean(log_ratio, response_mask).detach()
-    ratio = (of_answer + (log_ratio - log_ratio.detach())).exp()
+    of_response = sequence_mean(log_ratio, response_mask).detach()
+    ratio = (of_response + (log_ratio - log_ratio.detach())).exp()
     unclipped = -gain * ratio
     clipped = -gain * ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
     return torch.maximum(unclipped, clipped), diagnostics(log_ratio, pg_clipfrac=clipped > unclipped)

@@ -6,7 +6,7 @@ A smooth gate in place of a clip: with r the ratio and tau a temperature that de
     loss_t = -A_t (4 / tau) sigmoid(tau (r_t - 1))
 
 Its gradient is that of plain policy gradient at r = 1 and fades on both sides; the larger tau, the sooner. Bad tokens
-get the larger one, for their gradients spread over the whole vocabulary. The paper averages over answers
+get the larger one, for their gradients spread over the whole vocabulary. The paper averages over responses
 (`loss_agg_mode=seq-mean-token-mean`).
 
 Shapes: [B, T] with B sequences and T response positions, or any other, element by element.
@@ -15,7 +15,7 @@ Shapes: [B, T] with B sequences and T response positions, or any other, element 
 import torch
 from torch import Tensor
 
-from quadriga.algorithms.ratio import diagnostics, log_ratios
+from quadriga.algorithms.masked import diagnostics, log_ratios
 from quadriga.algorithms.registry import register_policy_loss
 from quadriga.errors import ConfigError
 

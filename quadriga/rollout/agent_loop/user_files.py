@@ -11,7 +11,7 @@ from quadriga.errors import ConfigError
 from quadriga.rollout.agent_loop.interactions import Interaction, PartnerSource
 from quadriga.rollout.agent_loop.tool_schema import Signature, signature_of
 from quadriga.rollout.agent_loop.tools import SIGNATURE, ClassSource, FunctionSource, Tool, ToolSource
-from quadriga.user_file import import_file
+from quadriga.user_file import import_file, member_of
 
 _KEY = "actor_rollout_ref.rollout.multi_turn"
 Invoke = Callable[..., Any]
@@ -104,13 +104,7 @@ def _class_named(reference: str, folder: Path, base: type, where: str) -> Any:
             module = importlib.import_module(place)
         except ImportError as error:
             raise ConfigError(where, got=f"{place!r} ({error})", expected="a module that can be imported") from error
-    found = getattr(module, name, None)
-    if not (isinstance(found, type) and issubclass(found, base)):
-        got = (
-            f"no class {name!r} in {place}" if found is None else f"{name}, which is not a subclass of {base.__name__}"
-        )
-        fix = f"Write `class {name}({base.__name__})`, from quadriga.rollout.agent_loop."
-        raise ConfigError(where, got=got, expected=f"a subclass of {base.__name__}", fix=fix)
+    found = member_of(module, name, where, base=base)
     if missing := sorted(getattr(found, "__abstractmethods__", ())):
         raise ConfigError(
             where,

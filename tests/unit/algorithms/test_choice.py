@@ -6,8 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from quadriga.algorithms.choice import choose_estimator, choose_policy_loss
-from quadriga.algorithms.registry import BATCH_COLUMNS, POLICY_LOSSES, bind_options
+from quadriga.algorithms.registry import (
+    BATCH_COLUMNS,
+    POLICY_LOSSES,
+    bind_options,
+    choose_estimator,
+    choose_policy_loss,
+)
 from quadriga.errors import ConfigError
 
 ACTOR = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0, "entropy_coeff": 0.0}
@@ -70,7 +75,7 @@ def test_a_loss_of_ones_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", list(BATCH_COLUMNS))
 def test_columns_of_the_batch(name: str) -> None:
     """0 outside the mask, whatever stands there; finite where nothing differs; the inputs are left alone."""
-    column = bind_options(BATCH_COLUMNS.get(name))
+    column = bind_options(BATCH_COLUMNS[name])
     mask = torch.tensor([[1, 1, 0], [0, 0, 0]])
     values = torch.tensor([[-1.0, -2.0, float("nan")], [float("nan")] * 3])
     for gains in (values, values * 0 - 1):

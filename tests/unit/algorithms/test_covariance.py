@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from quadriga.algorithms.covariance import covariance_clipped, covariance_top, token_covariance
+from quadriga.algorithms.losses.covariance import covariance_clipped, covariance_top, token_covariance
 from quadriga.errors import ConfigError
 
 NAN = float("nan")

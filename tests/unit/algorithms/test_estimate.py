@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from quadriga.algorithms.estimate import estimate_advantages
+from quadriga.algorithms.registry import estimate_advantages
 from quadriga.errors import ConfigError
 
 FIELDS = {"response_mask": torch.tensor([[1, 1, 0], [1, 0, 0]]), "scores": torch.tensor([2.0, 3.0])}

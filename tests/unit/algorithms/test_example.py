@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from quadriga.algorithms import bind_options, estimate_advantages, get_adv_estimator_fn
-from quadriga.algorithms.user_file import load_from_file
 from quadriga.config import load_config
+from quadriga.user_file import import_file
 
 FOLDER = Path(__file__).resolve().parents[3] / "examples" / "custom"
 
@@ -46,7 +46,7 @@ def test_tournament() -> None:
 )
 def test_reward(answer: str, score: float) -> None:
     """Neither one word nor the same word again and again is a way to full marks."""
-    grade = load_from_file(f"{FOLDER / 'reward.py'}:compute_score", "test")
+    grade = import_file(FOLDER / "reward.py", "test").compute_score
     assert grade("alliteration", answer, "b")["score"] == pytest.approx(score)
 
 

@@ -6,7 +6,7 @@ from math import exp, log
 import pytest
 import torch
 
-from quadriga.algorithms.mismatch import log_prob_mismatch
+from quadriga.algorithms.rollout_correction import log_prob_mismatch
 
 NAN = float("nan")
 

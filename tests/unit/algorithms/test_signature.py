@@ -3,7 +3,7 @@
 
 import pytest
 
-from quadriga.algorithms.signature import bind_options, check_signature, options, required_fields
+from quadriga.algorithms.registry import Registry, bind_options, options, required_fields
 from quadriga.errors import ConfigError
 
 
@@ -50,4 +50,4 @@ def test_option_without_a_value() -> None:
 def test_open_signatures_are_refused(function, message: str) -> None:
     """What cannot be asked of the signature cannot be provided."""
     with pytest.raises(ConfigError, match=message):
-        check_signature(function, "here")
+        Registry("here").register("x")(function)

@@ -89,7 +89,6 @@ def test_is_refused_and_nothing_else_is(ready: list[str], changes: list[str], ke
          "actor.ppo_micro_batch_size_per_gpu: not used"),
         (["data.max_response_length=20000"],
          "ref.log_prob_max_token_len_per_gpu: 16384 tokens, but a sequence may have 20512"),
-        (["actor_rollout_ref.rollout.n=1"], "grpo compares the answers to one prompt"),
         (["actor_rollout_ref.rollout.top_p=0.9"], "leaves out unlikely tokens"),
         (["actor_rollout_ref.rollout.log_prob_diff_stop=0.01"], "stops at 0.01 before it would warn at 0.1"),
         (["actor_rollout_ref.rollout.skip.enable=True"], "answers are in outputs/rollout_dump do not generate"),

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from quadriga.algorithms.aggregate import LossCounts
-from quadriga.algorithms.correction import correct_rollout
 from quadriga.algorithms.registry import POLICY_LOSSES
+from quadriga.algorithms.rollout_correction import correct_rollout
 from quadriga.config import ActorConfig
 from quadriga.config.actor import PolicyLossConfig
 from quadriga.config.rollout_correction import RolloutCorrectionConfig

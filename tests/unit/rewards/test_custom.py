@@ -63,7 +63,7 @@ def test_a_missing_file_is_found_at_once(tmp_path):
 
 def test_a_missing_name_is_answered_with_those_there_are(function_file):
     path = function_file("from json import dumps\ndef grade(**kwargs):\n    return 1\ncompute_score = 5\n")
-    with pytest.raises(ConfigError, match=r"got reward, expected a function in .*\(grade\)"):
+    with pytest.raises(ConfigError, match=r"name: got no function 'reward', expected a function in .*\(grade\)"):
         ScoreFunction(path, "reward").load()
     with pytest.raises(ConfigError, match="compute_score, which is a int"):
         ScoreFunction(path).load()

@@ -20,14 +20,15 @@ NOTHING = Needs(
     old_log_probs=False,
     sum_pi_squared=False,
     reward_model=False,
+    larger_groups=False,
 )
 
 
-def needs(*, actor: dict | None = None, **algorithm: object) -> Needs:
+def needs(*, actor: dict | None = None, n: int = 2, **algorithm: object) -> Needs:
     """Of a run with one update a batch, unless `actor` says otherwise."""
     tree = {
         **ONE_UPDATE,
-        "actor_rollout_ref": {"actor": {"ppo_mini_batch_size": 8} | (actor or {})},
+        "actor_rollout_ref": {"actor": {"ppo_mini_batch_size": 8} | (actor or {}), "rollout": {"n": n}},
         "algorithm": algorithm,
     }
     return Needs.of(Config(**tree))
@@ -45,6 +46,14 @@ def needs(*, actor: dict | None = None, **algorithm: object) -> Needs:
 )
 def test_estimators_ask_for_what_they_read(estimator: str, expected: Needs) -> None:
     assert needs(adv_estimator=estimator) == expected
+
+
+@pytest.mark.parametrize(("estimator", "is_said"), [("grpo", True), ("rloo", True), ("gae", False)])
+def test_a_group_of_one_is_said(estimator: str, is_said: bool) -> None:
+    """An estimator that reads `uid` compares the responses to one prompt; one alone teaches nothing."""
+    alone = needs(adv_estimator=estimator, n=1).describe()
+    assert ("set actor_rollout_ref.rollout.n above 1" in alone.get("groups", "")) == is_said
+    assert "groups" not in needs(adv_estimator=estimator).describe()
 
 
 def test_estimator_of_a_users_file(tmp_path: Path) -> None:

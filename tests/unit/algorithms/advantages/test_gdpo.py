@@ -49,7 +49,7 @@ def test_equal_sums_are_told_apart() -> None:
         ({"gdpo_reward_keys": "format"}, "a list of at least one name"),
         ({"gdpo_reward_keys": ["format"], "gdpo_reward_weights": [1, 2]}, "as many weights or none"),
         ({"gdpo_reward_keys": ["words"]}, "'words', which is not a number everywhere"),
-        ({"gdpo_reward_keys": ["odd"]}, "'odd', which is not finite for 1 answers"),
+        ({"gdpo_reward_keys": ["odd"]}, "'odd', which is not finite for 1 responses"),
     ],
 )
 def test_refused(options: dict, message: str) -> None:

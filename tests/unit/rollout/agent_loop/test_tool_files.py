@@ -131,9 +131,9 @@ def test_files_that_are_not_of_tools(converse, make_prompts, recorder, tool_file
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("tools: [{class_name: bank.py:Accout}]", "no class 'Accout' in bank.py"),
+        ("tools: [{class_name: bank.py:Accout}]", "no class 'Accout', expected a subclass of .*Did you mean 'Account'"),
         ("tools: [{class_name: nobody.knows.Tool}]", "nobody.knows"),
-        ("tools: [{class_name: bank.py:Plain}]", "not a subclass of Tool"),
+        ("tools: [{class_name: bank.py:Plain}]", "Plain, a subclass of object, expected a subclass of .*Tool"),
         (
             "tools: [{class_name: bank.py:Idle}]",
             "bank.py:Idle: got Idle, a class without execute, .*Write Idle.execute",

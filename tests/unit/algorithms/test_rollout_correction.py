@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from quadriga.algorithms.correction import correct_rollout, divergence_metrics
+from quadriga.algorithms.rollout_correction import correct_rollout, divergence_metrics
 
 NAN = float("nan")
 # Rollout: 0.5, 0.25, (tool), 0.5; 0.5. Trainer: 0.25, 0.5, (tool), 0.5; 1. Log-ratios in units of log 2: -1, 1, 0; 1.

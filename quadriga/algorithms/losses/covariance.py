@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a token's log-probability and advantage vary together: what moves a policy's entropy. Cui et al.,
-arXiv:2505.22617.
+"""Clip-Cov and KL-Cov: holding back the tokens that lower a policy's entropy most. Cui et al., arXiv:2505.22617.
 
-Tokens that are likely and good, or unlikely and bad, make the policy surer of itself; a small share of them does most
-of it. `clip_cov` and `kl_cov` hold back the largest. The covariance of one token is
+Tokens that are likely and good, or unlikely and bad, make the policy more certain; a small share of them does most of
+it. The covariance of one token is
 
     (log p_t - mean log p) (A_t - mean A)                               means over all tokens of the batch
+
+    clip_cov    the clipped loss of PPO, and 0 on tokens drawn at random among those of a high covariance
+    kl_cov      loss_t = -A_t r_t, and on the tokens of the largest covariance + ppo_kl_coef |log r_t|
 
 The paper takes the means over a mini-batch and p from the policy being trained. Here they are taken over the whole
 batch and from the policy that the update starts from: which tokens are held back is then known before the first
 gradient, and does not depend on how the batch is cut.
 
-Shapes: B sequences, T response positions.
+Shapes: [B, T] with B sequences and T response positions.
 """
 
 import zlib
@@ -19,11 +21,67 @@ import zlib
 import torch
 from torch import Tensor
 
-from quadriga.algorithms.masked import masked_mean
-from quadriga.algorithms.registry import register_batch_column
+from quadriga.algorithms.losses.vanilla import vanilla
+from quadriga.algorithms.masked import diagnostics, log_ratios, masked_mean
+from quadriga.algorithms.registry import register_batch_column, register_policy_loss
 from quadriga.errors import ConfigError
 
 _WHERE = "actor_rollout_ref.actor.policy_loss"
+
+
+@register_policy_loss("clip_cov", needs_advantage=True)
+def clip_cov(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    covariance_clipped: Tensor,
+    *,
+    clip_ratio_low: float,
+    clip_ratio_high: float,
+    clip_ratio_c: float,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of each token.
+
+    Args:
+        old_log_prob, log_prob, advantages, response_mask: [B, T], as for `vanilla`.
+        covariance_clipped: [B, T], 1 on the tokens left out.
+        clip_ratio_low, clip_ratio_high, clip_ratio_c: as for `vanilla`.
+
+    Returns:
+        losses [B, T], 0 outside the mask; the diagnostics of `vanilla`, and `covariance_clipfrac`.
+    """
+    clips = {"clip_ratio_low": clip_ratio_low, "clip_ratio_high": clip_ratio_high, "clip_ratio_c": clip_ratio_c}
+    losses, of_vanilla = vanilla(old_log_prob, log_prob, advantages, response_mask, **clips)
+    is_left_out = covariance_clipped.bool() & response_mask.bool()
+    return losses.masked_fill(is_left_out, 0), {**of_vanilla, "covariance_clipfrac": is_left_out.to(losses.dtype)}
+
+
+@register_policy_loss("kl_cov")
+def kl_cov(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    covariance_top: Tensor,
+    *,
+    ppo_kl_coef: float = 0.1,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of each token.
+
+    Args:
+        old_log_prob, log_prob, advantages, response_mask: [B, T]; gradient through `log_prob` alone.
+        covariance_top: [B, T], 1 on the tokens that are held back.
+        ppo_kl_coef: weight of the penalty, per nat.
+
+    Returns:
+        losses [B, T], 0 outside the mask; diagnostics per token: `ppo_kl`, `ppo_kl_abs`, `covariance_topfrac`.
+    """
+    log_ratio = log_ratios(log_prob, old_log_prob, response_mask)
+    gain = advantages.masked_fill(~response_mask.bool(), 0)
+    is_held_back = covariance_top.bool() & response_mask.bool()
+    losses = -gain * log_ratio.exp() + ppo_kl_coef * log_ratio.abs() * is_held_back
+    return losses, diagnostics(log_ratio, ppo_kl_abs=log_ratio.abs(), covariance_topfrac=is_held_back)
 
 
 def token_covariance(old_log_prob: Tensor, advantages: Tensor, response_mask: Tensor) -> Tensor:
@@ -43,9 +101,9 @@ def covariance_clipped(
     clip_cov_lb: float = 1.0,
     clip_cov_ub: float = 5.0,
 ) -> Tensor:
-    """The tokens that `clip_cov` leaves out: some of those whose covariance is in a range, drawn by lot.
+    """The tokens that `clip_cov` leaves out: some of those whose covariance is in a range, drawn at random.
 
-    The lot is seeded by the covariances, so that a step that is repeated draws the same tokens.
+    The draw is seeded by the covariances, so that a step that is repeated draws the same tokens.
 
     Args:
         old_log_prob, advantages, response_mask: [B, T].

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quadriga.algorithms.correction.weights import importance_weights, mean_weight, weight_metrics
+from quadriga.algorithms.rollout_correction import importance_weights, mean_weight, weight_metrics
 
 NAN = float("nan")
 # Ratios 4, 0.25, (tool), 2; 8; no token.

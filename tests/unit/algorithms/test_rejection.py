@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quadriga.algorithms.correction.rejection import Rejection, keep_mask
+from quadriga.algorithms.rollout_correction import Rejection, keep_mask
 
 NAN = float("nan")
 # log p_train - log p_rollout: 1, -1, (tool), 0; 0.1, 0.1; none.
@@ -47,7 +47,7 @@ def test_golden_values(rule: Rejection, kept: list[int]) -> None:
     assert told["rollout_rs_masked_fraction"] == pytest.approx(1 - sum(kept) / 5)
     lost = [not all(kept[:3]), not all(kept[3:])]
     assert told["rollout_rs_seq_masked_fraction"] == sum(lost) / 2
-    assert told[f"rollout_rs_{rule.name}_masked_fraction"] == told["rollout_rs_masked_fraction"]
+    assert told[f"rollout_rs_{rule.level}_{rule.kind}_masked_fraction"] == told["rollout_rs_masked_fraction"]
 
 
 def test_all_rules_must_be_kept() -> None:
