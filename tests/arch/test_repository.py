@@ -21,7 +21,7 @@ READERS = (
     (r".*/sft[^/]*", "quadriga.config.sft_loader:load_sft_config"),
     (r".*", "quadriga.config:load_config"),
 )
-MAX_DOC_PAGES = 10
+MAX_DOC_PAGES = 16
 MAX_CONTRIBUTING_LINES = 100
 MAX_TEXT_BYTES = 1 << 20
 
