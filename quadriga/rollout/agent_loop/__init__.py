@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversations of several turns above an engine: tools, partners, loops.
+"""Conversations of several turns above an engine: tools, user simulators, agent loops.
 
 Names load on first use, so that a file of tools can be tried without loading torch.
 """
@@ -15,36 +15,17 @@ if TYPE_CHECKING:
     from quadriga.rollout.agent_loop.tools import Tool, ToolError, function_tool
 
 _HOMES = {
-    "AgentLoop": "loops",
-    "AgentLoopManager": "manager",
-    "Conversation": "conversation",
-    "ConversationOver": "conversation",
-    "Interaction": "interactions",
-    "Reply": "interactions",
-    "Sample": "conversation",
-    "Tool": "tools",
-    "ToolError": "tools",
-    "Turn": "conversation",
-    "function_tool": "tools",
-    "generate_conversations": "manager",
-    "register": "loops",
+    **dict.fromkeys(("Conversation", "ConversationOver", "Sample", "Turn"), "conversation"),
+    **dict.fromkeys(("Interaction", "Reply"), "interactions"),
+    **dict.fromkeys(("AgentLoop", "register"), "loops"),
+    **dict.fromkeys(("AgentLoopManager", "generate_conversations"), "manager"),
+    **dict.fromkeys(("Tool", "ToolError", "function_tool"), "tools"),
 }
 
 __all__ = [
-    "AgentLoop",
-    "AgentLoopManager",
-    "Conversation",
-    "ConversationOver",
-    "Interaction",
-    "Reply",
-    "Sample",
-    "Tool",
-    "ToolError",
-    "Turn",
-    "function_tool",
-    "generate_conversations",
-    "register",
-]
+    "AgentLoop", "AgentLoopManager", "Conversation", "ConversationOver", "Interaction", "Reply", "Sample", "Tool",
+    "ToolError", "Turn", "function_tool", "generate_conversations", "register",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -1,11 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """One conversation: tokens in, tokens out. What the engine is given is exactly what training will see.
 
-    prompt | model | tools | model | partner | model |        token_ids
-             1 1 1   0 0 0   1 1 1    0 0 0    1 1 1          response_mask
+    prompt | model | tools | model | user  | model |        token_ids
+             1 1 1   0 0 0   1 1 1   0 0 0   1 1 1          response_mask
 
-Tokens that no answer of the model follows are left out at the end: nothing would learn from them, and the score of a
-response stands at its last token.
+What the model wrote is never rendered again: a template may drop its thoughts, and a tokenizer may split its text
+another way. The tokens that a turn of a tool or user adds are found by rendering a stand-in for the model's turn and
+the new messages:
+
+    <user>x<end>\\n<assistant>STAND-IN<end>\\n<tool>42<end>\\n<assistant>
+                                     └───────────── added ─────────────┘
+
+If the model has written the closing token itself, as it mostly does, that one is left out of what is added. Tokens
+that no turn of the model follows are left out at the end: they have no loss, and the score of a response stands at its
+last token.
 """
 
 import hashlib
@@ -14,14 +22,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from quadriga.errors import RolloutError
-from quadriga.rollout.agent_loop.tool_calls import ToolAnswer
-from quadriga.rollout.agent_loop.turns import TurnEncoder
+from quadriga.rollout.agent_loop.tool_calls import ToolResponse
 from quadriga.rollout.base import Images, RolloutEngine, SamplingParams, with_images
+
+_STAND_IN = "quadrigastandin"
+_FIX_TEMPLATE = "Set actor_rollout_ref.model.custom_chat_template to one that has"
 
 
 class ConversationOver(Exception):  # noqa: N818 - not an error: the way in which a conversation ends
-    """A limit is reached, or a partner has ended it. Loops let it pass."""
+    """A limit is reached, or the user simulator has ended it. Loops let it pass."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -38,8 +50,9 @@ class Sample:
         prompt_ids: token ids of the prompt as the data set rendered it.
         messages: of the prompt; None where the data did not bring them.
         columns: every non-tensor of the row, `tools_kwargs`, `interaction_kwargs` and `extra_info` among them.
+        agent: name of the loop that leads it.
         images: of the prompt.
-        num_axes: of positions: 1, or 3 of a model that sees.
+        num_axes: of positions: 1, or 3 of a vision-language model.
     """
 
     row: int
@@ -47,6 +60,7 @@ class Sample:
     prompt_ids: list[int]
     messages: list[dict[str, Any]] | None
     columns: Mapping[str, Any]
+    agent: str
     images: Images | None = None
     num_axes: int = 1
 
@@ -68,15 +82,15 @@ class Sample:
 
 @dataclass(frozen=True)
 class Turn:
-    """What one side said.
+    """A turn of the model, of tools or of the user.
 
     Attributes:
         role: "assistant", "tool" or "user".
         token_ids: as they stand in the conversation.
         text: special tokens included, for parsers.
         seconds: that it took.
-        finish_reason: of the engine; "" on the other side.
-        answers: of tools.
+        finish_reason: of the engine; "" where the model did not write it.
+        tool_responses: one for each call of the turn before.
     """
 
     role: str
@@ -84,7 +98,7 @@ class Turn:
     text: str
     seconds: float
     finish_reason: str = ""
-    answers: tuple[ToolAnswer, ...] = ()
+    tool_responses: tuple[ToolResponse, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -96,7 +110,7 @@ class Limits:
         response_tokens: T, tokens of everything behind it.
         total_tokens: both together, as the engine takes them.
         assistant_turns: of the model. None: as many as fit.
-        user_turns: of tools or the partner. None: as many as fit.
+        user_turns: of tools or the user. None: as many as fit.
     """
 
     prompt_tokens: int
@@ -108,33 +122,37 @@ class Limits:
 
 @dataclass
 class Conversation:
-    """See the module. Loops call `begin`, `generate` and `append`; the rest is for who collects it.
+    """A prompt and its response of one or many turns. Loops call `begin`, `generate` and `append`.
 
     Attributes:
-        engine, encoder, sample, sampling, limits: given. `sampling` has the seed of the conversation.
+        engine: generates the model's turns.
+        encoder: renders the other turns.
+        sample: the row of the batch.
+        sampling: its `seed` is the conversation's.
+        limits: on tokens and turns.
         prompt_ids: that the engine is given before everything else.
-        token_ids, mask, log_probs: of the response, one each.
+        token_ids, mask, log_probs: of the response, one each; the mask is 1 on tokens of the model.
         turns: of the response.
-        unread: turns that the model did not come to answer; their tokens stand nowhere.
-        messages: everything said, for a partner to read; it is never rendered.
+        unread: turns that the model did not come to follow; their tokens are not in the response.
+        messages: all turns as text, for a user simulator; they are never rendered.
         finish_reason: why it ended; "" while it goes on.
         failure: what ended it if it failed; "" if nothing did.
         tool_rewards: by the name of a tool, what its use earned.
-        turn_scores: that a partner gave, in order.
+        turn_scores: that a user simulator gave, in order.
     """
 
     engine: RolloutEngine
-    encoder: TurnEncoder
+    encoder: "TurnEncoder"
     sample: Sample
     sampling: SamplingParams
     limits: Limits
-    prompt_ids: list[int] = field(default_factory=list)
+    prompt_ids: list[int] = field(init=False)
     token_ids: list[int] = field(default_factory=list)
     mask: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     unread: list[Turn] = field(default_factory=list)
-    messages: list[dict[str, Any]] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(init=False)
     finish_reason: str = ""
     failure: str = ""
     tool_rewards: dict[str, float] = field(default_factory=dict)
@@ -155,7 +173,7 @@ class Conversation:
         if self.sample.images is not None:
             raise RolloutError(
                 f"conversation of row {self.sample.row}",
-                got="a prompt with images, to be rendered anew with tools",
+                got="a prompt with images, to be rendered with tools",
                 expected="text, or a conversation without tools",
                 fix="Set actor_rollout_ref.rollout.agent.default_agent_loop=single_turn_agent, or leave images out.",
             )
@@ -177,7 +195,7 @@ class Conversation:
 
     @property
     def num_user_turns(self) -> int:
-        """Turns of tools or a partner."""
+        """Turns of tools or the user."""
         return len(self.turns) - self.num_assistant_turns
 
     @property
@@ -198,10 +216,11 @@ class Conversation:
         """
         if self.room < 1:
             raise ConversationOver("length")
-        number = self.num_assistant_turns
-        params = {"max_tokens": self.room, "seed": turn_seed(self.sampling.seed, number), **changes}
-        params["max_tokens"] = min(params["max_tokens"], self.room)
-        sampling = replace(self.sampling, **params)
+        seed, number = self.sampling.seed, self.num_assistant_turns
+        if number > 0:  # the first turn has the seed that a response of one turn has
+            seed = int.from_bytes(hashlib.blake2b(repr((seed, number)).encode(), digest_size=8).digest(), "big")
+        max_tokens = min(changes.pop("max_tokens", self.room), self.room)
+        sampling = replace(self.sampling, **{"seed": seed, **changes, "max_tokens": max_tokens})
         started = time.perf_counter()
         images = None if self.sample.images is None else self.sample.images.followed_by(self.token_ids)
         option = {"images": images} if with_images(self.engine, [images]) else {}
@@ -221,7 +240,7 @@ class Conversation:
         return turn
 
     def require_another(self) -> None:
-        """Before work is done for a turn of the other side: it, and an answer to it, must be allowed.
+        """To be called before work is done for a turn of tools or the user: it, and a turn after it, must be allowed.
 
         Raises:
             ConversationOver: a limit on turns is reached.
@@ -233,9 +252,13 @@ class Conversation:
             raise ConversationOver("max_user_turns")
 
     def append(
-        self, messages: Sequence[Mapping[str, Any]], *, answers: Sequence[ToolAnswer] = (), seconds: float = 0.0
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tool_responses: Sequence[ToolResponse] = (),
+        seconds: float = 0.0,
     ) -> None:
-        """A turn of the other side: messages of the role "tool", or of "user". The model did not write it.
+        """A turn that the model did not write: messages of the role "tool", or of "user".
 
         Raises:
             ConversationOver: it does not fit, or a limit on turns is reached.
@@ -243,12 +266,11 @@ class Conversation:
         """
         self.require_another()
         plain = [{**message, "content": self.encoder.plain(message["content"])} for message in messages]
-        written = self.turns[-1].token_ids if self.turns else ()
-        token_ids = self.encoder.following(plain, written)
+        token_ids = self.encoder.following(plain, self.turns[-1].token_ids if self.turns else ())
         text = "\n".join(message["content"] for message in plain)
         self.messages += plain
-        turn = Turn(plain[0]["role"], token_ids, text, seconds, answers=tuple(answers))
-        # An answer that leaves no room for the model to go on is of no use, and neither is a part of one.
+        turn = Turn(plain[0]["role"], token_ids, text, seconds, tool_responses=tuple(tool_responses))
+        # A turn that leaves no room for the model to go on is of no use, and neither is a part of one.
         if len(token_ids) >= self.room:
             self.unread.append(turn)
             raise ConversationOver("length")
@@ -256,7 +278,7 @@ class Conversation:
         self.turns.append(turn)
 
     def finish(self, reason: str, *, failure: str = "") -> None:
-        """Ends it; what stands behind the model's last word is left out."""
+        """Ends it; what stands behind the model's last turn is left out."""
         self.finish_reason, self.failure = reason, failure or self.failure
         while self.turns and not (self.turns[-1].role == "assistant" and self.turns[-1].token_ids):
             last = self.turns.pop()
@@ -270,8 +292,138 @@ class Conversation:
         self.log_probs += log_probs
 
 
-def turn_seed(seed: int, number: int) -> int:
-    """Of the model's turn `number`: the first one has the conversation's own, as an answer of one turn does."""
-    if number == 0:
-        return seed
-    return int.from_bytes(hashlib.blake2b(repr((seed, number)).encode(), digest_size=8).digest(), "big")
+class TurnEncoder:
+    """Renders and tokenizes prompts and turns.
+
+    Args:
+        tokenizer: with a chat template.
+        template_kwargs: of `data.apply_chat_template_kwargs`.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]) -> None:
+        self.tokenizer = tokenizer
+        self.template_kwargs = {key: value for key, value in template_kwargs.items() if key != "add_generation_prompt"}
+        added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+        texts = {str(token) for token in added if token.special} | set(tokenizer.all_special_tokens)
+        self._special = sorted((text for text in texts if len(text) > 1), key=len, reverse=True)
+        self._closing = frozenset(tokenizer.all_special_ids)
+        self._is_probed: set[str] = set()
+        self._where = f"chat template of {tokenizer.name_or_path or 'the tokenizer'}"
+
+    def prompt(self, messages: Sequence[Mapping[str, Any]], schemas: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Token ids of a prompt that offers tools.
+
+        Args:
+            messages: of the prompt.
+            schemas: of the tools.
+
+        Raises:
+            RolloutError: the prompt as rendered does not name every tool, so the model could not know of it.
+        """
+        text = self._render(messages, schemas)
+        missing = [name for one in schemas if (name := one["function"]["name"]) not in text]
+        if missing:
+            raise RolloutError(
+                self._where,
+                got=f"a prompt that does not name the tools {', '.join(missing)}",
+                expected="one that writes `tools` into the prompt",
+                fix=f"{_FIX_TEMPLATE} them, or describe the tools in a system message of the data.",
+            )
+        return self._encode(text)
+
+    def following(self, messages: Sequence[Mapping[str, Any]], written: Sequence[int]) -> list[int]:
+        """Token ids that stand between what the model wrote and what it writes next.
+
+        Args:
+            messages: of tools or the user, in the order of their turn.
+            written: the model's last turn.
+
+        Raises:
+            RolloutError: the template leaves messages of this role out, or refuses them.
+        """
+        for role in dict.fromkeys(message["role"] for message in messages):
+            self._require_role(role)
+        text, is_closed_apart = self._added(messages)
+        ids = self._encode(text)
+        if ids and written and (written[-1] == ids[0] or (is_closed_apart and {written[-1], ids[0]} <= self._closing)):
+            return ids[1:]
+        return ids
+
+    def plain(self, text: str) -> str:
+        """The text with every special token broken in two, so that no tool can forge a turn."""
+        for token in self._special:
+            if token in text:
+                text = text.replace(token, f"{token[0]} {token[1:]}")
+        return text
+
+    def text(self, token_ids: Sequence[int], *, with_special: bool) -> str:
+        """What tokens say."""
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=not with_special))
+
+    def _added(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, bool]:
+        """The text after the stand-in, and whether the model's turn is closed by a token that belongs to it.
+
+        Tools are not given here: some templates write them beside the last message, and the prompt has them.
+        """
+        start = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _STAND_IN}]
+        try:
+            rendered = self._render([*start, *messages])
+        except RolloutError:
+            # Some templates take a tool's response only after an assistant's call, whose name they repeat.
+            if messages[0]["role"] != "tool":
+                raise
+            return self._added_after_call(messages), False
+        closed = self._render(start, is_open=False).rpartition(_STAND_IN)[2]
+        return rendered.rpartition(_STAND_IN)[2], bool(closed.strip())
+
+    def _added_after_call(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        calls = [
+            {
+                "id": message["tool_call_id"],
+                "type": "function",
+                "function": {"name": message["name"], "arguments": {_STAND_IN: _STAND_IN}},
+            }
+            for message in messages
+        ]
+        start = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": calls}]
+        rendered = self._render([*start, *messages])
+        after = rendered.rpartition(_STAND_IN)[2]
+        # Behind the stand-in stands the rest of the call; what follows it begins with a special token.
+        places = [place for token in self._special if (place := after.find(token)) >= 0]
+        return after[min(places, default=0) :]
+
+    def _require_role(self, role: str) -> None:
+        """A template that knows the role writes what a message of it says."""
+        probe = "quadrigaprobe"
+        of_tool = {"name": "probe", "tool_call_id": "call00000"} if role == "tool" else {}
+        if role not in self._is_probed and probe not in self._added([{"role": role, "content": probe, **of_tool}])[0]:
+            raise RolloutError(
+                self._where,
+                got=f"messages of the role {role}, which it leaves out",
+                expected="a template that writes them",
+                fix=f"{_FIX_TEMPLATE} this role.",
+            )
+        self._is_probed.add(role)
+
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        schemas: Sequence[Mapping[str, Any]] = (),
+        *,
+        is_open: bool = True,
+    ) -> str:
+        options = {"tools": list(schemas) or None, "add_generation_prompt": is_open, **self.template_kwargs}
+        try:
+            return str(self.tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
+        except Exception as error:
+            # A template is a program of the model's author: it may raise what it likes about messages that it dislikes.
+            roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
+            raise RolloutError(
+                self._where,
+                got=f"{type(error).__name__}: {error}",
+                expected=f"a template that takes messages of {roles}",
+                fix=f"{_FIX_TEMPLATE} these roles.",
+            ) from error
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False, return_attention_mask=False)["input_ids"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Partners: somebody who answers the model when it has called no tool, and who may score what it said.
+"""User simulators: who answers the model when it has called no tool, and may score what it said.
 
 class Teacher(Interaction):
     def start_interaction(self, answer: str) -> None:      # interaction_kwargs: {"name": "teacher", "answer": "42"}
@@ -11,21 +11,22 @@ class Teacher(Interaction):
         return Reply("That is not right. Try again.", score=0.0)
 """
 
-import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import TracebackType
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from quadriga.errors import RolloutError
-from quadriga.rollout.agent_loop.tool_calls import ToolFailedError, answer_text
-from quadriga.rollout.agent_loop.tool_thread import ToolsStuckError, ToolThread
+from quadriga.config.tool_files import read_interaction_file
+from quadriga.errors import ConfigError, RolloutError
+from quadriga.rollout.agent_loop.tool_calls import ToolFailedError, ToolThread, as_text
+from quadriga.rollout.agent_loop.tools import ToolError, class_named
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What a partner says to the model's turn.
+    """What a user simulator says to the model's turn.
 
     Attributes:
         text: that the model reads; not read where the conversation is over.
@@ -39,7 +40,7 @@ class Reply:
 
 
 class Interaction(ABC):
-    """A partner. Each conversation has an object of its own; every method may be `async`."""
+    """A user simulator. Each conversation has an object of its own; every method may be `async`."""
 
     def start_interaction(self, **kwargs: Any) -> Any:
         """Begins a conversation; takes what a sample's `interaction_kwargs` say besides the name."""
@@ -54,41 +55,44 @@ class Interaction(ABC):
         return None
 
 
-@dataclass(frozen=True)
-class PartnerSource:
-    """A partner of the configuration."""
-
-    name: str
-    cls: type[Interaction]
-    options: Mapping[str, Any]
-
-
-class Partner:
-    """A partner in one conversation: a context, in which `reply` may be asked.
+class UserSimulator:
+    """An `Interaction` in one conversation: an async context, in which `reply` may be used.
 
     Args:
-        source: of the configuration.
-        kwargs: the sample's `interaction_kwargs` without the name.
+        interactions: of the configuration, by name.
+        kwargs: the sample's `interaction_kwargs`; `name` is one of `interactions`.
         thread: where it runs.
         timeout_s: seconds that one call may take.
+
+    Raises:
+        RolloutError: there is no interaction of that name.
     """
 
-    def __init__(self, source: PartnerSource, kwargs: Mapping[str, Any], thread: ToolThread, timeout_s: float) -> None:
-        self._source, self._thread, self._timeout_s = source, thread, timeout_s
-        self._kwargs = {key: value for key, value in kwargs.items() if value is not None}
-        self._object: Interaction | None = None
+    def __init__(
+        self,
+        interactions: Mapping[str, Callable[[], Interaction]],
+        kwargs: Mapping[str, Any],
+        thread: ToolThread,
+        timeout_s: float,
+    ) -> None:
+        self.name = kwargs["name"]
+        if self.name not in interactions:
+            raise RolloutError(
+                "interaction_kwargs.name",
+                got=repr(self.name),
+                expected=f"one of {', '.join(interactions)}" if interactions else "none: no interaction is configured",
+                fix="Set actor_rollout_ref.rollout.multi_turn.interaction_config_path to a file that has it.",
+            )
+        self._make, self._thread, self._timeout_s = interactions[self.name], thread, timeout_s
+        self._kwargs = {key: value for key, value in kwargs.items() if key != "name" and value is not None}
 
-    async def __aenter__(self) -> "Partner":
-        self._object = await self._run(self._source.cls, self._source.options, "made")
-        assert self._object is not None
-        await self._run(self._object.start_interaction, self._kwargs, "start_interaction")
+    async def __aenter__(self) -> "UserSimulator":
+        self._interaction: Interaction = await self._call(self._make, "made")
+        await self._call(self._interaction.start_interaction, "start_interaction", **self._kwargs)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
-        if self._object is not None:
-            await self._run(self._object.finalize_interaction, {}, "finalize_interaction")
+    async def __aexit__(self, *error: object) -> None:
+        await self._call(self._interaction.finalize_interaction, "finalize_interaction")
 
     async def reply(self, messages: list[dict[str, Any]]) -> Reply:
         """What it says to the last message.
@@ -96,49 +100,34 @@ class Partner:
         Raises:
             ToolFailedError: it raised, took too long, or returned something else.
         """
-        assert self._object is not None, "a partner is entered before it is asked"
         copies = [dict(message) for message in messages]
-        reply = await self._run(self._object.generate_response, {"messages": copies}, "generate_response")
-        where = self._where("generate_response")
+        reply = await self._call(self._interaction.generate_response, "generate_response", messages=copies)
+        where = f"interaction {self.name}, generate_response"
         if not isinstance(reply, Reply):
-            got = f"an answer of type {type(reply).__name__}"
+            got = f"a response of type {type(reply).__name__}"
             raise ToolFailedError(where, got=got, expected="a Reply(text, score, is_over)")
         score = None if reply.score is None else float(reply.score)
-        return Reply(answer_text(reply.text, where), score, bool(reply.is_over))
+        return Reply(as_text(reply.text, where), score, bool(reply.is_over))
 
-    def _where(self, method: str) -> str:
-        return f"interaction {self._source.name}, {method}"
-
-    async def _run(self, function: Any, kwargs: Mapping[str, Any], method: str) -> Any:
+    async def _call(self, function: Callable[..., Any], method: str, **kwargs: Any) -> Any:
+        where = f"interaction {self.name}, {method}"
         try:
-            return await self._thread.do(self._thread.invoke(function, kwargs), limit_s=self._timeout_s)
-        except ToolsStuckError:
-            raise
-        except TimeoutError as error:
-            fix = "Raise actor_rollout_ref.rollout.multi_turn.tool_timeout_s."
-            raise ToolFailedError(self._where(method), got=str(error) or "TimeoutError", fix=fix) from error
-        except Exception as error:
-            failure = ToolFailedError(self._where(method), got=f"{type(error).__name__}: {error}"[:2000])
-            failure.details = "".join(traceback.format_exception(error)).rstrip()
-            raise failure from error
+            return await self._thread.call(where, function, kwargs, self._timeout_s)
+        except ToolError as error:
+            raise ToolFailedError(where, got=f"ToolError: {error}".rstrip(".")) from error
 
 
-def open_partner(
-    partners: Mapping[str, PartnerSource], kwargs: Mapping[str, Any], thread: ToolThread, timeout_s: float
-) -> Partner | None:
-    """The partner that a sample's `interaction_kwargs` name; None where they name none.
+def load_interactions(path: str) -> dict[str, Callable[[], Interaction]]:
+    """The interactions of a YAML file by name: each makes the object of a conversation.
 
     Raises:
-        RolloutError: there is no partner of that name.
+        ConfigError: the file or a class is not as it must be.
     """
-    name = kwargs.get("name")
-    if name is None:
-        return None
-    if name not in partners:
-        raise RolloutError(
-            "interaction_kwargs.name",
-            got=repr(name),
-            expected=f"one of {', '.join(partners)}" if partners else "none: no partner is configured",
-            fix="Set actor_rollout_ref.rollout.multi_turn.interaction_config_path to a file that has it.",
-        )
-    return Partner(partners[name], {key: value for key, value in kwargs.items() if key != "name"}, thread, timeout_s)
+    where = "actor_rollout_ref.rollout.multi_turn.interaction_config_path"
+    folder = Path(path).expanduser().resolve().parent
+    found: dict[str, Callable[[], Interaction]] = {}
+    for entry in read_interaction_file(path).interaction:
+        if entry.name in found:
+            raise ConfigError(where, got=f"two interactions with the name {entry.name!r}", expected="a name for each")
+        found[entry.name] = partial(class_named(entry.class_name, folder, Interaction, where), **entry.config)
+    return found

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who speaks when: the loops that lead a conversation, by name.
+"""Agent loops: who writes the next turn of a conversation, by name.
 
     single_turn_agent    model
     tool_agent           model -> tools -> model -> ... -> model          without a call: the end,
-                         model -> partner -> model -> ...                 or the partner's turn where there is one
+                         model -> user simulator -> model -> ...          or the user's turn where there is one
 
-One's own, in the file `agent.agent_loop_path`, for samples whose column `agent_name` says "second_thought":
+A loop of one's own, in the file `agent.agent_loop_path`, for samples whose column `agent_name` says "second_thought":
 
     @register("second_thought")
     class SecondThought(AgentLoop):
@@ -21,16 +21,15 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from quadriga.config.rollout import RolloutConfig
 from quadriga.errors import RolloutError
 from quadriga.rollout.agent_loop.conversation import Conversation, ConversationOver
-from quadriga.rollout.agent_loop.interactions import Partner, PartnerSource, open_partner
+from quadriga.rollout.agent_loop.interactions import Interaction, UserSimulator
 from quadriga.rollout.agent_loop.parsers import ToolCall, parser_named
-from quadriga.rollout.agent_loop.tool_calls import ToolAnswer, ToolBox
-from quadriga.rollout.agent_loop.tool_thread import ToolThread
-from quadriga.rollout.agent_loop.tools import ToolSource
+from quadriga.rollout.agent_loop.tool_calls import ToolBox, ToolResponse, ToolThread
+from quadriga.rollout.agent_loop.tools import ToolSpec
 
 LoopClass = TypeVar("LoopClass", bound="type[AgentLoop]")
 
@@ -42,29 +41,25 @@ class Services:
     Attributes:
         config: of the rollout.
         tools: of the configuration, by name.
-        partners: of the configuration, by name.
-        thread: where tools and partners run.
+        interactions: of the configuration, by name: each makes the object of a conversation.
+        thread: where tools and user simulators run.
     """
 
     config: RolloutConfig
-    tools: Mapping[str, ToolSource]
-    partners: Mapping[str, PartnerSource]
+    tools: Mapping[str, ToolSpec]
+    interactions: Mapping[str, Callable[[], Interaction]]
     thread: ToolThread
 
 
 class AgentLoop(ABC):
-    """Leads conversations, many at the same time: what belongs to one is kept in `run`.
-
-    Args:
-        services: see there.
-    """
+    """Leads conversations, many at the same time: what belongs to one is kept in `run`."""
 
     def __init__(self, services: Services) -> None:
         self.services = services
 
     @abstractmethod
     async def run(self, chat: Conversation) -> None:
-        """Leads one conversation to its end: where it returns, the model has had the last word.
+        """Leads one conversation to its end: where it returns, the last turn is the model's.
 
         Args:
             chat: ends itself by `ConversationOver`, which passes through here.
@@ -89,9 +84,10 @@ class AgentLoopRegistry:
         """
 
         def add(cls: LoopClass) -> LoopClass:
+            where = f"register({name!r})"
             if missing := sorted(cls.__abstractmethods__):
                 raise RolloutError(
-                    f"register({name!r})",
+                    where,
                     got=f"{cls.__qualname__}, a class without {', '.join(missing)}",
                     expected="each method that AgentLoop leaves open",
                     fix=f"Write {cls.__qualname__}.{missing[0]}; see the docstring of AgentLoop.{missing[0]}.",
@@ -100,9 +96,7 @@ class AgentLoopRegistry:
             # A file that is loaded again makes its classes anew.
             if (taken.__module__, taken.__qualname__) != (cls.__module__, cls.__qualname__):
                 owner = f"{taken.__module__}.{taken.__qualname__}"
-                raise RolloutError(
-                    f"register({name!r})", got=cls.__qualname__, expected=f"a free name, it is {owner}'s"
-                )
+                raise RolloutError(where, got=cls.__qualname__, expected=f"a free name, it is {owner}'s")
             self._classes[name] = cls
             return cls
 
@@ -130,16 +124,15 @@ register = REGISTRY.register
 
 @register("single_turn_agent")
 class SingleTurnAgent(AgentLoop):
-    """One answer to the prompt as the data set rendered it."""
+    """One response to the prompt as the data set rendered it."""
 
     async def run(self, chat: Conversation) -> None:
-        """See `AgentLoop.run`."""
         await chat.generate()
 
 
 @register("tool_agent")
 class ToolAgent(AgentLoop):
-    """Calls the tools that the model asks for, and lets a partner answer where it asks for none."""
+    """Calls the tools that the model names; where it names none, the user simulator of the sample replies."""
 
     def __init__(self, services: Services) -> None:
         super().__init__(services)
@@ -151,84 +144,64 @@ class ToolAgent(AgentLoop):
         self.parser = parser_named(self.config.format)
 
     async def run(self, chat: Conversation) -> None:
-        """See `AgentLoop.run`."""
-        columns = chat.sample.columns
-        box = self._open_tools(columns.get("tools_kwargs") or {})
-        partner = open_partner(
-            self.services.partners,
-            columns.get("interaction_kwargs") or {},
-            self.services.thread,
-            self.config.tool_timeout_s,
-        )
-        if box.schemas:
-            chat.begin(chat.sample.require_messages(), box.schemas)
-        async with box, partner or contextlib.nullcontext():
+        columns, services, user = chat.sample.columns, self.services, None
+        tools = ToolBox(services.tools, columns.get("tools_kwargs") or {}, self.config, services.thread)
+        interaction = columns.get("interaction_kwargs") or {}
+        if interaction.get("name") is not None:
+            user = UserSimulator(services.interactions, interaction, services.thread, self.config.tool_timeout_s)
+        if services.tools:
+            chat.begin(chat.sample.require_messages(), [spec.schema for spec in services.tools.values()])
+        async with tools, user or contextlib.nullcontext():
             try:
-                await self._take_turns(chat, box, partner)
+                await self._take_turns(chat, tools, user)
             except ConversationOver as over:
                 chat.finish_reason = over.reason
-            chat.tool_rewards = await box.rewards()
+            chat.tool_rewards = await tools.rewards()
 
-    def _open_tools(self, tools_kwargs: Mapping[str, Any]) -> ToolBox:
-        tools = self.services.tools
-        given = {name: kwargs for name, kwargs in tools_kwargs.items() if kwargs is not None}
-        unknown = [name for name in given if name not in tools]
-        if unknown:
-            raise RolloutError(
-                "tools_kwargs",
-                got=", ".join(unknown),
-                expected=f"names of tools: {', '.join(tools) or 'none is configured'}",
-                fix="Correct extra_info.tools_kwargs of the row, or configure the tool.",
-            )
-        sessions = {name: source.open(given.get(name, {})) for name, source in tools.items()}
-        signatures = {name: source.signature for name, source in tools.items()}
-        return ToolBox(sessions, signatures, self.config, self.services.thread)
-
-    async def _take_turns(self, chat: Conversation, box: ToolBox, partner: Partner | None) -> None:
-        parameters = {name: signature.parameters for name, signature in box.signatures.items()}
+    async def _take_turns(self, chat: Conversation, tools: ToolBox, user: UserSimulator | None) -> None:
+        parameters = {name: spec.parameters for name, spec in self.services.tools.items()}
         while True:
             turn = await chat.generate()
             calls = self.parser(turn.text, parameters) if parameters else []
+            started = time.perf_counter()
             if calls:
                 chat.require_another()
-                await self._call_tools(chat, box, calls)
-            elif partner is not None:
-                await self._ask_partner(chat, partner)
+                responses = await self._call_tools(tools, calls)
+                messages = self._tool_messages(chat, responses)
+                chat.append(messages, tool_responses=responses, seconds=time.perf_counter() - started)
+            elif user is not None:
+                # It scores the model's last turn too, so it replies before the limits are checked.
+                reply = await user.reply(chat.messages)
+                if reply.score is not None:
+                    chat.turn_scores.append(reply.score)
+                if reply.is_over:
+                    raise ConversationOver("interaction")
+                chat.append([{"role": "user", "content": reply.text}], seconds=time.perf_counter() - started)
             else:
                 return
 
-    async def _call_tools(self, chat: Conversation, box: ToolBox, calls: list[ToolCall]) -> None:
-        started = time.perf_counter()
+    async def _call_tools(self, tools: ToolBox, calls: list[ToolCall]) -> list[ToolResponse]:
+        """The responses to the calls of one turn, which are made at the same time, in their order."""
         limit = self.config.max_parallel_calls
-        answers: list[ToolAnswer] = await _all_of([box.call(call) for call in calls[:limit]])
-        answers += [box.refuse(call, f"only {limit} calls of a turn are made; call again") for call in calls[limit:]]
-        numbered = enumerate(answers, start=sum(len(turn.answers) for turn in chat.turns))
-        messages = [
+        made = await asyncio.gather(*(tools.call(call) for call in calls[:limit]), return_exceptions=True)
+        # All have ended: none runs on in a conversation that ends.
+        responses = []
+        for response in made:
+            if isinstance(response, BaseException):
+                raise response
+            responses.append(response)
+        why = f"only {limit} calls of a turn are made; call again"
+        return [*responses, *(tools.refuse(call, why) for call in calls[limit:])]
+
+    @staticmethod
+    def _tool_messages(chat: Conversation, responses: list[ToolResponse]) -> list[dict[str, str]]:
+        first = sum(len(turn.tool_responses) for turn in chat.turns)
+        return [
             {
                 "role": "tool",
-                "name": answer.name or "unknown",
+                "name": response.name or "unknown",
                 "tool_call_id": f"call{number:05d}",
-                "content": answer.text,
+                "content": response.text,
             }
-            for number, answer in numbered
+            for number, response in enumerate(responses, start=first)
         ]
-        chat.append(messages, answers=answers, seconds=time.perf_counter() - started)
-
-    async def _ask_partner(self, chat: Conversation, partner: Partner) -> None:
-        started = time.perf_counter()
-        # It scores the model's last turn too, so it is asked before the limits are.
-        reply = await partner.reply(chat.messages)
-        if reply.score is not None:
-            chat.turn_scores.append(reply.score)
-        if reply.is_over:
-            raise ConversationOver("interaction")
-        chat.append([{"role": "user", "content": reply.text}], seconds=time.perf_counter() - started)
-
-
-async def _all_of(coroutines: list[Any]) -> list[Any]:
-    """What all return, side by side; the first that failed is raised once all have ended."""
-    results = await asyncio.gather(*coroutines, return_exceptions=True)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return list(results)

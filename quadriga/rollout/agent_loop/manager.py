@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Leads the conversations of a batch, all at the same time.
 
-    batch ──> a task for each row ──> loop: engine.generate / tools / partner ──> grade ──> batch, in the rows' order
+    batch ──> a task for each row ──> loop: engine.generate / tools / user simulator ──> grade ──> batch, same rows
                      │                                                              │
-                     └── a tool failed: this row ends, with the reason              └── while others still talk
+                     └── a tool failed: this row ends, with the reason              └── while others are generated
                      └── the engine or the grader failed: all end, the error is raised
 
 a task  consumes a row; waits for the engine, for tools and the grader; unblocked by each of them, or cancelled.
@@ -11,28 +11,26 @@ a task  consumes a row; waits for the engine, for tools and the grader; unblocke
 
 import asyncio
 import logging
+import tempfile
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from transformers import PreTrainedTokenizerBase
 
 from quadriga.config.rollout import RolloutConfig
-from quadriga.errors import QuadrigaError, RolloutError
+from quadriga.errors import ConfigError, QuadrigaError, RolloutError
 from quadriga.protocol import DataProto
 from quadriga.rewards.outcome import Outcome
-from quadriga.rollout.agent_loop.batch import graded_row, metrics_of, samples_of, to_batch
-from quadriga.rollout.agent_loop.conversation import Conversation, ConversationOver, Limits, Sample
-from quadriga.rollout.agent_loop.interactions import PartnerSource
+from quadriga.rollout.agent_loop.batch import graded_row, metrics_of, samples_of, to_batch, write_trace
+from quadriga.rollout.agent_loop.conversation import Conversation, ConversationOver, Limits, TurnEncoder
+from quadriga.rollout.agent_loop.interactions import load_interactions
 from quadriga.rollout.agent_loop.loops import REGISTRY, AgentLoop, Services
 from quadriga.rollout.agent_loop.mcp_servers import Server, server_tools
-from quadriga.rollout.agent_loop.tool_calls import ToolFailedError
-from quadriga.rollout.agent_loop.tool_thread import ToolThread
-from quadriga.rollout.agent_loop.tools import ToolSource
-from quadriga.rollout.agent_loop.trace import write_trace
-from quadriga.rollout.agent_loop.turns import TurnEncoder
-from quadriga.rollout.agent_loop.user_files import by_name, class_tools, function_tools, partners
+from quadriga.rollout.agent_loop.tool_calls import ToolFailedError, ToolThread
+from quadriga.rollout.agent_loop.tools import ToolSpec, class_tools, function_tools
 from quadriga.rollout.base import RolloutEngine, SamplingParams
 from quadriga.rollout.sequences import sampling_of, sequence_seeds
 from quadriga.user_file import import_file
@@ -45,7 +43,7 @@ MAX_FAILURES_IN_A_ROW = 64
 
 
 class AgentLoopManager:
-    """Loads tools, partners and loops once, and leads batch after batch.
+    """Loads tools, user simulators and loops once, and leads batch after batch.
 
     Args:
         config: of the rollout.
@@ -53,10 +51,11 @@ class AgentLoopManager:
         prompt_length: P, `data.max_prompt_length`.
         response_length: T, `data.max_response_length`: everything after the prompt, tools included.
         template_kwargs: of `data.apply_chat_template_kwargs`.
+        log_dir: where MCP servers' standard error is written; None: a temporary folder.
 
     Raises:
-        ConfigError: a file with tools, partners or loops is not as it must be.
-        RolloutError: a tool cannot be one, or a server of tools cannot be reached.
+        ConfigError: a file with tools, interactions or loops is not as it must be.
+        RolloutError: a tool cannot be one, or an MCP server cannot be reached.
     """
 
     def __init__(
@@ -67,11 +66,11 @@ class AgentLoopManager:
         prompt_length: int,
         response_length: int,
         template_kwargs: Mapping[str, Any] | None = None,
+        log_dir: Path | None = None,
     ) -> None:
         self.config, self.tokenizer = config, tokenizer
         self.encoder = TurnEncoder(tokenizer, template_kwargs or {})
-        total = config.max_model_len or prompt_length + response_length
-        turns = config.multi_turn
+        total, turns = config.max_model_len or prompt_length + response_length, config.multi_turn
         self.limits = Limits(prompt_length, response_length, total, turns.max_assistant_turns, turns.max_user_turns)
         self._thread, self._servers = ToolThread(), list[Server]()
         self._runner = asyncio.Runner()
@@ -80,10 +79,19 @@ class AgentLoopManager:
         if config.agent.agent_loop_path is not None:
             import_file(config.agent.agent_loop_path, "actor_rollout_ref.rollout.agent.agent_loop_path")
         try:
-            self.services = Services(config, self._load_tools(), self._load_partners(), self._thread)
+            tools = self._load_tools(log_dir or Path(tempfile.gettempdir()) / "quadriga")
+            has_interactions = turns.enable and turns.interaction_config_path is not None
+            interactions = load_interactions(turns.interaction_config_path) if has_interactions else {}
         except BaseException:
             self.close()
             raise
+        self.services = Services(config, tools, interactions, self._thread)
+
+    @property
+    def description(self) -> str:
+        """Which MCP servers there are and where their standard error is written; "" where there is none."""
+        logs = [f"{server.name} (log: {server.log})" for server in self._servers if server.entry.command is not None]
+        return f"MCP servers {', '.join(logs)}" if logs else ""
 
     def generate(
         self, engine: RolloutEngine, prompts: DataProto, *, seed: int, grade: Grade | None = None
@@ -99,16 +107,22 @@ class AgentLoopManager:
             require_version(engine, expected)
         started = time.perf_counter()
         params = sampling_of(prompts.meta_info, self.config, self.limits.response_tokens)
-        seeds = sequence_seeds(prompts, seed)
+        samples = samples_of(prompts, self.config.agent.default_agent_loop)
         chats = [
             Conversation(engine, self.encoder, sample, SamplingParams(**params, seed=own), self.limits)
-            for sample, own in zip(samples_of(prompts), seeds, strict=True)
+            for sample, own in zip(samples, sequence_seeds(prompts, seed), strict=True)
         ]
         outcomes: list[Outcome | None] = [None] * len(chats)
         try:
-            await self._lead_all(chats, outcomes, grade)
+            async with asyncio.TaskGroup() as group:
+                for chat in chats:
+                    group.create_task(self._lead_one(chat, outcomes, grade))
+        except BaseExceptionGroup as failed:
+            # The first one ended the others; they say nothing of their own.
+            raise failed.exceptions[0] from failed.exceptions[0].__cause__
         finally:
-            self._trace(chats, outcomes, prompts.meta_info)
+            if self.config.trace_dir is not None:
+                write_trace(self.config.trace_dir, chats, outcomes, prompts.meta_info)
         self._count_failures(chats)
         batch = to_batch(
             chats,
@@ -117,33 +131,23 @@ class AgentLoopManager:
             response_length=self.limits.response_tokens,
             pad_token_id=self.tokenizer.pad_token_id,
         ).to(prompts.batch["input_ids"].device)
-        batch.meta_info = {
-            "metrics": metrics_of(chats, time.perf_counter() - started),
-            "weight_version": engine.weight_version,
-        }
+        metrics = metrics_of(chats, time.perf_counter() - started)
+        batch.meta_info = {"metrics": metrics, "weight_version": engine.weight_version}
         return batch
 
     def close(self) -> None:
-        """Ends the servers of tools, and the thread in which tools run."""
+        """Ends the MCP servers, and the thread in which tools run."""
         while self._servers:
             self._thread.wait(self._servers.pop().close())
         self._thread.close()
         self._runner.close()
 
-    async def _lead_all(self, chats: list[Conversation], outcomes: list[Outcome | None], grade: Grade | None) -> None:
+    async def _lead_one(self, chat: Conversation, outcomes: list[Outcome | None], grade: Grade | None) -> None:
+        sample = chat.sample
         try:
-            async with asyncio.TaskGroup() as group:
-                for row, chat in enumerate(chats):
-                    group.create_task(self._lead_one(row, chat, outcomes, grade))
-        except BaseExceptionGroup as failed:
-            # The first one ended the others; they say nothing of their own.
-            raise failed.exceptions[0] from failed.exceptions[0].__cause__
-
-    async def _lead_one(
-        self, row: int, chat: Conversation, outcomes: list[Outcome | None], grade: Grade | None
-    ) -> None:
-        try:
-            await self._loop_for(chat.sample).run(chat)
+            if sample.agent not in self._loops:
+                self._loops[sample.agent] = REGISTRY.get(sample.agent)(self.services)
+            await self._loops[sample.agent].run(chat)
             chat.finish(chat.finish_reason or "stop")
         except ConversationOver as over:
             chat.finish(over.reason)
@@ -151,43 +155,29 @@ class AgentLoopManager:
             chat.finish(f"tool_error: {failure}", failure=failure.details or str(failure))
         except Exception as error:
             if isinstance(error, QuadrigaError):
-                error.add_note(f"in the conversation of row {row}, uid {chat.sample.uid}, turn {len(chat.turns)}")
+                error.add_note(f"in the conversation of row {sample.row}, uid {sample.uid}, turn {len(chat.turns)}")
                 raise
             # A loop of a user's failed: an environment, say. It ends its own conversation, as a tool does.
             details = "".join(traceback.format_exception(error)).rstrip()
             chat.finish(f"loop_error: {type(error).__name__}: {error}"[:2000], failure=details)
         if grade is not None:
-            outcomes[row] = await grade(graded_row(chat))
+            outcomes[sample.row] = await grade(graded_row(chat))
 
-    def _loop_for(self, sample: Sample) -> AgentLoop:
-        name = sample.columns.get("agent_name") or self.config.agent.default_agent_loop
-        if name not in self._loops:
-            self._loops[name] = REGISTRY.get(name)(self.services)
-        return self._loops[name]
-
-    def _load_tools(self) -> dict[str, ToolSource]:
+    def _load_tools(self, log_dir: Path) -> dict[str, ToolSpec]:
         config = self.config.multi_turn
-        sources: list[ToolSource] = []
+        specs: list[ToolSpec] = []
         if config.enable and config.function_tool_path is not None:
-            sources += function_tools(config.function_tool_path, self._thread.invoke)
+            specs += function_tools(config.function_tool_path)
         if config.enable and config.tool_config_path is not None:
-            sources += class_tools(config.tool_config_path, self._thread.invoke)
-            sources += server_tools(config.tool_config_path, self._thread, self._servers)
-        return by_name(sources)
-
-    def _load_partners(self) -> dict[str, PartnerSource]:
-        config = self.config.multi_turn
-        is_wanted = config.enable and config.interaction_config_path is not None
-        return partners(config.interaction_config_path) if is_wanted else {}
-
-    def _trace(self, chats: list[Conversation], outcomes: list[Outcome | None], meta_info: dict[str, Any]) -> None:
-        if self.config.trace_dir is None:
-            return
-        ended = [row for row, chat in enumerate(chats) if chat.finish_reason]
-        if ended:
-            write_trace(
-                self.config.trace_dir, [chats[row] for row in ended], [outcomes[row] for row in ended], meta_info
-            )
+            specs += class_tools(config.tool_config_path)
+            specs += server_tools(config.tool_config_path, self._thread, self._servers, log_dir)
+        named: dict[str, ToolSpec] = {}
+        for spec in specs:
+            if spec.name in named:
+                where = "actor_rollout_ref.rollout.multi_turn, tools"
+                raise ConfigError(where, got=f"two with the name {spec.name!r}", expected="a name for each")
+            named[spec.name] = spec
+        return named
 
     def _count_failures(self, chats: list[Conversation]) -> None:
         """Says how many failed and why; where all do, the run stops."""

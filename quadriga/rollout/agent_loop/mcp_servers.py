@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tools of servers that speak the Model Context Protocol, over standard input and output or over HTTP.
 
-    tool thread:   serve() ── connects ── lists the tools ── waits ─────────────────────── closes
-                                              │                  ▲ call_tool, from any conversation
-    opener:        waits for the list, at most START_S            └ session, shared by all of them
+    tool thread:   _serve() ── connects ── lists the tools ── waits ─────────────────────── closes
+                                               │                  ▲ call_tool, from any conversation
+    caller:        connect() waits for the list, at most START_S  └ session, shared by all of them
 
-serve  consumes an entry of the file; waits to be closed; unblocked by `close`, or by the end of the server.
+_serve  consumes an entry of the file; waits to be closed; unblocked by `close`, or by the end of the server.
 
+What a server writes to its standard error goes to a file, whose last lines are part of each error of the server.
 This is the one file that imports the package `mcp` (an extra), and only once a server is configured.
 """
 
 import asyncio
 import contextlib
 import os
+import socket
 import sys
-from collections.abc import Mapping
+from functools import partial
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -22,32 +24,33 @@ from typing import Any
 
 from quadriga.config.tool_files import ServerEntry, read_tool_file
 from quadriga.errors import RolloutError
-from quadriga.rollout.agent_loop.tool_schema import Signature
-from quadriga.rollout.agent_loop.tool_thread import ToolThread
-from quadriga.rollout.agent_loop.tools import ToolError
+from quadriga.rollout.agent_loop.tool_calls import ToolThread
+from quadriga.rollout.agent_loop.tools import ToolError, ToolSpec, as_tool
 
 START_S = 60.0
 LEAST_VERSION = 2
 
+_SHOWN_BYTES = 1500  # of a server's standard error, in an error
+
 
 class Server:
-    """A server of tools that is connected.
+    """An MCP server. Its methods run in the tool thread.
 
     Args:
         name: of the server in its file.
         entry: how it is reached.
         folder: where a program is started that names no other.
+        log: takes the standard error of a program that is started.
     """
 
-    def __init__(self, name: str, entry: ServerEntry, folder: Path) -> None:
-        self.name, self.entry, self.folder = name, entry, folder
-        self.where = f"MCP server {name}"
+    def __init__(self, name: str, entry: ServerEntry, folder: Path, log: Path) -> None:
+        self.name, self.entry, self.folder, self.log = name, entry, folder, log
         self._session: Any = None
         self._task: asyncio.Task[None] | None = None
         self._closing: asyncio.Event | None = None
 
-    async def connect(self) -> "list[ServerTool]":
-        """Starts or reaches the server and returns its tools; runs in the tool thread.
+    async def connect(self) -> list[ToolSpec]:
+        """Starts or reaches the server and returns its tools.
 
         Raises:
             RolloutError: it does not answer, or has no tool that the file names.
@@ -57,30 +60,17 @@ class Server:
         self._task = asyncio.ensure_future(self._serve(listed))
         await asyncio.wait({self._task, listed}, timeout=START_S, return_when=asyncio.FIRST_COMPLETED)
         if not listed.done():
-            raise self._not_reached()
-        return self._chosen(listed.result())
-
-    async def call(self, tool: str, arguments: dict[str, Any]) -> str:
-        """The answer of a tool, as text.
-
-        Raises:
-            ToolError: the tool says that the call was wrong.
-            RolloutError: the server has ended.
-        """
-        if self._task is None or self._task.done():
-            raise RolloutError(self.where, got="a server that has ended", expected="one that runs")
-        call = asyncio.ensure_future(self._session.call_tool(tool, arguments))
-        try:
-            await asyncio.wait({call, self._task}, return_when=asyncio.FIRST_COMPLETED)
-            if not call.done():
-                raise RolloutError(self.where, got=f"its end while it answered a call of {tool}")
-            result = call.result()
-        finally:
-            call.cancel()
-        text = "\n".join(_block_text(block) for block in result.content)
-        if result.is_error:
-            raise ToolError(f"{tool}: {text}")
-        return text
+            how = self.entry.url or " ".join([self.entry.command or "", *self.entry.args])
+            got = self._cause() or f"no response within {START_S:g} s"
+            self._task.cancel()
+            raise self._error(got, "a server of tools", f"Try it alone: {how}")
+        names = [tool.name for tool in listed.result()]
+        wanted = names if self.entry.tools is None else self.entry.tools
+        missing = [name for name in wanted if name not in names]
+        if missing or not wanted:
+            expected = f"some of {', '.join(names) or 'none: it has no tools'}"
+            raise RolloutError(f"MCP server {self.name}, tools", got=", ".join(missing) or "none", expected=expected)
+        return [self._spec(tool) for tool in listed.result() if tool.name in wanted]
 
     async def close(self) -> None:
         """Ends the connection, and the program if it was started."""
@@ -88,18 +78,41 @@ class Server:
             self._closing.set()
             await asyncio.wait({self._task}, timeout=START_S)
 
+    async def _call(self, tool: str, /, **arguments: Any) -> str:
+        """The response of a tool, as text.
+
+        Raises:
+            ToolError: the tool says that the call was wrong.
+            RolloutError: the server has ended.
+        """
+        if self._task is None or self._task.done():
+            raise self._error("a server that has ended", "one that runs")
+        call = asyncio.ensure_future(self._session.call_tool(tool, arguments))
+        try:
+            await asyncio.wait({call, self._task}, return_when=asyncio.FIRST_COMPLETED)
+            if not call.done():
+                raise self._error(f"its end during a call of {tool}", "a response")
+            result = call.result()
+        finally:
+            call.cancel()
+        blocks = [(getattr(block, "text", None), block.type) for block in result.content]
+        text = "\n".join(text if isinstance(text, str) else f"[{kind}, which is not text]" for text, kind in blocks)
+        if result.is_error:
+            raise ToolError(f"{tool}: {text}")
+        return text
+
     async def _serve(self, listed: "asyncio.Future[list[Any]]") -> None:
         """Opens and closes the connection in one task, as the package demands."""
         assert self._closing is not None
         async with contextlib.AsyncExitStack() as stack:
-            streams = await stack.enter_async_context(self._transport())
+            streams = await stack.enter_async_context(self._transport(stack))
             session = await stack.enter_async_context(_package().ClientSession(streams[0], streams[1]))
             await session.initialize()
             self._session = session
             listed.set_result(list((await session.list_tools()).tools))
             await self._closing.wait()
 
-    def _transport(self) -> Any:
+    def _transport(self, stack: contextlib.AsyncExitStack) -> Any:
         entry = self.entry
         if entry.url is not None:
             return import_module("mcp.client.streamable_http").streamable_http_client(entry.url)
@@ -109,82 +122,55 @@ class Server:
         parameters = _package().StdioServerParameters(
             command=command, args=entry.args, env=environment, cwd=entry.cwd or str(self.folder)
         )
-        return import_module("mcp.client.stdio").stdio_client(parameters)
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        log = stack.enter_context(self.log.open("a", encoding="utf-8"))
+        return import_module("mcp.client.stdio").stdio_client(parameters, errlog=log)
 
-    def _chosen(self, tools: list[Any]) -> "list[ServerTool]":
-        names = [tool.name for tool in tools]
-        wanted = names if self.entry.tools is None else self.entry.tools
-        missing = [name for name in wanted if name not in names]
-        if missing or not wanted:
-            raise RolloutError(
-                f"{self.where}, tools",
-                got=", ".join(missing) or "none",
-                expected=f"some of {', '.join(names) or 'none: it has no tools'}",
-            )
-        return [ServerTool(self, _signature(tool)) for tool in tools if tool.name in wanted]
+    def _spec(self, tool: Any) -> ToolSpec:
+        """One tool for every conversation: the server keeps what state there is."""
+        function = {
+            "name": tool.name,
+            "description": tool.description or tool.title or tool.name,
+            "parameters": {key: value for key, value in tool.input_schema.items() if key not in ("title", "$schema")},
+        }
+        make = as_tool(partial(self._call, tool.name))
+        return ToolSpec(make, {"type": "function", "function": function}, methods=())
 
-    def _not_reached(self) -> RolloutError:
+    def _cause(self) -> str:
+        """What ended the connection; "" while it is open."""
         assert self._task is not None
         cause = self._task.exception() if self._task.done() and not self._task.cancelled() else None
         while isinstance(cause, BaseExceptionGroup):
             cause = cause.exceptions[0]
-        got = f"{type(cause).__name__}: {cause}" if cause else f"no answer within {START_S:g} s"
-        self._task.cancel()
-        how = self.entry.url or " ".join([self.entry.command or "", *self.entry.args])
-        return RolloutError(self.where, got=got, expected="a server of tools", fix=f"Try it alone: {how}")
+        return f"{type(cause).__name__}: {cause}" if cause else ""
+
+    def _error(self, got: str, expected: str, fix: str = "") -> RolloutError:
+        if self.log.is_file():
+            said = self.log.read_bytes()[-_SHOWN_BYTES:].decode(errors="replace").strip() or "nothing"
+            fix = f"{fix}\nIts standard error ({self.log}) ends with:\n{said}\n"
+        return RolloutError(f"MCP server {self.name}", got=got, expected=expected, fix=fix)
 
 
-class ServerTool:
-    """One tool of a server, for every conversation: the server keeps what state there is.
+def server_tools(path: str, thread: ToolThread, servers: list[Server], log_dir: Path) -> list[ToolSpec]:
+    """The tools of the servers in a YAML file.
 
     Args:
-        server: that has it.
-        signature: as the server describes it.
-    """
-
-    def __init__(self, server: Server, signature: Signature) -> None:
-        self.server, self.signature = server, signature
-
-    def open(self, kwargs: Mapping[str, Any]) -> "ServerTool":
-        """See `ToolSource.open`."""
-        given = {key: value for key, value in kwargs.items() if value is not None}
-        if given:
-            raise RolloutError(
-                f"tools_kwargs.{self.signature.name}",
-                got=", ".join(given),
-                expected="nothing: a server's tool has none",
-            )
-        return self
-
-    async def start(self) -> None:
-        """See `ToolSession.start`."""
-
-    async def call(self, arguments: dict[str, Any]) -> str:
-        """See `ToolSession.call`."""
-        return await self.server.call(self.signature.name, arguments)
-
-    async def reward(self) -> float | None:
-        """See `ToolSession.reward`."""
-        return None
-
-    async def end(self) -> None:
-        """See `ToolSession.end`."""
-
-
-def server_tools(path: str, thread: ToolThread, servers: list[Server]) -> list[ServerTool]:
-    """The tools of the servers in a YAML file. Each server that was reached is added to `servers`.
+        path: of the file.
+        thread: where the connections live.
+        servers: each server that was reached is added to them.
+        log_dir: takes the standard error of each program that is started: `mcp-NAME.HOST-PID.log`.
 
     Raises:
         ConfigError: the file is not as it must be.
         RolloutError: a server cannot be reached.
     """
     folder = Path(path).expanduser().resolve().parent
-    tools: list[ServerTool] = []
+    tools: list[ToolSpec] = []
     for name, entry in read_tool_file(path).mcp_servers.items():
         _package()
-        server = Server(name, entry, folder)
-        servers.append(server)
-        tools += thread.wait(server.connect())
+        log = log_dir / f"mcp-{name.replace(os.sep, '_')}.{socket.gethostname()}-{os.getpid()}.log"
+        servers.append(Server(name, entry, folder, log))
+        tools += thread.wait(servers[-1].connect())
     return tools
 
 
@@ -199,18 +185,3 @@ def _package() -> Any:
     if int(installed.partition(".")[0]) < LEAST_VERSION:
         raise RolloutError("mcp_servers", got=f"mcp {installed}", expected=f"mcp {LEAST_VERSION} or later")
     return package
-
-
-def _signature(tool: Any) -> Signature:
-    parameters = {key: value for key, value in tool.input_schema.items() if key not in ("title", "$schema")}
-    described = {
-        "name": tool.name,
-        "description": tool.description or tool.title or tool.name,
-        "parameters": parameters,
-    }
-    return Signature({"type": "function", "function": described})
-
-
-def _block_text(block: Any) -> str:
-    text = getattr(block, "text", None)
-    return text if isinstance(text, str) else f"[{block.type}, which is not text]"

@@ -6,7 +6,7 @@
     glm          <tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>
     gpt-oss      <|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}<|call|>
 
-A parser never raises: a call that cannot be read is one with a problem, which the model is told.
+A parser never raises: a call that cannot be read is one with a problem, whose text the model reads.
 """
 
 import json
@@ -25,7 +25,7 @@ _FUNCTION = re.compile(r"<function=([^>\n]*)>(.*?)(?:</function>|\Z)", re.DOTALL
 _PARAMETER = re.compile(r"<parameter=([^>\n]*)>(.*?)(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
 _PAIR = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 _HARMONY = re.compile(
-    r"to=functions\.([\w.\-]+)((?:(?!<\|message\|>).)*?)<\|message\|>(.*?)(<\|call\|>|<\|end\|>|<\|return\|>|\Z)",
+    r"to=functions\.([\w.\-]+)(?:(?!<\|message\|>).)*?<\|message\|>(.*?)(?:<\|call\|>|<\|end\|>|<\|return\|>|\Z)",
     re.DOTALL,
 )
 _SHOWN = 200
@@ -51,37 +51,34 @@ Parser: TypeAlias = Callable[[str, Schemas], list[ToolCall]]
 
 def hermes(text: str, schemas: Schemas) -> list[ToolCall]:
     """Calls as JSON objects between tags; Qwen and many others write them."""
-    return [_hermes_call(found[1], found[2]) for found in _BLOCK.finditer(text)]
-
-
-def _hermes_call(body: str, end: str) -> ToolCall:
     form = 'expected <tool_call>{"name": ..., "arguments": {...}}</tool_call>'
-    if not end:
-        return _unreadable(f"the tool call is not closed: {_shown(body)}; {form}")
-    try:
-        call = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        return _unreadable(f"the tool call is not JSON ({error}): {_shown(body)}; {form}")
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"]:
-        return _unreadable(f"the tool call has no name: {_shown(body)}; {form}")
-    return _with_arguments(call["name"], call.get("arguments", {}), form)
+    calls = []
+    for body, end in _BLOCK.findall(text):
+        if not end:
+            calls.append(_unreadable("the tool call is not closed", body, form))
+            continue
+        try:
+            call = json.loads(body)
+        except (ValueError, RecursionError) as error:
+            calls.append(_unreadable(f"the tool call is not JSON ({error})", body, form))
+            continue
+        if isinstance(call, dict) and isinstance(call.get("name"), str) and call["name"]:
+            calls.append(_with_arguments(call["name"], call.get("arguments", {}), form))
+        else:
+            calls.append(_unreadable("the tool call has no name", body, form))
+    return calls
 
 
 def qwen3_coder(text: str, schemas: Schemas) -> list[ToolCall]:
     """Calls in tags for the function and for each parameter; Qwen3-Coder writes them."""
     form = "expected <tool_call><function=NAME><parameter=NAME>VALUE</parameter></function></tool_call>"
     calls = []
-    for block in _BLOCK.finditer(text):
-        found = _FUNCTION.search(block[1])
-        if not block[2] or found is None or not found[1].strip():
-            why = "names no function" if block[2] else "is not closed"
-            calls.append(_unreadable(f"the tool call {why}: {_shown(block[1])}; {form}"))
-            continue
-        name = found[1].strip()
-        pairs = [
-            (one[1].strip(), one[2].removeprefix("\n").removesuffix("\n")) for one in _PARAMETER.finditer(found[2])
-        ]
-        calls.append(ToolCall(name, _typed(pairs, schemas.get(name, {}))))
+    for body, end in _BLOCK.findall(text):
+        found = _FUNCTION.search(body)
+        name = found[1].strip() if found else ""
+        parameters = _PARAMETER.findall(found[2]) if found else []
+        pairs = [(key, value.removeprefix("\n").removesuffix("\n")) for key, value in parameters]
+        calls.append(_tagged_call(name, pairs, body, end, form, schemas))
     return calls
 
 
@@ -89,14 +86,9 @@ def glm(text: str, schemas: Schemas) -> list[ToolCall]:
     """Calls in tags for each key and value; GLM 4.5 and later write them."""
     form = "expected <tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>"
     calls = []
-    for block in _BLOCK.finditer(text):
-        name = block[1].partition("<arg_key>")[0].strip()
-        if not block[2] or not name or "\n" in name:
-            why = "names no function" if block[2] else "is not closed"
-            calls.append(_unreadable(f"the tool call {why}: {_shown(block[1])}; {form}"))
-            continue
-        pairs = [(one[1].strip(), one[2]) for one in _PAIR.finditer(block[1])]
-        calls.append(ToolCall(name, _typed(pairs, schemas.get(name, {}))))
+    for body, end in _BLOCK.findall(text):
+        name = body.partition("<arg_key>")[0].strip()
+        calls.append(_tagged_call("" if "\n" in name else name, _PAIR.findall(body), body, end, form, schemas))
     return calls
 
 
@@ -104,13 +96,11 @@ def gpt_oss(text: str, schemas: Schemas) -> list[ToolCall]:
     """Calls as messages to `functions.NAME`; gpt-oss writes them."""
     form = "expected a message to=functions.NAME with a JSON object, ended by <|call|>"
     calls = []
-    for found in _HARMONY.finditer(text):
+    for name, body in _HARMONY.findall(text):
         try:
-            arguments = json.loads(found[3] or "{}")
+            calls.append(_with_arguments(name, json.loads(body or "{}"), form))
         except (ValueError, RecursionError) as error:
-            calls.append(_unreadable(f"the tool call is not JSON ({error}): {_shown(found[3])}; {form}", found[1]))
-            continue
-        calls.append(_with_arguments(found[1], arguments, form))
+            calls.append(_unreadable(f"the tool call is not JSON ({error})", body, form, name))
     return calls
 
 
@@ -130,8 +120,10 @@ def parser_named(name: str) -> Parser:
     return PARSERS[name]
 
 
-def _unreadable(problem: str, name: str = "") -> ToolCall:
-    return ToolCall(name, problem=problem)
+def _unreadable(problem: str, text: str, form: str, name: str = "") -> ToolCall:
+    text = text.strip()
+    shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+    return ToolCall(name, problem=f"{problem}: {shown}; {form}")
 
 
 def _with_arguments(name: str, arguments: Any, form: str) -> ToolCall:
@@ -139,16 +131,20 @@ def _with_arguments(name: str, arguments: Any, form: str) -> ToolCall:
         try:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError) as error:
-            return _unreadable(f"the arguments are not JSON ({error}): {_shown(arguments)}; {form}", name)
+            return _unreadable(f"the arguments are not JSON ({error})", arguments, form, name)
     if not isinstance(arguments, dict):
-        return _unreadable(f"the arguments are no object: {_shown(json.dumps(arguments))}; {form}", name)
+        return _unreadable("the arguments are no object", json.dumps(arguments), form, name)
     return ToolCall(name, arguments)
 
 
-def _typed(pairs: list[tuple[str, str]], schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Texts in the types that the schema asks for; where they do not fit, the check of the arguments says so."""
-    properties = schema.get("properties", {})
-    return {name: _value(text, properties.get(name, {})) for name, text in pairs}
+def _tagged_call(
+    name: str, pairs: list[tuple[str, str]], body: str, end: str, form: str, schemas: Schemas
+) -> ToolCall:
+    """Texts in the types that the schema names; where they do not fit, the check of the arguments says so."""
+    if not end or not name:
+        return _unreadable(f"the tool call {'names no function' if end else 'is not closed'}", body, form)
+    properties = schemas.get(name, {}).get("properties", {})
+    return ToolCall(name, {key.strip(): _value(text, properties.get(key.strip(), {})) for key, text in pairs})
 
 
 def _value(text: str, schema: Mapping[str, Any]) -> Any:
@@ -159,8 +155,3 @@ def _value(text: str, schema: Mapping[str, Any]) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError):
         return text
-
-
-def _shown(text: str) -> str:
-    text = text.strip()
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

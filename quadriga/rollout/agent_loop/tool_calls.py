@@ -1,34 +1,57 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One call of a tool: from what the model wrote to the text that it reads, whatever the tool does.
+"""Calls of users' code, tools and user simulators: where it runs, how long it may take, and what the model reads.
 
-the model's mistake (no JSON, unknown tool, wrong arguments, `ToolError`)  -> a text that says so; it may try again
-the tool's own failure (it raised, or took too long)                       -> `ToolFailedError`: the conversation ends
+    the model's mistake (no JSON, unknown tool, wrong arguments, `ToolError`)  -> a text that says so; it may try again
+    the tool's own failure (it raised, or took too long)                       -> `ToolFailedError`: its conversation ends
+
+The code runs in an event loop of its own, so that an engine which blocks its thread does not stop it:
+
+    conversations (loop of the engine)        tool thread (its own loop)           a thread for each plain function
+      │  await thread.call(function, ...)       │                                      │
+      │ ───────────────────────────────────────>│ async function: awaited here         │
+      │                                         │ plain function: ────────────────────>│ runs
+      │<── result, or what was raised, or ──────│<───────────── result ────────────────│
+      │    a timeout                            │
+
+call  consumes a function; waits for a free place among `MAX_CALLS`, then at most `limit_s`; unblocked by the function's
+      end or by the clock. Its time begins when it has a place.
+
+Python cannot end a thread: a plain function that is over its limit is given up, and its thread runs on. With
+`MAX_GIVEN_UP` of these alive the run stops. The threads do not keep the process from ending.
 """
 
+import asyncio
+import inspect
 import json
+import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from difflib import get_close_matches
-from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel
 
 from quadriga.config.multi_turn import MultiTurnConfig
 from quadriga.errors import RolloutError
 from quadriga.rollout.agent_loop.parsers import ToolCall
-from quadriga.rollout.agent_loop.tool_schema import ArgumentError, Signature
-from quadriga.rollout.agent_loop.tool_thread import ToolsStuckError, ToolThread
-from quadriga.rollout.agent_loop.tools import ToolError, ToolSession
+from quadriga.rollout.agent_loop.tools import Tool, ToolError, ToolSpec
 
+MAX_CALLS = 64
+MAX_GIVEN_UP = 256
+CLOSING_S = 5.0
 MARK = "...(truncated)..."
+
+_TIMEOUT_KEY = "actor_rollout_ref.rollout.multi_turn.tool_timeout_s"
 _SHOWN = 200
+
+T = TypeVar("T")
 
 
 class ToolFailedError(RolloutError):
-    """A tool failed by itself: the conversation that called it ends.
+    """A tool or user simulator failed by itself: the conversation that called it ends.
 
     Attributes:
         details: the traceback, for the trace; "" where there is none.
@@ -37,8 +60,132 @@ class ToolFailedError(RolloutError):
     details: str = ""
 
 
+class ToolsStuckError(RolloutError):
+    """So many tools hang that the run stops."""
+
+
+class ToolThread:
+    """The thread and event loop in which users' code runs. Started when first used; `close` ends it."""
+
+    _places: asyncio.Semaphore
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._given_up: set[threading.Thread] = set()
+
+    async def call(self, where: str, function: Callable[..., Any], kwargs: Mapping[str, Any], limit_s: float) -> Any:
+        """What a user's function returns, plain or async.
+
+        Args:
+            where: it is called, for errors.
+            function, kwargs: the function and its arguments.
+            limit_s: seconds that it may take.
+
+        Raises:
+            ToolError: the function raised it.
+            ToolFailedError: the function raised something else, or took too long.
+            ToolsStuckError: too many calls of plain functions were given up and still run.
+        """
+        running = asyncio.run_coroutine_threadsafe(self._limited(function, kwargs, limit_s), self._started())
+        try:
+            return await asyncio.wrap_future(running)
+        except (ToolError, ToolsStuckError):
+            raise
+        except TimeoutError as error:
+            fix = f"Raise {_TIMEOUT_KEY}, or make the tool quicker."
+            raise ToolFailedError(where, got=str(error) or "TimeoutError", fix=fix) from error
+        except Exception as error:
+            failure = ToolFailedError(
+                where,
+                got=f"{type(error).__name__}: {error}"[:2000],
+                expected="a result",
+                fix="Raise quadriga.rollout.agent_loop.ToolError for what the model should read instead.",
+            )
+            failure.details = "".join(traceback.format_exception(error)).rstrip()
+            raise failure from error
+
+    def wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """What a coroutine of ours returns, run in the tool thread while this one waits."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._started()).result()
+
+    @property
+    def num_given_up(self) -> int:
+        """Calls that were given up and still run."""
+        self._given_up = {thread for thread in self._given_up if thread.is_alive()}
+        return len(self._given_up)
+
+    def close(self) -> None:
+        """Ends what runs in the loop, and the loop."""
+        if self._loop is None or self._thread is None:
+            return
+        asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result(CLOSING_S + 1)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(CLOSING_S)
+        self._loop.close()
+        self._loop = self._thread = None
+
+    def _started(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            self._loop, self._places = asyncio.new_event_loop(), asyncio.Semaphore(MAX_CALLS)
+            self._thread = threading.Thread(target=self._loop.run_forever, name="quadriga-tools", daemon=True)
+            self._thread.start()
+        return self._loop
+
+    async def _limited(self, function: Callable[..., Any], kwargs: Mapping[str, Any], limit_s: float) -> Any:
+        async with self._places:
+            task = asyncio.ensure_future(self._run(function, kwargs))
+            try:
+                # Unlike asyncio.wait_for, this does not wait for a function that refuses to be cancelled.
+                done, _ = await asyncio.wait({task}, timeout=limit_s)
+                if not done:
+                    raise TimeoutError(f"no response within {limit_s:g} s")
+                return task.result()
+            finally:
+                task.cancel()
+
+    async def _run(self, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> Any:
+        if inspect.iscoroutinefunction(function):
+            return await function(**kwargs)
+        if self.num_given_up >= MAX_GIVEN_UP:
+            raise ToolsStuckError(
+                "tools",
+                got=f"{self.num_given_up} calls that run on after {_TIMEOUT_KEY}",
+                expected="tools that end",
+                fix="Give the tool a time limit of its own, or let it do its work in a process that it can kill.",
+            )
+        returned: Future[Any] = Future()
+        target = threading.Thread(target=_deliver, args=(returned, function, kwargs), name="quadriga-tool", daemon=True)
+        target.start()
+        try:
+            result = await asyncio.wrap_future(returned)
+        except asyncio.CancelledError:
+            self._given_up.add(target)
+            raise
+        return await result if inspect.isawaitable(result) else result
+
+
+def _deliver(returned: "Future[Any]", function: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
+    if not returned.set_running_or_notify_cancel():
+        return
+    try:
+        returned.set_result(function(**kwargs))
+    except BaseException as error:
+        # A tool may call sys.exit; inside a future that would end the loop instead of the call.
+        is_plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
+        returned.set_exception(error if is_plain else RuntimeError(f"{type(error).__name__}: {error}"))
+
+
+async def _cancel_others() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    if others:
+        await asyncio.wait(others, timeout=CLOSING_S)
+
+
 @dataclass(frozen=True)
-class ToolAnswer:
+class ToolResponse:
     """What became of a call.
 
     Attributes:
@@ -57,162 +204,160 @@ class ToolAnswer:
     seconds: float = 0.0
     is_refused: bool = False
 
-    @property
-    def is_cut(self) -> bool:
-        """Whether the model reads less than the tool said."""
-        return len(self.text) < self.num_chars
-
 
 class ToolBox:
-    """The tools of one conversation: a context, in which `call` and `rewards` may be asked.
+    """The tools of one conversation: an async context, in which `call` and `rewards` may be used.
 
     Args:
-        sessions: by name.
-        signatures: by name.
+        specs: of the configuration, by name.
+        tools_kwargs: of the sample, by the name of a tool.
         config: limits.
         thread: where tools run.
+
+    Raises:
+        RolloutError: `tools_kwargs` name what there is not.
     """
 
     def __init__(
         self,
-        sessions: Mapping[str, ToolSession],
-        signatures: Mapping[str, Signature],
+        specs: Mapping[str, ToolSpec],
+        tools_kwargs: Mapping[str, Mapping[str, Any] | None],
         config: MultiTurnConfig,
         thread: ToolThread,
     ) -> None:
-        self.sessions, self.signatures, self.config, self.thread = sessions, signatures, config, thread
-        self._started: list[str] = []
-
-    @property
-    def schemas(self) -> list[dict[str, Any]]:
-        """What the chat template is given."""
-        return [signature.schema for signature in self.signatures.values()]
+        self.specs, self.config, self.thread = specs, config, thread
+        given = {name: kwargs for name, kwargs in tools_kwargs.items() if kwargs is not None}
+        if unknown := [name for name in given if name not in specs]:
+            raise RolloutError(
+                "tools_kwargs",
+                got=", ".join(unknown),
+                expected=f"names of tools: {', '.join(specs) or 'none is configured'}",
+                fix="Correct extra_info.tools_kwargs of the row, or configure the tool.",
+            )
+        self._kwargs = {name: spec.method_kwargs(given.get(name, {})) for name, spec in specs.items()}
+        self._tools: dict[str, Tool] = {}
 
     async def __aenter__(self) -> "ToolBox":
-        """Begins every tool's session.
+        """Makes every tool and calls its `create`.
 
         Raises:
-            ToolFailedError: one could not begin.
+            ToolFailedError: one failed.
         """
         try:
-            for name, session in self.sessions.items():
-                self._started.append(name)
-                await self._do(f"tool {name}, create", session.start())
-        except BaseException as error:
-            await self.__aexit__(type(error), error, error.__traceback__)
+            for name, spec in self.specs.items():
+                self._tools[name] = await self._call(f"tool {name}, create", spec.make, {})
+                await self._hook(name, "create")
+        except BaseException:
+            await self.__aexit__()
             raise
         return self
 
-    async def call(self, call: ToolCall) -> ToolAnswer:
-        """The answer to a call.
+    async def call(self, call: ToolCall) -> ToolResponse:
+        """The response to a call.
 
         Raises:
-            ToolFailedError: the tool raised, took too long or said what cannot be written.
+            ToolFailedError: the tool raised, took too long, or returned what cannot be written.
         """
         arguments = json.dumps(call.arguments, ensure_ascii=False, default=str)
         started = time.perf_counter()
         try:
-            text = await self._answer(call, arguments)
-        except (ToolError, ArgumentError) as error:
-            return self._told(call.name, arguments, f"Error: {error}", time.perf_counter() - started, is_refused=True)
-        return self._told(call.name, arguments, text, time.perf_counter() - started)
+            text = await self._execute(call, arguments)
+        except ToolError as error:
+            return self._response(call.name, arguments, f"Error: {error}", time.perf_counter() - started, True)
+        return self._response(call.name, arguments, text, time.perf_counter() - started)
 
-    def refuse(self, call: ToolCall, why: str) -> ToolAnswer:
-        """A call that is not made."""
-        return self._told(call.name, json.dumps(call.arguments, default=str), f"Error: {why}", is_refused=True)
+    def refuse(self, call: ToolCall, why: str) -> ToolResponse:
+        """The response to a call that is not made."""
+        return self._response(call.name, json.dumps(call.arguments, default=str), f"Error: {why}", is_refused=True)
 
     async def rewards(self) -> dict[str, float]:
         """What the tools' use earned, by name; tools that give no reward are left out.
 
         Raises:
-            ToolFailedError: `calc_reward` failed.
+            ToolFailedError: `calc_reward` failed, or returned no number.
         """
-        earned = {}
-        for name in self._started:
-            reward = await self._do(f"tool {name}, calc_reward", self.sessions[name].reward())
-            if reward is not None:
-                earned[name] = reward
+        earned: dict[str, float] = {}
+        for name in self._tools:
+            reward = await self._hook(name, "calc_reward")
+            try:
+                earned |= {} if reward is None else {name: float(reward)}
+            except (TypeError, ValueError) as error:
+                raise ToolFailedError(
+                    f"tool {name}, calc_reward", got=repr(reward)[:_SHOWN], expected="a number"
+                ) from error
         return earned
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
-        """Ends every session that has begun, each whatever became of the others.
+    async def __aexit__(self, *error: object) -> None:
+        """Calls `release` of every tool that was made, each whatever became of the others.
 
         Raises:
             ToolFailedError: the first one that failed.
         """
         failures = []
-        while self._started:
-            name = self._started.pop()
+        for name in reversed(self._tools):
             try:
-                await self._do(f"tool {name}, release", self.sessions[name].end())
-            except (ToolError, ToolFailedError) as failure:
+                await self._hook(name, "release")
+            except ToolFailedError as failure:
                 failures.append(failure)
+        self._tools = {}
         if failures:
             raise failures[0]
 
-    async def _answer(self, call: ToolCall, arguments: str) -> str:
+    async def _execute(self, call: ToolCall, arguments: str) -> str:
         if call.problem:
             raise ToolError(f"tool call: {call.problem}")
-        signature = self.signatures.get(call.name)
-        if signature is None:
-            close = get_close_matches(call.name, self.signatures, n=1)
+        spec = self.specs.get(call.name)
+        if spec is None:
+            close = get_close_matches(call.name, self.specs, n=1)
             fix = f"Did you mean {close[0]}?" if close else ""
             raise ToolError(
-                "tool call", got=f"the name {call.name!r}", expected=f"one of {', '.join(self.signatures)}", fix=fix
+                "tool call", got=f"the name {call.name!r}", expected=f"one of {', '.join(self.specs)}", fix=fix
             )
-        checked = signature.check(call.arguments)
-        where = f"{call.name}({_shown(arguments)})"
-        answer = await self._do(where, self.sessions[call.name].call(checked))
-        return answer_text(answer, where)
+        kwargs = {**spec.check(call.arguments), **self._kwargs[call.name].get("execute_kwargs", {})}
+        where = f"{call.name}({shown(arguments)})"
+        execute = self._tools[call.name].execute
+        return as_text(await self.thread.call(where, execute, kwargs, self.config.tool_timeout_s), where)
 
-    async def _do(self, where: str, coroutine: Any) -> Any:
-        limit_s = self.config.tool_timeout_s
+    async def _hook(self, name: str, method: str) -> Any:
+        """The result of a method that a tool may leave as it is: then it is not called."""
+        tool, kwargs = self._tools[name], self._kwargs[name].get(f"{method}_kwargs", {})
+        if not kwargs and getattr(type(tool), method) is getattr(Tool, method):
+            return None
+        return await self._call(f"tool {name}, {method}", getattr(tool, method), kwargs)
+
+    async def _call(self, where: str, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> Any:
         try:
-            return await self.thread.do(coroutine, limit_s=limit_s)
-        except (ToolError, ToolFailedError, ToolsStuckError):
-            raise
-        except TimeoutError as error:
-            fix = "Raise actor_rollout_ref.rollout.multi_turn.tool_timeout_s, or make the tool quicker."
-            raise ToolFailedError(where, got=str(error) or "TimeoutError", fix=fix) from error
-        except Exception as error:
-            fix = "Raise quadriga.rollout.agent_loop.ToolError for what the model should read instead."
-            failure = ToolFailedError(
-                where, got=f"{type(error).__name__}: {error}"[:2000], expected="an answer", fix=fix
-            )
-            failure.details = "".join(traceback.format_exception(error)).rstrip()
-            raise failure from error
+            return await self.thread.call(where, function, kwargs, self.config.tool_timeout_s)
+        except ToolError as error:  # no model waits for a text here
+            raise ToolFailedError(where, got=f"ToolError: {error}".rstrip(".")) from error
 
-    def _told(
-        self, name: str, arguments: str, text: str, seconds: float = 0.0, *, is_refused: bool = False
-    ) -> ToolAnswer:
-        config = self.config
+    def _response(
+        self, name: str, arguments: str, text: str, seconds: float = 0.0, is_refused: bool = False
+    ) -> ToolResponse:
         # What is wrong with a call stands at the beginning; behind it stands what would have been right.
-        side = "right" if is_refused else config.tool_response_truncate_side
-        cut = truncate(text, config.max_tool_response_length, side)
-        return ToolAnswer(name, arguments, cut, len(text), seconds, is_refused)
+        side = "right" if is_refused else self.config.tool_response_truncate_side
+        cut = truncate(text, self.config.max_tool_response_length, side)
+        return ToolResponse(name, arguments, cut, len(text), seconds, is_refused)
 
 
-def answer_text(answer: Any, where: str) -> str:
-    """What a tool said, as text that any tokenizer takes.
+def as_text(result: Any, where: str) -> str:
+    """What a tool returned, as text that any tokenizer takes.
 
     Raises:
         ToolFailedError: it is neither text nor anything that JSON can express.
     """
-    if isinstance(answer, bytes | bytearray | memoryview):
-        return bytes(answer).decode("utf-8", errors="replace")
-    if isinstance(answer, BaseModel):
-        answer = answer.model_dump(mode="json")
-    if not isinstance(answer, str):
+    if isinstance(result, bytes | bytearray | memoryview):
+        return bytes(result).decode("utf-8", errors="replace")
+    if isinstance(result, BaseModel):
+        result = result.model_dump(mode="json")
+    if not isinstance(result, str):
         try:
-            answer = json.dumps(answer, ensure_ascii=False, default=str)
+            result = json.dumps(result, ensure_ascii=False, default=str)
         except (ValueError, TypeError, RecursionError) as error:
-            raise ToolFailedError(
-                where, got=f"an answer of type {type(answer).__name__} ({error})", expected="text, bytes or JSON"
-            ) from error
+            got = f"a response of type {type(result).__name__} ({error})"
+            raise ToolFailedError(where, got=got, expected="text, bytes or JSON") from error
     # Half of a surrogate pair is a character that no encoding has.
-    return answer.encode("utf-8", errors="replace").decode("utf-8")
+    return result.encode("utf-8", errors="replace").decode("utf-8")
 
 
 def truncate(text: str, limit: int, side: Literal["left", "middle", "right"]) -> str:
@@ -221,13 +366,10 @@ def truncate(text: str, limit: int, side: Literal["left", "middle", "right"]) ->
         return text
     mark = MARK if limit >= 2 * len(MARK) else ""
     room = limit - len(mark)
-    if side == "left":
-        return mark + text[len(text) - room :]
-    if side == "right":
-        return text[:room] + mark
-    before = room // 2
+    before = {"left": 0, "middle": room // 2, "right": room}[side]
     return text[:before] + mark + text[len(text) - (room - before) :]
 
 
-def _shown(text: str) -> str:
+def shown(text: str) -> str:
+    """The beginning of a text, for errors."""
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
