@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A partner who tells the model that its answer is wrong, and lets it try again."""
+"""A user simulator that tells the model that its answer is wrong, and lets it try again."""
 
 from typing import Any
 

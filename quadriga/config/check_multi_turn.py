@@ -44,7 +44,7 @@ def check_multi_turn(config: Config, found: Findings) -> None:
     if is_tool_agent and not has_other_side:
         found.refuse(
             _KEY,
-            got="neither tools nor partners, with agent.default_agent_loop=tool_agent",
+            got="neither tools nor user simulators, with agent.default_agent_loop=tool_agent",
             expected="function_tool_path, tool_config_path or interaction_config_path",
             fix=f"Set {_KEY}.function_tool_path to a Python file with @function_tool functions.",
         )

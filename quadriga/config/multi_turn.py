@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`actor_rollout_ref.rollout.multi_turn` and `.agent`: conversations of several turns, with tools or a partner."""
+"""`actor_rollout_ref.rollout.multi_turn` and `.agent`: turns with tools or a user simulator."""
 
 from typing import Literal
 
@@ -7,14 +7,14 @@ from quadriga.config.base import Count, Name, PathText, PositiveFloat, Section
 
 
 class MultiTurnConfig(Section):
-    """Turns, tools and partners of a conversation."""
+    """Turns, tools and user simulators of a conversation."""
 
     enable: bool = False
     """Whether responses may take several turns; `rollout.mode` is then `async`."""
     max_assistant_turns: Count | None = None
     """Turns that the model writes, at most. None: as many as fit into `data.max_response_length`."""
     max_user_turns: Count | None = None
-    """Turns of tools or partners, at most. None: as many as fit."""
+    """Turns of tools or user simulators, at most. None: as many as fit."""
     max_parallel_calls: Count = 1
     """Tool calls of one turn that are made, side by side; later ones of the turn are answered with a refusal."""
     max_tool_response_length: Count = 256
@@ -28,7 +28,7 @@ class MultiTurnConfig(Section):
     tool_config_path: PathText | None = None
     """YAML file with tools that are classes, and with servers of tools (MCP)."""
     interaction_config_path: PathText | None = None
-    """YAML file with the partners that `interaction_kwargs` of a sample may name."""
+    """YAML file with the user simulators that `interaction_kwargs` of a sample may name."""
     format: Name = "hermes"
     """How the model writes tool calls: `hermes`, `qwen3_coder`, `glm`, `gpt-oss`."""
 

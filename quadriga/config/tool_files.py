@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two files beside the configuration: tools (`tool_config_path`), and partners (`interaction_config_path`).
+"""The two files beside the configuration: tools (`tool_config_path`), and user simulators (`interaction_config_path`).
 
     tools:                                       interaction:
       - class_name: bank.py:Account                - name: teacher
@@ -65,8 +65,8 @@ class ToolFile(Section):
     mcp_servers: dict[str, ServerEntry] = Field(default_factory=dict)
 
 
-class PartnerEntry(Section):
-    """A partner by name."""
+class InteractionEntry(Section):
+    """A user simulator by name."""
 
     name: Name
     """What `interaction_kwargs.name` of a sample says."""
@@ -79,7 +79,7 @@ class PartnerEntry(Section):
 class InteractionFile(Section):
     """`multi_turn.interaction_config_path`."""
 
-    interaction: list[PartnerEntry]
+    interaction: list[InteractionEntry]
 
 
 def read_tool_file(path: str) -> ToolFile:
@@ -92,7 +92,7 @@ def read_tool_file(path: str) -> ToolFile:
 
 
 def read_interaction_file(path: str) -> InteractionFile:
-    """The partners of a file.
+    """The user simulators of a file.
 
     Raises:
         ConfigError: with everything that is wrong in it.

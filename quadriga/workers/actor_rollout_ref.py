@@ -99,7 +99,7 @@ class ActorRolloutRefWorker(Worker):
             )
             self.outgoing = Outgoing(self.actor, self.config, is_shared=self.rollout.is_shared)
             self.publish_weights(self.weight_version)
-            choices["rollout"] = self.rollout.description
+            choices |= {"rollout": self.rollout.description, **self.generation.choices}
         elif self.parts.actor:
             self.outgoing = Outgoing(self.actor, self.config)
         if self.parts.actor and self.has_adapter:

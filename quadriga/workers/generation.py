@@ -72,9 +72,16 @@ class Generation:
                 prompt_length=config.data.max_prompt_length,
                 response_length=config.data.max_response_length,
                 template_kwargs=config.data.apply_chat_template_kwargs,
+                log_dir=config.trainer.directory / "logs",
             )
         if self.sleeps:
             self.engine.sleep()
+
+    @property
+    def choices(self) -> dict[str, str]:
+        """What there is beside the engine and what a user should know of it; empty without MCP servers."""
+        tools = "" if self.loops is None else self.loops.description
+        return {"tools": tools} if tools else {}
 
     def answer(self, prompts: DataProto, weight_version: int) -> DataProto:
         """See `rollout.generate_sequences` and `rollout.agent_loop.generate_conversations`.

@@ -48,7 +48,7 @@ class RolloutWorker(Worker):
             is_beside_training=False,
             num_processes=self.world_size,
         )
-        return {"rollout": f"{self.rollout.description}; on processes of its own"}
+        return {"rollout": f"{self.rollout.description}; on processes of its own", **self.generation.choices}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def expect_weights(self, address: Address) -> None:

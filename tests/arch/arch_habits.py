@@ -19,6 +19,7 @@ CATCHES_ANYTHING: dict[str, str] = {
     "quadriga/rewards/grading_process.py:Grader.grade": "what a grader raises is its outcome: counted and stored",
     "quadriga/single_controller/ray/remote.py:Host.run": "what a function raises is raised where it was called",
     "quadriga/single_controller/ray/process.py:WorkerProcess._run": "what a worker raises is its answer to the driver",
+    "quadriga/rollout/agent_loop/tool_calls.py:_deliver": "what a tool raises is raised where it was called",
     "quadriga/rollout/balancer.py:Balancer.generate": "the next engine is asked; if none answers, all is raised",
     "quadriga/rollout/base.py:EngineBase._generate_pending": "every caller gets the error, raised where it awaits",
 }

@@ -11,7 +11,6 @@ a task  consumes a row; waits for the engine, for tools and the grader; unblocke
 
 import asyncio
 import logging
-import tempfile
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
@@ -79,7 +78,7 @@ class AgentLoopManager:
         if config.agent.agent_loop_path is not None:
             import_file(config.agent.agent_loop_path, "actor_rollout_ref.rollout.agent.agent_loop_path")
         try:
-            tools = self._load_tools(log_dir or Path(tempfile.gettempdir()) / "quadriga")
+            tools = self._load_tools(log_dir)
             has_interactions = turns.enable and turns.interaction_config_path is not None
             interactions = load_interactions(turns.interaction_config_path) if has_interactions else {}
         except BaseException:
@@ -163,7 +162,7 @@ class AgentLoopManager:
         if grade is not None:
             outcomes[sample.row] = await grade(graded_row(chat))
 
-    def _load_tools(self, log_dir: Path) -> dict[str, ToolSpec]:
+    def _load_tools(self, log_dir: Path | None) -> dict[str, ToolSpec]:
         config = self.config.multi_turn
         specs: list[ToolSpec] = []
         if config.enable and config.function_tool_path is not None:

@@ -16,6 +16,7 @@ import contextlib
 import os
 import socket
 import sys
+import tempfile
 from functools import partial
 from importlib import import_module
 from importlib.metadata import version
@@ -63,7 +64,7 @@ class Server:
             how = self.entry.url or " ".join([self.entry.command or "", *self.entry.args])
             got = self._cause() or f"no response within {START_S:g} s"
             self._task.cancel()
-            raise self._error(got, "a server of tools", f"Try it alone: {how}")
+            raise self._error(got, "a server of tools", f"Try it alone: {how}.")
         names = [tool.name for tool in listed.result()]
         wanted = names if self.entry.tools is None else self.entry.tools
         missing = [name for name in wanted if name not in names]
@@ -92,6 +93,8 @@ class Server:
             await asyncio.wait({call, self._task}, return_when=asyncio.FIRST_COMPLETED)
             if not call.done():
                 raise self._error(f"its end during a call of {tool}", "a response")
+            if error := call.exception():
+                raise self._error(f"{type(error).__name__}: {error}", "a response") from error
             result = call.result()
         finally:
             call.cancel()
@@ -147,18 +150,19 @@ class Server:
     def _error(self, got: str, expected: str, fix: str = "") -> RolloutError:
         if self.log.is_file():
             said = self.log.read_bytes()[-_SHOWN_BYTES:].decode(errors="replace").strip() or "nothing"
-            fix = f"{fix}\nIts standard error ({self.log}) ends with:\n{said}\n"
+            fix = f"{fix} Its standard error ({self.log}) ends with:\n{said}\n"
         return RolloutError(f"MCP server {self.name}", got=got, expected=expected, fix=fix)
 
 
-def server_tools(path: str, thread: ToolThread, servers: list[Server], log_dir: Path) -> list[ToolSpec]:
+def server_tools(path: str, thread: ToolThread, servers: list[Server], log_dir: Path | None) -> list[ToolSpec]:
     """The tools of the servers in a YAML file.
 
     Args:
         path: of the file.
         thread: where the connections live.
         servers: each server that was reached is added to them.
-        log_dir: takes the standard error of each program that is started: `mcp-NAME.HOST-PID.log`.
+        log_dir: takes the standard error of each program that is started: `mcp-NAME.HOST-PID.log`. None: a
+            temporary folder.
 
     Raises:
         ConfigError: the file is not as it must be.
@@ -168,6 +172,7 @@ def server_tools(path: str, thread: ToolThread, servers: list[Server], log_dir: 
     tools: list[ToolSpec] = []
     for name, entry in read_tool_file(path).mcp_servers.items():
         _package()
+        log_dir = log_dir or Path(tempfile.mkdtemp(prefix="quadriga-"))
         log = log_dir / f"mcp-{name.replace(os.sep, '_')}.{socket.gethostname()}-{os.getpid()}.log"
         servers.append(Server(name, entry, folder, log))
         tools += thread.wait(servers[-1].connect())

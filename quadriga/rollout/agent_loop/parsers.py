@@ -137,9 +137,7 @@ def _with_arguments(name: str, arguments: Any, form: str) -> ToolCall:
     return ToolCall(name, arguments)
 
 
-def _tagged_call(
-    name: str, pairs: list[tuple[str, str]], body: str, end: str, form: str, schemas: Schemas
-) -> ToolCall:
+def _tagged_call(name: str, pairs: list[tuple[str, str]], body: str, end: str, form: str, schemas: Schemas) -> ToolCall:
     """Texts in the types that the schema names; where they do not fit, the check of the arguments says so."""
     if not end or not name:
         return _unreadable(f"the tool call {'names no function' if end else 'is not closed'}", body, form)

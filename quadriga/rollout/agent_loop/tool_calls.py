@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls of users' code, tools and user simulators: where it runs, how long it may take, and what the model reads.
 
-    the model's mistake (no JSON, unknown tool, wrong arguments, `ToolError`)  -> a text that says so; it may try again
-    the tool's own failure (it raised, or took too long)                       -> `ToolFailedError`: its conversation ends
+    the model's mistake (no JSON, unknown tool, wrong arguments, `ToolError`) -> a text that says so; it may try again
+    the tool's own failure (it raised, or took too long)                      -> `ToolFailedError`: the end
 
 The code runs in an event loop of its own, so that an engine which blocks its thread does not stop it:
 
@@ -29,13 +29,12 @@ import traceback
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel
 
 from quadriga.config.multi_turn import MultiTurnConfig
-from quadriga.errors import RolloutError
+from quadriga.errors import RolloutError, did_you_mean
 from quadriga.rollout.agent_loop.parsers import ToolCall
 from quadriga.rollout.agent_loop.tools import Tool, ToolError, ToolSpec
 
@@ -245,7 +244,9 @@ class ToolBox:
         """
         try:
             for name, spec in self.specs.items():
-                self._tools[name] = await self._call(f"tool {name}, create", spec.make, {})
+                # One that is no more than a function is made at once: nothing of a user's runs.
+                is_plain = isinstance(spec.make, type)
+                self._tools[name] = spec.make() if is_plain else await self._call(f"tool {name}, create", spec.make, {})
                 await self._hook(name, "create")
         except BaseException:
             await self.__aexit__()
@@ -308,11 +309,8 @@ class ToolBox:
             raise ToolError(f"tool call: {call.problem}")
         spec = self.specs.get(call.name)
         if spec is None:
-            close = get_close_matches(call.name, self.specs, n=1)
-            fix = f"Did you mean {close[0]}?" if close else ""
-            raise ToolError(
-                "tool call", got=f"the name {call.name!r}", expected=f"one of {', '.join(self.specs)}", fix=fix
-            )
+            fix, names = did_you_mean(call.name, self.specs), ", ".join(self.specs)
+            raise ToolError("tool call", got=f"the name {call.name!r}", expected=f"one of {names}", fix=fix)
         kwargs = {**spec.check(call.arguments), **self._kwargs[call.name].get("execute_kwargs", {})}
         where = f"{call.name}({shown(arguments)})"
         execute = self._tools[call.name].execute

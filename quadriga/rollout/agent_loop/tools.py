@@ -33,7 +33,7 @@ from pydantic.errors import PydanticUserError
 
 from quadriga.config.tool_files import ToolEntry, read_tool_file
 from quadriga.errors import ConfigError, RolloutError
-from quadriga.user_file import import_file
+from quadriga.user_file import import_file, member_of
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -268,12 +268,7 @@ def class_named(reference: str, folder: Path, base: type, where: str) -> Any:
             module = importlib.import_module(place)
         except ImportError as error:
             raise ConfigError(where, got=f"{place!r} ({error})", expected="a module that can be imported") from error
-    found = getattr(module, name, None)
-    if not (isinstance(found, type) and issubclass(found, base)):
-        is_there = f"{name}, which is not a subclass of {base.__name__}"
-        got = f"no class {name!r} in {place}" if found is None else is_there
-        fix = f"Write `class {name}({base.__name__})`, from quadriga.rollout.agent_loop."
-        raise ConfigError(where, got=got, expected=f"a subclass of {base.__name__}", fix=fix)
+    found = member_of(module, name, where, base=base)
     if missing := sorted(getattr(found, "__abstractmethods__", ())):
         raise ConfigError(
             where,

@@ -22,12 +22,12 @@ def _check(rollout: dict[str, Any], *, return_raw_chat: bool = True) -> Findings
 
 @pytest.fixture
 def files(tmp_path: Path) -> dict[str, str]:
-    """Files that are there: `tools.py`, `good` and `bad` YAML of tools, and YAML of partners."""
+    """Files that are there: `tools.py`, `good` and `bad` YAML of tools, and YAML of user simulators."""
     texts = {
         "tools.py": "",
         "good.yaml": "mcp_servers: {a: {url: 'http://127.0.0.1:1/mcp'}}",
         "bad.yaml": "tools: [{class_nam: x.py:X}]",
-        "partners.yaml": "interaction: [{name: a, class_name: x.py:X}]",
+        "users.yaml": "interaction: [{name: a, class_name: x.py:X}]",
     }
     for name, text in texts.items():
         (tmp_path / name).write_text(text)
@@ -47,7 +47,7 @@ def test_tools_that_are_all_there(files: dict[str, str]) -> None:
         "enable": True,
         "function_tool_path": files["tools.py"],
         "tool_config_path": files["good.yaml"],
-        "interaction_config_path": files["partners.yaml"],
+        "interaction_config_path": files["users.yaml"],
         "format": "glm",
     }
     found = _check({"mode": "async", "multi_turn": turns, "agent": {"default_agent_loop": "tool_agent"}})
@@ -66,7 +66,7 @@ def test_tools_that_are_all_there(files: dict[str, str]) -> None:
         ({"mode": "async", "multi_turn": {"enable": True, "function_tool_path": "no.py"}}, "There is no such file"),
         (
             {"mode": "async", "multi_turn": {"enable": True}, "agent": {"default_agent_loop": "tool_agent"}},
-            "got neither tools nor partners",
+            "got neither tools nor user simulators",
         ),
     ],
 )

@@ -307,7 +307,7 @@ def test_stale_weights(converse, make_prompts, recorder) -> None:
         converse(recorder(["x"]), make_prompts(["?"], meta_info={"weight_version": 7}))
 
 
-PARTNER = """
+USER = """
 class Teacher(Interaction):
     def __init__(self, patience: int) -> None:
         self.patience = patience
@@ -323,15 +323,15 @@ class Teacher(Interaction):
 """
 
 
-def test_a_partner(converse, make_prompts, recorder, tool_file, tokenizer, tmp_path) -> None:
-    """It answers as the user, scores each turn, and ends the conversation; samples without one have no partner."""
-    tool_file(PARTNER, "teacher.py")
-    (tmp_path / "partners.yaml").write_text(
+def test_a_user_simulator(converse, make_prompts, recorder, tool_file, tokenizer, tmp_path) -> None:
+    """It answers as the user, scores each turn, and ends the conversation; samples without one have no such turn."""
+    tool_file(USER, "teacher.py")
+    (tmp_path / "users.yaml").write_text(
         "interaction:\n  - {name: teacher, class_name: teacher.py:Teacher, config: {patience: 2}}\n"
     )
     engine = recorder({"Try again": "It is 42.", "?": "It is 41."})
     kwargs = [{"name": "teacher", "answer": "42"}, {"name": "teacher", "answer": "43"}, {"name": None}]
-    config = {"interaction_config_path": str(tmp_path / "partners.yaml")}
+    config = {"interaction_config_path": str(tmp_path / "users.yaml")}
     output = converse(engine, make_prompts(["?", "?", "?"], interaction_kwargs=kwargs), config)
     turn = "[It is 41.<|im_end|>]\n<|im_start|>user\nTry again.<|im_end|>\n<|im_start|>assistant\n[It is 42.<|im_end|>]"
     assert _responses(output, tokenizer) == [turn, turn, "[It is 41.<|im_end|>]"]
@@ -341,10 +341,10 @@ def test_a_partner(converse, make_prompts, recorder, tool_file, tokenizer, tmp_p
         converse(engine, make_prompts(["?"], interaction_kwargs=[{"name": "pupil"}]), config)
 
 
-def test_a_partner_that_fails(converse, make_prompts, recorder, tool_file, tmp_path) -> None:
+def test_a_user_simulator_that_fails(converse, make_prompts, recorder, tool_file, tmp_path) -> None:
     """Its kwargs do not fit: the sample ends and the reason says which method."""
-    tool_file(PARTNER, "teacher.py")
-    path = tmp_path / "partners.yaml"
+    tool_file(USER, "teacher.py")
+    path = tmp_path / "users.yaml"
     path.write_text("interaction:\n  - {name: teacher, class_name: teacher.py:Teacher, config: {patience: 2}}\n")
     prompts = make_prompts(["?", "?"], interaction_kwargs=[{"name": "teacher"}, {}])
     output = converse(recorder(["x"]), prompts, {"interaction_config_path": str(path)})
@@ -409,6 +409,7 @@ def test_trace(converse, make_prompts, recorder, tool_file, tmp_path) -> None:
     assert len(tokens) == used["num_response_tokens"] > used["num_model_tokens"]
     assert used["prompt_token_ids"] == engine.seen[0][0] and used["finish_reason"] == "max_user_turns"
     assert said["turns"][0]["text"] == "42<|im_end|>" and said["seconds"] > 0
+    assert used["agent"] == "tool_agent"  # the default: the sample names no loop
 
 
 @register("test_second_thought")

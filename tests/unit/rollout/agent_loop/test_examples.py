@@ -30,7 +30,7 @@ def test_calculator(converse, make_prompts, recorder, tokenizer, expression: str
 
 
 def test_account_and_teacher(converse, make_prompts, recorder) -> None:
-    """A class of tools and a partner out of their YAML files, together."""
+    """A class of tools and a user simulator out of their YAML files, together."""
     call = '<tool_call>{"name": "account", "arguments": {"amount": %d}}</tool_call>'
     engine = recorder([call % -30, call % 5, "There are 4.", "There are 75."])
     prompts = make_prompts(

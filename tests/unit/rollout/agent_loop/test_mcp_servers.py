@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from quadriga.config.rollout import RolloutConfig
 from quadriga.errors import RolloutError
+from quadriga.rollout.agent_loop import AgentLoopManager
 
 needs_mcp = pytest.mark.skipif(find_spec("mcp") is None, reason="the package mcp is not installed: no server was tried")
 SERVER = '''
-import os, time
+import os, sys, time
 from mcp.server import MCPServer
 
 server = MCPServer("sums")
@@ -33,6 +35,7 @@ def fail(reason: str) -> str:
 @server.tool()
 def die() -> str:
     """Ends the server."""
+    print("last words", file=sys.stderr, flush=True)
     os._exit(3)
 
 
@@ -87,7 +90,7 @@ def test_tools_of_a_server(converse, make_prompts, recorder, tools_yaml, tokeniz
     assert "tool\n42<" in texts[0]
     assert "b is missing" in texts[1]
     assert "Error: fail: " in texts[2] and "no luck" in texts[2]
-    assert output.non_tensor_batch["finish_reason"][3].startswith("tool_error: hang({}): got no answer within 2 s")
+    assert output.non_tensor_batch["finish_reason"][3].startswith("tool_error: hang({}): got no response within 2 s")
 
 
 @needs_mcp
@@ -97,6 +100,7 @@ def test_a_server_that_dies(converse, make_prompts, recorder, tools_yaml) -> Non
     config = {"tool_config_path": tools_yaml("    tools: [die]\n"), "tool_timeout_s": 10.0}
     output = converse(engine, make_prompts(["do die", "do say"]), config, prompt_length=2000)
     died, said = output.non_tensor_batch["finish_reason"]
+    assert "last words" in died
     assert died.startswith("tool_error: die({}): got ") and said == "stop"
     assert "tool_timeout_s" not in died
 
@@ -107,6 +111,7 @@ def test_a_server_that_dies(converse, make_prompts, recorder, tools_yaml) -> Non
     [
         ("    tools: [sub]\n", SERVER, "MCP server sums, tools: got sub, expected some of add, fail, die, hang"),
         ("", "raise OSError('no disk')", r"MCP server sums: .*expected a server of tools. Try it alone: python serve"),
+        ("", "raise OSError('no disk')", r"(?s)standard error \(.*\.log\) ends with:.*OSError: no disk"),
     ],
 )
 def test_servers_that_cannot_be_used(
@@ -122,3 +127,17 @@ def test_without_the_package(converse, make_prompts, recorder, tools_yaml) -> No
     """The error says what to install."""
     with pytest.raises(RolloutError, match=r"expected the package mcp\. Install quadriga\[mcp\]"):
         converse(recorder(["x"]), make_prompts(["?"]), {"tool_config_path": tools_yaml()})
+
+
+@needs_mcp
+def test_standard_error_goes_to_a_file(tools_yaml, tokenizer, tmp_path: Path, capfd) -> None:
+    """Nothing reaches the terminal; the manager's description names the file."""
+    program = SERVER.replace('server = MCPServer("sums")', 'server = MCPServer("sums")\nprint("loud", file=sys.stderr)')
+    turns = {"enable": True, "tool_config_path": tools_yaml("", program)}
+    config = RolloutConfig.model_validate({"mode": "async", "multi_turn": turns})
+    lengths = {"prompt_length": 2000, "response_length": 400}
+    manager = AgentLoopManager(config, tokenizer, log_dir=tmp_path / "logs", **lengths)
+    (log,) = (tmp_path / "logs").iterdir()
+    assert manager.description == f"MCP servers sums (log: {log})"
+    manager.close()
+    assert "loud" in log.read_text() and "loud" not in capfd.readouterr().err

@@ -5,6 +5,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,14 +14,20 @@ from hypothesis import strategies as st
 
 from quadriga.config.multi_turn import MultiTurnConfig
 from quadriga.errors import RolloutError
-from quadriga.rollout.agent_loop import ToolError, tool_thread
+from quadriga.rollout.agent_loop import ToolError, tool_calls
 from quadriga.rollout.agent_loop.parsers import ToolCall
-from quadriga.rollout.agent_loop.tool_calls import MARK, ToolAnswer, ToolBox, ToolFailedError, truncate
-from quadriga.rollout.agent_loop.tool_schema import signature_of
-from quadriga.rollout.agent_loop.tool_thread import ToolsStuckError, ToolThread
-from quadriga.rollout.agent_loop.tools import FunctionSource
+from quadriga.rollout.agent_loop.tool_calls import (
+    MARK,
+    ToolBox,
+    ToolFailedError,
+    ToolResponse,
+    ToolsStuckError,
+    ToolThread,
+    truncate,
+)
+from quadriga.rollout.agent_loop.tools import Tool, ToolSpec, describe, spec_of
 
-Answer = Callable[..., ToolAnswer]
+Answer = Callable[..., ToolResponse]
 
 
 @pytest.fixture
@@ -35,13 +42,12 @@ def thread() -> Iterator[ToolThread]:
 def answer(thread: ToolThread) -> Answer:
     """`answer(function, **arguments)`: what the model reads when it calls the function."""
 
-    def ask(function: Callable[..., Any], config: dict[str, Any] | None = None, **arguments: Any) -> ToolAnswer:
-        signature = signature_of(function, name="act", description="Acts.")
-        source = FunctionSource(function, signature, thread.invoke)
+    def ask(function: Callable[..., Any], config: dict[str, Any] | None = None, **arguments: Any) -> ToolResponse:
+        spec = spec_of(function, name="act", description="Acts.")
         settings = MultiTurnConfig.model_validate(config or {})
 
-        async def call() -> ToolAnswer:
-            async with ToolBox({"act": source.open({})}, {"act": signature}, settings, thread) as box:
+        async def call() -> ToolResponse:
+            async with ToolBox({"act": spec}, {}, settings, thread) as box:
                 return await box.call(ToolCall("act", arguments))
 
         return asyncio.run(call())
@@ -83,7 +89,7 @@ def test_ten_megabytes_are_cut(answer: Answer) -> None:
     told = answer(lambda: "a" * 5_000_000 + "b" * 5_000_000, {"max_tool_response_length": 100})
     assert len(told.text) == 100
     assert told.text.startswith("aaa") and told.text.endswith("bbb") and MARK in told.text
-    assert told.num_chars == 10_000_000 and told.is_cut
+    assert told.num_chars == 10_000_000
 
 
 @given(st.text(max_size=60), st.integers(1, 60), st.sampled_from(["left", "middle", "right"]))
@@ -142,7 +148,7 @@ def test_a_tool_that_hangs(answer: Answer, is_async: bool) -> None:
         release.wait(60)
 
     started = time.perf_counter()
-    with pytest.raises(ToolFailedError, match=r"act.*no answer within 0.2 s.*tool_timeout_s"):
+    with pytest.raises(ToolFailedError, match=r"act.*no response within 0.2 s.*tool_timeout_s"):
         answer(act_async if is_async else act, {"tool_timeout_s": 0.2})
     assert time.perf_counter() - started < 10
     release.set()
@@ -152,7 +158,7 @@ def test_too_many_hanging_tools_stop_the_run(
     answer: Answer, thread: ToolThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Threads that nobody can end do not pile up for ever; those that end in time are forgotten."""
-    monkeypatch.setattr(tool_thread, "MAX_GIVEN_UP", 2)
+    monkeypatch.setattr(tool_calls, "MAX_GIVEN_UP", 2)
     release = threading.Event()
     for _ in range(2):
         with pytest.raises(ToolFailedError):
@@ -176,7 +182,7 @@ def test_the_limit_is_not_charged_for_a_blocked_loop(thread: ToolThread) -> None
         return 1
 
     async def main() -> int:
-        asking = asyncio.ensure_future(thread.do(quick(), limit_s=0.3))
+        asking = asyncio.ensure_future(thread.call("quick", quick, {}, limit_s=0.3))
         await asyncio.sleep(0)
         time.sleep(0.6)  # the engine
         return await asking
@@ -188,7 +194,7 @@ def test_the_limit_is_not_charged_for_a_blocked_loop(thread: ToolThread) -> None
     ("call", "expected"),
     [
         (ToolCall("", problem="the tool call is not JSON"), "the tool call is not JSON"),
-        (ToolCall("acts"), "got the name 'acts', expected one of act. Did you mean act?"),
+        (ToolCall("acts"), "got the name 'acts', expected one of act. Did you mean 'act'?"),
         (ToolCall("zzz"), "got the name 'zzz', expected one of act."),
         (ToolCall("act", {"b": 1}), "b: Extra inputs are not permitted"),
     ],
@@ -200,10 +206,8 @@ def test_mistakes_of_the_model(thread: ToolThread, call: ToolCall, expected: str
         """Acts."""
         raise AssertionError
 
-    signature = signature_of(act)
-    source = FunctionSource(act, signature, thread.invoke)
     settings = MultiTurnConfig(max_tool_response_length=1000)
-    box = ToolBox({"act": source.open({})}, {"act": signature}, settings, thread)
+    box = ToolBox({"act": spec_of(act)}, {}, settings, thread)
     told = asyncio.run(box.call(call))
     assert told.is_refused and expected in told.text
 
@@ -215,10 +219,54 @@ def test_options_that_a_function_does_not_have(thread: ToolThread) -> None:
         """Acts."""
         return a * scale
 
-    source = FunctionSource(act, signature_of(act), thread.invoke)
-    session = source.open({"execute_kwargs": {"scale": 3, "absent": None}})
-    assert asyncio.run(thread.do(session.call({"a": 2}), limit_s=None)) == 6
+    def box(**kwargs: Any) -> ToolBox:
+        return ToolBox({"act": spec_of(act)}, {"act": kwargs}, MultiTurnConfig(), thread)
+
+    async def call() -> ToolResponse:
+        async with box(execute_kwargs={"scale": 3, "absent": None}) as tools:
+            return await tools.call(ToolCall("act", {"a": 2}))
+
+    assert asyncio.run(call()).text == "6"
     with pytest.raises(RolloutError, match=r"tools_kwargs\.act\.execute_kwargs: got a, expected one of scale"):
-        source.open({"execute_kwargs": {"a": 3}})
+        box(execute_kwargs={"a": 3})
     with pytest.raises(RolloutError, match=r"tools_kwargs\.act: got scale=3"):
-        source.open({"scale": 3})
+        box(scale=3)
+
+
+class Grudging(Tool):
+    """Refuses to begin, or to say what it earned."""
+
+    def __init__(self, method: str, result: Any) -> None:
+        self.method, self.result = method, result
+
+    def create(self) -> None:
+        """Fails if it is the one."""
+        if self.method == "create":
+            raise ToolError("no room")
+
+    def execute(self) -> str:
+        """Acts."""
+        return "done"
+
+    def calc_reward(self) -> Any:
+        """What was given, whatever it is."""
+        return self.result
+
+
+@pytest.mark.parametrize(
+    ("method", "result", "expected"),
+    [
+        ("create", None, "tool act, create: got ToolError: no room"),
+        ("calc_reward", "much", "tool act, calc_reward: got 'much', expected a number"),
+    ],
+)
+def test_what_fails_besides_a_call(thread: ToolThread, method: str, result: Any, expected: str) -> None:
+    """No model reads it: it ends the conversation, never the run."""
+    spec = ToolSpec(partial(Grudging, method, result), *describe(Grudging.execute, name="act"))
+
+    async def use() -> dict[str, float]:
+        async with ToolBox({"act": spec}, {}, MultiTurnConfig(), thread) as box:
+            return await box.rewards()
+
+    with pytest.raises(ToolFailedError, match=expected):
+        asyncio.run(use())

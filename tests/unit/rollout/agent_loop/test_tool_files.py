@@ -153,9 +153,9 @@ def test_yaml_files_that_are_wrong(
         converse(recorder(["x"]), make_prompts(["?"]), {"tool_config_path": str(tmp_path / "tools.yaml")})
 
 
-def test_a_partner_that_cannot_answer(converse, make_prompts, recorder, tool_file, tmp_path: Path) -> None:
+def test_a_user_simulator_that_cannot_reply(converse, make_prompts, recorder, tool_file, tmp_path: Path) -> None:
     """Said before anything is generated."""
     tool_file("class Mute(Interaction):\n    pass\n", "mute.py")
-    (tmp_path / "partners.yaml").write_text("interaction: [{name: mute, class_name: mute.py:Mute}]")
+    (tmp_path / "users.yaml").write_text("interaction: [{name: mute, class_name: mute.py:Mute}]")
     with pytest.raises(ConfigError, match="got Mute, a class without generate_response"):
-        converse(recorder(["x"]), make_prompts(["?"]), {"interaction_config_path": str(tmp_path / "partners.yaml")})
+        converse(recorder(["x"]), make_prompts(["?"]), {"interaction_config_path": str(tmp_path / "users.yaml")})

@@ -7,7 +7,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 from quadriga.errors import RolloutError
-from quadriga.rollout.agent_loop.tool_schema import ArgumentError, Signature, options_of, signature_of
+from quadriga.rollout.agent_loop.tools import Tool, ToolError, ToolSpec, spec_of
 
 
 class Place(BaseModel):
@@ -41,7 +41,7 @@ def forecast(
 
 def test_schema_says_what_the_function_says() -> None:
     """Types, defaults, choices and the words of the docstring; what is hidden and titles are left out."""
-    function = signature_of(forecast).schema["function"]
+    function = spec_of(forecast).schema["function"]
     assert function["name"] == "forecast"
     assert function["description"] == "The weather to come.\n\nIt is never right."
     properties = function["parameters"]["properties"]
@@ -52,12 +52,12 @@ def test_schema_says_what_the_function_says() -> None:
     assert properties["hours"]["description"] == "which hours"
     assert function["parameters"]["required"] == ["place"]
     assert "title" not in str(function["parameters"])
-    assert options_of(forecast) == {"key"}
+    assert spec_of(forecast).hidden == {"key"}
 
 
 def test_arguments_come_in_their_types() -> None:
     """JSON becomes what the function takes; what was not given is left to its default."""
-    checked = signature_of(forecast).check({"place": {"city": "Rome"}, "days": "3"})
+    checked = spec_of(forecast).check({"place": {"city": "Rome"}, "days": "3"})
     assert checked == {"place": Place(city="Rome"), "days": 3}
 
 
@@ -72,8 +72,8 @@ def test_arguments_come_in_their_types() -> None:
 )
 def test_wrong_arguments_are_named(arguments: Any, expected: str) -> None:
     """The error names the argument and shows the schema."""
-    with pytest.raises(ArgumentError, match="tool forecast: got ") as raised:
-        signature_of(forecast).check(arguments)
+    with pytest.raises(ToolError, match="tool forecast: got ") as raised:
+        spec_of(forecast).check(arguments)
     assert expected in str(raised.value)
     assert '"properties"' in str(raised.value)
 
@@ -112,7 +112,7 @@ def _odd(a: int, b: Handle) -> None:
 def test_functions_that_cannot_be_tools(function: Any, expected: str) -> None:
     """The error names the tool, its file and what is missing."""
     with pytest.raises(RolloutError, match=expected) as raised:
-        signature_of(function)
+        spec_of(function)
     assert function.__name__ in str(raised.value)
     assert __file__.rsplit("/", 1)[-1] in str(raised.value)
 
@@ -124,7 +124,7 @@ def test_a_foreign_schema_is_checked_at_the_top() -> None:
         "properties": {"a": {"type": "number"}, "b": {"type": ["string", "null"]}, "c": {}},
         "required": ["a"],
     }
-    signature = Signature({"type": "function", "function": {"name": "f", "parameters": parameters}})
+    signature = ToolSpec(Tool, {"type": "function", "function": {"name": "f", "parameters": parameters}})
     assert signature.check({"a": 1, "b": None, "c": [1]}) == {"a": 1, "b": None, "c": [1]}
     for arguments, expected in (
         ({}, "a is missing"),
@@ -132,5 +132,5 @@ def test_a_foreign_schema_is_checked_at_the_top() -> None:
         ({"a": 1, "b": 2}, "b is of type integer, not string or null"),
         ({"a": 1, "x": 2}, "x is not one of a, b, c"),
     ):
-        with pytest.raises(ArgumentError, match=expected):
+        with pytest.raises(ToolError, match=expected):
             signature.check(arguments)

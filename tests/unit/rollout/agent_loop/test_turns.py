@@ -5,7 +5,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from quadriga.errors import RolloutError
-from quadriga.rollout.agent_loop.turns import TurnEncoder
+from quadriga.rollout.agent_loop.conversation import TurnEncoder
 
 TOOL = {"role": "tool", "content": "42", "name": "add", "tool_call_id": "call00000"}
 SCHEMA = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {}}}
