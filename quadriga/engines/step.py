@@ -13,6 +13,7 @@ from operator import itemgetter
 import torch
 
 from quadriga.algorithms.aggregate import LossCounts
+from quadriga.config import BatchingConfig
 from quadriga.engines.base import Outputs, TrainEngine
 from quadriga.engines.micro_batches import MicroBatching, RowLength, micro_batches
 from quadriga.engines.mini_batches import HeldRows, mini_batches
@@ -39,6 +40,24 @@ class Passes:
     num_epochs: int
     micro: MicroBatching
     shuffle_seed: int | None = None
+
+    @classmethod
+    def of(cls, config: BatchingConfig, rows_per_prompt: int, step: int, *, share_prompts: bool) -> "Passes":
+        """As a role's section says.
+
+        Args:
+            config: of the role.
+            rows_per_prompt: of the batch, for each prompt that `ppo_mini_batch_size` counts.
+            step: of the run; each has shuffles of its own.
+            share_prompts: whether a prompt is computed once for all rows that have it.
+        """
+        num_sequences = None if config.use_dynamic_bsz else config.ppo_micro_batch_size_per_gpu
+        return cls(
+            mini_batch_size=config.ppo_mini_batch_size * rows_per_prompt,
+            num_epochs=config.ppo_epochs,
+            micro=MicroBatching(num_sequences, config.ppo_max_token_len_per_gpu, share_prompts),
+            shuffle_seed=config.data_loader_seed + step * config.ppo_epochs if config.shuffle else None,
+        )
 
 
 def infer(

@@ -58,14 +58,9 @@ def file_name(config: PreTrainedConfig, name: str) -> str:
     return name
 
 
-def tower(model: PreTrainedModel) -> Any:
-    """The vision tower."""
+def vision_encoder(model: PreTrainedModel) -> Any:
+    """The part of a vision-language model that makes embeddings of images."""
     return cast(Any, model.base_model).visual
-
-
-def freeze_tower(model: PreTrainedModel) -> None:
-    """No weight of the tower learns."""
-    tower(model).requires_grad_(False)
 
 
 @dataclass(frozen=True)
@@ -200,7 +195,7 @@ class TowerCost:
         """That of a model; None: it does not see."""
         if not is_vision(model.config):
             return None
-        settings, body = cast(Any, model.config).vision_config, tower(model)
+        settings, body = cast(Any, model.config).vision_config, vision_encoder(model)
         mergers = [part for name, part in body.named_children() if "merger" in name]
         of_tokens = sum(_num_multiplied(merger) for merger in mergers)
         whole = getattr(settings, "fullatt_block_indexes", None)

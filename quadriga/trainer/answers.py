@@ -15,7 +15,7 @@ from quadriga.protocol.columns import object_array
 from quadriga.rewards import EarlyRewardManager, MeanwhileRewardManager, RewardManager, RewardOutput
 from quadriga.trainer.ranks import with_samples
 from quadriga.workers import ActorRolloutRefWorker, RolloutWorker
-from quadriga.workers.columns import PROMPT_TENSORS, prompt_inputs
+from quadriga.workers.base import PROMPT_TENSORS, prompt_inputs
 
 logger = logging.getLogger(__name__)
 

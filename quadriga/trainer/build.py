@@ -28,9 +28,8 @@ from quadriga.trainer.publishing import BetweenWorkers, WithinWorkers
 from quadriga.trainer.ray_trainer import RayPPOTrainer, Workers
 from quadriga.trainer.roles import Role
 from quadriga.workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker, RolloutWorker
-from quadriga.workers.columns import UpdateInputs
-from quadriga.workers.model_fit import check_models, layout_tables
-from quadriga.workers.roles import RunFacts
+from quadriga.workers.base import RunFacts, UpdateInputs
+from quadriga.workers.models import check_models, layout_tables
 
 # Import strings: an engine is imported by the process that generates, never by the driver.
 ROLLOUT_ENGINES = {

@@ -7,7 +7,7 @@
       global_step_20/
         manifest.json                       size and SHA-256 of every file below
         trainer/                            step, loader position, random states
-        actor/  critic/                     one folder per role that learns: see workers/checkpoints.py
+        actor/  critic/                     one folder per role that learns: see workers/checkpoint.py
 
 A folder named global_step_N is complete: it got this name by a rename after its last byte was on disk, and loses
 it by another before its first byte is deleted. Whatever a killed run left behind has another name and is swept away
@@ -26,7 +26,7 @@ from typing import Any
 
 from quadriga.config.trainer import RunConfig
 from quadriga.errors import CheckpointError
-from quadriga.workers.checkpoints import HF_FOLDER
+from quadriga.workers.checkpoint import HF_FOLDER
 
 MANIFEST = "manifest.json"
 LATEST = "latest_checkpointed_iteration.txt"

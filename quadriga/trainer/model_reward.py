@@ -24,7 +24,7 @@ from quadriga.rewards import (
     RewardOutput,
 )
 from quadriga.workers import RewardModelWorker
-from quadriga.workers.columns import reward_model_inputs
+from quadriga.workers.base import reward_model_inputs
 
 logger = logging.getLogger(__name__)
 

@@ -49,7 +49,7 @@ from quadriga.trainer.run_state import load_run_state, save_run_state
 from quadriga.trainer.samples import sample_rows, write_samples
 from quadriga.trainer.validate import Validator
 from quadriga.workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker, RolloutWorker
-from quadriga.workers.columns import UpdateInputs, model_inputs
+from quadriga.workers.base import UpdateInputs, model_inputs
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from torch.nn.functional import logsigmoid
 from quadriga.errors import EngineError
 from quadriga.protocol import DataProto
 from quadriga.trainer.sft import SupervisedTrainer
-from quadriga.workers.reward_inputs import SequenceTokens, sequences_batch
-from quadriga.workers.supervised import SCORE_SLOPE
+from quadriga.workers.reward_model import SequenceTokens, sequences_batch
+from quadriga.workers.sft import SCORE_SLOPE
 
 
 class RewardModelTrainer(SupervisedTrainer):

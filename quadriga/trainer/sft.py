@@ -26,7 +26,7 @@ from quadriga.protocol import DataProto
 from quadriga.trainer.checkpoint import step_of
 from quadriga.trainer.loop import TrainingLoop
 from quadriga.trainer.run_state import load_run_state, save_run_state
-from quadriga.workers.checkpoints import HF_FOLDER
+from quadriga.workers.checkpoint import HF_FOLDER
 
 MODEL_FOLDER = "model"
 """Where a run's directory has the model that it ended with: an ordinary Hugging Face folder."""

@@ -19,8 +19,8 @@ from quadriga.trainer.build import TEAMS, build_tokenizer, load_models
 from quadriga.trainer.checkpoint import write_configuration
 from quadriga.trainer.reward_modeling import RewardModelTrainer
 from quadriga.trainer.sft import Loaders, SFTTrainer, SupervisedTrainer
-from quadriga.workers.model_fit import check_models, layout_tables, require_text
-from quadriga.workers.supervised import AnswerLearner, ScoreLearner, SupervisedWorker
+from quadriga.workers.models import check_models, layout_tables, require_text
+from quadriga.workers.sft import RewardModelTrainingWorker, SFTWorker, SupervisedWorker
 
 ROLE = "actor_rollout"
 DATASETS: dict[str, type[TokenizedRows]] = {"messages": MultiTurnSFTDataset, "prompt_response": SFTDataset}
@@ -95,7 +95,7 @@ def build_loaders(config: SFTConfig, settings: Config, tokenizer: Any) -> Loader
 
 def build_team(config: SFTConfig, settings: Config, tokenizer: Any) -> Team:
     """The worker group that holds the model, on the backend of the run."""
-    learner: type[SupervisedWorker] = ScoreLearner if config.objective == "reward_model" else AnswerLearner
+    learner: type[SupervisedWorker] = RewardModelTrainingWorker if config.objective == "reward_model" else SFTWorker
     placement = place_roles(settings.trainer, has_reference=False, has_critic=False, has_reward_model=False)
     classes = {ROLE: ClassWithInitArgs(learner, settings, tokenizer)}
     module, _, name = TEAMS[settings.trainer.backend].partition(":")

@@ -11,12 +11,13 @@ from transformers import PreTrainedTokenizerBase
 
 from quadriga.config import Config
 from quadriga.errors import WeightSyncError
+from quadriga.observe.machine import choose_dtype
 from quadriga.protocol import DataProto
 from quadriga.single_controller import Dispatch, Worker, register
 from quadriga.weight_sync import Address, WeightReceiver, connect
+from quadriga.workers.base import RunFacts, choose_device
 from quadriga.workers.elsewhere import ActorElsewhere
 from quadriga.workers.generation import Generation, make_rollout
-from quadriga.workers.roles import RunFacts, choose_device, compute_dtype
 
 
 class RolloutWorker(Worker):
@@ -38,7 +39,7 @@ class RolloutWorker(Worker):
     def init_model(self) -> dict[str, str]:
         """Make the engine. Returns what was chosen, with reasons, for people to read."""
         self.device = choose_device(self.config.trainer.device, self.local_rank)
-        dtype = compute_dtype(self.config.actor_rollout_ref.actor.fsdp_config, self.device)
+        dtype = choose_dtype(self.config.actor_rollout_ref.actor.fsdp_config.model_dtype, self.device)
         actor = ActorElsewhere(self.device, dtype.value)
         self.rollout = make_rollout(self.facts.rollout_engine, self.config, actor, self.tokenizer)
         self.generation = Generation(

@@ -18,7 +18,7 @@ from quadriga.observe.metrics import reduce_metrics
 from quadriga.protocol import DataProto
 from quadriga.single_controller import WorkerPlace, placed
 from quadriga.workers import ActorRolloutRefWorker
-from quadriga.workers.roles import RunFacts
+from quadriga.workers.base import RunFacts
 
 FACTS = RunFacts(rollout_engine="quadriga.workers.rollouts:native")
 
@@ -61,12 +61,12 @@ def make_worker(
 
 
 def weights(worker: ActorRolloutRefWorker, *, is_merged: bool) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in worker.actor.weights(is_merged=is_merged)}
+    return {name: tensor.clone() for name, tensor in worker.engine.weights(is_merged=is_merged)}
 
 
 def whole(worker: ActorRolloutRefWorker, answer: DataProto) -> DataProto:
     """The rows, or the metrics, of all processes."""
-    return DataProto.concat(worker.actor.world.gather(answer))
+    return DataProto.concat(worker.engine.world.gather(answer))
 
 
 def learn(worker: ActorRolloutRefWorker, rows: DataProto, num_steps: int) -> list[dict[str, float]]:
@@ -123,7 +123,7 @@ def run_in_bfloat16(folder: Path, place: WorkerPlace) -> dict[str, Any]:
     worker, _ = make_worker(folder, place, "bfloat16", use_checkpointing=True)
     rows = batch.chunk(place.world_size)[place.rank]
     metrics = learn(worker, rows, 1)
-    masters = worker.actor.parameters.masters
+    masters = worker.engine.parameters.masters
     results = {
         "metrics": metrics,
         "held": weights(worker, is_merged=False),

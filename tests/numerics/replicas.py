@@ -35,7 +35,7 @@ from quadriga.protocol import DataProto
 from quadriga.single_controller import WorkerPlace, placed
 from quadriga.trainer.ranks import with_samples
 from quadriga.workers import ActorRolloutRefWorker
-from quadriga.workers.roles import RunFacts
+from quadriga.workers.base import RunFacts
 
 CPU, MICRO = torch.device("cpu"), MicroBatching(None, 30)
 # With a large eps AdamW moves weights in proportion to the gradient: a rounding error stays one.

@@ -16,7 +16,7 @@ from quadriga.engines.objectives import PolicyObjective
 from quadriga.engines.step import Passes, infer, update
 from quadriga.errors import EngineError
 from quadriga.models.scorers import PolicyScorer
-from quadriga.models.vision import freeze_tower
+from quadriga.models.vision import vision_encoder
 from quadriga.protocol import DataProto
 from tests.numerics.recording import Recording
 from tests.numerics.vision_batch import Row, vision_batch, vision_rows
@@ -150,7 +150,7 @@ def test_a_frozen_tower_has_no_gradient() -> None:
     """The decoder's gradient is what it is with one that learns."""
     rows, model = vision_rows(), vision_model()
     batch = vision_batch(model, rows)
-    freeze_tower(model)
+    vision_encoder(model).requires_grad_(False)
     found = gradients(model, batch, CUTS["all"])
     expected = gradients(vision_model(), batch, CUTS["all"])
     assert not any("visual" in name for name in found)

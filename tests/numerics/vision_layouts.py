@@ -25,8 +25,9 @@ from quadriga.engines.step import Passes, infer, update
 from quadriga.observe.metrics import reduce_metrics
 from quadriga.protocol import DataProto
 from quadriga.single_controller import WorkerPlace
-from quadriga.workers.checkpoints import RoleCheckpoint
-from quadriga.workers.roles import load_policy, load_value_function, make_engine
+from quadriga.workers.base import build_engine
+from quadriga.workers.checkpoint import RoleCheckpoint
+from quadriga.workers.models import load_policy, load_value_function
 
 CPU, MICRO = torch.device("cpu"), MicroBatching(None, 40)
 LAYOUTS: Mapping[int, Mapping[str, Layout]] = {
@@ -58,7 +59,7 @@ def engine_of(folder: Path, layout: Layout, world: ProcessGroup, kind: str) -> F
     section = config.critic if is_critic else config.actor_rollout_ref.actor
     dtype = torch.bfloat16 if kind.endswith("bfloat16") else torch.float32
     model = config.critic.model if is_critic else config.actor_rollout_ref.model
-    return make_engine(loaded, section, dtype, processes, name=kind, model=model)
+    return build_engine(loaded, section.fsdp_config, dtype, processes, name=kind, section=section, model=model)
 
 
 def own_rows(batch: DataProto, engine: FSDPEngine, rows: list[int], *, is_dealt: bool) -> DataProto:

@@ -15,7 +15,7 @@ from quadriga.models.attention import ATTENTION_NAME
 from quadriga.models.flops import model_cost
 from quadriga.models.fused import fuse
 from quadriga.models.load import backbone, head_of, load_causal_lm, skeleton_causal_lm
-from quadriga.models.vision import ImageTokens, TowerCost, file_name, freeze_tower, parameter_name
+from quadriga.models.vision import ImageTokens, TowerCost, file_name, parameter_name, vision_encoder
 from quadriga.protocol.memory import images_key
 from tests.tiny_vision import FAMILIES, IMAGE, image_tokens, joined, random_image, save_vision_model, vision_model
 
@@ -91,7 +91,7 @@ def test_the_cost_of_images(family: str) -> None:
         model.model.get_image_features(pixels, grids)
     assert cost.forward_flops(grids) == counter.get_total_flops()
     assert cost.update_flops(grids) == 3 * cost.forward_flops(grids)
-    freeze_tower(model)
+    vision_encoder(model).requires_grad_(False)
     frozen = model_cost(model)
     assert frozen.tower is not None and frozen.tower.update_flops(grids) == cost.forward_flops(grids)
     # The decoder's matrices are counted apart from the tower's.

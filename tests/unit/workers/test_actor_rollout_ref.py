@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from quadriga.config import Config
+from quadriga.config import Config, RolloutConfig
+from quadriga.engines.micro_batches import MicroBatching
 from quadriga.errors import CheckpointError, EngineError, WeightSyncError
 from quadriga.protocol import DataProto
-from quadriga.workers import ActorRolloutRefWorker
-from quadriga.workers.roles import RunFacts
+from quadriga.workers import ActorRolloutRefWorker, actor_rollout_ref
+from quadriga.workers.base import RunFacts
 
 FACTS = RunFacts(rollout_engine="quadriga.workers.rollouts:native")
 
@@ -116,8 +117,8 @@ def test_tokens_outside_the_vocabulary(worker: ActorRolloutRefWorker, prompts: D
 def test_policy_that_only_answers_has_no_optimizer(config: Config, tokenizer: Any, prompts: DataProto) -> None:
     worker = ActorRolloutRefWorker(config, tokenizer, replace(FACTS, is_trained=False), role="actor_rollout")
     assert "reference" not in worker.init_model()
-    assert worker.actor.training is None
-    assert not worker.actor.parameters.trained()
+    assert worker.engine.training is None
+    assert not worker.engine.parameters.trained()
     assert len(worker.generate_sequences(prompts)) == 4
 
 
@@ -125,3 +126,25 @@ def test_checkpoint_into_a_place_that_cannot_be_written(worker: ActorRolloutRefW
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(CheckpointError, match="NotADirectoryError"):
         worker.save_checkpoint(tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_sequences"),
+    [
+        ({}, None),
+        ({"log_prob_micro_batch_size_per_gpu": 3}, 3),
+        ({"log_prob_micro_batch_size_per_gpu": 3, "log_prob_use_dynamic_bsz": True}, None),
+    ],
+)
+def test_micro_batches_without_gradients(
+    config: Config,
+    tokenizer: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    settings: dict,
+    num_sequences: int | None,
+) -> None:
+    """Log-probs are computed in micro-batches as their own section says."""
+    worker = ActorRolloutRefWorker(config, tokenizer, FACTS)
+    monkeypatch.setattr(actor_rollout_ref, "infer", lambda engine, data, micro, **_: micro)
+    section = RolloutConfig(log_prob_max_token_len_per_gpu=99, **settings)
+    assert worker._infer(None, None, section) == MicroBatching(num_sequences, 99, worker.share_prompts)

@@ -14,7 +14,7 @@ from quadriga.models.adapter_files import is_factor
 from quadriga.protocol import DataProto
 from quadriga.trainer.publishing import BetweenWorkers
 from quadriga.workers import ActorRolloutRefWorker, RolloutWorker, rollouts
-from quadriga.workers.roles import RunFacts
+from quadriga.workers.base import RunFacts
 from tests.unit.rollout.vllm.stand_in import StandIn, stand_in_for_vllm
 
 pytest.importorskip("peft")
@@ -69,7 +69,7 @@ def test_frozen_weights_travel_once_and_after_a_resume(run: Config, tokenizer: A
     worker.publish_weights(2)
     worker.publish_weights(3)
     assert counts(engine) == [(12, NUM_FROZEN), (12, 0), (12, NUM_FROZEN), (12, 0)]
-    own = dict(worker.actor.model.named_parameters())
+    own = dict(worker.engine.model.named_parameters())
     frozen = engine.processes[0].weights
     assert torch.equal(frozen["model.layers.1.mlp.up_proj.weight"], own["model.layers.1.mlp.up_proj.weight"])
     name = "model.layers.1.mlp.down_proj"

@@ -26,7 +26,7 @@ from quadriga.config import Config
 from quadriga.errors import ConfigError, DataError, EngineError, RewardError
 from quadriga.protocol import DataProto
 from quadriga.workers import RewardModelWorker
-from quadriga.workers.reward_inputs import SequenceTokens
+from quadriga.workers.reward_model import SequenceTokens
 
 TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} end {% endfor %}"
 Make = Callable[..., Path]

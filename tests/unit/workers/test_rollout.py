@@ -12,7 +12,7 @@ from quadriga.errors import EngineError, WeightSyncError
 from quadriga.protocol import DataProto
 from quadriga.rollout.base import EngineBase
 from quadriga.workers import ActorRolloutRefWorker, RolloutWorker
-from quadriga.workers.roles import RunFacts
+from quadriga.workers.base import RunFacts
 
 FACTS = RunFacts(rollout_engine="quadriga.workers.rollouts:native")
 LORA = {"lora_rank": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}

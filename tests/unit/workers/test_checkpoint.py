@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from quadriga.engines.process_group import ALONE
 from quadriga.errors import CheckpointError
 from quadriga.models.weight_files import open_weights
-from quadriga.workers.checkpoints import HF_FOLDER, RoleCheckpoint
+from quadriga.workers.checkpoint import HF_FOLDER, RoleCheckpoint
 
 MODEL_FILES = ["config.json", "generation_config.json", "tokenizer.json"]
 

@@ -9,7 +9,7 @@ from transformers import GPT2Config, LlamaConfig
 
 from quadriga.config import Config
 from quadriga.errors import ConfigError
-from quadriga.workers.model_fit import check_models, layout_tables, require_text
+from quadriga.workers.models import check_models, layout_tables, require_text
 from tests.tiny_vision import vision_config
 
 
@@ -63,12 +63,12 @@ def test_a_model_that_sees_fits(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["tensor_model_parallel_size", "ulysses_sequence_parallel_size"])
 def test_layouts_that_are_not_for_images(folder: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match=r"for a model that sees \(qwen2_5_vl\), expected .* of 1"):
+    with pytest.raises(ConfigError, match=r"for a vision-language model \(qwen2_5_vl\), expected .* of 1"):
         check_models(config(folder, "sees", processes=2, **{name: 2}))
 
 
 def test_a_frozen_tower_where_there_is_none(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"freeze_vision_tower: got True, with a model without a vision tower"):
+    with pytest.raises(ConfigError, match=r"freeze_vision_tower: got True, with a model without a vision encoder"):
         check_models(config(folder, freeze_vision_tower=True))
 
 
@@ -82,15 +82,17 @@ def with_changes(folder: Path, **changes: Any) -> Config:
 
 def test_adapters_and_models_of_text_beside_one_that_sees(folder: Path) -> None:
     model = {"path": str(folder / "sees"), "lora_rank": 4}
-    with pytest.raises(ConfigError, match=r"lora_rank: got an adapter, with a model that sees"):
+    with pytest.raises(ConfigError, match=r"lora_rank: got an adapter, with a vision-language model"):
         check_models(with_changes(folder, actor_rollout_ref={"model": model}))
-    with pytest.raises(ConfigError, match=r"reward_model\.enable: got True, with a policy that sees"):
+    with pytest.raises(ConfigError, match=r"reward_model\.enable: got True, with a vision-language policy"):
         check_models(with_changes(folder, reward_model={"enable": True}))
-    with pytest.raises(ConfigError, match=r"critic\.model\.path: got a model for text"):
+    with pytest.raises(ConfigError, match=r"critic\.model\.path: got a text model"):
         check_models(with_changes(folder, critic={"model": {"path": str(folder / "llama")}}))
 
 
 def test_supervised_learning_is_for_text(folder: Path) -> None:
     require_text(config(folder), "quadriga sft")
-    with pytest.raises(ConfigError, match=r"model\.path: got a model that sees \(qwen2_5_vl\), expected one for text"):
+    with pytest.raises(
+        ConfigError, match=r"model\.path: got a vision-language model \(qwen2_5_vl\), expected a text model"
+    ):
         require_text(config(folder, "sees"), "quadriga sft")

@@ -1,14 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What travels to a worker is what it reads."""
+"""What the workers of all roles do alike, and that what travels to them is what they read."""
 
 import numpy as np
+import pytest
 import torch
 
-from quadriga.config import Config
+from quadriga.config import ActorConfig, Config
+from quadriga.engines.micro_batches import MicroBatching
+from quadriga.engines.step import Passes
+from quadriga.errors import ConfigError
 from quadriga.protocol import DataProto
-from quadriga.workers.columns import MODEL_INPUTS, UpdateInputs, model_inputs
+from quadriga.workers.base import MODEL_INPUTS, UpdateInputs, choose_device, model_inputs
 
 ALL = (*MODEL_INPUTS, "prompts", "responses", "advantages", "returns", "values", "old_log_probs", "ref_log_prob")
+
+
+def test_device_by_name() -> None:
+    assert choose_device("cpu") == torch.device("cpu")
+    assert choose_device("auto").type in ("cpu", "cuda")
+    with pytest.raises(ConfigError, match=r"trainer\.device: got 'cuda:99'.*trainer\.device=auto"):
+        choose_device("cuda:99")
+
+
+def test_passes_count_prompts_times_answers() -> None:
+    """Every step has shuffles of its own, and each of its epochs another one."""
+    config = ActorConfig(ppo_mini_batch_size=4, ppo_epochs=3, ppo_micro_batch_size_per_gpu=2, shuffle=True)
+    how = [Passes.of(config, 5, step, share_prompts=True) for step in (1, 2)]
+    assert (how[0].mini_batch_size, how[0].num_epochs) == (20, 3)
+    assert how[0].micro == MicroBatching(2, config.ppo_max_token_len_per_gpu, True)
+    seeds = [one.shuffle_seed + epoch for one in how for epoch in range(3)]
+    assert len(set(seeds)) == 6
+
+
+def test_no_shuffle_has_no_seed() -> None:
+    assert Passes.of(ActorConfig(), 1, 1, share_prompts=True).shuffle_seed is None
 
 
 def columns(data: DataProto) -> set[str]:

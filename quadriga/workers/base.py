@@ -1,0 +1,312 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the workers of all roles do alike, and the columns of a batch that their calls read.
+
+EngineWorker      a model in a training engine: device, ranks, engine, close
+  Learner         it learns: optimizer, update, metrics, checkpoint
+
+Columns are selected on the driver, so that nothing else travels:
+
+generate_sequences           PROMPT_TENSORS, PROMPT_OBJECTS; with rollout.mode=async CONVERSATION_OBJECTS as well
+compute_*                    MODEL_INPUTS, MODEL_OBJECTS
+compute_rm_score             MODEL_INPUTS, and the chats where the reward model reads them
+update_actor, update_critic  MODEL_INPUTS, MODEL_OBJECTS, the fields of the objective, and the numbers of the rows
+"""
+
+import time
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from quadriga.config import (
+    ActorConfig,
+    Config,
+    CriticConfig,
+    CriticModelConfig,
+    FSDPConfig,
+    Layout,
+    ModelConfig,
+    Sizes,
+)
+from quadriga.config.optimizer import ParallelConfig
+from quadriga.engines import process_group
+from quadriga.engines.fsdp.engine import FSDPEngine, Training
+from quadriga.engines.fsdp.memory import Memory
+from quadriga.engines.objectives import Objective, PolicyObjective, ValueObjective
+from quadriga.engines.parallel.processes import Processes
+from quadriga.engines.schedule import lr_at
+from quadriga.engines.step import Passes, update
+from quadriga.errors import ConfigError
+from quadriga.models.flops import peak_flops
+from quadriga.models.lora import describe_adapter
+from quadriga.observe.machine import Choice, choose_dtype
+from quadriga.observe.metrics import Metric
+from quadriga.protocol import DataProto
+from quadriga.single_controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
+from quadriga.workers.checkpoint import RoleCheckpoint
+from quadriga.workers.models import LoadedModel
+
+MESH = "replicas"
+"""The name under which a worker registers its place among the data-parallel ranks."""
+BY_REPLICA = make_nd_compute_dataproto_dispatch_fn(MESH)
+"""A chunk of rows for each data-parallel rank, the same for all ranks of its model-parallel group; one of them
+returns the result."""
+
+PROMPT_TENSORS = ("input_ids", "attention_mask", "position_ids")
+PROMPT_OBJECTS = ("raw_prompt_ids", "uid", "sample_index", "multi_modal_data", "multi_modal_inputs")
+CONVERSATION_OBJECTS = (
+    "raw_prompt", "agent_name", "tools_kwargs", "interaction_kwargs", "reward_model", "extra_info", "index",
+)  # fmt: skip
+CHAT_OBJECTS = ("raw_prompt", "uid")
+MODEL_INPUTS = (*PROMPT_TENSORS, "response_mask")
+MODEL_OBJECTS = ("multi_modal_inputs",)
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What the builder of a run has decided, and a worker cannot know alone.
+
+    Attributes:
+        rollout_engine: import string of the function in `workers.rollouts` that makes the rollout engine.
+        is_trained: whether the policy learns; one that only generates needs neither masters nor an optimizer.
+    """
+
+    rollout_engine: str
+    is_trained: bool = True
+
+
+def choose_device(wish: str, local_rank: int = 0) -> torch.device:
+    """`auto` is the accelerator where there is one.
+
+    Args:
+        wish: `auto`, or a device as torch names it; `cuda` is the rank's own of those it sees.
+        local_rank: number of the process on its node.
+
+    Raises:
+        ConfigError: there is no such device here.
+    """
+    if wish == "auto":
+        wish = "cuda" if torch.cuda.is_available() else "cpu"
+    # Ray shows a process one device, its own; torchrun and the like show all to each.
+    if wish == "cuda" and torch.cuda.device_count() > 1:
+        wish = f"cuda:{local_rank}"
+    try:
+        return torch.empty(0, device=wish).device
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(
+            "trainer.device",
+            got=f"{wish!r} ({str(error).strip().partition(chr(10))[0]})",
+            expected="a device that torch can use here",
+            fix="Set trainer.device=auto; `quadriga doctor` says what there is.",
+        ) from error
+
+
+def build_engine(
+    loaded: LoadedModel,
+    fsdp: FSDPConfig,
+    dtype: torch.dtype,
+    processes: Processes,
+    *,
+    name: str,
+    section: ActorConfig | CriticConfig | None = None,
+    model: ModelConfig | CriticModelConfig | None = None,
+) -> FSDPEngine:
+    """The training engine of a role.
+
+    Args:
+        loaded: the model.
+        fsdp: how it is sharded.
+        dtype: of the compute weights.
+        processes: the ranks that hold it.
+        name: of the role, for errors.
+        section, model: of the role and its model, where it learns; None: it is used for inference only.
+    """
+    return FSDPEngine(
+        loaded.scorer,
+        read=loaded.read,
+        dtype=dtype,
+        device=processes.world.device,
+        processes=processes,
+        training=Training(section.optim, section.grad_clip, section.max_nonfinite_steps) if section else None,
+        memory=Memory(
+            gradient_checkpointing=model is not None and model.enable_gradient_checkpointing,
+            activation_offload=model is not None and model.enable_activation_offload,
+            reshard_after_forward=fsdp.reshard_after_forward,
+            offload_weights=fsdp.offload_policy,
+        ),
+        name=name,
+    )
+
+
+class EngineWorker(Worker):
+    """A worker whose model is in a training engine.
+
+    Args:
+        config: of which the sections of the role and `trainer` are read.
+        tokenizer: of the model; saved beside it.
+
+    Attributes:
+        engine: holds the model, after `init_model`.
+        device, dtype: where it computes and in what, after `join`; the dtype with its reason.
+    """
+
+    engine: FSDPEngine
+
+    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+        super().__init__()
+        self.config, self.tokenizer = config, tokenizer
+        self.share_prompts = config.actor_rollout_ref.actor.use_prefix_sharing
+
+    def join(self, sizes: ParallelConfig, fsdp: FSDPConfig, where: str) -> None:
+        """Choose the device and the dtype, and meet the other ranks of the role.
+
+        Args:
+            sizes: tensor, sequence and pipeline parallelism of the role.
+            fsdp: its sharding, and the dtype.
+            where: the section, for errors.
+        """
+        self.device: torch.device = choose_device(self.config.trainer.device, self.local_rank)
+        world = process_group.join(self.place, self.device)
+        self.processes = Processes.arrange(world, Layout.of(world.size, Sizes.of(fsdp.fsdp_size, sizes), where))
+        self.register_mesh(MESH, self.processes.place.dp_rank, self.processes.place.is_collected)
+        self.dtype: Choice = choose_dtype(fsdp.model_dtype, self.device)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def close(self) -> None:
+        """Leave the process group of the role."""
+        process_group.leave(self.processes.world)
+
+
+class Learner(EngineWorker):
+    """A worker whose model learns.
+
+    Attributes:
+        part: the name of its folder in a checkpoint.
+        section: its configuration.
+        objective: its loss, after `init_model`.
+    """
+
+    part: str
+    section: ActorConfig | CriticConfig
+    objective: Objective
+
+    def make_engine(self, loaded: LoadedModel, model: ModelConfig | CriticModelConfig | None, name: str) -> None:
+        """Put the model into `engine`.
+
+        Args:
+            loaded: the model.
+            model: its section; None: it is used for inference only.
+            name: of the role, for errors.
+        """
+        section = self.section if model else None
+        fsdp, dtype = self.section.fsdp_config, self.dtype.value
+        self.engine = build_engine(loaded, fsdp, dtype, self.processes, name=name, section=section, model=model)
+        self._peak_flops: float | None = None
+
+    def describe(self, name: str, *, has_adapter: bool) -> dict[str, str]:
+        """The engine's automatic choices with their reasons, for people to read."""
+        chosen = self.engine.describe()
+        adapter = {"adapter": describe_adapter(self.engine.model)} if has_adapter else {}
+        masters = "masters and optimizer in float32" + (", of the adapter" if has_adapter else "")
+        return adapter | {
+            name: f"{chosen['parameters'] / 1e6:.1f} M parameters on {chosen['device']}, {chosen['processes']}",
+            "weights": f"{chosen['weights']} ({self.dtype.reason}); {masters}",
+        }
+
+    def learn(self, data: DataProto, rows_per_prompt: int, *, temperature: float = 1.0) -> DataProto:
+        """Update the model on a batch.
+
+        Args:
+            data: the columns of `UpdateInputs`; `meta_info` has `global_steps` and `total_training_steps`.
+            rows_per_prompt: rows of the batch for each prompt that `ppo_mini_batch_size` counts.
+            temperature: of the sampling.
+
+        Returns:
+            metrics in `meta_info`; `perf/mfu/NAME` is the share of the device's measured peak that was reached.
+        """
+        start, step, name = time.perf_counter(), data.meta_info["global_steps"], self.objective.name
+        metrics = update(
+            self.engine,
+            data,
+            self.objective,
+            Passes.of(self.section, rows_per_prompt, step, share_prompts=self.share_prompts),
+            lr=lr_at(step, self.section.optim, data.meta_info["total_training_steps"]),
+            temperature=temperature,
+        )
+        rate = metrics.pop(f"perf/flops/{name}").value / (time.perf_counter() - start)
+        # Measured once; where that was at a busy moment, a rate that an update reaches raises it.
+        self._peak_flops = max(self._peak_flops or peak_flops(self.device, self.dtype.value), rate)
+        return DataProto(meta_info={"metrics": metrics | {f"perf/mfu/{name}": Metric(rate / self._peak_flops)}})
+
+    @cached_property
+    def checkpoint(self) -> RoleCheckpoint:
+        """Writes and reads this worker's part of a checkpoint."""
+        return RoleCheckpoint(self.engine, self.engine.model, self.tokenizer)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, directory: Path) -> None:
+        """Copy the model and its optimizer, and begin to write them below `directory`."""
+        self.checkpoint.start(directory / self.part, frozenset(self.section.checkpoint.save_contents))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def checkpoint_written(self, wait: bool = False) -> bool:
+        """Whether what was begun is on disk; with `wait`, it is when this returns."""
+        return self.checkpoint.is_written(wait=wait)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, directory: Path) -> None:
+        """Read the model and its optimizer from below `directory`."""
+        self.checkpoint.load(directory / self.part, frozenset(self.section.checkpoint.load_contents))
+
+
+def prompt_inputs(prompts: DataProto, config: Config) -> DataProto:
+    """What the rollout reads of prompts; those of their columns that it uses and that are there.
+
+    A conversation finds the name of its data set as `data_source`, whatever `data.reward_fn_key` calls that column.
+    """
+    columns = prompts.non_tensor_batch
+    is_async = config.actor_rollout_ref.rollout.mode == "async"
+    wanted = (*PROMPT_OBJECTS, *(CONVERSATION_OBJECTS if is_async else ()))
+    inputs = prompts.select(PROMPT_TENSORS, [key for key in wanted if key in columns])
+    if is_async and config.data.reward_fn_key in columns:
+        inputs.non_tensor_batch["data_source"] = columns[config.data.reward_fn_key]
+    return inputs
+
+
+def model_inputs(batch: DataProto) -> DataProto:
+    """What a pass without gradients reads."""
+    return batch.select(MODEL_INPUTS, [key for key in MODEL_OBJECTS if key in batch.non_tensor_batch])
+
+
+def reward_model_inputs(batch: DataProto, *, with_chats: bool) -> DataProto:
+    """What the reward model reads."""
+    return batch.select(MODEL_INPUTS, [key for key in CHAT_OBJECTS if with_chats and key in batch.non_tensor_batch])
+
+
+class UpdateInputs:
+    """What the updates read.
+
+    Args:
+        config: chooses the losses.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._policy = PolicyObjective(config.actor_rollout_ref.actor, config.algorithm.rollout_correction)
+        self._value = ValueObjective(config.critic)
+
+    def of_actor(self, batch: DataProto) -> DataProto:
+        """Columns for `update_actor`; those that the loss computes from the whole batch are added to it."""
+        self._policy.add_batch_columns(batch)
+        return self._select(batch, self._policy)
+
+    def of_critic(self, batch: DataProto) -> DataProto:
+        """Columns for `update_critic`."""
+        return self._select(batch, self._value)
+
+    @staticmethod
+    def _select(batch: DataProto, objective: Objective) -> DataProto:
+        numbers = ["row_index"] if "row_index" in batch.batch.keys() else []
+        names = dict.fromkeys((*MODEL_INPUTS, *objective.fields(batch), *numbers))
+        return batch.select(list(names), [key for key in MODEL_OBJECTS if key in batch.non_tensor_batch])

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The models of the roles: whether they fit the ranks and the sequences, and how they are loaded."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quadriga.config import Config, ModelShape, check_model
+from quadriga.config.check_layout import ACTOR, CRITIC, arranged_roles, layout_of
+from quadriga.config.model import SEEING_TYPES
+from quadriga.engines.fsdp.sharded_weights import ReadWeight
+from quadriga.engines.parallel.processes import Processes
+from quadriga.errors import ConfigError, EngineError
+from quadriga.models.adapter_files import base_name, is_factor, open_model
+from quadriga.models.load import load_causal_lm, load_config, skeleton_causal_lm
+from quadriga.models.lora import add_adapter
+from quadriga.models.scorers import PolicyScorer, Scorer, ValueScorer
+from quadriga.models.vision import is_vision, parameter_name, vision_encoder
+from quadriga.models.weight_files import RenamedFiles
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A scorer, and where its parameters' values come from: None where it has them."""
+
+    scorer: Scorer
+    read: ReadWeight | None
+
+
+def load_policy(config: Config, dtype: torch.dtype, processes: Processes, *, has_adapter: bool = False) -> LoadedModel:
+    """The model of `actor_rollout_ref.model` as a policy; a vision encoder that the configuration freezes is frozen.
+
+    Args:
+        config: names the model, its adapter and its seed.
+        dtype: of replicated weights; sharded ones are read when they are cut.
+        processes: the ranks that will hold it.
+        has_adapter: whether it gets the adapter of the configuration, in float32.
+    """
+    section = config.actor_rollout_ref.model
+    loaded = _load(config, section.path, PolicyScorer, dtype, processes)
+    if config.actor_rollout_ref.actor.freeze_vision_tower:
+        vision_encoder(loaded.scorer.model).requires_grad_(False)
+    if not has_adapter:
+        return loaded
+    read_factor, read_base = add_adapter(loaded.scorer.model, section, config.trainer.seed), loaded.read
+    if read_base is None:
+        return loaded
+    return LoadedModel(loaded.scorer, lambda name: read_factor(name) if is_factor(name) else read_base(base_name(name)))
+
+
+def load_value_function(config: Config, processes: Processes) -> LoadedModel:
+    """The model of `critic.model` with a value head."""
+    path = config.critic.model.path or config.actor_rollout_ref.model.path
+    return _load(config, path, ValueScorer, torch.float32, processes)
+
+
+def _load(config: Config, path: str, scorer: type[Scorer], dtype: torch.dtype, processes: Processes) -> LoadedModel:
+    model = config.actor_rollout_ref.model
+    options = {"trust_remote_code": model.trust_remote_code, "override_config": model.override_config}
+    # The name of a model on a hub is no folder yet: transformers fetches it, and loads it whole.
+    if processes.layout.is_whole or not Path(path).is_dir():
+        return LoadedModel(scorer(load_causal_lm(path, dtype=dtype, device=processes.world.device, **options)), None)
+    skeleton = scorer(skeleton_causal_lm(path, **options))
+    # A value head that the files do not have is zero.
+    files = RenamedFiles(open_model(path), partial(parameter_name, skeleton.model.config))
+    names, shapes = set(files.names()), {name: one.shape for name, one in skeleton.model.named_parameters()}
+    missing = [name for name in shapes if name not in names and not name.startswith("value_head.")]
+    if missing:
+        raise EngineError(
+            f"model {path}",
+            got=f"no weights for {len(missing)} parameters, first {missing[0]}",
+            expected="all weights of the model, under the names that transformers gives them",
+            fix="Load and save it once with transformers, or set fsdp_config.fsdp_size=1.",
+        )
+    return LoadedModel(skeleton, lambda name: files.read(name) if name in names else torch.zeros(shapes[name]))
+
+
+def check_models(config: Config) -> None:
+    """Refuse models whose heads or layers cannot be divided over the ranks, and policies with too few positions.
+
+    Raises:
+        ConfigError: says what does not fit.
+    """
+    policy = _model_config(config, ACTOR)
+    _check_vision(config, policy)
+    positions = getattr(policy.get_text_config(), "max_position_embeddings", None)
+    needed = config.data.max_prompt_length + config.data.max_response_length
+    if positions is not None and needed > positions:
+        raise ConfigError(
+            "data.max_prompt_length + data.max_response_length",
+            got=f"{needed} tokens",
+            expected=f"at most {positions}, the positions of {config.actor_rollout_ref.model.path}",
+            fix="Lower one of them, or give the model more with actor_rollout_ref.model.override_config.",
+        )
+    for where, section, size in arranged_roles(config):
+        layout = layout_of(section, size, where)
+        if (layout.sp, layout.tp, layout.pp) != (1, 1, 1):
+            check_model(layout, shape_of(_model_config(config, where)), where)
+
+
+def require_text(config: Config, what: str) -> None:
+    """Refuse a vision-language model where only text is supported.
+
+    Raises:
+        ConfigError: says so.
+    """
+    if is_vision(kind := _model_config(config, ACTOR)):
+        raise ConfigError(
+            "model.path",
+            got=f"a vision-language model ({kind.model_type})",
+            expected=f"a text model: {what} learns from text alone",
+            fix="Train it with `quadriga train`.",
+        )
+
+
+def _check_vision(config: Config, policy: Any) -> None:
+    """What is not supported for vision-language models, or only for them."""
+    model, actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
+    if not is_vision(policy):
+        if actor.freeze_vision_tower:
+            raise ConfigError(
+                f"{ACTOR}.freeze_vision_tower",
+                got=f"True, with a model without a vision encoder ({policy.model_type})",
+                expected=f"one of {', '.join(SEEING_TYPES)}",
+                fix="Leave the key out.",
+            )
+        return
+    if model.has_adapter:
+        raise ConfigError(
+            "actor_rollout_ref.model.lora_rank",
+            got=f"an adapter, with a vision-language model ({policy.model_type})",
+            expected="0: its weights are trained themselves",
+            fix=f"Leave the key out; {ACTOR}.freeze_vision_tower=True trains the decoder alone.",
+        )
+    if config.reward_model.enable:
+        raise ConfigError(
+            "reward_model.enable",
+            got=f"True, with a vision-language policy ({policy.model_type})",
+            expected="False: reward models read text alone",
+            fix="Grade with a function: custom_reward_function.path.",
+        )
+    for where, section, size in arranged_roles(config):
+        layout = layout_of(section, size, where)
+        if where == CRITIC and not is_vision(_model_config(config, CRITIC)):
+            raise ConfigError(
+                "critic.model.path",
+                got="a text model, with a vision-language policy",
+                expected=f"a vision-language model too: {', '.join(SEEING_TYPES)}",
+                fix="Leave the key out: the critic then starts from the policy's model.",
+            )
+        if (layout.sp, layout.tp, layout.pp) != (1, 1, 1):
+            raise ConfigError(
+                where,
+                got=f"{layout.describe()}, for a vision-language model ({policy.model_type})",
+                expected="tensor_model_parallel_size, pipeline_model_parallel_size and "
+                "ulysses_sequence_parallel_size of 1",
+                fix="Shard the weights with fsdp_config.fsdp_size.",
+            )
+
+
+def layout_tables(config: Config) -> Iterator[str]:
+    """For each role with several ranks, which rank has which rows."""
+    told = set()
+    for where, section, size in arranged_roles(config):
+        if size > 1 and where not in told:
+            told.add(where)
+            layout = layout_of(section, size, where)
+            table = layout.table().replace("\n", "\n    ")
+            yield f"  {where}: {layout.describe()}\n    {table}"
+
+
+def shape_of(model: Any) -> ModelShape:
+    """The sizes of a model that have to be divisible.
+
+    Args:
+        model: a configuration of transformers.
+    """
+    text = model.get_text_config()
+    return ModelShape(
+        name=(model.architectures or [type(model).__name__])[0],
+        num_layers=text.num_hidden_layers,
+        num_heads=text.num_attention_heads,
+        num_kv_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
+        tensor_plan=text.base_model_tp_plan,
+    )
+
+
+def _model_config(config: Config, where: str) -> Any:
+    model = config.actor_rollout_ref.model
+    if where == ACTOR:
+        path = model.path
+    elif where == CRITIC:
+        path = config.critic.model.path or model.path
+    else:
+        path = config.reward_model.model.path or ""
+    options = {"override_config": model.override_config} if path == model.path else {}
+    return load_config(path, trust_remote_code=model.trust_remote_code, **options)

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Workers for supervised training.
+
+SupervisedWorker              engine, update, checkpoints
+  SFTWorker                   learns the likelihood of given responses     `predict`: their log-probs
+  RewardModelTrainingWorker   learns to order responses by their score     `predict`: their scores
+"""
+
+from abc import abstractmethod
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from quadriga.config import Config
+from quadriga.config.check_layout import ACTOR
+from quadriga.engines.objectives import Objective
+from quadriga.engines.objectives_sft import SCORE_SLOPE, LikelihoodObjective, ScoreObjective
+from quadriga.engines.step import Passes, infer
+from quadriga.models.fresh_reward_model import fresh_reward_model
+from quadriga.models.reward_scorer import RewardScorer
+from quadriga.observe.machine import release_free_memory
+from quadriga.protocol import DataProto
+from quadriga.single_controller import Dispatch, register
+from quadriga.workers.base import BY_REPLICA, Learner
+from quadriga.workers.models import LoadedModel, load_policy
+
+__all__ = ["SCORE_SLOPE", "RewardModelTrainingWorker", "SFTWorker", "SupervisedWorker"]
+
+
+class SupervisedWorker(Learner):
+    """A model that learns from given responses.
+
+    Args:
+        config: of which `actor_rollout_ref.model`, `actor_rollout_ref.actor` and `trainer` are read.
+        tokenizer: of the model; saved beside it.
+    """
+
+    part = "actor"
+
+    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+        super().__init__(config, tokenizer)
+        self.section = config.actor_rollout_ref.actor
+
+    @abstractmethod
+    def load(self) -> LoadedModel:
+        """The model that learns, with its head."""
+
+    @abstractmethod
+    def make_objective(self) -> Objective:
+        """Its loss."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def init_model(self) -> dict[str, str]:
+        """Load the model and make the engine. Returns what was chosen, with reasons, for people to read."""
+        self.join(self.section, self.section.fsdp_config, ACTOR)
+        model = self.config.actor_rollout_ref.model
+        self.make_engine(self.load(), model, "model")
+        self.objective = self.make_objective()
+        return self.describe("model", has_adapter=model.has_adapter)
+
+    @register(dispatch_mode=BY_REPLICA)
+    def update(self, data: DataProto) -> DataProto:
+        """One optimizer step on a whole batch. Returns metrics."""
+        return self.learn(data, 2)
+
+    def infer(self, data: DataProto, output: str) -> torch.Tensor:
+        """One of the model's outputs [B, T]."""
+        micro = Passes.of(self.section, 1, 0, share_prompts=self.share_prompts).micro
+        values = infer(self.engine, data, micro)[output]
+        release_free_memory()
+        return values
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_model(self, directory: Path) -> None:
+        """Begin to write the model as an ordinary Hugging Face folder, below `directory`."""
+        self.checkpoint.start(directory, frozenset({"hf_model"}))
+
+
+class SFTWorker(SupervisedWorker):
+    """A policy that learns the likelihood of given responses."""
+
+    def make_objective(self) -> Objective:
+        return LikelihoodObjective(self.config.actor_rollout_ref.actor)
+
+    def load(self) -> LoadedModel:
+        has_adapter = self.config.actor_rollout_ref.model.has_adapter
+        # The weights below an adapter are frozen: they need no float32 masters.
+        dtype = self.dtype.value if has_adapter else torch.float32
+        return load_policy(self.config, dtype, self.processes, has_adapter=has_adapter)
+
+    @register(dispatch_mode=BY_REPLICA)
+    def predict(self, data: DataProto) -> DataProto:
+        """`old_log_probs` [B, T] of the responses."""
+        return DataProto.from_dict(tensors={"old_log_probs": self.infer(data, "log_probs")})
+
+
+class RewardModelTrainingWorker(SupervisedWorker):
+    """A reward model that learns to order responses by their score."""
+
+    def make_objective(self) -> Objective:
+        return ScoreObjective()
+
+    def load(self) -> LoadedModel:
+        # Every rank loads the full model, and keeps its shard.
+        section = self.config.actor_rollout_ref.model
+        model = fresh_reward_model(
+            str(section.path),
+            pad_token_id=int(self.tokenizer.pad_token_id),
+            device=self.device,
+            trust_remote_code=section.trust_remote_code,
+            override_config=section.override_config,
+        )
+        return LoadedModel(RewardScorer(model), None)
+
+    @register(dispatch_mode=BY_REPLICA)
+    def predict(self, data: DataProto) -> DataProto:
+        """`rm_scores` [B, T]: the score behind the last token of each response, zero elsewhere."""
+        return DataProto.from_dict(tensors={"rm_scores": self.infer(data, "scores")})
