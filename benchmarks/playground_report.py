@@ -2,6 +2,7 @@
 """What the runs of playground.py came to: read from their files, as tables and as one picture."""
 
 import json
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
@@ -12,8 +13,10 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from PIL import Image
 
-from quadriga.observe.curve import INK, LENGTH, QUIET, REWARD, SPEED, STYLE, VALIDATION
 from quadriga.observe.tracking.jsonl import METRICS_FILE, read_metrics
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
+from curve import INK, LENGTH, QUIET, REWARD, SPEED, STYLE, VALIDATION
 
 GOAL = 0.95
 SERIES = {

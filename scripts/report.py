@@ -12,9 +12,9 @@ from argparse import ArgumentParser
 from collections.abc import Mapping
 from pathlib import Path
 
+from curve import plot_curves
 from quadriga.errors import QuadrigaError
-from quadriga.observe.curve import plot_curves
-from quadriga.observe.headline import validation_results
+from quadriga.observe.progress import validation_results
 from quadriga.observe.tracking.jsonl import METRICS_FILE, SAMPLES_FILE, read_metrics
 
 NUM_ANSWERS = 3

@@ -129,14 +129,14 @@ def _report_machine() -> bool:
 
 
 def _machine_lines() -> list[str]:
-    # torch, and what of `observe` needs it, load here: a doctor who asks for a healthy patient helps nobody.
+    # torch, and what needs it, load here: the report must come where torch is broken.
     torch = import_module("torch")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     threads = [f"{name}={os.environ[name]}" for name in _THREAD_VARIABLES if name in os.environ]
     disk = shutil.disk_usage(Path.cwd())
     return [
-        observe.describe_machine(),
-        f"dtype on {device}: {observe.choose_dtype('auto', device).reason}",
+        observe.machine.describe_machine(),
+        f"dtype on {device}: {observe.machine.choose_dtype('auto', device).reason}",
         f"threads: {torch.get_num_threads()} ({', '.join(threads) or 'no variable sets them'})",
         f"free: {_free_memory_bytes() / GIB:.1f} GiB memory, {disk.free / GIB:.1f} GiB disk in {Path.cwd()}",
     ]

@@ -14,7 +14,7 @@ import torch
 from quadriga.errors import ConfigError
 
 GIB = 1024**3
-
+_CPUINFO = Path("/proc/cpuinfo")
 # CPU flags (Linux names) of units that multiply bfloat16 matrices: Intel and AMD, then Arm.
 BF16_CPU_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
 
@@ -43,12 +43,8 @@ def choose_dtype(requested: str, device: torch.device | str) -> Choice:
         natural = _dtype_for(device)
         slow = "" if natural.value == torch.bfloat16 else f" (slow here: {natural.reason})"
         return Choice(torch.bfloat16, f"bfloat16: asked for{slow}")
-    raise ConfigError(
-        "fsdp_config.model_dtype",
-        got=repr(requested),
-        expected="auto, bfloat16 or float32",
-        fix="auto takes bfloat16 where the hardware multiplies it.",
-    )
+    found = f"fsdp_config.model_dtype: got {requested!r}, expected auto, bfloat16 or float32"
+    raise ConfigError(found, fix="auto takes bfloat16 where the hardware multiplies it.")
 
 
 def _dtype_for(device: torch.device) -> Choice:
@@ -68,26 +64,25 @@ def _dtype_for(device: torch.device) -> Choice:
     return Choice(torch.float32, f"float32: nothing is known about bfloat16 on {device.type} devices")
 
 
-def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
+def cpu_flags(cpuinfo: Path = _CPUINFO) -> frozenset[str]:
     """The CPU's feature flags as Linux names them; empty where the system does not tell."""
-    for key in ("flags", "Features"):
-        if value := _cpuinfo_field(key, cpuinfo):
-            return frozenset(value.split())
-    return frozenset()
+    return frozenset((_field(cpuinfo, "flags") or _field(cpuinfo, "Features")).split())
 
 
 def resident_bytes() -> int:
     """Memory of this process in RAM; without /proc (macOS) its peak, which is an upper bound."""
-    return _status_bytes("VmRSS") or _peak_from_resource()
+    return _status_bytes("VmRSS") or peak_resident_bytes()
 
 
 def peak_resident_bytes() -> int:
     """The most memory this process has held in RAM since it started."""
-    return _status_bytes("VmHWM") or _peak_from_resource()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # Linux counts in KiB, macOS in bytes.
+    return _status_bytes("VmHWM") or (peak if sys.platform == "darwin" else peak * 1024)
 
 
 def release_free_memory() -> bool:
-    """Give pages that nobody uses back to the system, where the C library keeps them (glibc). Returns whether it does.
+    """Give unused pages back to the system, where the C library keeps them (glibc). Returns whether it does.
 
     Training and generation allocate in different patterns; without this each leaves holes for the other, and the
     resident memory of a run creeps up.
@@ -114,44 +109,34 @@ def usable_memory_bytes() -> int:
 
 def describe_machine() -> str:
     """One line for logs and reports: cores, memory, accelerators, system, versions."""
-    cpu = _cpuinfo_field("model name") or platform.processor() or platform.machine()
+    cpu = _field(_CPUINFO, "model name") or platform.processor() or platform.machine()
     num_cores = num_usable_cores()
+    accelerators = "no GPU"
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        memory = f"{properties.total_memory / GIB:.0f} GiB"
+        accelerators = f"{torch.cuda.device_count()} x {properties.name} with {memory}"
     parts = [
         f"{num_cores} core{'s' if num_cores != 1 else ''} of {cpu} ({torch.backends.cpu.get_cpu_capability()})",
         f"{usable_memory_bytes() / GIB:.0f} GiB memory",
-        _describe_accelerators(),
+        accelerators,
         f"{platform.system()}, Python {platform.python_version()}, torch {torch.__version__}",
     ]
     return ", ".join(parts)
 
 
-def _describe_accelerators() -> str:
-    if not torch.cuda.is_available():
-        return "no GPU"
-    count = torch.cuda.device_count()
-    properties = torch.cuda.get_device_properties(0)
-    return f"{count} x {properties.name} with {properties.total_memory / GIB:.0f} GiB"
+def _status_bytes(key: str) -> int:
+    """A size in /proc/self/status; 0 where there is none."""
+    return int((_field(Path("/proc/self/status"), key) or "0").split()[0]) * 1024
 
 
-def _cpuinfo_field(key: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    for line in _read(cpuinfo).splitlines():
+def _field(path: Path, key: str) -> str:
+    """The first value under a key of one of the kernel's files of `key: value` lines; empty if there is none."""
+    for line in _read(path).splitlines():
         name, _, value = line.partition(":")
         if name.strip() == key:
             return value.strip()
     return ""
-
-
-def _status_bytes(key: str) -> int:
-    for line in _read(Path("/proc/self/status")).splitlines():
-        if line.startswith(f"{key}:"):
-            return int(line.split()[1]) * 1024
-    return 0
-
-
-def _peak_from_resource() -> int:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    # Linux counts in KiB, macOS in bytes.
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _read(path: Path) -> str:

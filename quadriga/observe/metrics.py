@@ -8,7 +8,7 @@ with the way it is reduced and with the weight it stands for, from the place whe
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 Reduction = Literal["mean", "sum", "max", "min", "last"]
 REDUCTIONS: tuple[str, ...] = get_args(Reduction)
@@ -31,14 +31,10 @@ class Metric:
         if not self.weight >= 0 or math.isinf(self.weight):
             raise ValueError(f"Metric.weight: got {self.weight!r}, expected a finite number of at least 0.")
         # Zero-dimensional tensors and numpy numbers become plain floats here, so that a metric never keeps a graph
-        # or a device alive and can be sent and written anywhere.
-        object.__setattr__(self, "value", _plain(self.value))
-        object.__setattr__(self, "weight", _plain(self.weight))
-
-
-def _plain(number: Any) -> float:
-    # item() and not float(): a loss that still has its graph is read without a warning.
-    return float(number.item() if hasattr(number, "item") else number)
+        # or a device alive and can be sent and written anywhere. item() reads a loss that has its graph in silence.
+        for name in ("value", "weight"):
+            number = getattr(self, name)
+            object.__setattr__(self, name, float(number.item() if hasattr(number, "item") else number))
 
 
 def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
@@ -71,31 +67,22 @@ def _combine(name: str, metrics: Sequence[Metric]) -> Metric:
     kinds = {metric.reduction for metric in metrics}
     if len(kinds) > 1:
         raise ValueError(f"metric {name}: got the reductions {', '.join(sorted(kinds))}, expected one for all parts.")
-    reduction = metrics[0].reduction
-    weight = math.fsum(metric.weight for metric in metrics)
-    return Metric(_reduce(metrics, reduction, weight), reduction, weight)
-
-
-def _reduce(metrics: Sequence[Metric], reduction: Reduction, weight: float) -> float:
+    reduction, weight = metrics[0].reduction, math.fsum(metric.weight for metric in metrics)
     values = [metric.value for metric in metrics]
     if reduction == "mean":
-        return _weighted_mean(metrics, weight)
-    if reduction == "sum":
-        return _sum(values)
-    if reduction == "last":
-        return values[-1]
-    # max() and min() answer by position when a NaN is among the values; a NaN must be seen, so it wins.
-    if any(math.isnan(value) for value in values):
-        return math.nan
-    return max(values) if reduction == "max" else min(values)
-
-
-def _weighted_mean(metrics: Sequence[Metric], weight: float) -> float:
-    if weight == 0:
-        # Nothing stands behind these numbers (a rank without a single valid token): the mean of nothing is not 0.
-        return math.nan
-    # A part of weight 0 says nothing, even where its own value is NaN.
-    return _sum([metric.value * metric.weight for metric in metrics if metric.weight > 0]) / weight
+        # A part of weight 0 says nothing, even where its own value is NaN; the mean of nothing is NaN and not 0.
+        total = _sum([metric.value * metric.weight for metric in metrics if metric.weight > 0])
+        value = total / weight if weight else math.nan
+    elif reduction == "sum":
+        value = _sum(values)
+    elif reduction == "last":
+        value = values[-1]
+    elif any(math.isnan(value) for value in values):
+        # max() and min() answer by position when a NaN is among the values; a NaN must be seen, so it wins.
+        value = math.nan
+    else:
+        value = max(values) if reduction == "max" else min(values)
+    return Metric(value, reduction, weight)
 
 
 def _sum(values: Sequence[float]) -> float:

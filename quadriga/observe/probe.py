@@ -2,7 +2,7 @@
 """What this environment can do: which optional packages are there, whether they work, and if not, why.
 
 "Installed" is not "usable": a package may be too old, or fail to load for want of another one. Those that load quickly
-are imported, each in a process of its own, where a crash or a hang hurts nobody. Of the others, which take seconds, the
+are imported, each in a process of its own, where a crash or a hang does no harm. Of the others, which take seconds, the
 versions of what they require are compared, and the report says that they were not tried.
 """
 
@@ -15,12 +15,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 
+from packaging.requirements import Requirement
+
 IMPORT_TIMEOUT_S = 60.0
 # Imports at the same time; more would only make each other slow.
 NUM_IMPORTS = 2
 NOT_TRIED = "installed, not tried"
-_REQUIREMENT = re.compile(r"(?P<name>[A-Za-z0-9_.\-]+)(?:\[[^\]]*\])?\s*\(?(?P<bounds>[^;)]*)\)?")
-_BOUND = re.compile(r"(>=|<=|<|>)\s*([0-9.]+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,34 +119,19 @@ def _installed(package: str) -> tuple[str, str]:
 
 
 def _unmet_problem(module: str, distribution: str) -> str:
-    """What can be known without an import: is the module there, and what the distribution requires. Empty if it is.
-
-    Requirements for some systems or some versions of Python only are not looked at, nor are single versions ruled out.
-    """
+    """What is known without an import: a missing module, or what the distribution requires here. Empty: no problem."""
     if importlib.util.find_spec(module) is None:
         return f"{NOT_TRIED}: there is no module {module}"
     for line in requires(distribution) or ():
-        wanted = _REQUIREMENT.match(line)
-        if wanted is None or ";" in line:
+        wanted = Requirement(line)
+        if wanted.marker is not None and not wanted.marker.evaluate():
             continue
-        _, found = _installed(wanted["name"])
+        _, found = _installed(wanted.name)
         if not found:
-            return f"{NOT_TRIED}: it requires {wanted['name']}, which is not installed"
-        if not all(_is_within(found, side, bound) for side, bound in _BOUND.findall(wanted["bounds"])):
-            return f"{NOT_TRIED}: it requires {wanted['name']}{wanted['bounds'].strip()}, and {found} is installed"
+            return f"{NOT_TRIED}: it requires {wanted.name}, which is not installed"
+        if not wanted.specifier.contains(found, prereleases=True):
+            return f"{NOT_TRIED}: it requires {wanted.name}{wanted.specifier}, and {found} is installed"
     return ""
-
-
-def _is_within(found: str, side: str, bound: str) -> bool:
-    have, limit = (_without_zeros(release_numbers(text)) for text in (found, bound))
-    return {">=": have >= limit, "<=": have <= limit, ">": have > limit, "<": have < limit}[side]
-
-
-def _without_zeros(numbers: tuple[int, ...]) -> tuple[int, ...]:
-    """2.0.0 is 2."""
-    while numbers and numbers[-1] == 0:
-        numbers = numbers[:-1]
-    return numbers
 
 
 def _import_problem(module: str, timeout_s: float) -> str:

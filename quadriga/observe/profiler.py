@@ -8,7 +8,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import torch
 
@@ -24,18 +24,25 @@ class Profiler:
 
     Args:
         config: the `global_profiler` section.
-        emit: told where each profile was written.
+        emit: is called with a sentence that says where each profile was written.
 
     Raises:
         ConfigError: the tool cannot work on this machine.
     """
 
     def __init__(self, config: ProfilerConfig, emit: Callable[[str], None] = print) -> None:
+        if config.tool == "torch_memory" and not torch.cuda.is_available():
+            raise ConfigError(
+                "global_profiler.tool: got torch_memory on a machine without CUDA, expected a CUDA device, whose "
+                "allocator keeps the history",
+                fix="Use global_profiler.tool=torch; its trace holds the CPU's allocations.",
+            )
         self._steps = frozenset(config.steps) if config.tool else frozenset()
+        self._is_of_memory = config.tool == "torch_memory"
         self._has_shared_profiles = config.profile_continuous_steps
         self._directory = Path(config.save_path)
         self._emit = emit
-        self._recorder: _Recorder = _MemoryRecorder() if config.tool == "torch_memory" else _TraceRecorder()
+        self._trace: Any = None
         self._first: int | None = None
         self._last = 0
 
@@ -46,7 +53,7 @@ class Profiler:
             yield
             return
         if self._first is None:
-            self._recorder.start()
+            self._start()
             self._first = step
         self._last = step
         goes_on = False
@@ -57,6 +64,16 @@ class Profiler:
             if not goes_on:
                 self.close()
 
+    def _start(self) -> None:
+        if self._is_of_memory:
+            torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
+            return
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self._trace = torch.profiler.profile(activities=activities, profile_memory=True, record_shapes=True)
+        self._trace.start()
+
     def close(self) -> None:
         """Write a profile that is still open (a run that ended between two neighbouring steps)."""
         if self._first is None:
@@ -64,53 +81,13 @@ class Profiler:
         name = f"step_{self._first}" if self._first == self._last else f"steps_{self._first}-{self._last}"
         self._first = None
         self._directory.mkdir(parents=True, exist_ok=True)
-        path = self._recorder.stop(self._directory / name)
+        if self._is_of_memory:
+            path = self._directory / f"{name}.memory.pickle"
+            torch.cuda.memory._dump_snapshot(str(path))
+            torch.cuda.memory._record_memory_history(enabled=None)
+        else:
+            path = self._directory / f"{name}.json.gz"
+            self._trace.stop()
+            self._trace.export_chrome_trace(str(path))
+            self._trace = None
         self._emit(f"profile written to {path}")
-
-
-class _Recorder(Protocol):
-    def start(self) -> None: ...
-
-    def stop(self, stem: Path) -> Path:
-        """Write the recording to a file whose name begins with `stem` and return its path."""
-        ...
-
-
-class _TraceRecorder:
-    def __init__(self) -> None:
-        self._profile: torch.profiler.profile | None = None
-
-    def start(self) -> None:
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
-        self._profile = torch.profiler.profile(activities=activities, profile_memory=True, record_shapes=True)
-        self._profile.start()
-
-    def stop(self, stem: Path) -> Path:
-        assert self._profile is not None
-        path = stem.with_name(f"{stem.name}.json.gz")
-        self._profile.stop()
-        self._profile.export_chrome_trace(str(path))
-        self._profile = None
-        return path
-
-
-class _MemoryRecorder:
-    def __init__(self) -> None:
-        if not torch.cuda.is_available():
-            raise ConfigError(
-                "global_profiler.tool",
-                got="torch_memory on a machine without CUDA",
-                expected="a CUDA device, whose allocator keeps the history",
-                fix="Use global_profiler.tool=torch; its trace holds the CPU's allocations.",
-            )
-
-    def start(self) -> None:
-        torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
-
-    def stop(self, stem: Path) -> Path:
-        path = stem.with_name(f"{stem.name}.memory.pickle")
-        torch.cuda.memory._dump_snapshot(str(path))
-        torch.cuda.memory._record_memory_history(enabled=None)
-        return path

@@ -1,30 +1,113 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a long piece of work stands: a bar on a terminal, one aligned line per step in a log.
+"""What a person watches of a long piece of work: a few numbers of each step, as a bar on a terminal or lines in a log.
 
     step 12/30 ━━━━━━━━━╸────────────── reward 0.430  1 214 tok/s  8.1 s/step  2:24 left · gen
 
-Who prints what: a `Progress` is the only printer of steps while it is open. The console tracking backend, given the
-same `Progress`, leaves the steps to it and adds what a bar cannot show (validation results, sample answers) through
-`message`, above the bar. Without a `Progress` the backend prints the steps itself, in the same form.
+A run logs about a hundred metrics a step; these are the few that are shown, the files of the trackers have them all.
+
+Who prints what: a `Progress` is the only printer of steps while it is open. The console tracker, given the same
+`Progress`, leaves the steps to it and adds what a bar cannot show (validation results, samples) through `message`,
+above the bar. Without a `Progress` the tracker prints the steps itself, in the same form.
 """
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from types import TracebackType
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.progress import BarColumn, ProgressColumn, Task, TextColumn
 from rich.progress import Progress as RichProgress
 from rich.text import Text
 
-from quadriga.observe.headline import join_field
-
 # Time left follows the mean of so many last steps: long enough to be calm, short enough to notice a change of pace.
 PACE_STEPS = 10
 # A terminal has room for these beside the bar; a log line shows every field. Work that has none of them shows its own.
 BAR_FIELDS = ("reward", "tok/s", "s/step")
 GAP = "  "
+VALIDATION_PREFIX = "val-core/"
+
+
+class Headline(NamedTuple):
+    """A metric that is shown: its label, the metrics it may come from (the first that was measured), how it is written.
+
+    `form` is a format for numbers, or two of them and the size below which the first one holds.
+    """
+
+    label: str
+    sources: tuple[str, ...]
+    form: str | tuple[str, float, str]
+
+
+# The sources are the names of the trainer's metrics; a test of the trainer holds the two together.
+HEADLINES = (
+    Headline("reward", ("critic/rewards/mean", "critic/score/mean", "reward/mean"), (".3f", 1000, ".3g")),
+    Headline("loss", ("actor/pg_loss", "train/loss"), "+.4f"),
+    Headline("kl", ("actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl"), (".1e", 0.001, ".4f")),
+    Headline("entropy", ("actor/entropy",), (".3f", 1000, ".3g")),
+    Headline("grad", ("actor/grad_norm", "train/grad_norm"), (".3f", 1000, ".3g")),
+    Headline("lr", ("actor/lr", "train/lr"), ".1e"),
+    Headline("len", ("response_length/mean",), (".1f", 100, ".0f")),
+    Headline("mfu", ("perf/mfu/actor", "perf/mfu"), ".0%"),
+    Headline("tok/s", ("perf/throughput",), ",.0f"),
+    Headline("s/step", ("perf/time_per_step", "timing_s/step"), (".1f", 100, ".0f")),
+)
+
+
+def step_fields(metrics: Mapping[str, float]) -> dict[str, str]:
+    """The fields of a step for `Progress.update`: label -> text, in a fixed order.
+
+    A metric that was not measured in this step has no field.
+    """
+    fields: dict[str, str] = {}
+    for label, sources, form in HEADLINES:
+        value = next((metrics[name] for name in sources if name in metrics), None)
+        if value is not None and math.isfinite(value):
+            if isinstance(form, tuple):
+                below, limit, above = form
+                # Zero is no small number: it is written in full.
+                form = below if abs(value) < limit and not (value == 0 and below == ".1e") else above
+            # A narrow space would be finer typography, but a log is also read by grep and on plain terminals.
+            fields[label] = format(value, form).replace(",", " ")
+        elif value is not None:
+            fields[label] = str(value)
+    return fields
+
+
+def join_field(label: str, value: str) -> str:
+    """A label stands before its value, a unit (a label with a slash, such as tok/s) behind it."""
+    return f"{value} {label}" if "/" in label else f"{label} {value}"
+
+
+class ValidationResult(NamedTuple):
+    """One validation metric, taken apart: `val-core/<data source>/<variable>/<statistic>`."""
+
+    source: str
+    variable: str
+    statistic: str
+    value: float
+
+    @property
+    def column(self) -> str:
+        """What it is called in a table of data sources."""
+        return f"{self.variable} {self.statistic}"
+
+
+def validation_results(metrics: Mapping[str, float]) -> list[ValidationResult]:
+    """The main validation metrics among `metrics`, in their order.
+
+    The statistic begins at the last part with an "@" ("mean@8", "best@8/mean"), so a data source may contain slashes.
+    """
+    results = []
+    for name, value in metrics.items():
+        parts = name.removeprefix(VALIDATION_PREFIX).split("/")
+        at = max((index for index, part in enumerate(parts) if "@" in part), default=0)
+        if name.startswith(VALIDATION_PREFIX) and at >= 2:
+            source, variable, statistic = "/".join(parts[: at - 1]), parts[at - 1], "/".join(parts[at:])
+            results.append(ValidationResult(source, variable, statistic, value))
+    return results
 
 
 class Progress:
@@ -35,7 +118,7 @@ class Progress:
         initial: steps done before this process (a resumed run); they do not enter the pace.
         description: what is counted, shown before the count.
         console: where to print; standard output by default. It decides between bar and lines.
-        activity: asked while the bar is shown what is being done at the moment, such as `timer.current`.
+        activity: says, while the bar is shown, what is being done at the moment, such as `timer.current`.
         clock: seconds, for tests.
     """
 
@@ -51,13 +134,20 @@ class Progress:
     ) -> None:
         # Long lines in a log stay whole: a log has no edge.
         self._console = console or Console(highlight=False, soft_wrap=True)
-        self._total = total
-        self._description = description
+        self._total, self._description = total, description
         self._columns = AlignedLine()
         self._pace = _Pace(initial, clock)
         self._bar: RichProgress | None = None
         if self._console.is_interactive:
-            self._bar = _bar(self._console, self._pace, total, activity or str)
+            self._bar = RichProgress(
+                TextColumn("{task.description}", style="bold"),
+                TextColumn(f"{{task.completed:>{len(str(total))}.0f}}/{{task.total:.0f}}"),
+                BarColumn(bar_width=24),
+                TextColumn("{task.fields[fields]}", markup=False),
+                _TimeLeft(self._pace, total, activity or str),
+                console=self._console,
+                refresh_per_second=4,
+            )
             self._task = self._bar.add_task(description, total=total, completed=initial, fields="")
             self._bar.start()
 
@@ -82,31 +172,24 @@ class Progress:
             fields: label -> text, as `step_fields` makes them. A label with a slash is a unit and stands behind.
         """
         self._pace.record(step)
-        if self._bar is None:
-            self._print(self._line(step, fields))
+        if self._bar is not None:
+            shown = [name for name in BAR_FIELDS if name in fields] or fields
+            text = GAP.join(join_field(name, fields[name]) for name in shown)
+            self._bar.update(self._task, completed=step, fields=text)
             return
-        shown = [name for name in BAR_FIELDS if name in fields] or fields
-        text = GAP.join(join_field(name, fields[name]) for name in shown)
-        self._bar.update(self._task, completed=step, fields=text)
-
-    def _line(self, step: int, fields: Mapping[str, str]) -> str:
         position = f"{step:>{len(str(self._total))}}/{self._total}"
-        line = self._columns.render({self._description: position, **fields})
-        left_s = self.left_s
-        return f"{line}{GAP}{clock_text(left_s)} left" if left_s else line
+        line, left_s = self._columns.render({self._description: position, **fields}), self.left_s
+        self.message(f"{line}{GAP}{clock_text(left_s)} left" if left_s else line)
 
     def message(self, text: str) -> None:
         """Print text that stays: above the bar on a terminal, as it is in a log."""
-        self._print(text)
+        # Metrics and responses of a model are not markup: "[/b]" in a response is text.
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         """Leave the last state on the screen and give the terminal back. May be called twice."""
         if self._bar is not None:
             self._bar.stop()
-
-    def _print(self, text: str) -> None:
-        # Metrics and answers of a model are not markup: "[/b]" in an answer is an answer.
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 class AlignedLine:
@@ -157,10 +240,8 @@ class _Pace:
         per_step_s = (last_s - first_s) / (last_step - first_step)
         return max(0.0, (total - last_step) * per_step_s)
 
-    def countdown_s(self, total: int) -> float | None:
-        """As `left_s`, less the time since the last step: what a bar shows between two steps."""
-        left_s = self.left_s(total)
-        return None if left_s is None else max(0.0, left_s - (self._clock() - self._marks[-1][1]))
+    def since_last_s(self) -> float:
+        return self._clock() - self._marks[-1][1]
 
 
 class _TimeLeft(ProgressColumn):
@@ -171,20 +252,8 @@ class _TimeLeft(ProgressColumn):
     def render(self, task: Task) -> Text:
         if task.finished:
             return Text("done", style="green")
-        left_s = self._pace.countdown_s(self._total)
+        # Between two steps the time since the last one is taken off.
+        left_s = self._pace.left_s(self._total)
+        left = "" if left_s is None else f"{clock_text(max(0.0, left_s - self._pace.since_last_s()))} left"
         doing = self._activity()
-        left = "" if left_s is None else f"{clock_text(left_s)} left"
-        text = Text(left, style="cyan")
-        return text.append(f"{' · ' if left and doing else ''}{doing}", style="dim")
-
-
-def _bar(console: Console, pace: _Pace, total: int, activity: Callable[[], str]) -> RichProgress:
-    return RichProgress(
-        TextColumn("{task.description}", style="bold"),
-        TextColumn(f"{{task.completed:>{len(str(total))}.0f}}/{{task.total:.0f}}"),
-        BarColumn(bar_width=24),
-        TextColumn("{task.fields[fields]}", markup=False),
-        _TimeLeft(pace, total, activity),
-        console=console,
-        refresh_per_second=4,
-    )
+        return Text(left, style="cyan").append(f"{' · ' if left and doing else ''}{doing}", style="dim")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Being asked to stop, and the end of a machine that is known beforehand.
+"""A request to stop, and the end of a machine that is known beforehand.
 
-A first SIGTERM asks: the step in work is finished and saved, and the run ends as an interrupted one. The second finds
-nothing in its way, and ends the process at once.
+A first SIGTERM is a request: the step in work is finished and saved, and the run ends as an interrupted one. The second
+ends the process at once.
 """
 
 import os
@@ -27,12 +27,12 @@ _requested = threading.Event()
 
 
 def request_stop() -> None:
-    """Ask the run of this process to end after the step in work."""
+    """Have the run of this process end after the step in work."""
     _requested.set()
 
 
 def is_stop_requested() -> bool:
-    """Whether it was asked."""
+    """Whether a stop was requested."""
     return _requested.is_set()
 
 
@@ -45,7 +45,7 @@ def heeding_sigterm() -> Iterator[None]:
 
     process = os.getpid()
 
-    def ask(number: int, frame: FrameType | None) -> None:
+    def request(number: int, frame: FrameType | None) -> None:
         signal.signal(number, signal.SIG_DFL)
         if os.getpid() != process:
             # A fork of this process, say one that loads data: it is to end as if this handler were not there.
@@ -55,7 +55,7 @@ def heeding_sigterm() -> Iterator[None]:
         # Not print: the signal may have come in the midst of one.
         os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"{STOP_NOTICE}\n".encode())
 
-    before = signal.signal(signal.SIGTERM, ask)
+    before = signal.signal(signal.SIGTERM, request)
     try:
         yield
     finally:
@@ -70,27 +70,20 @@ def expiry(environment: Mapping[str, str] | None = None) -> float | None:
         ConfigError: a variable holds something else.
     """
     environment = os.environ if environment is None else environment
-    found = {name: environment[name] for name in EXPIRY_VARIABLES if environment.get(name)}
-    return min((_seconds(name, value) for name, value in found.items()), default=None)
+    seconds = []
+    for name in EXPIRY_VARIABLES:
+        if environment.get(name):
+            try:
+                seconds.append(float(int(environment[name])))
+            except ValueError as error:
+                found = f"{name}: got {environment[name]!r}, expected a whole number of seconds since 1970"
+                raise ConfigError(found, fix="Take the variable away where no provider sets it.") from error
+    return min(seconds, default=None)
 
 
 def expires_within(at_s: float | None, duration_s: float) -> bool:
-    """Whether the machine is taken back in so many seconds or less. What is past was said of an earlier machine.
+    """Whether the machine is taken back within `duration_s` from now, where `at_s` is what `expiry` returned.
 
-    Args:
-        at_s: what `expiry` said.
-        duration_s: from now.
+    A second that has passed was meant for an earlier machine.
     """
     return at_s is not None and 0 < at_s - time.time() <= duration_s
-
-
-def _seconds(name: str, value: str) -> float:
-    try:
-        return float(int(value))
-    except ValueError as error:
-        raise ConfigError(
-            name,
-            got=repr(value),
-            expected="a whole number of seconds since 1970",
-            fix="Take the variable away where no provider sets it.",
-        ) from error

@@ -29,8 +29,8 @@ class PhaseTimer:
     @property
     def current(self) -> str:
         """Name of the innermost open phase, or an empty string outside of all phases."""
-        open_phases = self._open[-1:]
-        return open_phases[0] if open_phases else ""
+        # A copy: the other thread may close the phase between a test and a look.
+        return "".join(self._open[-1:])
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -70,8 +70,7 @@ class Timeline:
     def __init__(
         self, title: str = "start-up", clock: Clock = time.perf_counter, earlier: Sequence[tuple[str, float]] = ()
     ) -> None:
-        self._title = title
-        self._clock = clock
+        self._title, self._clock = title, clock
         # Clocks of two machines may differ a little; no part is shorter than nothing.
         now_s = time.time()
         ages_s = [max(0.0, now_s - began_s) for _, began_s in earlier]
@@ -97,42 +96,27 @@ class Timeline:
             self._open.depth = depth
             part.end_s = self._clock() - self._origin
 
-    @property
-    def total_s(self) -> float:
-        """Seconds from the beginning to the end of the last part (until now if one is open)."""
-        if any(part.end_s is None for part in self._parts):
-            return self._clock() - self._origin
-        return max((part.end_s or 0.0 for part in self._parts), default=0.0)
-
     def render(self) -> str:
         """Aligned text: one line per part with its seconds and a bar that stands where the part happened."""
-        total_s = self.total_s
-        rows = self._rows(total_s)
-        names = [f"{'  ' * (part.depth + 1)}{part.name}" for part in rows]
-        width = max([len(self._title), *map(len, names)])
-        lines = [f"{self._title:<{width}}  {total_s:6.1f} s"]
-        for name, part in zip(names, rows, strict=True):
-            end_s = total_s if part.end_s is None else part.end_s
-            bar = _bar(part.start_s, end_s, total_s)
-            lines.append(f"{name:<{width}}  {end_s - part.start_s:6.1f} s  {bar}".rstrip())
-        return "\n".join(lines)
-
-    def _rows(self, total_s: float) -> list[_Part]:
-        """The parts, with a row for each longer time between them that nothing accounts for."""
-        rows: list[_Part] = []
+        now_s = self._clock() - self._origin
+        spans = [(part, now_s if part.end_s is None else part.end_s) for part in self._parts]
+        total_s = max((end_s for _, end_s in spans), default=0.0)
+        rows: list[tuple[str, float, float]] = []
         reached_s = 0.0
-        for part in self._parts:
+        for part, end_s in spans:
             if part.depth == 0:
+                # Longer times that no part accounts for have a row of their own.
                 if part.start_s - reached_s >= SHOWN_GAP_S:
-                    rows.append(_Part("(other)", 0, reached_s, part.start_s))
-                reached_s = max(reached_s, total_s if part.end_s is None else part.end_s)
-            rows.append(part)
-        return rows
-
-
-def _bar(start_s: float, end_s: float, total_s: float) -> str:
-    if total_s <= 0:
-        return ""
-    first = min(round(start_s / total_s * BAR_WIDTH), BAR_WIDTH - 1)
-    last = max(round(end_s / total_s * BAR_WIDTH), first + 1)
-    return " " * first + "━" * (last - first)
+                    rows.append(("  (other)", reached_s, part.start_s))
+                reached_s = max(reached_s, end_s)
+            rows.append((f"{'  ' * (part.depth + 1)}{part.name}", part.start_s, end_s))
+        width = max([len(self._title), *(len(name) for name, _, _ in rows)])
+        lines = [f"{self._title:<{width}}  {total_s:6.1f} s"]
+        for name, start_s, end_s in rows:
+            bar = ""
+            if total_s > 0:
+                first = min(round(start_s / total_s * BAR_WIDTH), BAR_WIDTH - 1)
+                last = max(round(end_s / total_s * BAR_WIDTH), first + 1)
+                bar = " " * first + "━" * (last - first)
+            lines.append(f"{name:<{width}}  {end_s - start_s:6.1f} s  {bar}".rstrip())
+        return "\n".join(lines)

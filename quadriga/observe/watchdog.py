@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 # The block's end does not wait longer than this for a detail function that is itself stuck.
-LAST_WORD_S = 1.0
+LAST_REPORT_S = 1.0
 
 
 @contextmanager
@@ -40,7 +40,7 @@ def waiting(
     def watch() -> None:
         while not is_over.wait(every_s):
             report = f"waiting {_duration(time.monotonic() - start)} for {what}{_detail(detail)}"
-            # What was waited for may have come while the detail was being asked.
+            # What was waited for may have come while the detail was made.
             if not is_over.is_set():
                 emit(report)
 
@@ -50,7 +50,7 @@ def waiting(
         yield
     finally:
         is_over.set()
-        watcher.join(LAST_WORD_S)
+        watcher.join(LAST_REPORT_S)
 
 
 def _detail(detail: Callable[[], str] | None) -> str:

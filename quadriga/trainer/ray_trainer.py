@@ -27,9 +27,9 @@ from quadriga.algorithms.pf_ppo import pf_ppo_rows
 from quadriga.algorithms.registry import choose_estimator, estimate_advantages
 from quadriga.algorithms.rollout_correction import correct_rollout, log_prob_mismatch
 from quadriga.config import Config
-from quadriga.observe.headline import step_fields
 from quadriga.observe.metrics import reduce_metrics
 from quadriga.observe.profiler import Profiler
+from quadriga.observe.progress import step_fields
 from quadriga.observe.timing import PhaseTimer
 from quadriga.protocol import DataProto
 from quadriga.rewards import RewardManager

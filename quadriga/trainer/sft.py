@@ -19,8 +19,8 @@ import torch
 from quadriga.config.sft import SFTConfig
 from quadriga.data.storage import written_aside
 from quadriga.errors import DataError, EngineError
-from quadriga.observe.headline import step_fields
 from quadriga.observe.metrics import reduce_metrics
+from quadriga.observe.progress import step_fields
 from quadriga.observe.timing import PhaseTimer
 from quadriga.protocol import DataProto
 from quadriga.trainer.checkpoint import step_of

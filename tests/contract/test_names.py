@@ -10,7 +10,7 @@ from quadriga.algorithms.kl import KL_PENALTIES
 from quadriga.config.base import KLKind, LossAggMode
 from quadriga.config.rollout import RolloutConfig
 from quadriga.config.trainer import Tracker, TrainerConfig
-from quadriga.observe.tracking.fan_out import BACKENDS
+from quadriga.observe.tracking import BACKENDS
 from quadriga.trainer.build import ROLLOUT_ENGINES, TEAMS
 
 PAIRS = {

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quadriga.observe.headline import step_fields
+from quadriga.observe.progress import step_fields
 
 Lines = Callable[[Path], list[dict[str, Any]]]
 Train = Callable[..., Path]

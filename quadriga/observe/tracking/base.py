@@ -1,14 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a tracking backend is, and what every one of them needs."""
+"""What a tracking backend is, and what it is told about the run."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Protocol
-
-from quadriga.errors import ConfigError
 
 # Columns of a validation sample by convention; a row may hold others and need not hold all of these.
 SAMPLE_COLUMNS = ("data_source", "input", "output", "ground_truth", "score")
@@ -48,45 +44,15 @@ class Run:
 
     def load_id(self, backend: str) -> str | None:
         """The identity this run has at a tracking service, if it is a continued one."""
-        path = self._id_file(backend)
+        path = self.directory / f".{backend}_run_id"
         return path.read_text().strip() if self.resume_step > 0 and path.exists() else None
 
     def save_id(self, backend: str, identity: str) -> None:
         """Remember the identity for the process that may continue this run."""
-        self._id_file(backend).write_text(f"{identity}\n")
-
-    def _id_file(self, backend: str) -> Path:
-        return self.directory / f".{backend}_run_id"
-
-
-def require(module: str, *, logger: str, install: str) -> ModuleType:
-    """Import the package of a backend, or say how to get it.
-
-    Raises:
-        ConfigError: it is not installed, or it is and does not import.
-    """
-    try:
-        return import_module(module)
-    except ImportError as error:
-        raise ConfigError(
-            f"trainer.logger={logger}",
-            got=f"no usable package {module} ({error})",
-            expected="it to be installed",
-            fix=f"Install it with: pip install {install}; or take {logger} out of trainer.logger.",
-        ) from error
+        (self.directory / f".{backend}_run_id").write_text(f"{identity}\n")
 
 
 def sample_columns(rows: Sequence[Sample]) -> list[str]:
     """All columns of these rows: the conventional ones first, then others as they come."""
     found = dict.fromkeys(name for row in rows for name in row)
     return [name for name in SAMPLE_COLUMNS if name in found] + [name for name in found if name not in SAMPLE_COLUMNS]
-
-
-def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of a nested configuration as ("a.b.c", value)."""
-    for key, value in config.items():
-        path = f"{prefix}.{key}" if prefix else str(key)
-        if isinstance(value, Mapping) and value:
-            yield from flatten(value, path)
-        else:
-            yield path, value

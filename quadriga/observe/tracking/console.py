@@ -1,22 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The console backend: validation results and sample answers for a person, and the steps where no progress shows them.
-
-Which of the two prints a step is decided in `quadriga.observe.progress`.
-"""
+"""The console backend: validation results and samples, and the steps where no `Progress` shows them."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from quadriga.observe.headline import ValidationResult, step_fields, validation_results
-from quadriga.observe.progress import AlignedLine, Progress
-from quadriga.observe.tracking.base import Sample, sample_columns
+from quadriga.observe.progress import AlignedLine, Progress, ValidationResult, step_fields, validation_results
+from quadriga.observe.tracking.base import Sample, TrackingBackend, sample_columns
 
-# An answer longer than this is cut in the middle of the screen; the files of the other backends hold it whole.
+# A response longer than this is cut in the middle of the screen; the files of the other backends hold it whole.
 SHOWN_CHARACTERS = 400
 INDENT = "  "
 
 
-class ConsoleBackend:
+class ConsoleBackend(TrackingBackend):
     """Prints.
 
     Args:
@@ -26,21 +23,32 @@ class ConsoleBackend:
 
     def __init__(self, progress: Progress | None = None, emit: Callable[[str], None] | None = None) -> None:
         self._has_progress = progress is not None
-        self._emit = emit or (progress.message if progress is not None else _print)
+        self._emit = emit or (partial(print, flush=True) if progress is None else progress.message)
         self._line = AlignedLine()
         self._last: dict[tuple[str, str], tuple[float, int]] = {}
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Print the step's line (without a progress) and its validation results."""
         fields = step_fields(metrics)
         if fields and not self._has_progress:
             self._emit(self._line.render({"step": str(step), **fields}))
         results = validation_results(metrics)
         if results:
-            self._emit(self._validation(results, step))
+            self._emit("\n".join([f"validation at step {step}", *self._table(results, step)]))
+
+    def _table(self, results: Sequence[ValidationResult], step: int) -> list[str]:
+        """One line per data source; a column shows its value and the change since the last validation."""
+        rows: dict[str, list[str]] = {}
+        order = {column: place for place, column in enumerate(dict.fromkeys(result.column for result in results))}
+        for result in sorted(results, key=lambda result: order[result.column]):
+            before = self._last.get((result.source, result.column))
+            self._last[result.source, result.column] = (result.value, step)
+            change = "" if before is None else f" ({result.value - before[0]:+.3f} since step {before[1]})"
+            rows.setdefault(result.source, []).append(f"{result.column} {result.value:.3f}{change}")
+        width = max(len(source) for source in rows)
+        sources = dict.fromkeys(result.source for result in results)
+        return [f"{INDENT}{source:<{width}}{INDENT}{'   '.join(rows[source])}" for source in sources]
 
     def log_samples(self, rows: Sequence[Sample], step: int) -> None:
-        """Print each sample as a small paragraph."""
         if not rows:
             return
         lines = [f"samples at step {step}"]
@@ -54,30 +62,6 @@ class ConsoleBackend:
 
     def close(self, *, has_failed: bool = False) -> None:
         """Nothing is held back, so there is nothing to write out."""
-
-    def _validation(self, results: Sequence[ValidationResult], step: int) -> str:
-        """A table with one row per data source; a column shows its value and the change since the last validation."""
-        cells: dict[str, dict[str, str]] = {}
-        for result in results:
-            cells.setdefault(result.source, {})[result.column] = self._cell(result, step)
-        columns = list(dict.fromkeys(result.column for result in results))
-        width = max(len(source) for source in cells)
-        lines = [f"validation at step {step}"]
-        for source, row in cells.items():
-            shown = [f"{column} {row[column]}" for column in columns if column in row]
-            lines.append(f"{INDENT}{source:<{width}}{INDENT}{'   '.join(shown)}")
-        return "\n".join(lines)
-
-    def _cell(self, result: ValidationResult, step: int) -> str:
-        key = (result.source, result.column)
-        before = self._last.get(key)
-        self._last[key] = (result.value, step)
-        text = f"{result.value:.3f}"
-        return text if before is None else f"{text} ({result.value - before[0]:+.3f} since step {before[1]})"
-
-
-def _print(text: str) -> None:
-    print(text, flush=True)
 
 
 def _paragraph(label: str, value: Any) -> list[str]:

@@ -9,20 +9,20 @@ and the infinities; they are written as the strings "NaN", "Infinity" and "-Infi
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from quadriga.errors import DataError, QuadrigaError
-from quadriga.observe.tracking.base import Run, Sample
+from quadriga.observe.tracking.base import Run, Sample, TrackingBackend
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 
 
-class JsonlBackend:
+class JsonlBackend(TrackingBackend):
     """Appends to the two files, after removing what a process that died wrote behind the last checkpoint.
 
     A run that starts anew in a directory with files of another keeps those under a numbered name.
@@ -33,16 +33,13 @@ class JsonlBackend:
         self._samples = _LineFile(run.directory / SAMPLES_FILE, run.resume_step)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Append one line: {"step": 3, "actor/entropy": 0.7, ...}."""
         self._metrics.append({"step": step, **{name: float(value) for name, value in metrics.items()}})
 
     def log_samples(self, rows: Sequence[Sample], step: int) -> None:
-        """Append one line per sample."""
         for row in rows:
             self._samples.append({"step": step, **row})
 
     def close(self, *, has_failed: bool = False) -> None:
-        """Close the files; every line already is in them."""
         self._metrics.close()
         self._samples.close()
 
@@ -54,7 +51,7 @@ def read_metrics(path: Path) -> dict[int, dict[str, float]]:
         DataError: a line is not one that the backend writes. A last line cut short by a kill is left out.
     """
     steps: dict[int, dict[str, float]] = {}
-    for record in _complete_records(Path(path)):
+    for _, record in _complete_lines(Path(path)):
         step = int(record.pop("step"))
         steps.setdefault(step, {}).update({name: float(value) for name, value in record.items()})
     return dict(sorted(steps.items()))
@@ -69,86 +66,63 @@ class _LineFile:
         if not path.exists():
             return
         if resume_step > 0:
-            _drop_behind(path, resume_step)
+            # Byte for byte; written aside and renamed, so that a kill here loses nothing.
+            kept = [line for line, record in _complete_lines(path) if int(record["step"]) <= resume_step]
+            aside = path.with_name(f"{path.name}.tmp")
+            with aside.open("wb") as file:
+                file.writelines(kept)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(aside, path)
         elif path.stat().st_size:
-            _put_aside(path)
+            number = 1
+            while (other := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
+                number += 1
+            path.rename(other)
 
     def append(self, record: Mapping[str, Any]) -> None:
         line = json.dumps(jsonable(record), ensure_ascii=False, allow_nan=False).encode() + b"\n"
-        if self._descriptor is None:
-            self._descriptor = self._system(lambda: os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644))
-        size = os.fstat(self._descriptor).st_size
+        size = None
         try:
-            self._system(lambda: _write_all(self._descriptor, line))
-        except QuadrigaError:
-            # Part of the line may be in the file; the next one must not be glued to it.
-            os.ftruncate(self._descriptor, size)
-            raise
+            if self._descriptor is None:
+                self._descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            size = os.fstat(self._descriptor).st_size
+            _write_all(self._descriptor, line)
+        except OSError as error:
+            if self._descriptor is not None and size is not None:
+                # Part of the line may be in the file; the next one must not be glued to it.
+                os.ftruncate(self._descriptor, size)
+            raise QuadrigaError(
+                f"{self._path}: got {error.strerror or error}, expected to append a line",
+                fix="The lines before it are whole; free the disk or the permission and continue the run.",
+            ) from error
 
     def close(self) -> None:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
-    def _system(self, call: Callable[[], Any]) -> Any:
-        try:
-            return call()
-        except OSError as error:
-            raise QuadrigaError(
-                str(self._path),
-                got=error.strerror or str(error),
-                expected="to append a line",
-                fix="The lines before it are whole; free the disk or the permission and continue the run.",
-            ) from error
 
-
-def _write_all(descriptor: int | None, line: bytes) -> None:
-    assert descriptor is not None
+def _write_all(descriptor: int, line: bytes) -> None:
     written = 0
     while written < len(line):
         written += os.write(descriptor, line[written:])
 
 
-def _drop_behind(path: Path, resume_step: int) -> None:
-    """Keep the lines up to `resume_step`, byte for byte; written aside and renamed, so a kill here loses nothing."""
-    kept = [line for line, record in _complete_lines(path) if int(record["step"]) <= resume_step]
-    aside = path.with_name(f"{path.name}.tmp")
-    with aside.open("wb") as file:
-        file.writelines(kept)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
-
-
-def _put_aside(path: Path) -> None:
-    number = 1
-    while (other := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
-        number += 1
-    path.rename(other)
-
-
-def _complete_records(path: Path) -> Iterator[dict[str, Any]]:
-    return (record for _, record in _complete_lines(path))
-
-
 def _complete_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Each line and the record in it; a last line cut short by a kill is left out."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
                 return
-            yield line, _parse(line, path, number)
-
-
-def _parse(line: bytes, path: Path, number: int) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise DataError(
-            f"{path}, line {number}", got=f"no JSON ({error})", expected="one JSON object per line"
-        ) from error
-    if not isinstance(record, dict) or "step" not in record:
-        raise DataError(f"{path}, line {number}", got=line.decode()[:80].strip(), expected='an object with "step"')
-    return record
+            where = f"{path}, line {number}"
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                raise DataError(f"{where}: got no JSON ({error}), expected one JSON object per line") from error
+            if not isinstance(record, dict) or "step" not in record:
+                raise DataError(where, got=line.decode()[:80].strip(), expected='an object with "step"')
+            yield line, record
 
 
 def jsonable(value: Any) -> Any:

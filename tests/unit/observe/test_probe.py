@@ -4,7 +4,7 @@
 import pytest
 
 from quadriga.observe import probe
-from quadriga.observe.probe import EXTRAS, NOT_TRIED, Extra, _is_within, probe_capabilities, release_numbers
+from quadriga.observe.probe import EXTRAS, NOT_TRIED, Extra, probe_capabilities, release_numbers
 
 
 def extra(package: str = "rich", module: str = "rich", least: str = "1.0", is_quick: bool = True) -> Extra:
@@ -61,11 +61,6 @@ def test_what_is_not_tried_is_known_by_what_it_requires(monkeypatch: pytest.Monk
 def test_a_distribution_without_its_module_is_not_usable():
     (found,) = probe_capabilities([extra(module="surely_not_a_module", is_quick=False)])
     assert not found.is_usable and found.reason == f"{NOT_TRIED}: there is no module surely_not_a_module"
-
-
-def test_bounds_take_trailing_zeros_for_nothing():
-    assert _is_within("2.0", ">=", "2.0.0") and _is_within("2", "<=", "2.0") and not _is_within("2.0.0", "<", "2")
-    assert _is_within("2.13.0+cpu", ">", "2.9") and not _is_within("2.9", ">", "2.9.0")
 
 
 def test_every_extra_says_what_it_is_for_and_how_to_get_it():

@@ -4,7 +4,8 @@
 import pytest
 
 from quadriga.errors import ConfigError
-from quadriga.observe.tracking.base import flatten, require, sample_columns
+from quadriga.observe.tracking.base import sample_columns
+from quadriga.observe.tracking.services import flatten, require
 
 
 def test_a_missing_package_is_answered_with_how_to_get_it():

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("mlflow", reason="needs mlflow: pip install 'quadriga[mlflow]'")
 
-from quadriga.observe.tracking.mlflow import MlflowBackend, metric_name
+from quadriga.observe.tracking.services import MlflowBackend, metric_name
 
 
 @pytest.fixture

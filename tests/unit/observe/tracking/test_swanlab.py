@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("swanlab", reason="needs swanlab: pip install 'quadriga[swanlab]'")
 
-from quadriga.observe.tracking.swanlab import SwanlabBackend
+from quadriga.observe.tracking.services import SwanlabBackend
 
 
 def test_an_offline_run_and_a_second_one(make_run, samples, monkeypatch):

@@ -7,7 +7,7 @@ pytest.importorskip("tensorboard", reason="needs tensorboard: pip install 'quadr
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from quadriga.observe.tracking.tensorboard import TensorboardBackend
+from quadriga.observe.tracking.services import TensorboardBackend
 
 
 def read(directory):

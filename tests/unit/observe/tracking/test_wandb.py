@@ -15,7 +15,7 @@ pytest.importorskip("wandb", reason="needs wandb: pip install 'quadriga[wandb]'"
 
 from wandb.proto.wandb_internal_pb2 import Record
 
-from quadriga.observe.tracking.wandb import WandbBackend
+from quadriga.observe.tracking.services import WandbBackend
 
 BLOCK_BYTES = 32 * 1024
 

@@ -6,8 +6,8 @@ import json
 import numpy as np
 import pytest
 
+from curve import _series, _validation, plot_curves, smooth
 from quadriga.errors import DataError
-from quadriga.observe.curve import _series, _validation, plot_curves, smooth
 
 pytest.importorskip("matplotlib", reason="the learning curve needs matplotlib: pip install 'quadriga[plot]'")
 

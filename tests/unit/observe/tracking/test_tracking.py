@@ -7,8 +7,7 @@ import os
 import pytest
 
 from quadriga.errors import ConfigError
-from quadriga.observe.tracking import Tracking
-from quadriga.observe.tracking.fan_out import BACKENDS
+from quadriga.observe.tracking import BACKENDS, Tracking
 
 
 def tracking(directory, backends=("console", "jsonl"), **options) -> Tracking:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from quadriga.errors import ConfigError, DataError
-from quadriga.observe.headline import HEADLINES, validation_results
+from quadriga.observe.progress import HEADLINES, validation_results
 from quadriga.observe.tracking.jsonl import read_metrics
 
 # Left edge of the axes, and of the titles above them, as a share of the width.

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Backends of tracking services: TensorBoard, Weights & Biases, MLflow, SwanLab.
+
+| backend | where it writes |
+|---|---|
+| tensorboard | event files in the `tensorboard` directory of the run |
+| wandb | WANDB_MODE=offline keeps everything in the run's directory |
+| mlflow | without MLFLOW_TRACKING_URI the `mlruns` directory of the run |
+| swanlab | SWANLAB_MODE=offline keeps everything in the run's directory |
+
+Each package is imported when its backend is made. A continued run has the identity of the one it continues.
+"""
+
+import json
+import os
+import re
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+from quadriga.errors import ConfigError
+from quadriga.observe.tracking.base import Run, Sample, TrackingBackend, sample_columns
+
+STEP_AXIS = "step"
+# Limits of MLflow: entries of one request, characters of a parameter's value.
+PARAMS_PER_REQUEST = 100
+METRICS_PER_REQUEST = 1000
+PARAM_CHARACTERS = 6000
+
+
+def require(module: str, *, logger: str, install: str) -> ModuleType:
+    """Import the package of a backend, or say how to get it.
+
+    Raises:
+        ConfigError: it is not installed, or it is and does not import.
+    """
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"trainer.logger={logger}: got no usable package {module} ({error}), expected it to be installed",
+            fix=f"Install it with: pip install {install}; or take {logger} out of trainer.logger.",
+        ) from error
+
+
+class TensorboardBackend(TrackingBackend):
+    """Scalars, the configuration as text, and samples as one table under "samples".
+
+    The format has no place for how a run ended.
+    """
+
+    def __init__(self, run: Run) -> None:
+        module = require("torch.utils.tensorboard", logger="tensorboard", install="tensorboard")
+        # TensorBoard hides every event from purge_step on that an earlier process wrote.
+        purge_step = run.resume_step + 1 if run.resume_step > 0 else 0
+        self._writer = module.SummaryWriter(log_dir=str(run.directory / "tensorboard"), purge_step=purge_step)
+        config = json.dumps(run.config, indent=2, default=str)
+        # A Markdown code block by four spaces, because the text may itself contain fences.
+        code = "\n".join(f"    {line}" for line in config.splitlines())
+        self._writer.add_text("config", code, run.resume_step)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        # At once, since a killed process cannot do it later.
+        self._writer.flush()
+
+    def log_samples(self, rows: Sequence[Sample], step: int) -> None:
+        if not rows:
+            return
+
+        def line(cells: Iterable[object]) -> str:
+            escaped = (str(cell).replace("|", "\\|").replace("\n", "<br>") for cell in cells)
+            return f"| {' | '.join(escaped)} |"
+
+        columns = sample_columns(rows)
+        lines = [line(columns), line("---" for _ in columns)]
+        lines += [line(row.get(name, "") for name in columns) for row in rows]
+        self._writer.add_text("samples", "\n".join(lines), step)
+        self._writer.flush()
+
+    def close(self, *, has_failed: bool = False) -> None:
+        self._writer.close()
+
+
+class WandbBackend(TrackingBackend):
+    """Scalars over the training step, and samples as one table per validation.
+
+    The service refuses a step that lies behind its last one, and a continued run repeats the steps since its
+    checkpoint; so the training step is a metric of its own, which the charts use as their axis, and a repeated step
+    lies on top of its first version.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._wandb = require("wandb", logger="wandb", install="wandb")
+        identity = run.load_id("wandb")
+        self._run = self._wandb.init(
+            project=run.project_name,
+            name=run.experiment_name,
+            config=dict(run.config),
+            dir=str(run.directory),
+            id=identity,
+            resume="allow" if identity else None,
+        )
+        run.save_id("wandb", self._run.id)
+        self._run.define_metric(STEP_AXIS)
+        self._run.define_metric("*", step_metric=STEP_AXIS)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._run.log({**metrics, STEP_AXIS: step})
+
+    def log_samples(self, rows: Sequence[Sample], step: int) -> None:
+        if rows:
+            columns = sample_columns(rows)
+            plain = (str, int, float, type(None))
+            # A table column holds one type; anything but numbers and text goes in as its text.
+            found = [[row.get(name) for name in columns] for row in rows]
+            cells = [[cell if isinstance(cell, plain) else str(cell) for cell in row] for row in found]
+            self._run.log({"samples": self._wandb.Table(columns=columns, data=cells), STEP_AXIS: step})
+
+    def close(self, *, has_failed: bool = False) -> None:
+        self._run.finish(exit_code=1 if has_failed else 0)
+
+
+class MlflowBackend(TrackingBackend):
+    """Metrics, the configuration as parameters and as a file, and samples as files.
+
+    A repeated step is stored a second time with a later time stamp, which the charts take. Characters that MLflow
+    refuses in a name are written out: "mean@8" becomes "mean_at_8".
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._mlflow = require("mlflow", logger="mlflow", install="mlflow-skinny")
+        uri = os.environ.get("MLFLOW_TRACKING_URI")
+        if not uri:
+            # MLflow wants this consent before it writes plain files; they are what a run's own directory wants.
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+            uri = (run.directory / "mlruns").resolve().as_uri()
+        self._client = self._mlflow.MlflowClient(tracking_uri=uri)
+        identity = run.load_id("mlflow")
+        if identity is not None:
+            self._client.update_run(identity, status="RUNNING")
+        self._run_id = identity or self._begin(run)
+        self._client.log_dict(self._run_id, _plain(run.config), f"config/step_{run.resume_step}.json")
+
+    def _begin(self, run: Run) -> str:
+        experiment = self._client.get_experiment_by_name(run.project_name)
+        experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(run.project_name)
+        run_id = self._client.create_run(experiment_id, run_name=run.experiment_name).info.run_id
+        run.save_id("mlflow", run_id)
+        # Parameters cannot change within a run; a continued one has those it began with, and a configuration file more.
+        params = [
+            self._mlflow.entities.Param(metric_name(name), str(value)[:PARAM_CHARACTERS])
+            for name, value in flatten(run.config)
+        ]
+        for start in range(0, len(params), PARAMS_PER_REQUEST):
+            self._client.log_batch(run_id, params=params[start : start + PARAMS_PER_REQUEST])
+        return run_id
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        now_ms = round(time.time() * 1000)
+        entries = [
+            self._mlflow.entities.Metric(metric_name(name), float(value), now_ms, step)
+            for name, value in metrics.items()
+        ]
+        for start in range(0, len(entries), METRICS_PER_REQUEST):
+            self._client.log_batch(self._run_id, metrics=entries[start : start + METRICS_PER_REQUEST])
+
+    def log_samples(self, rows: Sequence[Sample], step: int) -> None:
+        if rows:
+            samples = {"step": step, "samples": [_plain(row) for row in rows]}
+            self._client.log_dict(self._run_id, samples, f"samples/step_{step}.json")
+
+    def close(self, *, has_failed: bool = False) -> None:
+        self._client.set_terminated(self._run_id, status="FAILED" if has_failed else "FINISHED")
+
+
+class SwanlabBackend(TrackingBackend):
+    """Scalars over the training step, and samples as texts.
+
+    The service knows the identity of a continued run only in its online mode; a run kept on disk begins a new one.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._swanlab = require("swanlab", logger="swanlab", install="swanlab")
+        is_online = os.environ.get("SWANLAB_MODE", "online") in ("online", "cloud")
+        identity = run.load_id("swanlab") if is_online else None
+        continued = {"id": identity, "resume": "allow"} if identity else {}
+        self._run = self._swanlab.init(
+            project=run.project_name,
+            experiment_name=run.experiment_name,
+            config=dict(run.config),
+            logdir=str(run.directory / "swanlog"),
+            **continued,
+        )
+        if self._run.id:
+            run.save_id("swanlab", self._run.id)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._swanlab.log(dict(metrics), step=step)
+
+    def log_samples(self, rows: Sequence[Sample], step: int) -> None:
+        columns = sample_columns(rows)
+        texts = ["\n".join(f"{name}: {row[name]}" for name in columns if name in row) for row in rows]
+        if texts:
+            self._swanlab.log({"samples": [self._swanlab.Text(text) for text in texts]}, step=step)
+
+    def close(self, *, has_failed: bool = False) -> None:
+        how = {"state": "crashed", "error": "the run ended in an error"} if has_failed else {}
+        self._swanlab.finish(**how)
+
+
+def metric_name(name: str) -> str:
+    """The name with every character replaced that MLflow does not take."""
+    return re.sub(r"[^/\w.\- ]", "_", name.replace("@", "_at_"))
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of a nested configuration as ("a.b.c", value)."""
+    for key, value in config.items():
+        path = f"{prefix}.{key}" if prefix else str(key)
+        if isinstance(value, Mapping) and value:
+            yield from flatten(value, path)
+        else:
+            yield path, value
+
+
+def _plain(value: Any) -> Any:
+    """Values that a JSON file holds; others as their text."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    return value if value is None or isinstance(value, str | int | float) else str(value)
