@@ -7,7 +7,7 @@ from pydantic import Field
 
 from quadriga.config.base import Count, NonNegativeInt, PathText, Section
 
-SEEING_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+VISION_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 """Models that see, as the `model_type` of their config.json names them."""
 
 

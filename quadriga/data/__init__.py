@@ -8,7 +8,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from quadriga.data.collate import collate_fn
     from quadriga.data.loading import (
         create_dataloader,
         create_rl_dataset,
@@ -16,34 +15,31 @@ if TYPE_CHECKING:
         create_validation_sampler,
     )
     from quadriga.data.model_folder import prepare_model
-    from quadriga.data.positions import compute_position_id_with_mask, extend_position_ids
+    from quadriga.data.padding import (
+        collate_fn,
+        compute_position_id_with_mask,
+        extend_position_ids,
+        pad_left,
+        pad_right,
+        postprocess_data,
+        truncate,
+    )
     from quadriga.data.rl_dataset import RLHFDataset
     from quadriga.data.rm_dataset import RMDataset
     from quadriga.data.sft_dataset import MultiTurnSFTDataset, SFTDataset
     from quadriga.data.tokenizing import load_tokenizer
-    from quadriga.data.truncation import pad_left, pad_right, postprocess_data, truncate
     from quadriga.data.vision import VisionProcessor, load_processor
 
 _HOMES = {
-    "MultiTurnSFTDataset": "sft_dataset",
-    "RLHFDataset": "rl_dataset",
-    "RMDataset": "rm_dataset",
-    "SFTDataset": "sft_dataset",
-    "VisionProcessor": "vision",
-    "collate_fn": "collate",
-    "compute_position_id_with_mask": "positions",
-    "create_dataloader": "loading",
-    "create_rl_dataset": "loading",
-    "create_rl_sampler": "loading",
-    "create_validation_sampler": "loading",
-    "extend_position_ids": "positions",
-    "load_processor": "vision",
-    "load_tokenizer": "tokenizing",
-    "pad_left": "truncation",
-    "pad_right": "truncation",
-    "postprocess_data": "truncation",
-    "prepare_model": "model_folder",
-    "truncate": "truncation",
+    "loading": "create_dataloader create_rl_dataset create_rl_sampler create_validation_sampler",
+    "model_folder": "prepare_model",
+    "padding": "collate_fn compute_position_id_with_mask extend_position_ids pad_left pad_right postprocess_data "
+    "truncate",
+    "rl_dataset": "RLHFDataset",
+    "rm_dataset": "RMDataset",
+    "sft_dataset": "MultiTurnSFTDataset SFTDataset",
+    "tokenizing": "load_tokenizer",
+    "vision": "VisionProcessor load_processor",
 }
 
 __all__ = [
@@ -70,6 +66,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    for module, names in _HOMES.items():
+        if name in names.split():
+            return getattr(import_module(f"{__name__}.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

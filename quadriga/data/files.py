@@ -1,24 +1,129 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From what the user names (a path, a list, a glob, a URL) to files on this machine.
+"""From what the user names (a path, a list, a glob, a URL) to rows; and files that are written whole or not at all.
 
 Anything that fsspec opens may be named (`s3://`, `gs://`, `hf://`, `https://`, ...). A remote file is copied once into
 the cache, under a key made of its URL, its size and whatever its store says about its version.
+
+Files stay apart after they are read: they may differ in their columns and in the shape of nested ones. JSON is read by
+Python's own parser: a library that infers column types would change values (`"1"` and `2` in one column become numbers)
+and could not name the line of an error.
 """
 
 import hashlib
-from collections.abc import Sequence
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
 
 import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from quadriga.data.storage import written_aside
 from quadriga.errors import DataError
 
 _VERSION_FIELDS = ("etag", "mtime", "lastmodified", "last_modified", "last-modified", "updated", "created", "md5hash")
+
+
+class RowTable:
+    """The rows of one file.
+
+    Attributes:
+        path: the file.
+        columns: names of the columns, those of any row.
+    """
+
+    def __init__(self, path: Path, columns: Iterable[str], rows: pa.Table | list[dict[str, Any]]) -> None:
+        self.path, self.columns, self._rows = path, tuple(columns), rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        """Row `row` with every column; None where it has no value."""
+        if isinstance(self._rows, pa.Table):
+            return self._rows.slice(row, 1).to_pylist()[0]
+        return {column: self._rows[row].get(column) for column in self.columns}
+
+    def column_batches(self, column: str, size: int) -> Iterator[list[Any]]:
+        """The values of one column, `size` rows at a time."""
+        for start in range(0, len(self), size):
+            if isinstance(self._rows, pa.Table):
+                yield self._rows.column(column).slice(start, size).to_pylist()
+            else:
+                yield [row.get(column) for row in self._rows[start : start + size]]
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the file's content."""
+        with self.path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_table(path: Path) -> RowTable:
+    """Read a parquet, json or jsonl file, by its suffix.
+
+    Raises:
+        DataError: another suffix, a file that cannot be parsed, or one without rows; it names file and line.
+    """
+    suffix = path.suffix.lower()
+    if suffix in (".parquet", ".pq"):
+        parquet = _read_parquet(path)
+        table = RowTable(path, parquet.column_names, parquet)
+    elif suffix in (".json", ".jsonl", ".ndjson"):
+        rows = _read_json(path, is_lines=suffix != ".json")
+        table = RowTable(path, dict.fromkeys(key for row in rows for key in row), rows)
+    else:
+        raise DataError(str(path), got=f"a {suffix or 'missing'} suffix", expected=".parquet, .json or .jsonl")
+    if len(table) == 0:
+        raise DataError(str(path), got="no rows", expected="at least one", fix="Write the file again or leave it out.")
+    return table
+
+
+def _read_parquet(path: Path) -> pa.Table:
+    try:
+        # One file is read as one file: a folder name such as `split=train` above it adds no column.
+        return pq.ParquetFile(path).read()
+    except (pa.ArrowException, OSError) as error:
+        reason, size = str(error).strip().partition("\n")[0], path.stat().st_size
+        raise DataError(
+            str(path),
+            got=f"{size} bytes that are no whole parquet file ({reason})" if size else "an empty file",
+            expected="a parquet file",
+            fix="Write or download it again.",
+        ) from error
+
+
+def _read_json(path: Path, *, is_lines: bool) -> list[dict[str, Any]]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(str(path), got=f"bytes that are not UTF-8 ({error})", expected="text in UTF-8") from error
+    if is_lines or not text.lstrip().startswith("["):
+        # Not splitlines(): a JSON string may hold the separators U+2028 and U+0085 as they are.
+        lines = ((f"{path} line {number}", line) for number, line in enumerate(text.split("\n"), start=1))
+        found = [(where, _parse(line, where)) for where, line in lines if line.strip()]
+    else:
+        found = [(f"{path} row {number}", row) for number, row in enumerate(_parse(text, str(path)))]
+    for where, row in found:
+        if not isinstance(row, dict):
+            expected = "an object with a value for each column"
+            raise DataError(where, got=f"a JSON {type(row).__name__}", expected=expected)
+    return [row for _, row in found]
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise DataError(where, got=f"text that is no JSON ({error})", expected="one JSON object per line") from error
 
 
 def resolve_files(names: str | Path | Sequence[str | Path], cache_dir: str | Path, *, where: str) -> list[Path]:
@@ -40,14 +145,16 @@ def resolve_files(names: str | Path | Sequence[str | Path], cache_dir: str | Pat
 
 
 def _resolve(name: str, cache: Path, where: str) -> list[Path]:
+    is_url = "://" in name
+    # The question mark of a web address starts its query.
+    is_pattern = any(sign in name for sign in ("*[" if is_url else "*[?")) and not Path(name).exists()
     try:
-        filesystem, root = url_to_fs(str(Path(name).expanduser()) if "://" not in name else name)
-        found = sorted(filesystem.glob(root)) if _is_pattern(name) else [root]
+        filesystem, root = url_to_fs(name if is_url else str(Path(name).expanduser()))
+        found = sorted(filesystem.glob(root)) if is_pattern else [root]
         if not found:
             raise DataError(where, got=f"{name!r}, which matches no file", expected="at least one file")
-        if isinstance(filesystem, LocalFileSystem):
-            return [_check_local(Path(path), where) for path in found]
-        return [_copy(filesystem, path, cache, where) for path in found]
+        if not isinstance(filesystem, LocalFileSystem):
+            return [_copy(filesystem, path, cache) for path in found]
     except DataError:
         raise
     except Exception as error:
@@ -58,27 +165,20 @@ def _resolve(name: str, cache: Path, where: str) -> list[Path]:
             expected="a file that fsspec can open",
             fix="Check the address, the credentials, and that the package for this kind of store is installed.",
         ) from error
+    for path in map(Path, found):
+        if path.is_dir():
+            fix = f"Name its files, as in {path}/*.parquet."
+            raise DataError(where, got=f"{path}, a folder", expected="files", fix=fix)
+        if not path.is_file():
+            raise DataError(where, got=f"{path}, which does not exist", expected="a file", fix="Check the path.")
+    return [Path(path) for path in found]
 
 
-def _is_pattern(name: str) -> bool:
-    # The question mark of a web address starts its query.
-    return any(sign in name for sign in ("*[" if "://" in name else "*[?")) and not Path(name).exists()
-
-
-def _check_local(path: Path, where: str) -> Path:
-    if path.is_dir():
-        raise DataError(
-            where, got=f"{path}, a folder", expected="files", fix=f"Name its files, as in {path}/*.parquet."
-        )
-    if not path.is_file():
-        raise DataError(where, got=f"{path}, which does not exist", expected="a file", fix="Check the path.")
-    return path
-
-
-def _copy(filesystem: fsspec.AbstractFileSystem, path: str, cache: Path, where: str) -> Path:
+def _copy(filesystem: fsspec.AbstractFileSystem, path: str, cache: Path) -> Path:
     info = filesystem.info(path)
     url = filesystem.unstrip_protocol(path)
-    key = hashlib.sha256(repr((url, info.get("size"), _version(info))).encode()).hexdigest()[:20]
+    version = sorted((key, str(value)) for key, value in info.items() if key.lower() in _VERSION_FIELDS)
+    key = hashlib.sha256(repr((url, info.get("size"), version)).encode()).hexdigest()[:20]
     target = cache / f"{key}-{PurePosixPath(urlsplit(url).path).name}"
     if not target.is_file():
         with written_aside(target, where="data.cache_dir") as draft:
@@ -86,5 +186,49 @@ def _copy(filesystem: fsspec.AbstractFileSystem, path: str, cache: Path, where: 
     return target
 
 
-def _version(info: dict[str, Any]) -> list[tuple[str, str]]:
-    return sorted((key, str(value)) for key, value in info.items() if key.lower() in _VERSION_FIELDS)
+def make_directory(path: Path, *, where: str) -> Path:
+    """Create `path` and its parents; a `DataError` that names `where` if that cannot be done."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(
+            where,
+            got=f"{path} ({error.strerror or error})",
+            expected="a directory that can be created and written",
+            fix="Choose another directory or change its permissions.",
+        ) from error
+    return path
+
+
+@contextmanager
+def written_aside(target: Path, *, where: str) -> Iterator[Path]:
+    """Yield a path beside `target` for a file or a folder; on success it is renamed to `target`, on failure removed.
+
+    Args:
+        target: the final path; what stands there is replaced.
+        where: the key or command that an error names.
+    """
+    make_directory(target.parent, where=where)
+    draft = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.partial"
+    try:
+        yield draft
+        if draft.is_dir() and target.is_dir():
+            # A rename cannot replace a folder: the old one is moved aside first.
+            old = draft.with_suffix(".old")
+            os.rename(target, old)
+            os.rename(draft, target)
+            shutil.rmtree(old)
+        else:
+            os.replace(draft, target)
+    except OSError as error:
+        raise DataError(
+            where,
+            got=f"{target} ({error.strerror or error})",
+            expected="a place that can be written",
+            fix="Free some space, change the permissions, or choose another directory.",
+        ) from error
+    finally:
+        if draft.is_dir():
+            shutil.rmtree(draft)
+        else:
+            draft.unlink(missing_ok=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds what the trainer iterates over: data set, sampler, loader.
+"""Builds what the trainer iterates over: data set, sampler, loader; and what classes of a user's own must have.
 
 The order of the rows depends on `data.seed` alone. The loader's state (`state_dict`, `load_state_dict`) holds the
 position inside an epoch and the generator of the sampler: a resumed run sees the rows that the other would have seen.
@@ -18,7 +18,7 @@ from torchdata.stateful_dataloader.sampler import RandomSampler
 from transformers import PreTrainedTokenizerBase
 
 from quadriga.config import DataConfig
-from quadriga.data.collate import collate_fn
+from quadriga.data.padding import collate_fn
 from quadriga.data.rl_dataset import RLHFDataset
 from quadriga.errors import DataError
 from quadriga.user_file import import_file, member_of
@@ -34,15 +34,29 @@ def create_rl_dataset(
 ) -> Dataset:
     """`RLHFDataset`, or the class named by `data.custom_cls`.
 
-    A class of the user's own is called with `data_files`, `tokenizer`, `config`, `processor` and, if it takes them,
-    with `is_train` and `max_samples`.
+    A class of your own derives from `torch.utils.data.Dataset` (or from `RLHFDataset`) and has
+
+        __init__(data_files, tokenizer, config, processor)    and, if it takes them, `is_train` and `max_samples`
+        __len__()                                             number of rows
+        __getitem__(item)                                     a row with the keys of `RLHFDataset.__getitem__`
+        on_batch_end(batch)                                   optional: gets the `DataProto` of each training step, with
+                                                              rewards and advantages, after its update
+        state_dict(), load_state_dict(state)                  optional: saved and restored with each checkpoint
+
+    `on_batch_end` runs in the trainer's process: with `data.dataloader_num_workers` above 0, copies of the data set in
+    worker processes do not see what it changes.
 
     Raises:
         DataError: the class cannot be had, or cannot honour `max_samples`; or the data are wrong.
     """
-    cls = _dataset_class(data_config)
+    custom, where, cls = data_config.custom_cls, "data.custom_cls", RLHFDataset
+    if custom.path is not None:
+        assert custom.name is not None
+        cls = member_of(import_file(custom.path, where), custom.name, where, base=Dataset)
     optional = {"is_train": is_train, "max_samples": max_samples}
-    taken = {name: value for name, value in optional.items() if _takes(cls, name)}
+    parameters = inspect.signature(cls).parameters
+    takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    taken = {name: value for name, value in optional.items() if takes_all or name in parameters}
     if max_samples >= 0 and "max_samples" not in taken:
         raise DataError(
             f"data.{'train' if is_train else 'val'}_max_samples",
@@ -53,19 +67,22 @@ def create_rl_dataset(
     return cls(data_files=data_paths, tokenizer=tokenizer, config=data_config, processor=processor, **taken)
 
 
-def _dataset_class(data_config: DataConfig) -> type[Any]:
-    custom = data_config.custom_cls
-    if custom.path is None:
-        return RLHFDataset
-    assert custom.name is not None
-    where = "data.custom_cls"
-    return member_of(import_file(custom.path, where), custom.name, where, base=Dataset)
-
-
 def create_rl_sampler(data_config: DataConfig, dataset: Dataset) -> Sampler:
     """The order of the training rows: the user's own sampler, a seeded shuffle, new in each epoch, or file order.
 
-    A class of the user's own is called with `data_source` (the data set) and `data_config`.
+    A class of your own derives from `torch.utils.data.Sampler` and has
+
+        __init__(data_source, data_config)      the data set and the section `data`
+        __iter__(), __len__()                   row numbers of an epoch, and how many
+        update(batch)                           optional: gets the `DataProto` of each training step, with rewards and
+                                                advantages, after its update and before the next batch is drawn
+        state_dict(), load_state_dict(state)    optional, saved and restored with each checkpoint. With them `__iter__`
+                                                goes on from the state, which holds the position; without them a
+                                                resumed run iterates from the start and skips as many rows as were drawn
+
+    Raises:
+        ConfigError: the class cannot be loaded.
+        DataError: it has `update`, and worker processes would fetch rows ahead of it.
     """
     custom = data_config.sampler
     if custom.class_path is not None:
@@ -78,6 +95,12 @@ def create_rl_sampler(data_config: DataConfig, dataset: Dataset) -> Sampler:
                 got=str(data_config.dataloader_num_workers),
                 expected=f"0 with {cls.__name__}, which learns from each batch",
                 fix="Worker processes would fetch rows before the sampler has seen the batch before them.",
+            )
+        if hasattr(cls, "update") and not hasattr(cls, "state_dict"):
+            print(
+                f"data.sampler: {cls.__name__} has update() and no state_dict(): a resumed run draws other rows than "
+                "one that was not interrupted.",
+                flush=True,
             )
         return cls(data_source=dataset, data_config=data_config)
     if data_config.shuffle:
@@ -134,8 +157,3 @@ def create_dataloader(
 
 def _shuffled(dataset: Dataset, seed: int) -> RandomSampler:
     return RandomSampler(dataset, generator=torch.Generator().manual_seed(seed))
-
-
-def _takes(cls: type, name: str) -> bool:
-    parameters = inspect.signature(cls).parameters
-    return name in parameters or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())

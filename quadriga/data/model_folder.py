@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from quadriga.data.storage import make_directory, write_json, written_aside
+from quadriga.data.files import make_directory, written_aside
 from quadriga.data.tokenizing import read_tokenizer
 from quadriga.errors import DataError
 
@@ -206,4 +206,5 @@ def _write(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, output_di
             raise OSError(str(error)) from error
         tokenizer.save_pretrained(draft)
         files = {path.name: path.stat().st_size for path in draft.iterdir()}
-        write_json(draft / MANIFEST, {"source": source, "files": files}, where=_WHERE)
+        record = json.dumps({"source": source, "files": files}, indent=1, sort_keys=True)
+        (draft / MANIFEST).write_text(record, encoding="utf-8")

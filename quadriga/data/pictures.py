@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From what stands in a row to pictures: a path, the bytes of a file, or a picture that was decoded before."""
+"""Images of a row: from a path, the bytes of a file, or an image that is decoded already, to `PIL.Image.Image`s."""
 
 import io
 import warnings
@@ -10,9 +10,10 @@ from typing import Any
 
 try:
     from PIL import ExifTags, Image, ImageOps
-except ImportError:  # told by `require_pillow`, where images are asked for
+except ImportError:  # `require_pillow` reports it, where images are used
     Image = None
 
+from quadriga.data.tokenizing import shortened
 from quadriga.errors import DataError
 
 _FILE_URL = "file://"
@@ -21,11 +22,7 @@ _TURNED = (5, 6, 7, 8)
 
 
 def require_pillow(where: str) -> None:
-    """Refuses images where Pillow is not installed.
-
-    Raises:
-        DataError: it is not.
-    """
+    """Raises a `DataError` where Pillow, which reads images, is not installed."""
     if Image is None:
         raise DataError(
             where, got="images, without Pillow to read them", expected="it", fix="pip install 'quadriga[vision]'."
@@ -40,7 +37,7 @@ def as_list(value: Any) -> list[Any]:
 
 
 def read_picture(value: Any, *, folder: Path, where: str) -> Any:
-    """A picture in RGB, turned as its camera was held, on white where it is transparent.
+    """An image in RGB, upright by its EXIF orientation, on white where it is transparent.
 
     Args:
         value: a path or a `file://` URL, relative ones to `folder` or else to the working directory; bytes of an image
@@ -61,7 +58,7 @@ def read_picture(value: Any, *, folder: Path, where: str) -> Any:
 
 
 def picture_size(value: Any, *, folder: Path, where: str) -> tuple[int, int]:
-    """Height and width in pixels, from the head of the file; see `read_picture`."""
+    """Height and width in pixels, from the header of the file; arguments and errors as for `read_picture`."""
     with _opened(value, folder, where) as picture:
         width, height = picture.size
         is_turned = picture.getexif().get(ExifTags.Base.Orientation) in _TURNED
@@ -76,7 +73,7 @@ def _opened(value: Any, folder: Path, where: str) -> Iterator[Any]:
             yield source
             return
         with warnings.catch_warnings():
-            # Beyond this Pillow only warns, and a run would spend its memory on one picture.
+            # Beyond this Pillow only warns, and a run would spend its memory on one image.
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             with Image.open(source) as picture:
                 yield picture
@@ -90,16 +87,17 @@ def _opened(value: Any, folder: Path, where: str) -> Iterator[Any]:
             fix="Make it smaller.",
         ) from error
     except Exception as error:  # decoders raise what they like about a damaged file
+        described = f"{source.getbuffer().nbytes} bytes" if isinstance(source, io.BytesIO) else str(source)
         raise DataError(
             where,
-            got=f"{_described(source)}, which is no image that can be read ({_line(error)})",
+            got=f"{described}, which is no image that can be read ({_line(error)})",
             expected="a whole image file of a format that Pillow knows",
             fix="Correct or leave out the row.",
         ) from error
 
 
 def _source(value: Any, folder: Path, where: str) -> Any:
-    """The picture itself, or what it is to be read from."""
+    """The image itself, or what it is to be read from."""
     if isinstance(value, Mapping):
         given = [value[name] for name in ("bytes", "path") if value.get(name) is not None]
         value = given[0] if given else dict.fromkeys(value)
@@ -111,7 +109,7 @@ def _source(value: Any, folder: Path, where: str) -> Any:
         return _path(str(value), folder, where)
     raise DataError(
         where,
-        got=f"the image {_shortened(value)}",
+        got=f"the image {shortened(value)}",
         expected='a path, the bytes of an image file, {"bytes": ...}, {"path": ...} or a PIL image',
         fix="Correct the row, or set data.image_key to the column that holds the images.",
     )
@@ -122,7 +120,7 @@ def _path(text: str, folder: Path, where: str) -> Path:
     if "://" in plain or plain.startswith("data:"):
         raise DataError(
             where,
-            got=f"the URL {_shortened(text)}",
+            got=f"the URL {shortened(text)}",
             expected="a path, or the bytes of the file",
             fix="Fetch the images first: a run reads no image from elsewhere.",
         )
@@ -133,22 +131,11 @@ def _path(text: str, folder: Path, where: str) -> Path:
             return candidate
     raise DataError(
         where,
-        got=f"the image {_shortened(text)}, which is not there",
+        got=f"the image {shortened(text)}, which is not there",
         expected=f"a file, here: {' or '.join(str(one) for one in candidates)}",
         fix="Correct the path; one that is not absolute starts at the data file's folder, or else the working one.",
     )
 
 
-def _described(source: Any) -> str:
-    if isinstance(source, io.BytesIO):
-        return f"{source.getbuffer().nbytes} bytes"
-    return str(source) if isinstance(source, Path) else f"a {type(source).__name__}"
-
-
 def _line(error: BaseException) -> str:
     return (str(error) or type(error).__name__).strip().partition("\n")[0]
-
-
-def _shortened(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

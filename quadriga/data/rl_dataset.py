@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The data set of reinforcement learning: prompts with what is needed to grade the answers.
+"""The data set of reinforcement learning: prompts with what is needed to grade the responses.
 
     files -> rows -> (left out if too long) -> (a sample of them) -> chat template -> token ids -> cut, left-padded
                                                           images of the row -> patches ┘ with a processor
@@ -15,30 +15,27 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from quadriga.config import DataConfig
-from quadriga.data.files import resolve_files
+from quadriga.data.file_dataset import FileDataset
+from quadriga.data.files import RowTable
 from quadriga.data.overlong import PromptMeter, prompt_lengths
+from quadriga.data.padding import compute_position_id_with_mask, pad_left, postprocess_data, truncate
 from quadriga.data.pictures import as_list, read_picture
-from quadriga.data.positions import compute_position_id_with_mask
-from quadriga.data.same_rows import require_same_rows
-from quadriga.data.tables import RowTable, read_table
-from quadriga.data.tokenizing import ChatEncoder, as_messages, check_tokenizer
-from quadriga.data.truncation import pad_left, postprocess_data, truncate
+from quadriga.data.tokenizing import as_messages
 from quadriga.data.vision import as_vision, with_parts
 from quadriga.errors import DataError
 
 
-class RLHFDataset(Dataset):
-    """Prompts from parquet, json and jsonl files, tokenized when they are asked for.
+class RLHFDataset(FileDataset):
+    """Prompts from parquet, json and jsonl files, tokenized when they are fetched.
 
     Args:
         data_files: a path, a glob, a URL, or a list of these.
         tokenizer: renders and tokenizes the prompts.
         config: the section `data`.
-        processor: of a model that sees, by `load_processor` or of transformers. None: prompts are text.
+        processor: of a vision-language model, by `load_processor` or of transformers. None: prompts are text.
         is_train: decides whether errors name `data.train_files` or `data.val_files`, and whether `data.shuffle` or
             `data.validation_shuffle` decides how a sample is drawn.
         max_samples: use at most so many rows, -1 for all: drawn with `data.seed` when shuffled, else the first.
@@ -59,17 +56,8 @@ class RLHFDataset(Dataset):
         max_samples: int = -1,
         required_columns: Sequence[str] | None = None,
     ) -> None:
-        self.config = config
         self.processor = as_vision(processor)
-        self.tokenizer = tokenizer
-        self._key = "data.train_files" if is_train else "data.val_files"
-        self._encoder = ChatEncoder(tokenizer, config.apply_chat_template_kwargs)
-        check_tokenizer(
-            tokenizer, tokenizer.name_or_path, has_template="chat_template" in self._encoder.template_kwargs
-        )
-
-        files = resolve_files(data_files, config.cache_dir, where=self._key)
-        self._tables = [read_table(file) for file in files]
+        super().__init__(data_files, tokenizer, config, is_train=is_train)
         if required_columns is None:
             required_columns = (config.prompt_key, config.reward_fn_key, "reward_model")
         _check_columns(self._tables, required_columns, config)
@@ -77,8 +65,11 @@ class RLHFDataset(Dataset):
         self._ends = np.cumsum([len(table) for table in self._tables])
 
         rows = self._short_rows() if config.filter_overlong_prompts else np.arange(self._ends[-1])
-        is_shuffled = config.shuffle if is_train else config.validation_shuffle
-        self._rows = _sample(rows, max_samples, config.seed if is_shuffled else None)
+        if 0 <= max_samples < len(rows):
+            if config.shuffle if is_train else config.validation_shuffle:
+                rows = np.sort(np.random.default_rng(config.seed).choice(rows, size=max_samples, replace=False))
+            rows = rows[:max_samples]
+        self._rows = rows
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -89,24 +80,26 @@ class RLHFDataset(Dataset):
         Returns:
             `input_ids`, `attention_mask` and `position_ids`, int64 [P], padded on the left; `raw_prompt_ids`, the same
             ids as a list without padding; the row's columns but the prompt; `index`, `tools_kwargs` and
-            `interaction_kwargs` out of `extra_info` (`index` is the row's number where it has none); and, when asked
-            for in the configuration, `raw_prompt` (chat messages) and `full_prompts` (rendered text). With a processor
-            `position_ids` are [3, P], `raw_prompt_ids` have one token for each image, and `multi_modal_data` and
-            `multi_modal_inputs` take the place of the column of images.
+            `interaction_kwargs` out of `extra_info` (`index` is the row's number where it has none); and, with
+            `data.return_raw_chat`, `raw_prompt` (chat messages), with `data.return_full_prompt`, `full_prompts`
+            (rendered text). With a processor `position_ids` are [3, P], `raw_prompt_ids` have one token for each image,
+            and `multi_modal_data` and `multi_modal_inputs` take the place of the column of images.
 
         Raises:
             DataError: the prompt is no chat, or too long under `data.truncation=error`, or its images are wrong; it
                 names file and row.
         """
         number = int(self._rows[item])
-        table, row_number = self._locate(number)
-        where = table.where(row_number)
-        row = dict.fromkeys(self._columns) | table[row_number]
+        position = int(np.searchsorted(self._ends, number, side="right"))
+        table = self._tables[position]
+        own_number = number - int(self._ends[position - 1]) if position else number
+        where = f"{table.path} row {own_number}"
+        row = dict.fromkeys(self._columns) | table[own_number]
         messages = as_messages(row.pop(self.config.prompt_key), where=where)
-        pictures = self._pictures(row, table, where)
+        pictures = self._pictures(row, table.path.parent, where)
         if self.processor is not None:
             messages = with_parts(messages, len(pictures), where=where)
-        text = self._encoder.render(messages, where=where)
+        text = self.encoder.render(messages, where=where)
         row |= self._tokens(text, pictures, where)
         if self.config.return_raw_chat:
             row["raw_prompt"] = messages
@@ -119,67 +112,50 @@ class RLHFDataset(Dataset):
         row["interaction_kwargs"] = extra.get("interaction_kwargs") or {}
         return row
 
-    def state_dict(self) -> dict[str, Any]:
-        """Which rows this data set stands for; a loader keeps it with its position."""
+    @property
+    def digest(self) -> str:
+        """Hash of the files' contents and of the numbers of the rows in use."""
         digest = hashlib.sha256("".join(table.digest for table in self._tables).encode())
         digest.update(self._rows.tobytes())
-        return {"num_rows": len(self), "rows": digest.hexdigest()}
+        return digest.hexdigest()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Refuse to go on from a position in other rows than these: the order would be another."""
-        require_same_rows(self.state_dict(), state, self._key)
-
-    def _locate(self, number: int) -> tuple[RowTable, int]:
-        """The file of a row that is counted over all files, and its number there."""
-        position = int(np.searchsorted(self._ends, number, side="right"))
-        start = int(self._ends[position - 1]) if position else 0
-        return self._tables[position], number - start
-
-    def _pictures(self, row: dict[str, Any], table: RowTable, where: str) -> list[Any]:
-        """The images of a row; with a processor their column goes."""
+    def _pictures(self, row: dict[str, Any], folder: Path, where: str) -> list[Any]:
+        """The images of a row; with a processor their column is removed."""
         key = self.config.image_key
-        values = [] if key is None else as_list(row.get(key))
-        if self.processor is None:
-            if values:
-                raise DataError(
-                    where,
-                    got=f"images in the column {key!r}, for a model that reads text",
-                    expected="a model that sees",
-                    fix="Take one, or set data.image_key=null to train on the text alone.",
-                )
+        if key is None:
             return []
-        if key is not None:
-            row.pop(key, None)
-        folder = table.path.parent
-        return [
-            read_picture(value, folder=folder, where=f"{where}, image {number}") for number, value in enumerate(values)
-        ]
+        if self.processor is not None:
+            values = as_list(row.pop(key, None))
+            return [read_picture(one, folder=folder, where=f"{where}, image {i}") for i, one in enumerate(values)]
+        if as_list(row.get(key)):
+            raise DataError(
+                where,
+                got=f"images in the column {key!r}, for a text-only model",
+                expected="a vision-language model",
+                fix="Take one, or set data.image_key=null to train on the text alone.",
+            )
+        return []
 
     def _tokens(self, text: str, pictures: list[Any], where: str) -> dict[str, Any]:
         """The columns of a rendered prompt."""
         limit = self.config.max_prompt_length
-        ids = self._encoder.encode([text])[0]
-        if self.processor is None:
-            ids = truncate(ids, limit, self.config.truncation, where=where)
-            return {**self._tensors(ids), "raw_prompt_ids": ids}
+        ids = self.encoder.encode([text])[0]
         if not pictures:
             ids = truncate(ids, limit, self.config.truncation, where=where)
-        seen = self.processor.prompt(ids, pictures, limit, where=where)
-        position_ids = pad_left(seen.positions, limit, 0)
-        return {**self._tensors(seen.ids), "position_ids": position_ids, **seen.columns()}
-
-    def _tensors(self, ids: list[int]) -> dict[str, torch.Tensor]:
-        input_ids = torch.tensor([ids], dtype=torch.int64)
+        seen = None if self.processor is None else self.processor.prompt(ids, pictures, limit, where=where)
+        input_ids = torch.tensor([ids if seen is None else seen.ids], dtype=torch.int64)
         input_ids, mask = postprocess_data(
-            input_ids, torch.ones_like(input_ids), self.config.max_prompt_length, self.tokenizer.pad_token_id
+            input_ids, torch.ones_like(input_ids), limit, self.tokenizer.pad_token_id, where=where
         )
-        positions = compute_position_id_with_mask(mask)
-        return {"input_ids": input_ids[0], "attention_mask": mask[0], "position_ids": positions[0]}
+        tensors = {"input_ids": input_ids[0], "attention_mask": mask[0]}
+        if seen is None:
+            return {**tensors, "position_ids": compute_position_id_with_mask(mask)[0], "raw_prompt_ids": ids}
+        return {**tensors, "position_ids": pad_left(seen.positions, limit, 0), **seen.columns()}
 
     def _short_rows(self) -> np.ndarray:
         """The rows whose prompt is not too long; how many are left out is printed."""
         config = self.config
-        meter = PromptMeter(self._encoder, self.processor, config.prompt_key, config.image_key)
+        meter = PromptMeter(self.encoder, self.processor, config.prompt_key, config.image_key)
         num_workers = config.filter_overlong_prompts_workers
         lengths = [
             prompt_lengths(table, meter, cache_dir=config.cache_dir, num_workers=num_workers) for table in self._tables
@@ -193,8 +169,7 @@ class RLHFDataset(Dataset):
                 expected=f"at least one of at most data.max_prompt_length={config.max_prompt_length}",
                 fix="Raise that length.",
             )
-        left_out = len(every) - len(rows)
-        if left_out:
+        if left_out := len(every) - len(rows):
             limit = f"{config.max_prompt_length} tokens"
             print(f"{self._key}: {left_out} of {len(every)} prompts are over {limit} and left out.", flush=True)
         return rows
@@ -223,12 +198,3 @@ def _check_columns(tables: list[RowTable], required: Sequence[str], config: Data
     if problems:
         listed = "".join(f"\n  {problem}" for problem in problems)
         raise DataError(f"data files, {len(problems)} missing columns{listed}\nTherefore nothing was loaded")
-
-
-def _sample(rows: np.ndarray, max_samples: int, seed: int | None) -> np.ndarray:
-    """At most `max_samples` of `rows`, in their order: drawn with `seed`, or the first where it is None."""
-    if max_samples < 0 or max_samples >= len(rows):
-        return rows
-    if seed is None:
-        return rows[:max_samples]
-    return np.sort(np.random.default_rng(seed).choice(rows, size=max_samples, replace=False))

@@ -1,37 +1,61 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversations to learn from: files -> rows -> chat template -> tokens, all of it before the first step.
+"""Supervised data sets: files -> rows -> chat template -> tokens, of which those of the assistant are learned.
+
+    messages   user          assistant      user          assistant
+    tokens     prompt        response       delta         response
+    learned    0 0 0 0       1 1 1 0        0 0 0 0       1 1 1
+
+Each part is tokenized by itself, as in a rollout: there the prompt is tokenized, the model adds its own tokens, and of
+a further turn only what is new is tokenized. A response is learned up to and with its end-of-sequence token; what a
+template writes behind that one (a line break, say) the model never has to generate.
 
 Everything is tokenized when the data set is made, so that a bad row is found then and not after an hour, and no epoch
 pays for it again. It is kept as 5 bytes a token.
+
+Shapes: L tokens of one sequence.
 """
 
 import hashlib
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from quadriga.config.sft import SFTDataConfig
-from quadriga.data.conversation import Conversation, TextPart, chat_of_row, conversation, text_parts
-from quadriga.data.files import resolve_files
-from quadriga.data.same_rows import require_same_rows
-from quadriga.data.tables import RowTable, read_table
-from quadriga.data.tokenizing import ChatEncoder, as_messages, check_tokenizer
+from quadriga.data.file_dataset import FileDataset
+from quadriga.data.files import RowTable
+from quadriga.data.tokenizing import ChatEncoder, Messages, as_messages
 from quadriga.errors import DataError
 from quadriga.observe.watchdog import waiting
 
 BATCH_ROWS = 256
-Row = TypeVar("Row")
+ASSISTANT = "assistant"
+Row = TypeVar("Row", bound=tuple[np.ndarray, ...])
 
 
-class TokenizedRows(Dataset, ABC, Generic[Row]):
-    """Rows of files that are tokenized at once; a subclass says what a row is.
+class Conversation(NamedTuple):
+    """Tokens, int32 [L], and which of them are learned, bool [L]."""
+
+    ids: np.ndarray
+    is_learned: np.ndarray
+
+
+@dataclass(frozen=True)
+class TextPart:
+    """A piece of a rendered conversation, and whether it is a turn of the assistant."""
+
+    text: str
+    is_learned: bool
+
+
+class TokenizedRows(FileDataset, Generic[Row]):
+    """Rows of files that are tokenized at once; a row is a tuple of arrays, which a subclass defines.
 
     Args:
         data_files: a path, a glob, a URL, or a list of these.
@@ -44,6 +68,7 @@ class TokenizedRows(Dataset, ABC, Generic[Row]):
     """
 
     columns: tuple[str, ...]
+    """Keys of the section `data` that name the columns of a row."""
 
     def __init__(
         self,
@@ -53,12 +78,8 @@ class TokenizedRows(Dataset, ABC, Generic[Row]):
         *,
         is_train: bool = True,
     ) -> None:
-        self.config, self.tokenizer = config, tokenizer
-        self._key = "data.train_files" if is_train else "data.val_files"
-        self.encoder = ChatEncoder(tokenizer, config.apply_chat_template_kwargs)
-        has_template = "chat_template" in self.encoder.template_kwargs
-        check_tokenizer(tokenizer, tokenizer.name_or_path, has_template=has_template)
-        tables = [read_table(file) for file in resolve_files(data_files, config.cache_dir, where=self._key)]
+        super().__init__(data_files, tokenizer, config, is_train=is_train)
+        tables, self._tables = self._tables, []  # the tokens are kept, the files are not
         for table in tables:
             self._require_columns(table)
         self.rows: list[Row] = []
@@ -78,15 +99,11 @@ class TokenizedRows(Dataset, ABC, Generic[Row]):
 
     @abstractmethod
     def num_tokens(self, row: Row) -> int:
-        """Of the longest sequence in it."""
+        """Tokens of the longest sequence in a row."""
 
     @abstractmethod
     def cut(self, row: Row) -> Row | None:
         """The row with sequences of at most `data.max_length` tokens; None: nothing to learn is left."""
-
-    @abstractmethod
-    def contents(self, row: Row) -> Iterator[np.ndarray]:
-        """What makes it this row and no other."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -96,17 +113,9 @@ class TokenizedRows(Dataset, ABC, Generic[Row]):
         """Hash of all tokens."""
         digest = hashlib.sha256()
         for row in self.rows:
-            for values in self.contents(row):
+            for values in row:
                 digest.update(len(values).to_bytes(4, "little") + values.tobytes())
         return digest.hexdigest()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Which rows this data set stands for; a loader keeps it with its position."""
-        return {"num_rows": len(self), "rows": self.digest}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Refuse to go on from a position in other rows than these."""
-        require_same_rows(self.state_dict(), state, self._key)
 
     def _require_columns(self, table: RowTable) -> None:
         missing = [name for name in (getattr(self.config, key) for key in self.columns) if name not in table.columns]
@@ -123,7 +132,7 @@ class TokenizedRows(Dataset, ABC, Generic[Row]):
     def _read(self, table: RowTable) -> None:
         for start in range(0, len(table), BATCH_ROWS):
             numbers = range(start, min(start + BATCH_ROWS, len(table)))
-            places = [table.where(number) for number in numbers]
+            places = [f"{table.path} row {number}" for number in numbers]
             parts = [self.parts_of(table[number], where) for number, where in zip(numbers, places, strict=True)]
             tokens = iter(self.encoder.encode([part.text for row in parts for part in row]))
             for row, where in zip(parts, places, strict=True):
@@ -145,7 +154,7 @@ class TokenizedRows(Dataset, ABC, Generic[Row]):
                 raise DataError(
                     where,
                     got=f"{length} tokens, of which data.truncation={self.config.truncation} leaves {limit} without "
-                    "an answer among them",
+                    "a response among them",
                     expected="something to learn",
                     fix="Raise data.max_length, or leave such rows out with data.filter_overlong=true.",
                 )
@@ -168,7 +177,7 @@ class TokenizedRows(Dataset, ABC, Generic[Row]):
 
 
 class MultiTurnSFTDataset(TokenizedRows[Conversation]):
-    """Chats, of which every turn of the assistant is learned. Arguments: see `TokenizedRows`."""
+    """Chats, of which every turn of the assistant is learned. Arguments as for `TokenizedRows`."""
 
     columns = ("messages_key",)
 
@@ -178,63 +187,165 @@ class MultiTurnSFTDataset(TokenizedRows[Conversation]):
         Returns:
             `input_ids`, `attention_mask`, `position_ids` and `loss_mask` (1 on tokens that are learned), int64 [L].
         """
-        row = self.rows[item]
-        input_ids = torch.full((self.config.max_length,), int(self.tokenizer.pad_token_id), dtype=torch.int64)
+        row, length = self.rows[item], self.config.max_length
+        num_tokens = len(row.ids)
+        input_ids = torch.full((length,), int(self.tokenizer.pad_token_id), dtype=torch.int64)
         attention_mask, loss_mask = torch.zeros_like(input_ids), torch.zeros_like(input_ids)
-        input_ids[: len(row)] = torch.from_numpy(row.ids)
-        attention_mask[: len(row)] = 1
-        loss_mask[: len(row)] = torch.from_numpy(row.is_learned)
-        position_ids = torch.arange(self.config.max_length) * attention_mask
+        input_ids[:num_tokens] = torch.from_numpy(row.ids)
+        attention_mask[:num_tokens] = 1
+        loss_mask[:num_tokens] = torch.from_numpy(row.is_learned)
         return {
             "input_ids": input_ids,
             "attention_mask": attention_mask,
-            "position_ids": position_ids,
+            "position_ids": torch.arange(length) * attention_mask,
             "loss_mask": loss_mask,
         }
 
     def parts_of(self, row: dict[str, Any], where: str) -> list[TextPart]:
-        """See `TokenizedRows.parts_of`."""
         messages = chat_of_row(row[self.config.messages_key], where=where)
         return text_parts(messages, self.encoder, where=where, tools=row.get(self.config.tools_key))
 
     def made(self, parts: Sequence[TextPart], tokens: Sequence[list[int]], where: str) -> Conversation:
-        """See `TokenizedRows.made`."""
         return conversation(tokens, [part.is_learned for part in parts], self.tokenizer.eos_token_id)
 
     def num_tokens(self, row: Conversation) -> int:
-        """See `TokenizedRows.num_tokens`."""
-        return len(row)
+        return len(row.ids)
 
     def cut(self, row: Conversation) -> Conversation | None:
-        """See `TokenizedRows.cut`."""
         limit = self.config.max_length
         kept = slice(-limit, None) if self.config.truncation == "left" else slice(limit)
         shorter = Conversation(row.ids[kept], row.is_learned[kept])
         # Nothing predicts the first token.
         return shorter if shorter.is_learned[1:].any() else None
 
-    def contents(self, row: Conversation) -> Iterator[np.ndarray]:
-        """See `TokenizedRows.contents`."""
-        yield row.ids
-        yield row.is_learned
-
 
 class SFTDataset(MultiTurnSFTDataset):
-    """Prompts with one answer each, in two columns. Arguments and rows: see `MultiTurnSFTDataset`."""
+    """Prompts with one response each, in two columns. Arguments and rows as for `MultiTurnSFTDataset`."""
 
     columns = ("prompt_key", "response_key")
 
     def parts_of(self, row: dict[str, Any], where: str) -> list[TextPart]:
-        """See `TokenizedRows.parts_of`."""
         prompt, response = row[self.config.prompt_key], row[self.config.response_key]
         if not isinstance(response, str):
             raise DataError(
                 where,
-                got=f"the answer {response!r}",
+                got=f"the response {response!r}",
                 expected="text",
                 fix="Correct the row, or name the column with data.response_key.",
             )
-        messages = [*as_messages(prompt, where=where), {"role": "assistant", "content": response}]
-        *before, answer = text_parts(messages, self.encoder, where=where)
-        # Earlier turns of the assistant are part of the question.
-        return [TextPart("".join(part.text for part in before), False), answer]
+        messages = [*as_messages(prompt, where=where), {"role": ASSISTANT, "content": response}]
+        return prompt_and_response(messages, self.encoder, where=where)
+
+
+def text_parts(
+    messages: Messages, encoder: ChatEncoder, *, where: str, tools: Sequence[Any] | None = None
+) -> list[TextPart]:
+    """A conversation as the chat template writes it, cut before and after each turn of the assistant.
+
+    Args:
+        messages: with a turn of the assistant among them; what follows the last one is left out.
+        encoder: renders.
+        where: the file and row that an error names.
+        tools: passed to the template, where the row has some.
+
+    Raises:
+        DataError: no turn of the assistant, an empty one, one at the very beginning, or a template that writes earlier
+            turns in another way once later ones follow.
+    """
+    turns = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
+    if not turns:
+        raise DataError(
+            where,
+            got=f"a chat of {len(messages)} messages, none of them by the assistant",
+            expected="at least one: its tokens are what is learned",
+            fix="Leave the row out, or name the column of the whole chat with data.messages_key.",
+        )
+    if turns[0] == 0:
+        raise DataError(where, got="a chat that begins with the assistant", expected="a prompt before the response")
+    own = encoder.template_kwargs | ({"tools": list(tools)} if tools else {})
+    prompting = ChatEncoder(encoder.tokenizer, own | {"add_generation_prompt": True})
+    complete = ChatEncoder(encoder.tokenizer, own | {"add_generation_prompt": False})
+    parts: list[TextPart] = []
+    written = ""
+    for turn in turns:
+        _require_words(messages[turn], f"{where}, message {turn}")
+        before = prompting.render(messages[:turn], where=where)
+        after = complete.render(messages[: turn + 1], where=where)
+        for shorter, longer in ((written, before), (before, after)):
+            if not longer.startswith(shorter):
+                raise _rewritten(f"{where}, message {turn}", shorter, longer)
+        parts += [TextPart(before[len(written) :], False), TextPart(after[len(before) :], True)]
+        written = after
+    return parts
+
+
+def prompt_and_response(messages: Messages, encoder: ChatEncoder, *, where: str) -> list[TextPart]:
+    """A conversation as two parts, the last turn of the assistant and all before it; as `text_parts` otherwise."""
+    *before, response = text_parts(messages, encoder, where=where)
+    return [TextPart("".join(part.text for part in before), False), response]
+
+
+def conversation(parts: Sequence[Sequence[int]], is_response: Sequence[bool], eos_token_id: int | None) -> Conversation:
+    """The parts of a conversation put together.
+
+    Args:
+        parts: token ids of each.
+        is_response: whether each is a turn of the assistant.
+        eos_token_id: ends a turn; put behind the last one if the template does not write it there.
+
+    Returns:
+        The last response ends with its end-of-sequence token.
+    """
+    ids: list[int] = []
+    learned: list[bool] = []
+    for number, (part, is_learned) in enumerate(zip(parts, is_response, strict=True)):
+        tokens = list(part)
+        has_end = is_learned and eos_token_id in tokens
+        # The response reaches up to and with its last end-of-sequence token, or to the end of the part.
+        end = len(tokens) - tokens[::-1].index(eos_token_id) if has_end else len(tokens)
+        if is_learned and number == len(parts) - 1 and eos_token_id is not None:
+            tokens = tokens[:end] if has_end else [*tokens, eos_token_id]
+            end = len(tokens)
+        ids += tokens
+        learned += [is_learned and position < end for position in range(len(tokens))]
+    return Conversation(np.array(ids, dtype=np.int32), np.array(learned, dtype=bool))
+
+
+def chat_of_row(value: Any, *, where: str) -> Messages:
+    """The messages of a row.
+
+    Raises:
+        DataError: there are none, or they are no chat.
+    """
+    if value is None or (isinstance(value, Sequence) and len(value) == 0):
+        raise DataError(
+            where,
+            got="no messages",
+            expected='a list such as [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]',
+            fix="Correct the row, or name the column that holds the chats with data.messages_key.",
+        )
+    return as_messages(value, where=where)
+
+
+def _require_words(message: Mapping[str, Any], where: str) -> None:
+    content = message.get("content")
+    is_empty = not content.strip() if isinstance(content, str) else not content
+    if is_empty and not message.get("tool_calls"):
+        raise DataError(
+            where,
+            got="an empty turn of the assistant",
+            expected="something to learn: text, or tool_calls",
+            fix="Correct the row or leave it out: the model would learn to respond with nothing.",
+        )
+
+
+def _rewritten(where: str, shorter: str, longer: str) -> DataError:
+    place = next((i for i, (a, b) in enumerate(zip(shorter, longer, strict=False)) if a != b), len(longer))
+    return DataError(
+        where,
+        got=f"a chat template that changes earlier turns: {shorter[place : place + 40]!r} became "
+        f"{longer[place : place + 40]!r} when the turn was added",
+        expected="turns that stay as they were written, so that each is learned as the model would have generated it",
+        fix="Give each response a row of its own that ends with it, change data.apply_chat_template_kwargs, or set "
+        "model.custom_chat_template to a template that only adds.",
+    )

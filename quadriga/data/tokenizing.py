@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tokenizer, and the way from a prompt to token ids: chat messages, text by the chat template, ids."""
+"""The tokenizer, and from a prompt to token ids: chat messages, text by the chat template, ids."""
 
 import hashlib
 import json
@@ -90,11 +90,13 @@ def as_messages(prompt: Any, *, where: str) -> Messages:
     """
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
-    is_list = isinstance(prompt, Sequence) and len(prompt) > 0
-    if not is_list or not all(_is_message(message) for message in prompt):
+    is_chat = isinstance(prompt, Sequence) and all(
+        isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in prompt
+    )
+    if not is_chat or not prompt:
         raise DataError(
             where,
-            got=f"the prompt {_shortened(prompt)}",
+            got=f"the prompt {shortened(prompt)}",
             expected='text, or a list of messages such as [{"role": "user", "content": "..."}]',
             fix="Correct the row, or set data.prompt_key to the column that holds the chat.",
         )
@@ -138,15 +140,17 @@ class ChatEncoder:
         return cast(str, text)
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        """The token ids of rendered texts; the template has already written the special tokens."""
+        """The token ids of each rendered text; the template has already written the special tokens."""
         return self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
 
     def fingerprint(self) -> str:
         """Changes whenever the ids of some prompt could."""
         template = self.template_kwargs.get("chat_template") or self.tokenizer.chat_template
+        backend, tokenizer = getattr(self.tokenizer, "backend_tokenizer", None), self.tokenizer
+        slow = [type(tokenizer).__qualname__, sorted(tokenizer.get_vocab().items()), tokenizer.special_tokens_map]
         facts = {
             "transformers": transformers.__version__,
-            "tokenizer": _describe(self.tokenizer),
+            "tokenizer": slow if backend is None else backend.to_str(),
             "template": template,
             "kwargs": self.template_kwargs,
             # Some templates write the date into the prompt.
@@ -155,17 +159,7 @@ class ChatEncoder:
         return hashlib.sha256(json.dumps(facts, sort_keys=True, default=repr).encode()).hexdigest()
 
 
-def _describe(tokenizer: PreTrainedTokenizerBase) -> Any:
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None:
-        return backend.to_str()
-    return [type(tokenizer).__qualname__, sorted(tokenizer.get_vocab().items()), tokenizer.special_tokens_map]
-
-
-def _is_message(message: Any) -> bool:
-    return isinstance(message, Mapping) and isinstance(message.get("role"), str)
-
-
-def _shortened(value: Any) -> str:
+def shortened(value: Any) -> str:
+    """The value as an error shows it, in at most 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts with images: from `<image>` in a text to pixels, repeated image tokens and positions on three axes.
+"""Prompts of vision-language models: from `<image>` in a text to pixels, repeated image tokens and 3-D positions.
 
     "Which? <image>"  ──>  [text, image]  ──chat template──>  Which? <start>▪<end>      one image token: raw_prompt_ids
                                                               Which? <start>▪▪▪▪<end>   expanded: input_ids
 
 An image is cut into patches, time by height by width of them; the model makes one embedding of each square of
-`merge_size` by `merge_size` patches, and each embedding takes the place of one image token. This is the way of the
-models in `SEEING_TYPES`, and of no others.
+`merge_size` by `merge_size` patches, and each embedding takes the place of one image token. This holds for the models
+in `VISION_TYPES`, and for no others.
 
-Legend: P tokens of the expanded prompt.
+Shapes: P tokens of the expanded prompt.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,25 +19,24 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoImageProcessor, PretrainedConfig, ProcessorMixin
 
-from quadriga.config.model import SEEING_TYPES
+from quadriga.config.model import VISION_TYPES
 from quadriga.data.pictures import require_pillow
 from quadriga.data.tokenizing import Messages
 from quadriga.errors import DataError
 
 IMAGE, VIDEO = "<image>", "<video>"
-_PROCESSOR = "Qwen2VLImageProcessor"
 
 
 @dataclass(frozen=True)
-class SeenPrompt:
-    """A prompt of a model that sees.
+class VisionPrompt:
+    """A tokenized prompt and its images.
 
     Attributes:
         short_ids: token ids with one for each image.
-        ids: P token ids, with as many as the model has embeddings.
+        ids: P token ids, with as many for each image as the model has embeddings of it.
         positions: [3, P] int64, along time, height and width.
         pictures: `PIL.Image.Image`s in RGB.
-        inputs: what the model takes of them; see `VisionProcessor.inputs`. Empty without images.
+        inputs: what the model takes of them, from `VisionProcessor.inputs`. Empty without images.
     """
 
     short_ids: list[int]
@@ -47,7 +46,7 @@ class SeenPrompt:
     inputs: dict[str, torch.Tensor]
 
     def columns(self) -> dict[str, Any]:
-        """What travels of it beside tokens and positions."""
+        """The non-tensor columns of the batch beside tokens and positions."""
         return {
             "raw_prompt_ids": self.short_ids,
             "multi_modal_data": {"images": list(self.pictures)} if self.pictures else {},
@@ -57,10 +56,10 @@ class SeenPrompt:
 
 @dataclass(frozen=True)
 class VisionProcessor:
-    """What a model that sees needs of a picture.
+    """From images to patches, tokens and positions, for one vision-language model.
 
     Attributes:
-        image_processor: of transformers: pictures to patches.
+        image_processor: of transformers: images to patches.
         image_token_id: stands in a prompt for an embedding of an image.
         video_token_id: the same of a video; prompts that have it are refused.
         name: what errors call it: the model's folder or name.
@@ -71,13 +70,19 @@ class VisionProcessor:
     video_token_id: int | None
     name: str
 
+    def __post_init__(self) -> None:
+        kind, known = type(self.image_processor).__name__, "Qwen2VLImageProcessor"
+        if not kind.startswith(known):
+            expected = f"{known}, that of {', '.join(VISION_TYPES)}"
+            raise DataError(f"image processor of {self.name}", got=kind, expected=expected)
+
     @property
     def merge_size(self) -> int:
         """Patches, along height and along width, that make one embedding."""
         return int(self.image_processor.merge_size)
 
     def inputs(self, pictures: Sequence[Any], *, where: str) -> dict[str, torch.Tensor]:
-        """What the model takes.
+        """What the model takes of images.
 
         Args:
             pictures: at least one `PIL.Image.Image`, in the order of the prompt.
@@ -96,14 +101,18 @@ class VisionProcessor:
         return {"pixel_values": found["pixel_values"].float(), "image_grid_thw": found["image_grid_thw"].long()}
 
     def num_tokens(self, height: int, width: int, *, where: str) -> int:
-        """Embeddings, and so tokens, of a picture of so many pixels. Nothing is decoded for it."""
+        """Embeddings, and so tokens, of an image of `height` by `width` pixels; its pixels are not read."""
         try:
             num_patches = self.image_processor.get_number_of_image_patches(height, width, {})
         except ValueError as error:
             raise self._refused(error, where) from error
         return num_patches // self.merge_size**2
 
-    def prompt(self, ids: list[int], pictures: Sequence[Any], limit: int, *, where: str) -> SeenPrompt:
+    def _refused(self, error: Exception, where: str) -> DataError:
+        got = f"an image that the processor of {self.name} refuses ({str(error).partition(chr(10))[0]})"
+        return DataError(where, got=got, expected="one that it takes", fix="Crop or leave out the image.")
+
+    def prompt(self, ids: list[int], pictures: Sequence[Any], limit: int, *, where: str) -> VisionPrompt:
         """A tokenized prompt and its images, ready for the model.
 
         Args:
@@ -115,7 +124,23 @@ class VisionProcessor:
         Raises:
             DataError: ids and images do not belong together, or the prompt is too long. One with images is not cut.
         """
-        self.require_tokens(ids, len(pictures), where=where)
+        count = ids.count(self.image_token_id)
+        if count != len(pictures):
+            raise DataError(
+                where,
+                got=f"{count} image tokens in the rendered prompt, for {len(pictures)} images",
+                expected="one for each",
+                fix="Take a chat template that renders content of type image, and no text with the token itself.",
+            )
+        if self.video_token_id in ids:
+            raise DataError(where, got="a video token", expected="text and images", fix="Leave videos out.")
+        if pictures and ids[-1] == self.image_token_id:
+            raise DataError(
+                where,
+                got="a prompt that ends with an image",
+                expected="text behind it, as chat templates write it",
+                fix="Set add_generation_prompt in data.apply_chat_template_kwargs, or end the prompt with text.",
+            )
         inputs = self.inputs(pictures, where=where) if pictures else {}
         grids = inputs.get("image_grid_thw")
         expanded = self.expand(ids, grids)
@@ -127,38 +152,14 @@ class VisionProcessor:
                 fix="Raise that length, lower data.mm_processor_kwargs.max_pixels, or leave such rows out with "
                 "data.filter_overlong_prompts=true.",
             )
-        return SeenPrompt(ids, expanded, self.positions(expanded, grids), tuple(pictures), inputs)
-
-    def require_tokens(self, ids: list[int], num_images: int, *, where: str) -> None:
-        """Refuses a prompt whose images are not one token each, with text behind the last one.
-
-        Raises:
-            DataError: the template wrote another number of them, or a text has the token itself; or a video's.
-        """
-        count = ids.count(self.image_token_id)
-        if count != num_images:
-            raise DataError(
-                where,
-                got=f"{count} image tokens in the rendered prompt, for {num_images} images",
-                expected="one for each",
-                fix="Take a chat template that renders content of type image, and no text with the token itself.",
-            )
-        if self.video_token_id in ids:
-            raise DataError(where, got="a video token", expected="text and images", fix="Leave videos out.")
-        if num_images and ids[-1] == self.image_token_id:
-            raise DataError(
-                where,
-                got="a prompt that ends with an image",
-                expected="text behind it, as chat templates write it",
-                fix="Set add_generation_prompt in data.apply_chat_template_kwargs, or end the prompt with text.",
-            )
+        return VisionPrompt(ids, expanded, self.positions(expanded, grids), tuple(pictures), inputs)
 
     def expand(self, ids: list[int], grids: torch.Tensor | None) -> list[int]:
         """Each image token as often as its image has embeddings.
 
         Args:
-            ids: with one token for each image; see `require_tokens`.
-            grids: [images, 3], or None without images.
+            ids: with one token for each image.
+            grids: [images, 3] patches, or None without images.
         """
         counts = iter([] if grids is None else (grids.prod(-1) // self.merge_size**2).tolist())
         repeated = ([one] * (next(counts) if one == self.image_token_id else 1) for one in ids)
@@ -167,8 +168,8 @@ class VisionProcessor:
     def positions(self, ids: list[int], grids: torch.Tensor | None) -> torch.Tensor:
         """The position of each token along time, height and width.
 
-        Text counts on by one in all three. An embedding of an image has the place where the image begins, plus its own
-        place in it along each axis; text behind the image goes on from the largest of these.
+        Text counts on by one in all three. An embedding of an image has the position where the image begins, plus its
+        place in the image along each axis; text behind the image goes on from the largest of these.
 
         Args:
             ids: P tokens, expanded.
@@ -181,29 +182,17 @@ class VisionProcessor:
         for grid in [] if grids is None else grids.tolist():
             time, height, width = grid[0], grid[1] // self.merge_size, grid[2] // self.merge_size
             begin = ids.index(self.image_token_id, place)
-            parts.append(_text_positions(begin - place, start))
+            parts.append((torch.arange(begin - place) + start).expand(3, -1))
             start += begin - place
             axes = [torch.arange(size) + start for size in (time, height, width)]
             parts.append(torch.stack(torch.meshgrid(*axes, indexing="ij")).flatten(1))
             place, start = begin + time * height * width, start + max(time, height, width)
-        parts.append(_text_positions(len(ids) - place, start))
+        parts.append((torch.arange(len(ids) - place) + start).expand(3, -1))
         return torch.cat(parts, dim=1)
-
-    def _refused(self, error: Exception, where: str) -> DataError:
-        return DataError(
-            where,
-            got=f"an image that the processor of {self.name} refuses ({str(error).partition(chr(10))[0]})",
-            expected="one that it takes",
-            fix="Crop or leave out the image.",
-        )
-
-
-def _text_positions(count: int, start: int) -> torch.Tensor:
-    return (torch.arange(count) + start).expand(3, -1)
 
 
 def with_parts(messages: Messages, num_images: int, *, where: str) -> Messages:
-    """Messages whose `<image>`s are content of their own, as chat templates want them; the others stay texts.
+    """Messages whose `<image>`s are content parts of their own, as chat templates want them; other content stays text.
 
     Args:
         messages: chat messages; content that is a list of parts already may hold `{"type": "image"}`.
@@ -214,9 +203,8 @@ def with_parts(messages: Messages, num_images: int, *, where: str) -> Messages:
         DataError: there are more or fewer places than images, or a place for a video.
     """
     result = [{**message, "content": _parts(message.get("content"), where)} for message in messages]
-    count = sum(
-        part["type"] == "image" for one in result if isinstance(one["content"], list) for part in one["content"]
-    )
+    lists = [one["content"] for one in result if isinstance(one["content"], list)]
+    count = sum(part["type"] == "image" for parts in lists for part in parts)
     if count != num_images:
         raise DataError(
             where,
@@ -228,18 +216,20 @@ def with_parts(messages: Messages, num_images: int, *, where: str) -> Messages:
 
 
 def _parts(content: Any, where: str) -> Any:
-    if isinstance(content, str):
-        pieces = _split(content, where)
-        return pieces if any(piece["type"] == "image" for piece in pieces) else content
     if not isinstance(content, Sequence):
         return content
     parts: list[dict[str, Any]] = []
-    for part in content:
+    for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
         # A column of a parquet file gives each part the keys of all.
         own = {key: value for key, value in part.items() if value is not None} if isinstance(part, Mapping) else {}
-        kind = own.get("type")
-        if kind == "text" and isinstance(own.get("text"), str):
-            parts += _split(own["text"], where)
+        kind, text = own.get("type"), own.get("text")
+        if kind == "text" and isinstance(text, str):
+            if VIDEO in text:
+                got = f"{VIDEO} in the prompt"
+                raise DataError(where, got=got, expected="text and images", fix="Video is not read.")
+            for number, piece in enumerate(text.split(IMAGE)):
+                parts += [{"type": "image"}] if number else []
+                parts += [{"type": "text", "text": piece}] if piece else []
         elif kind == "image" and len(own) == 1:
             parts.append({"type": "image"})
         else:
@@ -249,23 +239,14 @@ def _parts(content: Any, where: str) -> Any:
                 expected='{"type": "text", "text": ...} or {"type": "image"}',
                 fix="Images themselves stand in the column of data.image_key; video is not read.",
             )
-    return parts
-
-
-def _split(text: str, where: str) -> list[dict[str, Any]]:
-    if VIDEO in text:
-        raise DataError(where, got=f"{VIDEO} in the prompt", expected="text and images", fix="Video is not read.")
-    parts: list[dict[str, Any]] = []
-    for number, piece in enumerate(text.split(IMAGE)):
-        parts += [{"type": "image"}] if number else []
-        parts += [{"type": "text", "text": piece}] if piece else []
-    return parts
+    has_images = any(part["type"] == "image" for part in parts)
+    return parts if has_images or not isinstance(content, str) else content
 
 
 def load_processor(
     path: str | Path, *, trust_remote_code: bool = False, options: Mapping[str, Any] | None = None
 ) -> VisionProcessor | None:
-    """The processor of a model that sees; None of one that reads text alone, or sees in another way.
+    """The processor of a vision-language model; None of a text-only model, or of another kind of vision model.
 
     transformers' own needs torchvision even where nothing is a video; this one is its image half.
 
@@ -275,15 +256,15 @@ def load_processor(
         options: of the image processor, `min_pixels` and `max_pixels`; they replace its own.
 
     Raises:
-        DataError: Pillow or the processor's file is missing, or there are options for a model that does not see.
+        DataError: Pillow or the processor's file is missing, or there are options for a text-only model.
     """
     kind = "" if Path(path).is_file() else PretrainedConfig.get_config_dict(path)[0].get("model_type", "")
-    if kind not in SEEING_TYPES:
+    if kind not in VISION_TYPES:
         if options:
             raise DataError(
                 "data.mm_processor_kwargs",
                 got=f"{dict(options)} for {path}, a model of type {kind or 'unknown'}",
-                expected=f"a model that sees: {', '.join(SEEING_TYPES)}",
+                expected=f"a vision-language model: {', '.join(VISION_TYPES)}",
                 fix="Leave the key out.",
             )
         return None
@@ -299,14 +280,14 @@ def load_processor(
             expected="preprocessor_config.json in the model's folder",
             fix="Copy it from the model that this one was made of.",
         ) from error
-    return VisionProcessor(_known(loaded, where), settings.image_token_id, settings.video_token_id, str(path))
+    return VisionProcessor(loaded, settings.image_token_id, settings.video_token_id, str(path))
 
 
 def as_vision(processor: Any) -> VisionProcessor | None:
-    """A processor of transformers in our form; ours, and None, as they are.
+    """A processor of transformers as a `VisionProcessor`; a `VisionProcessor`, and None, as they are.
 
     Raises:
-        DataError: its images are not those of `SEEING_TYPES`.
+        DataError: its images are not those of `VISION_TYPES`.
     """
     if processor is None or isinstance(processor, VisionProcessor):
         return processor
@@ -314,14 +295,5 @@ def as_vision(processor: Any) -> VisionProcessor | None:
     image_processor = getattr(processor, "image_processor", None)
     if not isinstance(processor, ProcessorMixin) or image_processor is None:
         raise DataError(where, got="no image processor", expected="what quadriga.data.load_processor returns, or None")
-    return VisionProcessor(
-        _known(image_processor, where), processor.image_token_id, getattr(processor, "video_token_id", None), where
-    )
-
-
-def _known(image_processor: Any, where: str) -> Any:
-    if not type(image_processor).__name__.startswith(_PROCESSOR):
-        raise DataError(
-            where, got=type(image_processor).__name__, expected=f"{_PROCESSOR}, that of {', '.join(SEEING_TYPES)}"
-        )
-    return image_processor
+    video_token_id = getattr(processor, "video_token_id", None)
+    return VisionProcessor(image_processor, processor.image_token_id, video_token_id, where)

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from quadriga.config.model import SEEING_TYPES
+from quadriga.config.model import VISION_TYPES
 from quadriga.errors import EngineError
 
 _RENAMED = ("qwen2_vl", "qwen2_5_vl")
@@ -30,7 +30,7 @@ _PARTS = (("visual.", "model.visual."), ("model.", "model.language_model."))
 
 def is_vision(config: PreTrainedConfig) -> bool:
     """Whether a model with this configuration sees."""
-    return config.model_type in SEEING_TYPES
+    return config.model_type in VISION_TYPES
 
 
 def attention_of(config: PreTrainedConfig, attention: str) -> str | dict[str, str]:

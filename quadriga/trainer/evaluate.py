@@ -9,11 +9,10 @@ import numpy as np
 import torch
 
 from quadriga.config import Config
+from quadriga.data.padding import compute_position_id_with_mask, pad_left
 from quadriga.data.pictures import read_picture
-from quadriga.data.positions import compute_position_id_with_mask
 from quadriga.data.tokenizing import ChatEncoder
-from quadriga.data.truncation import pad_left
-from quadriga.data.vision import SeenPrompt, VisionProcessor, with_parts
+from quadriga.data.vision import VisionProcessor, VisionPrompt, with_parts
 from quadriga.errors import DataError
 from quadriga.observe.progress import Progress
 from quadriga.protocol import DataProto
@@ -119,7 +118,7 @@ def _row(
     encoder: ChatEncoder,
     processor: VisionProcessor | None,
     limit: int,
-) -> SeenPrompt:
+) -> VisionPrompt:
     """One prompt; without a processor it has no positions of its own."""
     if processor is None and images:
         fix = "Take a model that sees, or leave out the images."
@@ -137,5 +136,5 @@ def _row(
             fix="Raise data.max_prompt_length, or shorten the prompt.",
         )
     if processor is None:
-        return SeenPrompt(tokens, tokens, torch.empty(0), (), {})
+        return VisionPrompt(tokens, tokens, torch.empty(0), (), {})
     return processor.prompt(tokens, pictures, limit, where=where)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from quadriga.config.sft import SFTConfig
-from quadriga.data.storage import written_aside
+from quadriga.data.files import written_aside
 from quadriga.errors import DataError, EngineError
 from quadriga.observe.metrics import reduce_metrics
 from quadriga.observe.progress import step_fields

@@ -11,7 +11,7 @@ import torch
 
 from quadriga.config import Config, ModelShape, check_model
 from quadriga.config.check_layout import ACTOR, CRITIC, arranged_roles, layout_of
-from quadriga.config.model import SEEING_TYPES
+from quadriga.config.model import VISION_TYPES
 from quadriga.engines.fsdp.sharded_weights import ReadWeight
 from quadriga.engines.parallel.processes import Processes
 from quadriga.errors import ConfigError, EngineError
@@ -125,7 +125,7 @@ def _check_vision(config: Config, policy: Any) -> None:
             raise ConfigError(
                 f"{ACTOR}.freeze_vision_tower",
                 got=f"True, with a model without a vision encoder ({policy.model_type})",
-                expected=f"one of {', '.join(SEEING_TYPES)}",
+                expected=f"one of {', '.join(VISION_TYPES)}",
                 fix="Leave the key out.",
             )
         return
@@ -149,7 +149,7 @@ def _check_vision(config: Config, policy: Any) -> None:
             raise ConfigError(
                 "critic.model.path",
                 got="a text model, with a vision-language policy",
-                expected=f"a vision-language model too: {', '.join(SEEING_TYPES)}",
+                expected=f"a vision-language model too: {', '.join(VISION_TYPES)}",
                 fix="Leave the key out: the critic then starts from the policy's model.",
             )
         if (layout.sp, layout.tp, layout.pp) != (1, 1, 1):

@@ -11,7 +11,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from quadriga.data.tables import read_table
+from quadriga.data.files import read_table
 from quadriga.errors import DataError
 from quadriga_recipes.rows import Problem
 

@@ -23,7 +23,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from quadriga.config.yaml_text import to_yaml
-from quadriga.data.storage import make_directory, written_aside
+from quadriga.data.files import make_directory, written_aside
 from quadriga_recipes.playground_configs import configurations
 from quadriga_recipes.playground_tasks import TASKS, mixed_habits, preference_pairs
 from quadriga_recipes.rows import Problem, write_rows

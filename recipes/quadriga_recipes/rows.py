@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from quadriga.data.storage import written_aside
+from quadriga.data.files import written_aside
 from quadriga.errors import DataError
 
 _MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))

@@ -39,7 +39,7 @@ class Import:
 
     @property
     def layer(self) -> str | None:
-        """`data` of `quadriga.data.tables`, an empty string for `quadriga` itself, None for the work of others."""
+        """`data` of `quadriga.data.files`, an empty string for `quadriga` itself, None for the work of others."""
         package, _, rest = self.module.partition(".")
         return rest.partition(".")[0] if package == "quadriga" else None
 

@@ -3,7 +3,7 @@
 
 import pytest
 
-from quadriga.data.conversation import chat_of_row, conversation, text_parts
+from quadriga.data.sft_dataset import chat_of_row, conversation, text_parts
 from quadriga.data.tokenizing import ChatEncoder
 from quadriga.errors import DataError
 

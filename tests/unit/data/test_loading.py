@@ -169,12 +169,14 @@ def test_a_data_set_class_from_a_file(user_file: str, tokenizer, config):
     assert create_rl_dataset("files", sized, tokenizer, max_samples=3).max_samples == 3
 
 
-def test_a_sampler_class_from_a_file(user_file: str, path: Path, tokenizer, config):
+def test_a_sampler_class_from_a_file(user_file: str, path: Path, tokenizer, config, capsys):
     section = config(sampler={"class_path": user_file, "class_name": "Backwards"})
     dataset = RLHFDataset(path, tokenizer, section)
     assert list(create_rl_sampler(section, dataset)) == list(reversed(range(NUM_ROWS)))
     learning = {"class_path": user_file, "class_name": "Curriculum"}
+    assert "data.sampler" not in capsys.readouterr().out
     create_rl_sampler(config(sampler=learning), dataset)
+    assert "data.sampler: Curriculum has update() and no state_dict(): a resumed run" in capsys.readouterr().out
     with pytest.raises(DataError, match="expected 0 with Curriculum"):
         create_rl_sampler(config(sampler=learning, dataloader_num_workers=1), dataset)
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from quadriga.data import overlong
+from quadriga.data.files import read_table
 from quadriga.data.overlong import PromptMeter, prompt_lengths
-from quadriga.data.tables import read_table
 from quadriga.data.tokenizing import ChatEncoder
 from quadriga.errors import DataError
 

@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 
-from quadriga.data import RLHFDataset, collate_fn, rl_dataset
+from quadriga.data import RLHFDataset, collate_fn, tokenizing
 from quadriga.errors import DataError
 
 
@@ -85,7 +85,7 @@ def test_overlong_rows_are_left_out_and_counted(tokenizer, config, write, row, c
     def never(self, texts):
         raise AssertionError("a second start tokenizes nothing")
 
-    monkeypatch.setattr(rl_dataset.ChatEncoder, "encode", never)
+    monkeypatch.setattr(tokenizing.ChatEncoder, "encode", never)
     assert len(RLHFDataset(path, tokenizer, section)) == 3
     assert len(RLHFDataset(path, tokenizer, config(filter_overlong_prompts=True, max_prompt_length=10))) == 4
 

@@ -51,7 +51,7 @@ def test_every_form_is_the_same_pair(pairs, tokenizer, row) -> None:
 @pytest.mark.parametrize(
     ("row", "error"),
     [
-        ({"prompt": "w1", "chosen": "w2", "rejected": "w2"}, "row 0: got two equal answers, ' w2 '"),
+        ({"prompt": "w1", "chosen": "w2", "rejected": "w2"}, "row 0: got two equal responses, ' w2 '"),
         ({"prompt": "w1", "chosen": "w2", "rejected": ""}, "rejected, message 1: got an empty turn"),
         ({"prompt": "w1", "chosen": None, "rejected": "w2"}, "chosen: got no messages"),
         ({"chosen": "w1", "rejected": "w2"}, "without a prompt"),
@@ -60,7 +60,7 @@ def test_every_form_is_the_same_pair(pairs, tokenizer, row) -> None:
                 "chosen": [said("user", "w1"), said("assistant", "w2")],
                 "rejected": [said("user", "w5"), said("assistant", "w3")],
             },
-            "two answers to different prompts",
+            "two responses to different prompts",
         ),
     ],
 )
@@ -76,5 +76,5 @@ def test_too_long_is_refused_left_out_or_loses_the_beginning_of_its_prompt(pairs
     item = pairs(row, truncation="left")[0]
     assert tokenizer.decode(item["input_ids"][1]) == "w1 w2 w3 w4 <assistant> w6 w7 w8 w9 <eos>"
     assert len(pairs(row, FORMS[0], filter_overlong=True)) == 1
-    with pytest.raises(DataError, match="without an answer"):
+    with pytest.raises(DataError, match="without a response"):
         pairs(row, truncation="left", max_length=4)

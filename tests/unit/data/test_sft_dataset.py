@@ -76,7 +76,7 @@ def test_too_long_is_cut_at_the_side_that_is_named(write, data, tokenizer, side:
         assert tokenizer.decode(MultiTurnSFTDataset(file, tokenizer, config)[0]["input_ids"]) == kept
     else:
         # The answer would be gone: a row that teaches nothing is no row.
-        with pytest.raises(DataError, match="without an answer among them"):
+        with pytest.raises(DataError, match="without a response among them"):
             MultiTurnSFTDataset(file, tokenizer, config)
 
 
@@ -94,7 +94,7 @@ def test_a_bad_row_is_found_before_the_first_step(write, data, tokenizer, row, s
 
 
 def test_a_response_that_is_no_text_is_refused(write, data, tokenizer) -> None:
-    with pytest.raises(DataError, match="the answer 7"):
+    with pytest.raises(DataError, match="the response 7"):
         SFTDataset(write("a.jsonl", [{"prompt": "w1", "response": 7}]), tokenizer, data())
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from quadriga.data.storage import write_json, written_aside
+from quadriga.data.files import written_aside
 from quadriga.errors import DataError
 
 
@@ -41,8 +41,12 @@ def test_a_folder_replaces_a_folder(tmp_path: Path):
 
 def test_a_place_that_cannot_be_written_is_one_clear_error(tmp_path: Path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match=r"data.cache_dir: got .*File exists"):
-        write_json(tmp_path / "file" / "x.json", {}, where="data.cache_dir")
+    target = tmp_path / "file" / "x.json"
+    with (
+        pytest.raises(DataError, match=r"data.cache_dir: got .*File exists"),
+        written_aside(target, where="data.cache_dir"),
+    ):
+        pass
 
 
 def test_a_full_disk_is_one_clear_error(tmp_path: Path):

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from quadriga.data.tables import read_table
+from quadriga.data.files import read_table
 from quadriga.errors import DataError
 
 ROWS = [{"a": 1, "nested": {"x": "é"}}, {"a": 2, "nested": {"x": "\u2028"}}, {"a": 3, "nested": None}]

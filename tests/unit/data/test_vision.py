@@ -227,7 +227,7 @@ def test_the_filter_measures_images_each_time(dataset, tmp_path):
 
 def test_a_model_that_reads_text(dataset):
     data = dataset(("which ?", [png(picture("red"))]), ("w1", []), given=None)
-    with pytest.raises(DataError, match=r"row 0: got images in the column 'images', for a model that reads text"):
+    with pytest.raises(DataError, match=r"row 0: got images in the column 'images', for a text-only model"):
         data[0]
     assert data[1]["images"] == [] and data[1]["position_ids"].shape == (64,)
     text = dataset(("which ?", [png(picture("red"))]), given=None, image_key=None)[0]
@@ -258,7 +258,7 @@ def test_a_model_without_eyes_has_no_processor(tmp_path):
     transformers.Qwen2Config().save_pretrained(tmp_path)
     assert load_processor(tmp_path) is None
     with pytest.raises(
-        DataError, match=r"mm_processor_kwargs: got .*a model of type qwen2, expected a model that sees"
+        DataError, match=r"mm_processor_kwargs: got .*a model of type qwen2, expected a vision-language model"
     ):
         load_processor(tmp_path, options={"max_pixels": 256})
 

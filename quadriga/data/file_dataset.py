@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the data sets of prompts, conversations and pairs share: files, a chat template, and a state to resume from."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from quadriga.data.files import read_table, resolve_files
+from quadriga.data.tokenizing import ChatEncoder, check_tokenizer
+from quadriga.errors import DataError
+
+
+class FileDataset(Dataset, ABC):
+    """Rows of parquet, json and jsonl files, read when the data set is made.
+
+    Args:
+        data_files: a path, a glob, a URL, or a list of these.
+        tokenizer: renders and tokenizes; gets a pad token if it has none.
+        config: the section `data`.
+        is_train: decides whether errors name `data.train_files` or `data.val_files`.
+
+    Raises:
+        DataError: a file that is missing, empty or damaged, or a tokenizer without a chat template.
+    """
+
+    def __init__(
+        self,
+        data_files: str | Path | Sequence[str | Path],
+        tokenizer: PreTrainedTokenizerBase,
+        config: Any,
+        *,
+        is_train: bool,
+    ) -> None:
+        self.config, self.tokenizer = config, tokenizer
+        self._key = "data.train_files" if is_train else "data.val_files"
+        self.encoder = ChatEncoder(tokenizer, config.apply_chat_template_kwargs)
+        has_template = "chat_template" in self.encoder.template_kwargs
+        check_tokenizer(tokenizer, tokenizer.name_or_path, has_template=has_template)
+        self._tables = [read_table(file) for file in resolve_files(data_files, config.cache_dir, where=self._key)]
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Number of rows."""
+
+    @property
+    @abstractmethod
+    def digest(self) -> str:
+        """Hash of what the rows are made from, in their order."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Which rows this data set stands for; a loader keeps it with its position."""
+        return {"num_rows": len(self), "rows": self.digest}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Refuse to resume at a position in other rows than these: the order would be another.
+
+        Raises:
+            DataError: the state is that of other rows.
+        """
+        if state != self.state_dict():
+            raise DataError(
+                self._key,
+                got=f"{len(self)} rows that are not the {state['num_rows']} rows of the checkpoint",
+                expected="the data that the run began with, read by the same settings",
+                fix="Restore the files and data settings, or begin a new run from the checkpoint's weights.",
+            )

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From token ids of rows to the columns of a batch: truncation, padding, position ids, collation.
+
+A truncation mode names the side that loses tokens: `left` keeps the end, `right` keeps the beginning, `middle` keeps
+both ends (the end gets the odd token), `error` refuses.
+
+Shapes: `B` sequences, `L` positions, of which `P` are the prompt's (padding included) and `T` the response's, `C` the 3
+or 4 components of multimodal rotary embeddings.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quadriga.errors import DataError
+
+Truncation = Literal["error", "left", "right", "middle"]
+
+
+def truncate(ids: Sequence[int], max_length: int, mode: Truncation, *, where: str = "a prompt") -> list[int]:
+    """At most `max_length` of the token ids `ids`, cut as `mode` says.
+
+    Args:
+        ids: token ids.
+        max_length: the most that may stay.
+        mode: which side loses tokens.
+        where: what an error names, such as a file and a row.
+
+    Raises:
+        DataError: the mode is `error` and `ids` are too long, or there is no such mode.
+    """
+    head, tail = _kept_ends(len(ids), max_length, mode, where)
+    return [*ids[:head], *ids[len(ids) - tail :]]
+
+
+def pad_left(values: Tensor, length: int, fill: int) -> Tensor:
+    """[..., L] -> [..., length] with `fill` in front; what is already that long stays as it is."""
+    return F.pad(values, (max(length - values.shape[-1], 0), 0), value=fill)
+
+
+def pad_right(values: Tensor, length: int, fill: int) -> Tensor:
+    """[..., L] -> [..., length] with `fill` behind; what is already that long stays as it is."""
+    return F.pad(values, (0, max(length - values.shape[-1], 0)), value=fill)
+
+
+def postprocess_data(
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    max_length: int,
+    pad_token_id: int,
+    left_pad: bool = True,
+    truncation: Truncation = "error",
+    *,
+    where: str = "a prompt",
+) -> tuple[Tensor, Tensor]:
+    """Bring a tokenizer's output to exactly `max_length` columns.
+
+    Args:
+        input_ids: [B, L].
+        attention_mask: [B, L].
+        max_length: columns of the result.
+        pad_token_id: fills `input_ids`; the mask is filled with 0.
+        left_pad: whether padding goes in front.
+        truncation: what happens to more than `max_length` columns.
+        where: what an error names.
+
+    Returns:
+        `input_ids` and `attention_mask`, both [B, max_length].
+
+    Raises:
+        DataError: as for `truncate`.
+    """
+    length = input_ids.shape[-1]
+    head, tail = _kept_ends(length, max_length, truncation, where)
+    if head + tail < length:
+        input_ids, attention_mask = (
+            torch.cat([rows[:, :head], rows[:, length - tail :]], dim=-1) for rows in (input_ids, attention_mask)
+        )
+    pad = pad_left if left_pad else pad_right
+    return pad(input_ids, max_length, pad_token_id), pad(attention_mask, max_length, 0)
+
+
+def _kept_ends(length: int, max_length: int, mode: str, where: str) -> tuple[int, int]:
+    """How many tokens stay at the beginning and how many at the end."""
+    if mode not in get_args(Truncation):
+        raise DataError("data.truncation", got=repr(mode), expected=f"one of {', '.join(get_args(Truncation))}")
+    if length <= max_length:
+        return length, 0
+    if mode == "error":
+        raise DataError(
+            where,
+            got=f"{length} tokens",
+            expected=f"at most data.max_prompt_length={max_length}",
+            fix="Raise that length, leave such rows out with data.filter_overlong_prompts=true, or cut them with "
+            "data.truncation=left, right or middle.",
+        )
+    head = {"left": 0, "right": max_length, "middle": max_length // 2}[mode]
+    return head, max_length - head
+
+
+def compute_position_id_with_mask(mask: Tensor) -> Tensor:
+    """Number the valid tokens of each sequence from 0; padding, on either side, gets 0.
+
+    Args:
+        mask: [..., L], 1 for a token and 0 for padding.
+
+    Returns:
+        [..., L] int64.
+    """
+    mask = mask.to(torch.int64)
+    return (mask.cumsum(dim=-1) - 1).clamp(min=0) * mask
+
+
+def extend_position_ids(prompt_position_ids: Tensor, response_length: int) -> Tensor:
+    """Continue the positions of left-padded prompts over their responses.
+
+    Positions go on counting over the padding at a response's end: nothing attends to it, so they have no effect there,
+    and every row of a batch has the same form.
+
+    Args:
+        prompt_position_ids: [B, P], or [B, C, P] for multimodal rotary embeddings.
+        response_length: T.
+
+    Returns:
+        [B, P + T], or [B, C, P + T].
+    """
+    steps = torch.arange(1, response_length + 1, device=prompt_position_ids.device, dtype=prompt_position_ids.dtype)
+    return torch.cat([prompt_position_ids, prompt_position_ids[..., -1:] + steps], dim=-1)
+
+
+def collate_fn(data_list: Sequence[Mapping[str, Any]]) -> dict[str, Tensor | np.ndarray]:
+    """Stack tensors; put everything else, of whatever shape, into object arrays.
+
+    Args:
+        data_list: B rows with the same keys. The tensors of one key must agree in shape.
+
+    Returns:
+        For each key a tensor [B, ...] or an object array [B], ready for `DataProto.from_single_dict`.
+
+    Raises:
+        DataError: rows differ in their keys, or the tensors of a key in their shape.
+    """
+    if not data_list:
+        raise DataError("collate_fn", got="no rows", expected="at least one")
+    keys = list(data_list[0])
+    for position, row in enumerate(data_list):
+        if set(row) != set(keys):
+            odd = ", ".join(sorted(set(row) ^ set(keys)))
+            raise DataError(
+                "collate_fn",
+                got=f"row {position} of the batch and row 0, of which only one has {odd}",
+                expected="the same keys in every row",
+                fix="Let the data set give each row every key, with None where there is no value.",
+            )
+    return {key: _column(key, [row[key] for row in data_list]) for key in keys}
+
+
+def _column(key: str, values: list[Any]) -> Tensor | np.ndarray:
+    if all(isinstance(value, Tensor) for value in values):
+        shapes = {tuple(value.shape) for value in values}
+        if len(shapes) > 1:
+            raise DataError(
+                f"collate_fn, key {key!r}",
+                got=f"tensors of the shapes {sorted(shapes)}",
+                expected="one shape",
+                fix="Pad them in the data set.",
+            )
+        return torch.stack(values)
+    # Assigned element by element: numpy would otherwise make a matrix of lists that happen to be of equal length.
+    column = np.empty(len(values), dtype=object)
+    for position, value in enumerate(values):
+        column[position] = value
+    return column
