@@ -12,8 +12,8 @@ import argparse
 import resource
 import time
 
+from quadriga.rewards import GradingPool
 from quadriga.rewards.custom import ScoreFunction
-from quadriga.rewards.sandbox import GradingPool
 
 PROGRAM = """```python
 import sys

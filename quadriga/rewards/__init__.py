@@ -8,33 +8,24 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from quadriga.rewards.base import (
-        EarlyRewardManager,
-        Grading,
-        MeanwhileRewardManager,
-        RewardManager,
-        RewardOutput,
-    )
+    from quadriga.rewards.base import Grading, RewardManager, RewardOutput
     from quadriga.rewards.custom import ScoreFunction
-    from quadriga.rewards.load import early_grader, load_reward_manager
     from quadriga.rewards.managers.batch import BatchRewardManager
     from quadriga.rewards.managers.dapo import DapoRewardManager
     from quadriga.rewards.managers.judge import JudgeRewardManager
     from quadriga.rewards.managers.naive import NaiveRewardManager
     from quadriga.rewards.managers.prime import PrimeRewardManager
     from quadriga.rewards.outcome import Outcome
-    from quadriga.rewards.registry import get_reward_manager_cls, register
-    from quadriga.rewards.sandbox import GradingPool
+    from quadriga.rewards.pool import GradingPool
+    from quadriga.rewards.registry import early_grader, get_reward_manager_cls, load_reward_manager, register
     from quadriga.rewards.scoring import default_compute_score
 
 _HOMES = {
     "BatchRewardManager": "managers.batch",
     "DapoRewardManager": "managers.dapo",
-    "EarlyRewardManager": "base",
     "Grading": "base",
-    "GradingPool": "sandbox",
+    "GradingPool": "pool",
     "JudgeRewardManager": "managers.judge",
-    "MeanwhileRewardManager": "base",
     "NaiveRewardManager": "managers.naive",
     "PrimeRewardManager": "managers.prime",
     "Outcome": "outcome",
@@ -42,20 +33,18 @@ _HOMES = {
     "RewardOutput": "base",
     "ScoreFunction": "custom",
     "default_compute_score": "scoring",
-    "early_grader": "load",
+    "early_grader": "registry",
     "get_reward_manager_cls": "registry",
-    "load_reward_manager": "load",
+    "load_reward_manager": "registry",
     "register": "registry",
 }
 
 __all__ = [
     "BatchRewardManager",
     "DapoRewardManager",
-    "EarlyRewardManager",
     "Grading",
     "GradingPool",
     "JudgeRewardManager",
-    "MeanwhileRewardManager",
     "NaiveRewardManager",
     "PrimeRewardManager",
     "Outcome",

@@ -2,8 +2,9 @@
 """What every reward manager takes and gives."""
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 from quadriga.rewards.outcome import Outcome
 
@@ -36,82 +37,70 @@ class RewardOutput:
 
 @dataclass(frozen=True)
 class Grading:
-    """Responses that are being graded while whoever asked for it does something else.
+    """Rewards that are being computed while their caller does something else.
 
     Attributes:
-        result: waits for the rewards. It raises what `RewardManager.__call__` would have raised.
-        cancel: the rewards are for nobody any more: when it returns, no process of the manager grades them.
+        result: waits for the rewards. An error of a grader is raised here.
+        cancel: the rewards are not wanted any more: when it returns, no process of the manager grades them.
     """
 
-    result: "Callable[[], RewardOutput]"
-    cancel: "Callable[[], None]"
+    result: Callable[[], RewardOutput]
+    cancel: Callable[[], object]
 
 
-class RewardManager(Protocol):
-    """Turns responses into rewards. A class is registered by name."""
+class RewardManager:
+    """Turns responses into rewards. A subclass is registered by name; it has `begin`, or `__call__` alone.
 
-    def __init__(self, config: "Config", tokenizer: Any) -> None:
-        """Made from the configuration of the run, and the tokenizer that decodes its responses."""
-        ...
+    The loop calls `begin` once the responses are there, and joins the `Grading` where it reads the rewards. With
+    `rollout.mode=async` each response is given to `grade_one` as soon as it is written, and `begin` gets the outcomes.
+
+    Args:
+        config: the run's.
+        tokenizer: decodes the responses; anything with `batch_decode`.
+    """
+
+    grades_early: bool = False
+    """Whether there is a `grade_one`."""
+
+    has_grades: bool = False
+    """Whether `begin` leaves work to be done while its caller goes on."""
+
+    def __init__(self, config: "Config", tokenizer: Any) -> None: ...
 
     def __call__(self, data: "DataProto") -> RewardOutput:
-        """Grade the responses of a batch.
+        """Grade the responses of a batch, and wait for their rewards; see `begin`."""
+        return self.begin(data).result()
+
+    def begin(self, data: "DataProto", outcomes: Sequence[Outcome | None] | None = None) -> Grading:
+        """Begin to grade the responses of a batch.
 
         Args:
             data: tensors `responses` [B, T] and `attention_mask` [B, P+T]; the data source's column, `reward_model`
-                with a "ground_truth" each, and `extra_info` (optional).
+                with a "ground_truth" each, and `extra_info` (optional). It is read before this returns; its columns
+                may change afterwards, its rows may not.
+            outcomes: [B] those of `grade_one`, None for a response that is not graded yet.
 
-        Raises:
-            RewardError: if more than `reward_model.max_error_rate` of the samples could not be graded.
-        """
-        ...
-
-    def close(self) -> None:
-        """Free what the manager holds, above all its processes."""
-        ...
-
-
-@runtime_checkable
-class MeanwhileRewardManager(RewardManager, Protocol):
-    """A manager whose graders are elsewhere, so that a step goes on while they work."""
-
-    @property
-    def has_grades(self) -> bool:
-        """Whether there is something to be graded meanwhile."""
-        ...
-
-    def start_grading(self, data: "DataProto") -> Grading:
-        """Begin to grade a batch; see `RewardManager.__call__`.
-
-        Args:
-            data: as there. It is read before this returns; its columns may change afterwards, its rows may not.
+        Returns:
+            the rewards, to be joined. Joining raises RewardError if more than `reward_model.max_error_rate` of the
+            samples could not be graded.
 
         Raises:
             RewardError: a column or a ground truth is missing.
         """
-        ...
-
-
-@runtime_checkable
-class EarlyRewardManager(RewardManager, Protocol):
-    """A manager that can grade a sample alone, as soon as it is there, while others are still being written."""
+        done: Future[RewardOutput] = Future()
+        done.set_result(self(data))
+        return Grading(done.result, done.cancel)
 
     async def grade_one(self, row: dict[str, Any]) -> Outcome:
-        """Grade one sample. What is wrong with the sample or its grader is part of the outcome.
+        """Grade one response. What is wrong with it or its grader is part of the outcome.
 
         Args:
             row: `data_source`, `solution_str`, `ground_truth`, `extra_info`; see `samples.Samples`.
 
         Raises:
-            RewardError: no sample of this data source can be graded.
+            RewardError: no response of this data source can be graded.
         """
-        ...
+        raise NotImplementedError(f"{type(self).__name__} grades batches only")
 
-    def collect_graded(self, data: "DataProto", outcomes: Sequence[Outcome]) -> RewardOutput:
-        """The rewards of a batch whose rows were graded one by one; see `RewardManager.__call__`.
-
-        Args:
-            data: as there.
-            outcomes: of `grade_one`, one for each row.
-        """
-        ...
+    def close(self) -> None:
+        """Free what the manager holds, above all its processes."""

@@ -8,10 +8,10 @@ function does.
     driver                          grading process
       | -- settings ------------------> |  loads the score function
       | <------------------ READY ----- |  or UNUSABLE, error
-      | -- [(key, arguments), ...] ---> |
+      | -- [arguments, ...] ----------> |
       | <---------------- LOADING ----- |  only before a grader's library is imported; READY follows
-      | <------ GRADED, key, outcome -- |  one at a time, each sent before the next sample is begun
-      | -- [(key, arguments), ...] ---> |  the next samples, once all are answered
+      | <----------- GRADED, outcome -- |  one at a time, each sent before the next sample is begun
+      | -- [arguments, ...] ----------> |  the next samples, once all are graded
 
 It ends when the driver does, in two ways: between samples it sees the end of the pipe; in the middle of a sample
 that hangs, even inside C code that holds the interpreter, the kernel ends it by a signal that it asked for: the
@@ -23,7 +23,6 @@ import os
 import pickle
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -43,35 +42,6 @@ COMMAND = (
 Arguments = dict[str, Any]
 
 
-_loaded: set[str] = set()
-
-
-@dataclass(frozen=True)
-class Grader:
-    """A loaded score function, and how to call it for what the driver sends."""
-
-    function: ScoreFunction
-    compute_score: Callable[..., Any]
-
-    def missing_module(self, arguments: Arguments) -> str | None:
-        """Name of the built-in grader that this sample needs and that is not loaded, if any."""
-        if self.function.path is not None:
-            return None
-        name = grader_name(arguments["data_source"])
-        return None if name in _loaded else name
-
-    def grade(self, arguments: Arguments) -> Outcome | list[Outcome]:
-        """The outcome of one sample, or of each of a list of samples when the function grades batches."""
-        is_batch = self.function.is_batch
-        num_samples = len(arguments["solution_strs"]) if is_batch else 1
-        try:
-            returned = self.compute_score(**arguments)
-            return read_outcomes(returned, num_samples) if is_batch else read_outcome(returned)
-        except BaseException as error:
-            # A score function may call sys.exit, and libraries have limits that are not Exceptions.
-            return [raised(error)] * num_samples if is_batch else raised(error)
-
-
 def main(connection_fd: int, lifeline_fd: int) -> None:
     """Serve until the driver closes the pipe."""
     _die_with(lifeline_fd)
@@ -88,26 +58,35 @@ def main(connection_fd: int, lifeline_fd: int) -> None:
 
 def _serve(connection: Connection) -> None:
     function: ScoreFunction = connection.recv()
+    loaded: set[str] = set()
     try:
-        grader = Grader(function, function.load())
-        connection.send((READY, None, None))
+        compute_score = function.load()
+        connection.send((READY, None))
         while True:
-            for key, arguments in connection.recv():
-                _load_missing(grader, arguments, connection)
-                connection.send_bytes(pickle.dumps((GRADED, key, grader.grade(arguments)), pickle.HIGHEST_PROTOCOL))
+            for arguments in connection.recv():
+                name = "" if function.path is not None else grader_name(arguments["data_source"])
+                if name and name not in loaded:
+                    # Outside of any sample's time: libraries such as sympy take seconds to import.
+                    connection.send((LOADING, None))
+                    load_grader(name)
+                    loaded.add(name)
+                    connection.send((READY, None))
+                outcome = _grade(function, compute_score, arguments)
+                connection.send_bytes(pickle.dumps((GRADED, outcome), pickle.HIGHEST_PROTOCOL))
     except QuadrigaError as error:
         # Only loading raises these here: a score function's own errors are outcomes.
-        connection.send((UNUSABLE, None, error))
+        connection.send((UNUSABLE, error))
 
 
-def _load_missing(grader: Grader, arguments: Arguments, connection: Connection) -> None:
-    """Import a built-in grader outside of any sample's time: libraries such as sympy take seconds."""
-    name = grader.missing_module(arguments)
-    if name is not None:
-        connection.send((LOADING, None, name))
-        load_grader(name)
-        _loaded.add(name)
-        connection.send((READY, None, None))
+def _grade(function: ScoreFunction, compute_score: Callable[..., Any], arguments: Arguments) -> Outcome | list[Outcome]:
+    """The outcome of one sample, or of each of a list of samples when the function grades batches."""
+    num_samples = len(arguments["solution_strs"]) if function.is_batch else 1
+    try:
+        returned = compute_score(**arguments)
+        return read_outcomes(returned, num_samples) if function.is_batch else read_outcome(returned)
+    except BaseException as error:
+        # A score function may call sys.exit, and libraries have limits that are not Exceptions.
+        return [raised(error)] * num_samples if function.is_batch else raised(error)
 
 
 def _die_with(lifeline_fd: int) -> None:

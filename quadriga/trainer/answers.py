@@ -1,23 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers to prompts, and the rewards of answers: what training, its greedy baseline and validation all ask for.
+"""Answers to prompts: what training, its greedy baseline and validation all ask for.
 
 Legend: B rows, T response positions.
 """
 
-import logging
 from typing import Protocol
 
 import numpy as np
 
 from quadriga.config import Config
 from quadriga.protocol import DataProto
-from quadriga.protocol.columns import object_array
-from quadriga.rewards import EarlyRewardManager, MeanwhileRewardManager, RewardManager, RewardOutput
 from quadriga.trainer.ranks import with_samples
 from quadriga.workers import ActorRolloutRefWorker, RolloutWorker
 from quadriga.workers.base import PROMPT_TENSORS, prompt_inputs
-
-logger = logging.getLogger(__name__)
 
 PASSING = (*PROMPT_TENSORS, "raw_prompt_ids", "sample_index", "multi_modal_data")
 """Columns of a prompt that its answers have in another form, or do without."""
@@ -72,45 +67,3 @@ def named(prompts: DataProto, prefix: str, first: int = 0) -> DataProto:
     names = [f"{prefix}-{row}" for row in range(first, first + len(prompts))]
     prompts.non_tensor_batch["uid"] = np.array(names, dtype=object)
     return prompts
-
-
-def grade(reward: RewardManager, batch: DataProto) -> RewardOutput:
-    """The rewards of answers, which become columns: `token_level_scores` [B, T], and `reward_extra`, what else is said.
-
-    Answers that were graded while others were still being written bring their grades, and those count.
-    """
-    outcomes = batch.non_tensor_batch.pop("reward_outcome", None)
-    if outcomes is None:
-        output = reward(batch)
-    else:
-        assert isinstance(reward, EarlyRewardManager), "only such managers are asked for grades beside an engine"
-        output = reward.collect_graded(batch, list(outcomes))
-    add_rewards(batch, output)
-    return output
-
-
-def add_rewards(batch: DataProto, output: RewardOutput) -> None:
-    """The columns of `grade`."""
-    batch.batch["token_level_scores"] = output.scores
-    names = list(output.extra)
-    values = zip(*output.extra.values(), strict=True) if names else ([()] * len(batch))
-    batch.non_tensor_batch["reward_extra"] = object_array(dict(zip(names, row, strict=True)) for row in values)
-
-
-def meanwhile_manager(reward: RewardManager, config: Config) -> MeanwhileRewardManager | None:
-    """The manager, if a step is to go on while it grades: `reward_model.launch_reward_fn_async`, where it can.
-
-    What the configuration alone rules out is told by its checks; what the manager cannot do is told here.
-    """
-    if not config.reward_model.launch_reward_fn_async or config.algorithm.filter_groups.enable:
-        return None
-    if isinstance(reward, MeanwhileRewardManager) and reward.has_grades:
-        return reward
-    beside = ", and the reward model is called by the driver as the other models are" * config.reward_model.enable
-    logger.warning(
-        "reward_model.launch_reward_fn_async: not used: the reward manager %s has no graders that work meanwhile "
-        "(start_grading)%s.",
-        config.reward_model.reward_manager,
-        beside,
-    )
-    return None

@@ -4,10 +4,8 @@
     generate -> reward -> old log-probs -> reference -> values -> advantages -> critic -> actor -> publish weights
     └── until the batch is full ──┘
 
-With `reward_model.launch_reward_fn_async` rewards are computed elsewhere while this program goes on to the values:
-
-    generate -> start ─> old log-probs -> reference -> values ─> join -> advantages -> ...
-                  └──────────── graders, in processes ───────────┘
+Rewards begin once the responses are there. They are joined at once, or, with `reward_model.launch_reward_fn_async`,
+after the values; see `trainer/rewards.py`.
 
 Each step of the algorithm is one call. What a step needs is asked of the estimator and the configuration (`Needs`),
 so that no branch here names an algorithm, an engine or a backend.
@@ -33,7 +31,7 @@ from quadriga.observe.progress import step_fields
 from quadriga.observe.timing import PhaseTimer
 from quadriga.protocol import DataProto
 from quadriga.rewards import RewardManager
-from quadriga.trainer.answers import Answers, RolloutAnswers, add_rewards, grade, meanwhile_manager, named
+from quadriga.trainer.answers import Answers, RolloutAnswers, named
 from quadriga.trainer.balance import SequenceCost
 from quadriga.trainer.checkpoint import step_of
 from quadriga.trainer.group_filter import GroupFilter
@@ -45,6 +43,7 @@ from quadriga.trainer.needs import Needs
 from quadriga.trainer.prompts import PromptStream
 from quadriga.trainer.publishing import WeightPublisher
 from quadriga.trainer.ranks import deal_rows, in_first_order
+from quadriga.trainer.rewards import BatchRewards, grade, joins_late
 from quadriga.trainer.run_state import load_run_state, save_run_state
 from quadriga.trainer.samples import sample_rows, write_samples
 from quadriga.trainer.validate import Validator
@@ -91,7 +90,7 @@ class RayPPOTrainer(TrainingLoop):
         total_training_steps: int,
     ) -> None:
         self.config, self.tokenizer, self.reward = config, tokenizer, reward
-        self.meanwhile = meanwhile_manager(reward, config)
+        self.joins_late = joins_late(reward, config)
         self.actor, self.reference, self.critic = workers.actor, workers.reference, workers.critic
         learners = {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
         super().__init__(config, config.trainer, learners, total_training_steps)
@@ -136,9 +135,9 @@ class RayPPOTrainer(TrainingLoop):
     def step(self) -> DataProto:
         """From prompts over answers to new weights. Returns the batch with all that was computed."""
         batch = self.groups.fill(self.generate_and_grade)
-        self.balance(batch)
-        self._record(batch)
-        with self.rewards_meanwhile(batch):
+        with self.rewards_joined(batch):
+            self.balance(batch)
+            self._record(batch)
             if self.needs.old_log_probs:
                 self.compute_old_log_probs(batch)
             if self.reference:
@@ -181,14 +180,16 @@ class RayPPOTrainer(TrainingLoop):
     def generate_and_grade(self, num_before: int) -> DataProto:
         """Answers to the next batch of prompts, of which this step has answered `num_before` already.
 
-        They have rewards, unless those are computed meanwhile.
+        Their rewards have begun, and are joined unless a step goes on meanwhile.
         """
         prompts = named(self.prompts.take(), str(self.global_steps), first=num_before)
         prompts.meta_info |= {"global_steps": self.global_steps, "total_training_steps": self.total_training_steps}
         batch = self.generate(prompts)
         self.balance(batch)
-        if self.meanwhile is None or "reward_outcome" in batch.non_tensor_batch:
-            self.compute_reward(batch)
+        with self.timer.phase("reward"):
+            self.rewards = BatchRewards(self.reward, batch)
+        if not self.joins_late:
+            self.join_rewards(batch)
         return batch
 
     def generate(self, prompts: DataProto) -> DataProto:
@@ -220,32 +221,27 @@ class RayPPOTrainer(TrainingLoop):
         greedy = DataProto(prompts.batch, prompts.non_tensor_batch, {**prompts.meta_info, "do_sample": False})
         return grade(self.reward, self.answers(greedy, 1)).scores.sum(-1)
 
-    def compute_reward(self, batch: DataProto) -> None:
-        """`token_level_scores` [B, T], and what the graders say beside it."""
+    def join_rewards(self, batch: DataProto) -> None:
+        """`token_level_scores` [B, T], and what the graders say beside it.
+
+        `timing_s/reward` is the time that the step does not go on: handing the responses over, and what is left to
+        wait for.
+        """
         with self.timer.phase("reward"):
-            output = grade(self.reward, batch)
+            output = self.rewards.join(batch)
         batch.meta_info["metrics"] = {**batch.meta_info.get("metrics", {}), **output.metrics}
 
     @contextmanager
-    def rewards_meanwhile(self, batch: DataProto) -> Iterator[None]:
-        """Rewards, unless the batch has them, are computed while the block runs; they are waited for at its end.
-
-        `timing_s/reward` is the time that the step does not go on: reading the answers, and what is left to wait for.
-        """
-        if self.meanwhile is None or "token_level_scores" in batch.batch.keys():
-            yield
-            return
-        with self.timer.phase("reward"):
-            grading = self.meanwhile.start_grading(batch)
+    def rewards_joined(self, batch: DataProto) -> Iterator[None]:
+        """Rewards are joined at the end of the block, unless they are already. A block that fails ends the grading."""
         try:
             yield
-            with self.timer.phase("reward"):
-                output = grading.result()
+            if not self.rewards.is_joined:
+                self.join_rewards(batch)
+                self._record(batch)
         except BaseException:
-            grading.cancel()
+            self.rewards.cancel()
             raise
-        add_rewards(batch, output)
-        self.metrics |= reduce_metrics(output.metrics)
 
     def compute_old_log_probs(self, batch: DataProto) -> None:
         """`old_log_probs` [B, T] of the policy that the update starts from; `sum_pi_squared` where it is read."""

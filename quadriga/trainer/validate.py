@@ -9,7 +9,8 @@ from quadriga.observe.metrics import reduce_metrics
 from quadriga.observe.progress import Progress
 from quadriga.protocol import DataProto
 from quadriga.rewards import RewardManager
-from quadriga.trainer.answers import RolloutAnswers, grade, named
+from quadriga.trainer.answers import RolloutAnswers, named
+from quadriga.trainer.rewards import grade
 from quadriga.trainer.samples import first_of_each_prompt, sample_rows, write_samples
 from quadriga.trainer.validation_metrics import validation_metrics
 from quadriga.workers import ActorRolloutRefWorker, RolloutWorker

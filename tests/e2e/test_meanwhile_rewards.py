@@ -6,6 +6,7 @@ What it does not prove: a run on Ray, where the same driver does the same.
 
 import json
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ def compute_score(solution_strs, ground_truths, **kwargs):
 WAITS = """
 import pathlib, time
 def compute_score(**kwargs):
+    (pathlib.Path(__file__).parent / "grades").touch()
     while not (pathlib.Path(__file__).parent / "goes_on").exists():
         time.sleep(0.01)
     return {"score": 1.0, "pid": __import__("os").getpid()}
@@ -73,8 +75,9 @@ def test_the_step_goes_on_and_tells_how_long_it_waited(
     def slowly(trainer: RayPPOTrainer, batch: Any) -> None:
         (tmp_path / "goes_on").touch()
         assert "token_level_scores" not in batch.batch.keys()
-        trainer.meanwhile._pool._lock.acquire(timeout=60)  # until the graders are done
-        trainer.meanwhile._pool._lock.release()
+        deadline = time.monotonic() + 60
+        while trainer.reward._pool._idle == [] and time.monotonic() < deadline:
+            time.sleep(0.01)  # until the graders are done
         with trainer.timer.phase("slow"):
             compute(trainer, batch)
 
@@ -123,10 +126,11 @@ def test_a_step_that_fails_leaves_no_grader(
     left: list[int] = []
 
     def fail(trainer: RayPPOTrainer, batch: Any) -> None:
-        pool = trainer.meanwhile._pool
-        while "in work" not in pool.progress() or pool.progress().endswith("0 in work"):
-            assert pool.progress() != "nothing is being graded"
-        left.extend(process._process.pid for process in pool._processes)
+        assert not trainer.rewards.is_joined
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "grades").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        left.extend(process._process.pid for process in trainer.reward._pool._processes)
         raise OSError("the disk has gone")
 
     step = RayPPOTrainer.step
@@ -136,7 +140,7 @@ def test_a_step_that_fails_leaves_no_grader(
             return step(trainer)
         finally:
             # At the end of the step, before the run closes what it has.
-            assert left and trainer.meanwhile._pool._processes == []
+            assert left and trainer.reward._pool._processes == set()
             assert [pid for pid in left if os.path.exists(f"/proc/{pid}")] == []
 
     monkeypatch.setattr(RayPPOTrainer, "compute_old_log_probs", fail)

@@ -18,7 +18,7 @@ from typing import Any
 
 from quadriga.rewards.custom import ScoreFunction
 from quadriga.rewards.graders.numerals import find_numbers
-from quadriga.rewards.sandbox import GradingPool
+from quadriga.rewards.pool import GradingPool
 
 SYMBOLS_LIMIT_S = 5.0
 _TAIL_CHARS = 2000

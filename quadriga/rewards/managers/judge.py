@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model on another server grades: it is asked in words, and the number that it gives is the score.
 
-Options (`reward_model.reward_kwargs`): those of `quadriga.rewards.remote.JudgeSettings` (`url`, `model`, `api_key_env`,
-`requests_per_minute`, `tokens_per_minute`, `max_concurrency`, `timeout_s`, `max_attempts`, ...) and what is asked:
+Any server with OpenAI's chat completions will do. Options (`reward_model.reward_kwargs`): those of `JudgeSettings`
+(`url`, `model`, `api_key_env`, `requests_per_minute`, `max_concurrency`, `timeout_s`, ...) and what is asked:
 
     prompt      text with {solution_str}, {ground_truth}, {data_source} and {extra_info.NAME} to be filled in
     pattern     regular expression; its first group is the number, the last match counts ("Score: 0.8" by default)
@@ -10,37 +10,240 @@ Options (`reward_model.reward_kwargs`): those of `quadriga.rewards.remote.JudgeS
 
 With components the score is their weighted sum, and each is logged as reward/extra/NAME.
 
-    driver     one thread a question, `max_concurrency` of them; a sample waits for all its questions
-    a sample   whose judge does not answer, or answers without a number, is an error: counted, stored, never a silent 0
+    driver     one thread a sample, `max_concurrency` of them; a sample waits for all its questions
+    judge.ask  waits for requests and tokens of the last minute to fall below their limits, then for the server;
+               unblocked by its reply or by `timeout_s`, whichever is first
+    a sample   whose judge does not reply, or replies without a number, is an error: counted, stored, never a silent 0
+
+One `Judge` holds one account's limits. Several processes have several judges, and must share the limits out among them:
+with `rollout.mode=async` that is each process that generates.
 """
 
+import os
 import re
-from asyncio import get_running_loop
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+import time
+from asyncio import wrap_future
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from quadriga.config import Config
 from quadriga.errors import ConfigError, RewardError
-from quadriga.observe.watchdog import waiting
-from quadriga.protocol import DataProto
-from quadriga.rewards.base import Grading, RewardOutput
-from quadriga.rewards.collect import allowed_failures, collect
+from quadriga.http_client import HTTPClient
 from quadriga.rewards.components import weighted
-from quadriga.rewards.managers.naive import check_options
 from quadriga.rewards.outcome import Outcome, failure, raised, read_outcome
 from quadriga.rewards.registry import register
-from quadriga.rewards.remote import Judge, JudgeSettings, read_score
-from quadriga.rewards.samples import Samples, read_samples
+from quadriga.rewards.samples import SampleManager
 
+WINDOW_S = 60.0
 DEFAULT_PATTERN = r"[Ss]core:?\**\s*(-?\d+(?:\.\d+)?)"
+# Of text in most tokenizers; used for an estimate until the server has counted.
+_CHARS_PER_TOKEN = 3
 _WHERE = "reward_model.reward_kwargs"
 _PLACE = re.compile(r"\{(solution_str|ground_truth|data_source|extra_info\.\w+)\}")
-_ASKED = ("prompt", "pattern", "components")
+
+Message = dict[str, str]
 
 
-class _Question(NamedTuple):
+class RateLimit:
+    """At most so many requests, and so many tokens, in any 60 seconds. Threads may share it.
+
+    Args:
+        requests_per_minute: None: any number.
+        tokens_per_minute: of prompts and replies together. None: any number.
+        clock: seconds that only grow.
+        wait: blocks for so many seconds at most, until `notify` of the condition it is given.
+    """
+
+    def __init__(
+        self,
+        *,
+        requests_per_minute: int | None = None,
+        tokens_per_minute: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        wait: Callable[[threading.Condition, float], Any] = threading.Condition.wait,
+    ) -> None:
+        self._max_requests, self._max_tokens = requests_per_minute, tokens_per_minute
+        self._clock, self._wait = clock, wait
+        self._changed = threading.Condition()
+        # One entry a request, the oldest first: [when, tokens].
+        self._window: deque[list[float]] = deque()
+        self._num_tokens = 0.0
+
+    def acquire(self, num_tokens: int, deadline: float) -> list[float]:
+        """Wait for room for a request of about so many tokens; returns its entry, for `settle`.
+
+        Raises:
+            TimeoutError: there is no room before the deadline, a time of the clock.
+        """
+        with self._changed:
+            while (pause_s := self._pause_s(num_tokens)) > 0:
+                left_s = deadline - self._clock()
+                if left_s <= 0:
+                    raise TimeoutError("the judge's limit on requests or tokens per minute left no room in time")
+                self._wait(self._changed, min(pause_s, left_s))
+            entry = [self._clock(), float(num_tokens)]
+            self._window.append(entry)
+            self._num_tokens += num_tokens
+            return entry
+
+    def settle(self, entry: list[float], num_tokens: int) -> None:
+        """Put the number of tokens that the server has counted in the place of the estimate."""
+        with self._changed:
+            if any(entry is other for other in self._window):
+                self._num_tokens += num_tokens - entry[1]
+                entry[1] = float(num_tokens)
+                self._changed.notify_all()
+
+    def _pause_s(self, num_tokens: int) -> float:
+        now = self._clock()
+        while self._window and self._window[0][0] <= now - WINDOW_S:
+            self._num_tokens -= self._window.popleft()[1]
+        if not self._window:
+            # A request larger than a minute's tokens goes alone: it would never fit.
+            return 0.0
+        has_requests = self._max_requests is None or len(self._window) < self._max_requests
+        has_tokens = self._max_tokens is None or self._num_tokens + num_tokens <= self._max_tokens
+        return 0.0 if has_requests and has_tokens else self._window[0][0] + WINDOW_S - now
+
+
+@dataclass(frozen=True)
+class JudgeSettings:
+    """Who judges, and at what rate it may be asked.
+
+    Attributes:
+        url: of the API, as in "http://host:8000/v1"; "/chat/completions" is added if it is not there.
+        model: as the server names it.
+        api_key_env: environment variable that holds the key. None: the server wants none.
+        requests_per_minute: None: any number.
+        tokens_per_minute: of prompts and replies together. None: any number.
+        max_concurrency: requests at the same time.
+        timeout_s: for one question, with all its waits and retries.
+        max_attempts: requests for one question.
+        backoff_s: pause after the first failure; it doubles with each.
+        max_tokens: longest reply, in tokens.
+        temperature: of the judge's sampling.
+
+    Raises:
+        ConfigError: a number is out of range.
+    """
+
+    url: str
+    model: str
+    api_key_env: str | None = None
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    max_concurrency: int = 8
+    timeout_s: float = 120.0
+    max_attempts: int = 5
+    backoff_s: float = 1.0
+    max_tokens: int = 512
+    temperature: float = 0.0
+
+    def __post_init__(self) -> None:
+        for entry in fields(self):
+            number = getattr(self, entry.name)
+            if entry.name in ("url", "model", "api_key_env", "temperature") or (number is None is entry.default):
+                continue
+            wanted = float | int if entry.name.endswith("_s") else int
+            if not isinstance(number, wanted) or isinstance(number, bool) or number <= 0:
+                kind = "seconds" if entry.name.endswith("_s") else "a whole number"
+                raise ConfigError(f"judge {entry.name}", got=repr(number), expected=f"{kind} above 0")
+
+
+class Judge:
+    """One model on one server, to which questions are put; threads may share it.
+
+    Raises:
+        ConfigError: the environment variable for the key is not set.
+    """
+
+    def __init__(self, settings: JudgeSettings) -> None:
+        self.settings = settings
+        headers: dict[str, str] = {}
+        if settings.api_key_env is not None:
+            key = os.environ.get(settings.api_key_env)
+            if not key:
+                raise ConfigError(
+                    "judge api_key_env",
+                    got=f"{settings.api_key_env}, which is not set",
+                    expected="an environment variable that holds the server's key",
+                    fix=f"export {settings.api_key_env}=...",
+                )
+            headers["Authorization"] = f"Bearer {key}"
+        path = "" if settings.url.endswith("/chat/completions") else "/chat/completions"
+        url = settings.url.rstrip("/") + path
+        self._server = HTTPClient(url, RewardError, setting=f"{_WHERE}.url", headers=headers, use_proxies=True)
+        self._limit = RateLimit(
+            requests_per_minute=settings.requests_per_minute, tokens_per_minute=settings.tokens_per_minute
+        )
+        self._places = threading.BoundedSemaphore(settings.max_concurrency)
+
+    def ask(self, messages: Sequence[Message]) -> str:
+        """The judge's reply.
+
+        Args:
+            messages: dicts with "role" and "content".
+
+        Raises:
+            TimeoutError: no reply within `timeout_s`.
+            RewardError: the server refuses, no attempt brought a reply, or the reply holds no text.
+        """
+        settings = self.settings
+        deadline = time.monotonic() + settings.timeout_s
+        estimate = sum(len(message["content"]) for message in messages) // _CHARS_PER_TOKEN + settings.max_tokens
+        entries: list[list[float]] = []
+
+        def before_attempt() -> None:
+            # Each attempt counts with the server, so each is counted here; only the last is settled.
+            entries.append(self._limit.acquire(estimate, deadline))
+
+        if not self._places.acquire(timeout=settings.timeout_s):
+            raise TimeoutError(f"{self._server.url}: no free place within {settings.timeout_s:g} s (max_concurrency)")
+        try:
+            reply = self._server.call_until(
+                {
+                    "model": settings.model,
+                    "messages": list(messages),
+                    "max_tokens": settings.max_tokens,
+                    "temperature": settings.temperature,
+                },
+                timeout_s=max(0.0, deadline - time.monotonic()),
+                max_attempts=settings.max_attempts,
+                backoff_s=settings.backoff_s,
+                before_attempt=before_attempt,
+            )
+        finally:
+            self._places.release()
+        used = (reply.get("usage") or {}).get("total_tokens")
+        if isinstance(used, int):
+            self._limit.settle(entries[-1], used)
+        try:
+            text = reply["choices"][0]["message"]["content"]
+        except (KeyError, IndexError, TypeError):
+            text = None
+        if not isinstance(text, str):
+            got = f"the keys {sorted(reply)} without choices[0].message.content"
+            raise RewardError(self._server.url, got=got, expected="a chat completion")
+        return text
+
+
+def read_score(reply: str, pattern: str) -> float:
+    """The number in the first group of the last match of a regular expression in a judge's reply.
+
+    Raises:
+        ValueError: nothing matches, or the group is no number.
+    """
+    matches = list(re.finditer(pattern, reply))
+    if not matches:
+        raise ValueError(f"judge's reply: got ...{reply[-200:]!r}, expected a match of {pattern!r}")
+    return float(matches[-1].group(1))
+
+
+class Question(NamedTuple):
     """One thing that the judge is asked about a sample."""
 
     name: str
@@ -49,88 +252,72 @@ class _Question(NamedTuple):
     weight: float
 
 
-@register("judge")
-class JudgeRewardManager:
-    """Grades each sample by asking a model elsewhere, within its server's limits.
+class JudgedSamples:
+    """Samples that are being judged, one future each; see `samples.Work`."""
 
-    Args:
-        config: the run's; read are `reward_model`, `data.reward_fn_key`.
-        tokenizer: decodes the responses; anything with `batch_decode`.
+    def __init__(self, futures: Sequence[Future[Outcome]], max_failures: int | None) -> None:
+        self.futures, self._max_failures = futures, max_failures
+
+    def result(self) -> list[Outcome]:
+        num_failed = 0
+        for future in as_completed(self.futures):
+            num_failed += bool(future.result().error)
+            if self._max_failures is not None and num_failed > self._max_failures:
+                break
+        graded = [future.result() if future.done() else None for future in self.futures]
+        self.cancel()
+        skipped = failure("skipped", "not graded, since too many other samples had failed")
+        return [outcome or skipped for outcome in graded]
+
+    def cancel(self) -> None:
+        for future in self.futures:
+            future.cancel()
+
+    def progress(self) -> str:
+        return f"{sum(future.done() for future in self.futures)} of {len(self.futures)} judged"
+
+
+@register("judge")
+class JudgeRewardManager(SampleManager):
+    """Grades each sample by a model on another server, within that server's limits.
+
+    When a grading is cancelled, questions under way end with their replies or their time limits.
     """
 
-    has_grades = True
+    grades_early = True
+    options = (*(entry.name for entry in fields(JudgeSettings)), "prompt", "pattern", "components")
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
-        self.settings = config.reward_model
+        super().__init__(config, tokenizer)
         kwargs = dict(self.settings.reward_kwargs)
-        known = tuple(entry.name for entry in fields(JudgeSettings))
-        check_options(self.settings.reward_manager, kwargs, (*known, *_ASKED))
         missing = [name for name in ("url", "model") if name not in kwargs]
         if missing:
             raise ConfigError(_WHERE, got=f"no {' and no '.join(missing)}", expected="the judge's url and model")
         self._questions = _questions(kwargs)
-        self._needs_truths = any("{ground_truth}" in question.prompt for question in self._questions)
+        self.needs_truths = any("{ground_truth}" in question.prompt for question in self._questions)
+        known = {entry.name for entry in fields(JudgeSettings)}
         self._judge = Judge(JudgeSettings(**{name: value for name, value in kwargs.items() if name in known}))
-        self._tokenizer = tokenizer
-        self._reward_fn_key = config.data.reward_fn_key
         self._threads = ThreadPoolExecutor(self._judge.settings.max_concurrency, "judge")
 
-    def __call__(self, data: DataProto) -> RewardOutput:
-        """Grade a batch, see `RewardManager`."""
-        return self.start_grading(data).result()
-
-    def start_grading(self, data: DataProto) -> Grading:
-        """See `MeanwhileRewardManager.start_grading`. Questions under way end with their answers or their limits."""
-        samples = self._samples(data)
-        rows = {self._threads.submit(self._grade, row): index for index, row in enumerate(samples.rows)}
-
-        def result() -> RewardOutput:
-            return collect(samples, self._gathered(rows), self.settings.max_error_rate)
-
-        return Grading(result, lambda: _cancel(rows))
+    def submit(self, rows: list[dict[str, Any]], max_failures: int | None = None) -> JudgedSamples:
+        return JudgedSamples([self._threads.submit(self._grade, row) for row in rows], max_failures)
 
     async def grade_one(self, row: dict[str, Any]) -> Outcome:
-        """See `EarlyRewardManager.grade_one`."""
-        return await get_running_loop().run_in_executor(self._threads, self._grade, row)
-
-    def collect_graded(self, data: DataProto, outcomes: Sequence[Outcome]) -> RewardOutput:
-        """See `EarlyRewardManager.collect_graded`."""
-        return collect(self._samples(data), list(outcomes), self.settings.max_error_rate)
+        return await wrap_future(self.submit([row]).futures[0])
 
     def close(self) -> None:
-        """Ask no more; questions under way end with their answers or their time limits."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _samples(self, data: DataProto) -> Samples:
-        return read_samples(data, self._tokenizer, self._reward_fn_key, needs_truths=self._needs_truths)
-
-    def _gathered(self, rows: Mapping[Future[Outcome], int]) -> list[Outcome]:
-        allowed = allowed_failures(len(rows), self.settings.max_error_rate)
-        outcomes: dict[int, Outcome] = {}
-        with waiting(f"a judge's answers on {len(rows)} samples", detail=lambda: f"{len(outcomes)} have come"):
-            for future in as_completed(rows):
-                outcomes[rows[future]] = future.result()
-                if sum(bool(outcome.error) for outcome in outcomes.values()) > allowed:
-                    break
-        _cancel(rows)
-        skipped = failure("skipped", "not graded, since too many other samples had failed")
-        return [outcomes.get(index, skipped) for index in range(len(rows))]
-
     def _grade(self, row: dict[str, Any]) -> Outcome:
+        found: dict[str, float] = {}
         try:
-            found = {question.name: self._ask(question, row) for question in self._questions}
+            for question in self._questions:
+                text = _PLACE.sub(lambda match: _value(row, match[1]), question.prompt)
+                reply = self._judge.ask([{"role": "user", "content": text}])
+                found[question.name] = read_score(reply, question.pattern)
         except (RewardError, TimeoutError, ValueError) as error:
             return raised(error)
         return read_outcome(weighted(found, {question.name: question.weight for question in self._questions}))
-
-    def _ask(self, question: _Question, row: dict[str, Any]) -> float:
-        text = _PLACE.sub(lambda match: _value(row, match[1]), question.prompt)
-        return read_score(self._judge.ask([{"role": "user", "content": text}]), question.pattern)
-
-
-def _cancel(rows: Iterable[Future[Outcome]]) -> None:
-    for future in rows:
-        future.cancel()
 
 
 def _value(row: dict[str, Any], place: str) -> str:
@@ -142,7 +329,7 @@ def _value(row: dict[str, Any], place: str) -> str:
     return str(row[column][name])
 
 
-def _questions(kwargs: dict[str, Any]) -> list[_Question]:
+def _questions(kwargs: dict[str, Any]) -> list[Question]:
     components = kwargs.get("components")
     if (components is None) == (kwargs.get("prompt") is None):
         got = "neither" if components is None else "both"
@@ -154,7 +341,7 @@ def _questions(kwargs: dict[str, Any]) -> list[_Question]:
     return [_question(str(name), settings) for name, settings in components.items()]
 
 
-def _question(name: str, settings: Any) -> _Question:
+def _question(name: str, settings: Any) -> Question:
     where = f"{_WHERE}.components.{name}"
     if not isinstance(settings, Mapping) or not set(settings) <= {"prompt", "pattern", "weight"}:
         raise ConfigError(where, got=repr(settings), expected="prompt, and if wanted pattern and weight")
@@ -170,4 +357,4 @@ def _question(name: str, settings: Any) -> _Question:
         raise ConfigError(f"{where}.prompt", got=repr(prompt), expected="text with {solution_str} in it")
     if not isinstance(weight, int | float):
         raise ConfigError(f"{where}.weight", got=repr(weight), expected="a number")
-    return _Question(name, prompt, pattern, float(weight))
+    return Question(name, prompt, pattern, float(weight))

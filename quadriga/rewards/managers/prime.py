@@ -39,8 +39,9 @@ class PrimeRewardManager(NaiveRewardManager):
 
     def shaped(self, outcomes: list[Outcome], samples: Samples) -> list[Outcome]:
         """The outcomes, with the score as "acc" where a grader brings no "acc" of its own."""
-        return [outcome if outcome.error or not self.has_grades else _with_acc(outcome) for outcome in outcomes]
-
-
-def _with_acc(outcome: Outcome) -> Outcome:
-    return outcome._replace(extra={"acc": outcome.score, **outcome.extra})
+        if not self.has_grades:
+            return outcomes
+        return [
+            outcome if outcome.error else outcome._replace(extra={"acc": outcome.score, **outcome.extra})
+            for outcome in outcomes
+        ]

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from quadriga.errors import RewardError
-from quadriga.rewards.collect import allowed_failures, collect
 from quadriga.rewards.outcome import Outcome, failure
-from quadriga.rewards.samples import Samples
+from quadriga.rewards.samples import Samples, allowed_failures, collect
 
 
 def samples(*lengths, response_length=4):

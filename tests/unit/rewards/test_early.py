@@ -14,7 +14,7 @@ import torch
 from quadriga.config import Config
 from quadriga.errors import RewardError
 from quadriga.protocol import DataProto
-from quadriga.rewards import EarlyRewardManager, Outcome, early_grader, load_reward_manager
+from quadriga.rewards import Outcome, RewardManager, early_grader, load_reward_manager
 
 CODE = """
 import os, time
@@ -56,10 +56,10 @@ def config(tmp_path: Path) -> Callable[..., Config]:
 
 
 @pytest.fixture
-def grader(config: Callable[..., Config]) -> Iterator[Callable[..., EarlyRewardManager]]:
-    made: list[EarlyRewardManager] = []
+def grader(config: Callable[..., Config]) -> Iterator[Callable[..., RewardManager]]:
+    made: list[RewardManager] = []
 
-    def build(**reward_model: Any) -> EarlyRewardManager:
+    def build(**reward_model: Any) -> RewardManager:
         found = early_grader(config(**reward_model), Words())
         assert found is not None
         made.append(found)
@@ -74,14 +74,14 @@ def row(text: str, source: str = "mine") -> dict[str, Any]:
     return {"data_source": source, "solution_str": text, "ground_truth": "5", "extra_info": {}}
 
 
-def outcomes(grader: EarlyRewardManager, *texts: str) -> list[Outcome]:
+def outcomes(grader: RewardManager, *texts: str) -> list[Outcome]:
     async def grade() -> list[Outcome]:
         return await asyncio.gather(*(grader.grade_one(row(text)) for text in texts))
 
     return asyncio.run(grade())
 
 
-def test_each_sample_gets_its_own_outcome(grader: Callable[..., EarlyRewardManager]) -> None:
+def test_each_sample_gets_its_own_outcome(grader: Callable[..., RewardManager]) -> None:
     """In order, in several event loops one after the other, and with the reason where there is no score."""
     manager = grader()
     right, wrong, raised = outcomes(manager, "5", "6", "raise")
@@ -90,7 +90,7 @@ def test_each_sample_gets_its_own_outcome(grader: Callable[..., EarlyRewardManag
     assert outcomes(manager, "5") == [right]
 
 
-def test_samples_are_graded_side_by_side_and_the_loop_stays_free(grader: Callable[..., EarlyRewardManager]) -> None:
+def test_samples_are_graded_side_by_side_and_the_loop_stays_free(grader: Callable[..., RewardManager]) -> None:
     manager = grader()
     outcomes(manager, "5", "5", "5")
 
@@ -107,7 +107,7 @@ def test_samples_are_graded_side_by_side_and_the_loop_stays_free(grader: Callabl
     assert num_turns > 5
 
 
-def test_a_sample_that_hangs_or_dies_costs_only_itself(grader: Callable[..., EarlyRewardManager]) -> None:
+def test_a_sample_that_hangs_or_dies_costs_only_itself(grader: Callable[..., RewardManager]) -> None:
     manager = grader(timeout_s=1.0)
     hung, died, *others = outcomes(manager, "hang", "die", "5", "5", "5", "5")
     assert (hung.kind, died.kind) == ("timeout", "died")
@@ -115,7 +115,7 @@ def test_a_sample_that_hangs_or_dies_costs_only_itself(grader: Callable[..., Ear
 
 
 def test_rewards_of_a_batch_are_those_of_grading_it_at_once(
-    grader: Callable[..., EarlyRewardManager], config: Callable[..., Config]
+    grader: Callable[..., RewardManager], config: Callable[..., Config]
 ) -> None:
     """Scores, extras and metrics are the same, whoever graded when; and so are the punishments of long answers."""
     kwargs = {"overlong_buffer_cfg": {"enable": True, "len": 2, "log": True}, "max_resp_len": 3}
@@ -132,7 +132,7 @@ def test_rewards_of_a_batch_are_those_of_grading_it_at_once(
     together = at_once(data)
     at_once.close()
     manager = grader(**settings)
-    early = manager.collect_graded(data, outcomes(manager, "5", "6 6", "raise"))
+    early = manager.begin(data, outcomes(manager, "5", "6 6", "raise")).result()
     assert torch.equal(early.scores, together.scores) and early.scores[0, 0] == 1.0
     assert {name: column.tolist() for name, column in early.extra.items() if name != "reward_error"} == {
         name: column.tolist() for name, column in together.extra.items() if name != "reward_error"
@@ -141,14 +141,14 @@ def test_rewards_of_a_batch_are_those_of_grading_it_at_once(
     assert early.metrics == together.metrics
 
 
-def test_too_many_failures_stop_the_run(grader: Callable[..., EarlyRewardManager]) -> None:
+def test_too_many_failures_stop_the_run(grader: Callable[..., RewardManager]) -> None:
     manager = grader(max_error_rate=0.0)
     data = DataProto.from_dict(
         {"responses": torch.tensor([[2]]), "attention_mask": torch.ones(1, 2).long()},
         {"data_source": np.array(["mine"], dtype=object), "reward_model": np.array([{"ground_truth": "5"}])},
     )
     with pytest.raises(RewardError, match="1 of 1 samples could not be graded"):
-        manager.collect_graded(data, outcomes(manager, "raise"))
+        manager.begin(data, outcomes(manager, "raise")).result()
 
 
 def test_data_source_that_no_grader_knows(config: Callable[..., Config]) -> None:

@@ -13,8 +13,7 @@ from quadriga.rewards.grading_process import GRADED, LOADING, READY, UNUSABLE
 
 
 @pytest.fixture
-def connection(monkeypatch):
-    monkeypatch.setattr(grading_process, "_loaded", set())
+def connection():
     ours, theirs = Pipe()
 
     def serve():
@@ -36,18 +35,10 @@ def row(data_source="openai/gsm8k", text="#### 5"):
 def test_a_library_is_announced_once_so_that_its_import_costs_no_samples_time(connection):
     connection.send(ScoreFunction())
     assert connection.recv()[0] == READY
-    connection.send([(3, row()), (4, row(text="#### 6")), (7, row("quadriga/largest"))])
+    connection.send([row(), row(text="#### 6"), row("quadriga/largest")])
     messages = [connection.recv() for _ in range(7)]
-    assert [(kind, key) for kind, key, _ in messages] == [
-        (LOADING, None),
-        (READY, None),
-        (GRADED, 3),
-        (GRADED, 4),
-        (LOADING, None),
-        (READY, None),
-        (GRADED, 7),
-    ]
-    assert [value.score for kind, _, value in messages if kind == GRADED] == [1.0, 0.0, 1.0]
+    assert [kind for kind, _ in messages] == [LOADING, READY, GRADED, GRADED, LOADING, READY, GRADED]
+    assert [value.score for kind, value in messages if kind == GRADED] == [1.0, 0.0, 1.0]
 
 
 def test_a_batch_function_answers_a_list(connection, tmp_path):
@@ -61,18 +52,18 @@ def test_a_batch_function_answers_a_list(connection, tmp_path):
         "ground_truths": [""] * 2,
         "extra_infos": [{}] * 2,
     }
-    connection.send([(0, lists)])
-    kind, key, outcomes = connection.recv()
-    assert (kind, key, [outcome.score for outcome in outcomes]) == (GRADED, 0, [1.0, 3.0])
+    connection.send([lists])
+    kind, outcomes = connection.recv()
+    assert (kind, [outcome.score for outcome in outcomes]) == (GRADED, [1.0, 3.0])
 
 
 def test_an_unknown_data_source_is_no_outcome(monkeypatch):
     ours, theirs = Pipe()
     ours.send(ScoreFunction())
-    ours.send([(0, row("nobody/knows"))])
+    ours.send([row("nobody/knows")])
     grading_process._serve(theirs)
     assert ours.recv()[0] == READY
-    kind, _, error = ours.recv()
+    kind, error = ours.recv()
     assert kind == UNUSABLE
     assert isinstance(error, RewardError)
     assert "nobody/knows" in str(error)

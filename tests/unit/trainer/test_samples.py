@@ -10,14 +10,25 @@ import pytest
 
 from quadriga.errors import DataError
 from quadriga.protocol import DataProto
-from quadriga.trainer.answers import grade
+from quadriga.rewards import RewardManager, RewardOutput
+from quadriga.trainer.rewards import grade
 from quadriga.trainer.samples import first_of_each_prompt, sample_rows, write_samples
+
+
+class Gives(RewardManager):
+    """The same rewards for every batch."""
+
+    def __init__(self, output: RewardOutput) -> None:
+        self.output = output
+
+    def __call__(self, data: DataProto) -> RewardOutput:
+        return self.output
 
 
 def test_rows_hold_texts_without_padding_and_special_tokens(
     answers: DataProto, graded: Callable, tokenizer: object
 ) -> None:
-    grade(lambda _: graded([1.0, 0.5, 0.0], acc=[1, 0, None]), answers)
+    grade(Gives(graded([1.0, 0.5, 0.0], acc=[1, 0, None])), answers)
     rows = sample_rows(answers, tokenizer, "data_source")
     assert rows[0] == {
         "uid": "p",
@@ -38,7 +49,7 @@ def test_grader_cannot_overwrite_what_was_asked_and_answered(
     answers: DataProto, graded: Callable, tokenizer: object
 ) -> None:
     """A grader may return any name beside its score."""
-    grade(lambda _: graded([1.0, 0.5, 0.0], output=["x", "y", "z"]), answers)
+    grade(Gives(graded([1.0, 0.5, 0.0], output=["x", "y", "z"])), answers)
     rows = sample_rows(answers, tokenizer, "data_source")
     assert rows[0]["output"] == "bc"
     assert rows[0]["reward/output"] == "x"
@@ -47,7 +58,7 @@ def test_grader_cannot_overwrite_what_was_asked_and_answered(
 def test_rows_tell_of_conversations(answers: DataProto, graded: Callable, tokenizer: object) -> None:
     answers.non_tensor_batch["num_turns"] = np.array([2, 4, 3], dtype=object)
     answers.non_tensor_batch["finish_reason"] = np.array(["stop", "length", "stop"], dtype=object)
-    grade(lambda _: graded([1.0, 0.5, 0.0]), answers)
+    grade(Gives(graded([1.0, 0.5, 0.0])), answers)
     rows = sample_rows(answers, tokenizer, "data_source")
     assert [(row["num_turns"], row["finish_reason"]) for row in rows] == [(2, "stop"), (4, "length"), (3, "stop")]
 

@@ -16,7 +16,7 @@ from quadriga.config import Config
 from quadriga.observe.metrics import Metric
 from quadriga.observe.progress import Progress
 from quadriga.protocol import DataProto
-from quadriga.rewards import RewardOutput
+from quadriga.rewards import RewardManager, RewardOutput
 from quadriga.trainer.validate import Validator
 
 
@@ -36,7 +36,7 @@ class Actor:
         )
 
 
-class Grader:
+class Grader(RewardManager):
     """Score 1 for the answer "bb"; `extra` is added to what it returns."""
 
     def __init__(self, **extra: Any) -> None:

@@ -8,7 +8,7 @@ import torch
 from quadriga.config import Config, CustomRewardFunctionConfig, RewardModelConfig
 from quadriga.errors import RewardError
 from quadriga.protocol import DataProto
-from quadriga.rewards import MeanwhileRewardManager, RewardOutput, load_reward_manager
+from quadriga.rewards import Outcome, RewardManager, RewardOutput, load_reward_manager
 
 CODE = """
 def compute_score(solution_str, ground_truth, **kwargs):
@@ -65,9 +65,9 @@ def told(output: RewardOutput) -> tuple:
 
 
 def test_rewards_are_those_of_a_call(manager):
-    assert isinstance(manager, MeanwhileRewardManager) and manager.has_grades
+    assert isinstance(manager, RewardManager) and manager.has_grades
     data = batch(2, 0, 3, 2)
-    grading = manager.start_grading(data)
+    grading = manager.begin(data)
     # Columns may change from here on: the answers were read.
     data.batch["responses"] = torch.zeros(4, 2)
     assert told(grading.result()) == told(manager(batch(2, 0, 3, 2)))
@@ -76,7 +76,7 @@ def test_rewards_are_those_of_a_call(manager):
 def test_an_error_has_the_words_of_a_call(manager):
     with pytest.raises(RewardError) as waited:
         manager(batch(1, 1))
-    grading = manager.start_grading(batch(1, 1))
+    grading = manager.begin(batch(1, 1))
     with pytest.raises(RewardError) as joined:
         grading.result()
     assert str(joined.value) == str(waited.value)
@@ -87,9 +87,18 @@ def test_what_is_missing_is_said_at_the_start(manager):
     data = batch(2)
     del data.non_tensor_batch["data_source"]
     with pytest.raises(RewardError, match="data_source"):
-        manager.start_grading(data)
+        manager.begin(data)
 
 
 def test_after_a_cancelled_grading_the_manager_grades(manager):
-    manager.start_grading(batch(2, 0)).cancel()
+    manager.begin(batch(2, 0)).cancel()
     assert manager(batch(2, 0)).scores.sum(-1).tolist()[1] <= 0.0
+
+
+def test_responses_without_an_outcome_are_graded_with_those_that_have_one(manager):
+    """As a conversation that was graded early, beside rows that were not."""
+    whole = manager(batch(2, 0, 2))
+    graded = Outcome(0.25, {"length": 9}, "", "graded")
+    output = manager.begin(batch(2, 0, 2), [None, graded, None]).result()
+    assert output.scores[0].tolist() == whole.scores[0].tolist() == output.scores[2].tolist()
+    assert output.extra["length"].tolist() == [1, 9, 1] and whole.extra["length"].tolist() == [1, 1, 1]

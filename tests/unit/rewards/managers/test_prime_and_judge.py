@@ -168,13 +168,13 @@ def test_too_many_failures_stop_the_asking(judge, server):
 def test_a_judge_is_asked_meanwhile_and_no_more_once_it_is_cancelled(judge, server):
     manager = judge(prompt=PROMPT, max_concurrency=1)
     data = batch([0, 1, 2], "x", "{x}")
-    grading = manager.start_grading(data)
+    grading = manager.begin(data)
     deadline = time.monotonic() + 20
     while len(server.questions) < 3 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert grading.result().scores.tolist() == manager(data).scores.tolist()
     server.num_free = num_asked = len(server.questions)
-    manager.start_grading(batch([0] * 200, "x", "{x}")).cancel()
+    manager.begin(batch([0] * 200, "x", "{x}")).cancel()
     server.goes_on.set()
     time.sleep(0.1)
     assert len(server.questions) <= num_asked + 1
@@ -186,7 +186,7 @@ def test_one_sample_alone(judge):
     outcome = asyncio.run(manager.grade_one(row))
     assert (outcome.score, outcome.error) == (1.0, "")
     data = batch([0], "x", None)
-    assert manager.collect_graded(data, [outcome]).scores.tolist() == [[1.0, 0.0]]
+    assert manager.begin(data, [outcome]).result().scores.tolist() == [[1.0, 0.0]]
 
 
 @pytest.mark.parametrize(

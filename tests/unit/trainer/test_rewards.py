@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A reward model's scores and the graders', added."""
+"""The rewards of a batch, begun and joined; a reward model's scores and the graders', added."""
 
 import logging
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from quadriga.config import Config
 from quadriga.observe.metrics import Metric
 from quadriga.protocol import DataProto
-from quadriga.rewards import Grading, RewardOutput
-from quadriga.trainer.model_reward import ModelReward
+from quadriga.rewards import Grading, Outcome, RewardManager, RewardOutput
+from quadriga.trainer.rewards import BatchRewards, ModelReward, grade, joins_late
 
 
 class Judge:
@@ -32,10 +34,13 @@ class Judge:
         return DataProto.from_dict(tensors={"rm_scores": scores}, meta_info={"metrics": metrics})
 
 
-class Graders:
+class Graders(RewardManager):
     """A manager that gives each response a tenth."""
 
     is_closed = False
+
+    def __init__(self) -> None:
+        self.outcomes: list[object] = []
 
     def __call__(self, data: DataProto) -> RewardOutput:
         mask = data.batch["response_mask"]
@@ -99,8 +104,9 @@ class Elsewhere(Graders):
     def __init__(self) -> None:
         self.events: list[str] = []
 
-    def start_grading(self, data: DataProto) -> Grading:
+    def begin(self, data: DataProto, outcomes: object = None) -> Grading:
         self.events.append("started")
+        self.outcomes = outcomes
         return Grading(lambda: self(data), lambda: self.events.append("cancelled"))
 
 
@@ -109,7 +115,7 @@ def test_graders_begin_before_the_model_scores(batch: DataProto) -> None:
     graders = Elsewhere()
     reward = ModelReward(Judge(), graders)
     assert reward.has_grades
-    grading = reward.start_grading(batch)
+    grading = reward.begin(batch)
     assert graders.events == ["started"] and batch.batch["rm_scores"].sum(-1).tolist() == [1, 2, 3]
     output = grading.result()
     torch.testing.assert_close(output.scores.sum(-1), torch.tensor([1.1, 2.1, 3.1]))
@@ -125,5 +131,86 @@ def test_graders_end_where_the_model_fails(batch: DataProto) -> None:
 
     graders = Elsewhere()
     with pytest.raises(RuntimeError, match="no memory"):
-        ModelReward(Broken(), graders).start_grading(batch)
+        ModelReward(Broken(), graders).begin(batch)
     assert graders.events == ["started", "cancelled"]
+
+
+def test_a_manager_that_is_only_called_is_graded_when_it_begins(batch: DataProto) -> None:
+    rewards = BatchRewards(Graders(), batch)
+    assert "token_level_scores" not in batch.batch.keys()
+    output = rewards.join(batch)
+    assert rewards.is_joined and batch.batch["token_level_scores"] is output.scores
+    assert [extra["pred"] for extra in batch.non_tensor_batch["reward_extra"]] == ["x"] * 3
+
+
+def test_outcomes_of_responses_that_were_graded_early_are_handed_over(batch: DataProto) -> None:
+    """They leave the batch; where there are none, all responses are graded."""
+    graders = Elsewhere()
+    early = [Outcome(1.0, {}, "", "graded")] * 3
+    batch.non_tensor_batch["reward_outcome"] = np.array([None] * 3, dtype=object)
+    batch.non_tensor_batch["reward_outcome"][:] = early
+    grade(ModelReward(Judge(), graders), batch)
+    assert list(graders.outcomes) == early and "reward_outcome" not in batch.non_tensor_batch
+    grade(graders, batch)
+    assert graders.outcomes is None
+
+
+def test_only_rewards_that_are_not_joined_are_cancelled(batch: DataProto) -> None:
+    graders = Elsewhere()
+    BatchRewards(graders, batch).cancel()
+    assert graders.events == ["started", "cancelled"]
+    rewards = BatchRewards(graders, batch)
+    rewards.join(batch)
+    rewards.cancel()
+    assert graders.events == ["started", "cancelled", "started"]
+
+
+ON = {"reward_model": {"launch_reward_fn_async": True}}
+
+
+class Waits(RewardManager):
+    """A manager of a user's that grades when it is called."""
+
+    def __init__(self) -> None:
+        self.has_grades = False
+
+    def __call__(self, data: DataProto) -> RewardOutput:
+        raise AssertionError("nothing is graded in these tests")
+
+
+class GoesOn(Waits):
+    """One whose graders work elsewhere."""
+
+    def __init__(self, has_grades: bool = True) -> None:
+        self.has_grades = has_grades
+
+    def begin(self, data: DataProto, outcomes: object = None) -> Grading:
+        raise AssertionError("nothing is graded in these tests")
+
+
+def test_it_is_asked_for_and_the_manager_can() -> None:
+    manager = GoesOn()
+    assert joins_late(manager, Config(**ON))
+    assert not joins_late(manager, Config())
+    filtered = Config(**ON, algorithm={"filter_groups": {"enable": True, "metric": "score"}})
+    assert not joins_late(manager, filtered)
+
+
+@pytest.mark.parametrize(
+    ("manager", "is_possible"),
+    [
+        (Waits(), False),
+        (GoesOn(has_grades=False), False),
+        (ModelReward(None, Waits()), False),
+        (ModelReward(None, GoesOn(has_grades=False)), False),
+        (ModelReward(None, GoesOn()), True),
+    ],
+)
+def test_the_manager_is_asked(manager: Waits, is_possible: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """By what it has, never by its name; a step that waits all the same says why."""
+    config = Config(reward_model={"launch_reward_fn_async": True, "enable": isinstance(manager, ModelReward)})
+    with caplog.at_level(logging.WARNING):
+        assert joins_late(manager, config) == is_possible
+    assert ("no graders that work meanwhile" in caplog.text) != is_possible
+    is_model = isinstance(manager, ModelReward) and not is_possible
+    assert ("the reward model is called by the driver" in caplog.text) == is_model

@@ -24,7 +24,7 @@ def compute_score(solution_str, **kwargs):
 SCRIPT = """
 import signal, sys
 from quadriga.rewards.custom import ScoreFunction
-from quadriga.rewards.sandbox import GradingPool
+from quadriga.rewards.pool import GradingPool
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background starts with Ctrl-C ignored
 print("script runs", flush=True)

@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from quadriga.errors import ConfigError, RewardError
-from quadriga.rewards.remote import Judge, JudgeSettings, RateLimit, read_score
+from quadriga.rewards.managers.judge import Judge, JudgeSettings, RateLimit, read_score
 
 
 class Clock:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pool of grading processes: what it survives, what it charges to whom, and what it leaves behind."""
 
+import asyncio
 import os
 import threading
 import time
@@ -9,7 +10,7 @@ import pytest
 
 from quadriga.errors import ConfigError, RewardError
 from quadriga.rewards.custom import ScoreFunction
-from quadriga.rewards.sandbox import GradingPool
+from quadriga.rewards.pool import GradingPool
 
 FUNCTION = """
 import ctypes, os, subprocess, sys, time
@@ -138,21 +139,22 @@ def test_close_ends_a_round_under_way_in_another_thread(file):
     pool = GradingPool(ScoreFunction(file), num_workers=1)
     pool.start()
     errors = []
+    grading = pool.begin(rows("sleep"), timeout_s=60)
 
     def grade():
         try:
-            pool.grade(rows("sleep"), timeout_s=60)
+            grading.result()
         except RewardError as error:
             errors.append(error)
 
     thread = threading.Thread(target=grade)
     thread.start()
-    while "1 in work" not in pool.progress():
+    while "1 in work" not in grading.progress():
         time.sleep(0.01)
-    assert pool.progress().startswith("0 of 1 graded, 0 failed, 1 in work, the longest for 0 s (limit 60 s)")
+    assert grading.progress().startswith("0 of 1 graded, 0 failed, 1 in work, the longest for 0 s (limit 60 s)")
     pool.close()
     thread.join(timeout=20)
-    assert len(errors) == 1
+    assert [str(error) for error in errors] == ["grading pool: got close(), expected samples to be graded first."]
 
 
 def test_a_grading_process_loads_no_torch(pool):
@@ -194,8 +196,9 @@ def test_a_round_that_was_begun_goes_on_by_itself(file):
     with GradingPool(ScoreFunction(file), num_workers=2) as pool:
         begun = pool.begin(rows(*range(20)), timeout_s=10)
         deadline = time.monotonic() + 20
-        while pool.progress() != "nothing is being graded" and time.monotonic() < deadline:
+        while begun.progress() != "20 of 20 graded, 0 failed, 0 in work" and time.monotonic() < deadline:
             time.sleep(0.01)
+        assert begun.progress() == "20 of 20 graded, 0 failed, 0 in work"
         assert [outcome.score for outcome in begun.result()] == list(range(20))
 
 
@@ -203,11 +206,11 @@ def test_a_round_that_is_cancelled_leaves_nothing_and_the_pool_goes_on(file):
     with GradingPool(ScoreFunction(file), num_workers=2) as pool:
         before = {outcome.extra["pid"] for outcome in pool.grade(rows(1, 2, 3), timeout_s=10)}
         begun = pool.begin(rows("sleep", "hang", "hang"), timeout_s=60)
-        while "2 in work" not in pool.progress():
+        while "2 in work" not in begun.progress():
             time.sleep(0.01)
         begun.cancel()
         assert_ended(before)
-        assert pool.progress() == "nothing is being graded"
+        assert begun.progress() == "0 of 3 graded, 0 failed, 0 in work"
         with pytest.raises(RewardError, match=r"cancel\(\)"):
             begun.result()
         (again,) = pool.grade(rows(5), timeout_s=10)
@@ -219,8 +222,57 @@ def test_a_round_may_be_cancelled_before_its_turn(file):
     with GradingPool(ScoreFunction(file), num_workers=1) as pool:
         pool.start()
         first = pool.begin(rows("sleep"), timeout_s=1.0)
-        while "1 in work" not in pool.progress():
+        while "1 in work" not in first.progress():
             time.sleep(0.01)
         second = pool.begin(rows("hang"), timeout_s=60)
         second.cancel()
         assert [outcome.kind for outcome in first.result()] == ["timeout"]
+
+
+def test_what_a_grader_started_ends_with_its_process(tmp_path):
+    """Where the sample is too late, where its process dies, and where the round is cancelled."""
+    path = tmp_path / "reward.py"
+    path.write_text(
+        "import os, pathlib, subprocess, time\n"
+        "def compute_score(solution_str, **kwargs):\n"
+        "    child = subprocess.Popen(['sleep', '60'])\n"
+        "    (pathlib.Path(__file__).parent / solution_str).write_text(str(child.pid))\n"
+        "    os._exit(3) if solution_str == 'die' else time.sleep(60)\n"
+    )
+    with GradingPool(ScoreFunction(str(path)), num_workers=2) as pool:
+        outcomes = pool.grade(rows("die", "late"), timeout_s=1.0)
+        assert [outcome.kind for outcome in outcomes] == ["died", "timeout"]
+        begun = pool.begin(rows("cancelled"), timeout_s=60)
+        deadline = time.monotonic() + 20
+        while not (tmp_path / "cancelled").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.05)
+        begun.cancel()
+        assert_ended([int((tmp_path / name).read_text()) for name in ("die", "late", "cancelled")])
+
+
+def test_one_call_grades_all_samples_of_a_batch_function(tmp_path):
+    """One that hangs is charged to every sample, after the time limit of all of them together."""
+    path = tmp_path / "reward.py"
+    path.write_text(
+        "import time\n"
+        "def compute_score(solution_strs, **kwargs):\n"
+        "    time.sleep(60 * ('hang' in solution_strs))\n"
+        "    return [len(text) for text in solution_strs]\n"
+    )
+    with GradingPool(ScoreFunction(str(path), is_batch=True), num_workers=1) as pool:
+        for texts in (["ab"], ["ab", "abc"], []):
+            assert [outcome.score for outcome in pool.grade(rows(*texts), timeout_s=5)] == [*map(len, texts)]
+        outcomes = pool.grade(rows("a", "hang"), timeout_s=0.2)
+        assert [outcome.kind for outcome in outcomes] == ["timeout"] * 2
+        assert "no score within 0.4 s" in outcomes[0].error
+
+
+def test_rounds_of_an_event_loop_are_graded_side_by_side(file):
+    async def grade(pool):
+        rounds = [pool.begin(rows(text), timeout_s=1.0) for text in ("hang", 1, "raise", 2)]
+        return [(await round_.wait())[0] for round_ in rounds]
+
+    with GradingPool(ScoreFunction(file), num_workers=2) as pool:
+        outcomes = asyncio.run(grade(pool))
+    assert [outcome.kind for outcome in outcomes] == ["timeout", "graded", "raised", "graded"]
