@@ -15,7 +15,8 @@ from quadriga.errors import ConfigError
 _DESCRIPTION = """\
 show     the resolved configuration as YAML, defaults included
 explain  what a training run with it does: batch arithmetic, passes, files; and what would keep it from starting
-keys     every key with what it takes, its default and its meaning; words narrow the list: `quadriga config keys optim`
+keys     every key with what it takes, its default and its meaning; words narrow the list, by name, by meaning or by
+         what other trainers call it: `quadriga config keys optim`, `keys "kv cache"`, `keys num_generations`
 """
 
 # The base files of verl's own command lines; the schema's defaults take their place.
@@ -31,7 +32,11 @@ def main(argv: Sequence[str]) -> int:
     add_config_arguments(parser)
     options = parser.parse_intermixed_args(list(argv))
     if options.action == "keys":
-        return _keys(options.overrides)
+        if not (text := keys_text(options.overrides)):
+            got, expected = " ".join(options.overrides), "part of a key's name or meaning"
+            raise ConfigError("quadriga config keys", got=got, expected=expected, fix="No key has it.")
+        print(text, end="")
+        return 0
     loaded = load_from(options)
     print_notices(loaded.notices)
     if options.action == "show":
@@ -47,15 +52,6 @@ def main(argv: Sequence[str]) -> int:
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds what every command with a configuration takes; parse with `parse_intermixed_args`."""
-    add_files_argument(parser)
-    # verl's command lines name their base file in this way.
-    parser.add_argument("--config-path", type=Path, default=None, help=argparse.SUPPRESS)
-    parser.add_argument("--config-name", default=None, help=argparse.SUPPRESS)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="a key of the tree, such as trainer.seed=2")
-
-
-def add_files_argument(parser: argparse.ArgumentParser) -> None:
-    """Adds `--config FILE`."""
     parser.add_argument(
         "--config",
         dest="config_files",
@@ -65,11 +61,16 @@ def add_files_argument(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="a YAML file; of several, each goes over the one before",
     )
+    # verl's command lines name their base file in this way.
+    parser.add_argument("--config-path", type=Path, default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--config-name", default=None, help=argparse.SUPPRESS)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="a key of the tree, such as trainer.seed=2")
 
 
-def load_from(options: argparse.Namespace, *, for_training: bool = False) -> Loaded:
-    """Loads the configuration that parsed arguments ask for."""
+def load_from(options: argparse.Namespace, *, for_training: bool = False, task: str = "rl") -> Loaded:
+    """Loads the configuration that parsed arguments name, for a task unless they name one."""
     files, notices = list(options.config_files), []
+    overrides = [*options.overrides, *(["trainer.backend=ray"] if getattr(options, "ray", False) else [])]
     if options.config_name is not None:
         name = options.config_name.removesuffix(".yaml")
         file = (options.config_path or Path()) / f"{name}.yaml"
@@ -83,7 +84,7 @@ def load_from(options: argparse.Namespace, *, for_training: bool = False) -> Loa
     elif options.config_path is not None:
         fix = "Name a file with --config."
         raise ConfigError("--config-path", got=f"'{options.config_path}'", expected="--config-name with it", fix=fix)
-    loaded = load_config(options.overrides, files, for_training=for_training)
+    loaded = load_config(overrides, files, for_training=for_training, task=task)
     return Loaded(loaded.config, notices + loaded.notices)
 
 
@@ -91,11 +92,3 @@ def print_notices(notices: Iterable[str]) -> None:
     """Prints notices on standard error, so that what is on standard output stays YAML."""
     for notice in notices:
         print(f"notice: {notice}", file=sys.stderr)
-
-
-def _keys(words: Sequence[str]) -> int:
-    text = keys_text(words)
-    if not text:
-        raise ConfigError("quadriga config keys", got=" ".join(words), expected="part of a key", fix="No key has it.")
-    print(text, end="")
-    return 0

@@ -1,28 +1,167 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`actor_rollout_ref.actor`: the policy's loss and its update."""
+"""`actor_rollout_ref.actor` and `.ref`, `critic`: what is trained, how, and on how many processes."""
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from quadriga.config.base import (
     Count,
+    Finding,
     KLKind,
     LossAggMode,
+    Meaning,
     Name,
     NonNegativeFloat,
+    PathText,
     PositiveFloat,
     Section,
-    follow,
+    Share,
+    filled,
     refuse,
 )
-from quadriga.config.optimizer import BatchingConfig, CheckpointConfig, FSDPConfig, OptimConfig
+
+CheckpointPart = Literal["model", "optimizer", "extra", "hf_model"]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+def _warmup_steps(value: int) -> int:
+    if value < -1:
+        raise refuse("-1, 0 or a larger whole number")
+    return value
+
+
+def _shard_size(value: int) -> int:
+    if value == 0 or value < -1:
+        raise refuse("-1, or 1 and more", "-1 shards the weights over all processes; 1 replicates them.")
+    return value
+
+
+def _dtype_name(value: Any) -> Any:
+    return {"fp32": "float32", "bf16": "bfloat16"}.get(value, value) if isinstance(value, str) else value
 
 
 def _known_strategy(value: Any) -> Any:
     if value in ("megatron", "veomni", "torchtitan", "automodel", "mindspeed"):
         raise refuse("fsdp or fsdp2", "Set actor_rollout_ref.actor.strategy=fsdp: it trains any Hugging Face model.")
     return value
+
+
+class OptimConfig(Section):
+    """AdamW and its learning-rate schedule."""
+
+    lr: NonNegativeFloat = 1e-6
+    """Peak learning rate."""
+    weight_decay: NonNegativeFloat = 0.01
+    """Decoupled weight decay, per unit of learning rate."""
+    betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = (0.9, 0.999)
+    """Decay of the running mean and of the running square of the gradient, each in [0, 1)."""
+    eps: PositiveFloat = 1e-8
+    """Added to the root of the running square."""
+    lr_warmup_steps: Annotated[int, Meaning("-1, 0 or a larger whole number"), AfterValidator(_warmup_steps)] = -1
+    """Training steps over which the learning rate rises from zero. -1: `lr_warmup_steps_ratio` of the run."""
+    lr_warmup_steps_ratio: Share = 0.0
+    """Share of the run's training steps spent in warm-up when `lr_warmup_steps` is -1, in [0, 1]."""
+    lr_scheduler_type: Literal["constant", "cosine", "linear"] = "constant"
+    """Shape of the schedule after warm-up."""
+    min_lr_ratio: Share = 0.0
+    """Where cosine and linear schedules end, as a share of `lr`, in [0, 1]."""
+    num_cycles: PositiveFloat = 0.5
+    """Waves of the cosine schedule; 0.5 falls once from top to bottom."""
+
+    def findings(self, at: str) -> Iterator[Finding]:
+        if self.lr_warmup_steps >= 0 and self.lr_warmup_steps_ratio > 0:
+            yield f"{at}.lr_warmup_steps_ratio: not used, for lr_warmup_steps is {self.lr_warmup_steps}."
+        if self.lr_scheduler_type == "constant" and self.min_lr_ratio > 0:
+            yield f"{at}.min_lr_ratio: not used, for the rate stays constant after warm-up."
+        if self.lr == 0:
+            yield f"{at}.lr: at 0 nothing is learned."
+
+
+class CriticOptimConfig(OptimConfig):
+    """AdamW and its learning-rate schedule, for the critic."""
+
+    lr: NonNegativeFloat = 1e-5
+    """Peak learning rate."""
+
+
+class FSDPConfig(Section):
+    """FSDP2 of one role: sharding, mixed precision, offload to the CPU."""
+
+    model_dtype: Annotated[Literal["auto", "bfloat16", "float32"], BeforeValidator(_dtype_name)] = "auto"
+    """Dtype of the weights that compute (mixed precision); the master weights are always float32. auto: what the
+    machine is fast at."""
+    fsdp_size: Annotated[int, AfterValidator(_shard_size)] = -1
+    """Ranks that shard one copy of the weights, of those with the same place in tensor and pipeline parallelism. -1:
+    all; 1: no sharding."""
+    reshard_after_forward: bool = True
+    """Whether a layer's gathered weights are dropped before its backward pass gathers them again."""
+    offload_policy: bool = False
+    """Whether sharded weights and optimizer state are kept, and stepped, in the memory of the CPU; with CUDA."""
+
+
+class CheckpointConfig(Section):
+    """What a checkpoint holds."""
+
+    save_contents: list[CheckpointPart] = Field(default_factory=lambda: ["model", "optimizer", "extra"])
+    """Parts to write; `extra` (random states) counts in the actor's list, `hf_model` is a Hugging Face folder."""
+    load_contents: list[CheckpointPart] = Field(default_factory=lambda: ["model", "optimizer", "extra"])
+    """Parts to read on resume. Left out: the parts that are written, without `hf_model`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _load_what_is_saved(cls, given: Any) -> Any:
+        saved = given.get("save_contents") if isinstance(given, dict) else None
+        if not isinstance(saved, list):
+            return given
+        return filled(given, {"load_contents": [part for part in saved if part != "hf_model"]})
+
+
+class ParallelConfig(Section):
+    """How the ranks of a role share the rows of a data-parallel rank; the numbers do not depend on it."""
+
+    ulysses_sequence_parallel_size: Count = 1
+    """Sequence parallelism (Ulysses): ranks that share the tokens of a batch; it divides the heads."""
+    tensor_model_parallel_size: Count = 1
+    """Tensor parallelism: ranks that share each layer; it divides the heads and the key-value heads."""
+    pipeline_model_parallel_size: Count = 1
+    """Pipeline parallelism: stages that have some of the layers each."""
+
+
+class BatchingConfig(ParallelConfig):
+    """How a mini-batch is cut into micro-batches that fit in memory (gradient accumulation); the gradient does not
+    depend on it."""
+
+    ppo_mini_batch_size: Count = 256
+    """Prompts an optimizer step takes (each with its `rollout.n` responses)."""
+    ppo_micro_batch_size_per_gpu: Count | None = None
+    """Sequences in one micro-batch: a forward and backward pass. null: as many as `ppo_max_token_len_per_gpu`
+    allows."""
+    use_dynamic_bsz: bool = False
+    """Whether micro-batches are cut by tokens even when a number of sequences is given."""
+    ppo_max_token_len_per_gpu: Count = 16384
+    """Tokens packed into one micro-batch, where micro-batches are cut by tokens; a longer sequence goes alone."""
+    ppo_epochs: Count = 1
+    """Passes over the batch of a step."""
+    shuffle: bool = False
+    """Whether the sequences are shuffled before they are cut into mini-batches."""
+    data_loader_seed: int = 1
+    """Seed of that shuffle."""
+    loss_agg_mode: LossAggMode = "token-mean"
+    """How per-token losses of a mini-batch become one number."""
+    loss_scale_factor: PositiveFloat | None = None
+    """Divisor of `seq-mean-token-sum-norm`, in tokens. null: `data.max_response_length`."""
+    grad_clip: PositiveFloat = 1.0
+    """Largest norm of the gradient; a longer one is scaled down to it."""
+    max_nonfinite_steps: Count = 3
+    """Optimizer steps in a row with a gradient that is not finite (each is skipped) after which the run stops."""
+    fsdp_config: FSDPConfig = Field(default_factory=FSDPConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+
+    def findings(self, at: str) -> Iterator[Finding]:
+        if self.loss_agg_mode != "seq-mean-token-sum-norm" and self.loss_scale_factor is not None:
+            yield f"{at}.loss_scale_factor: not used with loss_agg_mode={self.loss_agg_mode}."
 
 
 class PolicyLossConfig(Section):
@@ -49,42 +188,41 @@ class ActorConfig(BatchingConfig):
     """The update of the policy."""
 
     strategy: Annotated[Literal["fsdp", "fsdp2"], BeforeValidator(_known_strategy)] = "fsdp"
-    """Training engine; both names mean the same one."""
+    """Training engine; both names mean FSDP2."""
     clip_ratio: NonNegativeFloat = 0.2
     """Shorthand: sets `clip_ratio_low` and `clip_ratio_high` where these are not given."""
     clip_ratio_low: NonNegativeFloat = 0.2
-    """How far the probability ratio counts below 1."""
+    """How far the probability ratio (importance weight of a token) counts below 1."""
     clip_ratio_high: NonNegativeFloat = 0.2
     """How far the probability ratio counts above 1."""
     clip_ratio_c: Annotated[float, Field(gt=1)] = 3.0
     """Dual clip: largest ratio that counts for a negative advantage, above 1."""
-    loss_agg_mode: LossAggMode = "token-mean"
-    """How per-token losses of a mini-batch become one number."""
-    loss_scale_factor: PositiveFloat | None = None
-    """Divisor of `seq-mean-token-sum-norm`, in tokens. null: `data.max_response_length`."""
     entropy_coeff: float = 0.0
     """Weight of the entropy bonus, per nat."""
     use_kl_loss: bool = False
-    """Whether the divergence from the reference model is added to the loss."""
+    """Whether the KL divergence from the reference model is added to the loss."""
     kl_loss_coef: float = 0.001
     """Weight of that divergence, per nat."""
     kl_loss_type: KLKind = "low_var_kl"
     """Estimator of the divergence; a trailing + gives the straight-through gradient."""
     policy_loss: PolicyLossConfig = Field(default_factory=PolicyLossConfig)
     use_prefix_sharing: bool = True
-    """Whether samples of one prompt share the computation of the prompt; the gradient is the same."""
+    """Whether responses to one prompt share the computation of the prompt in training; the gradient is the same."""
     freeze_vision_tower: bool = False
-    """Whether the vision tower of a model that sees keeps its weights, in the compute dtype."""
+    """Whether the vision encoder of a vision-language model keeps its weights, in the compute dtype."""
     optim: OptimConfig = Field(default_factory=OptimConfig)
-    fsdp_config: FSDPConfig = Field(default_factory=FSDPConfig)
-    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
 
     @model_validator(mode="before")
     @classmethod
     def _both_clips_follow(cls, given: Any) -> Any:
         if not isinstance(given, dict) or "clip_ratio" not in given:
             return given
-        return follow(given, {"clip_ratio_low": given["clip_ratio"], "clip_ratio_high": given["clip_ratio"]})
+        return filled(given, {"clip_ratio_low": given["clip_ratio"], "clip_ratio_high": given["clip_ratio"]})
+
+    def findings(self, at: str) -> Iterator[Finding]:
+        yield from super().findings(at)
+        if self.use_kl_loss and self.kl_loss_coef == 0:
+            yield f"{at}.kl_loss_coef: at 0 the reference model is computed only to report the KL divergence."
 
 
 class LogProbConfig(Section):
@@ -99,4 +237,27 @@ class LogProbConfig(Section):
 
 
 class RefConfig(LogProbConfig):
-    """The frozen reference model (it exists when a divergence from it is used)."""
+    """The frozen reference model (it exists when a KL divergence from it is used)."""
+
+
+class CriticModelConfig(Section):
+    """Where the critic starts from."""
+
+    path: PathText | None = None
+    """Folder or hub name of a model. null: `actor_rollout_ref.model.path`, with a new value head."""
+    enable_gradient_checkpointing: bool = False
+    """Gradient (activation) checkpointing: activations are computed again in the backward pass: less memory, about a
+    third more time."""
+    enable_activation_offload: bool = False
+    """Whether activations are offloaded to the memory of the CPU until the backward pass; with CUDA."""
+
+
+class CriticConfig(BatchingConfig):
+    """The update of the value model (it exists when the advantage estimator takes values)."""
+
+    model: CriticModelConfig = Field(default_factory=CriticModelConfig)
+    ppo_max_token_len_per_gpu: Count = 32768
+    """Tokens packed into one micro-batch, where micro-batches are cut by tokens."""
+    cliprange_value: PositiveFloat = 0.5
+    """How far a value may move from the one of the rollout before the loss stops pulling it."""
+    optim: CriticOptimConfig = Field(default_factory=CriticOptimConfig)

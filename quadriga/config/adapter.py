@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a low-rank adapter is, as the configuration or PEFT's adapter_config.json says it. arXiv:2106.09685
+"""LoRA adapters, as the configuration or PEFT's adapter_config.json describes them. arXiv:2106.09685
 
 A module that computes W x computes W x + scale B A x with it: A is [rank, in], B [out, rank], and scale is alpha / rank
 or, with rslora, alpha / sqrt(rank).
@@ -9,17 +9,22 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from quadriga.config.model import ModelConfig
+from quadriga.config.base import Finding, wrong
+from quadriga.config.model import ADAPTER_DETAILS, ModelConfig
+from quadriga.config.root import Config
 from quadriga.errors import ConfigError
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ALL_LINEAR = "all-linear"
+MAX_RANK = 512
+"""The largest rank that vLLM applies without merging."""
 
-# Other ways to begin (pissa and the like) also change the weights that the adapter stands beside.
+# Other ways to begin (pissa and the like) also change the weights that the adapter is added to.
 _PLAIN = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": (True, False, "gaussian")}
 # What PEFT knows beyond the plain form above. Each would be lost in silence where weights are merged.
 _NOT_PLAIN = (
@@ -27,6 +32,13 @@ _NOT_PLAIN = (
     "layers_to_transform", "layer_replication", "target_parameters", "trainable_token_indices", "megatron_config",
     "alora_invocation_tokens", "use_qalora", "use_bdlora", "exclude_parameters",
 )  # fmt: skip
+_MODEL = "actor_rollout_ref.model"
+_DECIDES = {
+    "native": "on the actor's own modules it computes with the adapter beside the weights, on a copy with merged ones",
+    "http": "its servers keep the weights that they have",
+    "scripted": "it has no weights",
+}
+"""Engines for which `lora_merge` decides nothing, and why."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +46,10 @@ class AdapterShape:
     """An adapter without its values.
 
     Attributes:
-        rank, alpha: see the module.
+        rank, alpha: r and alpha of the paper.
         target_modules: names or ends of names, a regular expression, or `all-linear`.
         exclude_modules: those of them that get none.
-        use_rslora: see the module.
+        use_rslora: whether the scale is alpha / sqrt(rank).
         base: folder or hub name of the model that it belongs to.
     """
 
@@ -58,7 +70,7 @@ def adapter_shape(model: ModelConfig) -> AdapterShape:
     """The adapter that a configuration asks for: the one that it starts from, or a new one.
 
     Raises:
-        ConfigError: see `read_adapter`.
+        ConfigError: the adapter to start from cannot be read.
     """
     base = str(Path(model.path).expanduser().resolve()) if Path(model.path).expanduser().is_dir() else model.path
     if model.lora_adapter_path is None:
@@ -82,17 +94,15 @@ def read_adapter(folder: Path) -> AdapterShape:
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         if not (folder / name).is_file():
             raise ConfigError(str(folder), got=f"no {name}", expected="an adapter", fix=fix)
+    file = folder / ADAPTER_CONFIG
     try:
-        facts = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        facts = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ConfigError(str(folder / ADAPTER_CONFIG), got=f"no JSON ({error})", expected="JSON", fix=fix) from error
+        raise ConfigError(str(file), got=f"no JSON ({error})", expected="JSON", fix=fix) from error
     if unlike := list(_unlike(facts)):
-        raise ConfigError(
-            str(folder / ADAPTER_CONFIG),
-            got=", ".join(unlike),
-            expected="plain LoRA: one rank and scale for all of its modules, and nothing beside it",
-            fix="Merge it into its base model with PEFT, and name the result in actor_rollout_ref.model.path.",
-        )
+        expected = "plain LoRA: one rank and scale for all of its modules, and nothing beside it"
+        fix = "Merge it into its base model with PEFT, and name the result in actor_rollout_ref.model.path."
+        raise ConfigError(str(file), got=", ".join(unlike), expected=expected, fix=fix)
     return AdapterShape(
         rank=facts["r"],
         alpha=facts["lora_alpha"],
@@ -108,9 +118,82 @@ def _unlike(facts: Mapping[str, Any]) -> Iterator[str]:
     for name, values in _PLAIN.items():
         if facts.get(name, values[0]) not in values:
             yield f"{name}={facts[name]}"
-    for name in ("r", "lora_alpha", "target_modules"):
-        if not facts.get(name):
-            yield f"no {name}"
-    for name in _NOT_PLAIN:
-        if facts.get(name):
-            yield f"{name}={facts[name]}"
+    yield from (f"no {name}" for name in ("r", "lora_alpha", "target_modules") if not facts.get(name))
+    yield from (f"{name}={facts[name]}" for name in _NOT_PLAIN if facts.get(name))
+
+
+@dataclass(frozen=True)
+class AdapterRoute:
+    """Whether weight sync sends the adapter alone once the base weights are there, and the reason."""
+
+    is_alone: bool
+    reason: str
+
+
+def adapter_route(config: Config, *, is_wide_on_accelerator: bool = False) -> AdapterRoute:
+    """How an adapter gets to a rollout engine with a copy of the weights: merged into them, or alone.
+
+    Args:
+        config: of a run with an adapter.
+        is_wide_on_accelerator: whether the models compute in float32 there, which is known once a process has started.
+
+    Raises:
+        ConfigError: the engine cannot do what `lora_merge` says, or the adapter to start from cannot be read.
+    """
+    model, engine = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout.name
+    got = f"{str(model.lora_merge).lower()}, with actor_rollout_ref.rollout.name={engine}"
+    key = f"{_MODEL}.lora_merge"
+    if model.lora_merge is not None and engine in _DECIDES:
+        raise wrong(key, got, f"null: {_DECIDES[engine]}", "Leave the key out, or generate with vllm.")
+    if model.lora_merge:
+        return AdapterRoute(False, "lora_merge=true")
+    reason, expected, fix = "", "", "Leave the key out, and the adapter is merged before weight sync."
+    if engine != "vllm":
+        reason, expected = f"{engine} takes whole weights only", "this engine takes whole weights only"
+        fix = "Leave the key out, and the adapter is merged before weight sync; vllm applies it beside the weights."
+    elif (rank := adapter_shape(model).rank) > MAX_RANK:
+        reason = f"vLLM applies ranks up to {MAX_RANK} beside the weights, and this one is {rank}"
+    elif is_wide_on_accelerator:
+        reason = "on an accelerator vLLM applies adapters of 16 bits only, and these weights are float32"
+    if reason and model.lora_merge is not None:
+        raise wrong(key, got, f"null or true: {expected or reason}", fix)
+    return AdapterRoute(not reason, reason or "vLLM applies it beside the weights")
+
+
+def check_adapter(config: Config) -> Iterator[Finding]:
+    """Yields what keeps an adapter from being trained, or from reaching the rollout engine."""
+    model = config.actor_rollout_ref.model
+    if not model.has_adapter:
+        return
+    if find_spec("peft") is None:
+        expected, fix = "peft 0.17 or newer", "pip install -e '.[peft]'"
+        yield wrong(f"{_MODEL}.lora_rank", "an adapter, without the package peft", expected, fix)
+    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
+        if (size := getattr(config.actor_rollout_ref.actor, name)) > 1:
+            fix = "Shard weights with fsdp_config.fsdp_size, sequences with ulysses_sequence_parallel_size."
+            yield wrong(f"actor_rollout_ref.actor.{name}", f"{size}, with an adapter", "1", fix)
+    if model.lora_adapter_path is not None:
+        try:
+            shape = read_adapter(Path(model.lora_adapter_path).expanduser())
+        except ConfigError as error:
+            yield wrong(f"{_MODEL}.lora_adapter_path", f"{error.where}: {error.got}", error.expected, error.fix)
+            return
+        yield from _check_against(model, shape)
+    if config.task != "rl":
+        return
+    try:
+        adapter_route(config)
+    except ConfigError as error:
+        yield error
+
+
+def _check_against(model: ModelConfig, shape: AdapterShape) -> Iterator[Finding]:
+    """The adapter to start from says itself what it is."""
+    if model.lora_rank not in (0, shape.rank):
+        got = f"{model.lora_rank}, with an adapter of rank {shape.rank} in lora_adapter_path"
+        yield wrong(f"{_MODEL}.lora_rank", got, f"0 or {shape.rank}", "Leave lora_rank out.")
+    for name in ADAPTER_DETAILS:
+        value, own = getattr(model, name), getattr(shape, "alpha" if name == "lora_alpha" else name)
+        if name in model.model_fields_set and value != own:
+            got = f"{value}, with {own} in the adapter of lora_adapter_path"
+            yield wrong(f"{_MODEL}.{name}", got, "one of the two", f"Leave {name} out.")

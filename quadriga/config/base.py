@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every section of the configuration is made of: the base class and the types with a range."""
+"""What every section of the configuration is made of: the base class, types with a range, what a check finds."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from os import PathLike, fspath
 from typing import Annotated, Any, Literal
@@ -9,13 +9,26 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
+from quadriga.errors import ConfigError
+
+Finding = ConfigError | str
+"""What a check yields: an error that keeps a training run from starting, or a notice."""
+
 
 class Section(BaseModel):
-    """A part of the tree: frozen, strict, and unwilling to take a key that it does not know."""
+    """A part of the tree: frozen, strict, without keys that it does not know."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
+
+    def findings(self, at: str) -> Iterator[Finding]:
+        """What a training run should be told about the values of this section alone.
+
+        Args:
+            at: dotted key of the section.
+        """
+        return iter(())
 
 
 @dataclass(frozen=True)
@@ -26,53 +39,56 @@ class Meaning:
 
 
 def refuse(expected: str, fix: str = "") -> PydanticCustomError:
-    """The error that a validator raises; the loader turns it into the house form."""
+    """The error that a validator raises; the loader adds the key, the value and where it stands."""
     return PydanticCustomError("refused", "expected {expected}. {fix}", {"expected": expected, "fix": fix})
 
 
-def _minus_one_or_positive(value: int) -> int:
+def wrong(key: str, got: str, expected: str, fix: str = "") -> ConfigError:
+    """The error that a check yields."""
+    return ConfigError(key, got=got, expected=expected, fix=fix)
+
+
+def unused(names: list[str], because: str) -> Iterator[str]:
+    """The notice about keys that were set and are not read; none without keys."""
+    if names:
+        yield f"{', '.join(names)}: not used, for {because}."
+
+
+def filled(given: Any, defaults: Mapping[str, Any]) -> Any:
+    """Adds keys that were not given, section by section; the result is validated like anything that the user wrote."""
+    if not isinstance(given, Mapping):
+        return given
+    inner = {
+        name: filled(given.get(name, {}), value) if isinstance(value, Mapping) else given.get(name, value)
+        for name, value in defaults.items()
+    }
+    return {**given, **inner}
+
+
+def _at_least_one_or_minus_one(value: int) -> int:
     if value != -1 and value < 1:
         raise refuse("-1 or a whole number of at least 1")
     return value
 
 
-def _minus_one_or_more(value: int) -> int:
-    if value < -1:
-        raise refuse("-1, 0 or a larger whole number")
-    return value
-
-
 def _path_text(value: Any) -> Any:
-    return fspath(value) if isinstance(value, PathLike) else value
-
-
-def _paths_text(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_path_text(one) for one in value]
-    return _path_text(value)
-
-
-def _dtype_name(value: Any) -> Any:
-    return {"fp32": "float32", "bf16": "bfloat16"}.get(value, value) if isinstance(value, str) else value
+    return fspath(value) if isinstance(value, PathLike) else value
 
 
 Count = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
-MinusOneOrCount = Annotated[int, Meaning("-1 or a whole number of at least 1"), AfterValidator(_minus_one_or_positive)]
-MinusOneOrMore = Annotated[int, Meaning("-1, 0 or a larger whole number"), AfterValidator(_minus_one_or_more)]
+MinusOneOrCount = Annotated[
+    int, Meaning("-1 or a whole number of at least 1"), AfterValidator(_at_least_one_or_minus_one)
+]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Name = Annotated[str, Field(min_length=1)]
 PathText = Annotated[str, BeforeValidator(_path_text)]
-PathTexts = Annotated[str | list[str], BeforeValidator(_paths_text)]
-Dtype = Annotated[Literal["auto", "bfloat16", "float32"], BeforeValidator(_dtype_name)]
+PathTexts = Annotated[str | list[str], BeforeValidator(_path_text)]
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 KLKind = Literal[
     "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"
 ]
-
-
-def follow(given: Any, followers: Mapping[str, Any]) -> Any:
-    """Fills keys that were not given; what it returns is validated like anything that the user wrote."""
-    return {**followers, **given} if isinstance(given, Mapping) else given

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`data`: the files, how prompts become tokens, and how many prompts a step takes."""
+"""`data`: the files, how rows become tokens, and how many of them a step takes."""
 
 from typing import Any, Literal, Self
 
@@ -24,7 +24,7 @@ class CustomDatasetConfig(Section):
 
 
 class SamplerConfig(Section):
-    """A sampler class of your own, loaded from a file."""
+    """A sampler class of your own (a curriculum, for example), loaded from a file."""
 
     class_path: PathText | None = None
     """Python file that holds the class. null: a seeded shuffle, or file order without `data.shuffle`."""
@@ -55,8 +55,7 @@ class ImageSizeConfig(Section):
     @property
     def given(self) -> dict[str, int]:
         """Those that are set."""
-        sizes = {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels}
-        return {name: number for name, number in sizes.items() if number is not None}
+        return {name: number for name, number in self if number is not None}
 
 
 class DataConfig(Section):
@@ -65,9 +64,21 @@ class DataConfig(Section):
     train_files: PathTexts = ""
     """Training data: a path, a glob, a URL that fsspec opens, or a list of these (parquet, json, jsonl)."""
     val_files: PathTexts = ""
-    """Validation data, in the forms of `data.train_files`."""
+    """Validation data, in the forms of `data.train_files`. Empty: none."""
+    format: Literal["messages", "prompt_response"] = "messages"
+    """Of rows for SFT. messages: a chat in one column; prompt_response: two columns, one turn each."""
+    messages_key: Name = "messages"
+    """SFT: column with the chat, where `data.format=messages`; every turn of the assistant in it is learned."""
+    tools_key: Name = "tools"
+    """SFT: column with the tools that the chat template is given, in rows that have it."""
     prompt_key: Name = "prompt"
-    """Column that holds the prompt, a list of chat messages."""
+    """Column that holds the prompt, a list of chat messages (a supervised task: or text)."""
+    response_key: Name = "response"
+    """SFT: column with the response, text, where `data.format=prompt_response`."""
+    chosen_key: Name = "chosen"
+    """Reward models: column with the better response of a pair, text."""
+    rejected_key: Name = "rejected"
+    """Reward models: column with the worse response of a pair, text."""
     image_key: Name | None = "images"
     """Column that holds the images of a prompt, for each `<image>` in it one: paths, or {"bytes": ...}. null: none."""
     mm_processor_kwargs: ImageSizeConfig = Field(default_factory=ImageSizeConfig)
@@ -76,11 +87,14 @@ class DataConfig(Section):
     max_prompt_length: Count = 512
     """Longest prompt, in tokens; shorter ones are padded on the left up to it."""
     max_response_length: Count = 512
-    """Longest response, in tokens: generation stops there."""
+    """Longest response, in tokens: generation stops there (max new tokens)."""
+    max_length: Count = 1024
+    """SFT and reward models: longest sequence, in tokens, prompt and response together."""
     train_batch_size: Count = 1024
-    """Prompts a training step takes (each is answered `actor_rollout_ref.rollout.n` times)."""
+    """Prompts a training step takes (each with `actor_rollout_ref.rollout.n` responses). A supervised task: rows an
+    optimizer step takes, of all processes together; a pair is one row."""
     val_batch_size: Count | None = None
-    """Prompts a validation batch takes. null: the whole set at once."""
+    """Rows a validation batch takes. null: the whole set at once."""
     tokenizer: PathText | None = None
     """Path or hub name of the tokenizer. null: the model's own."""
     trust_remote_code: bool = False
@@ -92,17 +106,18 @@ class DataConfig(Section):
     apply_chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Open dictionary: arguments for the tokenizer's chat template, such as `enable_thinking: false`."""
     filter_overlong_prompts: bool = False
-    """Whether prompts over `data.max_prompt_length` are left out before training, and counted."""
+    """Whether prompts over `data.max_prompt_length` are left out before training, and counted (a supervised task: rows
+    over `data.max_length`)."""
     filter_overlong_prompts_workers: Count = 1
     """Processes that measure the prompts for that filter."""
     truncation: Literal["error", "left", "right", "middle"] = "error"
-    """What happens to a prompt over `data.max_prompt_length`: the run stops, or tokens go from that side."""
+    """What happens to a longer one: the run stops, or tokens go from that side. middle: of prompts only."""
     shuffle: bool = True
-    """Whether training prompts are shuffled in each epoch, from `data.seed`."""
+    """Whether training rows are shuffled in each epoch, from `data.seed`."""
     validation_shuffle: bool = False
     """Whether validation prompts are shuffled, from `data.seed`."""
     seed: NonNegativeInt = 1
-    """Seed of the order of the data and of the choice of samples."""
+    """Seed of the order of the data and of the choice of rows."""
     train_max_samples: MinusOneOrCount = -1
     """Training rows to use at most, drawn with `data.seed` when shuffled. -1: all."""
     val_max_samples: MinusOneOrCount = -1

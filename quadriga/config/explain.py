@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The configuration in words: what a step does, every key, and the resolved tree."""
+"""The configuration in words: the batch arithmetic, what a step does, and the resolved tree."""
 
-from collections.abc import Sequence
-from textwrap import fill
+from dataclasses import dataclass
 
-from quadriga.config.arithmetic import BatchPlan, batch_plan, needs_old_log_prob_pass, needs_reference
-from quadriga.config.base import Section
+from quadriga.config.keys import leaf_keys
 from quadriga.config.placement import role_pools
-from quadriga.config.problems import as_text
 from quadriga.config.root import Config
-from quadriga.config.tree import leaf_keys
+from quadriga.config.tasks import full_key
 from quadriga.config.yaml_text import to_yaml
 
 _ROLE_WORDS = {
@@ -23,25 +20,89 @@ _ROLE_WORDS = {
 }
 
 
-def show(config: Section) -> str:
-    """The resolved tree as YAML; read again, it gives an equal configuration."""
-    return to_yaml(config.model_dump(mode="json"))
+@dataclass(frozen=True)
+class BatchPlan:
+    """One training step in numbers."""
+
+    num_prompts: int
+    """Prompts a step takes."""
+    num_sequences: int
+    """Responses a step generates and learns from."""
+    num_mini_batches: int
+    """Mini-batches of one pass over the batch; the last may be smaller."""
+    num_epochs: int
+    """Passes over the batch."""
+    mini_batch_prompts: int
+    """Prompts of a mini-batch, at most those of the batch."""
+    mini_batch_sequences: int
+    micro_batch_sequences: int | None
+    """Sequences of a forward and backward pass; None: cut by tokens."""
+    num_micro_batches: int | None
+    """Forward and backward passes of a whole mini-batch; None: cut by tokens, so it depends on the lengths."""
+    max_sequence_tokens: int
+    """Tokens of the longest sequence: prompt and response."""
+
+    @property
+    def num_optimizer_steps(self) -> int:
+        """Optimizer steps of a training step."""
+        return self.num_mini_batches * self.num_epochs
+
+    @property
+    def is_on_policy(self) -> bool:
+        """Whether the only update is made by the policy that sampled, so that old and current log-probs are equal."""
+        return self.num_optimizer_steps == 1
 
 
-def keys_text(words: Sequence[str] = (), root: type[Section] = Config) -> str:
-    """Every key with what it takes, its default and its meaning.
+def batch_plan(config: Config) -> BatchPlan:
+    """The numbers of one training step of the actor."""
+    actor, responses = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
+    prompts = config.data.train_batch_size
+    mini = min(actor.ppo_mini_batch_size, prompts)
+    micro = None if actor.use_dynamic_bsz else actor.ppo_micro_batch_size_per_gpu
+    micro = None if micro is None else min(micro, mini * responses)
+    return BatchPlan(
+        num_prompts=prompts,
+        num_sequences=prompts * responses,
+        num_mini_batches=-(-prompts // mini),
+        num_epochs=actor.ppo_epochs,
+        mini_batch_prompts=mini,
+        mini_batch_sequences=mini * responses,
+        micro_batch_sequences=micro,
+        num_micro_batches=None if micro is None else -(-mini * responses // micro),
+        max_sequence_tokens=config.data.max_prompt_length + config.data.max_response_length,
+    )
 
-    Args:
-        words: only keys that contain each of these.
-        root: the tree that they are the keys of.
+
+def needs_old_log_prob_pass(config: Config) -> bool:
+    """Whether log-probs of the sampling policy must be computed in a pass of their own.
+
+    One optimizer step a batch learns from exactly the policy that sampled: its own forward pass gives the same numbers.
+    The KL divergence in the reward needs them before that, and so does the off-policy correction, unless it takes the
+    rollout's own for them.
     """
-    blocks = []
-    for leaf in leaf_keys(root).values():
-        if all(word in leaf.key for word in words):
-            meaning = fill(leaf.meaning, 110, initial_indent="    ", subsequent_indent="    ")
-            default = as_text(list(leaf.default) if isinstance(leaf.default, tuple) else leaf.default)
-            blocks.append(f"{leaf.key} = {default}\n    {leaf.kind}\n{meaning}\n")
-    return "\n".join(blocks)
+    correction = config.algorithm.rollout_correction
+    if correction.needs_old_log_probs or config.algorithm.use_kl_in_reward:
+        return True
+    return not correction.bypass_mode and not batch_plan(config).is_on_policy
+
+
+def needs_reference(config: Config) -> bool:
+    """Whether a frozen reference model is kept."""
+    return config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss
+
+
+def show(config: Config) -> str:
+    """The resolved tree as YAML, the keys that the task reads; read again, it gives an equal configuration."""
+    dumped, tree = config.model_dump(mode="json"), {}
+    for key in leaf_keys(config.task):
+        value, node = dumped, tree
+        for name in full_key(key, config.task).split("."):
+            value = value[name]
+        *path, last = key.split(".")
+        for name in path:
+            node = node.setdefault(name, {})
+        node[last] = value
+    return to_yaml(tree)
 
 
 def explain(config: Config, num_train_prompts: int | None = None) -> str:
@@ -69,27 +130,24 @@ def _count(number: int, thing: str, things: str | None = None) -> str:
 
 def _step(config: Config, plan: BatchPlan) -> list[str]:
     data, rollout = config.data, config.actor_rollout_ref.rollout
-    prompts = _count(plan.num_prompts, "prompt")
-    answers = _count(rollout.n, "answer")
     lines = [
-        f"{prompts} x {answers} = {_count(plan.num_sequences, 'sequence')}, generated by {rollout.name} "
-        f"at temperature {rollout.temperature:g}",
+        f"{_count(plan.num_prompts, 'prompt')} x {_count(rollout.n, 'response')} = "
+        f"{_count(plan.num_sequences, 'sequence')}, generated by {rollout.name} at temperature {rollout.temperature:g}",
         f"up to {data.max_prompt_length} + {data.max_response_length} = {plan.max_sequence_tokens} tokens a sequence, "
         f"{plan.num_sequences * plan.max_sequence_tokens} a step",
     ]
     if (groups := config.algorithm.filter_groups).enable:
         limit = groups.max_num_gen_batches
         most = f"up to {_count(limit, 'batch', 'batches')} of prompts" if limit else "any number of batches"
-        lines.append(f"prompts whose answers all have the same {groups.metric} are replaced: {most} a step")
+        lines.append(f"prompts whose responses all have the same {groups.metric} are replaced: {most} a step")
     return lines
 
 
 def _update(config: Config, plan: BatchPlan) -> list[str]:
-    actor = config.actor_rollout_ref.actor
-    prompts = _count(plan.mini_batch_prompts, "prompt")
+    actor, warmup = config.actor_rollout_ref.actor, config.trainer.critic_warmup
     lines = [
         f"{_count(plan.num_optimizer_steps, 'optimizer step')} a batch: "
-        f"{_count(plan.num_mini_batches, 'mini-batch', 'mini-batches')} of {prompts} "
+        f"{_count(plan.num_mini_batches, 'mini-batch', 'mini-batches')} of {_count(plan.mini_batch_prompts, 'prompt')} "
         f"({_count(plan.mini_batch_sequences, 'sequence')}) x {_count(plan.num_epochs, 'epoch')}"
     ]
     if rest := plan.num_prompts % plan.mini_batch_prompts:
@@ -104,11 +162,7 @@ def _update(config: Config, plan: BatchPlan) -> list[str]:
     lines.append(
         f"advantages: {config.algorithm.adv_estimator}; loss: {actor.policy_loss.loss_mode}, {actor.loss_agg_mode}"
     )
-    if config.trainer.critic_warmup:
-        lines.append(
-            f"the actor waits for {_count(config.trainer.critic_warmup, 'step')}, in which only a critic learns"
-        )
-    return lines
+    return lines + ([f"the actor waits for {_count(warmup, 'step')}, in which only a critic learns"] if warmup else [])
 
 
 def _passes(config: Config, plan: BatchPlan) -> list[str]:
@@ -133,18 +187,16 @@ def _passes(config: Config, plan: BatchPlan) -> list[str]:
 
 def _run(config: Config, plan: BatchPlan, num_train_prompts: int | None) -> list[str]:
     trainer = config.trainer
-    batches = None if num_train_prompts is None else num_train_prompts // plan.num_prompts
-    # The epochs bound the run even when a number of steps is given: after the last one there are no prompts left.
-    total = None if batches is None else batches * trainer.total_epochs
-    steps = trainer.total_training_steps
-    if total is not None:
-        total = total if steps is None else min(total, steps)
-        lines = [f"{_count(total, 'step')}: {_count(batches or 0, 'batch', 'batches')} an epoch, "
-                 f"{_count(trainer.total_epochs, 'epoch')}"]  # fmt: skip
+    epochs, steps = _count(trainer.total_epochs, "epoch"), trainer.total_training_steps
+    if num_train_prompts is not None:
+        batches = num_train_prompts // plan.num_prompts
+        # The epochs bound the run even when a number of steps is given: after the last one there are no prompts left.
+        total = min(batches * trainer.total_epochs, steps or batches * trainer.total_epochs)
+        lines = [f"{_count(total, 'step')}: {_count(batches, 'batch', 'batches')} an epoch, {epochs}"]
     elif steps is not None:
-        lines = [f"{_count(steps, 'step')}, at most {_count(trainer.total_epochs, 'epoch')}"]
+        lines = [f"{_count(steps, 'step')}, at most {epochs}"]
     else:
-        lines = [f"{_count(trainer.total_epochs, 'epoch')}; the number of steps depends on the data"]
+        lines = [f"{epochs}; the number of steps depends on the data"]
     when = [
         *(["before training"] if trainer.val_before_train else []),
         *([f"every {_count(trainer.test_freq, 'step')}"] if trainer.test_freq > 0 else []),
@@ -169,20 +221,14 @@ def _processes(config: Config) -> list[str]:
         lines.append(f"pool {pool}: {_count(sum(counts), 'process', 'processes')} {where}{each}, with {inside}")
     if len(lines) > 1:
         lines.append("pools take turns, so a process has the threads that it would have if there were no other pool")
-    if trainer.max_worker_restarts:
-        lines.append(
-            f"after a failure: up to {_count(trainer.max_worker_restarts, 'restart')} from the last checkpoint"
-        )
+    if restarts := trainer.max_worker_restarts:
+        lines.append(f"after a failure: up to {_count(restarts, 'restart')} from the last checkpoint")
     return lines
 
 
 def _files(config: Config) -> list[str]:
     trainer = config.trainer
-    lines = [
-        f"run: {trainer.directory}",
-        f"metrics: {', '.join(trainer.loggers)}",
-    ]
+    lines = [f"run: {trainer.directory}", f"metrics: {', '.join(trainer.loggers)}"]
     for what, path in (("responses", trainer.rollout_data_dir), ("validation responses", trainer.validation_data_dir)):
-        if path is not None:
-            lines.append(f"{what}: {path}")
+        lines += [f"{what}: {path}"] if path is not None else []
     return lines

@@ -1,33 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the processes of a role are arranged. Arithmetic alone: it runs on the driver before a process starts.
+"""How the ranks of a role are arranged. Arithmetic alone: it runs on the driver before a process starts.
 
     rank = (((pp * dp_replicate + r) * dp_shard + s) * sp + q) * tp + t      neighbours in rank: the most talk
 
-    pp             pipeline: each holds some of the layers
-    dp_replicate   data: each has a copy of the weights, and rows of its own
-    dp_shard       data: they hold one copy together, and have rows of their own
-    sp             sequence (Ulysses): they share rows, each computes some of the tokens
-    tp             tensor: they share rows, each computes some of the heads, of the MLP and of the vocabulary
+    pp             pipeline parallelism: each stage has some of the layers
+    dp_replicate   data parallelism: each has a replica of the weights, and rows of its own
+    dp_shard       FSDP: they shard one copy of the weights, and have rows of their own
+    sp             sequence parallelism (Ulysses): they share rows, each computes some of the tokens
+    tp             tensor parallelism: they share rows, each computes some of the heads, of the MLP, of the vocabulary
 
-One data-parallel rank is the pp x sp x tp processes that get the same rows; the last stage's first process answers.
-One copy of the weights lies on dp_shard x sp processes (times pp and tp, which have different weights).
+One data-parallel rank is the pp x sp x tp ranks that get the same rows; the first rank of its last stage returns the
+outputs. One copy of the weights is sharded over dp_shard x sp ranks (times pp and tp, which have different weights).
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from quadriga.config.optimizer import ParallelConfig
+from quadriga.config.actor import ParallelConfig
 from quadriga.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a configuration asks for.
+    """What a configuration sets.
 
     Attributes:
-        fsdp: processes that hold one copy of the weights together, of those with the same place in pp and tp: a
-            multiple of `sequence`; 1: every process has whole ones; -1: all of them.
-        sequence, tensor, pipeline: processes that share the rows of a data-parallel rank, in each of three ways.
+        fsdp: ranks that shard one copy of the weights, of those with the same place in pp and tp: a multiple of
+            `sequence`; 1: weights are replicated; -1: all of them.
+        sequence, tensor, pipeline: ranks that share the rows of a data-parallel rank, in each of three ways.
     """
 
     fsdp: int = -1
@@ -38,17 +38,13 @@ class Sizes:
     @classmethod
     def of(cls, fsdp_size: int, section: ParallelConfig) -> "Sizes":
         """Those of a role's section."""
-        return cls(
-            fsdp_size,
-            section.ulysses_sequence_parallel_size,
-            section.tensor_model_parallel_size,
-            section.pipeline_model_parallel_size,
-        )
+        sequence, tensor = section.ulysses_sequence_parallel_size, section.tensor_model_parallel_size
+        return cls(fsdp_size, sequence, tensor, section.pipeline_model_parallel_size)
 
 
 @dataclass(frozen=True)
 class RankPlace:
-    """One process in the layout: its number along each direction, its data-parallel rank, and whether it answers."""
+    """One rank in the layout: its number along each direction, its data-parallel rank, whether it returns outputs."""
 
     pp: int
     dp_replicate: int
@@ -61,7 +57,7 @@ class RankPlace:
 
 @dataclass(frozen=True)
 class Layout:
-    """How many processes there are along each direction."""
+    """How many ranks there are along each direction."""
 
     pp: int = 1
     dp_replicate: int = 1
@@ -71,24 +67,22 @@ class Layout:
 
     @classmethod
     def of(cls, world_size: int, sizes: Sizes, where: str) -> "Layout":
-        """The layout of `world_size` processes.
+        """The layout of `world_size` ranks.
 
         Args:
             world_size: of the role.
-            sizes: asked for.
+            sizes: what the configuration sets.
             where: section of the configuration, for errors.
 
         Raises:
-            ConfigError: the sizes do not divide the processes.
+            ConfigError: the sizes do not divide the ranks.
         """
         shared = sizes.sequence * sizes.tensor * sizes.pipeline
+        named = f"tp={sizes.tensor} sp={sizes.sequence} pp={sizes.pipeline}"
         if world_size % shared:
-            raise ConfigError(
-                where,
-                got=f"{world_size} processes for {_named(sizes)}",
-                expected=f"a multiple of {shared} processes",
-                fix="Change the sizes, or trainer.nnodes and trainer.n_gpus_per_node.",
-            )
+            fix = "Change the sizes, or trainer.nnodes and trainer.n_gpus_per_node."
+            expected = f"a multiple of {shared} processes"
+            raise ConfigError(where, got=f"{world_size} processes for {named}", expected=expected, fix=fix)
         num_data = world_size // shared
         holders = num_data * sizes.sequence if sizes.fsdp == -1 else sizes.fsdp
         if holders % sizes.sequence or num_data % (holders // sizes.sequence or 1) or holders < sizes.sequence:
@@ -96,14 +90,14 @@ class Layout:
                 f"{where}.fsdp_config.fsdp_size",
                 got=f"{sizes.fsdp}",
                 expected=f"-1, or a multiple of {sizes.sequence} that divides {num_data * sizes.sequence}",
-                fix=f"{world_size} processes with {_named(sizes)} leave {num_data} data-parallel ranks.",
+                fix=f"{world_size} processes with {named} leave {num_data} data-parallel ranks.",
             )
         dp_shard = holders // sizes.sequence
         return cls(sizes.pipeline, num_data // dp_shard, dp_shard, sizes.sequence, sizes.tensor)
 
     @property
     def world_size(self) -> int:
-        """All processes."""
+        """All ranks."""
         return self.pp * self.dp_size * self.sp * self.tp
 
     @property
@@ -113,12 +107,12 @@ class Layout:
 
     @property
     def fsdp(self) -> int:
-        """Processes that hold one copy of a parameter together, pp and tp aside."""
+        """Ranks that shard one copy of a parameter, pp and tp aside."""
         return self.dp_shard * self.sp
 
     @property
     def is_whole(self) -> bool:
-        """Whether every process has all weights, and computes its rows alone."""
+        """Whether every rank has all weights, and computes its rows alone."""
         return self.pp == self.fsdp == self.tp == 1
 
     def place(self, rank: int) -> RankPlace:
@@ -132,23 +126,19 @@ class Layout:
 
     def table(self) -> str:
         """The ranks as a table for people: one line for each data-parallel rank."""
-        lines = [f"{'rows':<8}{'ranks':<24}answers"]
+        lines = [f"{'dp rank':<9}{'ranks':<24}outputs from"]
         for dp_rank in range(self.dp_size):
             members = [rank for rank in range(self.world_size) if self.place(rank).dp_rank == dp_rank]
             collected = next(rank for rank in members if self.place(rank).is_collected)
-            lines.append(f"dp {dp_rank:<5}{' '.join(map(str, members)):<24}{collected}")
+            lines.append(f"{f'{dp_rank}/{self.dp_size}':<9}{' '.join(map(str, members)):<24}{collected}")
         return "\n".join(lines)
 
     def describe(self) -> str:
-        """The directions with more than one process, in words."""
-        parts = [
-            (self.pp, "pipeline stages"),
-            (self.dp_replicate, "copies of the weights"),
-            (self.fsdp, "processes with a share of each weight"),
-            (self.sp, "processes for a sequence"),
-            (self.tp, "processes for a layer"),
-        ]
-        return ", ".join(f"{size} {name}" for size, name in parts if size > 1) or "one process"
+        """The sizes, for people: `fsdp=2 tp=2 sp=1 pp=1`."""
+        if self.world_size == 1:
+            return "one process"
+        replicas = f"dp_replicate={self.dp_replicate} " if self.dp_replicate > 1 else ""
+        return f"{replicas}fsdp={self.fsdp} tp={self.tp} sp={self.sp} pp={self.pp}"
 
 
 @dataclass(frozen=True)
@@ -176,35 +166,22 @@ def check_model(layout: Layout, model: ModelShape, where: str) -> None:
     """Raise one ConfigError with everything about a model that does not fit a layout."""
     problems = list(_problems(layout, model))
     if problems:
-        raise ConfigError(
-            f"{where}: {model.name}",
-            got="; ".join(problems),
-            expected=f"a model that {layout.describe()} can share",
-            fix="Choose sizes that divide these numbers; fsdp_size has no such limits.",
-        )
+        expected = f"a model that {layout.describe()} can divide"
+        fix = "Choose sizes that divide these numbers; fsdp_size has no such limits."
+        raise ConfigError(f"{where}: {model.name}", got="; ".join(problems), expected=expected, fix=fix)
 
 
 def _problems(layout: Layout, model: ModelShape) -> Iterator[str]:
+    tp, heads = layout.tp, model.num_heads
     if layout.pp > model.num_layers:
         yield f"{model.num_layers} layers for {layout.pp} pipeline stages"
-    if layout.tp > 1:
+    if tp > 1:
         styles = sorted(set((model.tensor_plan or {}).values()) - TENSOR_STYLES)
         if model.tensor_plan is None:
             yield "an architecture without a plan for tensor parallelism in transformers"
         elif styles:
             yield f"a plan for tensor parallelism with {', '.join(styles)}, which are not known here"
-        if model.num_heads % layout.tp or model.num_kv_heads % layout.tp:
-            yield (
-                f"{model.num_heads} heads and {model.num_kv_heads} key-value heads for tensor parallelism "
-                f"over {layout.tp}"
-            )
-    if model.num_heads // layout.tp % layout.sp:
-        yield f"{model.num_heads // layout.tp} heads for sequence parallelism over {layout.sp}"
-
-
-def _named(sizes: Sizes) -> str:
-    return (
-        f"tensor x sequence x pipeline parallelism of {sizes.tensor} x {sizes.sequence} x {sizes.pipeline}"
-        if (sizes.tensor, sizes.sequence, sizes.pipeline) != (1, 1, 1)
-        else "data parallelism"
-    )
+        if heads % tp or model.num_kv_heads % tp:
+            yield f"{heads} heads and {model.num_kv_heads} key-value heads for tensor parallelism over {tp}"
+    if heads // tp % layout.sp:
+        yield f"{heads // tp} heads for sequence parallelism over {layout.sp}"

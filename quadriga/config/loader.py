@@ -1,105 +1,142 @@
 # SPDX-License-Identifier: Apache-2.0
 """From files and a command line to a configuration, or to one error that names everything that is wrong.
 
-One reader for every command's tree: `load_config` reads that of `quadriga train`, `load_tree` any.
+files, `a.b=c`  ->  dotted keys, each with its place  ->  OmegaConf: one tree  ->  pydantic: `Config`  ->  checks
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
+import yaml
+from omegaconf import DictConfig, OmegaConf
 from pydantic import ValidationError
 
-from quadriga.config.base import Section
-from quadriga.config.check import training_findings
-from quadriga.config.overrides import interpolation_problem, parse_override
-from quadriga.config.problems import as_text, combined
+from quadriga.config.checks import training_findings
+from quadriga.config.keys import KeyInfo, leaf_keys, leaf_of, nearest_keys, section_keys
 from quadriga.config.root import Config
-from quadriga.config.tree import KeyInfo, leaf_keys, leaf_of, nearest_keys, section_keys
-from quadriga.config.verl_keys import Rule, rule_for
-from quadriga.config.yaml_text import read_yaml
+from quadriga.config.tasks import PRESETS, full_key, respell, spelled, spelled_text
+from quadriga.config.verl_keys import rule_for
+from quadriga.config.yaml_text import as_text, combined, parse_yaml, read_yaml
 from quadriga.errors import ConfigError
 
-Root = TypeVar("Root", bound=Section)
+# Hydra's + (a new key) and ++ (a key, new or not) are taken and mean nothing: every key is known.
+_OVERRIDE = re.compile(r"\s*\+{0,2}(?P<key>[A-Za-z_][\w\-]*(?:\.[\w\-/]+)*)=(?P<value>.*)", re.DOTALL)
+_NULLS = ("null", "Null", "NULL", "~")
 _MISSING = object()
 
 
 @dataclass(frozen=True)
-class Tree(Generic[Root]):
-    """The tree of a command, and what its reader has to know beside its keys."""
-
-    root: type[Root]
-    findings: Callable[[Root], tuple[list[ConfigError], list[str]]]
-    """The checks between keys that hold for a training run: what is wrong, and what its user should know."""
-    list_command: str
-    """The command that lists every key."""
-    rule_for: Callable[[str], Rule | None] = lambda key: None
-    """What is said to a key of another program that is not one of the tree."""
-
-
-TRAIN = Tree(Config, training_findings, "quadriga config keys", rule_for)
-
-
-@dataclass(frozen=True)
-class Loaded(Generic[Root]):
+class Loaded:
     """A configuration, and what its user should know about how it was read."""
 
-    config: Root
+    config: Config
     notices: list[str]
 
 
 def load_config(
-    overrides: Sequence[str] = (), files: Sequence[str | Path] = (), *, for_training: bool = False
-) -> Loaded[Config]:
-    """Reads the tree of `quadriga train`: files in order, each over the one before, then the `key=value` overrides.
+    overrides: Sequence[str] = (),
+    files: Sequence[str | Path] = (),
+    *,
+    for_training: bool = False,
+    task: str = "rl",
+) -> Loaded:
+    """Reads the configuration: files in order, each over the one before, then the `key=value` overrides.
 
     Args:
         overrides: `a.b=c`, the value in YAML; a leading `+` or `++` is taken.
         files: YAML files.
         for_training: whether the checks between keys that hold for a training run are made too.
+        task: the task, where neither files nor overrides name one (`task`, or `objective`).
 
     Raises:
         ConfigError: anything is wrong; all of it is in this one error.
     """
-    return load_tree(TRAIN, overrides, files, for_training=for_training)
-
-
-def load_tree(
-    tree: Tree[Root], overrides: Sequence[str] = (), files: Sequence[str | Path] = (), *, for_training: bool = False
-) -> Loaded[Root]:
-    """Reads any tree, as `load_config` does that of `quadriga train`.
-
-    Args:
-        tree: what is read.
-        overrides: as there.
-        files: as there.
-        for_training: as there.
-
-    Raises:
-        ConfigError: anything is wrong; all of it is in this one error.
-    """
-    reading = _Reading(tree)
-    for file in files:
-        written, places = read_yaml(Path(file), reading.problems)
-        for key, value in written.items():
+    problems: list[ConfigError] = []
+    trees = [read_yaml(Path(file), problems) for file in files]
+    named = [tree.get("task", tree.get("objective")) for tree, _ in trees]
+    named += [one.partition("=")[2] for one in overrides if re.match(r"\s*\+*(task|objective)=", one)]
+    chosen = [one for one in [task, *named] if isinstance(one, str) and one in PRESETS][-1]
+    reading = _Reading(chosen, problems=problems)
+    reading.assign("task", chosen, {})
+    for tree, places in trees:
+        for key, value in tree.items():
             reading.assign(str(key), value, places)
     reading.take_overrides(overrides)
-    config = reading.validate()
-    notices = reading.notices()
+    config, notices = reading.validate(), reading.notices()
     if for_training and config is not None:
-        problems, further = tree.findings(config)
-        reading.problems += [one for one in problems if one.where not in reading.wrong_keys]
+        wrong, further = training_findings(config)
+        reading.problems += [one for one in wrong if spelled(one.where, chosen) not in reading.wrong_keys]
         notices += further
     if reading.problems or config is None:
-        raise combined(reading.problems)
-    return Loaded(config, notices)
+        raise combined([respell(one, chosen) for one in reading.problems])
+    return Loaded(config, [spelled_text(one, chosen) for one in notices])
+
+
+def parse_override(argument: str, task: str = "rl") -> tuple[str, Any]:
+    """Splits an override and reads its value as the key's type asks: text as it stands, the rest as YAML.
+
+    Args:
+        argument: `a.b=c`; a leading `+` or `++` is taken.
+        task: whose keys.
+
+    Raises:
+        ConfigError: it is not of the form `key=value`, or the value is not YAML.
+    """
+    match = _OVERRIDE.fullmatch(argument)
+    if match is None:
+        raise _not_an_override(argument)
+    key, text = spelled(match["key"], task), match["value"].strip()
+    leaf = leaf_of(key, task)
+    # A text may begin with a brace (a directory of "{project_name}"), unless a dictionary may stand in its place.
+    is_quoted = text[:1] in ("[", "'", '"') or (text[:1] == "{" and leaf is not None and leaf.is_open)
+    if text == "" or (leaf is not None and leaf.is_text and key == leaf.key and not is_quoted):
+        return key, None if text in _NULLS else text
+    try:
+        value = parse_yaml(text)
+    except yaml.YAMLError as error:
+        if leaf is None:
+            return key, text
+        got = f"'{text}' ({getattr(error, 'problem', None) or error})"
+        fix = "Put text with special signs in quotes."
+        raise ConfigError(key, got=got, expected="a value in YAML", fix=fix) from error
+    if isinstance(value, dict) and any(":" in str(name) and inner is None for name, inner in value.items()):
+        raise ConfigError(key, got=text, expected="a dictionary", fix="Write a space after the colon: {name: value}.")
+    return key, value
+
+
+def _not_an_override(argument: str) -> ConfigError:
+    fix = "Write the key, an equals sign and the value, without spaces around the sign."
+    if argument.startswith("~"):
+        fix = "A key cannot be removed: leave it out, or set it to null."
+    elif argument.startswith("-"):
+        fix = "Keys are written without dashes; --config FILE stands before them."
+    elif argument.endswith((".yaml", ".yml")):
+        fix = f"To read a configuration file write --config {argument}."
+    return ConfigError("command line", got=f"'{argument}'", expected="key=value", fix=fix)
+
+
+def interpolation_problem(where: str, value: Any) -> ConfigError | None:
+    """The error for a value that holds `${...}`, which is not filled in: a text key takes its text as it stands."""
+    if isinstance(value, dict | list):
+        named = isinstance(value, dict)
+        items = [(f"{where}.{name}", value[name]) for name in value] if named else [(where, one) for one in value]
+        found = (interpolation_problem(at, one) for at, one in items)
+        return next((problem for problem in found if problem is not None), None)
+    if not isinstance(value, str) or "${" not in value:
+        return None
+    fix = "References are not filled in: write the value."
+    return ConfigError(where, got=as_text(value), expected="a value", fix=fix)
 
 
 @dataclass
-class _Reading(Generic[Root]):
-    tree: Tree[Root]
-    values: dict[str, Any] = field(default_factory=dict)
+class _Reading:
+    """What was read so far. Keys are spelled as the task does; `values` is a tree of the schema's own names."""
+
+    task: str
+    values: DictConfig = field(default_factory=OmegaConf.create)
     places: dict[str, str] = field(default_factory=dict)
     problems: list[ConfigError] = field(default_factory=list)
     repeated: list[str] = field(default_factory=list)
@@ -108,10 +145,11 @@ class _Reading(Generic[Root]):
     wrong_keys: set[str] = field(default_factory=set)
 
     def take_overrides(self, overrides: Sequence[str]) -> None:
+        """Assigns what the command line sets, and notes what it sets twice."""
         seen: set[str] = set()
         for argument in overrides:
             try:
-                key, value = parse_override(argument, self.tree.root)
+                key, value = parse_override(argument, self.task)
             except ConfigError as problem:
                 self.problems.append(problem)
                 self.wrong_keys.add(problem.where)
@@ -123,74 +161,96 @@ class _Reading(Generic[Root]):
 
     def assign(self, key: str, value: Any, places: Mapping[str, str]) -> None:
         """Puts a value under a dotted key, or says why it cannot stand there."""
-        leaf, sections = leaf_of(key, self.tree.root), section_keys(self.tree.root)
+        typed, place, key = key, places.get(key), spelled(key, self.task)
+        leaf, sections = leaf_of(key, self.task), section_keys(self.task)
         if leaf is None and isinstance(value, dict) and (value or key in sections):
             for name, inner in value.items():
-                self.assign(f"{key}.{name}", inner, places)
+                self.assign(f"{typed}.{name}", inner, places)
         elif leaf is not None:
-            self._set_leaf(key, value, places)
+            self._set(key, value, place)
         elif key not in sections:
-            self._take_foreign(key, value, places)
+            self._take_foreign(key, value, place)
         elif value is not None:
-            below = (one.removeprefix(f"{key}.") for one in leaf_keys(self.tree.root) if one.startswith(f"{key}."))
+            below = (one.removeprefix(f"{key}.") for one in leaf_keys(self.task) if one.startswith(f"{key}."))
             inside = dict.fromkeys(one.split(".")[0] for one in below)
-            self._refuse(key, places, got=as_text(value), expected="a section", fix=f"It holds {', '.join(inside)}.")
+            self._refuse(key, place, got=as_text(value), expected="a section", fix=f"It holds {', '.join(inside)}.")
 
-    def _set_leaf(self, key: str, value: Any, places: Mapping[str, str]) -> None:
-        problem = interpolation_problem(_where(key, places), value)
-        if problem is not None:
+    def _set(self, key: str, value: Any, place: str | None) -> None:
+        if problem := interpolation_problem(_where(key, place), value):
             self.problems.append(problem)
             self.wrong_keys.add(key)
             return
-        *path, last = key.split(".")
-        node = self.values
-        for depth, name in enumerate(path, start=1):
-            inner = node.setdefault(name, {})
-            if not isinstance(inner, dict):
-                above = ".".join(path[:depth])
-                self._refuse(key, places, got=f"a key under {above}", expected=f"none, for {above} is {as_text(inner)}")
+        full = full_key(key, self.task)
+        above, node = "", self.values
+        for name in full.split(".")[:-1]:
+            above = f"{above}.{name}".lstrip(".")
+            node = node[name] if name in node else OmegaConf.create()
+            if not isinstance(node, DictConfig):
+                above = spelled(above, self.task)
+                self._refuse(key, place, got=f"a key under {above}", expected=f"none, for {above} is {as_text(node)}")
                 return
-            node = inner
-        node[last] = _merged(node.get(last), value) if isinstance(value, dict) else value
-        if key in places:
-            self.places[key] = places[key]
-        else:
-            self.places.pop(key, None)
+        OmegaConf.update(self.values, full, value, merge=isinstance(value, dict))
+        self.places[key] = place or ""
 
-    def _take_foreign(self, key: str, value: Any, places: Mapping[str, str]) -> None:
-        rule = self.tree.rule_for(key)
+    def _take_foreign(self, key: str, value: Any, place: str | None) -> None:
+        rule = rule_for(key) if self.task == "rl" else None
         if rule is None:
-            close = nearest_keys(key, self.tree.root)
-            fix = f"Did you mean {' or '.join(close)}?" if close else f"`{self.tree.list_command}` lists them all."
-            self._refuse(key, places, got="a key that does not exist", expected="", fix=fix)
+            close = nearest_keys(key, self.task)
+            command = "quadriga config keys" if self.task == "rl" else "quadriga sft --keys"
+            fix = f"Did you mean {' or '.join(close)}?" if close else f"`{command}` lists them all."
+            self._refuse(key, place, got="a key that does not exist", expected="", fix=fix)
         elif not rule.accepts(value):
             known = [as_text(one) for one in rule.accepted or [] if one is not None][:1]
             expected = known[0] if known else "the key left out"
-            self._refuse(key, places, got=as_text(value), expected=expected, fix=rule.sentence)
+            self._refuse(key, place, got=as_text(value), expected=expected, fix=rule.sentence)
         elif rule.accepted is None:
             self.noted.setdefault(rule.sentence, []).append(key)
         else:
             self.neutral.append(key)
 
-    def _refuse(self, key: str, places: Mapping[str, str], *, got: str, expected: str, fix: str = "") -> None:
-        self.problems.append(ConfigError(_where(key, places), got=got, expected=expected, fix=fix))
+    def _refuse(self, key: str, place: str | None, *, got: str, expected: str, fix: str = "") -> None:
+        self.problems.append(ConfigError(_where(key, place), got=got, expected=expected, fix=fix))
 
-    def validate(self) -> Root | None:
+    def validate(self) -> Config | None:
         """The configuration, with defaults where keys are wrong, so that the checks between keys can go on."""
-        root = self.tree.root
-        try:
-            return root.model_validate(self.values)
-        except ValidationError as error:
-            wrong = _problems_by_key(error, root, self.values, self.places)
-        self.problems += wrong.values()
-        self.wrong_keys |= wrong.keys()
-        for key in wrong:
-            _remove(self.values, key)
-        try:
-            return root.model_validate(self.values)
-        except ValidationError as error:
-            self.problems += _problems_by_key(error, root, self.values, self.places).values()
-            return None
+        values: Any = OmegaConf.to_container(self.values)
+        for _ in range(2):
+            try:
+                return Config.model_validate(values)
+            except ValidationError as error:
+                wrong = self._problems_of(error, values)
+            self.problems += wrong.values()
+            self.wrong_keys |= wrong.keys()
+            for key in wrong:
+                path = full_key(key, self.task).split(".")
+                node = _lookup(values, path[:-1])
+                node.pop(path[-1], None)
+        return None
+
+    def _problems_of(self, error: ValidationError, values: dict[str, Any]) -> dict[str, ConfigError]:
+        """By its key, each thing that pydantic refuses."""
+        problems: dict[str, ConfigError] = {}
+        for one in error.errors(include_url=False):
+            key = self._key_of(one["loc"])
+            value = _lookup(values, full_key(key, self.task).split("."))
+            # A key that follows another one (clip_ratio) fails with it; only the one that was written is named.
+            if key in problems or value is _MISSING:
+                continue
+            leaf = leaf_keys(self.task).get(key)
+            expected, fix = leaf.kind if leaf else "a section", _hint(value, leaf)
+            if one["type"] == "refused":
+                said = one.get("ctx", {})
+                expected, fix = said["expected"], said["fix"]
+            where = _where(key, self.places.get(key))
+            problems[key] = ConfigError(where, got=as_text(value), expected=expected, fix=fix)
+        assert problems, f"pydantic refuses what was not given: {error}"
+        return problems
+
+    def _key_of(self, location: tuple[int | str, ...]) -> str:
+        """The key of a place inside pydantic's error, which also has list positions and names of union members."""
+        known = section_keys(self.task) | leaf_keys(self.task).keys()
+        keys = (spelled(".".join(map(str, location[:depth])), self.task) for depth in range(len(location), 0, -1))
+        return next((key for key in keys if key in known), "")
 
     def notices(self) -> list[str]:
         """What was taken without effect, and why."""
@@ -200,61 +260,16 @@ class _Reading(Generic[Root]):
         return self.repeated + notes
 
 
-def _where(key: str, places: Mapping[str, str]) -> str:
-    return f"{key} ({places[key]})" if key in places else key
+def _where(key: str, place: str | None) -> str:
+    return f"{key} ({place})" if place else key
 
 
-def _merged(below: Any, above: dict[str, Any]) -> dict[str, Any]:
-    if not isinstance(below, dict):
-        return above
-    inner = {
-        name: _merged(below.get(name), value) if isinstance(value, dict) else value for name, value in above.items()
-    }
-    return {**below, **inner}
-
-
-def _lookup(values: Mapping[str, Any], key: str) -> Any:
-    node: Any = values
-    for name in key.split("."):
-        if not isinstance(node, Mapping) or name not in node:
+def _lookup(values: Any, path: Sequence[str]) -> Any:
+    for name in path:
+        if not isinstance(values, Mapping) or name not in values:
             return _MISSING
-        node = node[name]
-    return node
-
-
-def _remove(values: dict[str, Any], key: str) -> None:
-    *path, last = key.split(".")
-    node = _lookup(values, ".".join(path)) if path else values
-    if isinstance(node, dict):
-        node.pop(last, None)
-
-
-def _key_of(location: tuple[int | str, ...], root: type[Section]) -> str:
-    """The key that a place inside pydantic's error stands for: without list positions and names of union members."""
-    known: frozenset[str] = section_keys(root) | leaf_keys(root).keys()
-    depth = next((d for d in range(len(location), 0, -1) if ".".join(map(str, location[:d])) in known), 0)
-    return ".".join(map(str, location[:depth]))
-
-
-def _problems_by_key(
-    error: ValidationError, root: type[Section], values: Mapping[str, Any], places: Mapping[str, str]
-) -> dict[str, ConfigError]:
-    problems: dict[str, ConfigError] = {}
-    for one in error.errors(include_url=False):
-        key = _key_of(one["loc"], root)
-        value = _lookup(values, key)
-        # A key that follows another one (clip_ratio) fails with it; only the one that was written is named.
-        if key in problems or value is _MISSING:
-            continue
-        leaf = leaf_keys(root).get(key)
-        if one["type"] == "refused":
-            said = one.get("ctx", {})
-            expected, fix = said["expected"], said["fix"]
-        else:
-            expected, fix = leaf.kind if leaf else "a section", _hint(value, leaf)
-        problems[key] = ConfigError(_where(key, places), got=as_text(value), expected=expected, fix=fix)
-    assert problems, f"pydantic refuses what nobody wrote: {error}"
-    return problems
+        values = values[name]
+    return values
 
 
 def _hint(value: Any, leaf: KeyInfo | None) -> str:

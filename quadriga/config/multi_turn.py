@@ -1,42 +1,206 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`actor_rollout_ref.rollout.multi_turn` and `.agent`: turns with tools or a user simulator."""
+"""`actor_rollout_ref.rollout.multi_turn` and `.agent`: multi-turn responses with tools or a user simulator.
 
-from typing import Literal
+Two files of their own stand beside the configuration, tools (`tool_config_path`) and interactions
+(`interaction_config_path`):
 
-from quadriga.config.base import Count, Name, PathText, PositiveFloat, Section
+    tools:                                       interaction:
+      - class_name: bank.py:Account                - name: teacher
+        config: {currency: EUR}                      class_name: teacher.py:Teacher
+    mcp_servers:                                     config: {patience: 3}
+      files: {command: python, args: [serve.py]}
+      search: {url: "http://127.0.0.1:8000/mcp", tools: [find]}
+
+A class is `file.py:Name`, the file seen from the folder of the YAML file, or `package.module.Name`.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from pydantic import Field, ValidationError, model_validator
+
+from quadriga.config.base import Count, Finding, Name, PathText, PositiveFloat, Section, refuse, wrong
+from quadriga.config.yaml_text import combined, read_yaml
+from quadriga.errors import ConfigError
+
+FORMATS = ("hermes", "qwen3_coder", "glm", "gpt-oss")
+LOOPS = ("single_turn_agent", "tool_agent")
+FileSection = TypeVar("FileSection", bound=Section)
+
+
+class ToolEntry(Section):
+    """A class of tools."""
+
+    class_name: Name
+    """Where the class is."""
+    config: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of its `__init__`."""
+    tool_schema: dict[str, Any] | None = None
+    """What the model reads instead of what `execute` says of itself."""
+
+
+class ServerEntry(Section):
+    """An MCP server: a program that is started, or an address."""
+
+    command: Name | None = None
+    """Program that speaks over its standard input and output."""
+    args: list[str] = Field(default_factory=list)
+    """Its arguments."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Its environment, besides a few variables of ours."""
+    cwd: str | None = None
+    """Folder it is started in; null: that of the YAML file."""
+    url: Name | None = None
+    """Address of a server that runs already."""
+    tools: list[str] | None = None
+    """Names of the tools that are offered; null: all."""
+
+    @model_validator(mode="after")
+    def _one_way(self) -> "ServerEntry":
+        if (self.command is None) == (self.url is None):
+            raise refuse("either command or url", "A server is started, or it runs already.")
+        return self
+
+
+class ToolFile(Section):
+    """`multi_turn.tool_config_path`."""
+
+    tools: list[ToolEntry] = Field(default_factory=list)
+    mcp_servers: dict[str, ServerEntry] = Field(default_factory=dict)
+
+
+class InteractionEntry(Section):
+    """A user simulator by name."""
+
+    name: Name
+    """What `interaction_kwargs.name` of a row says."""
+    class_name: Name
+    """Where the class is."""
+    config: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of its `__init__`."""
+
+
+class InteractionFile(Section):
+    """`multi_turn.interaction_config_path`."""
+
+    interaction: list[InteractionEntry]
+
+
+def read_tool_file(path: str, section: type[FileSection] = ToolFile) -> FileSection:
+    """The tools of a file.
+
+    Raises:
+        ConfigError: with everything that is wrong in it.
+    """
+    problems: list[ConfigError] = []
+    tree, places = read_yaml(Path(path).expanduser(), problems)
+    if problems:
+        raise combined(problems)
+    try:
+        return section.model_validate(tree)
+    except ValidationError as error:
+        raise combined([_problem(one, path, places) for one in error.errors(include_url=False)]) from error
+
+
+def read_interaction_file(path: str) -> InteractionFile:
+    """The user simulators of a file.
+
+    Raises:
+        ConfigError: with everything that is wrong in it.
+    """
+    return read_tool_file(path, InteractionFile)
+
+
+def _problem(one: Any, path: str, places: dict[str, str]) -> ConfigError:
+    parts = [str(part) for part in one["loc"]]
+    known = [place for end in range(len(parts), 0, -1) if (place := places.get(".".join(parts[:end])))]
+    got = "nothing" if one["type"] == "missing" else repr(one["input"])[:120]
+    expected = one["msg"].removeprefix("expected ").rstrip(". ")
+    if one["type"] == "extra_forbidden":
+        expected = "a key that this file may have"
+    return ConfigError(f"{known[0] if known else path}, {'.'.join(parts)}", got=got, expected=expected)
 
 
 class MultiTurnConfig(Section):
-    """Turns, tools and user simulators of a conversation."""
+    """Turns, tools and user simulators of a multi-turn response."""
 
     enable: bool = False
-    """Whether responses may take several turns; `rollout.mode` is then `async`."""
+    """Whether responses may take several turns (multi-turn); `rollout.mode` is then `async`."""
     max_assistant_turns: Count | None = None
-    """Turns that the model writes, at most. None: as many as fit into `data.max_response_length`."""
+    """Turns that the model writes, at most. null: as many as fit into `data.max_response_length`."""
     max_user_turns: Count | None = None
-    """Turns of tools or user simulators, at most. None: as many as fit."""
+    """Turns of tools or user simulators, at most. null: as many as fit."""
     max_parallel_calls: Count = 1
-    """Tool calls of one turn that are made, side by side; later ones of the turn are answered with a refusal."""
+    """Tool calls of one turn that are made, in parallel; later ones of the turn are answered with a refusal."""
     max_tool_response_length: Count = 256
-    """Longest answer of a tool, in characters; the rest is cut off."""
+    """Longest result of a tool call, in characters; the rest is cut off."""
     tool_response_truncate_side: Literal["left", "middle", "right"] = "middle"
-    """Where a longer answer loses characters."""
+    """Where a longer result loses characters."""
     tool_timeout_s: PositiveFloat = 30.0
     """Seconds that one tool call may take."""
     function_tool_path: PathText | None = None
     """Python file whose `@function_tool` functions are offered to the model."""
     tool_config_path: PathText | None = None
-    """YAML file with tools that are classes, and with servers of tools (MCP)."""
+    """YAML file with tools that are classes, and with MCP servers."""
     interaction_config_path: PathText | None = None
-    """YAML file with the user simulators that `interaction_kwargs` of a sample may name."""
+    """YAML file with the user simulators that `interaction_kwargs` of a row may name."""
     format: Name = "hermes"
     """How the model writes tool calls: `hermes`, `qwen3_coder`, `glm`, `gpt-oss`."""
 
+    def problems(self, at: str) -> Iterator[Finding]:
+        """What of an enabled section names nothing that exists.
+
+        Args:
+            at: dotted key of the section.
+        """
+        if self.format not in FORMATS:
+            close = get_close_matches(self.format, FORMATS, n=1)
+            fix = f"Did you mean {close[0]}?" if close else ""
+            yield wrong(f"{at}.format", f"'{self.format}'", f"one of {', '.join(FORMATS)}", fix)
+        if self.function_tool_path is not None:
+            yield from missing_file(f"{at}.function_tool_path", self.function_tool_path, "a Python file")
+        readers: tuple[tuple[str, str | None, Callable[[str], Any]], ...] = (
+            ("tool_config_path", self.tool_config_path, read_tool_file),
+            ("interaction_config_path", self.interaction_config_path, read_interaction_file),
+        )
+        for name, path, read in readers:
+            if path is None:
+                continue
+            problems = list(missing_file(f"{at}.{name}", path, "a YAML file"))
+            try:
+                problems or read(path)
+            except ConfigError as error:
+                problems.append(error)
+            yield from problems
+
 
 class AgentConfig(Section):
-    """Which loop leads a conversation."""
+    """Which agent loop generates a response."""
 
     default_agent_loop: Name = "single_turn_agent"
-    """Loop of samples that name none in the column `agent_name`: `single_turn_agent`, `tool_agent`, or one's own."""
+    """Agent loop of rows that name none in the column `agent_name`: `single_turn_agent`, `tool_agent`, or your own."""
     agent_loop_path: PathText | None = None
-    """Python file that registers loops of one's own."""
+    """Python file that registers agent loops of your own."""
+
+    def problems(self, at: str) -> Iterator[Finding]:
+        """What names no file and no agent loop.
+
+        Args:
+            at: dotted key of the section.
+        """
+        if self.agent_loop_path is not None:
+            yield from missing_file(f"{at}.agent_loop_path", self.agent_loop_path, "a Python file")
+        elif self.default_agent_loop not in LOOPS:
+            close = get_close_matches(self.default_agent_loop, LOOPS, n=1)
+            fix = f"Did you mean {close[0]}?" if close else "A loop of your own needs rollout.agent.agent_loop_path."
+            expected = f"one of {', '.join(LOOPS)}"
+            yield wrong(f"{at}.default_agent_loop", f"'{self.default_agent_loop}'", expected, fix)
+
+
+def missing_file(key: str, path: str, what: str) -> Iterator[Finding]:
+    """Yields the error for a path that is not a file."""
+    if not os.path.isfile(os.path.expanduser(path)):
+        yield wrong(key, f"'{path}'", what, "There is no such file; relative paths start where the command is run.")

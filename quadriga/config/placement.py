@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which role runs in which resource pool.
+"""Which role runs in which resource pool, and how the ranks of a role are arranged.
 
     together   all: actor_rollout_ref + critic + reward_model
     grouped    policy: actor_rollout      scoring: ref + critic + reward_model
     apart      actor_rollout: actor_rollout      ref: ref      critic: critic      reward_model: reward_model
 
-Roles that share a pool share its processes. `actor_rollout_ref` is the policy with the reference inside;
+Roles of one pool are colocated in its processes. `actor_rollout_ref` is the policy with the reference inside;
 `actor_rollout` is the policy where the reference is a role of its own, or where there is none. In an arrangement of
-one's own the policy may also be two roles in two pools, `actor` and `rollout`: weights then travel between them.
+one's own the policy may also be two roles in two pools, `actor` and `rollout`: weight sync then goes between them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from quadriga.config.findings import Findings
+from quadriga.config.actor import ActorConfig, CriticConfig
+from quadriga.config.base import Finding, unused, wrong
+from quadriga.config.layout import Layout, Sizes
+from quadriga.config.reward import RewardModelConfig
 from quadriga.config.root import Config
 from quadriga.config.trainer import TrainerConfig
 from quadriga.errors import ConfigError
@@ -21,6 +24,10 @@ from quadriga.errors import ConfigError
 ROLES = ("actor_rollout_ref", "actor_rollout", "actor", "rollout", "ref", "critic", "reward_model")
 POLICIES = ("actor_rollout_ref", "actor_rollout", "actor")
 """The roles with the actor in them; a run has one of them."""
+ACTOR = "actor_rollout_ref.actor"
+CRITIC = "critic"
+REWARD_MODEL = "reward_model"
+Arranged = ActorConfig | CriticConfig | RewardModelConfig
 _ARRANGEMENTS: dict[str, dict[str, str]] = {
     "together": {"actor_rollout_ref": "all", "critic": "all", "reward_model": "all"},
     "grouped": {"actor_rollout": "policy", "ref": "scoring", "critic": "scoring", "reward_model": "scoring"},
@@ -80,91 +87,105 @@ def place_roles(
     }
     roles = {role: pool for role, pool in wanted.items() if pool is not None}
     if homeless := [role for role in wanted if role not in roles]:
-        raise ConfigError(
-            _KEY,
-            got=f"no pool for {' and '.join(homeless)}",
-            expected="a pool for each role of the run",
-            fix=f"Add {' and '.join(f'{_KEY}.{role}=NAME' for role in homeless)}.",
-        )
+        fix = f"Add {' and '.join(f'{_KEY}.{role}=NAME' for role in homeless)}."
+        raise wrong(_KEY, f"no pool for {' and '.join(homeless)}", "a pool for each role of the run", fix)
     return Placement(roles, {pool: trainer.processes_of(pool) for pool in dict.fromkeys(roles.values())})
 
 
-def check_placement(config: Config, found: Findings) -> None:
-    """Refuses what cannot be placed, and says which keys are read on Ray only."""
+def arranged_roles(config: Config, *, has_critic: bool) -> Iterator[tuple[str, Arranged, int]]:
+    """The roles of a run whose ranks are arranged: the section that says how, by its name, and how many there are.
+
+    The reference is arranged as the actor is, also in a pool of its own.
+
+    Args:
+        config: the configuration.
+        has_critic: whether the run has a critic, which the advantage estimator decides.
+    """
+    actor = (ACTOR, config.actor_rollout_ref.actor)
+    sections: dict[str, tuple[str, Arranged]] = dict.fromkeys((*POLICIES, "ref"), actor)
+    sections |= {"critic": (CRITIC, config.critic)} if has_critic else {}
+    sections |= {"reward_model": (REWARD_MODEL, config.reward_model)}
+    for role, pool in role_pools(config.trainer, has_reward_model=config.reward_model.enable).items():
+        if role in sections:
+            size = sum(config.trainer.processes_of(pool)) if config.trainer.backend == "ray" else 1
+            yield *sections[role], size
+
+
+def layout_of(section: Arranged, world_size: int, where: str) -> Layout:
+    """The layout of a role's ranks.
+
+    Raises:
+        ConfigError: the sizes do not divide them.
+    """
+    fsdp = section.model.fsdp_config if isinstance(section, RewardModelConfig) else section.fsdp_config
+    return Layout.of(world_size, Sizes.of(fsdp.fsdp_size, section), where)
+
+
+def check_layouts(config: Config) -> Iterator[Finding]:
+    """Yields sizes that do not divide the ranks, once for each section.
+
+    Whether there is a critic an estimator says, and estimators may be users' own: of the critic only what `gae` needs
+    is checked here, and what any other needs before the workers start.
+    """
+    has_critic = config.task == "rl" and config.algorithm.adv_estimator == "gae"
+    told: dict[str, ConfigError] = {}
+    for where, section, size in arranged_roles(config, has_critic=has_critic):
+        try:
+            layout_of(section, size, where)
+        except ConfigError as error:
+            told.setdefault(where, error)
+    yield from told.values()
+
+
+def check_placement(config: Config) -> Iterator[Finding]:
+    """Yields what cannot be placed, and which keys are read on Ray only."""
     trainer = config.trainer
     if trainer.backend == "local":
-        _check_local(config, found)
+        yield from _check_local(config)
         return
     if trainer.device not in ("auto", "cpu", "cuda"):
-        found.refuse(
-            "trainer.device",
-            got=f"'{trainer.device}', with trainer.backend=ray",
-            expected="auto, cpu or cuda",
-            fix="Ray gives each process a device of its own.",
-        )
+        got, fix = f"'{trainer.device}', with trainer.backend=ray", "Ray gives each process a device of its own."
+        yield wrong("trainer.device", got, "auto, cpu or cuda", fix)
     given = role_pools(trainer, has_reward_model=config.reward_model.enable)
     if unknown := [role for role in given if role not in ROLES]:
-        found.refuse(_KEY, got=f"the role {unknown[0]}", expected=f"roles out of {', '.join(ROLES)}", fix="")
-    _check_policy(given, found)
+        yield wrong(_KEY, f"the role {unknown[0]}", f"roles out of {', '.join(ROLES)}")
+    yield from _check_policy(given)
     if config.reward_model.enable and "reward_model" not in given:
-        found.refuse(
-            _KEY,
-            got="no pool for reward_model, with reward_model.enable=True",
-            expected="a pool for each role of the run",
-            fix=f"Add {_KEY}.reward_model=NAME.",
-        )
+        got = "no pool for reward_model, with reward_model.enable=True"
+        yield wrong(_KEY, got, "a pool for each role of the run", f"Add {_KEY}.reward_model=NAME.")
     if idle := [pool for pool in trainer.resource_pools if pool not in given.values()]:
-        found.refuse(
-            f"trainer.resource_pools.{idle[0]}",
-            got="a pool without a role",
-            expected=f"pools out of {', '.join(dict.fromkeys(given.values()))}",
-            fix=f"{_KEY} names the pool of each role.",
-        )
+        expected, fix = f"pools out of {', '.join(dict.fromkeys(given.values()))}", f"{_KEY} names each role's pool."
+        yield wrong(f"trainer.resource_pools.{idle[0]}", "a pool without a role", expected, fix)
 
 
-def _check_policy(given: Mapping[str, str], found: Findings) -> None:
-    policies = [role for role in POLICIES if role in given]
+def _check_policy(given: Mapping[str, str]) -> Iterator[Finding]:
+    policies, got = [role for role in POLICIES if role in given], " and ".join(given)
     if not policies:
-        found.refuse(_KEY, got="no pool for the policy", expected=f"{_KEY}.actor_rollout_ref=NAME", fix="")
+        yield wrong(_KEY, "no pool for the policy", f"{_KEY}.actor_rollout_ref=NAME")
     if len(policies) > 1 or {"actor_rollout_ref", "ref"} <= given.keys():
-        found.refuse(
-            _KEY,
-            got=f"{' and '.join(given)}",
-            expected="actor_rollout_ref, or actor_rollout and ref, or actor, rollout and ref",
-            fix="The reference is inside the policy's processes, or a role of its own.",
-        )
+        expected = "actor_rollout_ref, or actor_rollout and ref, or actor, rollout and ref"
+        yield wrong(_KEY, got, expected, "The reference is inside the policy's processes, or a role of its own.")
     elif policies and ("rollout" in given) != (policies == ["actor"]):
-        found.refuse(
-            _KEY,
-            got=f"{' and '.join(given)}",
-            expected="actor_rollout_ref or actor_rollout, or both of actor and rollout",
-            fix="The rollout is inside the policy's processes, or a role of its own beside `actor`.",
-        )
+        expected = "actor_rollout_ref or actor_rollout, or both of actor and rollout"
+        fix = "The rollout is inside the policy's processes, or a role of its own beside `actor`."
+        yield wrong(_KEY, got, expected, fix)
     elif policies == ["actor"] and given["actor"] == given["rollout"]:
-        found.refuse(
-            _KEY,
-            got=f"actor and rollout in one pool, {given['actor']}",
-            expected="a pool for each",
-            fix=f"In one pool they are one role: set {_KEY}.actor_rollout={given['actor']} instead of both.",
-        )
+        pool = given["actor"]
+        fix = f"In one pool they are one role: set {_KEY}.actor_rollout={pool} instead of both."
+        yield wrong(_KEY, f"actor and rollout in one pool, {pool}", "a pool for each", fix)
 
 
-def _check_local(config: Config, found: Findings) -> None:
-    trainer = config.trainer
-    for name, value in (("nnodes", trainer.nnodes), ("n_gpus_per_node", trainer.n_gpus_per_node)):
-        if value != 1:
-            found.refuse(
-                f"trainer.{name}",
-                got=f"{value}, with trainer.backend=local",
-                expected="1",
-                fix="Several processes run on Ray: set trainer.backend=ray (`quadriga train --ray`).",
-            )
+def _check_local(config: Config) -> Iterator[Finding]:
+    trainer, ray = config.trainer, config.ray_kwargs
+    for name in ("nnodes", "n_gpus_per_node"):
+        if (value := getattr(trainer, name)) != 1:
+            fix = "Several processes run on Ray: set trainer.backend=ray (`quadriga train --ray`)."
+            yield wrong(f"trainer.{name}", f"{value}, with trainer.backend=local", "1", fix)
     changed = {
         _KEY: trainer.placement != "together",
         "trainer.resource_pools": trainer.resource_pools,
         "trainer.max_worker_restarts": trainer.max_worker_restarts,
-        "ray_kwargs.ray_init": config.ray_kwargs.arguments,
-        "ray_kwargs.timeline_json_file": config.ray_kwargs.timeline_json_file,
+        "ray_kwargs.ray_init": ray.arguments,
+        "ray_kwargs.timeline_json_file": ray.timeline_json_file,
     }
-    if unused := [key for key, is_changed in changed.items() if is_changed]:
-        found.notice(f"{', '.join(unused)}: not used, for trainer.backend is local.")
+    yield from unused([key for key, is_changed in changed.items() if is_changed], "trainer.backend is local")

@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`reward_model` and `custom_reward_function`: who grades the responses."""
+"""`reward_model` and `custom_reward_function`: how responses are graded."""
 
+import json
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from pydantic import Field
 
-from quadriga.config.base import Count, Name, PathText, PositiveFloat, Section, Share
-from quadriga.config.optimizer import FSDPConfig, ParallelConfig
+from quadriga.config.actor import FSDPConfig, ParallelConfig
+from quadriga.config.base import Count, Finding, Name, PathText, PositiveFloat, Section, Share, unused, wrong
+
+# What a configuration of transformers means that says nothing of labels.
+_DEFAULT_LABELS = 2
 
 
 class RewardClassifierConfig(Section):
@@ -24,11 +30,11 @@ class RewardClassifierConfig(Section):
 
 
 class RewardModelConfig(ParallelConfig):
-    """Who grades: a reward model where one is enabled, and a reward manager with its graders."""
+    """Rewards: a reward model where one is enabled, and a reward manager with its graders."""
 
     enable: bool = False
     """Whether a reward model grades. A function of `custom_reward_function.path` is added to it; built-in graders are
-    then not asked."""
+    then not used."""
     model: RewardClassifierConfig = Field(default_factory=RewardClassifierConfig)
     micro_batch_size_per_gpu: Count | None = None
     """Sequences in one pass of the reward model. null: as many as `forward_max_token_len_per_gpu` allows."""
@@ -45,7 +51,7 @@ class RewardModelConfig(ParallelConfig):
     """Processes that grade."""
     launch_reward_fn_async: bool = False
     """Whether graders work while log-probabilities, reference and values are computed, and are waited for before the
-    advantages. No number depends on it. It changes nothing where answers are graded earlier (`rollout.mode=async`,
+    advantages. No number depends on it. It changes nothing where responses are graded earlier (`rollout.mode=async`,
     `algorithm.filter_groups`), where a reward model alone grades, and for a manager that cannot be started."""
     timeout_s: PositiveFloat = 10.0
     """Seconds that grading one response may take; then it is stopped and counted as an error."""
@@ -53,6 +59,25 @@ class RewardModelConfig(ParallelConfig):
     """Share of a batch whose grading raised or ran out of time above which the run stops, in [0, 1]."""
     reward_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Open dictionary: options of the reward manager."""
+
+    def findings(self, at: str) -> Iterator[Finding]:
+        if not self.enable:
+            yield from unused(self._changed(at), f"{at}.enable is false")
+        elif self.model.path is None:
+            fix = "Set it to a folder or a hub name of a sequence classifier with one label."
+            yield wrong(f"{at}.model.path", f"null, with {at}.enable=True", "a reward model", fix)
+        elif self.micro_batch_size_per_gpu is not None and self.use_dynamic_bsz:
+            key = f"{at}.forward_max_token_len_per_gpu"
+            yield f"{at}.micro_batch_size_per_gpu: not used, for passes are cut by {key}."
+
+    def _changed(self, at: str) -> list[str]:
+        """Keys of the reward model that do not have their default."""
+        passes = ("micro_batch_size_per_gpu", "use_dynamic_bsz", "forward_max_token_len_per_gpu", "max_length")
+        default = RewardModelConfig()
+        names = [*passes, *ParallelConfig.model_fields]
+        changed = [f"{at}.{name}" for name in names if getattr(self, name) != getattr(default, name)]
+        of_model = sorted(self.model.model_fields_set) if self.model != default.model else []
+        return [f"{at}.model.{key}" for key in of_model] + changed
 
 
 class CustomRewardFunctionConfig(Section):
@@ -64,3 +89,46 @@ class CustomRewardFunctionConfig(Section):
     """Name of the function in that file: `f(data_source, solution_str, ground_truth, extra_info=None)`."""
     reward_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Open dictionary: further keyword arguments for the function."""
+
+    def findings(self, at: str) -> Iterator[Finding]:
+        if self.path is None and self.reward_kwargs:
+            yield f"{at}.reward_kwargs: not used, for {at}.path is null."
+
+
+def check_classifier(reward: RewardModelConfig, max_sequence_tokens: int) -> Iterator[Finding]:
+    """Yields what config.json of a local reward model says against it: its head, its labels, its positions.
+
+    Args:
+        reward: an enabled reward model with a path.
+        max_sequence_tokens: of the policy's sequences.
+    """
+    path, key = reward.model.path or "", "reward_model.model.path"
+    file = Path(path).expanduser() / "config.json"
+    if not file.is_file():
+        return
+    try:
+        described = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        yield wrong(key, f"'{file}' ({error})", "JSON", "Get the model anew.")
+        return
+    names, fix = described.get("architectures") or [], "Name a model that was trained to score."
+    is_classifier = not names or any(name.endswith("ForSequenceClassification") for name in names)
+    if not is_classifier and not reward.model.trust_remote_code:
+        got = f"'{path}', whose config.json names {', '.join(names)}: it has no classification head"
+        yield wrong(key, got, "an architecture that ends in ForSequenceClassification, with one label", fix)
+        return
+    labels = described.get("num_labels", len(described.get("id2label") or range(_DEFAULT_LABELS)))
+    if labels != 1:
+        got = f"'{path}', a classifier with {labels} labels by its config.json"
+        yield wrong(key, got, "one label, the score", fix)
+    positions, limit = described.get("max_position_embeddings"), reward.max_length
+    if not isinstance(positions, int):
+        return
+    if limit is not None and limit > positions:
+        expected = f"at most {positions}, the positions of the reward model"
+        yield wrong("reward_model.max_length", str(limit), expected, "Lower it, or leave it out.")
+    elif (limit or positions) < max_sequence_tokens:
+        yield (
+            f"reward_model.max_length: {limit or positions} tokens, but a sequence of the policy may have "
+            f"{max_sequence_tokens}: a longer one loses the beginning of its prompt, and is counted in reward/rm_cut."
+        )

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`actor_rollout_ref.rollout`: the generation engine and how it samples."""
+"""`actor_rollout_ref.rollout`: the rollout engine, how it samples, and what each engine can do."""
 
+from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -8,6 +10,7 @@ from pydantic import BeforeValidator, Field
 from quadriga.config.actor import LogProbConfig
 from quadriga.config.base import (
     Count,
+    Finding,
     MinusOneOrCount,
     NonNegativeFloat,
     PathText,
@@ -15,26 +18,34 @@ from quadriga.config.base import (
     Section,
     Share,
     refuse,
+    unused,
+    wrong,
 )
 from quadriga.config.multi_turn import AgentConfig, MultiTurnConfig
+from quadriga.errors import ConfigError
 
 ENGINES = ("native", "hf", "vllm", "sglang", "http", "scripted")
+ROLLOUT = "actor_rollout_ref.rollout"
+_OF_LIBRARIES = ("gpu_memory_utilization", "enforce_eager")
+_NOT_OF_SERVERS = ("max_num_batched_tokens", "cache_gigabytes", "max_model_len", "tensor_model_parallel_size")
+_MORE_PROCESSES = (
+    "Set it to 1. More engines: more processes that generate, by trainer.n_gpus_per_node, or with trainer.backend=ray "
+    "by a pool of their own in trainer.placement; or generate with vllm and mode=async."
+)
 
 
 def _known_engine(value: Any) -> Any:
     if value == "trtllm":
-        raise refuse(
-            f"one of {', '.join(ENGINES)}",
-            "Set actor_rollout_ref.rollout.name=native: it generates in the trainer's process and shares its weights.",
-        )
+        fix = f"Set {ROLLOUT}.name=native: it generates in the trainer's process and shares its weights."
+        raise refuse(f"one of {', '.join(ENGINES)}", fix)
     return value
 
 
 class SamplingConfig(Section):
-    """How answers are sampled in validation."""
+    """How responses are sampled in validation."""
 
     n: Count = 1
-    """Answers for each prompt."""
+    """Responses for each prompt."""
     temperature: NonNegativeFloat = 0.0
     """Divides the logits; 0 takes the likeliest token."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -46,16 +57,34 @@ class SamplingConfig(Section):
     do_sample: bool = False
     """Whether tokens are drawn; false takes the likeliest one, whatever the temperature."""
 
+    def findings(self, at: str) -> Iterator[Finding]:
+        is_greedy = not self.do_sample or self.temperature == 0
+        if not self.do_sample and self.temperature > 0:
+            yield f"{at}.temperature: not used, for {at}.do_sample is false: validation takes the likeliest token."
+        if self.do_sample and self.temperature == 0:
+            yield f"{at}.do_sample: at temperature 0 validation takes the likeliest token all the same."
+        if self.n > 1 and is_greedy:
+            yield f"{at}.n: validation takes the likeliest token, so the {self.n} responses to a prompt are equal."
+
 
 class SkipConfig(Section):
-    """Generations that are kept and used again, to work on what comes after them."""
+    """The rollout cache: generations that are kept and used again, to work on what comes after them."""
 
     enable: bool = False
     """Whether a step whose generations are in `dump_dir` takes them from there, and others are written to it."""
     dump_dir: PathText = "outputs/rollout_dump"
-    """Folder of the kept generations, a file for each step."""
+    """Folder of the rollout cache, a file for each step."""
     action: Literal["cache", "repeat"] = "cache"
     """`cache` keeps each step's own; `repeat` uses the first that was kept in every step."""
+
+    def findings(self, at: str) -> Iterator[Finding]:
+        if self.enable:
+            yield (
+                f"{at}: steps whose responses are in {self.dump_dir} do not generate, whatever the weights are by "
+                "then; the others keep theirs there."
+            )
+            if self.action == "repeat":
+                yield f"{at}.action: repeat: every step learns from the same responses."
 
 
 class RolloutConfig(LogProbConfig):
@@ -64,13 +93,13 @@ class RolloutConfig(LogProbConfig):
     name: Annotated[Literal["native", "hf", "vllm", "sglang", "http", "scripted"], BeforeValidator(_known_engine)] = (
         "native"
     )
-    """Engine: `native` is ours and fast, `hf` is transformers' generate, `vllm` and `sglang` are those, `http` a server
-    that others run, `scripted` gives canned answers."""
+    """Rollout engine: `native` is ours and fast, `hf` is transformers' generate, `vllm` and `sglang` are those, `http`
+    a server that runs already, `scripted` gives canned responses."""
     mode: Literal["sync", "async"] = "sync"
-    """`sync` answers the batch as one; `async` makes each sample a task of its own, which may take several turns and is
-    graded while others are still being written."""
+    """`sync` generates the batch as one; `async` makes each sequence a task of its own, which may take several turns
+    and is graded while others are still being generated."""
     n: Count = 1
-    """Answers for each training prompt; they form the group that some estimators compare."""
+    """Responses for each training prompt; they form the group that some estimators compare."""
     temperature: NonNegativeFloat = 1.0
     """Divides the logits, in generation and in every log-probability of training alike."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -82,42 +111,43 @@ class RolloutConfig(LogProbConfig):
     do_sample: bool = True
     """Whether tokens are drawn; training needs it."""
     max_num_seqs: Count = 256
-    """Sequences that are generated at the same time; more wait for a free place."""
+    """Sequences that are generated at the same time (continuous batching); more wait for a free place."""
     ignore_eos: bool = False
     """Whether generation goes on after the end-of-text token, up to `data.max_response_length`."""
     stop_token_ids: list[int] = Field(default_factory=list)
     """Token ids that end a response, besides the model's own."""
     stop: list[str] = Field(default_factory=list)
-    """Texts that end a response; the token that completes one is kept."""
+    """Stop strings: texts that end a response; the token that completes one is kept."""
     max_model_len: Count | None = None
-    """Longest prompt and response together, in tokens, that the engine takes. None: `data.max_prompt_length` and
+    """Longest prompt and response together, in tokens, that the engine takes. null: `data.max_prompt_length` and
     `data.max_response_length`, added."""
     max_num_batched_tokens: Count = 8192
     """Tokens that the engine computes in one forward pass, at most."""
     cache_gigabytes: PositiveFloat | None = None
-    """Memory for keys and values. None: `native` takes what the running sequences need; `vllm` and `sglang` what
-    `gpu_memory_utilization` leaves on an accelerator, 1 GiB on a CPU. Each engine has as much."""
+    """Memory of the KV cache, in GiB, of each engine. null: `native` takes what the running sequences need; `vllm` and
+    `sglang` what `gpu_memory_utilization` leaves on an accelerator, 1 GiB on a CPU."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Share of the accelerator's memory that `vllm` or `sglang` may use, weights included; several engines of a process
     divide it."""
     tensor_model_parallel_size: Count = 1
-    """Processes that hold one engine of `vllm` or `sglang` together."""
+    """Tensor parallelism of generation: processes that hold one engine of `vllm` or `sglang` together."""
     data_parallel_size: Count = 1
-    """Engines of each process that generates, every one with all weights: a request goes to the one with the fewest
-    tokens in flight. Above 1 for `sglang`, and for `vllm` with mode=async."""
+    """Data parallelism of generation: engine replicas of each process that generates; a request goes to the one with
+    the fewest tokens in flight. Above 1 for `sglang`, and for `vllm` with mode=async."""
     enforce_eager: bool = False
-    """`vllm`, `sglang`: whether no graph is captured, and by `vllm` nothing compiled: a faster start, slower steps."""
+    """`vllm`, `sglang`: whether no CUDA graph is captured, and by `vllm` nothing compiled: a faster start, slower
+    steps."""
     free_cache_engine: bool = True
-    """Whether the engine gives back its memory while the models train."""
+    """Whether the engine gives back its memory (weights, KV cache) while the models train."""
     update_weights_bucket_megabytes: Count = 512
-    """Memory in which weights travel to an engine that does not share the actor's, in MiB."""
+    """Bucket size of weight sync to an engine that does not share the actor's weights, in MiB."""
     log_prob_diff_warn: NonNegativeFloat = 0.1
-    """Mean absolute difference between the rollout's and the trainer's log-probabilities, in nats, above which a step
-    warns."""
+    """Mean absolute difference between the rollout's and the trainer's log-probabilities (the mismatch that makes
+    samples off-policy), in nats, above which a step warns."""
     log_prob_diff_stop: NonNegativeFloat | None = None
-    """The same, above which the run stops. None: never."""
+    """The same, above which the run stops. null: never."""
     trace_dir: PathText | None = None
-    """Folder for one JSONL record of each trajectory: turns, tokens, times, tools. None: none is written."""
+    """Folder for one JSONL record of each trajectory: turns, tokens, times, tool calls. null: none is written."""
     skip: SkipConfig = Field(default_factory=SkipConfig)
     multi_turn: MultiTurnConfig = Field(default_factory=MultiTurnConfig)
     agent: AgentConfig = Field(default_factory=AgentConfig)
@@ -125,3 +155,117 @@ class RolloutConfig(LogProbConfig):
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Open dictionary: options of the named engine, for `vllm` and `sglang` under that name as well; for `scripted` the
     `responses_file`, for `http` the `urls` and the `model`, for servers of SGLang the `url` or the `urls`."""
+
+    def findings(self, at: str) -> Iterator[Finding]:
+        greedy = "Training learns from the differences between responses: let it sample."
+        if not self.do_sample:
+            yield wrong(f"{at}.do_sample", "false", "true", greedy)
+        if self.temperature == 0:
+            equal = f" All {self.n} responses to a prompt would be the same: no gradient." if self.n > 1 else ""
+            yield wrong(f"{at}.temperature", "0", "a number above 0", greedy + equal)
+        if _filters(self):
+            yield (
+                f"{at}.top_p, top_k, min_p: generation leaves out unlikely tokens, the log-probabilities of training "
+                "do not: what is learned from differs a little from what was sampled (off-policy)."
+            )
+        stop, warn = self.log_prob_diff_stop, self.log_prob_diff_warn
+        if stop is not None and stop < warn:
+            yield f"{at}.log_prob_diff_warn: the run stops at {stop:g} before it would warn at {warn:g}."
+        yield from self._engine_findings(at)
+
+    def _engine_findings(self, at: str) -> Iterator[Finding]:
+        """What the engine named cannot do in training, and what it does not read."""
+        if self.name == "http":
+            yield wrong(
+                f"{at}.name",
+                "http, whose servers keep the weights they were started with",
+                "an engine that takes new weights after each step",
+                f"Train with {at}.name=native or vllm; http is for generate and eval.",
+            )
+        if self.name == "vllm":
+            yield from self._vllm_findings(at)
+        if self.name == "sglang":
+            yield from self._sglang_findings(at)
+        is_library = self.name in ("vllm", "sglang")
+        names = () if is_library else _OF_LIBRARIES
+        names += _NOT_OF_SERVERS if self.name == "http" else ()
+        because = f"{at}.name is {self.name}"
+        yield from unused([f"{at}.{one}" for one in names if one in self.model_fields_set], because)
+        for engine in ENGINES:
+            if engine != self.name and isinstance(self.engine_kwargs.get(engine), dict):
+                yield from unused([f"{at}.engine_kwargs.{engine}"], because)
+        if problem := problem_of_several_engines(self):
+            yield problem
+        if self.tensor_model_parallel_size > 1 and not is_library and self.name != "http":
+            got = f"{self.tensor_model_parallel_size}, with {at}.name={self.name}"
+            fix = "Set it to 1, or generate with vllm."
+            yield wrong(f"{at}.tensor_model_parallel_size", got, "1: each process generates with the whole model", fix)
+
+    def _vllm_findings(self, at: str) -> Iterator[Finding]:
+        if find_spec("vllm") is None:
+            fix = "pip install 'vllm>=0.30'; on a machine without an accelerator: scripts/install-vllm."
+            yield wrong(f"{at}.name", "vllm, which this environment does not have", "vLLM 0.30 or newer", fix)
+        if _filters(self) and self.temperature != 1:
+            yield wrong(
+                f"{at}.temperature",
+                f"{self.temperature:g}, with {_filters(self)}",
+                "1, or no filter",
+                "vLLM reports log-probabilities before both or after both, and training needs those after the "
+                "temperature and before the filter: change one of them, or generate with native.",
+            )
+        val = self.val_kwargs
+        is_filtered = _filters(val) or (_filters(self) and val.temperature != 1)
+        if val.do_sample and val.temperature > 0 and is_filtered:
+            yield (
+                f"{at}.val_kwargs: vLLM does not report what these log-probabilities would be without the filter: "
+                "rollout/log_prob of validation is nan; its responses and scores are not concerned."
+            )
+
+    def _sglang_findings(self, at: str) -> Iterator[Finding]:
+        if not _sglang_servers(self) and find_spec("sglang") is None:
+            fix = "pip install 'sglang>=0.5.23'; on a machine without an accelerator: scripts/install-sglang."
+            yield wrong(f"{at}.name", "sglang, which this environment does not have", "SGLang 0.5.23 or newer", fix)
+        for key, sampling in ((at, self), (f"{at}.val_kwargs", self.val_kwargs)):
+            if sampling.min_p > 0:
+                got, expected = f"{sampling.min_p:g}, with {at}.name=sglang", "0: SGLang cannot draw by a seed with it"
+                yield wrong(f"{key}.min_p", got, expected, "Use top_p or top_k, or generate with native or vllm.")
+        if self.ignore_eos and self.stop_token_ids:
+            got, expected = f"{self.stop_token_ids}, with ignore_eos=true", "one of the two"
+            fix = "SGLang leaves out both or neither: leave one out, or generate with native or vllm."
+            yield wrong(f"{at}.stop_token_ids", got, expected, fix)
+
+
+def problem_of_several_engines(rollout: RolloutConfig) -> ConfigError | None:
+    """What is wrong with `data_parallel_size`: replicas need engines that compute in processes of their own."""
+    count = rollout.data_parallel_size
+    if count == 1:
+        return None
+    match rollout.name:
+        case "sglang" if _sglang_servers(rollout):
+            expected = f"1: {ROLLOUT}.engine_kwargs.sglang says which servers there are"
+            fix = "Name one server as url, several as urls: requests are balanced over them."
+        case "sglang":
+            return None
+        case "vllm" if rollout.mode == "async":
+            return None
+        case "vllm":
+            expected = f"1, or {ROLLOUT}.mode=async"
+            fix = "With mode=sync vLLM computes in the actor's process, where two would take turns: set mode=async."
+        case "http":
+            expected = "1: a request goes to the server with the fewest in flight anyway"
+            fix = f"Name all servers in {ROLLOUT}.engine_kwargs.urls."
+        case _:
+            expected, fix = "1: the engine computes in the calling process, one call after the other", _MORE_PROCESSES
+    got = f"{count}, with {ROLLOUT}.name={rollout.name}" + (", mode=sync" if rollout.name == "vllm" else "")
+    return wrong(f"{ROLLOUT}.data_parallel_size", got, expected, fix)
+
+
+def _sglang_servers(rollout: RolloutConfig) -> set[str]:
+    own = rollout.engine_kwargs | dict(rollout.engine_kwargs.get("sglang") or {})
+    return own.keys() & {"url", "urls"}
+
+
+def _filters(sampling: RolloutConfig | SamplingConfig) -> str:
+    """The filters that are on, for people to read; empty if there are none."""
+    on = {"top_p": sampling.top_p < 1, "top_k": sampling.top_k > 0, "min_p": sampling.min_p > 0}
+    return ", ".join(f"{name}={getattr(sampling, name)}" for name, is_on in on.items() if is_on)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`algorithm.rollout_correction`: what is done about answers that another policy wrote than the one that learns."""
+"""`algorithm.rollout_correction`: off-policy correction for the mismatch of rollout and trainer: weights, rejection."""
 
 from typing import Any, Literal
 
 from pydantic import field_validator, model_validator
 
-from quadriga.config.base import Section, follow, refuse
+from quadriga.config.base import Section, filled, refuse
 
 Preset = Literal[
     "decoupled_token_is",
@@ -89,22 +89,26 @@ _EARLIER = {
 
 
 class RolloutCorrectionConfig(Section):
-    """Importance weights and rejection for what the rollout's policy did differently. Off until one is set."""
+    """Off-policy correction: importance sampling weights and rejection of samples whose policy differs from the trained
+    one (staleness, numerics of the rollout engine). Off until one is set."""
 
     preset: Preset | None = None
-    """A named choice of the keys below; those that are given as well hold. `disabled`: none."""
+    """A named off-policy correction: a choice of the keys below; those that are given as well hold. `disabled`:
+    none."""
     bypass_mode: bool = False
     """Whether the rollout's policy is taken as the old one: no pass for old log-probabilities, a loss of its own."""
     loss_type: Literal["ppo_clip", "reinforce"] = "ppo_clip"
     """Bypass: `ppo_clip` clips the ratio over the rollout; `reinforce` weighs policy gradient by `rollout_is`."""
     rollout_is: Literal["token", "sequence"] | None = None
-    """Importance weights of tokens, or of whole answers. null: none."""
+    """Importance sampling weights of tokens, or of whole responses. null: none."""
     rollout_is_threshold: float | str = 2.0
-    """Largest weight; larger ones become it. `LOWER_UPPER`, such as 0.5_5.0: weights outside become 0 (IcePop)."""
+    """Largest importance weight; larger ones are truncated to it. `LOWER_UPPER`, such as 0.5_5.0: weights outside
+    become 0 (IcePop)."""
     rollout_is_batch_normalize: bool = False
     """Whether weights are divided by their mean over the batch; with bypass_mode this costs the pass it saves."""
     rollout_rs: str | None = None
-    """Rejection by `token`, `seq_sum`, `seq_mean` or `seq_max` and `_k1`, `_k2` or `_k3`; several with commas."""
+    """Rejection sampling by `token`, `seq_sum`, `seq_mean` or `seq_max` and `_k1`, `_k2` or `_k3`; several with
+    commas."""
     rollout_rs_threshold: float | str | None = None
     """Largest divergence that is kept, for all rules or for each with commas; for k1 ratios as `LOWER_UPPER`, one
     number alone being the upper."""
@@ -113,7 +117,7 @@ class RolloutCorrectionConfig(Section):
     @classmethod
     def _preset_fills_in(cls, given: Any) -> Any:
         known = isinstance(given, dict) and isinstance(given.get("preset"), str)
-        return follow(given, _PRESETS.get(given["preset"], {})) if known else given
+        return filled(given, _PRESETS.get(given["preset"], {})) if known else given
 
     @field_validator("preset", mode="before")
     @classmethod

@@ -1,25 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`trainer`: how long a run is, on what it runs, where it lies, and when it saves, validates and resumes."""
+"""`trainer`, `ray_kwargs`, `global_profiler`: how long a run is, on what it runs, when it saves, validates, resumes."""
 
+from collections.abc import Iterator
+from difflib import get_close_matches
 from pathlib import Path
 from string import Formatter
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from quadriga.config.base import Count, Meaning, MinusOneOrCount, Name, NonNegativeInt, PathText, Section, refuse
+from quadriga.config.base import (
+    Count,
+    Finding,
+    Meaning,
+    MinusOneOrCount,
+    Name,
+    NonNegativeInt,
+    PathText,
+    Section,
+    refuse,
+    wrong,
+)
 
 Tracker = Literal["console", "jsonl", "tensorboard", "wandb", "mlflow", "swanlab"]
 Arrangement = Literal["together", "grouped", "apart"]
 _PLACEMENT = "together, grouped, apart, or a dictionary of role: pool"
 _POOLS = "a dictionary of pool: list, each list a whole number of at least 1 for each machine"
+# Arguments of ray.init that say where a cluster is or what it has. Those about printing are the command line's own.
+RAY_INIT_KEYS = frozenset((
+    "address", "num_cpus", "num_gpus", "resources", "labels", "object_store_memory",
+    "object_spilling_directory", "include_dashboard", "dashboard_host", "dashboard_port", "namespace",
+    "runtime_env", "_memory", "_metrics_export_port", "_node_ip_address", "_node_name", "_plasma_directory",
+    "_redis_password", "_redis_username", "_system_config", "_temp_dir",
+))  # fmt: skip
 
 
 def _resume_word(value: Any) -> Any:
     return "resume_path" if value == "path" else value
 
 
-def known_places(value: str) -> str:
+def _known_places(value: str) -> str:
     """A directory in which only the names of project and run are to be filled in; others are refused."""
     try:
         names = {name for _, name, _, _ in Formatter().parse(value) if name is not None}
@@ -30,8 +50,17 @@ def known_places(value: str) -> str:
     return value
 
 
-class RunConfig(Section):
-    """The run, as `quadriga train` and `quadriga sft` both have it."""
+def _known_arguments(value: dict[str, Any]) -> dict[str, Any]:
+    unknown = [name for name in value if name not in RAY_INIT_KEYS]
+    if unknown:
+        close = get_close_matches(unknown[0], RAY_INIT_KEYS, n=1, cutoff=0.6)
+        fix = f"Did you mean {close[0]}?" if close else ""
+        raise refuse(f"keys out of {', '.join(sorted(RAY_INIT_KEYS))}", fix)
+    return value
+
+
+class TrainerConfig(Section):
+    """The run."""
 
     total_epochs: Count = 1
     """Passes over the training data."""
@@ -42,34 +71,56 @@ class RunConfig(Section):
     experiment_name: Name = "run"
     """Name of the run, for trackers and for the run's directory."""
     logger: Tracker | list[Tracker] = Field(default_factory=lambda: ["console"])
-    """Where metrics go: one name or a list."""
+    """Trackers that metrics are logged to: one name or a list."""
     seed: NonNegativeInt = 1
     """Seed of every random choice of the run except the order of the data (`data.seed`)."""
     device: Name = "auto"
     """Device that computes: auto, cpu, cuda, cuda:1, ... auto: the accelerator where there is one."""
     backend: Literal["local", "ray"] = "local"
-    """local: all in one process; ray: the models in processes of their own, on one machine or on many."""
+    """local: all in one process; ray: worker processes, on one machine or on many (multi-node)."""
     nnodes: Count = 1
-    """Machines that a pool of processes spans."""
+    """Machines (nodes) that a resource pool spans."""
     n_gpus_per_node: Count = 1
-    """Processes of a pool on each machine: one per GPU or, without GPUs, so many that share the cores."""
+    """Processes of a resource pool on each machine: one per GPU or, without GPUs, so many that share the cores."""
     save_freq: MinusOneOrCount = -1
     """Training steps between checkpoints; the last step has one too. -1: no checkpoints."""
     esi_redundant_time: NonNegativeInt = 0
     """Seconds to spare when the machine is taken back at a time that the environment names: a checkpoint is written
     after each step that may be the last but for this, if `save_freq` asks for any."""
     test_freq: MinusOneOrCount = -1
-    """Training steps between validations; the last step has one too. -1: none while training."""
+    """Training steps between validations; the last step has one too. -1: none while training (a supervised task: only
+    before and after it)."""
     val_before_train: bool = True
     """Whether the untrained model is validated first, where there are validation files."""
-    default_local_dir: Annotated[PathText, AfterValidator(known_places)] = "outputs/{project_name}/{experiment_name}"
-    """Directory of the run: checkpoints, metrics, the resolved configuration."""
+    default_local_dir: Annotated[PathText, AfterValidator(_known_places)] = "outputs/{project_name}/{experiment_name}"
+    """Directory of the run: checkpoints, metrics, the resolved configuration, and after a supervised task `model`."""
     resume_mode: Annotated[Literal["auto", "disable", "resume_path"], BeforeValidator(_resume_word)] = "auto"
-    """auto: go on from the run's newest checkpoint, if any; disable: start anew; resume_path: from the given one."""
+    """auto: resume from the run's newest checkpoint, if any; disable: start anew; resume_path: from the given one."""
     resume_from_path: PathText | None = None
-    """Checkpoint to go on from, with `resume_mode=resume_path`."""
+    """Checkpoint to resume from, with `resume_mode=resume_path`."""
     max_ckpt_to_keep: Count | None = None
     """Checkpoints that stay on disk; older ones are deleted. null: all."""
+    log_val_generations: NonNegativeInt = 0
+    """Validation responses to show in each tracker. 0: none."""
+    placement: Annotated[Arrangement | dict[str, Name], Meaning(_PLACEMENT)] = "together"
+    """Which roles are colocated in one resource pool. together: all; grouped: actor and rollout, critic and reference;
+    apart: none. Or the pool of each role by name: {actor_rollout: one, ref: two, critic: two}."""
+    resource_pools: Annotated[dict[str, Annotated[list[Count], Field(min_length=1)]], Meaning(_POOLS)] = Field(
+        default_factory=dict
+    )
+    """Pools of another shape than `nnodes` and `n_gpus_per_node` say: name -> processes on each machine."""
+    max_worker_restarts: NonNegativeInt = 0
+    """Times that the workers are started again after one of them failed; the run resumes from its last checkpoint."""
+    balance_batch: bool = True
+    """Whether the sequences of a batch are balanced over data-parallel ranks by their lengths."""
+    val_only: bool = False
+    """Whether the run ends after its first validation, which it then has in any case."""
+    critic_warmup: NonNegativeInt = 0
+    """Training steps in which only the critic learns."""
+    rollout_data_dir: PathText | None = None
+    """Directory for the responses of every step, as JSONL. null: they are not written."""
+    validation_data_dir: PathText | None = None
+    """Directory for the responses of every validation, as JSONL. null: they are not written."""
 
     @property
     def directory(self) -> Path:
@@ -82,32 +133,61 @@ class RunConfig(Section):
         """`logger` as a list, each name once."""
         return [self.logger] if isinstance(self.logger, str) else list(dict.fromkeys(self.logger))
 
-
-class TrainerConfig(RunConfig):
-    """The run."""
-
-    log_val_generations: NonNegativeInt = 0
-    """Validation answers to show in each tracker. 0: none."""
-    placement: Annotated[Arrangement | dict[str, Name], Meaning(_PLACEMENT)] = "together"
-    """Which models share processes. together: all; grouped: actor and rollout, critic and reference; apart: none.
-    Or the pool of each role by name: {actor_rollout: one, ref: two, critic: two}."""
-    resource_pools: Annotated[dict[str, Annotated[list[Count], Field(min_length=1)]], Meaning(_POOLS)] = Field(
-        default_factory=dict
-    )
-    """Pools of another shape than `nnodes` and `n_gpus_per_node` say: name -> processes on each machine."""
-    max_worker_restarts: NonNegativeInt = 0
-    """Times that the workers are built anew after one of them failed; the run goes on from its last checkpoint."""
-    balance_batch: bool = True
-    """Whether the sequences of a batch are dealt so that every data-parallel process gets the same amount of work."""
-    val_only: bool = False
-    """Whether the run ends after its first validation, which it then has in any case."""
-    critic_warmup: NonNegativeInt = 0
-    """Training steps in which only the critic learns."""
-    rollout_data_dir: PathText | None = None
-    """Directory for the responses of every step, as JSONL. null: they are not written."""
-    validation_data_dir: PathText | None = None
-    """Directory for the responses of every validation, as JSONL. null: they are not written."""
-
     def processes_of(self, pool: str) -> list[int]:
         """Processes on each machine of a resource pool."""
         return list(self.resource_pools.get(pool, [self.n_gpus_per_node] * self.nnodes))
+
+    def findings(self, at: str) -> Iterator[Finding]:
+        if self.val_only and not self.val_before_train:
+            got, fix = (
+                f"true, with {at}.val_before_train=False",
+                "Nothing would run: set trainer.val_before_train=True.",
+            )
+            yield wrong(f"{at}.val_only", got, "the first validation", fix)
+        if self.resume_mode == "resume_path" and self.resume_from_path is None:
+            fix = f"Name its directory, or set {at}.resume_mode=auto."
+            yield wrong(f"{at}.resume_from_path", f"null, with {at}.resume_mode=resume_path", "a checkpoint", fix)
+        if self.resume_mode != "resume_path" and self.resume_from_path is not None:
+            yield f"{at}.resume_from_path: not used, for {at}.resume_mode is {self.resume_mode}."
+        if self.save_freq == -1 and not self.val_only:
+            yield f"{at}.save_freq: no checkpoint is written; the trained weights end with the run."
+        if self.save_freq == -1 and self.max_ckpt_to_keep is not None:
+            yield f"{at}.max_ckpt_to_keep: not used, for {at}.save_freq is -1."
+        steps = self.total_training_steps
+        if steps is not None and self.critic_warmup >= steps:
+            got = f"{self.critic_warmup}, with {at}.total_training_steps={steps}"
+            yield wrong(f"{at}.critic_warmup", got, f"at most {steps - 1}", "The actor would never learn.")
+
+
+class RayConfig(Section):
+    """The cluster; read with `trainer.backend=ray`."""
+
+    ray_init: Annotated[dict[str, Any], AfterValidator(_known_arguments)] = Field(default_factory=dict)
+    """Arguments of `ray.init`, such as `address` (a cluster that is up) or `num_cpus` (of one that is started for the
+    run). Without an address: that of the variable RAY_ADDRESS, else a cluster on this machine for the run alone."""
+    timeline_json_file: PathText | None = None
+    """File for a timeline of Ray's tasks, to be opened in a trace viewer. null: none."""
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What `ray_init` sets; a key that is null is as good as left out."""
+        return {name: value for name, value in self.ray_init.items() if value is not None}
+
+
+class ProfilerConfig(Section):
+    """The profiler."""
+
+    tool: Literal["torch", "torch_memory"] | None = None
+    """`torch` writes a timeline, `torch_memory` a memory snapshot (CUDA). null: no profile."""
+    steps: list[Count] = Field(default_factory=list)
+    """Training steps to profile, counted from 1."""
+    save_path: PathText = "outputs/profile"
+    """Directory for profiles."""
+    profile_continuous_steps: bool = False
+    """Whether neighbouring steps share one profile instead of having one each."""
+
+    def findings(self, at: str) -> Iterator[Finding]:
+        if self.tool is not None and not self.steps:
+            yield f"{at}.steps: no step is listed, so nothing is profiled."
+        if self.tool is None and self.steps:
+            yield f"{at}.tool: not set, so the steps listed are not profiled."

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""YAML in and out, with numbers and words as people mean them.
+"""YAML in and out, with numbers and words as people mean them, and errors with file and line.
 
-Scalars follow YAML 1.2: `1e-6` is a number, `yes`, `12:30` and `2026-01-31` are text. YAML 1.1, PyYAML's own rule,
-reads them as text, true, 750 and a date.
+Scalars follow YAML 1.2: `1e-6` is a number, `yes`, `12:30` and `2026-01-31` are text. YAML 1.1, the rule of PyYAML and
+of OmegaConf's own reader, takes the first for text (PyYAML alone) and the others for true, 750 and a date.
 """
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,12 +18,25 @@ from quadriga.errors import ConfigError
 # libyaml's bindings are ten times faster and not in every build of PyYAML.
 _BaseLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _BaseDumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-_INT = re.compile(r"[-+]?[0-9][0-9_]*|0x[0-9a-fA-F]+|0o[0-7]+")
-_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
+_MERGE = "tag:yaml.org,2002:merge"
+_INT = "tag:yaml.org,2002:int"
+_SCALARS = {
+    "tag:yaml.org,2002:null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    "tag:yaml.org,2002:bool": (r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    _INT: (r"[-+]?[0-9][0-9_]*|0x[0-9a-fA-F]+|0o[0-7]+", list("-+0123456789")),
+    "tag:yaml.org,2002:float": (
+        r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        list("-+.0123456789"),
+    ),
+}
 
 
 class _Loader(_BaseLoader):
     yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
+
+    def construct_yaml_int(self, node: ScalarNode) -> int:
+        text = self.construct_scalar(node).replace("_", "")
+        return int(text, 0) if text[:2] in ("0x", "0o") else int(text)
 
 
 class _Dumper(_BaseDumper):
@@ -35,28 +49,17 @@ class _Dumper(_BaseDumper):
         return True
 
 
-def _construct_int(loader: Any, node: ScalarNode) -> int:
-    text = loader.construct_scalar(node).replace("_", "")
-    return int(text, 0) if text[:2] in ("0x", "0o") else int(text)
-
-
-def _full(pattern: str) -> re.Pattern[str]:
-    return re.compile(rf"(?:{pattern})$")
-
-
 for _class in (_Loader, _Dumper):
-    _class.add_implicit_resolver("tag:yaml.org,2002:null", _full("~|null|Null|NULL|"), ["~", "n", "N", ""])
-    _class.add_implicit_resolver("tag:yaml.org,2002:bool", _full("true|True|TRUE|false|False|FALSE"), list("tTfF"))
-    _class.add_implicit_resolver("tag:yaml.org,2002:int", _full(_INT.pattern), list("-+0123456789"))
-    _class.add_implicit_resolver("tag:yaml.org,2002:float", _full(_FLOAT.pattern), list("-+.0123456789"))
-_Loader.add_implicit_resolver("tag:yaml.org,2002:merge", _full("<<"), ["<"])
-_Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
+    for _tag, (_pattern, _firsts) in _SCALARS.items():
+        _class.add_implicit_resolver(_tag, re.compile(rf"(?:{_pattern})$"), _firsts)
+_Loader.add_implicit_resolver(_MERGE, re.compile("<<$"), ["<"])
+_Loader.add_constructor(_INT, _Loader.construct_yaml_int)
 _Dumper.add_representer(
     list, lambda dumper, value: dumper.represent_sequence("tag:yaml.org,2002:seq", value, flow_style=True)
 )
 
 
-def parse_scalar(text: str) -> Any:
+def parse_yaml(text: str) -> Any:
     """The value that a piece of YAML stands for; raises `yaml.YAMLError`."""
     return yaml.load(text, _Loader)
 
@@ -66,29 +69,25 @@ def to_yaml(tree: Any) -> str:
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10_000)
 
 
-def _place(path: Path, mark: Any) -> str:
-    return f"{path}, line {mark.line + 1}"
+def as_text(value: Any) -> str:
+    """A value as the user would write it, on one line."""
+    if isinstance(value, str):
+        return f"'{value}'"
+    text = " ".join(to_yaml([value]).strip()[1:-1].split())
+    return text if len(text) <= 120 else f"{text[:117]}..."
 
 
-def _walk(node: Node, key: str, path: Path, places: dict[str, str], problems: list[ConfigError]) -> None:
-    """Notes where each key stands, and which stand there twice (PyYAML would let the last win unseen)."""
-    if not isinstance(node, MappingNode):
-        return
-    seen: dict[str, Any] = {}
-    for name, value in node.value:
-        if not isinstance(name, ScalarNode) or name.tag == "tag:yaml.org,2002:merge":
-            continue
-        dotted = f"{key}.{name.value}" if key else name.value
-        if name.value in seen:
-            got = f"it twice, in lines {seen[name.value].line + 1} and {name.start_mark.line + 1}"
-            problems.append(ConfigError(f"{dotted} ({path})", got=got, expected="it once", fix="Remove one of them."))
-        seen[name.value] = name.start_mark
-        places[dotted] = _place(path, name.start_mark)
-        _walk(value, dotted, path, places, problems)
+def combined(problems: Sequence[ConfigError]) -> ConfigError:
+    """One error that holds all of them; a single one stays as it is."""
+    if len(problems) == 1:
+        return problems[0]
+    lines = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(problems, start=1))
+    # The error ends its first part with a full stop, and the last line has one already.
+    return ConfigError(f"{len(problems)} things in the configuration are wrong:\n{lines}".removesuffix("."))
 
 
 def read_yaml(path: Path, problems: list[ConfigError]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Reads one configuration file.
+    """Reads one file.
 
     Returns:
         Its tree, and for every dotted key the file and line it stands in. What is wrong is added to `problems`.
@@ -99,7 +98,8 @@ def read_yaml(path: Path, problems: list[ConfigError]) -> tuple[dict[str, Any], 
         got = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         problems.append(ConfigError(str(path), got=f"'{got}'", expected="a YAML file that can be read"))
         return {}, {}
-    loader, places = _Loader(text), {}
+    places: dict[str, str] = {}
+    loader = _Loader(text)
     try:
         node = loader.get_single_node()
         if node is None:
@@ -109,7 +109,7 @@ def read_yaml(path: Path, problems: list[ConfigError]) -> tuple[dict[str, Any], 
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
         what = " ".join(part for part in (getattr(error, "context", ""), getattr(error, "problem", "")) if part)
-        where = _place(path, mark) if mark else str(path)
+        where = f"{path}, line {mark.line + 1}" if mark else str(path)
         problems.append(ConfigError(where, got=what or str(error), expected="YAML"))
         return {}, {}
     finally:
@@ -118,3 +118,20 @@ def read_yaml(path: Path, problems: list[ConfigError]) -> tuple[dict[str, Any], 
         problems.append(ConfigError(str(path), got=f"{tree!r}", expected="sections such as data, trainer"))
         return {}, {}
     return tree, places
+
+
+def _walk(node: Node, key: str, path: Path, places: dict[str, str], problems: list[ConfigError]) -> None:
+    """Notes where each key stands, and which stand there twice (PyYAML would let the last win unseen)."""
+    if not isinstance(node, MappingNode):
+        return
+    seen: dict[str, int] = {}
+    for name, value in node.value:
+        if not isinstance(name, ScalarNode) or name.tag == _MERGE:
+            continue
+        dotted, line = f"{key}.{name.value}" if key else name.value, name.start_mark.line + 1
+        if name.value in seen:
+            got = f"it twice, in lines {seen[name.value]} and {line}"
+            problems.append(ConfigError(f"{dotted} ({path})", got=got, expected="it once", fix="Remove one of them."))
+        seen[name.value] = line
+        places[dotted] = f"{path}, line {line}"
+        _walk(value, dotted, path, places, problems)

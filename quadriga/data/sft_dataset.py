@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from quadriga.config.sft import SFTDataConfig
+from quadriga.config import DataConfig
 from quadriga.data.file_dataset import FileDataset
 from quadriga.data.files import RowTable
 from quadriga.data.tokenizing import ChatEncoder, Messages, as_messages
@@ -74,7 +74,7 @@ class TokenizedRows(FileDataset, Generic[Row]):
         self,
         data_files: str | Path | Sequence[str | Path],
         tokenizer: PreTrainedTokenizerBase,
-        config: SFTDataConfig,
+        config: DataConfig,
         *,
         is_train: bool = True,
     ) -> None:
@@ -140,7 +140,7 @@ class TokenizedRows(FileDataset, Generic[Row]):
 
     def _take(self, row: Row, where: str) -> None:
         length, limit = self.num_tokens(row), self.config.max_length
-        if length > limit and not self.config.filter_overlong:
+        if length > limit and not self.config.filter_overlong_prompts:
             if self.config.truncation == "error":
                 raise DataError(
                     where,

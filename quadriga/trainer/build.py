@@ -27,6 +27,7 @@ from quadriga.trainer.publishing import BetweenWorkers, WithinWorkers
 from quadriga.trainer.ray_trainer import RayPPOTrainer, Workers
 from quadriga.trainer.rewards import ModelReward
 from quadriga.trainer.roles import Role
+from quadriga.trainer.sft import SupervisedTrainer
 from quadriga.workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker, RolloutWorker
 from quadriga.workers.base import RunFacts, UpdateInputs
 from quadriga.workers.models import check_models, layout_tables
@@ -53,7 +54,7 @@ TEAMS = {
 class Run:
     """The objects of a run: the trainer on the driver, and the workers that it calls."""
 
-    trainer: RayPPOTrainer
+    trainer: RayPPOTrainer | SupervisedTrainer
     team: Team
 
     def close(self, *, is_cut_short: bool = False) -> None:
@@ -82,7 +83,7 @@ def build_run(config: Config, timeline: Timeline) -> Run:
     """
     needs = Needs.of(config)
     UpdateInputs(config)  # refuses a loss or an option that does not exist, before a process starts
-    check_models(config)
+    check_models(config, has_critic=needs.critic)
     with timeline.part("tokenizer"):
         tokenizer = build_tokenizer(config)
     team = build_team(config, tokenizer, needs)
@@ -101,13 +102,17 @@ def build_run(config: Config, timeline: Timeline) -> Run:
     except BaseException:
         team.end()
         raise
-    chosen = {**choices, **needs.describe()}
-    width = max(map(len, chosen))
-    for name, choice in chosen.items():
-        print(f"  {name:<{width}}  {choice}")
-    for table in layout_tables(config):
-        print(table)
+    print_choices(choices | needs.describe(), config, has_critic=needs.critic)
     return Run(trainer, team)
+
+
+def print_choices(choices: dict[str, str], config: Config, *, has_critic: bool) -> None:
+    """Tell what was chosen, and how the ranks of each role are arranged."""
+    width = max(map(len, choices))
+    for name, choice in choices.items():
+        print(f"  {name:<{width}}  {choice}")
+    for table in layout_tables(config, has_critic=has_critic):
+        print(table)
 
 
 def build_team(config: Config, tokenizer: Any, needs: Needs) -> Team:

@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from quadriga.config.trainer import RunConfig
+from quadriga.config.trainer import TrainerConfig
 from quadriga.errors import CheckpointError
 from quadriga.workers.checkpoint import HF_FOLDER
 
@@ -153,7 +153,7 @@ class Checkpoints:
             for step in [step for step in self.steps() if step <= newest][: -self.max_to_keep]:
                 self._discard(self.path(step))
 
-    def to_resume(self, config: RunConfig) -> Path | None:
+    def to_resume(self, config: TrainerConfig) -> Path | None:
         """The checkpoint that a run with this configuration goes on from, verified; None to start anew."""
         if config.resume_mode == "disable":
             return None

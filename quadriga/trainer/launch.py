@@ -6,7 +6,6 @@ from typing import Any
 
 from quadriga.config import Config
 from quadriga.config.placement import role_pools
-from quadriga.config.sft import SFTConfig
 from quadriga.errors import ConfigError
 
 # Import strings: this process needs torch only if it trains, and Ray only if it does not.
@@ -15,36 +14,21 @@ RUN_ON_CLUSTER = "quadriga.single_controller.ray.remote:run_on_cluster"
 
 
 def run_ppo(config: Config) -> None:
-    """Train as `trainer.backend` says, and return when the run has ended.
+    """Train, whatever `task` is, where `trainer.backend` says, and return when the run has ended.
 
     Raises:
         ConfigError: Ray is asked for and not installed.
         QuadrigaError: what went wrong in the run, wherever that was.
     """
-    roles = role_pools(config.trainer, has_reward_model=config.reward_model.enable)
-    launch(RUN, config, num_processes=sum(sum(config.trainer.processes_of(pool)) for pool in set(roles.values())))
-
-
-def launch(target: str, config: Config | SFTConfig, *, num_processes: int) -> None:
-    """Calls a function with a configuration where `trainer.backend` says, and returns when it has ended.
-
-    Args:
-        target: the function, as `module:name`.
-        config: its only argument.
-        num_processes: the workers that it will start, where they are processes of their own.
-
-    Raises:
-        ConfigError: Ray is asked for and not installed.
-        QuadrigaError: what the function raised, wherever that was.
-    """
     if config.trainer.backend == "local":
-        _load(target)(config)
+        _load(RUN)(config)
         return
+    pools = set(role_pools(config.trainer, has_reward_model=config.reward_model.enable).values())
     _load(RUN_ON_CLUSTER)(
-        target,
+        RUN,
         (config,),
         ray_init=config.ray_kwargs.arguments,
-        num_processes=num_processes,
+        num_processes=sum(sum(config.trainer.processes_of(pool)) for pool in pools),
         timeline_file=config.ray_kwargs.timeline_json_file,
     )
 
@@ -60,5 +44,5 @@ def _load(target: str) -> Any:
             "trainer.backend",
             got="'ray', which is not installed here",
             expected="local, or an environment with Ray",
-            fix="pip install 'quadriga[ray]'",
+            fix="pip install -e '.[ray]'",
         ) from error

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from quadriga.config.base import Section
-from quadriga.config.trainer import RunConfig
+from quadriga.config.trainer import TrainerConfig
 from quadriga.observe.progress import Progress
 from quadriga.observe.stopping import expires_within, expiry, is_stop_requested
 from quadriga.observe.timing import PhaseTimer
@@ -40,7 +40,7 @@ class TrainingLoop(ABC):
     tracking: Tracking
 
     def __init__(
-        self, config: Section, settings: RunConfig, learners: Mapping[str, Any], total_training_steps: int
+        self, config: Section, settings: TrainerConfig, learners: Mapping[str, Any], total_training_steps: int
     ) -> None:
         self.settings, self.total_training_steps = settings, total_training_steps
         self.checkpoints = Checkpoints(settings.directory, settings.max_ckpt_to_keep)
@@ -54,6 +54,10 @@ class TrainingLoop(ABC):
     @abstractmethod
     def write_run_state(self, directory: Path) -> None:
         """The driver's own part of a checkpoint."""
+
+    def close(self) -> None:
+        """Stop what the loop itself has started. The workers end with their team."""
+        self.saver.settle(can_ask=False)
 
     @property
     def is_last_step(self) -> bool:

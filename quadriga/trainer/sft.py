@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from quadriga.config.sft import SFTConfig
+from quadriga.config import Config
 from quadriga.data.files import written_aside
 from quadriga.errors import DataError, EngineError
 from quadriga.observe.metrics import reduce_metrics
@@ -49,7 +49,7 @@ class SupervisedTrainer(TrainingLoop):
         loaders: of the rows.
     """
 
-    def __init__(self, config: SFTConfig, learner: Any, loaders: Loaders) -> None:
+    def __init__(self, config: Config, learner: Any, loaders: Loaders) -> None:
         self.config, self.learner = config, learner
         self.train_dataloader, self.val_dataloader = loaders.train, loaders.val
         settings = config.trainer
@@ -148,7 +148,7 @@ class SupervisedTrainer(TrainingLoop):
 
     def write_run_state(self, directory: Path) -> None:
         """See `TrainingLoop.write_run_state`."""
-        contents = self.config.checkpoint.save_contents
+        contents = self.config.actor_rollout_ref.actor.checkpoint.save_contents
         save_run_state(
             directory,
             step=self.global_steps,
@@ -164,7 +164,9 @@ class SupervisedTrainer(TrainingLoop):
             return
         self.global_steps = step_of(path)
         self.learner.load_checkpoint(path.absolute())
-        state = load_run_state(path, with_random_states="extra" in self.config.checkpoint.load_contents)
+        state = load_run_state(
+            path, with_random_states="extra" in self.config.actor_rollout_ref.actor.checkpoint.load_contents
+        )
         self.train_dataloader.load_state_dict(state["loader"])
         print(f"resumed from {path}")
 

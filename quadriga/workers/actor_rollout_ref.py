@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from quadriga.config import Config, LogProbConfig
-from quadriga.config.check_layout import ACTOR
+from quadriga.config.placement import ACTOR
 from quadriga.engines.base import TrainEngine
 from quadriga.engines.fsdp.engine import FSDPEngine
 from quadriga.engines.micro_batches import MicroBatching

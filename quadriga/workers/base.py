@@ -30,7 +30,7 @@ from quadriga.config import (
     ModelConfig,
     Sizes,
 )
-from quadriga.config.optimizer import ParallelConfig
+from quadriga.config.actor import ParallelConfig
 from quadriga.engines import process_group
 from quadriga.engines.fsdp.engine import FSDPEngine, Training
 from quadriga.engines.fsdp.memory import Memory

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from quadriga.config import Config, ModelShape, check_model
-from quadriga.config.check_layout import ACTOR, CRITIC, arranged_roles, layout_of
 from quadriga.config.model import VISION_TYPES
+from quadriga.config.placement import ACTOR, CRITIC, arranged_roles, layout_of
 from quadriga.engines.fsdp.sharded_weights import ReadWeight
 from quadriga.engines.parallel.processes import Processes
 from quadriga.errors import ConfigError, EngineError
@@ -79,14 +79,18 @@ def _load(config: Config, path: str, scorer: type[Scorer], dtype: torch.dtype, p
     return LoadedModel(skeleton, lambda name: files.read(name) if name in names else torch.zeros(shapes[name]))
 
 
-def check_models(config: Config) -> None:
+def check_models(config: Config, *, has_critic: bool) -> None:
     """Refuse models whose heads or layers cannot be divided over the ranks, and policies with too few positions.
+
+    Args:
+        config: the configuration.
+        has_critic: whether the run has a critic.
 
     Raises:
         ConfigError: says what does not fit.
     """
     policy = _model_config(config, ACTOR)
-    _check_vision(config, policy)
+    _check_vision(config, policy, has_critic=has_critic)
     positions = getattr(policy.get_text_config(), "max_position_embeddings", None)
     needed = config.data.max_prompt_length + config.data.max_response_length
     if positions is not None and needed > positions:
@@ -96,7 +100,7 @@ def check_models(config: Config) -> None:
             expected=f"at most {positions}, the positions of {config.actor_rollout_ref.model.path}",
             fix="Lower one of them, or give the model more with actor_rollout_ref.model.override_config.",
         )
-    for where, section, size in arranged_roles(config):
+    for where, section, size in arranged_roles(config, has_critic=has_critic):
         layout = layout_of(section, size, where)
         if (layout.sp, layout.tp, layout.pp) != (1, 1, 1):
             check_model(layout, shape_of(_model_config(config, where)), where)
@@ -117,7 +121,7 @@ def require_text(config: Config, what: str) -> None:
         )
 
 
-def _check_vision(config: Config, policy: Any) -> None:
+def _check_vision(config: Config, policy: Any, *, has_critic: bool) -> None:
     """What is not supported for vision-language models, or only for them."""
     model, actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
     if not is_vision(policy):
@@ -143,7 +147,7 @@ def _check_vision(config: Config, policy: Any) -> None:
             expected="False: reward models read text alone",
             fix="Grade with a function: custom_reward_function.path.",
         )
-    for where, section, size in arranged_roles(config):
+    for where, section, size in arranged_roles(config, has_critic=has_critic):
         layout = layout_of(section, size, where)
         if where == CRITIC and not is_vision(_model_config(config, CRITIC)):
             raise ConfigError(
@@ -162,10 +166,10 @@ def _check_vision(config: Config, policy: Any) -> None:
             )
 
 
-def layout_tables(config: Config) -> Iterator[str]:
+def layout_tables(config: Config, *, has_critic: bool) -> Iterator[str]:
     """For each role with several ranks, which rank has which rows."""
     told = set()
-    for where, section, size in arranged_roles(config):
+    for where, section, size in arranged_roles(config, has_critic=has_critic):
         if size > 1 and where not in told:
             told.add(where)
             layout = layout_of(section, size, where)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 
 from quadriga.config import Config
-from quadriga.config.adapter_route import AdapterRoute, adapter_route
+from quadriga.config.adapter import AdapterRoute, adapter_route
 from quadriga.engines.base import TrainEngine
 from quadriga.workers.elsewhere import ActorElsewhere
 

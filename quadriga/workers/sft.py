@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from quadriga.config import Config
-from quadriga.config.check_layout import ACTOR
+from quadriga.config.placement import ACTOR
 from quadriga.engines.objectives import Objective
 from quadriga.engines.objectives_sft import SCORE_SLOPE, LikelihoodObjective, ScoreObjective
 from quadriga.engines.step import Passes, infer

@@ -16,9 +16,8 @@ PAGES = sorted(name for name in tracked_files() if name.endswith(".md"))
 CONFIGS = sorted(name for name in tracked_files() if re.fullmatch(r"(configs|examples)/.*\.ya?ml", name))
 # What reads a file, by its name; the first that fits. The last is the tree of `quadriga train`.
 READERS = (
-    (r"examples/tools/interactions\.yaml", "quadriga.config.tool_files:read_interaction_file"),
-    (r"examples/tools/.*", "quadriga.config.tool_files:read_tool_file"),
-    (r".*/sft[^/]*", "quadriga.config.sft_loader:load_sft_config"),
+    (r"examples/tools/interactions\.yaml", "quadriga.config.multi_turn:read_interaction_file"),
+    (r"examples/tools/.*", "quadriga.config.multi_turn:read_tool_file"),
     (r".*", "quadriga.config:load_config"),
 )
 MAX_DOC_PAGES = 16
@@ -58,7 +57,7 @@ def read_configuration(name: str) -> None:
     module, _, function = next(reader for pattern, reader in READERS if re.fullmatch(pattern, name)).partition(":")
     # Imported here, so that the other rules are tested even when this import fails.
     read = getattr(import_module(module), function)
-    if module.endswith("tool_files"):
+    if module.endswith("multi_turn"):
         read(str(REPOSITORY / name))
     else:
         read(files=[REPOSITORY / name])

@@ -141,7 +141,7 @@ def results(folder: Path, make_model: Callable, make_batch: Callable[[], DataPro
 def test_two_processes_are_one(results: dict[int, dict[str, Any]]) -> None:
     """The same adapter at the beginning, bit for bit; metrics, weights and answers of learning within 1e-5."""
     one, two = results[1], results[2]
-    assert two["choices"]["actor"].endswith("2 processes with a share of each weight")
+    assert two["choices"]["actor"].endswith("fsdp=2 tp=1 sp=1 pp=1")
     assert one["begin"].keys() == two["begin"].keys()
     assert all(torch.equal(one["begin"][name], two["begin"][name]) for name in one["begin"])
     for ours, theirs in zip(two["metrics"] + two["third step"], one["metrics"] + one["third step"], strict=True):

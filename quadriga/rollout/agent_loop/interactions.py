@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from quadriga.config.tool_files import read_interaction_file
+from quadriga.config.multi_turn import read_interaction_file
 from quadriga.errors import ConfigError, RolloutError
 from quadriga.rollout.agent_loop.tool_calls import ToolFailedError, ToolThread, as_text
 from quadriga.rollout.agent_loop.tools import ToolError, class_named

@@ -23,7 +23,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from quadriga.config.tool_files import ServerEntry, read_tool_file
+from quadriga.config.multi_turn import ServerEntry, read_tool_file
 from quadriga.errors import RolloutError
 from quadriga.rollout.agent_loop.tool_calls import ToolThread
 from quadriga.rollout.agent_loop.tools import ToolError, ToolSpec, as_tool

@@ -31,7 +31,7 @@ from typing import Any, ClassVar, TypeVar, overload
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from pydantic.errors import PydanticUserError
 
-from quadriga.config.tool_files import ToolEntry, read_tool_file
+from quadriga.config.multi_turn import ToolEntry, read_tool_file
 from quadriga.errors import ConfigError, RolloutError
 from quadriga.user_file import import_file, member_of
 

@@ -117,4 +117,4 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
     )
     assert done.stderr == ""
     # The whole tree may fit into the pipe before the reader has left.
-    assert done.stdout.splitlines() in (["data:", "0"], ["data:", "141"])
+    assert done.stdout.splitlines() in (["task: rl", "0"], ["task: rl", "141"])

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from quadriga.config import load_config, training_findings
-from quadriga.config.adapter_route import adapter_route
-from quadriga.config.sft_loader import load_sft_config, sft_findings
+from quadriga.config.adapter import adapter_route
 from quadriga.errors import ConfigError
 
 KEY = "actor_rollout_ref.model.lora_merge"
@@ -99,8 +98,8 @@ def test_without_an_adapter_the_key_is_not_used() -> None:
 
 
 def test_nothing_generates_in_supervised_learning() -> None:
-    found, _ = sft_findings(load_sft_config(("model.lora_rank=4", "model.lora_merge=true")).config)
-    [told] = [str(one) for one in found if one.where == "model.lora_merge"]
+    found, _ = training_findings(load_config(("model.lora_rank=4", "model.lora_merge=true"), task="sft").config)
+    [told] = [str(one) for one in found if one.where == KEY]
     assert "expected null: nothing generates" in told
 
 

@@ -91,19 +91,19 @@ def test_is_refused_and_nothing_else_is(ready: list[str], changes: list[str], ke
          "ref.log_prob_max_token_len_per_gpu: 16384 tokens, but a sequence may have 20512"),
         (["actor_rollout_ref.rollout.top_p=0.9"], "leaves out unlikely tokens"),
         (["actor_rollout_ref.rollout.log_prob_diff_stop=0.01"], "stops at 0.01 before it would warn at 0.1"),
-        (["actor_rollout_ref.rollout.skip.enable=True"], "answers are in outputs/rollout_dump do not generate"),
+        (["actor_rollout_ref.rollout.skip.enable=True"], "responses are in outputs/rollout_dump do not generate"),
         (["actor_rollout_ref.rollout.skip.enable=True", "actor_rollout_ref.rollout.skip.action=repeat"],
-         "every step learns from the same answers"),
+         "every step learns from the same responses"),
         (["algorithm.filter_groups.enable=True"], "go over the data more often"),
         (["algorithm.filter_groups.enable=True", "reward_model.launch_reward_fn_async=True"],
          "launch_reward_fn_async: not used: algorithm.filter_groups"),
         (["actor_rollout_ref.rollout.mode=async", "reward_model.launch_reward_fn_async=True"],
          "launch_reward_fn_async: used by reward managers that grade whole batches only"),
         (["algorithm.filter_groups.enable=True", "algorithm.filter_groups.max_num_gen_batches=0"],
-         "for ever if no answers differ"),
+         "for ever if none differ"),
         (["actor_rollout_ref.rollout.val_kwargs.temperature=1.0"], "val_kwargs.temperature: not used"),
         (["actor_rollout_ref.rollout.val_kwargs.do_sample=True"], "at temperature 0"),
-        (["actor_rollout_ref.rollout.val_kwargs.n=4"], "the 4 answers to a prompt are equal"),
+        (["actor_rollout_ref.rollout.val_kwargs.n=4"], "the 4 responses to a prompt are equal"),
         (["actor_rollout_ref.actor.use_kl_loss=True", "algorithm.use_kl_in_reward=True"], "counts twice"),
         (["actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.kl_loss_coef=0"], "only to report"),
         (["algorithm.kl_ctrl.type=adaptive"], "algorithm.kl_ctrl.type: not used"),
@@ -145,7 +145,7 @@ def test_is_fine(ready: list[str], changes: list[str]) -> None:
 def test_the_likeliest_token_several_times(ready: list[str]) -> None:
     """What would happen is said."""
     problems, _ = findings([*ready, "actor_rollout_ref.rollout.temperature=0"])
-    assert "All 8 answers to a prompt would be the same" in problems["actor_rollout_ref.rollout.temperature"]
+    assert "All 8 responses to a prompt would be the same" in problems["actor_rollout_ref.rollout.temperature"]
 
 
 def test_no_answers_at_all(ready: list[str]) -> None:

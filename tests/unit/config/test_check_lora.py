@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quadriga.config import check_lora as module
-from quadriga.config import load_config, training_findings
+from quadriga.config import adapter, load_config, training_findings
 
 MODEL = "actor_rollout_ref.model"
 RANK = f"{MODEL}.lora_rank=8"
@@ -47,9 +46,9 @@ def test_nothing_to_train() -> None:
 
 
 def test_peft_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    monkeypatch.setattr(adapter, "find_spec", lambda name: None)
     problems, _ = found(RANK)
-    assert "pip install 'quadriga[peft]'" in problems[f"{MODEL}.lora_rank"]
+    assert "pip install -e '.[peft]'" in problems[f"{MODEL}.lora_rank"]
     assert found() == ({}, [])
     assert importlib.util.find_spec("peft") is not None
 

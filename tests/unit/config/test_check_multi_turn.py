@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 
 from quadriga.config import Config
-from quadriga.config.check_multi_turn import check_multi_turn
-from quadriga.config.findings import Findings
+from quadriga.config.checks import check_multi_turn
+from quadriga.errors import ConfigError
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 
 
-def _check(rollout: dict[str, Any], *, return_raw_chat: bool = True) -> Findings:
-    found = Findings()
+def _check(rollout: dict[str, Any], *, return_raw_chat: bool = True) -> tuple[list[ConfigError], list[str]]:
+    """Problems and notices."""
     tree = {"data": {"return_raw_chat": return_raw_chat}, "actor_rollout_ref": {"rollout": rollout}}
-    check_multi_turn(Config.model_validate(tree), found)
-    return found
+    found = list(check_multi_turn(Config.model_validate(tree)))
+    return [one for one in found if isinstance(one, ConfigError)], [one for one in found if isinstance(one, str)]
 
 
 @pytest.fixture
@@ -37,8 +37,7 @@ def files(tmp_path: Path) -> dict[str, str]:
 def test_a_run_without_conversations() -> None:
     """Nothing to say of the defaults, nor of samples as tasks of their own."""
     for mode in ("sync", "async"):
-        found = _check({"mode": mode}, return_raw_chat=False)
-        assert found.problems == found.notices == []
+        assert _check({"mode": mode}, return_raw_chat=False) == ([], [])
 
 
 def test_tools_that_are_all_there(files: dict[str, str]) -> None:
@@ -50,8 +49,8 @@ def test_tools_that_are_all_there(files: dict[str, str]) -> None:
         "interaction_config_path": files["users.yaml"],
         "format": "glm",
     }
-    found = _check({"mode": "async", "multi_turn": turns, "agent": {"default_agent_loop": "tool_agent"}})
-    assert found.problems == found.notices == []
+    rollout = {"mode": "async", "multi_turn": turns, "agent": {"default_agent_loop": "tool_agent"}}
+    assert _check(rollout) == ([], [])
 
 
 @pytest.mark.parametrize(
@@ -72,21 +71,19 @@ def test_tools_that_are_all_there(files: dict[str, str]) -> None:
 )
 def test_what_is_refused(rollout: dict[str, Any], expected: str) -> None:
     """One problem each, which says what to set."""
-    (problem,) = _check(rollout).problems
+    (problem,) = _check(rollout)[0]
     assert expected in str(problem)
 
 
 def test_the_messages_of_prompts_are_needed() -> None:
     """Tools are rendered out of them."""
-    (problem,) = _check({"mode": "async", "multi_turn": {"enable": True}}, return_raw_chat=False).problems
+    (problem,) = _check({"mode": "async", "multi_turn": {"enable": True}}, return_raw_chat=False)[0]
     assert str(problem).startswith("data.return_raw_chat: got false")
 
 
 def test_a_yaml_file_with_a_mistake(files: dict[str, str]) -> None:
     """Its file, line and key are named, with everything else."""
-    (problem,) = _check(
-        {"mode": "async", "multi_turn": {"enable": True, "tool_config_path": files["bad.yaml"]}}
-    ).problems
+    (problem,) = _check({"mode": "async", "multi_turn": {"enable": True, "tool_config_path": files["bad.yaml"]}})[0]
     assert "bad.yaml, line 1" in str(problem) and "class_name: got nothing" in str(problem)
 
 
@@ -94,11 +91,11 @@ def test_keys_without_effect() -> None:
     """Named in a notice, for what they are not used."""
     (turns, agent, trace) = _check(
         {"multi_turn": {"format": "glm"}, "agent": {"default_agent_loop": "tool_agent"}, "trace_dir": "x"}
-    ).notices
+    )[1]
     assert turns == f"{_ROLLOUT}.multi_turn.format: not used, for {_ROLLOUT}.mode is sync."
     assert agent.startswith(f"{_ROLLOUT}.agent.default_agent_loop: not used")
     assert trace.startswith(f"{_ROLLOUT}.trace_dir: not used")
-    (unused,) = _check({"mode": "async", "multi_turn": {"max_user_turns": 3}}).notices
+    (unused,) = _check({"mode": "async", "multi_turn": {"max_user_turns": 3}})[1]
     assert unused == f"{_ROLLOUT}.multi_turn.max_user_turns: not used, for {_ROLLOUT}.multi_turn.enable is false."
-    (single,) = _check({"mode": "async", "multi_turn": {"enable": True}}).notices
+    (single,) = _check({"mode": "async", "multi_turn": {"enable": True}})[1]
     assert "agent_name" in single

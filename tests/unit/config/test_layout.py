@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quadriga.config import Layout, ModelShape, Sizes, check_model, load_config, training_findings
+from quadriga.config.placement import arranged_roles
 from quadriga.errors import ConfigError
 
 PLAN = {"layers.*.self_attn.q_proj": "colwise", "layers.*.self_attn.o_proj": "rowwise"}
@@ -43,7 +44,7 @@ def test_sizes_become_a_layout(world: int, sizes: Sizes, layout: Layout) -> None
 @pytest.mark.parametrize(
     ("world", "sizes", "told"),
     [
-        (3, Sizes(tensor=2), "3 processes for tensor x sequence x pipeline parallelism of 2 x 1 x 1"),
+        (3, Sizes(tensor=2), "3 processes for tp=2 sp=1 pp=1"),
         (4, Sizes(sequence=2, pipeline=4), "expected a multiple of 8 processes"),
         (4, Sizes(fsdp=3), "fsdp_size: got 3"),
         (4, Sizes(fsdp=1, sequence=2), "fsdp_size: got 1"),
@@ -69,14 +70,29 @@ def test_a_plan_with_an_unknown_style_is_refused() -> None:
         check_model(Layout(tp=2), ModelShape("Experts", 2, 4, 4, plan), "actor")
 
 
-def test_the_table_names_who_answers() -> None:
+def test_the_table_names_the_rank_of_the_outputs() -> None:
     lines = Layout(pp=2, dp_shard=2).table().splitlines()
-    assert [line.split() for line in lines[1:]] == [["dp", "0", "0", "2", "2"], ["dp", "1", "1", "3", "3"]]
+    assert [line.split() for line in lines[1:]] == [["0/2", "0", "2", "2"], ["1/2", "1", "3", "3"]]
 
 
 def test_every_section_is_checked_before_a_run() -> None:
     words = ["trainer.backend=ray", "trainer.n_gpus_per_node=4", "actor_rollout_ref.actor.tensor_model_parallel_size=3"]
-    problems, _ = training_findings(load_config([*words, "critic.fsdp_config.fsdp_size=3"]).config)
+    words.append("critic.fsdp_config.fsdp_size=3")
+    problems, _ = training_findings(load_config([*words, "algorithm.adv_estimator=gae"]).config)
     told = "\n".join(map(str, problems))
     assert "actor_rollout_ref.actor: got 4 processes" in told
     assert "critic.fsdp_config.fsdp_size: got 3" in told
+
+
+def test_a_critic_that_a_run_has_not_is_not_checked() -> None:
+    config = load_config(["trainer.backend=ray", "critic.ulysses_sequence_parallel_size=2"]).config
+    problems, _ = training_findings(config)
+    assert not [one for one in problems if one.where.startswith("critic")]
+    assert [where for where, _, _ in arranged_roles(config, has_critic=False)] == ["actor_rollout_ref.actor"]
+    assert "critic" in [where for where, _, _ in arranged_roles(config, has_critic=True)]
+
+
+def test_the_words_for_people() -> None:
+    assert Layout().describe() == "one process"
+    assert Layout(dp_shard=2, tp=2).describe() == "fsdp=2 tp=2 sp=1 pp=1"
+    assert Layout(dp_replicate=2, dp_shard=1, sp=2).describe() == "dp_replicate=2 fsdp=2 tp=1 sp=2 pp=1"

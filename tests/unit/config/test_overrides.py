@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quadriga.config.overrides import interpolation_problem, parse_override
-from quadriga.config.sft import SFTConfig
+from quadriga.config.loader import interpolation_problem, parse_override
 from quadriga.errors import ConfigError
 
 
@@ -64,9 +63,9 @@ def test_says_how_to_write_it(argument: str, hint: str) -> None:
     assert hint in caught.value.fix
 
 
-def test_another_tree_says_what_its_keys_take() -> None:
+def test_another_task_says_what_its_keys_take() -> None:
     assert parse_override("engine.loss_agg_mode=007") == ("engine.loss_agg_mode", 7)
-    assert parse_override("engine.loss_agg_mode=007", SFTConfig) == ("engine.loss_agg_mode", "007")
+    assert parse_override("engine.loss_agg_mode=007", "sft") == ("engine.loss_agg_mode", "007")
 
 
 @given(number=st.floats(allow_nan=False, allow_infinity=False))

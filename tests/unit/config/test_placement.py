@@ -6,7 +6,7 @@ import inspect
 import pytest
 
 from quadriga.config import explain, load_config, place_roles, training_findings
-from quadriga.config.ray_kwargs import RAY_INIT_KEYS
+from quadriga.config.trainer import RAY_INIT_KEYS
 from quadriga.errors import ConfigError
 
 RAY = "trainer.backend=ray"

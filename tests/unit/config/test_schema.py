@@ -19,8 +19,7 @@ from quadriga.config import (
     leaf_keys,
     load_config,
 )
-from quadriga.config.sft import SFTConfig
-from quadriga.config.tree import leaf_of, nearest_keys, section_keys
+from quadriga.config.keys import leaf_of, nearest_keys, section_keys
 from quadriga.errors import ConfigError
 
 
@@ -103,9 +102,9 @@ def test_leaves_sections_and_open_dictionaries() -> None:
     assert nearest_keys("optim.lr") == ["actor_rollout_ref.actor.optim.lr", "critic.optim.lr"]
 
 
-def test_another_tree_has_leaves_sections_and_open_dictionaries_of_its_own() -> None:
+def test_another_task_has_leaves_sections_and_open_dictionaries_of_its_own() -> None:
     assert leaf_of("optim.lr") is None
-    assert leaf_of("optim.lr", SFTConfig).default == 1e-5
-    assert leaf_of("data.apply_chat_template_kwargs.a.b", SFTConfig).key == "data.apply_chat_template_kwargs"
-    assert "engine.fsdp_config" in section_keys(SFTConfig) - section_keys()
-    assert nearest_keys("actor.optim.lr", SFTConfig) == ["optim.lr"]
+    assert leaf_of("optim.lr", "sft").default == 1e-5
+    assert leaf_of("data.apply_chat_template_kwargs.a.b", "sft").key == "data.apply_chat_template_kwargs"
+    assert "engine.fsdp_config" in section_keys("sft") - section_keys()
+    assert nearest_keys("actor.optim.lr", "sft") == ["optim.lr"]

@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tree of `quadriga sft`: documented, strict, and the same run in the words of the other tree."""
+"""The supervised tasks in the one tree: their keys, defaults and spellings, and what they cannot have."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from quadriga.config import leaf_keys, show
-from quadriga.config.sft import SFTConfig, in_sft_words
-from quadriga.config.sft_loader import load_sft_config
+from quadriga.config import Config, DataConfig, Loaded, leaf_keys, load_config, show
+from quadriga.config.tasks import full_key, spelled, spelled_text
 from quadriga.errors import ConfigError
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 MAX_KEYS = 90
+
+
+def load_sft_config(overrides: Sequence[str], files: Sequence[Path] = (), *, for_training: bool = False) -> Loaded:
+    """As `quadriga sft` reads it."""
+    return load_config(overrides, files, for_training=for_training, task="sft")
 
 
 @pytest.fixture
@@ -28,13 +33,15 @@ def files(tmp_path: Path) -> list[str]:
 
 
 def test_every_key_says_what_it_means() -> None:
-    leaves = leaf_keys(SFTConfig)
+    leaves = leaf_keys("sft")
     assert all(leaf.meaning.endswith(".") and leaf.kind for leaf in leaves.values())
     assert len(leaves) <= MAX_KEYS
 
 
 def test_defaults_pass_their_own_checks() -> None:
-    assert SFTConfig.model_validate(SFTConfig().model_dump()) == SFTConfig()
+    for task in ("sft", "reward_model"):
+        config = Config(task=task)
+        assert Config.model_validate(config.model_dump()) == config
 
 
 def test_values_are_read_as_their_keys_take_them(tmp_path: Path) -> None:
@@ -42,8 +49,9 @@ def test_values_are_read_as_their_keys_take_them(tmp_path: Path) -> None:
     file.write_text("data: {max_length: 64, seed: 3}\noptim: {lr: 1e-4, betas: [0.9, 0.95]}\n")
     overrides = ["data.seed=4", "trainer.experiment_name=12", "data.apply_chat_template_kwargs.enable_thinking=false"]
     config = load_sft_config(overrides, [file]).config
-    assert (config.data.max_length, config.data.seed, config.optim.lr) == (64, 4, 1e-4)
-    assert config.optim.betas == (0.9, 0.95)
+    assert (config.data.max_length, config.data.seed) == (64, 4)
+    optim = config.actor_rollout_ref.actor.optim
+    assert (optim.lr, optim.betas) == (1e-4, (0.9, 0.95))
     assert config.trainer.experiment_name == "12"
     assert config.data.apply_chat_template_kwargs == {"enable_thinking": False}
 
@@ -55,7 +63,7 @@ def test_everything_that_is_wrong_comes_at_once() -> None:
     assert "5 things" in said
     assert "Did you mean data.max_length" in said
     assert "optim.lr: got -1, expected a number, at least 0" in said
-    assert "objective: got 'ppo', expected one of sft, reward_model" in said
+    assert "objective: got 'ppo', expected one of rl, sft, reward_model" in said
     assert "'nonsense', expected key=value" in said
 
 
@@ -128,20 +136,52 @@ def test_what_pairs_cannot_have_is_refused(files: list[str], override: str, said
         load_sft_config(arguments, for_training=True)
 
 
-def test_the_same_run_in_the_words_of_the_other_tree() -> None:
-    overrides = ["engine.max_token_len_per_gpu=77", "optim.lr=0.5", "trainer.save_freq=3", "data.max_length=9"]
-    run = load_sft_config(overrides).config.as_run()
-    actor = run.actor_rollout_ref.actor
-    assert (actor.ppo_max_token_len_per_gpu, actor.optim.lr, run.trainer.save_freq) == (77, 0.5, 3)
-    assert run.data.max_prompt_length + run.data.max_response_length == 9
-    assert actor.use_prefix_sharing is False
-    assert load_sft_config(["objective=reward_model"]).config.as_run().actor_rollout_ref.actor.use_prefix_sharing
+def test_each_task_has_its_defaults() -> None:
+    config = load_sft_config([]).config
+    actor = config.actor_rollout_ref.actor
+    assert (config.task, config.trainer.experiment_name, actor.optim.lr) == ("sft", "sft", 1e-5)
+    assert (config.data.train_batch_size, config.data.val_batch_size) == (256, 256)
+    assert not actor.use_prefix_sharing
+    assert load_sft_config(["objective=reward_model"]).config.actor_rollout_ref.actor.use_prefix_sharing
+    assert Config().data == DataConfig()
 
 
-def test_keys_of_the_other_tree_are_translated() -> None:
+def test_a_step_is_one_update_on_sequences_with_one_limit() -> None:
+    overrides = ["engine.max_token_len_per_gpu=77", "data.train_batch_size=5", "data.max_length=9"]
+    config = load_sft_config(overrides).config
+    actor = config.actor_rollout_ref.actor
+    assert (actor.ppo_max_token_len_per_gpu, actor.ppo_mini_batch_size, actor.loss_scale_factor) == (77, 5, 9.0)
+    assert config.data.max_prompt_length + config.data.max_response_length == 9
+
+
+def test_a_key_has_two_spellings_and_messages_the_short_one(tmp_path: Path) -> None:
     actor = "actor_rollout_ref.actor"
+    for key in (f"{actor}.optim.lr", f"{actor}.ppo_max_token_len_per_gpu", f"{actor}.grad_clip", "task"):
+        assert full_key(spelled(key, "sft"), "sft") == key
+        assert spelled(key, "rl") == key
+    file = tmp_path / "run.yaml"
+    file.write_text(f"task: sft\n{actor.replace('.', ': {')}: {{optim: {{lr: 2e-5}}}}}}\n")
+    assert (
+        load_sft_config(["model.path=x"], [file]).config
+        == load_config([f"{actor}.optim.lr=2e-5", "actor_rollout_ref.model.path=x"], task="sft").config
+    )
     text = f"{actor}.ppo_max_token_len_per_gpu, {actor}.optim.lr, actor_rollout_ref.model.path"
-    assert in_sft_words(text) == "engine.max_token_len_per_gpu, optim.lr, model.path"
+    assert spelled_text(text, "sft") == "engine.max_token_len_per_gpu, optim.lr, model.path"
+
+
+@pytest.mark.parametrize("override", ["critic.optim.lr=1", "engine.clip_ratio=0.1", "trainer.critic_warmup=2"])
+def test_a_key_that_the_task_does_not_read_is_no_key_of_it(override: str) -> None:
+    with pytest.raises(ConfigError, match="got a key that does not exist"):
+        load_sft_config([override])
+
+
+def test_a_task_is_named_by_a_file_or_on_the_command_line(tmp_path: Path) -> None:
+    file = tmp_path / "sft.yaml"
+    file.write_text("objective: sft\noptim: {lr: 3e-5}\n")
+    assert load_config([], [file]).config.actor_rollout_ref.actor.optim.lr == 3e-5
+    assert load_config(["task=reward_model", "optim.lr=3e-5"]).config.task == "reward_model"
+    with pytest.raises(ConfigError, match=r"Did you mean actor_rollout_ref\.actor\.optim\.lr"):
+        load_config(["optim.lr=3e-5"])
 
 
 @pytest.mark.parametrize("file", sorted((REPOSITORY / "configs").glob("sft*.yaml")), ids=lambda file: file.name)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from quadriga.config import leaf_keys, load_config
-from quadriga.config.tree import leaf_of
+from quadriga.config.keys import leaf_of
 from quadriga.config.verl_keys import rule_for, rules
 from quadriga.errors import ConfigError
 

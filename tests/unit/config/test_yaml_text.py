@@ -9,7 +9,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quadriga.config.yaml_text import parse_scalar, read_yaml, to_yaml
+from quadriga.config.yaml_text import parse_yaml, read_yaml, to_yaml
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ from quadriga.config.yaml_text import parse_scalar, read_yaml, to_yaml
     ],
 )  # fmt: skip
 def test_scalars(text: str, value: Any) -> None:
-    found = parse_scalar(text)
+    found = parse_yaml(text)
     assert found == value
     assert type(found) is type(value)
 
@@ -44,7 +44,7 @@ def test_what_is_written_is_read_back_with_its_type(value: Any) -> None:
             return {name: typed(inner) for name, inner in one.items()}
         return type(one), one
 
-    assert typed(parse_scalar(to_yaml(value))) == typed(value)
+    assert typed(parse_yaml(to_yaml(value))) == typed(value)
 
 
 @given(text=st.sampled_from(["yes", "on", "12:30", "2026-01-31", "1e-6", "0o7", "null", "010", "1_0"]))

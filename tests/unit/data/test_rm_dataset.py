@@ -3,7 +3,7 @@
 
 import pytest
 
-from quadriga.config.sft import SFTDataConfig
+from quadriga.config import DataConfig
 from quadriga.data import RMDataset
 from quadriga.errors import DataError
 
@@ -18,7 +18,7 @@ def pairs(write, tokenizer, tmp_path):
     return lambda *rows, **values: RMDataset(
         write("pairs.jsonl", list(rows)),
         tokenizer,
-        SFTDataConfig(**({"max_length": 10, "cache_dir": str(tmp_path)} | values)),
+        DataConfig(**({"max_length": 10, "cache_dir": str(tmp_path)} | values)),
     )
 
 
@@ -75,6 +75,6 @@ def test_too_long_is_refused_left_out_or_loses_the_beginning_of_its_prompt(pairs
         pairs(row)
     item = pairs(row, truncation="left")[0]
     assert tokenizer.decode(item["input_ids"][1]) == "w1 w2 w3 w4 <assistant> w6 w7 w8 w9 <eos>"
-    assert len(pairs(row, FORMS[0], filter_overlong=True)) == 1
+    assert len(pairs(row, FORMS[0], filter_overlong_prompts=True)) == 1
     with pytest.raises(DataError, match="without a response"):
         pairs(row, truncation="left", max_length=4)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from quadriga.config.sft import SFTDataConfig
+from quadriga.config import DataConfig
 from quadriga.data import MultiTurnSFTDataset, SFTDataset
 from quadriga.errors import DataError
 
@@ -17,7 +17,7 @@ def chat(*contents: str) -> dict[str, Any]:
 @pytest.fixture
 def data(tmp_path):
     """A section `data`: ten tokens a row."""
-    return lambda **values: SFTDataConfig(**({"max_length": 10, "cache_dir": str(tmp_path)} | values))
+    return lambda **values: DataConfig(**({"max_length": 10, "cache_dir": str(tmp_path)} | values))
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.jsonl", "a.json"])
@@ -62,10 +62,10 @@ def test_too_long_is_an_error_that_names_row_and_ways_out(write, data, tokenizer
 
 def test_too_long_is_left_out_and_counted(write, data, tokenizer, capsys) -> None:
     file = write("a.jsonl", [chat("w1", "w2"), chat("w1 w1 w1 w1", "w2 w2 w2 w2")])
-    assert len(MultiTurnSFTDataset(file, tokenizer, data(filter_overlong=True))) == 1
+    assert len(MultiTurnSFTDataset(file, tokenizer, data(filter_overlong_prompts=True))) == 1
     assert "1 of 2 rows are over 10 tokens" in capsys.readouterr().out
     with pytest.raises(DataError, match=r"at least one of at most data\.max_length=2"):
-        MultiTurnSFTDataset(file, tokenizer, data(filter_overlong=True, max_length=2))
+        MultiTurnSFTDataset(file, tokenizer, data(filter_overlong_prompts=True, max_length=2))
 
 
 @pytest.mark.parametrize(("side", "kept"), [("left", "w1 <assistant> w2 <eos>"), ("right", "<user> w1 w1 <assistant>")])

@@ -10,7 +10,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from quadriga.config import load_config
-from quadriga.config.sft_loader import load_sft_config
 from quadriga.data import load_tokenizer
 from quadriga.rewards import default_compute_score
 from quadriga_recipes.playground import build_tokenizer, prepare_playground
@@ -106,10 +105,10 @@ def test_the_model_is_tiny_and_the_same_for_the_same_seed(folder: Path, tmp_path
 
 
 def test_the_configurations_load_and_their_files_are_there(folder: Path) -> None:
-    load_sft_config([], [folder / "sft.yaml"], for_training=True)
+    load_config([], [folder / "sft.yaml"], for_training=True, task="sft")
     # What these start from is what the supervised run writes.
     model = f"{folder / 'model'}"
-    load_sft_config([f"model.path={model}"], [folder / "reward_model.yaml"], for_training=True)
+    load_config([f"model.path={model}"], [folder / "reward_model.yaml"], for_training=True, task="sft")
     for name in ("sums.yaml", "largest.yaml"):
         load_config([f"actor_rollout_ref.model.path={model}"], [folder / name], for_training=True)
 

@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 
 from quadriga.config import load_config
-from quadriga.config.sft_loader import load_sft_config
 from quadriga.errors import ConfigError, DataError, EngineError, PeerLostError, QuadrigaError, WorkerError
 from quadriga.trainer import launch
 from quadriga.trainer.launch import run_ppo
-from quadriga.trainer.supervised_launch import run_sft
 from quadriga.trainer.task_runner import is_lost_worker
 
 
@@ -21,19 +19,19 @@ def test_without_ray_the_fix_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.startswith(("ray.", "quadriga.single_controller.ray"))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ConfigError, match=r"'ray', which is not installed here.*pip install 'quadriga\[ray\]'"):
+    with pytest.raises(ConfigError, match=r"'ray', which is not installed here.*pip install -e '\.\[ray\]'"):
         run_ppo(load_config(["trainer.backend=ray"]).config)
 
 
 @pytest.mark.parametrize(
-    ("run", "config", "target", "num_processes"),
+    ("config", "num_processes"),
     [
-        (run_ppo, load_config(["trainer.backend=ray", "trainer.resource_pools.all=[2,1]"]).config, "task_runner", 3),
-        (run_sft, load_sft_config(["trainer.backend=ray", "trainer.nnodes=2"]).config, "supervised_run", 2),
+        (load_config(["trainer.backend=ray", "trainer.resource_pools.all=[2,1]"]).config, 3),
+        (load_config(["trainer.backend=ray", "trainer.nnodes=2"], task="sft").config, 2),
     ],
 )
 def test_a_cluster_is_told_what_to_run_and_how_many_processes(
-    run: Any, config: Any, target: str, num_processes: int, monkeypatch: pytest.MonkeyPatch
+    config: Any, num_processes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The call stands in for a cluster: that one runs it is tested where there is Ray."""
     calls: list[tuple[Any, dict[str, Any]]] = []
@@ -41,9 +39,9 @@ def test_a_cluster_is_told_what_to_run_and_how_many_processes(
     vars(cluster)["start"] = lambda *arguments, **options: calls.append((arguments, options))
     monkeypatch.setitem(sys.modules, "cluster", cluster)
     monkeypatch.setattr(launch, "RUN_ON_CLUSTER", "cluster:start")
-    run(config)
+    run_ppo(config)
     ((arguments, options),) = calls
-    assert arguments == (f"quadriga.trainer.{target}:run", (config,))
+    assert arguments == ("quadriga.trainer.task_runner:run", (config,))
     assert options["num_processes"] == num_processes
 
 

@@ -32,44 +32,44 @@ def config(folder: Path, model: str = "llama", processes: int = 4, length: int =
 
 
 def test_models_that_fit(folder: Path) -> None:
-    check_models(config(folder, tensor_model_parallel_size=2, pipeline_model_parallel_size=2))
-    check_models(config(folder, "gpt2", processes=2))
+    check_models(config(folder, tensor_model_parallel_size=2, pipeline_model_parallel_size=2), has_critic=True)
+    check_models(config(folder, "gpt2", processes=2), has_critic=True)
 
 
 def test_sequences_longer_than_the_positions(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"got 65 tokens, expected at most 64"):
-        check_models(config(folder, length=33))
+        check_models(config(folder, length=33), has_critic=True)
 
 
 def test_heads_that_cannot_be_shared(folder: Path) -> None:
     with pytest.raises(ConfigError, match="LlamaConfig: got 4 heads and 2 key-value heads for tensor"):
-        check_models(config(folder, tensor_model_parallel_size=4))
+        check_models(config(folder, tensor_model_parallel_size=4), has_critic=True)
 
 
 def test_an_architecture_without_a_plan_for_tensor_parallelism(folder: Path) -> None:
     with pytest.raises(ConfigError, match="GPT2Config: got an architecture without a plan"):
-        check_models(config(folder, "gpt2", tensor_model_parallel_size=2))
+        check_models(config(folder, "gpt2", tensor_model_parallel_size=2), has_critic=True)
 
 
 def test_tables_are_told_of_sections_with_several_processes(folder: Path) -> None:
-    (actor, *_) = layout_tables(config(folder, tensor_model_parallel_size=2))
-    assert "actor_rollout_ref.actor: 2 processes with a share of each weight, 2 processes for a layer" in actor
-    assert list(layout_tables(config(folder, processes=1))) == []
+    (actor, *_) = layout_tables(config(folder, tensor_model_parallel_size=2), has_critic=True)
+    assert "actor_rollout_ref.actor: fsdp=2 tp=2 sp=1 pp=1" in actor
+    assert list(layout_tables(config(folder, processes=1), has_critic=True)) == []
 
 
 def test_a_model_that_sees_fits(folder: Path) -> None:
-    check_models(config(folder, "sees", freeze_vision_tower=True))
+    check_models(config(folder, "sees", freeze_vision_tower=True), has_critic=True)
 
 
 @pytest.mark.parametrize("name", ["tensor_model_parallel_size", "ulysses_sequence_parallel_size"])
 def test_layouts_that_are_not_for_images(folder: Path, name: str) -> None:
     with pytest.raises(ConfigError, match=r"for a vision-language model \(qwen2_5_vl\), expected .* of 1"):
-        check_models(config(folder, "sees", processes=2, **{name: 2}))
+        check_models(config(folder, "sees", processes=2, **{name: 2}), has_critic=True)
 
 
 def test_a_frozen_tower_where_there_is_none(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"freeze_vision_tower: got True, with a model without a vision encoder"):
-        check_models(config(folder, freeze_vision_tower=True))
+        check_models(config(folder, freeze_vision_tower=True), has_critic=True)
 
 
 def with_changes(folder: Path, **changes: Any) -> Config:
@@ -83,11 +83,11 @@ def with_changes(folder: Path, **changes: Any) -> Config:
 def test_adapters_and_models_of_text_beside_one_that_sees(folder: Path) -> None:
     model = {"path": str(folder / "sees"), "lora_rank": 4}
     with pytest.raises(ConfigError, match=r"lora_rank: got an adapter, with a vision-language model"):
-        check_models(with_changes(folder, actor_rollout_ref={"model": model}))
+        check_models(with_changes(folder, actor_rollout_ref={"model": model}), has_critic=True)
     with pytest.raises(ConfigError, match=r"reward_model\.enable: got True, with a vision-language policy"):
-        check_models(with_changes(folder, reward_model={"enable": True}))
+        check_models(with_changes(folder, reward_model={"enable": True}), has_critic=True)
     with pytest.raises(ConfigError, match=r"critic\.model\.path: got a text model"):
-        check_models(with_changes(folder, critic={"model": {"path": str(folder / "llama")}}))
+        check_models(with_changes(folder, critic={"model": {"path": str(folder / "llama")}}), has_critic=True)
 
 
 def test_supervised_learning_is_for_text(folder: Path) -> None:

@@ -184,8 +184,8 @@ def test_addresses_that_are_none(make: Callable[..., rollouts.Rollout], options:
     ("changes", "words"),
     [
         ({"name": "native"}, "More engines: more processes that generate"),
-        ({"name": "hf"}, "computes in the process that asks it"),
-        ({"name": "scripted"}, "computes in the process that asks it"),
+        ({"name": "hf"}, "computes in the calling process"),
+        ({"name": "scripted"}, "computes in the calling process"),
         ({"name": "vllm"}, "1, or actor_rollout_ref.rollout.mode=async"),
         ({"name": "http"}, "Name all servers in actor_rollout_ref.rollout.engine_kwargs.urls"),
         ({"name": "sglang", "engine_kwargs": {"sglang": {"url": "http://a:1"}}}, "several as urls"),

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quadriga.config.check_multi_turn import FORMATS
+from quadriga.config.multi_turn import FORMATS
 from quadriga.errors import RolloutError
 from quadriga.rollout.agent_loop.parsers import PARSERS, parser_named
 

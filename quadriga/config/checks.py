@@ -1,0 +1,322 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks between sections, made before anything starts: what a training run would trip over, or would do in silence.
+
+What a section can say of its own values alone stands beside its fields, as `findings`.
+"""
+
+import glob
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from quadriga.config.adapter import check_adapter
+from quadriga.config.base import Finding, Section, unused, wrong
+from quadriga.config.explain import batch_plan
+from quadriga.config.placement import ACTOR, check_layouts, check_placement
+from quadriga.config.reward import check_classifier
+from quadriga.config.rollout import ROLLOUT
+from quadriga.config.root import Config
+from quadriga.config.yaml_text import combined
+from quadriga.errors import ConfigError
+
+_HUB_NAME = re.compile(r"[\w\-]+(?:/[\w.\-]+)?")
+
+
+def training_findings(config: Config) -> tuple[list[ConfigError], list[str]]:
+    """What is wrong with a training run, and what its user should know."""
+    checks = _CHECKS if config.task == "rl" else _SUPERVISED_CHECKS
+    found = [one for check in checks for one in check(config)]
+    problems = [one for one in found if isinstance(one, ConfigError)]
+    return problems, [one for one in found if isinstance(one, str)]
+
+
+def check_training(config: Config) -> list[str]:
+    """Refuses a configuration that cannot train.
+
+    Returns:
+        Notices.
+
+    Raises:
+        ConfigError: with everything that is wrong.
+    """
+    problems, notices = training_findings(config)
+    if problems:
+        raise combined(problems)
+    return notices
+
+
+def check_sections(config: Config) -> Iterator[Finding]:
+    """Yields what each section finds in its own values."""
+    sections: list[tuple[str, Section]] = [("", config)]
+    while sections:
+        at, section = sections.pop(0)
+        yield from section.findings(at)
+        sections += [(f"{at}.{name}".lstrip("."), value) for name, value in section if isinstance(value, Section)]
+
+
+def check_paths(config: Config) -> Iterator[Finding]:
+    """Yields paths that are missing, and directories that cannot be written."""
+    trainer, data = config.trainer, config.data
+    yield from _check_data_files("data.train_files", data.train_files, is_needed=True, without="")
+    needs_validation = (trainer.val_before_train and config.task == "rl") or trainer.test_freq > 0
+    without = " To train without validation set trainer.val_before_train=False and leave trainer.test_freq at -1."
+    yield from _check_data_files("data.val_files", data.val_files, is_needed=needs_validation, without=without)
+    yield from _check_models(config)
+    scripted = config.actor_rollout_ref.rollout.engine_kwargs.get("responses_file")
+    key = f"{ROLLOUT}.engine_kwargs.responses_file"
+    is_scripted = config.actor_rollout_ref.rollout.name == "scripted"
+    if is_scripted and not isinstance(scripted, str):
+        yield wrong(key, "nothing", "a file", "The scripted engine reads its responses from it.")
+    for name, path, what in (
+        ("custom_reward_function.path", config.custom_reward_function.path, "a Python file"),
+        ("data.custom_cls.path", data.custom_cls.path, "a Python file"),
+        ("data.sampler.class_path", data.sampler.class_path, "a Python file"),
+        (key, scripted if is_scripted and isinstance(scripted, str) else None, "a file"),
+        (
+            "trainer.resume_from_path",
+            trainer.resume_from_path if trainer.resume_mode == "resume_path" else None,
+            "a checkpoint's directory",
+        ),
+    ):
+        if path is not None:
+            yield from _check_exists(name, path, what)
+    for name, path in (
+        ("trainer.default_local_dir", str(trainer.directory)),
+        ("trainer.rollout_data_dir", trainer.rollout_data_dir),
+        (f"{ROLLOUT}.trace_dir", config.actor_rollout_ref.rollout.trace_dir),
+        ("trainer.validation_data_dir", trainer.validation_data_dir),
+        ("global_profiler.save_path", config.global_profiler.save_path if config.global_profiler.tool else None),
+    ):
+        if path is not None:
+            yield from _check_writable(name, path)
+
+
+def _check_data_files(key: str, files: str | list[str], *, is_needed: bool, without: str) -> Iterator[Finding]:
+    paths = [one for one in ([files] if isinstance(files, str) else files) if one]
+    if not paths and is_needed:
+        fix = f"Set {key} to a parquet, json or jsonl file (`quadriga prepare data` writes some).{without}"
+        yield wrong(key, "nothing", "a file", fix)
+    # Files behind a URL are looked for when the data are loaded.
+    for path in (one for one in paths if "://" not in one):
+        full = os.path.expanduser(path)
+        if not glob.has_magic(full) or os.path.exists(full):
+            yield from _check_exists(key, path, "a file")
+        elif not glob.glob(full, recursive=True):
+            yield wrong(key, f"'{path}'", "a pattern that fits a file", "No file fits it.")
+
+
+def _check_models(config: Config) -> Iterator[Finding]:
+    policy, reward = config.actor_rollout_ref.model.path, config.reward_model
+    if not policy:
+        fix = "Set it to a folder or a name on the hub (`quadriga prepare model` writes a folder)."
+        yield wrong("actor_rollout_ref.model.path", "nothing", "a model", fix)
+    for key, path in (
+        ("actor_rollout_ref.model.path", policy),
+        ("critic.model.path", config.critic.model.path),
+        ("reward_model.model.path", reward.model.path if reward.enable else None),
+    ):
+        folder = Path(path or "").expanduser()
+        if path and folder.is_dir() and not (folder / "config.json").is_file():
+            fix = "It does not hold a Hugging Face model: name the folder with config.json and the weights."
+            yield wrong(key, f"'{path}', without a config.json", "a model's folder", fix)
+        elif path and not folder.is_dir() and not _HUB_NAME.fullmatch(path):
+            fix = "There is no such folder, and it is not a name on the hub."
+            yield wrong(key, f"'{path}'", "a model's folder", fix)
+
+
+def _check_exists(key: str, path: str, what: str) -> Iterator[Finding]:
+    if not os.path.exists(os.path.expanduser(path)):
+        yield wrong(key, f"'{path}'", what, "It does not exist; relative paths start where the command is run.")
+
+
+def _check_writable(key: str, path: str) -> Iterator[Finding]:
+    """The nearest directory above that exists must be one that we may write in."""
+    if "://" in path:
+        yield wrong(key, f"'{path}'", "a local directory", "Write locally, and copy it from there.")
+        return
+    place = Path(path).expanduser().absolute()
+    while not place.exists():
+        place = place.parent
+    if not place.is_dir():
+        yield wrong(key, f"'{path}'", "a directory", f"{place} is a file.")
+    elif not os.access(place, os.W_OK | os.X_OK):
+        yield wrong(key, f"'{path}'", "a directory that can be written", f"{place} cannot be.")
+
+
+def check_batches(config: Config) -> Iterator[Finding]:
+    """Yields batches that are not full, or are cut in another way than the keys suggest."""
+    plan, mini = batch_plan(config), config.actor_rollout_ref.actor.ppo_mini_batch_size
+    prompts, longest, limit = plan.num_prompts, plan.max_sequence_tokens, config.data.train_max_samples
+    key = f"{ACTOR}.ppo_mini_batch_size"
+    if mini > prompts:
+        yield f"{key}: mini-batches of {mini} of {prompts} prompts: the whole batch is one mini-batch."
+    elif rest := prompts % mini:
+        yield f"{key}: {prompts} prompts in mini-batches of {mini}: the last one has {rest}."
+    if 0 < limit < prompts:
+        got, fix = f"{prompts}, with data.train_max_samples={limit}", "Not one batch would be full: take more samples"
+        yield wrong("data.train_batch_size", got, f"at most {limit}", f"{fix}, or a smaller batch.")
+    policy, reward = config.actor_rollout_ref, config.reward_model
+    actor, log_prob = policy.actor, [("rollout", policy.rollout), ("ref", policy.ref)]
+    for key, size, by_tokens, tokens in (
+        (f"{ACTOR}.ppo", actor.ppo_micro_batch_size_per_gpu, actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu),
+        *(
+            (
+                f"actor_rollout_ref.{name}.log_prob",
+                one.log_prob_micro_batch_size_per_gpu,
+                one.log_prob_use_dynamic_bsz,
+                one.log_prob_max_token_len_per_gpu,
+            )
+            for name, one in log_prob
+        ),
+    ):
+        if size is not None and by_tokens:
+            because = f"micro-batches are cut by {key}_max_token_len_per_gpu"
+            yield from unused([f"{key}_micro_batch_size_per_gpu"], because)
+        if (size is None or by_tokens) and tokens < longest:
+            yield (
+                f"{key}_max_token_len_per_gpu: {tokens} tokens, but a sequence may have {longest}: "
+                "a longer one is a micro-batch of its own."
+            )
+    tokens, is_by_tokens = reward.forward_max_token_len_per_gpu, not reward.micro_batch_size_per_gpu
+    if reward.enable and (is_by_tokens or reward.use_dynamic_bsz) and tokens < longest:
+        yield (
+            f"reward_model.forward_max_token_len_per_gpu: {tokens} tokens, but a sequence may have {longest}: "
+            "a longer one is a pass of its own."
+        )
+
+
+def check_rollout(config: Config) -> Iterator[Finding]:
+    """Yields lengths, dynamic sampling and rewards that the rollout cannot serve."""
+    rollout, groups, trainer = config.actor_rollout_ref.rollout, config.algorithm.filter_groups, config.trainer
+    longest = batch_plan(config).max_sequence_tokens
+    if rollout.max_model_len is not None and rollout.max_model_len < longest:
+        expected = f"at least {longest}, data.max_prompt_length and data.max_response_length together"
+        yield wrong(
+            f"{ROLLOUT}.max_model_len", f"{rollout.max_model_len} tokens", expected, "Leave it out, or lower those."
+        )
+    key = "algorithm.filter_groups"
+    if groups.enable and rollout.n == 1:
+        fix = f"Nothing would be kept: raise {ROLLOUT}.n, or turn the filter off."
+        yield wrong(f"{key}.enable", f"true, with {ROLLOUT}.n=1", "groups of at least 2 responses", fix)
+    if groups.enable and rollout.skip.enable and rollout.skip.action == "repeat":
+        fix = "Every batch of prompts of a step would be the same one, and fill it with copies."
+        yield wrong(f"{ROLLOUT}.skip.action", f"repeat, with {key}.enable=True", "cache", fix)
+    if groups.enable and trainer.total_training_steps is None:
+        yield (
+            f"{key}: a step may take several batches of prompts: the steps of trainer.total_epochs="
+            f"{trainer.total_epochs} go over the data more often; trainer.total_training_steps sets their number."
+        )
+    key = "reward_model.launch_reward_fn_async"
+    if config.reward_model.launch_reward_fn_async and groups.enable:
+        yield f"{key}: not used: algorithm.filter_groups needs rewards before the batch of a step is full."
+    elif config.reward_model.launch_reward_fn_async and rollout.mode == "async":
+        yield (
+            f"{key}: used by reward managers that grade whole batches only: with {ROLLOUT}.mode=async the others "
+            "grade each response while more are being generated."
+        )
+    reward = config.reward_model
+    if reward.enable and reward.model.path is not None:
+        yield from check_classifier(reward, longest)
+    if reward.enable and config.custom_reward_function.path is not None:
+        yield "reward_model.enable, custom_reward_function.path: the reward is the sum of both scores."
+
+
+def check_update(config: Config) -> Iterator[Finding]:
+    """Yields what actor, critic, their schedules and checkpoints do not agree about."""
+    actor, critic, steps = config.actor_rollout_ref.actor, config.critic, config.trainer.total_training_steps
+    if actor.use_kl_loss and config.algorithm.use_kl_in_reward:
+        yield (
+            f"{ACTOR}.use_kl_loss, algorithm.use_kl_in_reward: the divergence from the reference counts twice, "
+            "in the loss and in the reward."
+        )
+    for key, section in ((ACTOR, actor), ("critic", critic)):
+        optim, parts = section.optim, section.checkpoint
+        if section.loss_agg_mode == "seq-mean-token-sum-norm" and section.loss_scale_factor is None:
+            length = config.data.max_response_length
+            yield f"{key}.loss_scale_factor: token sums are divided by data.max_response_length, {length}."
+        if steps is not None and optim.lr_warmup_steps >= steps:
+            yield f"{key}.optim.lr_warmup_steps: the run ends in warm-up; the rate never reaches {optim.lr:g}."
+        if missing := [one for one in parts.load_contents if one not in parts.save_contents]:
+            where, expected = f"{key}.checkpoint.load_contents", f"parts of {key}.checkpoint.save_contents"
+            yield wrong(where, ", ".join(missing), expected, "What is not written cannot be read.")
+        absent = [one for one in ("model", "optimizer", "extra") if one not in parts.load_contents]
+        if absent and not missing and config.trainer.save_freq > 0:
+            without = ", ".join(absent)
+            yield f"{key}.checkpoint: without {without} a resumed run does not equal the run that was not stopped."
+
+
+def check_multi_turn(config: Config) -> Iterator[Finding]:
+    """Yields what does not fit together in `multi_turn`, `agent`, `mode` and `data`."""
+    rollout, key = config.actor_rollout_ref.rollout, ROLLOUT
+    turns, agent = rollout.multi_turn, rollout.agent
+    if rollout.mode == "sync":
+        if turns.enable:
+            fix = f"Set {key}.mode=async."
+            yield wrong(f"{key}.multi_turn.enable", "true, with rollout.mode=sync", "rollout.mode=async", fix)
+            return
+        trace = [f"{key}.trace_dir"] if rollout.trace_dir else []
+        for names in (_changed(turns, f"{key}.multi_turn"), _changed(agent, f"{key}.agent"), trace):
+            yield from unused(names, f"{key}.mode is sync")
+        return
+    yield from agent.problems(f"{key}.agent")
+    is_tool_agent = agent.default_agent_loop == "tool_agent"
+    if not turns.enable:
+        if is_tool_agent:
+            expected, fix = "several turns to be allowed", f"Set {key}.multi_turn.enable=True."
+            yield wrong(f"{key}.agent.default_agent_loop", "tool_agent", expected, fix)
+        yield from unused(_changed(turns, f"{key}.multi_turn"), f"{key}.multi_turn.enable is false")
+        return
+    yield from turns.problems(f"{key}.multi_turn")
+    if not config.data.return_raw_chat:
+        fix = "The prompt is rendered with its tools, out of its messages."
+        yield wrong("data.return_raw_chat", f"false, with {key}.multi_turn.enable=True", "true", fix)
+    if is_tool_agent and not (turns.function_tool_path or turns.tool_config_path or turns.interaction_config_path):
+        got = "neither tools nor user simulators, with agent.default_agent_loop=tool_agent"
+        expected = "function_tool_path, tool_config_path or interaction_config_path"
+        fix = f"Set {key}.multi_turn.function_tool_path to a Python file with @function_tool functions."
+        yield wrong(f"{key}.multi_turn", got, expected, fix)
+    if agent.default_agent_loop == "single_turn_agent":
+        yield (
+            f"{key}.agent.default_agent_loop: only rows whose column agent_name says so take several turns; "
+            "tool_agent would be all of them."
+        )
+
+
+def _changed(section: Section, key: str) -> list[str]:
+    default = type(section)()
+    return [f"{key}.{name}" for name, value in section if value != getattr(default, name)]
+
+
+def check_supervised(config: Config) -> Iterator[Finding]:
+    """Yields what SFT or the training of a reward model cannot do."""
+    data, model, actor = config.data, config.actor_rollout_ref.model, config.actor_rollout_ref.actor
+    yield from model.findings("actor_rollout_ref.model")
+    if data.truncation == "middle":
+        yield wrong("data.truncation", f"'middle', with task={config.task}", "error, left or right")
+    if model.has_adapter and model.lora_merge is not None:
+        fix = "Leave the key out; `quadriga export` merges an adapter."
+        yield wrong("actor_rollout_ref.model.lora_merge", str(model.lora_merge), "null: nothing generates", fix)
+    if config.task != "reward_model":
+        return
+    if data.truncation == "right":
+        fix = (
+            "Set data.truncation=left, which takes from the prompt, or leave long pairs out with data.filter_overlong."
+        )
+        yield wrong("data.truncation", "'right', for pairs", "error or left", fix)
+    if model.has_adapter:
+        fix = "Leave lora_rank and lora_adapter_path out: a reward model is trained as a whole."
+        yield wrong("actor_rollout_ref.model.lora_rank", "an adapter", "none, for objective=reward_model", fix)
+    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
+        if (size := getattr(actor, name)) > 1:
+            fix = f"Shard weights with {ACTOR}.fsdp_config.fsdp_size."
+            yield wrong(f"{ACTOR}.{name}", f"{size}, for objective=reward_model", "1", fix)
+
+
+_SUPERVISED_CHECKS: tuple[Callable[[Config], Iterator[Finding]], ...] = (
+    check_paths, check_layouts, check_adapter, check_supervised,
+)  # fmt: skip
+_CHECKS: tuple[Callable[[Config], Iterator[Finding]], ...] = (
+    check_paths, check_sections, check_batches, check_rollout, check_update, check_multi_turn, check_placement,
+    check_layouts, check_adapter,
+)  # fmt: skip

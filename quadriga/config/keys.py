@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The schema seen as a table of dotted keys: what each is called, takes, defaults to and means; search in it.
+
+Each task has a table of its own: the keys that it reads, as it spells them (`tasks.py`).
+"""
+
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
+from textwrap import fill
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt, MinLen
+from pydantic.fields import FieldInfo
+
+from quadriga.config.base import Meaning, Section
+from quadriga.config.root import Config
+from quadriga.config.tasks import is_read, spelled, spelled_text
+from quadriga.config.yaml_text import as_text
+
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", types.NoneType: "null"}
+_LIMITS = {Ge: "at least {0.ge}", Gt: "above {0.gt}", Le: "at most {0.le}", Lt: "below {0.lt}", MinLen: "not empty"}
+
+
+@dataclass(frozen=True)
+class KeyInfo:
+    """One leaf of the tree."""
+
+    key: str
+    kind: str
+    """What it takes, in words."""
+    default: Any
+    meaning: str
+    is_open: bool
+    """Whether keys of the user's own may stand under it."""
+    is_text: bool
+    """Whether a value on the command line is text as it stands, not YAML."""
+
+
+def _constraints(metadata: list[Any]) -> str:
+    parts = [
+        _constraints(one.metadata) if isinstance(one, FieldInfo) else _LIMITS.get(type(one), "").format(one)
+        for one in metadata
+    ]
+    return " and ".join(part for part in parts if part)
+
+
+def _describe(annotation: Any, metadata: list[Any]) -> str:
+    """The words for a type: "a whole number, at least 1, or null"."""
+    for one in metadata:
+        if isinstance(one, Meaning):
+            return one.words
+    origin: Any = get_origin(annotation)
+    arguments: tuple[Any, ...] = get_args(annotation)
+    if origin is Annotated:
+        words = _describe(arguments[0], list(arguments[1:]))
+    elif origin in (Union, types.UnionType):
+        words = ", or ".join(_describe(one, []) for one in arguments)
+    elif origin is Literal:
+        words = f"one of {', '.join(arguments)}" if len(arguments) > 1 else "".join(arguments)
+    elif origin in (list, tuple):
+        count = f" of {len(arguments)}" if origin is tuple else ""
+        words = f"a list{count}, each {_describe(arguments[0], [])}"
+    else:
+        words = "an open dictionary" if origin is dict else _WORDS[annotation]
+    limits = _constraints(metadata)
+    return f"{words}, {limits}" if limits else words
+
+
+def _alternatives(annotation: Any) -> Iterator[Any]:
+    """The types that a value may have, each without its range."""
+    if get_origin(annotation) in (Annotated, Union, types.UnionType):
+        for one in get_args(annotation):
+            yield from _alternatives(one)
+    else:
+        yield get_origin(annotation) or annotation
+
+
+def _leaves(section: type[Section], default: Section, prefix: str, task: str) -> Iterator[KeyInfo]:
+    for name, field in section.model_fields.items():
+        value = getattr(default, name)
+        if isinstance(value, Section):
+            yield from _leaves(type(value), value, f"{prefix}{name}.", task)
+        elif is_read(f"{prefix}{name}", task):
+            kinds = set(_alternatives(field.annotation))
+            yield KeyInfo(
+                key=spelled(f"{prefix}{name}", task),
+                kind=_describe(field.annotation, field.metadata),
+                default=value,
+                meaning=spelled_text(" ".join((field.description or "").split()), task),
+                is_open=dict in kinds,
+                is_text=bool({str, Literal} & kinds),
+            )
+
+
+@cache
+def leaf_keys(task: str = "rl") -> Mapping[str, KeyInfo]:
+    """Every key that a task reads, by its dotted name, in the order of the schema."""
+    return {leaf.key: leaf for leaf in _leaves(Config, Config.model_validate({"task": task}), "", task)}
+
+
+@cache
+def section_keys(task: str = "rl") -> frozenset[str]:
+    """The dotted keys of the sections between the root and the leaves."""
+    paths = [key.split(".") for key in leaf_keys(task)]
+    return frozenset(".".join(path[:depth]) for path in paths for depth in range(1, len(path)))
+
+
+def leaf_of(key: str, task: str = "rl") -> KeyInfo | None:
+    """The leaf that a dotted key is, or lies under when that leaf is an open dictionary.
+
+    Beside an open dictionary called `options` its entries may stand without its name."""
+    leaves = leaf_keys(task)
+    if key in leaves:
+        return leaves[key]
+    path = key.split(".")
+    above = (leaves.get(".".join(path[:depth])) for depth in range(1, len(path)))
+    beside = leaves.get(".".join((*path[:-1], "options")))
+    return next((leaf for leaf in (*above, beside) if leaf is not None and leaf.is_open), None)
+
+
+def nearest_keys(key: str, task: str = "rl") -> list[str]:
+    """Up to three known keys that a mistyped one may have meant, the likeliest first.
+
+    A right name in a wrong section is likelier than a wrong name in the right one.
+    """
+    known = list(leaf_keys(task))
+    tail = [one for one in known if one.endswith(f".{key}")]
+    close = get_close_matches(key, known, n=3, cutoff=0.8)
+    moved = get_close_matches(key, [one for one in known if one.split(".")[-1] == key.split(".")[-1]], n=3, cutoff=0.3)
+    return list(dict.fromkeys(tail + moved + close))[:3]
+
+
+@cache
+def aliases() -> Mapping[str, tuple[str, ...]]:
+    """The field's words, and the names of other trainers -> patterns of the keys that they mean."""
+    lines = Path(__file__).with_name("key_aliases.tsv").read_text(encoding="utf-8").splitlines()
+    pairs = [line.split("\t") for line in lines if not line.startswith("#")]
+    return {word: tuple(keys.split()) for word, keys in pairs}
+
+
+def keys_text(words: Sequence[str] = (), task: str = "rl") -> str:
+    """Keys with what they take, their default and their meaning; those found by name come first.
+
+    Args:
+        words: only keys that have each of these in their name, their meaning or among their aliases. All in one phrase
+            are looked for as such, too: `kv cache`.
+        task: whose keys.
+    """
+    wanted, patterns = [word.lower() for word in words], aliases().get(" ".join(words).lower(), ())
+    named, others = [], []
+    for leaf in leaf_keys(task).values():
+        is_alias = any(fnmatchcase(leaf.key, one) for one in patterns)
+        if is_alias or all(word in leaf.key for word in wanted):
+            named.append(leaf)
+        elif all(word in f"{leaf.key} {leaf.meaning}".lower() for word in wanted):
+            others.append(leaf)
+    blocks = []
+    for leaf in named + others:
+        meaning = fill(leaf.meaning, 110, initial_indent="    ", subsequent_indent="    ")
+        default = as_text(list(leaf.default) if isinstance(leaf.default, tuple) else leaf.default)
+        blocks.append(f"{leaf.key} = {default}\n    {leaf.kind}\n{meaning}\n")
+    return "\n".join(blocks)
