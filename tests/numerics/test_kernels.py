@@ -13,9 +13,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from quadriga.models.attention import ATTENTION_NAME
 from quadriga.rollout import NativeEngine, SamplingParams
-from quadriga.rollout.native import attention, elementwise, kernels, products
-from quadriga.rollout.native.elementwise import TorchElementwise, elementwise_for
-from quadriga.rollout.native.kernels import Kernels, KeysAndValues, RowPlaces, about_kernels
+from quadriga.rollout.native import attention, kernels, network, products
+from quadriga.rollout.native.kernels import Kernels, KeysAndValues, SlotPlaces, about_kernels
+from quadriga.rollout.native.network import TorchElementwise, elementwise_for
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
 NOT_FINITE = (float("nan"), float("inf"), -float("inf"))
@@ -94,30 +94,30 @@ def test_what_is_no_number_stays_none(loops: Kernels, value: float) -> None:
 def test_a_broken_key_breaks_the_answers_that_see_it(loops: Kernels, pattern: int) -> None:
     """Whatever stands in the bits of what is no number: exp must not make a share of it."""
     attended = Attended(3, 2, 1, 32, torch.float32)
-    attended.contexts.keys.view(torch.int32)[1, 0, 2, 5] = pattern
-    found = attended.by(loops)  # rows 0 and 2 see context 0, row 1 sees context 1
+    attended.prefixes.keys.view(torch.int32)[1, 0, 2, 5] = pattern
+    found = attended.by(loops)  # rows 0 and 2 see prefix 0, row 1 sees prefix 1
     assert not found[1, 0].isfinite().any()
     assert found[1, 1].isfinite().all()
     assert found[::2].isfinite().all()
 
 
 class Attended:
-    """A token of each row, contexts, and answers so far, of any shape."""
+    """A token of each slot, prefixes, and responses so far, of any shape."""
 
     def __init__(self, num_rows: int, num_key_heads: int, group: int, size: int, dtype: torch.dtype) -> None:
         shapes = [(2, num_key_heads, 70, size), (num_rows, num_key_heads, 9, size)]
-        self.contexts, self.own = (
+        self.prefixes, self.own = (
             KeysAndValues(random(*shape, dtype=torch.float32), -random(*shape, dtype=torch.float32)) for shape in shapes
         )
         self.token = random(num_rows, num_key_heads * (group + 2), size, dtype=dtype)
         self.sizes = (num_key_heads * group, num_key_heads, num_key_heads)
         rows = torch.arange(num_rows)
-        self.places = RowPlaces(rows % 2, 66 + rows % 2, rows % 9)
+        self.places = SlotPlaces(rows % 2, 66 + rows % 2, rows % 9)
 
     def by(self, loops: Kernels) -> torch.Tensor:
         """What the loop computes."""
         query, key, value = self.token.split(self.sizes, 1)
-        return loops.attend(query, key, value, 0.2, self.own, self.contexts, self.places)
+        return loops.attend(query, key, value, 0.2, self.own, self.prefixes, self.places)
 
     def exactly(self) -> torch.Tensor:
         """The same, row by row in float64."""
@@ -128,7 +128,7 @@ class Attended:
                 torch.cat((shared[place, :, :length], own[row, :, :written], new[row, :, None]), 1)
                 .double()
                 .repeat_interleave(self.sizes[0] // self.sizes[1], 0)
-                for shared, own, new in zip(self.contexts, self.own, (key, value), strict=True)
+                for shared, own, new in zip(self.prefixes, self.own, (key, value), strict=True)
             )
             rows.append(((query[row, :, None] @ keys.mT * 0.2).softmax(-1) @ values)[:, 0])
         return torch.stack(rows)
@@ -221,7 +221,7 @@ def test_without_them_the_answers_are_the_same(monkeypatch: pytest.MonkeyPatch, 
     prompts = [[5, 6, 7, 8 + row // 3] for row in range(9)]
     params = [SamplingParams(max_tokens=70 + row, seed=row, ignore_eos=True) for row in range(9)]
     with_loops = NativeEngine(model).generate_batch(prompts, params)
-    for module in (attention, elementwise, products):
+    for module in (attention, network, products):
         monkeypatch.setattr(module, "kernels", lambda: None)
     without = NativeEngine(model).generate_batch(prompts, params)
     if dtype == torch.float32:

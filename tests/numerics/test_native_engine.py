@@ -13,7 +13,7 @@ from quadriga.rollout import Completion, NativeEngine, SamplingParams
 from quadriga.rollout.native.engine import bytes_per_token
 from quadriga.rollout.native.generation import Generation
 from quadriga.rollout.native.network import Network, PlainNetwork
-from quadriga.rollout.native.products import PackedWeight, TwofoldWeight, can_pack
+from quadriga.rollout.native.products import Weight, can_pack
 from quadriga.rollout.native.scheduler import Scheduler
 
 VOCABULARY = 199
@@ -115,7 +115,7 @@ def test_a_small_cache_changes_no_token(
 
     def measuring_step(self: Generation) -> None:
         step(self)
-        tensors = (*self.own.keys, *self.own.values, *self.contexts.keys, *self.contexts.values)
+        tensors = (*self.responses.keys, *self.responses.values, *self.prefixes.keys, *self.prefixes.values)
         sizes.append(sum(tensor.nbytes for tensor in tensors) / bytes_per_token(model))
 
     monkeypatch.setattr(Scheduler, "preempt", counting_preempt)
@@ -176,8 +176,8 @@ def test_packed_weights_follow_the_parameters(model: PreTrainedModel) -> None:
     network = engine._network
     assert isinstance(network, PlainNetwork)
     used = network.layers[0].merge.weight
-    assert isinstance(used, PackedWeight | TwofoldWeight)
-    assert ("MKL" in engine.description) == isinstance(used, TwofoldWeight)
+    assert isinstance(used, Weight)
+    assert ("MKL" in engine.description) == (used.few is not None)
     assert engine.generate_batch(PROMPTS, params) == before
     assert engine._network is network
     with torch.no_grad():

@@ -12,13 +12,13 @@ from quadriga.rollout.native.products import (
     Forms,
     OwnWeight,
     PackedWeight,
-    TwofoldWeight,
+    Weight,
     WideWeight,
     can_pack,
     has_mkl,
-    has_tiles,
 )
 
+HAS_TILES = torch.cpu._is_amx_tile_supported()
 needs_packing = pytest.mark.skipif(not can_pack(), reason="this build of torch packs no bfloat16 weights")
 needs_loops = pytest.mark.skipif(kernels() is None, reason=about_kernels())
 FORMS = [
@@ -65,7 +65,7 @@ def test_products_are_exact(
 def test_the_number_of_rows_chooses_the_form() -> None:
     _, weight, _ = factors(1, 8, 8, torch.bfloat16)
     few = PackedWeight([weight], None)
-    twofold = TwofoldWeight(few, WideWeight([weight], None))
+    twofold = Weight(few, WideWeight([weight], None))
     assert twofold.multiply(torch.ones(few.max_rows, 8).bfloat16()).dtype == torch.bfloat16
     assert twofold.multiply(torch.ones(few.max_rows + 1, 8).bfloat16()).dtype == torch.float32
 
@@ -90,7 +90,7 @@ def test_a_packed_weight_does_not_follow_the_parameter() -> None:
     assert torch.equal(wide.multiply(states), before)
 
 
-@pytest.mark.skipif(not (has_mkl() and can_pack()) or has_tiles(), reason="another kind of processor")
+@pytest.mark.skipif(not (has_mkl() and can_pack()) or HAS_TILES, reason="another kind of processor")
 def test_float32_takes_no_more_memory_than_there_is_for_it() -> None:
     few = PackedWeight if kernels() is None else OwnWeight
     expected = {
@@ -107,12 +107,14 @@ def test_float32_takes_no_more_memory_than_there_is_for_it() -> None:
 
 
 @needs_loops
-@pytest.mark.skipif(not has_mkl() or has_tiles(), reason="another kind of processor")
+@pytest.mark.skipif(not has_mkl() or HAS_TILES, reason="another kind of processor")
 def test_weights_that_the_loop_does_not_take_have_one_form() -> None:
     """Of a layer and of the head, one by one; the head's results are never rounded."""
     forms = Forms(torch.bfloat16, 1000)
-    for num_outputs, form in ((8, TwofoldWeight), (7, WideWeight)):
+    for num_outputs, few in ((8, OwnWeight), (7, type(None))):
         _, weight, bias = factors(1, 32, num_outputs, torch.bfloat16)
-        layer, head = forms.of_layer([weight], [bias]), forms.of_head(weight, bias)
-        assert type(layer) is type(head) is form
+        layer, head = forms.make([weight], [bias]), forms.make([weight], [bias], is_head=True)
+        assert layer is not None and head is not None
+        assert type(layer.few) is type(head.few) is few
+        assert type(layer.many) is type(head.many) is WideWeight
         assert head.multiply(torch.ones(1, 32).bfloat16()).dtype == torch.float32

@@ -1,35 +1,180 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two attention plans of generation: over packed contexts, and over one new token of each row.
+"""The KV cache, and attention over it: prefill of packed prefixes, and decode of one new token per slot.
 
-A row sees its context, whose keys and values it shares with the other rows of that context, and the tokens of its own
-answer. Attention over either is computed apart, with the logarithm of its sum of exponentials, by which the two are put
-together. For the context the queries of all its rows are folded into one matrix, so its keys are read once for all
-of them and never copied. `CompiledPlan` goes through both in one pass, row by row.
+A slot sees its prefix, whose keys and values it shares with the other slots of that prefix (prefix sharing), and the
+tokens of its own response. The KV cache has a part for each: prefixes once, responses in rows written in place.
+Attention over either is computed apart, with the logarithm of its sum of exponentials, by which the two are put
+together. For the prefix the queries of all its slots are folded into one matrix, so its keys are read once for all
+of them and never copied. `CompiledPlan` goes through both in one pass, slot by slot.
 
-Legend: P contexts, S longest context, R rows, n rows of the largest group, t answer tokens so far, H query heads,
-K key-value heads, G = H / K, D head size, N packed tokens.
+On a CPU the KV cache is float32 whatever the model computes in: the products of attention are then as exact as in
+training, and no slower than in bfloat16. Elsewhere it has the model's dtype.
+
+Legend: P prefixes, S longest prefix, R slots in use, C slots that there is memory for, n slots of the largest group,
+T tokens of a response that there is room for, t tokens of the longest response, H query heads, K key-value heads,
+G = H / K, D head size, N packed tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 
 from quadriga.models.packed_attention import PackedAttention, Segment
-from quadriga.rollout.native.cache import AnswerCache, ContextCache
-from quadriga.rollout.native.kernels import Kernels, KeysAndValues, RowPlaces, kernels
+from quadriga.rollout.native.kernels import Kernels, KeysAndValues, SlotPlaces, kernels
 
 _HIDDEN = torch.finfo(torch.float32).min
 
 
+def cache_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype of the KV cache of a model in `dtype`."""
+    return torch.float32 if device.type == "cpu" else dtype
+
+
+class PrefixCache:
+    """[P, K, S, D] keys and values for each layer, padded on the right, and the last hidden state of each prefix.
+
+    Args:
+        prefixes: what stands for the prefix in each place.
+        lengths: tokens of each prefix.
+        next_positions: of the tokens that follow them; None: as many as there are tokens.
+    """
+
+    def __init__(
+        self,
+        prefixes: Sequence[Hashable] = (),
+        lengths: Sequence[int] = (),
+        next_positions: Sequence[int] | None = None,
+    ) -> None:
+        self.prefixes = list(prefixes)
+        self.lengths = list(lengths)
+        self.next_positions = list(lengths if next_positions is None else next_positions)
+        self.keys: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
+        self.last_hidden: torch.Tensor | None = None  # [P, hidden size]
+
+    @property
+    def width(self) -> int:
+        """S"""
+        return max(self.lengths, default=0)
+
+    def write(self, layer: int, places: slice, key: torch.Tensor, value: torch.Tensor) -> None:
+        """`key` and `value` [p, K, S, D] of the prefixes in these places."""
+        if layer == len(self.keys):
+            shape, dtype = (len(self.prefixes), *key.shape[1:]), cache_dtype(value.dtype, value.device)
+            self.keys.append(key.new_empty(shape, dtype=dtype))
+            self.values.append(key.new_empty(shape, dtype=dtype))
+        self.keys[layer][places] = key
+        self.values[layer][places] = value
+
+    def keep(self, places: Sequence[int]) -> None:
+        """Drops all prefixes but those in these places."""
+        if list(places) == list(range(len(self.prefixes))):
+            return
+        old_width = self.width
+        self.prefixes = [self.prefixes[place] for place in places]
+        self.lengths = [self.lengths[place] for place in places]
+        self.next_positions = [self.next_positions[place] for place in places]
+        if self.last_hidden is None:
+            return
+        index = torch.tensor(places, dtype=torch.long, device=self.last_hidden.device)
+        self.last_hidden = self.last_hidden.index_select(0, index)
+        for states in (self.keys, self.values):
+            for layer, old in enumerate(states):
+                kept = old if self.width == old_width else old[:, :, : self.width]
+                states[layer] = kept.index_select(0, index)
+
+    def extend(self, other: "PrefixCache") -> None:
+        """Takes over the prefixes of `other`, which is empty afterwards."""
+        if not self.prefixes:
+            self.prefixes, self.lengths, self.next_positions = other.prefixes, other.lengths, other.next_positions
+            self.keys, self.values, self.last_hidden = other.keys, other.values, other.last_hidden
+            return
+        width = max(self.width, other.width)
+        for mine, theirs in ((self.keys, other.keys), (self.values, other.values)):
+            for layer, added in enumerate(theirs):
+                first, num_first = mine[layer], mine[layer].shape[0]
+                joined = first.new_zeros(num_first + added.shape[0], first.shape[1], width, first.shape[3])
+                joined[:num_first, :, : first.shape[2]] = first
+                joined[num_first:, :, : added.shape[2]] = added
+                mine[layer], theirs[layer] = joined, added[:0]
+        self.prefixes, self.lengths = self.prefixes + other.prefixes, self.lengths + other.lengths
+        self.next_positions = self.next_positions + other.next_positions
+        self.last_hidden = torch.cat((self.last_hidden, other.last_hidden))
+
+
+class ResponseCache:
+    """[C, K, T, D] keys and values for each layer; the first R slots are in use.
+
+    What was never written is zero, so that a weight of zero makes nothing of it.
+    """
+
+    def __init__(self) -> None:
+        self.capacity = 0
+        self.room = 0
+        self.keys: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
+        self._places: torch.Tensor | None = None
+        self._shape = (0, 0)
+
+    def resize(self, capacity: int, room: int, num_slots: int, length: int) -> None:
+        """Moves to memory for `capacity` slots of `room` tokens.
+
+        Args:
+            capacity: C, from here on.
+            room: T, from here on.
+            num_slots: slots in use, which keep what they hold.
+            length: tokens of the longest of these.
+        """
+        if (capacity, room) == (self.capacity, self.room):
+            return
+        self.capacity, self.room = capacity, room
+        for states in (self.keys, self.values):
+            for layer, old in enumerate(states):
+                new = old.new_zeros(capacity, old.shape[1], room, old.shape[3])
+                new[:num_slots, :, :length] = old[:num_slots, :, :length]
+                states[layer] = new
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Slot `target` takes over the first `length` tokens of slot `source`."""
+        for states in (*self.keys, *self.values):
+            states[target, :, :length] = states[source, :, :length]
+
+    def start_step(self, written: Sequence[int], device: torch.device) -> None:
+        """Begins a step: `written` are the tokens that each slot holds before the one that it writes."""
+        self._shape = len(written), max(written) + 1
+        self._written = torch.tensor(written, device=device)
+        self._places = None
+
+    def of_layer(self, layer: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The whole memory of one layer; what is to be written to it next is `like`, [R, K, ..., D]."""
+        if layer == len(self.keys):
+            shape = (self.capacity, like.shape[1], self.room, like.shape[-1])
+            for states in (self.keys, self.values):
+                states.append(like.new_zeros(shape, dtype=cache_dtype(like.dtype, like.device)))
+        return self.keys[layer], self.values[layer]
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes one token per slot, [R, K, 1, D]; returns all tokens so far, [R, K, t, D] views."""
+        num_heads, head_size = key.shape[1], key.shape[3]
+        keys, values = self.of_layer(layer, value)
+        num_slots, length = self._shape
+        if self._places is None:  # the line of each slot and head, once for all layers
+            lines = torch.arange(num_slots * num_heads, device=key.device).view(num_slots, num_heads)
+            self._places = (lines * self.room + self._written[:, None]).flatten()
+        keys.view(-1, head_size).index_copy_(0, self._places, key.reshape(-1, head_size).to(keys.dtype))
+        values.view(-1, head_size).index_copy_(0, self._places, value.reshape(-1, head_size).to(values.dtype))
+        return keys[:num_slots, :, :length], values[:num_slots, :, :length]
+
+
 class PrefillPlan:
-    """Causal attention over packed contexts; their keys and values go into a cache on the way.
+    """Causal attention over packed prefixes; their keys and values go into a cache on the way.
 
     Args:
         cache: takes the keys and values.
-        places: of the contexts in the cache, in the order in which they are packed.
+        places: of the prefixes in the cache, in the order in which they are packed.
     """
 
-    def __init__(self, cache: ContextCache, places: slice, device: torch.device) -> None:
+    def __init__(self, cache: PrefixCache, places: slice, device: torch.device) -> None:
         self.cache, self.places = cache, places
         starts, segments = 0, []
         for length in cache.lengths[places]:
@@ -44,68 +189,67 @@ class PrefillPlan:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """See `AttentionPlan.attend`; here B is 1."""
-        self.cache.write(layer, self.places, self._pad(key), self._pad(value))
+        """[1, H, N, D] and [1, K, N, D] -> [1, N, H, D]"""
+        # [1, K, N, D] -> [p, K, S, D]
+        keys, values = (
+            states[0].index_select(1, self.padded.flatten()).unflatten(1, self.padded.shape).transpose(0, 1)
+            for states in (key, value)
+        )
+        self.cache.write(layer, self.places, keys, values)
         return self.packed.attend(layer, query, key, value, scale)
-
-    def _pad(self, states: torch.Tensor) -> torch.Tensor:
-        """[1, K, N, D] -> [p, K, S, D]"""
-        return states[0].index_select(1, self.padded.flatten()).unflatten(1, self.padded.shape).transpose(0, 1)
 
 
 class Groups:
-    """Rows by the context that they share.
+    """Slots by the prefix that they share.
 
     Args:
-        places: of each row's context in the context cache.
-        num_contexts: P; one without a row is computed with row 0 and not looked at.
+        places: of each slot's prefix in the prefix cache.
+        num_prefixes: P; one without a slot is computed with slot 0 and not looked at.
     """
 
-    def __init__(self, places: Sequence[int], num_contexts: int, device: torch.device) -> None:
-        members: list[list[int]] = [[] for _ in range(num_contexts)]
-        for row, place in enumerate(places):
-            members[place].append(row)
-        self.num_contexts, self.width = num_contexts, max(len(group) for group in members)
-        grid = [row for group in members for row in group + (group[:1] or [0]) * (self.width - len(group))]
+    def __init__(self, places: Sequence[int], num_prefixes: int, device: torch.device) -> None:
+        members: list[list[int]] = [[] for _ in range(num_prefixes)]
+        cells = []
+        for slot, place in enumerate(places):
+            cells.append((place, len(members[place])))
+            members[place].append(slot)
+        self.num_prefixes, self.width = num_prefixes, max(map(len, members))
+        grid = [slot for group in members for slot in group + (group[:1] or [0]) * (self.width - len(group))]
         self.is_even = grid == list(range(len(places)))
-        cells = [0] * len(places)
-        for place, group in enumerate(members):
-            for number, row in enumerate(group):
-                cells[row] = place * self.width + number
-        self.row_of_cell = torch.tensor(grid, device=device)
-        self.cell_of_row = torch.tensor(cells, device=device)
+        self.slot_of_cell = torch.tensor(grid, device=device)
+        self.cell_of_slot = torch.tensor([place * self.width + number for place, number in cells], device=device)
 
-    def fold(self, rows: torch.Tensor) -> torch.Tensor:
-        """[R, K, G, X] -> [P, K, n * G, X]; a cell without a row repeats another one."""
-        cells = rows if self.is_even else rows.index_select(0, self.row_of_cell)
-        return cells.unflatten(0, (self.num_contexts, self.width)).transpose(1, 2).flatten(2, 3)
+    def fold(self, slots: torch.Tensor) -> torch.Tensor:
+        """[R, K, G, X] -> [P, K, n * G, X]; a cell without a slot repeats another one."""
+        cells = slots if self.is_even else slots.index_select(0, self.slot_of_cell)
+        return cells.unflatten(0, (self.num_prefixes, self.width)).transpose(1, 2).flatten(2, 3)
 
     def unfold(self, folded: torch.Tensor) -> torch.Tensor:
         """[P, K, n * G, ...] -> [R, K, G, ...]"""
         cells = folded.unflatten(2, (self.width, -1)).transpose(1, 2).flatten(0, 1)
-        return cells if self.is_even else cells.index_select(0, self.cell_of_row)
+        return cells if self.is_even else cells.index_select(0, self.cell_of_slot)
 
 
 class DecodePlan:
-    """Attention of one new token per row. It lasts as long as the rows of the batch stay what they are.
+    """Attention of one new token per slot. It lasts as long as the slots of the batch stay what they are.
 
     Args:
-        contexts, answers: the caches; the answers' is written to.
-        places: of each row's context in the context cache.
+        prefixes, responses: the KV cache; the responses' part is written to.
+        places: of each slot's prefix in the prefix cache.
     """
 
     def __init__(
-        self, contexts: ContextCache, answers: AnswerCache, places: Sequence[int], device: torch.device
+        self, prefixes: PrefixCache, responses: ResponseCache, places: Sequence[int], device: torch.device
     ) -> None:
-        self.contexts, self.answers, self.device = contexts, answers, device
-        self.groups = Groups(places, len(contexts.contexts), device)
-        self.first_positions = [contexts.next_positions[place] for place in places]
-        self.context_mask = self._mask(contexts.lengths, contexts.width)
+        self.prefixes, self.responses, self.device = prefixes, responses, device
+        self.groups = Groups(places, len(prefixes.prefixes), device)
+        self.first_positions = [prefixes.next_positions[place] for place in places]
+        self.prefix_mask = self._mask(prefixes.lengths, prefixes.width)
         self.mask: torch.Tensor | None = None
 
     def start_step(self, written: Sequence[int]) -> torch.Tensor:
-        """Prepares a step in which row r writes its answer token number `written[r]`; returns positions [R, 1]."""
-        self.answers.start_step(written, self.device)
+        """Begins a step in which slot r writes its response token number `written[r]`; returns positions [R, 1]."""
+        self.responses.start_step(written, self.device)
         self.mask = self._mask([count + 1 for count in written], max(written) + 1)
         positions = [first + count for first, count in zip(self.first_positions, written, strict=True)]
         return torch.tensor(positions, device=self.device)[:, None]
@@ -113,18 +257,16 @@ class DecodePlan:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """See `AttentionPlan.attend`; here B is R and N is 1."""
-        num_rows, num_heads, _, head_size = query.shape
-        own_keys, own_values = self.answers.write(layer, key, value)
-        context_keys, context_values = self.contexts.keys[layer], self.contexts.values[layer]
-        query = query.to(own_keys.dtype).reshape(num_rows, key.shape[1], -1, head_size)
-        before, before_sum = attend_part(
-            self.groups.fold(query), context_keys, context_values, self.context_mask, scale
-        )
+        """[R, H, 1, D] and [R, K, 1, D] -> [R, 1, H, D]"""
+        num_slots, num_heads, _, head_size = query.shape
+        own_keys, own_values = self.responses.write(layer, key, value)
+        shared_keys, shared_values = self.prefixes.keys[layer], self.prefixes.values[layer]
+        query = query.to(own_keys.dtype).reshape(num_slots, key.shape[1], -1, head_size)
+        shared, shared_sum = attend_part(self.groups.fold(query), shared_keys, shared_values, self.prefix_mask, scale)
         own, own_sum = attend_part(query, own_keys, own_values, self.mask, scale)
-        share = torch.sigmoid(own_sum - self.groups.unfold(before_sum)).unsqueeze(-1)  # of the answer's own tokens
-        mixed = torch.lerp(self.groups.unfold(before), own, share.to(own.dtype))
-        return mixed.reshape(num_rows, 1, num_heads, head_size).to(value.dtype)
+        share = torch.sigmoid(own_sum - self.groups.unfold(shared_sum)).unsqueeze(-1)  # of the response's own tokens
+        mixed = torch.lerp(self.groups.unfold(shared), own, share.to(own.dtype))
+        return mixed.reshape(num_slots, 1, num_heads, head_size).to(value.dtype)
 
     def _mask(self, lengths: Sequence[int], width: int) -> torch.Tensor | None:
         """[A, 1, 1, width] float32: 0 for the first tokens of each, as many as it has, then as good as -inf."""
@@ -138,44 +280,47 @@ class CompiledPlan:
     """What `DecodePlan` computes, by the loop that was compiled on this machine.
 
     Args:
-        loops: that has it.
-        contexts, answers, places: see `DecodePlan`.
+        loops: the compiled loops.
+        prefixes, responses: the KV cache; the responses' part is written to.
+        places: of each slot's prefix in the prefix cache.
     """
 
-    def __init__(self, loops: Kernels, contexts: ContextCache, answers: AnswerCache, places: Sequence[int]) -> None:
-        self.loops, self.contexts, self.answers = loops, contexts, answers
-        self.first_positions = torch.tensor([contexts.next_positions[place] for place in places])
-        lengths = [contexts.lengths[place] for place in places]
-        assert max(contexts.lengths) == contexts.keys[0].shape[2] and len(contexts.lengths) == len(contexts.keys[0])
-        self.places = RowPlaces(torch.tensor(places), torch.tensor(lengths), torch.zeros(len(places), dtype=torch.long))
+    def __init__(self, loops: Kernels, prefixes: PrefixCache, responses: ResponseCache, places: Sequence[int]) -> None:
+        self.loops, self.prefixes, self.responses = loops, prefixes, responses
+        self.first_positions = torch.tensor([prefixes.next_positions[place] for place in places])
+        lengths = [prefixes.lengths[place] for place in places]
+        assert max(prefixes.lengths) == prefixes.keys[0].shape[2] and len(prefixes.lengths) == len(prefixes.keys[0])
+        self.places = SlotPlaces(
+            torch.tensor(places), torch.tensor(lengths), torch.zeros(len(places), dtype=torch.long)
+        )
 
     def start_step(self, written: Sequence[int]) -> torch.Tensor:
-        """See `DecodePlan.start_step`."""
-        assert len(written) <= self.answers.capacity and 0 <= min(written) <= max(written) < self.answers.room
+        """Begins a step in which slot r writes its response token number `written[r]`; returns positions [R, 1]."""
+        assert len(written) <= self.responses.capacity and 0 <= min(written) <= max(written) < self.responses.room
         self.places = self.places._replace(num_written=torch.tensor(written))
         return (self.first_positions + self.places.num_written)[:, None]
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """See `AttentionPlan.attend`; here B is R and N is 1."""
-        own = KeysAndValues(*self.answers.of_layer(layer, value))
-        contexts = KeysAndValues(self.contexts.keys[layer], self.contexts.values[layer])
+        """[R, H, 1, D] and [R, K, 1, D] -> [R, 1, H, D]"""
+        own = KeysAndValues(*self.responses.of_layer(layer, value))
+        shared = KeysAndValues(self.prefixes.keys[layer], self.prefixes.values[layer])
         is_half = {query.dtype, key.dtype, value.dtype} == {torch.bfloat16}
         dtype = torch.bfloat16 if is_half else torch.float32
         token = [states.squeeze(2).to(dtype) for states in (query, key, value)]
-        mixed = self.loops.attend(token[0], token[1], token[2], scale, own, contexts, self.places)
+        mixed = self.loops.attend(token[0], token[1], token[2], scale, own, shared, self.places)
         return mixed.unsqueeze(1).to(value.dtype)
 
 
 def plan_decoding(
-    contexts: ContextCache, answers: AnswerCache, places: Sequence[int], device: torch.device
+    prefixes: PrefixCache, responses: ResponseCache, places: Sequence[int], device: torch.device
 ) -> DecodePlan | CompiledPlan:
-    """The fastest plan for these rows; see `DecodePlan`."""
+    """The fastest plan for these slots; see `DecodePlan`."""
     loops = kernels() if device.type == "cpu" else None
-    if loops is not None and loops.can_attend(contexts.keys[0].shape[-1]):
-        return CompiledPlan(loops, contexts, answers, places)
-    return DecodePlan(contexts, answers, places, device)
+    if loops is not None and loops.can_attend(prefixes.keys[0].shape[-1]):
+        return CompiledPlan(loops, prefixes, responses, places)
+    return DecodePlan(prefixes, responses, places, device)
 
 
 def attend_part(
@@ -195,18 +340,13 @@ def attend_part(
     if query.device.type == "cpu" and query.dtype == torch.float32:
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return flash(query, keys, values, 0.0, False, attn_mask=mask, scale=scale)
-    scores = _scores(query, keys).mul_(scale)
+    if query.is_cuda and query.dtype != torch.float32:  # sums of half-precision factors in float32
+        flat = torch.bmm(query.flatten(0, 1), keys.flatten(0, 1).transpose(-1, -2), out_dtype=torch.float32)
+        scores = flat.unflatten(0, query.shape[:2])
+    else:
+        scores = (query @ keys.transpose(-1, -2)).float()
+    scores.mul_(scale)
     if mask is not None:
         scores += mask
     sums = scores.logsumexp(-1)
     return (scores - sums.unsqueeze(-1)).exp_().to(values.dtype) @ values, sums
-
-
-def _scores(query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """[A, K, Q, D] and [A, K, X, D] -> [A, K, Q, X] float32"""
-    if query.dtype == torch.float32:
-        return query @ keys.transpose(-1, -2)
-    if query.is_cuda:
-        flat = torch.bmm(query.flatten(0, 1), keys.flatten(0, 1).transpose(-1, -2), out_dtype=torch.float32)
-        return flat.unflatten(0, query.shape[:2])
-    return (query @ keys.transpose(-1, -2)).float()

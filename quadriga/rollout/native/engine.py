@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generation in the trainer's process, with the trainer's own module: nothing to send.
+"""The native rollout engine: continuous batching in the trainer's process, on the trainer's own module.
 
-Contexts are computed once for all of their answers; keys and values are written in place; rows that end make room at
-once. Norms, attention, softmax and logits are float32, so that the log-probabilities are those of training.
+A prompt is computed once for all of its responses (prefix sharing); the KV cache is written in place; a request that
+ends makes room at once. Norms, attention, softmax and logits are float32, so that the log-probabilities are those of
+training.
 
-    generate, generate_batch ──> inbox ──> one runner: takes the inbox, starts rows, steps ──> futures ──> callers
+    generate, generate_batch ──> inbox ──> one runner: takes the inbox, starts requests, steps ──> futures ──> callers
          (any thread)                      (the thread of generate_batch, or a worker)
 
-Consumes: requests from the inbox, at any step. Waits for: nothing; with an empty inbox and no row left it ends.
+Consumes: requests from the inbox, at any step. Waits for: nothing; without a request it ends.
 Unblocked by: the next request, which makes a new runner.
 """
 
@@ -16,6 +17,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,10 +28,9 @@ from quadriga.models.attention import ATTENTION_NAME
 from quadriga.models.vision import ImageTokens
 from quadriga.rollout.base import Completion, Images, SamplingParams
 from quadriga.rollout.causal_model import CausalModelEngine, require_room
-from quadriga.rollout.native.answer import Answer
-from quadriga.rollout.native.cache import cache_dtype
-from quadriga.rollout.native.generation import Generation
-from quadriga.rollout.native.network import Network, description_of, network_of, state_of
+from quadriga.rollout.native.attention import cache_dtype
+from quadriga.rollout.native.generation import Generation, Request
+from quadriga.rollout.native.network import Network, PlainNetwork, description_of, is_plain, state_of
 from quadriga.rollout.native.scheduler import Scheduler
 from quadriga.rollout.stop_texts import require_tokenizer
 
@@ -38,17 +39,17 @@ _GIBIBYTE = 2**30
 
 
 class NativeEngine(CausalModelEngine):
-    """Our own generation engine; see `RolloutEngine` for its methods.
+    """Continuous batching with a model of transformers; see `RolloutEngine` for its methods.
 
     Args:
         model: any causal model of transformers that was loaded with our attention. It may be the trainer's.
-        tokenizer: decodes answers that end at a text; not needed otherwise.
+        tokenizer: decodes responses that have stop strings; not needed otherwise.
         eos_token_ids: end-of-text tokens; None takes those of the model's generation configuration.
-        max_num_seqs: answers that are generated at the same time.
-        max_num_batched_tokens: prompt tokens that are computed in one call, unless one prompt alone has more.
-        max_model_len: tokens of the longest prompt and answer together; None: as many as the model has positions.
-        cache_gigabytes: memory for keys and values, in GiB; None: as much as the answers need. Where it is full, the
-            answers that started last give way; they go on later, with the same tokens.
+        max_num_seqs: responses that are generated at the same time.
+        max_num_batched_tokens: prompt tokens of one prefill, unless one prompt alone has more.
+        max_model_len: tokens of the longest prompt and response together; None: as many as the model has positions.
+        cache_gigabytes: memory of the KV cache, in GiB; None: as much as the responses need. Where it is full, the
+            requests that started last are preempted; they go on later, with the same tokens.
 
     Raises:
         RolloutError: the model computes something that this engine does not.
@@ -77,8 +78,8 @@ class NativeEngine(CausalModelEngine):
             self.max_cache_tokens = int(cache_gigabytes * _GIBIBYTE / bytes_per_token(model))
         self._network: Network | None = None
         self._lock = threading.Lock()
-        self._inbox: list[Answer] = []
-        self._open: list[Answer] = []  # handed to a runner, perhaps done
+        self._inbox: list[Request] = []
+        self._open: list[Request] = []  # taken by a runner, perhaps done
         self._is_running = False
         self._worker: ThreadPoolExecutor | None = None
         self._turn: Future[None] | None = None
@@ -94,42 +95,42 @@ class NativeEngine(CausalModelEngine):
         sampling: Sequence[SamplingParams],
         images: Sequence[Images | None] | None = None,
     ) -> list[Completion]:
-        """See `RolloutEngine.generate_batch`."""
-        answers = self._answers(prompts, sampling, images)
-        if self._submit(answers):
+        requests = self._requests(prompts, sampling, images)
+        if self._submit(requests):
             self._run()
-        return [answer.future.result() for answer in answers]
+        return [request.future.result() for request in requests]
 
     async def generate(
         self, prompt_token_ids: Sequence[int], sampling: SamplingParams, images: Images | None = None
     ) -> Completion:
-        """See `RolloutEngine.generate`. It joins the requests that are under way; the event loop stays free."""
-        (answer,) = self._answers([prompt_token_ids], [sampling], [images])
-        waiting = asyncio.wrap_future(answer.future)
-        if self._submit([answer]):
-            self._turn = self._make_worker().submit(self._run)
+        """One response; the request joins those that run, and the event loop stays free."""
+        (request,) = self._requests([prompt_token_ids], [sampling], [images])
+        waiting = asyncio.wrap_future(request.future)
+        if self._submit([request]):
+            if self._worker is None:
+                num_threads = torch.get_num_threads()
+                self._worker = ThreadPoolExecutor(1, "native", initializer=partial(torch.set_num_threads, num_threads))
+            self._turn = self._worker.submit(self._run)
         return await waiting
 
     def abort(self) -> None:
-        """See `RolloutEngine.abort`. It does not wait: answers come with the end of the step that is under way."""
+        """Aborts every unfinished request, without waiting: its completion comes at the end of the current step."""
         with self._lock:
-            for answer in (*self._open, *self._inbox):
-                answer.is_given_up = True
+            for request in (*self._open, *self._inbox):
+                request.is_given_up = True
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """See `RolloutEngine.load_weights`; a tensor that is the module's own parameter is not copied."""
         self._require_idle("load_weights")
         self._network = None
         super().load_weights(weights, version)
 
     def sleep(self) -> None:
-        """See `RolloutEngine.sleep`. The engine at rest holds no cache; packed weights go, too."""
+        """Frees the packed weights; an engine at rest holds no KV cache."""
         self._require_idle("sleep")
         super().sleep()
         self._network = None
 
     def close(self) -> None:
-        """See `RolloutEngine.close`. Answers that are not finished are given up."""
         self.abort()
         self._finish_turn()
         super().close()
@@ -138,97 +139,80 @@ class NativeEngine(CausalModelEngine):
             self._worker.shutdown()
             self._worker = None
 
-    def _answers(
+    def _requests(
         self,
         prompts: Sequence[Sequence[int]],
         sampling: Sequence[SamplingParams],
         images: Sequence[Images | None] | None,
-    ) -> list[Answer]:
+    ) -> list[Request]:
         self._require_ready(prompts, sampling)
         require_room(self.name, self.model, prompts, sampling, self.max_model_len)
         require_tokenizer(self.name, sampling, self.tokenizer)
-        self._require_cache(prompts, sampling)
-        seen = [None] * len(prompts) if images is None else images
-        require_places(self.name, self.model, prompts, seen)
-        return [
-            Answer(prompt, params, self.eos_token_ids, self.tokenizer, own)
-            for prompt, params, own in zip(prompts, sampling, seen, strict=True)
-        ]
-
-    def _require_cache(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> None:
-        if self.max_cache_tokens is None:
-            return
-        for row, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
-            if len(prompt) + params.max_tokens > self.max_cache_tokens:
+        images = [None] * len(prompts) if images is None else images
+        requests = []
+        for row, (prompt, params, own) in enumerate(zip(prompts, sampling, images, strict=True)):
+            where = f"native.generate, prompt {row}"
+            if self.max_cache_tokens is not None and len(prompt) + params.max_tokens > self.max_cache_tokens:
                 raise RolloutError(
-                    f"native.generate, prompt {row}",
+                    where,
                     got=f"{len(prompt)} prompt tokens and up to {params.max_tokens} new ones",
-                    expected=f"at most {self.max_cache_tokens}, for which the cache has memory",
+                    expected=f"at most {self.max_cache_tokens}, for which the KV cache has memory",
                     fix="Raise actor_rollout_ref.rollout.cache_gigabytes; a token takes "
                     f"{bytes_per_token(self.model)} bytes.",
                 )
+            if own is not None:
+                _require_image_tokens(where, self.model, prompt, own)
+            requests.append(Request(prompt, params, self.eos_token_ids, self.tokenizer, own))
+        return requests
 
-    def _submit(self, answers: list[Answer]) -> bool:
-        """Puts requests into the inbox; whether the caller must see to a runner."""
+    def _submit(self, requests: list[Request]) -> bool:
+        """Puts requests into the inbox; whether the caller must start a runner."""
         with self._lock:
-            self._inbox += answers
-            starts = bool(answers) and not self._is_running
+            self._inbox += requests
+            starts = bool(requests) and not self._is_running
             self._is_running |= starts
             return starts
 
     def _run(self) -> None:
         """Generates until there is no request left."""
-        generation: Generation | None = None
         try:
-            with torch.inference_mode(), evaluating(self.model):
-                scheduler: Scheduler[Answer] = Scheduler(
+            with torch.inference_mode(), _evaluating(self.model):
+                scheduler: Scheduler[Request] = Scheduler(
                     self.max_num_seqs, self.max_num_batched_tokens, self.max_cache_tokens
                 )
-                generation = Generation(self._current_network(), scheduler, self.weight_version)
-                while self._take(generation):
+                # A packed copy of earlier parameters is not used again.
+                if self._network is None or self._network.state != state_of(self.model):
+                    self._network = None
+                    self._network = (PlainNetwork if is_plain(self.model) else Network)(self.model)
+                generation = Generation(self._network, scheduler, self.weight_version)
+                while self._take(scheduler):
                     generation.advance()
         except BaseException as error:
-            self._fail(error)
+            with self._lock:
+                failed = [request for request in (*self._open, *self._inbox) if not request.future.done()]
+                self._open, self._inbox, self._is_running = [], [], False
+            for request in failed:  # every caller gets the error, raised where it waits
+                if request.future.set_running_or_notify_cancel():
+                    request.future.set_exception(error)
             if not isinstance(error, Exception):
                 raise
 
-    def _take(self, generation: Generation) -> bool:
-        """Moves the inbox to the runner; False, and the runner is none any more, where nothing is left."""
+    def _take(self, scheduler: Scheduler[Request]) -> bool:
+        """Moves the inbox to the scheduler; False, and the runner ends, where no request is left."""
         with self._lock:
-            generation.add(self._inbox)
-            self._inbox = []
-            self._open = generation.open_answers
-            self._is_running = not generation.is_done
+            scheduler.add(self._inbox)
+            self._inbox, self._open = [], [*scheduler.running, *scheduler.waiting]
+            self._is_running = not scheduler.is_done
             return self._is_running
-
-    def _fail(self, error: BaseException) -> None:
-        """Everyone who waits gets the error, raised where he waits."""
-        with self._lock:
-            failed = [answer for answer in (*self._open, *self._inbox) if not answer.future.done()]
-            self._open, self._inbox, self._is_running = [], [], False
-        for answer in failed:
-            answer.fail(error)
-
-    def _current_network(self) -> Network:
-        """The network of the parameters as they are; a packed copy of earlier ones is not used again."""
-        if self._network is None or self._network.state != state_of(self.model):
-            self._network = None
-            self._network = network_of(self.model)
-        return self._network
-
-    def _make_worker(self) -> ThreadPoolExecutor:
-        if self._worker is None:
-            num_threads = torch.get_num_threads()
-            self._worker = ThreadPoolExecutor(1, "native", initializer=lambda: torch.set_num_threads(num_threads))
-        return self._worker
 
     def _require_idle(self, action: str) -> None:
         with self._lock:
-            under_way = [one for one in (*self._open, *self._inbox) if not (one.future.done() or one.is_given_up)]
-        if under_way:
+            open_requests = [*self._open, *self._inbox]
+            unfinished = [one for one in open_requests if not (one.future.done() or one.is_given_up)]
+        if unfinished:
             raise RolloutError(
                 f"native.{action}",
-                got=f"{len(under_way)} answers that are not finished",
+                got=f"{len(unfinished)} responses that are not finished",
                 expected="an engine at rest",
                 fix="Wait for them, or call abort() first.",
             )
@@ -241,35 +225,30 @@ class NativeEngine(CausalModelEngine):
 
 
 def bytes_per_token(model: PreTrainedModel) -> int:
-    """Memory of the keys and values of one token in all layers."""
+    """Memory of one token in the KV cache, all layers together."""
     config = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return 2 * config.num_hidden_layers * heads * size * cache_dtype(model.dtype, model.device).itemsize
 
 
-def require_places(
-    name: str, model: PreTrainedModel, prompts: Sequence[Sequence[int]], images: Sequence[Images | None]
-) -> None:
-    """Refuses images for a model that does not see, and prompts with fewer tokens than their images have embeddings."""
+def _require_image_tokens(where: str, model: PreTrainedModel, prompt: Sequence[int], images: Images) -> None:
+    """Refuses images for a language model, and a prompt with fewer tokens than its images have embeddings."""
     tokens = ImageTokens.of(model.config)
-    for row, (prompt, own) in enumerate(zip(prompts, images, strict=True)):
-        if own is None:
-            continue
-        if tokens is None:
-            raise RolloutError(f"{name}.generate, prompt {row}", got="images", expected="text: the model does not see")
-        expected = tokens.count(own.inputs["image_grid_thw"])
-        # There may be more: a model may write one in an earlier turn.
-        if (found := list(prompt).count(tokens.token_id)) < expected:
-            raise RolloutError(
-                f"{name}.generate, prompt {row}",
-                got=f"{found} image tokens",
-                expected=f"at least {expected}, one for each embedding of its images",
-            )
+    if tokens is None:
+        raise RolloutError(where, got="images", expected="text: the model is no vision-language model")
+    expected = tokens.count(images.inputs["image_grid_thw"])
+    # There may be more: a model may write one in an earlier turn.
+    if (found := list(prompt).count(tokens.token_id)) < expected:
+        raise RolloutError(
+            where,
+            got=f"{found} image tokens",
+            expected=f"at least {expected}, one for each embedding of its images",
+        )
 
 
 @contextmanager
-def evaluating(model: PreTrainedModel) -> Iterator[None]:
+def _evaluating(model: PreTrainedModel) -> Iterator[None]:
     """Without dropout and gradient checkpointing, for a while."""
     was_training = model.training
     model.eval()

@@ -1,68 +1,192 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loop of the engine: new contexts are computed, first tokens sampled, then one token of every row at a time.
+"""Continuous batching: new prefixes are prefilled, first tokens sampled, then one token of every slot at a time.
 
-    add ──> scheduler: who starts? ──> contexts that are new: prefill ──> first tokens of the rows that start
-                 ^                                                            │
-                 └── rows that ended, were given up, or gave way ── step: one token per row <──┘
+    scheduler: who starts? ──> prefixes that are new: prefill ──> first tokens of the slots that start
+        ^                                                            │
+        └── slots that ended, were given up, or gave way ── decode: one token per slot <──┘
 
 Requests may come at any time between two steps. Everything here is gone when no request is left: an engine at rest
-holds no cache.
+holds no KV cache.
 
-Legend: R rows, U different contexts of the rows that start, V vocabulary.
+A *prefix* is what a request begins with: its prompt or, after it was preempted, its prompt with the response so far.
+Without images it is the tuple of its tokens. With images it is an `ImagePrefix`, which has a length and iterates over
+its tokens as a tuple does, and equals another one where images are equal, too.
+
+Legend: R slots (rows of the batch), U different prefixes of the slots that start, N packed tokens of several prefixes,
+V vocabulary.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
 
 from quadriga.errors import RolloutError
-from quadriga.rollout.native.answer import Answer
-from quadriga.rollout.native.attention import CompiledPlan, DecodePlan, PrefillPlan, plan_decoding
-from quadriga.rollout.native.cache import AnswerCache, ContextCache
-from quadriga.rollout.native.context import Context, images_of, next_position, packed_positions
+from quadriga.models.vision import ImageTokens, PackedImages, packed_images
+from quadriga.rollout.base import Completion, FinishReason, Images, SamplingParams
+from quadriga.rollout.native.attention import (
+    CompiledPlan,
+    DecodePlan,
+    PrefillPlan,
+    PrefixCache,
+    ResponseCache,
+    plan_decoding,
+)
 from quadriga.rollout.native.network import Network
 from quadriga.rollout.native.scheduler import Scheduler
-from quadriga.rollout.sampler import NUM_DRAWS, SamplingRules, sample
+from quadriga.rollout.sampler import NUM_DRAWS, Draws, SamplingRules, sample
+from quadriga.rollout.stop_texts import StopTexts
 
 _FIRST_ROOM = 64
-_NEXT_ROOM = 16  # tokens by which answers get more room when the cache is nearly full
-_KEPT_SHARE = 0.5  # of the contexts in the cache are in use, or the others are dropped
+_NEXT_ROOM = 16  # tokens by which responses get more room when the KV cache is nearly full
+_KEPT_SHARE = 0.5  # of the prefixes in the KV cache are in use, or the others are dropped
+
+
+class ImagePrefix:
+    """Tokens that begin with a prompt with images; what follows the prompt is text.
+
+    Args:
+        tokens: of the prompt, and of the response so far.
+        images: of the prompt.
+    """
+
+    def __init__(self, tokens: Sequence[int], images: Images) -> None:
+        self.tokens, self.images = tuple(tokens), images
+        self._key = (self.tokens, images.key)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.tokens)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ImagePrefix) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @property
+    def next_position(self) -> int:
+        """Of the token that follows, on all axes."""
+        prompt = self.images.position_ids
+        return int(prompt[:, -1].max()) + 1 + len(self.tokens) - prompt.shape[1]
+
+    def positions(self) -> torch.Tensor:
+        """[3, tokens]"""
+        prompt, end = self.images.position_ids, self.next_position
+        after = torch.arange(end - len(self.tokens) + prompt.shape[1], end)
+        return torch.cat([prompt, after.expand(3, -1)], 1)
+
+    def image_places(self, tokens: ImageTokens) -> np.ndarray:
+        """Of the tokens that stand for images: the first ones with their id; later ones were generated."""
+        found = np.flatnonzero(np.array(self.tokens) == tokens.token_id)
+        return found[: tokens.count(self.images.inputs["image_grid_thw"])]
+
+
+Prefix = tuple[int, ...] | ImagePrefix
+
+
+class Request:
+    """A prompt, and the response that is generated for it.
+
+    Args:
+        prompt: token ids.
+        sampling: how it is sampled.
+        eos_token_ids: the model's own end-of-text tokens.
+        tokenizer: needed where `sampling` has stop strings.
+        images: of the prompt.
+    """
+
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        eos_token_ids: Iterable[int],
+        tokenizer: Any,
+        images: Images | None = None,
+    ) -> None:
+        self.prompt, self.sampling, self.images = tuple(prompt), sampling, images
+        self.stops = sampling.stops(eos_token_ids)
+        self.stop_texts = StopTexts(sampling.stop, tokenizer)
+        self.draws = Draws(sampling.seed)
+        self.token_ids: list[int] = []
+        self.log_probs: list[float] = []
+        self.sampling_log_probs: list[float] = []
+        self.finish_reason: FinishReason | None = None
+        self.is_given_up = False
+        self.future: Future[Completion] = Future()
+        self.restart()
+
+    def restart(self) -> None:
+        """Its KV cache is lost, or there is none yet: all tokens that there are become its prefix."""
+        tokens = (*self.prompt, *self.token_ids)
+        self.prefix: Prefix = tokens if self.images is None else ImagePrefix(tokens, self.images)
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that it may come to hold in the KV cache besides those of its prefix; the last one needs none."""
+        return max(1, self.sampling.max_tokens - 1 - (len(self.prefix) - len(self.prompt)))
+
+    @property
+    def num_written(self) -> int:
+        """Tokens after the prefix that are in the KV cache, once a token was sampled."""
+        return max(0, len(self.prompt) + len(self.token_ids) - len(self.prefix) - 1)
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether it was aborted, or its caller does not wait any more."""
+        return self.is_given_up or self.future.cancelled()
+
+    def add(self, token: int, log_prob: float, sampling_log_prob: float) -> None:
+        """One more token."""
+        if not math.isfinite(log_prob):
+            raise RolloutError(
+                f"native.generate: token {len(self.token_ids)} of a response",
+                got=f"a log-probability of {log_prob}",
+                expected="finite logits",
+                fix="The weights hold NaN or infinity; look at actor/grad_norm of the steps before.",
+            )
+        self.token_ids.append(token)
+        self.log_probs.append(log_prob)
+        self.sampling_log_probs.append(sampling_log_prob)
+        if token in self.stops or self.stop_texts.is_reached(self.token_ids):
+            self.finish_reason = "stop"
+        elif len(self.token_ids) == self.sampling.max_tokens:
+            self.finish_reason = "length"
+
+    def close(self, weight_version: int) -> None:
+        """Gives the caller its completion; an unfinished one is aborted."""
+        reason = self.finish_reason or "abort"
+        if self.future.set_running_or_notify_cancel():
+            self.future.set_result(
+                Completion(self.token_ids, self.log_probs, reason, weight_version, self.sampling_log_probs)
+            )
 
 
 class Generation:
-    """Answers that are generated together.
+    """Requests that are generated together.
 
     Args:
         network: the model.
-        scheduler: without a sequence so far.
+        scheduler: without a request so far.
         weight_version: of the model's weights.
     """
 
-    def __init__(self, network: Network, scheduler: Scheduler[Answer], weight_version: int) -> None:
+    def __init__(self, network: Network, scheduler: Scheduler[Request], weight_version: int) -> None:
         self.network, self.scheduler, self.weight_version = network, scheduler, weight_version
         self.device = network.device
-        self.contexts = ContextCache()
-        self.own = AnswerCache()
+        self.prefixes = PrefixCache()
+        self.responses = ResponseCache()
         self.plan: DecodePlan | CompiledPlan | None = None
         self.rules: SamplingRules | None = None
 
-    @property
-    def is_done(self) -> bool:
-        """Whether every answer was handed out."""
-        return self.scheduler.is_done
-
-    @property
-    def open_answers(self) -> list[Answer]:
-        """Those that are not handed out."""
-        return [*self.scheduler.running, *self.scheduler.waiting]
-
-    def add(self, answers: Iterable[Answer]) -> None:
-        """More requests."""
-        self.scheduler.add(answers)
-
     def advance(self) -> None:
-        """Starts what can be started, and computes one token of every row."""
+        """Starts what can be started, and computes one token of every slot."""
         self._drop_cancelled()
         if self.scheduler.waiting:
             self._admit()
@@ -70,147 +194,156 @@ class Generation:
             self._step()
 
     def _drop_cancelled(self) -> None:
-        for row in reversed(range(len(self.scheduler.running))):
-            if self.scheduler.running[row].is_cancelled:
-                self._end(row)
-        given_up = [answer for answer in self.scheduler.waiting if answer.is_cancelled]
+        scheduler = self.scheduler
+        for slot in reversed(range(len(scheduler.running))):
+            if scheduler.running[slot].is_cancelled:
+                self._end(slot)
+        given_up = [request for request in scheduler.waiting if request.is_cancelled]
         if given_up:
-            self.scheduler.waiting = [answer for answer in self.scheduler.waiting if not answer.is_cancelled]
-        for answer in given_up:
-            answer.close(self.weight_version)
+            scheduler.waiting = [request for request in scheduler.waiting if not request.is_cancelled]
+        for request in given_up:
+            request.close(self.weight_version)
 
-    def _end(self, row: int) -> None:
-        """The answer of this row is handed out; the last row takes its place."""
-        answer = self.scheduler.running[row]
-        last = self.scheduler.finish(row)
-        if last != row and self.scheduler.running[row].num_written:
-            self.own.move(last, row, self.scheduler.running[row].num_written)
+    def _end(self, slot: int) -> None:
+        """The request of this slot is done; that of the last slot takes its place."""
+        running = self.scheduler.running
+        request, last = running[slot], self.scheduler.finish(slot)
+        if last != slot and running[slot].num_written:
+            self.responses.move(last, slot, running[slot].num_written)
         self.plan = None
-        answer.close(self.weight_version)
+        request.close(self.weight_version)
 
     def _admit(self) -> None:
-        running = self.scheduler.running
+        running, waiting = self.scheduler.running, self.scheduler.waiting
         num_before = len(running)
-        room = max(self.own.room if num_before else 0, self._first_room())
+        first_room = min(_FIRST_ROOM, max(request.num_left for request in waiting[: self.scheduler.max_num_seqs]))
+        room = max(self.responses.room if num_before else 0, first_room)
         started = self.scheduler.admit(room)
         if not started:
             return
-        room = min(room, self._limit())
-        length = max((answer.num_written for answer in running[:num_before]), default=0)
-        self.own.resize(len(running), max(room, length), num_before, length)
-        self._keep_contexts()
-        held = set(self.contexts.contexts)
-        new = list(dict.fromkeys(answer.context for answer in started if answer.context not in held))
+        length = max((request.num_written for request in running[:num_before]), default=0)
+        self.responses.resize(len(running), max(min(room, self._limit()), length), num_before, length)
+        self._keep_prefixes()
+        held = set(self.prefixes.prefixes)
+        new = list(dict.fromkeys(request.prefix for request in started if request.prefix not in held))
         if new:
-            self.contexts.extend(self._prefill(new))
+            self.prefixes.extend(self._prefill(new))
         self.plan = None
-        self._start_rows(num_before)
-
-    def _first_room(self) -> int:
-        return min(
-            _FIRST_ROOM, max(answer.num_left for answer in self.scheduler.waiting[: self.scheduler.max_num_seqs])
-        )
+        self._start_slots(num_before)
 
     def _limit(self) -> int:
-        """Tokens that an answer of this batch can come to hold."""
-        return max(answer.num_left for answer in self.scheduler.running)
+        """Tokens that a response of this batch can come to hold."""
+        return max(request.num_left for request in self.scheduler.running)
 
-    def _keep_contexts(self) -> None:
-        """Leaves the contexts of the rows in the cache, and no others."""
-        needed = {answer.context for answer in self.scheduler.running}
-        self.contexts.keep([place for place, context in enumerate(self.contexts.contexts) if context in needed])
+    def _keep_prefixes(self) -> None:
+        """Drops the prefixes of the cache that no slot has."""
+        needed = {request.prefix for request in self.scheduler.running}
+        self.prefixes.keep([place for place, prefix in enumerate(self.prefixes.prefixes) if prefix in needed])
 
-    def _prefill(self, contexts: Sequence[Context]) -> ContextCache:
-        cache = ContextCache(contexts, [len(context) for context in contexts], [*map(next_position, contexts)])
-        last_hidden = []
-        for places in _portions(cache.lengths, self.scheduler.max_num_batched_tokens):
+    def _prefill(self, prefixes: Sequence[Prefix]) -> PrefixCache:
+        lengths = [len(prefix) for prefix in prefixes]
+        following = [one.next_position if isinstance(one, ImagePrefix) else len(one) for one in prefixes]
+        cache, last_hidden = PrefixCache(prefixes, lengths, following), []
+        for places in _portions(lengths, self.scheduler.max_num_batched_tokens):
             plan = PrefillPlan(cache, places, self.device)
-            packed = contexts[places]
-            tokens = torch.tensor([[token for context in packed for token in context]], device=self.device)
-            images = images_of(packed, self.network.image_tokens, self.device)
-            hidden = self.network.hidden(tokens, packed_positions(packed, self.device), plan, images)[0]
+            packed = prefixes[places]
+            tokens = torch.tensor([[token for prefix in packed for token in prefix]], device=self.device)
+            positions, images = _packed_positions(packed, self.device), self._images(packed)
+            hidden = self.network.hidden(tokens, positions, plan, images)[0]
             last_hidden.append(hidden.index_select(0, plan.last))
         cache.last_hidden = torch.cat(last_hidden)
-        self._require_all_layers(len(cache.keys))
-        return cache
-
-    def _require_all_layers(self, num_seen: int) -> None:
-        if num_seen != self.network.num_layers:
+        if len(cache.keys) != self.network.num_layers:
             raise RolloutError(
                 f"native.generate with {type(self.network.body).__name__}",
-                got=f"{num_seen} layers with plain attention",
+                got=f"{len(cache.keys)} layers with plain attention",
                 expected=f"{self.network.num_layers}, all of them",
                 fix="Use rollout.name=hf: layers of another kind keep a state that this engine does not know.",
             )
+        return cache
 
-    def _start_rows(self, first: int) -> None:
-        """Samples the first token of the rows from `first` on."""
-        place_of = {context: place for place, context in enumerate(self.contexts.contexts)}
-        answers = self.scheduler.running[first:]
-        places = [place_of[answer.context] for answer in answers]
+    def _images(self, prefixes: Sequence[Prefix]) -> PackedImages | None:
+        """Those of packed prefixes; None of a language model."""
+        tokens = self.network.image_tokens
+        if tokens is None:
+            return None
+        starts = accumulate((len(prefix) for prefix in prefixes), initial=0)
+        images = [
+            (prefix.images.inputs, start + prefix.image_places(tokens))
+            for start, prefix in zip(starts, prefixes, strict=False)
+            if isinstance(prefix, ImagePrefix)
+        ]
+        return packed_images(images, self.device)
+
+    def _start_slots(self, first: int) -> None:
+        """Samples the first token of the slots from `first` on."""
+        requests = self.scheduler.running[first:]
+        places = self._places(requests)
         started = sorted(set(places))
-        assert self.contexts.last_hidden is not None
-        logits = self.network.logits(self.contexts.last_hidden[torch.tensor(started, device=self.device)])  # [U, V]
+        assert self.prefixes.last_hidden is not None
+        logits = self.network.logits(self.prefixes.last_hidden[torch.tensor(started, device=self.device)])  # [U, V]
         order = {place: number for number, place in enumerate(started)}
         logits = logits[torch.tensor([order[place] for place in places], device=self.device)]
-        rules = SamplingRules.from_params([answer.sampling for answer in answers], self.device)
+        rules = SamplingRules.from_params([request.sampling for request in requests], self.device)
         self._sample(logits, rules, first)
+
+    def _places(self, requests: Sequence[Request]) -> list[int]:
+        """The place of each request's prefix in the cache."""
+        place_of = {prefix: place for place, prefix in enumerate(self.prefixes.prefixes)}
+        return [place_of[request.prefix] for request in requests]
 
     def _step(self) -> None:
         self._make_room()
         plan, rules = self._prepare()
-        rows = self.scheduler.running
-        positions = plan.start_step([answer.num_written for answer in rows])
-        inputs = torch.tensor([answer.token_ids[-1] for answer in rows], device=self.device)[:, None]
+        requests = self.scheduler.running
+        positions = plan.start_step([request.num_written for request in requests])
+        inputs = torch.tensor([request.token_ids[-1] for request in requests], device=self.device)[:, None]
         hidden = self.network.hidden(inputs, positions, plan)[:, 0]
         self._sample(self.network.logits(hidden), rules, 0)
 
     def _make_room(self) -> None:
-        """Room for one more token of every row; rows that find none give way."""
-        rows = self.scheduler.running
-        longest = max(answer.num_written for answer in rows)
-        if longest < self.own.room:
+        """Room for one more token of every slot; requests that find none are preempted."""
+        running = self.scheduler.running
+        longest = max(request.num_written for request in running)
+        if longest < self.responses.room:
             return
         limit = self._limit()
         room = min(limit, 2 * longest)
         if not self.scheduler.fits(room):
             room = min(limit, longest + _NEXT_ROOM)
-        while not self.scheduler.fits(room) and len(rows) > 1:
+        while not self.scheduler.fits(room) and len(running) > 1:
             self.scheduler.preempt().restart()
-            self.plan = None
-            longest = max(answer.num_written for answer in rows)
-            room = min(self._limit(), max(self.own.room, longest + _NEXT_ROOM))
-        self._keep_contexts()
+            longest = max(request.num_written for request in running)
+            room = min(self._limit(), max(self.responses.room, longest + _NEXT_ROOM))
+        self._keep_prefixes()
         self.plan = None
-        self.own.resize(len(rows), max(room, longest + 1), len(rows), longest)
+        self.responses.resize(len(running), max(room, longest + 1), len(running), longest)
 
     def _prepare(self) -> tuple[DecodePlan | CompiledPlan, SamplingRules]:
+        """The plan and rules of these slots; they last until one starts or ends."""
         if self.plan is None or self.rules is None:
-            rows = self.scheduler.running
-            if len({answer.context for answer in rows}) <= _KEPT_SHARE * len(self.contexts.contexts):
-                self._keep_contexts()
-            place_of = {context: place for place, context in enumerate(self.contexts.contexts)}
-            places = [place_of[answer.context] for answer in rows]
-            self.plan = plan_decoding(self.contexts, self.own, places, self.device)
-            self.rules = SamplingRules.from_params([answer.sampling for answer in rows], self.device)
+            requests = self.scheduler.running
+            if len({request.prefix for request in requests}) <= _KEPT_SHARE * len(self.prefixes.prefixes):
+                self._keep_prefixes()
+            self.plan = plan_decoding(self.prefixes, self.responses, self._places(requests), self.device)
+            self.rules = SamplingRules.from_params([request.sampling for request in requests], self.device)
         return self.plan, self.rules
 
     def _sample(self, logits: torch.Tensor, rules: SamplingRules, first: int) -> None:
-        """One token of each row from `first` on."""
-        answers = self.scheduler.running[first:]
-        uniforms = np.empty((len(answers), NUM_DRAWS))
-        for index, answer in enumerate(answers):
-            uniforms[index] = answer.draws.next()
+        """One token of each slot from `first` on."""
+        requests = self.scheduler.running[first:]
+        uniforms = np.empty((len(requests), NUM_DRAWS))
+        for index, request in enumerate(requests):
+            uniforms[index] = request.draws.next()
         results = sample(logits, rules, torch.from_numpy(uniforms).to(self.device))
-        for answer, *numbers in zip(answers, *(column.tolist() for column in results), strict=True):
-            answer.add(*numbers)
-        for row in reversed(range(first, len(self.scheduler.running))):
-            if self.scheduler.running[row].finish_reason is not None:
-                self._end(row)
+        for request, *numbers in zip(requests, *(column.tolist() for column in results), strict=True):
+            request.add(*numbers)
+        for slot in reversed(range(first, len(self.scheduler.running))):
+            if self.scheduler.running[slot].finish_reason is not None:
+                self._end(slot)
 
 
 def _portions(lengths: Sequence[int], max_tokens: int) -> Iterator[slice]:
-    """Consecutive contexts that have at most `max_tokens` together, or are one context."""
+    """Consecutive prefixes that have at most `max_tokens` together, or are one prefix."""
     start, total = 0, 0
     for index, length in enumerate(lengths):
         if index > start and total + length > max_tokens:
@@ -218,3 +351,14 @@ def _portions(lengths: Sequence[int], max_tokens: int) -> Iterator[slice]:
             start, total = index, 0
         total += length
     yield slice(start, len(lengths))
+
+
+def _packed_positions(prefixes: Sequence[Prefix], device: torch.device) -> torch.Tensor:
+    """[1, N], or [3, 1, N] where one of the prefixes has images."""
+    if not any(isinstance(prefix, ImagePrefix) for prefix in prefixes):
+        return torch.tensor([[place for prefix in prefixes for place in range(len(prefix))]], device=device)
+    rows = [
+        prefix.positions() if isinstance(prefix, ImagePrefix) else torch.arange(len(prefix)).expand(3, -1)
+        for prefix in prefixes
+    ]
+    return torch.cat(rows, 1)[:, None].to(device)

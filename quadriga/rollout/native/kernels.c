@@ -1,16 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0
 
    The loops of a decode step: products of few rows with the parameters as they lie in memory; attention of one token
-   per row over a context that rows share and over the row's own answer; and, each in one pass, RMS norms, rotary
+   per row over a prefix that rows share and over the row's own response; and, each in one pass, RMS norms, rotary
    positions and the gate of an MLP, which round to bfloat16 where training does.
 
    Sums are float32, in vectors of 16. A tile is up to six rows by four columns: its 24 sums stay in registers, and
    what is loaded for a column serves all rows. Few rows are as fast as the weights come from memory, so those of a
    later tile are asked for ahead. No result depends on the other rows of a batch.
 
-   Legend: R rows, D inputs or head size, O outputs, K key-value heads, G query heads of each, P contexts, S tokens of
-   the longest, C rows of the cache of answers, T tokens of an answer that there is room for, H heads, F width of
-   the MLP. */
+   Legend: R rows, D inputs or head size, O outputs, K key-value heads, G query heads of each, P prefixes, S tokens of
+   the longest, C slots of the response cache, T tokens of a response that there is room for, H heads, F width of the
+   MLP. */
 
 #include <math.h>
 #include <stdint.h>
@@ -233,9 +233,9 @@ void multiply(const struct product *p, void *out, const uint16_t *states, const 
 
 struct decode {
     long num_rows, num_key_heads, group, size;                /* R, K, G, D: a multiple of 16 */
-    long context_room, own_room;                              /* S, T */
+    long prefix_room, own_room;                              /* S, T */
     long query_stride, key_stride, value_stride;              /* from row to row */
-    const int64_t *context_of, *context_length, *num_written; /* of each row */
+    const int64_t *prefix_of, *prefix_length, *num_written; /* of each row */
     float scale;
     int is_half;                                              /* whether query, key, value and `out` are bfloat16 */
     int num_threads;
@@ -361,20 +361,20 @@ INLINE void look(const int rows, struct sight *seen, const float *queries, struc
     }
 }
 
-/* One token per row: its key [R, K, D] and value go into the cache of answers [C, K, T, D], then its query
-   [R, K * G, D] sees the row's context [P, K, S, D] and its answer so far -> `out` [R, K * G, D]. */
+/* One token per row: its key [R, K, D] and value go into the response cache [C, K, T, D], then its query
+   [R, K * G, D] sees the row's prefix [P, K, S, D] and its response so far -> `out` [R, K * G, D]. */
 void attend(const struct decode *step, void *out, const void *query, const void *key, const void *value,
-            float *own_keys, float *own_values, const float *context_keys, const float *context_values)
+            float *own_keys, float *own_values, const float *prefix_keys, const float *prefix_values)
 {
     const long size = step->size, heads = step->num_key_heads, num_items = step->num_rows * heads;
     const long portion = num_items / 32 + 1;
 #pragma omp parallel for schedule(dynamic, portion) num_threads(step->num_threads)
-    for (long item = 0; item < num_items; item++) { /* rows of one context mostly follow one another */
+    for (long item = 0; item < num_items; item++) { /* rows of one prefix mostly follow one another */
         const long head = item / step->num_rows, row = item % step->num_rows;
         const long own = (row * heads + head) * step->own_room * size, written = step->num_written[row];
-        const long context = (step->context_of[row] * heads + head) * step->context_room * size;
-        const struct stretch shared = {context_keys + context, context_values + context, step->context_length[row]};
-        const struct stretch answer = {own_keys + own, own_values + own, written + 1};
+        const long prefix = (step->prefix_of[row] * heads + head) * step->prefix_room * size;
+        const struct stretch shared = {prefix_keys + prefix, prefix_values + prefix, step->prefix_length[row]};
+        const struct stretch response = {own_keys + own, own_values + own, written + 1};
         const long key_at = row * step->key_stride + head * size, value_at = row * step->value_stride + head * size;
         for (long at = 0; at < size; at += LANES) {
             store(own_keys + own + written * size + at, read(key, key_at + at, step->is_half));
@@ -395,7 +395,7 @@ void attend(const struct decode *step, void *out, const void *query, const void 
             switch (rows) {
 #define LOOK(n) \
     case n: \
-        look(n, &seen, queries, shared, answer, size); \
+        look(n, &seen, queries, shared, response, size); \
         break;
                 LOOK(1) LOOK(2) LOOK(3) LOOK(4) LOOK(5) LOOK(6)
             }

@@ -7,7 +7,7 @@ They run on torch's own threads: what they ask of OpenMP is resolved from the li
 cannot be had, for want of a compiler or of AVX-512, `about_kernels` says why, and torch's operators do the same work.
 
 Legend: R rows, D inputs, hidden or head size, O outputs, H heads, F width of an MLP, K key-value heads, G query heads
-of each, P contexts, S tokens of the longest, C rows of the cache of answers, T tokens of an answer that
+of each, P prefixes, S tokens of the longest, C slots of the response cache, T tokens of a response that
 it has room for.
 """
 
@@ -46,26 +46,26 @@ class _Product(ctypes.Structure):
 class _Decode(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_long) for name in ("num_rows", "num_key_heads", "group", "size")),
-        *((name, ctypes.c_long) for name in ("context_room", "own_room")),
+        *((name, ctypes.c_long) for name in ("prefix_room", "own_room")),
         *((name, ctypes.c_long) for name in ("query_stride", "key_stride", "value_stride")),
-        *((name, ctypes.c_void_p) for name in ("context_of", "context_length", "num_written")),
+        *((name, ctypes.c_void_p) for name in ("prefix_of", "prefix_length", "num_written")),
         ("scale", ctypes.c_float),
         *((name, ctypes.c_int) for name in ("is_half", "num_threads")),
     )
 
 
 class KeysAndValues(NamedTuple):
-    """Of one layer, in float32: those of contexts, [P, K, S, D], or those of answers, [C, K, T, D]."""
+    """Of one layer, in float32: those of prefixes, [P, K, S, D], or of responses, [C, K, T, D]."""
 
     keys: torch.Tensor
     values: torch.Tensor
 
 
-class RowPlaces(NamedTuple):
-    """Where the tokens of each row are; [R] int64 each."""
+class SlotPlaces(NamedTuple):
+    """Where the tokens of each slot are; [R] int64 each."""
 
-    context_of: torch.Tensor
-    context_length: torch.Tensor
+    prefix_of: torch.Tensor
+    prefix_length: torch.Tensor
     num_written: torch.Tensor
 
 
@@ -149,18 +149,18 @@ class Kernels:
         value: torch.Tensor,
         scale: float,
         own: KeysAndValues,
-        contexts: KeysAndValues,
-        places: RowPlaces,
+        prefixes: KeysAndValues,
+        places: SlotPlaces,
     ) -> torch.Tensor:
-        """Attention of one token per row, whose key and value are written to `own` before.
+        """Attention of one token per slot, whose key and value are written to `own` before.
 
         Args:
             query: [R, K * G, D] bfloat16 or float32.
             key, value: [R, K, D] in the same dtype.
             scale: factor on the scores.
-            own: of the rows' answers; row r is in place r.
-            contexts: of all contexts.
-            places: where the tokens of each row are.
+            own: of the slots' responses; slot r is in place r.
+            prefixes: of all prefixes.
+            places: where the tokens of each slot are.
 
         Returns:
             [R, K * G, D] in the same dtype.
@@ -168,7 +168,7 @@ class Kernels:
         query, key, value = _with_rows_apart(query), _with_rows_apart(key), _with_rows_apart(value)
         num_rows, num_heads, size = query.shape
         num_key_heads = key.shape[1]
-        for pair in (own, contexts):
+        for pair in (own, prefixes):
             for states in pair:
                 _require(states, torch.float32, len(states), num_key_heads, pair.keys.shape[2], size)
         for tensor in places:
@@ -176,12 +176,12 @@ class Kernels:
         out = torch.empty(num_rows, num_heads, size, dtype=query.dtype)
         step = _Decode(
             *(num_rows, num_key_heads, num_heads // num_key_heads, size),
-            *(contexts.keys.shape[2], own.keys.shape[2]),
+            *(prefixes.keys.shape[2], own.keys.shape[2]),
             *(query.stride(0), key.stride(0), value.stride(0)),
             *(tensor.data_ptr() for tensor in places),
             *(scale, *_setting(query)),
         )
-        tensors = (out, query, key, value, *own, *contexts)
+        tensors = (out, query, key, value, *own, *prefixes)
         self._loops["attend"](step, *(tensor.data_ptr() for tensor in tensors))
         return out
 
@@ -267,7 +267,10 @@ def _load() -> Kernels:
     if compiler is None:
         raise _UnavailableError("there is no C compiler here (gcc would make generation faster)")
     version = _run(compiler, "--version").partition("\n")[0]
-    library = _own_folder() / f"kernels-{_fingerprint(version)}.so"
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    processor = next((line for line in lines if line.startswith("flags")), "")
+    depends_on = "\n".join((_SOURCE.read_text(), *_FLAGS, version, processor)).encode()
+    library = _own_folder() / f"kernels-{hashlib.sha256(depends_on).hexdigest()[:16]}.so"
     try:
         return Kernels(ctypes.CDLL(str(library)), version)
     except OSError:  # there is none yet, or a broken one
@@ -283,13 +286,6 @@ def _own_folder() -> Path:
     if state.st_uid != os.getuid() or state.st_mode & 0o022:
         raise _UnavailableError(f"others may write to {folder} (chmod go-w, or another XDG_CACHE_HOME)")
     return folder
-
-
-def _fingerprint(version: str) -> str:
-    """Of all that the compiled file depends on."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    processor = next((line for line in lines if line.startswith("flags")), "")
-    return hashlib.sha256("\n".join((_SOURCE.read_text(), *_FLAGS, version, processor)).encode()).hexdigest()[:16]
 
 
 def _compile(compiler: str, library: Path) -> None:

@@ -9,23 +9,24 @@ On a CPU the weights are taken in the forms of `products`, most of which are cop
 parameters: `Network.state` says which, and the engine makes a new network when the parameters are in another.
 Elsewhere nothing is copied.
 
-Legend: B rows, N tokens, D hidden size, H query heads, K key-value heads, d head size, V vocabulary.
+Legend: B rows, N tokens, D hidden size, H query heads, K key-value heads, d head size, F width of the MLP,
+V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.nn.functional import embedding
+from torch.nn.functional import embedding, silu
 from transformers import PreTrainedModel
 
 from quadriga.models.attention import AttentionPlan
+from quadriga.models.fused import rms_scale
 from quadriga.models.load import backbone, head_of
 from quadriga.models.projection import head_logits
 from quadriga.models.vision import ImageTokens, PackedImages, decoder_inputs
-from quadriga.rollout.native.elementwise import Elementwise, elementwise_for
-from quadriga.rollout.native.kernels import about_kernels
+from quadriga.rollout.native.kernels import Kernels, about_kernels, kernels
 from quadriga.rollout.native.products import Forms, Weight
 
 PLAIN = (
@@ -34,6 +35,42 @@ PLAIN = (
 )  # fmt: skip
 
 State = tuple[tuple[int, int], ...]
+
+
+class TorchElementwise:
+    """Norms, rotary positions and gates by torch's operators, which round to bfloat16 after each, as in training.
+
+    The compiled loops of `Kernels` compute the same in one pass. All tensors have the model's dtype.
+    """
+
+    def normalize(self, states: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+        """Root-mean-square norm of [..., D] over the last dim, times `weight` [D]."""
+        wide = states.float()
+        return (wide * rms_scale(wide, epsilon)).to(states.dtype) * weight
+
+    def rotate(self, states: torch.Tensor, num_turned: int, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Rotary positions of the first heads of [..., H, d], by `cos` and `sin` [..., d]."""
+        turning, left = states.split((num_turned, states.shape[-2] - num_turned), -2)
+        first, second = turning.chunk(2, -1)
+        swapped = torch.cat((-second, first), -1).mul_(sin.unsqueeze(-2))
+        return torch.cat(((turning * cos.unsqueeze(-2)).add_(swapped), left), -2)
+
+    def gate(self, states: torch.Tensor) -> torch.Tensor:
+        """silu(gate) * up: [..., 2 * F], the gate first -> [..., F]."""
+        gate, up = states.chunk(2, -1)
+        return silu(gate).mul_(up)
+
+
+def elementwise_for(dtypes: Collection[torch.dtype], device: torch.device, *sizes: int) -> TorchElementwise | Kernels:
+    """The faster way for a model.
+
+    Args:
+        dtypes, device: of its parameters.
+        sizes: D, d and F.
+    """
+    is_taken = device.type == "cpu" and set(dtypes) in ({torch.bfloat16}, {torch.float32})
+    loops = kernels() if is_taken and Kernels.can_compute(*sizes) else None
+    return TorchElementwise() if loops is None else loops
 
 
 class Network:
@@ -81,12 +118,12 @@ class PlainNetwork(Network):
         self.elementwise = elementwise_for(dtypes, self.device, *sizes)
         self.layers = [_Layer(layer, number, forms, self.elementwise) for number, layer in enumerate(self.body.layers)]
         if forms is not None:
-            self.exact_head = forms.of_head(self.head.weight.detach(), getattr(self.head, "bias", None))
+            bias = getattr(self.head, "bias", None)
+            self.exact_head = forms.make([self.head.weight.detach()], None if bias is None else [bias], is_head=True)
 
     def hidden(
         self, tokens: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan, images: PackedImages | None = None
     ) -> torch.Tensor:
-        """See `Network.hidden`."""
         if images is None:
             hidden = embedding(tokens, self.body.embed_tokens.weight)
         else:
@@ -95,13 +132,13 @@ class PlainNetwork(Network):
         cos, sin = cos.contiguous(), sin.contiguous()
         for layer in self.layers:
             hidden = layer(hidden, cos, sin, plan)
-        return _normalize(self.elementwise, hidden, self.body.norm)
+        return self.elementwise.normalize(hidden, self.body.norm.weight, self.body.norm.variance_epsilon)
 
 
 class _Layer:
     """One layer of a plain decoder."""
 
-    def __init__(self, layer: Any, number: int, forms: Forms | None, elementwise: Elementwise) -> None:
+    def __init__(self, layer: Any, number: int, forms: Forms | None, elementwise: TorchElementwise | Kernels) -> None:
         self.layer, self.attention, self.number, self.elementwise = layer, layer.self_attn, number, elementwise
         attention, mlp = layer.self_attn, layer.mlp
         self.head_size, self.scale = attention.head_dim, attention.scaling
@@ -115,19 +152,21 @@ class _Layer:
 
     def __call__(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
         """`hidden` [B, N, D]; `cos` and `sin` [B, N, d]."""
-        compute, heads, keys = self.elementwise, self.num_heads, self.num_key_heads
-        states = self.project(_normalize(compute, hidden, self.layer.input_layernorm))
-        states = states.unflatten(-1, (-1, self.head_size))
+        heads, keys = self.num_heads, self.num_key_heads
+        states = self.project(self._normalize(hidden, self.layer.input_layernorm)).unflatten(-1, (-1, self.head_size))
         if self.has_head_norms:
             query, key, value = states.split((heads, keys, keys), 2)
-            query = _normalize(compute, query, self.attention.q_norm)
-            states = torch.cat((query, _normalize(compute, key, self.attention.k_norm), value), 2)
-        states = compute.rotate(states, heads + keys, cos, sin).transpose(1, 2)
+            query = self._normalize(query, self.attention.q_norm)
+            states = torch.cat((query, self._normalize(key, self.attention.k_norm), value), 2)
+        states = self.elementwise.rotate(states, heads + keys, cos, sin).transpose(1, 2)
         query, key, value = states.split((heads, keys, keys), 1)
         mixed = plan.attend(self.number, query, key, value, self.scale)
         hidden = hidden + self.merge(mixed.flatten(2))
-        states = self.widen(_normalize(compute, hidden, self.layer.post_attention_layernorm))
-        return hidden + self.narrow(compute.gate(states))
+        states = self.widen(self._normalize(hidden, self.layer.post_attention_layernorm))
+        return hidden + self.narrow(self.elementwise.gate(states))
+
+    def _normalize(self, states: torch.Tensor, norm: Any) -> torch.Tensor:
+        return self.elementwise.normalize(states, norm.weight, norm.variance_epsilon)
 
 
 class _Projection:
@@ -139,7 +178,7 @@ class _Projection:
         plain = [module for module in modules if type(module) is nn.Linear]
         if forms is not None and len(plain) == len(modules) and len({module.bias is None for module in plain}) == 1:
             biases = None if plain[0].bias is None else [module.bias.detach() for module in plain]
-            self.weight = forms.of_layer([module.weight.detach() for module in plain], biases)
+            self.weight = forms.make([module.weight.detach() for module in plain], biases)
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         """[B, N, D] -> [B, N, O]"""
@@ -147,11 +186,6 @@ class _Projection:
             return self.weight.multiply(states).to(states.dtype)
         outputs = [module(states) for module in self.modules]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
-
-
-def network_of(model: PreTrainedModel) -> Network:
-    """The fastest network that computes this model exactly."""
-    return PlainNetwork(model) if is_plain(model) else Network(model)
 
 
 def description_of(model: PreTrainedModel) -> str:
@@ -186,7 +220,3 @@ def state_of(model: nn.Module) -> State:
         (parameter.data_ptr(), 0 if parameter.is_inference() else parameter._version)
         for parameter in model.parameters()
     )
-
-
-def _normalize(compute: Elementwise, states: torch.Tensor, norm: Any) -> torch.Tensor:
-    return compute.normalize(states, norm.weight, norm.variance_epsilon)

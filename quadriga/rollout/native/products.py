@@ -18,7 +18,6 @@ The factors are those of training, sums are float32, and a result is rounded onc
 Legend: D inputs, O outputs of all weights of a form together.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -34,15 +33,7 @@ _WIDE_ROWS = 128
 Tensors = Sequence[torch.Tensor]
 
 
-class Weight(ABC):
-    """Weights of one input, side by side, in a form of its own."""
-
-    @abstractmethod
-    def multiply(self, states: torch.Tensor) -> torch.Tensor:
-        """[..., D] in the model's dtype -> [..., O], in it or in float32."""
-
-
-class OwnWeight(Weight):
+class OwnWeight:
     """The bfloat16 parameters themselves, by a loop that was compiled here.
 
     Args:
@@ -69,7 +60,7 @@ class OwnWeight(Weight):
         return self.kernels.multiply(rows, self.weights, self.biases, self.dtype).view(*states.shape[:-1], -1)
 
 
-class PackedWeight(Weight):
+class PackedWeight:
     """bfloat16, in oneDNN's order.
 
     Args:
@@ -88,7 +79,7 @@ class PackedWeight(Weight):
         return torch.ops.mkldnn._linear_pointwise(states, self.packed, self.bias, "none", [], "")
 
 
-class WideWeight(Weight):
+class WideWeight:
     """Float32, in MKL's order where this build of torch has MKL.
 
     Args:
@@ -100,10 +91,10 @@ class WideWeight(Weight):
         self.weight = torch.cat([weight.float() for weight in weights])
         self.bias = None if biases is None else torch.cat([bias.float() for bias in biases])
         self.packed: torch.Tensor | None = None
-        self.takes_tiles = weights[0].dtype == torch.bfloat16 and has_tiles()
+        self.takes_tiles = weights[0].dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
         if has_mkl() and not self.takes_tiles:
             self.packed = torch.ops.mkl._mkl_reorder_linear_weight(self.weight, _WIDE_ROWS)
-            self.weight = self.weight.new_empty(1).expand(self.weight.shape)  # its shape is all that is asked for now
+            self.weight = self.weight.new_empty(1).expand(self.weight.shape)  # from here on only its shape is needed
 
     def multiply(self, states: torch.Tensor) -> torch.Tensor:
         """[..., D] -> [..., O] float32"""
@@ -121,16 +112,17 @@ class WideWeight(Weight):
             settings.fp32_precision = before
 
 
-class TwofoldWeight(Weight):
-    """One form for few rows and one for many."""
+class Weight:
+    """Weights of one input, side by side: one form for many rows, and perhaps another one for few."""
 
-    def __init__(self, few: OwnWeight | PackedWeight, many: Weight) -> None:
+    def __init__(self, few: OwnWeight | PackedWeight | None, many: PackedWeight | WideWeight) -> None:
         self.few, self.many = few, many
 
     def multiply(self, states: torch.Tensor) -> torch.Tensor:
-        """See `Weight.multiply`."""
-        form = self.few if states.shape[:-1].numel() <= self.few.max_rows else self.many
-        return form.multiply(states)
+        """[..., D] in the model's dtype -> [..., O], in it or in float32."""
+        if self.few is not None and states.shape[:-1].numel() <= self.few.max_rows:
+            return self.few.multiply(states)
+        return self.many.multiply(states)
 
 
 class Forms:
@@ -148,8 +140,9 @@ class Forms:
             WideWeight if widens and (is_half or dtype == torch.float32) else None
         )
         if is_half and can_pack():
-            self.few = OwnWeight if kernels() is not None and not has_tiles() else PackedWeight
-            self.many = WideWeight if widens and not has_tiles() else PackedWeight
+            has_tiles = torch.cpu._is_amx_tile_supported()
+            self.few = OwnWeight if kernels() is not None and not has_tiles else PackedWeight
+            self.many = WideWeight if widens and not has_tiles else PackedWeight
 
     @property
     def description(self) -> str:
@@ -158,25 +151,23 @@ class Forms:
         copies = [names[form] for form in (self.many, self.few) if form in names]
         return "".join(f"; a copy of its weights in {name}" for name in dict.fromkeys(copies))
 
-    def of_layer(self, weights: Tensors, biases: Tensors | None) -> Weight | None:
-        """For modules of a layer that have one input; None: no form is faster than the parameters."""
-        if self.many is None:
-            return None
-        many = self.many(weights, biases)
-        is_one = self.few is None or self.few is self.many
-        if is_one or (self.few is OwnWeight and not OwnWeight.takes(weights)):
-            return many
-        return TwofoldWeight(self.few(weights, biases), many)
+    def make(self, weights: Tensors, biases: Tensors | None, *, is_head: bool = False) -> Weight | None:
+        """For modules that have one input; None: no form is faster than the parameters.
 
-    def of_head(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Weight | None:
-        """For the head, whose results are not rounded."""
+        Args:
+            weights: [., D] each
+            biases: [.] each, or None
+            is_head: whether results are float32 and never rounded.
+        """
         if self.many is None:
             return None
-        weights, biases = [weight], None if bias is None else [bias]
-        wide = WideWeight(weights, biases)
-        if self.few is not OwnWeight or not OwnWeight.takes(weights):
-            return wide
-        return TwofoldWeight(OwnWeight(weights, biases, torch.float32), wide)
+        many = (WideWeight if is_head else self.many)(weights, biases)
+        few: OwnWeight | PackedWeight | None = None
+        if self.few is OwnWeight and OwnWeight.takes(weights):
+            few = OwnWeight(weights, biases, torch.float32 if is_head else torch.bfloat16)
+        elif self.few is PackedWeight and self.many is WideWeight and not is_head:
+            few = PackedWeight(weights, biases)
+        return Weight(few, many)
 
 
 def can_pack() -> bool:
@@ -193,8 +184,3 @@ def has_mkl() -> bool:
     """Whether this build of torch packs float32 weights for MKL."""
     has_operators = hasattr(torch.ops.mkl, "_mkl_linear") and hasattr(torch.ops.mkl, "_mkl_reorder_linear_weight")
     return torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available() and has_operators
-
-
-def has_tiles() -> bool:
-    """Whether this processor multiplies bfloat16 in tiles."""
-    return torch.cpu._is_amx_tile_supported()

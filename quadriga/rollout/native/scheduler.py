@@ -1,48 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which sequences are computed together, decided without a tensor in sight.
+"""Which requests are computed together (continuous batching), decided without a tensor.
 
-    waiting ── admit: places, tokens of a pass, cache ──> running ── finish ──> gone
-       ^                                                     │
-       └────────── preempt: the cache is full ───────────────┘
+    waiting ── admit: slots, tokens of a prefill, KV cache ──> running ── finish ──> gone
+       ^                                                          │
+       └──────────── preempt: the KV cache is full ───────────────┘
 
-The rows of a batch have no gaps: the last row moves to the place of one that ends. A sequence that has to give way
-waits before all others and begins again with what it has written as part of its context.
+A running request has a slot, which is a row of the batch. Slots have no gaps: the last request moves to the slot of one
+that ends. A preempted request waits before all others and begins again with its response so far as part of its prefix.
 """
 
 import math
-from collections.abc import Hashable, Iterable, Sized
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Iterable
+from typing import Any, Generic, Protocol, TypeVar
 
 
-class Tokens(Hashable, Sized, Protocol):
-    """Tokens, and what belongs to them: equal where all of it is."""
+class HasPrefix(Protocol):
+    """What the scheduler reads of a request: the tokens it begins with. Equal prefixes are computed once."""
+
+    prefix: Any
 
 
-class Sequence(Protocol):
-    """What the scheduler asks of a sequence."""
-
-    @property
-    def context(self) -> "Tokens":
-        """What it begins with; equal ones are computed once."""
-        ...
-
-    @property
-    def num_left(self) -> int:
-        """Tokens that it may still come to hold besides its context."""
-        ...
+R = TypeVar("R", bound=HasPrefix)
 
 
-S = TypeVar("S", bound=Sequence)
-
-
-class Scheduler(Generic[S]):
-    """Hands out the places of a batch and the tokens of the cache.
+class Scheduler(Generic[R]):
+    """Hands out the slots of a batch and the tokens of the KV cache.
 
     Args:
-        max_num_seqs: rows that a batch may have.
-        max_num_batched_tokens: context tokens that start in one round, unless one context alone has more.
-        max_cache_tokens: tokens that the cache may hold, padding included; None: any number.
-        refill_share: of the places must be free before waiting sequences start, unless all that wait find room.
+        max_num_seqs: slots.
+        max_num_batched_tokens: prefix tokens that start in one round, unless one prefix alone has more.
+        max_cache_tokens: tokens that the KV cache may hold, padding included; None: any number.
+        refill_share: of the slots must be free before waiting requests start, unless all that wait find a slot.
     """
 
     def __init__(
@@ -52,8 +40,8 @@ class Scheduler(Generic[S]):
         max_cache_tokens: int | None = None,
         refill_share: float = 0.3,
     ) -> None:
-        self.waiting: list[S] = []
-        self.running: list[S] = []  # by row
+        self.waiting: list[R] = []
+        self.running: list[R] = []  # by slot
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_cache_tokens = max_cache_tokens
@@ -63,64 +51,63 @@ class Scheduler(Generic[S]):
     def is_done(self) -> bool:
         return not self.waiting and not self.running
 
-    def add(self, sequences: Iterable[S]) -> None:
-        """Sequences wait in their order, but next to each other where they have the same context."""
-        groups: dict[Tokens, list[S]] = {}
-        for sequence in (*self.waiting, *sequences):
-            groups.setdefault(sequence.context, []).append(sequence)
-        self.waiting = [sequence for group in groups.values() for sequence in group]
+    def add(self, requests: Iterable[R]) -> None:
+        """Requests wait in their order, but next to each other where they have the same prefix."""
+        groups: dict[Any, list[R]] = {}
+        for request in (*self.waiting, *requests):
+            groups.setdefault(request.prefix, []).append(request)
+        self.waiting = [request for group in groups.values() for request in group]
 
-    def finish(self, row: int) -> int:
-        """The sequence in this row is done. Returns the row whose sequence stands there from here on, or `row`."""
+    def finish(self, slot: int) -> int:
+        """Frees a slot. Returns the slot whose request moved here, or `slot` where it was the last one."""
         last = len(self.running) - 1
-        self.running[row] = self.running[last]
+        self.running[slot] = self.running[last]
         self.running.pop()
         return last
 
-    def admit(self, room: int) -> list[S]:
-        """Sequences that start now, in the rows after those that run.
+    def admit(self, room: int) -> list[R]:
+        """Requests that start now, in the slots after those that run.
 
         Args:
-            room: tokens of an answer that each row would have in the cache.
+            room: tokens of a response that each slot would have in the KV cache.
         """
         num_free = self.max_num_seqs - len(self.running)
         worthwhile = max(1, math.ceil(self.refill_share * self.max_num_seqs))
         if self.running and num_free < min(worthwhile, len(self.waiting)):
             return []
-        contexts = {sequence.context for sequence in self.running}
-        started: list[S] = []
+        prefixes = {request.prefix for request in self.running}
+        started: list[R] = []
         num_tokens = 0
-        for sequence in self.waiting[:num_free]:
-            more = contexts | {sequence.context}
-            num_tokens += len(sequence.context) if len(more) > len(contexts) else 0
-            is_first = not started and not self.running
-            if not is_first and (num_tokens > self.max_num_batched_tokens and started):
+        for request in self.waiting[:num_free]:
+            more = prefixes | {request.prefix}
+            num_tokens += len(request.prefix) if len(more) > len(prefixes) else 0
+            is_over = bool(started) and num_tokens > self.max_num_batched_tokens
+            num_slots = len(self.running) + len(started) + 1
+            if is_over or (num_slots > 1 and not self._fit(more, num_slots, room)):
                 break
-            if not is_first and not self._fits(more, len(self.running) + len(started) + 1, room):
-                break
-            contexts = more
-            started.append(sequence)
+            prefixes = more
+            started.append(request)
         self.waiting = self.waiting[len(started) :]
         self.running += started
         return started
 
     def fits(self, room: int) -> bool:
-        """Whether the cache has this much room for every running answer."""
-        return self._fits({sequence.context for sequence in self.running}, len(self.running), room)
+        """Whether the KV cache has this many tokens for the response of every running request."""
+        return self._fit({request.prefix for request in self.running}, len(self.running), room)
 
-    def preempt(self) -> S:
-        """The sequence of the last row gives way."""
-        sequence = self.running.pop()
-        self.waiting.insert(0, sequence)
-        return sequence
+    def preempt(self) -> R:
+        """The request of the last slot gives way."""
+        request = self.running.pop()
+        self.waiting.insert(0, request)
+        return request
 
-    def _fits(self, contexts: set[Tokens], num_rows: int, room: int) -> bool:
+    def _fit(self, prefixes: set[Any], num_slots: int, room: int) -> bool:
         if self.max_cache_tokens is None:
             return True
-        return cache_tokens((len(context) for context in contexts), num_rows, room) <= self.max_cache_tokens
+        return cache_tokens(map(len, prefixes), num_slots, room) <= self.max_cache_tokens
 
 
-def cache_tokens(context_lengths: Iterable[int], num_rows: int, room: int) -> int:
-    """Tokens that a cache holds, padding included: all contexts are as long as the longest, all answers as the room."""
-    lengths = list(context_lengths)
-    return len(lengths) * max(lengths, default=0) + num_rows * room
+def cache_tokens(prefix_lengths: Iterable[int], num_slots: int, room: int) -> int:
+    """Tokens that a KV cache holds with padding: all prefixes are as long as the longest, all responses as the room."""
+    lengths = list(prefix_lengths)
+    return len(lengths) * max(lengths, default=0) + num_slots * room

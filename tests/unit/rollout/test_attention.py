@@ -1,13 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows meet their own context and their own answer, for groups of any size in any order."""
+"""Rows meet their own prefix and their own answer, for groups of any size in any order."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quadriga.rollout.native.attention import CompiledPlan, DecodePlan, Groups, attend_part, plan_decoding
-from quadriga.rollout.native.cache import AnswerCache, ContextCache
+from quadriga.rollout.native.attention import (
+    CompiledPlan,
+    DecodePlan,
+    Groups,
+    PrefixCache,
+    ResponseCache,
+    attend_part,
+    plan_decoding,
+)
 from quadriga.rollout.native.kernels import about_kernels, kernels
 
 
@@ -26,34 +33,34 @@ def test_each_row_meets_its_own_prompt(prompts: list[int]) -> None:
 
 
 def _plan(
-    kind: type[DecodePlan | CompiledPlan], contexts: ContextCache, answers: AnswerCache, places: list[int]
+    kind: type[DecodePlan | CompiledPlan], prefixes: PrefixCache, responses: ResponseCache, places: list[int]
 ) -> DecodePlan | CompiledPlan:
     if kind is DecodePlan:
-        return DecodePlan(contexts, answers, places, torch.device("cpu"))
+        return DecodePlan(prefixes, responses, places, torch.device("cpu"))
     loops = kernels()
     if loops is None:
         pytest.skip(about_kernels())
-    return CompiledPlan(loops, contexts, answers, places)
+    return CompiledPlan(loops, prefixes, responses, places)
 
 
 @pytest.mark.parametrize("kind", [DecodePlan, CompiledPlan])
 @pytest.mark.parametrize("places", [[0, 0, 1, 1], [1, 0, 2, 1, 1], [2, 2]])
 @pytest.mark.parametrize(("group", "size", "width"), [(3, 16, 7), (1, 64, 70), (7, 80, 129)])
-def test_context_and_answer_put_together(
+def test_prefix_and_answer_put_together(
     kind: type[DecodePlan | CompiledPlan], places: list[int], group: int, size: int, width: int
 ) -> None:
-    """Two parts with their sums give what attention over all keys of each row gives; a context may be without a row."""
+    """Two parts with their sums give what attention over all keys of each row gives; a prefix may be without a row."""
     generator = torch.Generator().manual_seed(1)
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator)
 
     lengths, num_rows = [4, 2, width], len(places)
-    contexts, answers = ContextCache(["a", "b", "c"], lengths), AnswerCache()
+    prefixes, responses = PrefixCache(["a", "b", "c"], lengths), ResponseCache()
     keys, values = random(3, 2, width, size), random(3, 2, width, size)
-    contexts.write(0, slice(0, 3), keys, values)
-    answers.resize(num_rows, 6, 0, 0)
-    plan = _plan(kind, contexts, answers, places)
+    prefixes.write(0, slice(0, 3), keys, values)
+    responses.resize(num_rows, 6, 0, 0)
+    plan = _plan(kind, prefixes, responses, places)
     own: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in places]
     for step in range(5):
         written = [max(0, step - row) for row in range(num_rows)]  # rows of different length
@@ -77,10 +84,10 @@ def test_context_and_answer_put_together(
 
 def test_the_plan_fits_the_model() -> None:
     """Heads whose size the compiled loop does not take go by torch's operators."""
-    answers, contexts = AnswerCache(), {size: ContextCache(["a"], [3]) for size in (24, 32)}
-    for size, cache in contexts.items():
+    responses, prefixes = ResponseCache(), {size: PrefixCache(["a"], [3]) for size in (24, 32)}
+    for size, cache in prefixes.items():
         cache.write(0, slice(0, 1), torch.zeros(1, 2, 3, size), torch.zeros(1, 2, 3, size))
-    chosen = [type(plan_decoding(cache, answers, [0], torch.device("cpu"))) for cache in contexts.values()]
+    chosen = [type(plan_decoding(cache, responses, [0], torch.device("cpu"))) for cache in prefixes.values()]
     assert chosen == [DecodePlan, DecodePlan if kernels() is None else CompiledPlan]
 
 

@@ -1,36 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The caches hold what was written, through every change of rows, contexts and room."""
+"""The caches hold what was written, through every change of rows, prefixes and room."""
 
 import torch
 
-from quadriga.rollout.native.cache import AnswerCache, ContextCache
+from quadriga.rollout.native.attention import PrefixCache, ResponseCache
 
 CPU = torch.device("cpu")
 
 
-def _contexts(names: list[str], lengths: list[int], fill: float) -> ContextCache:
-    cache = ContextCache(names, lengths)
+def _prefixes(names: list[str], lengths: list[int], fill: float) -> PrefixCache:
+    cache = PrefixCache(names, lengths)
     states = fill + torch.arange(len(names)).float()[:, None, None, None].expand(-1, 2, cache.width, 4)
     cache.write(0, slice(0, len(names)), states, -states)
     cache.last_hidden = states[:, 0, 0]
     return cache
 
 
-def test_contexts_come_and_go() -> None:
-    """Kept and added contexts keep their values; the cache is as wide as the longest of them."""
-    cache = ContextCache()
-    cache.extend(_contexts(["a", "b", "c"], [2, 5, 3], fill=1.0))
+def test_prefixes_come_and_go() -> None:
+    """Kept and added prefixes keep their values; the cache is as wide as the longest of them."""
+    cache = PrefixCache()
+    cache.extend(_prefixes(["a", "b", "c"], [2, 5, 3], fill=1.0))
     cache.keep([0, 2])
-    assert (cache.contexts, cache.width, cache.keys[0].shape) == (["a", "c"], 3, (2, 2, 3, 4))
-    cache.extend(_contexts(["d"], [6], fill=7.0))
-    assert (cache.contexts, cache.lengths) == (["a", "c", "d"], [2, 3, 6])
+    assert (cache.prefixes, cache.width, cache.keys[0].shape) == (["a", "c"], 3, (2, 2, 3, 4))
+    cache.extend(_prefixes(["d"], [6], fill=7.0))
+    assert (cache.prefixes, cache.lengths) == (["a", "c", "d"], [2, 3, 6])
     assert cache.keys[0][:, 0, :, 0].tolist() == [[1, 1, 1, 0, 0, 0], [3, 3, 3, 0, 0, 0], [7, 7, 7, 7, 7, 7]]
     assert cache.values[0][:, 1, 0, 0].tolist() == [-1, -3, -7]
     assert cache.last_hidden is not None
     assert cache.last_hidden[:, 0].tolist() == [1, 3, 7]
 
 
-def _write(cache: AnswerCache, written: list[int]) -> torch.Tensor:
+def _write(cache: ResponseCache, written: list[int]) -> torch.Tensor:
     """Row r writes 100 r + written[r] into each of two layers; returns what the cache shows, [R, t]."""
     cache.start_step(written, CPU)
     states = torch.tensor([100.0 * row + count for row, count in enumerate(written)])[:, None, None, None]
@@ -43,7 +43,7 @@ def _write(cache: AnswerCache, written: list[int]) -> torch.Tensor:
 
 def test_rows_write_in_place_and_get_more_room() -> None:
     """Earlier tokens stay where they are, and move with the cache when it grows."""
-    cache = AnswerCache()
+    cache = ResponseCache()
     cache.resize(2, 8, 0, 0)
     for count in range(20):
         if count == 8:
@@ -56,7 +56,7 @@ def test_rows_write_in_place_and_get_more_room() -> None:
 
 def test_the_last_row_takes_the_place_of_one_that_ends() -> None:
     """Rows in use have no gaps; a row that comes later writes over what an earlier one left."""
-    cache = AnswerCache()
+    cache = ResponseCache()
     cache.resize(3, 10, 0, 0)
     for count in range(3):
         _write(cache, [count] * 3)
@@ -70,7 +70,7 @@ def test_the_last_row_takes_the_place_of_one_that_ends() -> None:
 
 def test_float32_on_the_cpu() -> None:
     """Keys and values are widened once, when they are written."""
-    cache = AnswerCache()
+    cache = ResponseCache()
     cache.resize(1, 4, 0, 0)
     cache.start_step([0], CPU)
     keys, _ = cache.write(0, torch.ones(1, 1, 1, 2).bfloat16(), torch.ones(1, 1, 1, 2).bfloat16())

@@ -11,18 +11,18 @@ from quadriga.rollout.native.scheduler import Scheduler, cache_tokens
 
 @dataclass(eq=False)
 class Request:
-    """A sequence that needs some steps."""
+    """A request that needs some steps."""
 
-    context: tuple[int, ...]
+    prefix: tuple[int, ...]
     num_left: int = 1
 
 
-def _requests(contexts: str) -> list[Request]:
-    return [Request((ord(letter),)) for letter in contexts]
+def _requests(prefixes: str) -> list[Request]:
+    return [Request((ord(letter),)) for letter in prefixes]
 
 
 def _names(requests: list[Request]) -> str:
-    return "".join(chr(request.context[0]) for request in requests)
+    return "".join(chr(request.prefix[0]) for request in requests)
 
 
 def test_samples_of_a_prompt_start_together() -> None:
@@ -61,15 +61,15 @@ def test_places_are_refilled_when_it_pays() -> None:
 
 
 def test_tokens_of_a_round() -> None:
-    """Contexts that are computed in one round stay within its tokens; one that is larger alone starts alone."""
+    """Prefixes that are computed in one round stay within its tokens; one that is larger alone starts alone."""
     scheduler: Scheduler[Request] = Scheduler(10, 5)
     scheduler.add([Request((1,) * 9), Request((2,) * 3), Request((2,) * 3), Request((3,) * 2), Request((4,))])
     assert len(scheduler.admit(room=1)) == 1
-    assert [len(request.context) for request in scheduler.admit(room=1)] == [3, 3, 2]
+    assert [len(request.prefix) for request in scheduler.admit(room=1)] == [3, 3, 2]
 
 
 def test_a_full_cache() -> None:
-    """Rows start while contexts and room fit; the last one gives way and comes before all others."""
+    """Rows start while prefixes and room fit; the last one gives way and comes before all others."""
     scheduler: Scheduler[Request] = Scheduler(10, 100, max_cache_tokens=20)
     first, second, third = Request((1, 1)), Request((1, 1)), Request((2, 2, 2))
     scheduler.add([first, second, third])
@@ -101,7 +101,7 @@ def test_every_request_runs_once(
             break
         assert 0 < len(scheduler.running) <= max_num_seqs
         if max_cache_tokens is not None:
-            lengths = [len(context) for context in {one.context for one in scheduler.running}]
+            lengths = [len(prefix) for prefix in {one.prefix for one in scheduler.running}]
             assert cache_tokens(lengths, len(scheduler.running), 2) <= max_cache_tokens
         for row in reversed(range(len(scheduler.running))):
             scheduler.running[row].num_left -= 1
