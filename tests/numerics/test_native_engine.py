@@ -84,7 +84,7 @@ def test_abort_and_cancel_under_way(model: PreTrainedModel) -> None:
         left.cancel()
         while len(engine._open) > 1:
             await asyncio.sleep(0.001)
-        with pytest.raises(RolloutError, match="load_weights: got 1 answers that are not finished"):
+        with pytest.raises(RolloutError, match="load_weights: got 1 responses that are not finished"):
             engine.load_weights(model.state_dict().items(), 2)
         engine.abort()
         return await kept
