@@ -18,7 +18,7 @@ PAGE = (REPOSITORY / "docs" / "rollout.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(python|yaml)\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)
 DOTTED = re.findall(r"`((?!quadriga\.)[a-z_]+(?:\.[a-z_]+)+)(?:=[^`]*)?`", PAGE)
 ROWS = re.findall(
-    r"^\| (`[a-z_`, ]+`) \|", PAGE[PAGE.index("| key |") : PAGE.index("## New weights")], flags=re.MULTILINE
+    r"^\| (`[a-z_`, ]+`) \|", PAGE[PAGE.index("| key |") : PAGE.index("## On-policy or off-policy")], flags=re.MULTILINE
 )
 SHORT = [f"rollout.{key}" for row in ROWS for key in re.findall(r"`([a-z_]+)`", row)]
 KEYS = sorted({*DOTTED, *SHORT})
