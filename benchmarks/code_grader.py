@@ -13,7 +13,7 @@ import resource
 import time
 
 from quadriga.rewards import GradingPool
-from quadriga.rewards.custom import ScoreFunction
+from quadriga.rewards.scoring import ScoreFunction
 
 PROGRAM = """```python
 import sys

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from quadriga.rewards.base import Grading, RewardManager, RewardOutput
-    from quadriga.rewards.custom import ScoreFunction
     from quadriga.rewards.managers.batch import BatchRewardManager
     from quadriga.rewards.managers.dapo import DapoRewardManager
     from quadriga.rewards.managers.judge import JudgeRewardManager
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from quadriga.rewards.outcome import Outcome
     from quadriga.rewards.pool import GradingPool
     from quadriga.rewards.registry import early_grader, get_reward_manager_cls, load_reward_manager, register
-    from quadriga.rewards.scoring import default_compute_score
+    from quadriga.rewards.scoring import ScoreFunction, default_compute_score
 
 _HOMES = {
     "BatchRewardManager": "managers.batch",
@@ -31,7 +30,7 @@ _HOMES = {
     "Outcome": "outcome",
     "RewardManager": "base",
     "RewardOutput": "base",
-    "ScoreFunction": "custom",
+    "ScoreFunction": "scoring",
     "default_compute_score": "scoring",
     "early_grader": "registry",
     "get_reward_manager_cls": "registry",

@@ -27,9 +27,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from quadriga.errors import QuadrigaError
-from quadriga.rewards.custom import ScoreFunction
 from quadriga.rewards.outcome import Outcome, raised, read_outcome, read_outcomes
-from quadriga.rewards.scoring import grader_name, load_grader
+from quadriga.rewards.scoring import ScoreFunction, grader_name, load_grader
 
 READY, LOADING, UNUSABLE, GRADED = "ready", "loading", "unusable", "graded"
 

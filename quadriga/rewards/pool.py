@@ -35,9 +35,9 @@ from typing import Any
 
 from quadriga.background import result_of
 from quadriga.errors import RewardError
-from quadriga.rewards.custom import ScoreFunction
 from quadriga.rewards.grading_process import COMMAND, GRADED, LOADING, READY, UNUSABLE, Arguments
 from quadriga.rewards.outcome import Outcome, failure
+from quadriga.rewards.scoring import ScoreFunction
 
 LOADING_LIMIT_S = 300.0
 """Time for starting a process and for importing the score function's file and libraries."""

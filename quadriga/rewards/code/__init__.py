@@ -3,8 +3,7 @@
 
 graders/code.py    reads the program and the tests, compares, scores
   cases.py         from a ground truth to test cases; when an output is right
-  local.py         starts one supervisor a problem and reads what became of each test
-    supervisor.py  the supervisor: one contained process a test, with its limits
-    containment.py what such a process gives up before the program begins (landlock.py, seccomp.py)
-  fusion.py        the same tests on a Sandbox Fusion server instead
+  run.py           the tests of one problem on this machine, or on a Sandbox Fusion server
+    supervisor.py  the program that runs them here: one contained process a test, with its limits
+    containment.py what such a process gives up before the program begins
 """

@@ -30,8 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from quadriga.rewards.code import containment
-from quadriga.rewards.code.containment import MEGABYTE, Limits
-from quadriga.rewards.code.seccomp import NETWORK_SIGNAL
+from quadriga.rewards.code.containment import MEGABYTE, NETWORK_SIGNAL, Limits
 
 COMMAND = "import sys; sys.path[:] = sys.argv[1:]; from quadriga.rewards.code.supervisor import main; main()"
 """Program text for `python -I -S -c`; the arguments are the import path."""

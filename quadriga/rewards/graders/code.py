@@ -17,8 +17,7 @@ from typing import Any
 
 from quadriga.rewards.code.cases import Case, is_same_result, is_same_text, read_cases
 from quadriga.rewards.code.containment import Limits
-from quadriga.rewards.code.fusion import run_remotely
-from quadriga.rewards.code.local import Run, run_cases
+from quadriga.rewards.code.run import Run, run_cases, run_remotely
 
 _FENCE = re.compile(r"^[ \t]*```[ \t]*(?P<language>[\w+#-]*)[^\n]*\n(?P<program>.*?)(?:^[ \t]*```|\Z)", re.M | re.S)
 _ENDS_PROBLEM = frozenset({"time", "wall", "network"})
@@ -61,7 +60,10 @@ def compute_score(
         ValueError: the ground truth holds no tests, or there is no such option.
         RewardError: programs cannot be contained here, or the server does not answer.
     """
-    checked = _checked_limits(limits)
+    unknown = [name for name in limits if name not in _LIMITS]
+    if unknown:
+        raise ValueError(f"grader code: got the options {', '.join(unknown)}, expected limits ({', '.join(_LIMITS)})")
+    checked = Limits(**limits)
     if language != "python" and sandbox_url is None:
         raise ValueError(f"grader code: got language {language!r}, expected 'python' where sandbox_url is not set")
     cases = read_cases(ground_truth)
@@ -132,13 +134,6 @@ def _ended(run: Run, limits: Limits) -> str:
         "crash": f"it was ended by signal {-run.code}" + (f": {error}" if error else ""),
     }
     return reasons.get(run.status, f"error: {error or f'exit status {run.code}'}")
-
-
-def _checked_limits(limits: dict[str, float]) -> Limits:
-    unknown = [name for name in limits if name not in _LIMITS]
-    if unknown:
-        raise ValueError(f"grader code: got the options {', '.join(unknown)}, expected limits ({', '.join(_LIMITS)})")
-    return Limits(**limits)
 
 
 def _graded(num_passed: int, num_tests: int, reason: str, use_partial_credit: bool) -> dict[str, Any]:

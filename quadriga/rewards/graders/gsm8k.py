@@ -7,7 +7,7 @@
 from decimal import Decimal
 from typing import Any, Literal
 
-from quadriga.rewards.graders.numerals import find_numbers, leading_number, plain_text, true_number
+from quadriga.rewards.graders.reading import find_numbers, leading_number, plain_text, true_number
 
 MARK = "####"
 

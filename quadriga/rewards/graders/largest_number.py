@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from quadriga.rewards.graders.numerals import find_numbers, plain_text, true_number
+from quadriga.rewards.graders.reading import find_numbers, plain_text, true_number
 
 
 def compute_score(solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -18,6 +18,8 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, veri
 from math_verify.errors import TimeoutException
 from sympy import Number
 
+from quadriga.rewards.graders.reading import last_box
+
 STEP_LIMIT_S = 5
 LARGEST_VOTE = 1e15
 _EXTRACTION = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
@@ -32,25 +34,14 @@ def compute_score(solution_str: str, ground_truth: str, extra_info: dict[str, An
     """
     try:
         truth = _parse_truth(str(ground_truth), _limit_s())
-        answers = parse(_last_box(solution_str), _EXTRACTION, parsing_timeout=_limit_s(), raise_on_error=True)
+        # A box that is never closed holds no answer; the rest of the text is none either.
+        box = last_box(solution_str)
+        text = f"\\boxed{{{box}}}" if box is not None else "" if "\\boxed{" in solution_str else solution_str
+        answers = parse(text, _EXTRACTION, parsing_timeout=_limit_s(), raise_on_error=True)
         return {"score": float(_is_same(truth, answers)), "pred": _vote(answers)}
     except TimeoutException as error:
         message = f"math-verify did not finish a step within its {STEP_LIMIT_S} s on ...{solution_str[-200:]!r}"
         raise TimeoutError(message) from error
-
-
-def _last_box(text: str) -> str:
-    """The last box of the text; "" if it is never closed; the whole text if there is none."""
-    start = text.rfind("\\boxed{")
-    if start < 0:
-        return text
-    depth = 0
-    for position in range(start, len(text)):
-        if text[position] in "{}" and text[position - 1] != "\\":
-            depth += 1 if text[position] == "{" else -1
-            if depth == 0:
-                return text[start : position + 1]
-    return ""
 
 
 @lru_cache(maxsize=1024)

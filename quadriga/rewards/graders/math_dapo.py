@@ -16,9 +16,9 @@ from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
-from quadriga.rewards.custom import ScoreFunction
-from quadriga.rewards.graders.numerals import find_numbers
+from quadriga.rewards.graders.reading import find_numbers, last_box
 from quadriga.rewards.pool import GradingPool
+from quadriga.rewards.scoring import ScoreFunction
 
 SYMBOLS_LIMIT_S = 5.0
 _TAIL_CHARS = 2000
@@ -60,13 +60,13 @@ def extract_answer(solution_str: str) -> str | None:
     tail = solution_str[-_TAIL_CHARS:]
     lines = _ANSWER.findall(tail)
     text = lines[-1] if lines else tail
-    box = _last_box(text)
+    box = last_box(text)
     return box if box is not None else (text.strip(" .*") if lines else None)
 
 
 def normal(text: str) -> str:
     """An answer as its text is compared."""
-    box = _last_box(text)
+    box = last_box(text)
     text = _TEXT.sub(r"\1", text if box is None else box)
     text = _FRACTION.sub(r"\\frac", _LEFT_OUT.sub("", text))
     # "x = 5" answers with 5.
@@ -108,15 +108,3 @@ def _is_same_meaning(answer: str, ground_truth: str) -> bool:
 def _symbols() -> GradingPool:
     # It starts with the first question, ends with this process, and is replaced when it is killed.
     return GradingPool(ScoreFunction(), num_workers=1)
-
-
-def _last_box(text: str) -> str | None:
-    """What stands in the last closed box."""
-    start = text.rfind("\\boxed{")
-    depth = 0
-    for position in range(start + len("\\boxed"), len(text) if start >= 0 else 0):
-        if text[position] in "{}" and text[position - 1] != "\\":
-            depth += 1 if text[position] == "{" else -1
-            if depth == 0:
-                return text[start + len("\\boxed{") : position]
-    return None

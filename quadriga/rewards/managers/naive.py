@@ -7,12 +7,11 @@ from typing import Any
 from quadriga.config import Config
 from quadriga.protocol import DataProto
 from quadriga.rewards.base import Grading
-from quadriga.rewards.custom import ScoreFunction
 from quadriga.rewards.outcome import Outcome
 from quadriga.rewards.pool import GradingPool, Round
 from quadriga.rewards.registry import register
 from quadriga.rewards.samples import SampleManager
-from quadriga.rewards.scoring import grader_name
+from quadriga.rewards.scoring import ScoreFunction, grader_name
 
 NO_GRADE = Outcome(0.0, {}, "", "graded")
 """Of a sample that a reward model alone grades."""

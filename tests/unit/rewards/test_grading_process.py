@@ -8,8 +8,8 @@ import pytest
 
 from quadriga.errors import RewardError
 from quadriga.rewards import grading_process
-from quadriga.rewards.custom import ScoreFunction
 from quadriga.rewards.grading_process import GRADED, LOADING, READY, UNUSABLE
+from quadriga.rewards.scoring import ScoreFunction
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import time
 import pytest
 
 from quadriga.errors import ConfigError, RewardError
-from quadriga.rewards.custom import ScoreFunction
 from quadriga.rewards.pool import GradingPool
+from quadriga.rewards.scoring import ScoreFunction
 
 FUNCTION = """
 import ctypes, os, subprocess, sys, time

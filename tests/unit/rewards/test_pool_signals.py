@@ -23,7 +23,7 @@ def compute_score(solution_str, **kwargs):
 # No main guard: a start method that runs the script again in each process would never come to an end.
 SCRIPT = """
 import signal, sys
-from quadriga.rewards.custom import ScoreFunction
+from quadriga.rewards.scoring import ScoreFunction
 from quadriga.rewards.pool import GradingPool
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background starts with Ctrl-C ignored

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from quadriga.errors import RewardError
-from quadriga.rewards.code import containment, local
+from quadriga.rewards.code import containment, run
 from quadriga.rewards.code.containment import Limits
 from quadriga.rewards.graders.code import compute_score
 
@@ -149,7 +149,7 @@ def test_everything_ends_with_the_grader():
         "import sys; sys.path[:0] = sys.argv[1:]; from quadriga.rewards.graders.code import compute_score; "
         "compute_score('import time; time.sleep(300)', {'inputs': [''], 'outputs': ['']}, wall_s=300, total_s=300)"
     )
-    root = str(Path(local.__file__).parents[3])
+    root = str(Path(run.__file__).parents[3])
     grader = subprocess.Popen([sys.executable, "-c", code, root])
     give_up = time.monotonic() + 30
     while not contained_processes() and time.monotonic() < give_up and os.geteuid() == 0:
@@ -176,9 +176,7 @@ for program in {hostile!r}:
     print(compute_score(program, dict(inputs=[""], outputs=[""])))
 """
     # Where the user can read it: our tree may lie in a folder of root's.
-    shutil.copytree(
-        Path(local.__file__).parents[2], tmp_path / "quadriga", ignore=shutil.ignore_patterns("__pycache__")
-    )
+    shutil.copytree(Path(run.__file__).parents[2], tmp_path / "quadriga", ignore=shutil.ignore_patterns("__pycache__"))
     for folder in (tmp_path, *tmp_path.parents):
         if folder.owner() == "root" and str(folder).startswith("/tmp/"):
             folder.chmod(0o755)
@@ -194,22 +192,22 @@ for program in {hostile!r}:
 
 def test_without_containment_no_program_runs(monkeypatch, tmp_path):
     monkeypatch.setattr(containment, "missing", lambda: "this kernel has no Landlock")
-    local.require_containment.cache_clear()
+    run.require_containment.cache_clear()
     try:
         with pytest.raises(RewardError, match=r"no Landlock.*sandbox_url"):
             graded("print(3)")
     finally:
-        local.require_containment.cache_clear()
+        run.require_containment.cache_clear()
 
 
 def test_a_process_that_cannot_be_contained_runs_nothing_and_blames_nobody(monkeypatch):
-    command = local.COMMAND.replace(
+    command = run.COMMAND.replace(
         "; main()",
-        "\nfrom quadriga.rewards.code import seccomp\n"
+        "\nfrom quadriga.rewards.code import containment\n"
         "def refuse(**_): raise OSError('seccomp: refused')\n"
-        "seccomp.confine = refuse\nmain()",
+        "containment.filter_calls = refuse\nmain()",
     )
-    monkeypatch.setattr(local, "COMMAND", command)
+    monkeypatch.setattr(run, "COMMAND", command)
     with pytest.raises(RewardError, match=r"(?s)could not be contained.*seccomp: refused"):
         graded("print(3)")
     assert_nothing_is_left()

@@ -6,7 +6,7 @@ import pickle
 import pytest
 
 from quadriga.errors import ConfigError
-from quadriga.rewards.custom import ScoreFunction
+from quadriga.rewards.scoring import ScoreFunction
 
 ROW = {"data_source": "mine", "solution_str": "four", "ground_truth": "four", "extra_info": {"weight": 2}}
 

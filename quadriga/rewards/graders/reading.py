@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decimal numbers in running text: signs, thousands separators, currency signs."""
+"""What graders read from running text: decimal numbers (signs, thousands separators, currency signs), and boxes."""
 
 import re
 from decimal import Decimal
@@ -55,3 +55,15 @@ def plain_text(number: Decimal | None) -> str | None:
 def _decimal(digits: str, *, is_negative: bool) -> Decimal:
     number = Decimal(digits.replace(",", ""))
     return -number if is_negative else number
+
+
+def last_box(text: str) -> str | None:
+    """What stands in the last `\\boxed{...}`; None where there is none, or it is never closed."""
+    start = text.rfind("\\boxed{")
+    depth = 0
+    for position in range(start + len("\\boxed"), len(text) if start >= 0 else 0):
+        if text[position] in "{}" and text[position - 1] != "\\":
+            depth += 1 if text[position] == "{" else -1
+            if depth == 0:
+                return text[start + len("\\boxed{") : position]
+    return None

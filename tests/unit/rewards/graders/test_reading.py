@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quadriga.rewards.graders.numerals import find_numbers, leading_number, plain_text, true_number
+from quadriga.rewards.graders.reading import find_numbers, leading_number, plain_text, true_number
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two places where a program runs on its tests: this machine, contained, or a Sandbox Fusion server.
+
+Here a supervisor runs the tests of one problem (`supervisor.py`). A server (github.com/bytedance/SandboxFusion) gets
+one POST to `/run_code` a test and contains programs by itself; what it does not limit (output, its network) is in its
+documentation. There a call of a function is a program that calls it and prints the result behind a mark.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from select import select
+from typing import Any, NamedTuple
+
+from quadriga.errors import RewardError
+from quadriga.http_client import HTTPClient
+from quadriga.rewards.code import containment
+from quadriga.rewards.code.cases import Case
+from quadriga.rewards.code.containment import Limits
+from quadriga.rewards.code.supervisor import COMMAND
+
+# An editable installation is found by the site's start-up files, which the supervisor goes without.
+_OWN_FOLDER = str(Path(__file__).resolve().parents[3])
+_URL = "custom_reward_function.reward_kwargs.code.sandbox_url"
+_MARK = "\n---- quadriga result ----\n"
+_STATUS = {"Finished": "ok", "Error": "error", "TimeLimitExceeded": "time"}
+# What the server may take beside the program's own time.
+_QUEUE_S = 60.0
+# An error of the server's own may pass; then it is not the program's.
+_MAX_SANDBOX_ERRORS = 3
+_MAX_ATTEMPTS = 4
+
+
+class Run(NamedTuple):
+    """What became of one test.
+
+    `status` is "ok" where the program ended by itself with exit status 0; else "error" (another status), "crash" (a
+    signal), the limit that ended it ("time", "wall", "output", "folder"), or "network".
+    """
+
+    index: int
+    status: str
+    code: int
+    cpu_s: float
+    stdout: str
+    stderr: str
+    result: str
+
+
+@cache
+def require_containment() -> None:
+    """Check, once a process, that programs can be contained here.
+
+    Raises:
+        RewardError: they cannot; no program runs then.
+    """
+    reason = containment.missing()
+    if reason:
+        raise RewardError(
+            "grader code",
+            got=reason,
+            expected="a system on which a model's program can be contained",
+            fix="Run programs on a Sandbox Fusion server: custom_reward_function.reward_kwargs.code.sandbox_url.",
+        )
+
+
+def run_cases(
+    program: str, cases: Sequence[Case], limits: Limits, *, parallel: int = 1, total_s: float = 8.0
+) -> Iterator[Run]:
+    """Run the program on each test; runs come as they end, and closing the iterator ends the rest.
+
+    Args:
+        program: Python text.
+        cases: the tests.
+        limits: of one test.
+        parallel: tests at the same time.
+        total_s: seconds for all of them; the ones that have not ended by then are missing from what comes.
+
+    Raises:
+        RewardError: programs cannot be contained here, or the supervisor failed.
+    """
+    require_containment()
+    deadline = time.monotonic() + total_s
+    prefixes = sorted({sys.prefix, sys.base_prefix} - {"/"})
+    with tempfile.TemporaryDirectory(prefix="quadriga-code-") as folder:
+        os.chmod(folder, 0o711)
+        job = {
+            "program": program,
+            "cases": [case.given for case in cases],
+            "limits": asdict(limits),
+            "parallel": parallel,
+            "folder": folder,
+            # What a program may import from: the interpreter's own folders, and nothing of the run's.
+            "path": [path for path in sys.path if path.startswith(tuple(f"{prefix}{os.sep}" for prefix in prefixes))],
+            "readable": prefixes,
+        }
+        with subprocess.Popen(
+            [sys.executable, "-I", "-S", "-X", "utf8", "-c", COMMAND, _OWN_FOLDER, *sys.path],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={"PATH": "/usr/bin:/bin", "LC_ALL": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        ) as process:
+            assert process.stdin is not None
+            try:
+                # Where it has died already, the end of its output, read next, tells.
+                with suppress(BrokenPipeError), process.stdin as stream:
+                    stream.write(json.dumps(job).encode())
+                yield from _runs(process, len(cases), deadline)
+            finally:
+                # Its children die with it.
+                process.kill()
+
+
+def _runs(process: subprocess.Popen[bytes], num_cases: int, deadline: float) -> Iterator[Run]:
+    assert process.stdout is not None and process.stderr is not None
+    num_seen, rest, fd = 0, b"", process.stdout.fileno()
+    while num_seen < num_cases:
+        if not select([fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            return
+        block = os.read(fd, 1 << 20)
+        if not block:
+            said = process.stderr.read().decode("utf-8", "replace").strip()
+            raise RewardError(
+                "supervisor of a program's tests",
+                got=f"its end after {num_seen} of {num_cases} tests: {said[-2000:] or 'it said nothing'}",
+                expected="an outcome for each",
+            )
+        *lines, rest = (rest + block).split(b"\n")
+        for line in lines:
+            num_seen += 1
+            yield Run(**json.loads(line))
+
+
+def run_remotely(
+    program: str,
+    cases: Sequence[Case],
+    limits: Limits,
+    *,
+    url: str,
+    language: str = "python",
+    parallel: int = 2,
+) -> Iterator[Run]:
+    """Run the program on each test, over there; runs come as they end.
+
+    Args:
+        program: text in `language`.
+        cases: the tests; calls of functions in Python only.
+        limits: of one test; `time_s` and `memory_megabytes` are sent, the others are the server's.
+        url: of the server; `/run_code` is added if it is not there.
+        language: as the server names it.
+        parallel: requests at the same time.
+
+    Raises:
+        RewardError: the server does not answer, or reports an error of its own each time.
+        ValueError: calls of functions in another language.
+    """
+    if language != "python" and any(case.is_call for case in cases):
+        raise ValueError(f"grader code: got function calls in {language!r}, expected them in 'python' only")
+    address = url if url.endswith("/run_code") else f"{url.rstrip('/')}/run_code"
+    server = HTTPClient(address, RewardError, setting=_URL, use_proxies=True)
+    pool = ThreadPoolExecutor(parallel)
+    try:
+        waiting = [
+            pool.submit(_run_one, server, program, index, case, limits, language) for index, case in enumerate(cases)
+        ]
+        for future in as_completed(waiting):
+            yield future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _run_one(server: HTTPClient, program: str, index: int, case: Case, limits: Limits, language: str) -> Run:
+    body = {
+        "code": _with_call(program, case) if case.is_call else program,
+        "stdin": case.given.get("input", ""),
+        "language": language,
+        "compile_timeout": limits.wall_s,
+        "run_timeout": limits.time_s,
+        "memory_limit_MB": limits.memory_megabytes,
+        "files": {},
+        "fetch_files": [],
+    }
+    reply: dict[str, Any] = {}
+    for _ in range(_MAX_SANDBOX_ERRORS):
+        reply = server.call_until(body, timeout_s=limits.wall_s + limits.time_s + _QUEUE_S, max_attempts=_MAX_ATTEMPTS)
+        if reply.get("status") != "SandboxError":
+            break
+    else:
+        raise RewardError(server.url, got=f"SandboxError: {reply.get('message')}", expected="Success or Failed")
+    for part in (reply.get("compile_result"), reply.get("run_result")):
+        if part and (part.get("status") != "Finished" or part.get("return_code") != 0):
+            return _as_run(index, part)
+    return _as_run(index, reply.get("run_result") or {"status": "Error", "stderr": "the server ran nothing"})
+
+
+def _as_run(index: int, part: dict[str, Any]) -> Run:
+    code = part.get("return_code")
+    status = _STATUS.get(str(part.get("status")), "error")
+    if status == "ok" and code:
+        status = "error"
+    stdout, _, result = (part.get("stdout") or "").partition(_MARK)
+    return Run(
+        index, status, code or 0, part.get("execution_time") or 0.0, stdout, part.get("stderr") or "", result.strip()
+    )
+
+
+def _with_call(program: str, case: Case) -> str:
+    name = case.given["function"]
+    arguments = json.dumps(case.given["arguments"])
+    return (
+        f"{program}\nimport json as _json\n"
+        f"_function = {name} if {name!r} in globals() else getattr(Solution(), {name!r})\n"
+        f"_result = _function(*_json.loads({arguments!r}))\n"
+        f"print({_MARK!r} + _json.dumps(_result, default=list))"
+    )
