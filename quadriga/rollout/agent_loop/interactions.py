@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""User simulators: who answers the model when it has called no tool, and may score what it said.
+"""User simulators: they reply where the model has called no tool, and may score its turn.
 
 class Teacher(Interaction):
     def start_interaction(self, answer: str) -> None:      # interaction_kwargs: {"name": "teacher", "answer": "42"}

@@ -88,9 +88,13 @@ class AgentLoopManager:
 
     @property
     def description(self) -> str:
-        """Which MCP servers there are and where their standard error is written; "" where there is none."""
-        logs = [f"{server.name} (log: {server.log})" for server in self._servers if server.entry.command is not None]
-        return f"MCP servers {', '.join(logs)}" if logs else ""
+        """Which MCP servers there are and where their standard error is written; "" where there is none.
+
+        It is the same in every process, each of which starts servers of its own.
+        """
+        folders = {server.log.parent for server in self._servers if server.entry.command is not None}
+        logs = "".join(f"; standard error in {folder}/mcp-*.log" for folder in folders)
+        return f"MCP servers {', '.join(server.name for server in self._servers)}{logs}" if self._servers else ""
 
     def generate(
         self, engine: RolloutEngine, prompts: DataProto, *, seed: int, grade: Grade | None = None

@@ -54,7 +54,7 @@ class Server:
         """Starts or reaches the server and returns its tools.
 
         Raises:
-            RolloutError: it does not answer, or has no tool that the file names.
+            RolloutError: it does not respond, or has no tool that the file names.
         """
         self._closing = asyncio.Event()
         listed: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()

@@ -31,7 +31,7 @@ from typing import Any, ClassVar, TypeVar, overload
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from pydantic.errors import PydanticUserError
 
-from quadriga.config.multi_turn import ToolEntry, read_tool_file
+from quadriga.config.multi_turn import read_tool_file
 from quadriga.errors import ConfigError, RolloutError
 from quadriga.user_file import import_file, member_of
 
@@ -225,25 +225,23 @@ def class_tools(path: str) -> list[ToolSpec]:
     Raises:
         ConfigError: the file or a class is not as it must be.
     """
-    folder = Path(path).expanduser().resolve().parent
-    return [_class_tool(entry, folder) for entry in read_tool_file(path).tools]
-
-
-def _class_tool(entry: ToolEntry, folder: Path) -> ToolSpec:
-    where = f"{_KEY}.tool_config_path, {entry.class_name}"
-    cls = class_named(entry.class_name, folder, Tool, where)
-    make = partial(cls, **entry.config)
-    if entry.tool_schema is None:
-        said = "" if cls.execute.__doc__ else (cls.__doc__ or "").strip()
-        return ToolSpec(make, *describe(cls.execute, name=cls.name or cls.__name__.lower(), description=said))
-    function = entry.tool_schema.get("function", entry.tool_schema)
-    if not isinstance(function, dict) or not {"name", "description", "parameters"} <= set(function):
-        raise ConfigError(
-            where,
-            got=f"the tool_schema {entry.tool_schema}"[:300],
-            expected='{"type": "function", "function": {"name", "description", "parameters"}}',
-        )
-    return ToolSpec(make, {"type": "function", "function": function})
+    folder, specs = Path(path).expanduser().resolve().parent, []
+    for entry in read_tool_file(path).tools:
+        where = f"{_KEY}.tool_config_path, {entry.class_name}"
+        cls = class_named(entry.class_name, folder, Tool, where)
+        schema, model = entry.tool_schema, None
+        if schema is None:
+            said = "" if cls.execute.__doc__ else (cls.__doc__ or "").strip()
+            schema, model = describe(cls.execute, name=cls.name or cls.__name__.lower(), description=said)
+        function = schema.get("function", schema)
+        if not isinstance(function, dict) or not {"name", "description", "parameters"} <= set(function):
+            raise ConfigError(
+                where,
+                got=f"the tool_schema {schema}"[:300],
+                expected='{"type": "function", "function": {"name", "description", "parameters"}}',
+            )
+        specs.append(ToolSpec(partial(cls, **entry.config), {"type": "function", "function": function}, model))
+    return specs
 
 
 def class_named(reference: str, folder: Path, base: type, where: str) -> Any:

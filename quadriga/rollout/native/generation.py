@@ -19,14 +19,13 @@ V vocabulary.
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
 
 from quadriga.errors import RolloutError
-from quadriga.models.vision import ImageTokens, PackedImages, packed_images
+from quadriga.models.vision import PackedImages, packed_images
 from quadriga.rollout.base import Completion, FinishReason, Images, SamplingParams
 from quadriga.rollout.native.attention import (
     CompiledPlan,
@@ -81,11 +80,6 @@ class ImagePrefix:
         prompt, end = self.images.position_ids, self.next_position
         after = torch.arange(end - len(self.tokens) + prompt.shape[1], end)
         return torch.cat([prompt, after.expand(3, -1)], 1)
-
-    def image_places(self, tokens: ImageTokens) -> np.ndarray:
-        """Of the tokens that stand for images: the first ones with their id; later ones were generated."""
-        found = np.flatnonzero(np.array(self.tokens) == tokens.token_id)
-        return found[: tokens.count(self.images.inputs["image_grid_thw"])]
 
 
 Prefix = tuple[int, ...] | ImagePrefix
@@ -266,12 +260,14 @@ class Generation:
         tokens = self.network.image_tokens
         if tokens is None:
             return None
-        starts = accumulate((len(prefix) for prefix in prefixes), initial=0)
-        images = [
-            (prefix.images.inputs, start + prefix.image_places(tokens))
-            for start, prefix in zip(starts, prefixes, strict=False)
-            if isinstance(prefix, ImagePrefix)
-        ]
+        start, images = 0, []
+        for prefix in prefixes:
+            if isinstance(prefix, ImagePrefix):
+                # The first tokens with their id stand for images; later ones were generated.
+                found = np.flatnonzero(np.array(prefix.tokens) == tokens.token_id)
+                inputs = prefix.images.inputs
+                images.append((inputs, start + found[: tokens.count(inputs["image_grid_thw"])]))
+            start += len(prefix)
         return packed_images(images, self.device)
 
     def _start_slots(self, first: int) -> None:

@@ -138,6 +138,6 @@ def test_standard_error_goes_to_a_file(tools_yaml, tokenizer, tmp_path: Path, ca
     lengths = {"prompt_length": 2000, "response_length": 400}
     manager = AgentLoopManager(config, tokenizer, log_dir=tmp_path / "logs", **lengths)
     (log,) = (tmp_path / "logs").iterdir()
-    assert manager.description == f"MCP servers sums (log: {log})"
+    assert manager.description == f"MCP servers sums; standard error in {tmp_path}/logs/mcp-*.log"
     manager.close()
     assert "loud" in log.read_text() and "loud" not in capfd.readouterr().err
