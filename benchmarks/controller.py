@@ -75,14 +75,15 @@ class BareActor:
 class NoBackendGroup(WorkerGroup[IdleWorker]):
     """Starts nothing: a rank's output is there at once."""
 
-    def start(self, rank: int, method_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def start_all(self, method_name: str, per_rank: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]) -> list[Any]:
         """Rows come back as they went, metrics are made up."""
         if method_name in ROWS_BACK:
-            return args[0]
-        return DataProto(meta_info={"metrics": {"loss": 0.0}}) if method_name in METRICS_BACK else None
+            return [args[0] for args, _ in per_rank]
+        is_update = method_name in METRICS_BACK
+        return [DataProto(meta_info={"metrics": {"loss": 0.0}}) if is_update else None for _ in per_rank]
 
     @staticmethod
-    def resolve(handles: Sequence[Any]) -> list[Any]:
+    def resolve(handles: Sequence[Any], borrow: bool = False) -> list[Any]:
         """The outputs."""
         return list(handles)
 
@@ -138,7 +139,7 @@ def measure(args: Namespace) -> None:
     local = LocalWorkerGroup(ClassWithInitArgs(IdleWorker))
     pool = RayResourcePool([args.workers])
     group = RayWorkerGroup(pool, RayClassWithInitArgs(IdleWorker), name="idle")
-    group.wait_until_built()
+    group.clock()
     actors = [ray.remote(num_cpus=0)(BareActor).remote() for _ in range(args.workers)]
     taken = in_turns(
         {

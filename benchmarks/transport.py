@@ -33,8 +33,7 @@ import torch
 
 from described_proto import described_chunks
 from quadriga.protocol import DataProto
-from quadriga.single_controller.ray import pages
-from quadriga.single_controller.ray.transport import OUTBOX, pack_result, unpack, unpack_result
+from quadriga.single_controller.ray.transport import OUTBOX, pack_result, release_pages, unpack, unpack_result
 
 TENSORS = ("input_ids", "attention_mask", "position_ids")
 PROMPT_TOKENS = 512
@@ -71,9 +70,7 @@ def make_batch(rows: int, tokens: int) -> DataProto:
 def by_ours(workers: list[Any], data: DataProto) -> DataProto:
     """There and back through the transport."""
     messages = OUTBOX.pack([((part,), {}) for part in data.chunk(len(workers))])
-    refs = [
-        worker.ours.remote(message.header, *message.refs) for worker, message in zip(workers, messages, strict=True)
-    ]
+    refs = [worker.ours.remote(message.body, *message.refs) for worker, message in zip(workers, messages, strict=True)]
     return DataProto.concat([unpack_result(value, borrow=True) for value in ray.get(refs)])
 
 
@@ -114,7 +111,7 @@ class Way:
         gc.collect()
         # What malloc kept of earlier rounds, and what they mapped, would hide what this one needs.
         ctypes.CDLL(None).malloc_trim(0)
-        pages.release()
+        release_pages()
         before = resident_bytes("VmRSS")
         data = make_batch(args.rows, args.tokens)
         self.prepare(data)

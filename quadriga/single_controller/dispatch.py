@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the arguments of a worker group's method reach its workers, and how their outputs come back.
 
-A dispatch mode is a pair of functions. `dispatch_fn(group, *args, **kwargs)` gives, for each argument,
-the list of its values rank by rank; `collect_fn(group, outputs)` makes one result of the outputs, which
-stand in rank order. `group` is anything with a `world_size` and a `mesh(name)`.
+A worker's method names its dispatch mode in `@register`. A mode is a pair of functions. `dispatch_fn(group, *args,
+**kwargs)` gives, for each argument, the list of its values rank by rank; `collect_fn(group, outputs)` makes one result
+of the outputs, which stand in rank order. `group` is anything with a `world_size` and a `mesh(name)`.
 
     mode                         a rank's share of the arguments          result
     RANK_ZERO                    all, whole; only rank 0 is called        rank 0's output
@@ -17,31 +17,31 @@ stand in rank order. `group` is anything with a `world_size` and a `mesh(name)`.
 
 Chunks are ragged: 7 rows on 4 ranks are 2 2 2 1, 3 rows are 1 1 1 0. Every rank is called, one whose
 chunk is empty too, because workers that meet in a collective must all be there; a worker therefore has
-to cope with a DataProto without rows, and may answer with one without columns. Data made with
+to cope with a DataProto without rows, and may return one without columns. Data made with
 `auto_padding=True` is padded to equal chunks instead, and the rows of the padding are cut off the
 result; that is for methods that treat each row for itself (a loss would count the padding).
 DP_COMPUTE_METRIC never pads.
 """
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, ClassVar, Protocol
+from enum import Enum
+from functools import partial, wraps
+from operator import attrgetter
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from quadriga.errors import WorkerError
 from quadriga.protocol import DataProto, DataProtoFuture, pad_dataproto_to_divisor, unpad_dataproto
 
+Method = TypeVar("Method", bound=Callable[..., Any])
+PerRank = tuple[Sequence[Sequence[Any]], Mapping[str, Sequence[Any]]]
+_PLAIN = (bool, int, float, str, type(None))
+_ATTRIBUTE = "_quadriga_registration"
+
 
 class DispatchError(WorkerError):
     """Arguments or outputs that do not fit the mode of their method."""
-
-    def at(self, where: str) -> "DispatchError":
-        """The same error with the place of the call before its own."""
-        return type(self)(f"{where}: {self.where}", got=self.got, expected=self.expected, fix=self.fix)
-
-
-PerRank = tuple[Sequence[Sequence[Any]], Mapping[str, Sequence[Any]]]
-_PLAIN = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class MeshLayout:
     def collecting_ranks(self) -> list[int]:
         """The ranks whose outputs are collected, in the order of their chunks."""
         ranks = [rank for rank, is_collect in enumerate(self.is_collect) if is_collect]
-        return sorted(ranks, key=lambda rank: self.dp_ranks[rank])
+        return sorted(ranks, key=self.dp_ranks.__getitem__)
 
 
 class GroupLayout(Protocol):
@@ -91,8 +91,8 @@ class DispatchFunctions:
         collect_fn: joins the outputs.
         num_chunks: into how many chunks rows are split, for modes that honour auto padding; None: it does not.
         rows_of: of the outputs, those that `collect_fn` joins with `DataProto.concat`, in that order; None: it does
-            something else. A backend may lend them as views of shared memory, and whoever is to have some of
-            the rows need not copy the others.
+            something else. A backend may lend them as views of shared memory, and a rank that needs some of the rows
+            need not copy the others.
     """
 
     dispatch_fn: DispatchFn
@@ -144,11 +144,7 @@ class Dispatch(metaclass=_Members):
         return f"Dispatch.{self.name}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _member, (self.name,)
-
-
-def _member(name: str) -> Dispatch:
-    return Dispatch[name]
+        return type(Dispatch).__getitem__, (Dispatch, self.name)
 
 
 _functions: dict[str, DispatchFunctions] = {}
@@ -172,7 +168,7 @@ def update_dispatch_mode(
     collect_fn: CollectFn,
     num_chunks: Callable[[GroupLayout], int] | None = None,
 ) -> None:
-    """Set the functions of a mode; see `DispatchFunctions` for what they do."""
+    """Set the functions of a mode; `DispatchFunctions` says what each does."""
     if mode not in Dispatch:
         raise WorkerError("update_dispatch_mode", got=repr(mode), expected=f"one of {list(Dispatch)}")
     _functions[mode.name] = DispatchFunctions(dispatch_fn, collect_fn, num_chunks)
@@ -200,7 +196,7 @@ def replicate(group: GroupLayout, /, *args: Any, **kwargs: Any) -> PerRank:
 
 def take_per_rank(group: GroupLayout, /, *args: Any, **kwargs: Any) -> PerRank:
     """Arguments that are lists with one entry per rank already."""
-    for name, value in _named(args, kwargs):
+    for name, value in (*enumerate(args), *kwargs.items()):
         if not isinstance(value, (list, tuple)) or len(value) != group.world_size:
             length = f" of {len(value)}" if isinstance(value, (list, tuple)) else ""
             raise DispatchError(
@@ -235,36 +231,29 @@ def split_rows_over_mesh(mesh_name: str, group: GroupLayout, /, *args: Any, **kw
     )
 
 
-def _named(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    yield from ((str(position), value) for position, value in enumerate(args))
-    yield from kwargs.items()
-
-
 def _has_columns(value: Any) -> bool:
     return isinstance(value, DataProto) and (value.batch is not None or bool(value.non_tensor_batch))
 
 
 def _split(chunks: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> PerRank:
-    rows = {name: len(value) for name, value in _named(args, kwargs) if _has_columns(value)}
+    arguments = {**{str(position): value for position, value in enumerate(args)}, **kwargs}
+    rows = {name: len(value) for name, value in arguments.items() if _has_columns(value)}
     if len(set(rows.values())) > 1:
         raise DispatchError("arguments to split", got=f"{rows} rows", expected="the same number in each DataProto")
-    return (
-        [_parts(name, value, chunks) for name, value in enumerate(args)],
-        {name: _parts(name, value, chunks) for name, value in kwargs.items()},
-    )
-
-
-def _parts(name: str | int, value: Any, chunks: int) -> list[Any]:
-    if isinstance(value, (DataProto, DataProtoFuture)):
-        return value.chunk(chunks)
-    if isinstance(value, _PLAIN):
-        return [value] * chunks
-    raise DispatchError(
-        f"argument {name}",
-        got=type(value).__name__,
-        expected="a DataProto, the future of one, or a plain number, string or None, which every rank gets",
-        fix="What holds for all rows belongs into meta_info.",
-    )
+    parts: dict[str, list[Any]] = {}
+    for name, value in arguments.items():
+        if isinstance(value, (DataProto, DataProtoFuture)):
+            parts[name] = value.chunk(chunks)
+        elif isinstance(value, _PLAIN):
+            parts[name] = [value] * chunks
+        else:
+            raise DispatchError(
+                f"argument {name}",
+                got=type(value).__name__,
+                expected="a DataProto, the future of one, or a plain number, string or None, which every rank gets",
+                fix="What holds for all rows belongs into meta_info.",
+            )
+    return [parts[str(position)] for position in range(len(args))], {name: parts[name] for name in kwargs}
 
 
 # ---- collecting ---------------------------------------------------------------------------------
@@ -277,20 +266,6 @@ def collect_list(group: GroupLayout, outputs: list[Any]) -> list[Any]:
 
 def collect_rows(group: GroupLayout, outputs: list[Any]) -> DataProto | None:
     """All rows, in rank order; None if the method returns nothing."""
-    return _concat(outputs)
-
-
-def collect_rows_of_mesh(mesh_name: str, group: GroupLayout, outputs: list[Any]) -> DataProto | None:
-    """All rows of the ranks that collect, in the order of their chunks."""
-    return _concat(outputs_of_mesh(mesh_name, group, outputs))
-
-
-def outputs_of_mesh(mesh_name: str, group: GroupLayout, outputs: list[Any]) -> list[Any]:
-    """The outputs of the ranks that collect, in the order of their chunks."""
-    return [outputs[rank] for rank in group.mesh(mesh_name).collecting_ranks()]
-
-
-def _concat(outputs: list[Any]) -> DataProto | None:
     if all(output is None for output in outputs):
         return None
     for rank, output in enumerate(outputs):
@@ -304,6 +279,16 @@ def _concat(outputs: list[Any]) -> DataProto | None:
     return DataProto.concat(outputs)
 
 
+def collect_rows_of_mesh(mesh_name: str, group: GroupLayout, outputs: list[Any]) -> DataProto | None:
+    """All rows of the ranks that collect, in the order of their chunks."""
+    return collect_rows(group, outputs_of_mesh(mesh_name, group, outputs))
+
+
+def outputs_of_mesh(mesh_name: str, group: GroupLayout, outputs: list[Any]) -> list[Any]:
+    """The outputs of the ranks that collect, in the order of their chunks."""
+    return [outputs[rank] for rank in group.mesh(mesh_name).collecting_ranks()]
+
+
 # ---- auto padding -------------------------------------------------------------------------------
 
 
@@ -315,7 +300,7 @@ def pad_arguments(
     Returns:
         the arguments (those of the caller stay as they are), rows added, and rows then.
     """
-    data = [value for _, value in _named(args, kwargs) if _has_columns(value)]
+    data = [value for value in (*args, *kwargs.values()) if _has_columns(value)]
     if not any(value.is_padding_enabled() for value in data):
         return tuple(args), dict(kwargs), 0, 0
     padded = {id(value): pad_dataproto_to_divisor(value, chunks) for value in data}
@@ -345,14 +330,6 @@ def remove_padding(result: Any, pad_size: int, padded_rows: int) -> Any:
 # ---- modes --------------------------------------------------------------------------------------
 
 
-def _world_size(group: GroupLayout) -> int:
-    return group.world_size
-
-
-def _dp_size(mesh_name: str, group: GroupLayout) -> int:
-    return group.mesh(mesh_name).dp_size
-
-
 def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> DispatchFunctions:
     """The mode for engines whose data-parallel size differs from the world size.
 
@@ -367,6 +344,11 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> DispatchFunctions:
     )
 
 
+def _dp_size(mesh_name: str, group: GroupLayout) -> int:
+    return group.mesh(mesh_name).dp_size
+
+
+_world_size: Callable[[GroupLayout], int] = attrgetter("world_size")
 for _name, _entry in {
     "RANK_ZERO": DispatchFunctions(replicate, collect_list),
     "ONE_TO_ALL": DispatchFunctions(replicate, collect_list),
@@ -378,3 +360,86 @@ for _name, _entry in {
 }.items():
     register_dispatch_mode(_name)
     _functions[_name] = _entry
+
+
+# ---- registration -------------------------------------------------------------------------------
+
+
+class Execute(Enum):
+    """Which ranks run the method."""
+
+    ALL = "all"
+    RANK_ZERO = "rank_zero"
+
+
+@dataclass(frozen=True)
+class Registration:
+    """How a method is called on a group; the arguments of `register`.
+
+    Attributes:
+        is_rank_zero_only: rank 0 alone gets the arguments, whole, and its output is the result.
+    """
+
+    dispatch_mode: Dispatch | DispatchFunctions
+    blocking: bool
+    is_rank_zero_only: bool
+
+
+def register(
+    dispatch_mode: Dispatch | DispatchFunctions | Mapping[str, Callable[..., Any]] = Dispatch.ALL_TO_ALL,
+    execute_mode: Execute = Execute.ALL,
+    blocking: bool = True,
+    materialize_futures: bool = True,
+) -> Callable[[Method], Method]:
+    """Make a method of a worker callable on its group.
+
+    Args:
+        dispatch_mode: how arguments are split and outputs collected.
+        execute_mode: with RANK_ZERO, rank 0 alone is called, with the arguments whole, and its output is
+            the result; the dispatch mode has nothing to split then.
+        blocking: whether the call on the group waits for the result, or returns a DataProtoFuture of it.
+        materialize_futures: whether arguments that are futures are waited for before the method runs,
+            in the worker; otherwise the method gets the futures.
+    """
+    mode: Any = dispatch_mode
+    if isinstance(mode, Mapping) and set(mode) == {"dispatch_fn", "collect_fn"}:
+        mode = DispatchFunctions(**mode)
+    if not isinstance(mode, (Dispatch, DispatchFunctions)):
+        raise WorkerError(
+            "@register: dispatch_mode",
+            got=repr(mode),
+            expected=f"one of {list(Dispatch)}, or a dictionary of dispatch_fn and collect_fn",
+        )
+    if not isinstance(execute_mode, Execute):
+        raise WorkerError("@register: execute_mode", got=repr(execute_mode), expected=f"one of {list(Execute)}")
+    is_rank_zero_only = execute_mode is Execute.RANK_ZERO or mode is Dispatch.RANK_ZERO
+
+    def decorate(method: Method) -> Method:
+        registered = _with_futures_resolved(method) if materialize_futures else method
+        setattr(registered, _ATTRIBUTE, Registration(mode, blocking, is_rank_zero_only))
+        return registered
+
+    return decorate
+
+
+def _with_futures_resolved(method: Any) -> Any:
+    def value(argument: Any) -> Any:
+        return argument.get() if isinstance(argument, DataProtoFuture) else argument
+
+    @wraps(method)
+    async def call_async(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return await method(self, *map(value, args), **{key: value(each) for key, each in kwargs.items()})
+
+    @wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(each, DataProtoFuture) for each in (*args, *kwargs.values())):
+            args, kwargs = tuple(map(value, args)), {key: value(each) for key, each in kwargs.items()}
+        return method(self, *args, **kwargs)
+
+    return call_async if inspect.iscoroutinefunction(method) else call
+
+
+def registered_methods(worker_class: type) -> dict[str, Registration]:
+    """All registered methods of a class, inherited ones included, by name."""
+    found = {name: getattr(getattr(worker_class, name, None), _ATTRIBUTE, None) for name in dir(worker_class)}
+    return {name: registration for name, registration in found.items() if registration is not None}

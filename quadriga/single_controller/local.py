@@ -19,22 +19,20 @@ from quadriga.errors import QuadrigaError, WorkerError
 from quadriga.protocol import DataProto
 from quadriga.single_controller.resource_pool import ResourcePool
 from quadriga.single_controller.worker import WorkerPlace, placed
-from quadriga.single_controller.worker_group import ClassWithInitArgs, W, WorkerGroup
-
-
-def describe_argument(value: Any) -> str:
-    """An argument in an error message: data by shape, anything else by type."""
-    if isinstance(value, DataProto):
-        return repr(value)
-    if isinstance(value, (torch.Tensor, np.ndarray)):
-        return f"{type(value).__name__} {tuple(value.shape)} {value.dtype}"
-    return repr(value) if isinstance(value, (bool, int, float, type(None))) else type(value).__name__
+from quadriga.single_controller.worker_group import Arguments, ClassWithInitArgs, W, WorkerGroup, WorkerGroups
 
 
 def describe_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """All arguments of a call in an error message."""
-    named = [f"{key}={describe_argument(value)}" for key, value in kwargs.items()]
-    return ", ".join([*map(describe_argument, args), *named]) or "no arguments"
+    """All arguments of a call in an error message: data by shape, plain values as they are, anything else by type."""
+    described = []
+    for name, value in (*enumerate(args), *kwargs.items()):
+        text = type(value).__name__
+        if isinstance(value, (DataProto, bool, int, float, type(None))):
+            text = repr(value)
+        elif isinstance(value, (torch.Tensor, np.ndarray)):
+            text = f"{text} {tuple(value.shape)} {value.dtype}"
+        described.append(f"{name}={text}" if isinstance(name, str) else text)
+    return ", ".join(described) or "no arguments"
 
 
 class LocalWorkerGroup(WorkerGroup[W]):
@@ -58,34 +56,31 @@ class LocalWorkerGroup(WorkerGroup[W]):
         local_ranks, local_sizes = pool.local_rank_list(), pool.local_world_size_list()
         self.workers: list[W] = []
         for rank in range(pool.world_size):
-            place = WorkerPlace(rank, pool.world_size, local_ranks[rank], local_sizes[rank])
-            with placed(place):
-                self.workers.append(
-                    self._run(rank, "__init__", cls_with_init, cls_with_init.args, cls_with_init.kwargs)
-                )
+            with placed(WorkerPlace(rank, pool.world_size, local_ranks[rank], local_sizes[rank])):
+                arguments = (cls_with_init.args, cls_with_init.kwargs)
+                self.workers.append(self._run(rank, "__init__", cls_with_init.cls, arguments))
 
-    def start(self, rank: int, method_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Future[Any]:
-        """Run a method on one rank, to its end; a coroutine is run in an event loop of its own."""
-        outcome: Future[Any] = Future()
-        try:
-            worker = self.workers[rank]
-            outcome.set_result(
-                self._run(rank, method_name, lambda: getattr(worker, method_name)(*args, **kwargs), args, kwargs)
-            )
-        except QuadrigaError as error:
-            outcome.set_exception(error)
-        return outcome
+    def start_all(self, method_name: str, per_rank: Sequence[Arguments]) -> list[Future[Any]]:
+        """Run a method on the ranks, one after the other, to its end; a coroutine in an event loop of its own."""
+        outcomes: list[Future[Any]] = [Future() for _ in per_rank]
+        for rank, (outcome, arguments) in enumerate(zip(outcomes, per_rank, strict=True)):
+            try:
+                outcome.set_result(self._run(rank, method_name, None, arguments))
+            except QuadrigaError as error:
+                outcome.set_exception(error)
+        return outcomes
 
     @staticmethod
-    def resolve(handles: Sequence[Future[Any]]) -> list[Any]:
+    def resolve(handles: Sequence[Future[Any]], borrow: bool = False) -> list[Any]:
         """The outputs; the error of the first rank that failed is raised."""
         return [handle.result() for handle in handles]
 
-    def _run(
-        self, rank: int, name: str, call: Callable[[], Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def _run(self, rank: int, name: str, function: Callable[..., Any] | None, arguments: Arguments) -> Any:
+        """Call a function, or the worker's method of that name if it is None."""
+        args, kwargs = arguments
         try:
-            output = call()
+            call = function or getattr(self.workers[rank], name)
+            output = call(*args, **kwargs)
             return asyncio.run(output) if inspect.iscoroutine(output) else output
         except QuadrigaError:
             raise
@@ -94,3 +89,23 @@ class LocalWorkerGroup(WorkerGroup[W]):
                 f"{self.name}[rank {rank}/{self.world_size}] failed in {name}",
                 got=f"{type(error).__name__}: {error} (called with {describe_arguments(args, kwargs)})",
             ) from error
+
+
+class LocalWorkerGroups(WorkerGroups):
+    """One worker per role, in this process.
+
+    Args:
+        classes: what to build, by role.
+        roles: pool of each role; all are this process.
+        pools: processes on each node of each pool.
+        device: what computes.
+    """
+
+    def __init__(
+        self,
+        classes: Mapping[str, ClassWithInitArgs[Any]],
+        roles: Mapping[str, str],
+        pools: Mapping[str, Sequence[int]],
+        device: str,
+    ) -> None:
+        self.groups = {role: LocalWorkerGroup(entry, name=role) for role, entry in classes.items()}

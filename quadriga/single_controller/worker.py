@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One process of a role: what it knows of its place among the others.
 
-A worker knows no backend. It takes its place from whoever builds it (`placed`), else from the
+A worker knows no backend. It takes its place from the backend that builds it (`placed`), else from the
 environment that torchrun and its like set; alone, it is rank 0 of 1.
 """
 
@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quadriga.errors import WorkerError
-from quadriga.single_controller.dispatch import Dispatch
-from quadriga.single_controller.registration import Execute, register
+from quadriga.single_controller.dispatch import Dispatch, Execute, register
 
 
 def _environment_number(name: str, default: int) -> int:

@@ -3,11 +3,11 @@
 
     group.update_actor(batch)                    group = WorkerGroup of an actor class
       1. dispatch   the mode of update_actor splits the arguments, rank by rank     dispatch.py
-      2. start      the backend starts the method on every rank, waiting for none   local.py
+      2. start      the backend starts the method on every rank, waiting for none   local.py, ray/group.py
       3. resolve    the backend waits for the outputs, or a DataProtoFuture will    protocol/future.py
       4. collect    the mode makes one result of the outputs
 
-A backend is a subclass with two methods, `start` and `resolve`. `group.as_worker()` is the same group
+A backend is a subclass with two methods, `start_all` and `resolve`. `group.as_worker()` is the same group
 typed as its worker class, so that an editor finds the methods.
 """
 
@@ -21,17 +21,20 @@ from quadriga.errors import WorkerError
 from quadriga.protocol import DataProtoFuture
 from quadriga.single_controller.dispatch import (
     CollectFn,
+    Dispatch,
     DispatchError,
     GroupLayout,
     MeshLayout,
+    Registration,
     dispatch_functions,
     pad_arguments,
+    registered_methods,
     remove_padding,
 )
-from quadriga.single_controller.registration import Registration, registered_methods
 from quadriga.single_controller.worker import Worker
 
 W = TypeVar("W", bound=Worker)
+Arguments = tuple[Sequence[Any], Mapping[str, Any]]
 
 
 class NotRegisteredError(WorkerError, AttributeError):
@@ -68,11 +71,21 @@ def first_output(outputs: list[Any]) -> Any:
 def collect_outputs(
     outputs: list[Any], *, collect_fn: CollectFn, layout: GroupLayout, padding: tuple[int, int], where: str
 ) -> Any:
-    """One result of all ranks' outputs, without the rows of padding."""
+    """One result of all ranks' outputs, without the rows of padding.
+
+    Args:
+        padding: rows added, and rows then.
+        where: the call, for an error message.
+    """
     try:
         return remove_padding(collect_fn(layout, outputs), *padding)
     except DispatchError as error:
-        raise error.at(where) from None
+        raise _at(where, error) from None
+
+
+def _at(where: str, error: DispatchError) -> DispatchError:
+    """The same error with the place of the call before its own."""
+    return DispatchError(f"{where}: {error.where}", got=error.got, expected=error.expected, fix=error.fix)
 
 
 class WorkerFacade:
@@ -80,8 +93,11 @@ class WorkerFacade:
 
     def __init__(self, group: "WorkerGroup[Any]") -> None:
         self._group = group
+        for name in group.methods:
+            setattr(self, name, group.method(name))
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
+        # Only for names that are no method of the group: raises the error that says so.
         if name.startswith("_"):
             raise AttributeError(name)
         return self._group.method(name)
@@ -106,7 +122,7 @@ class WorkerGroup(ABC, Generic[W]):
         self.worker_class = worker_class
         self.methods = registered_methods(worker_class)
         self.name = name or worker_class.__name__
-        self._world_size = world_size
+        self.world_size = world_size
         self._meshes: dict[str, MeshLayout] = {}
         clashes = sorted(method for method in self.methods if hasattr(type(self), method))
         if clashes:
@@ -115,33 +131,25 @@ class WorkerGroup(ABC, Generic[W]):
             )
 
     @abstractmethod
-    def start(self, rank: int, method_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Start a method on one rank and return a handle of its output, without waiting for it."""
+    def start_all(self, method_name: str, per_rank: Sequence[Arguments]) -> list[Any]:
+        """Start a method on the ranks 0, 1, ... with the arguments of each.
 
-    def start_all(self, method_name: str, per_rank: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]) -> list[Any]:
-        """Start a method on the ranks 0, 1, ... with the arguments of each, and return their handles in rank order.
-
-        A backend overrides it to pack what the ranks share once.
+        Returns:
+            handles of their outputs in rank order, without having waited for any.
         """
-        return [self.start(rank, method_name, args, kwargs) for rank, (args, kwargs) in enumerate(per_rank)]
 
     @staticmethod
     @abstractmethod
-    def resolve(handles: Sequence[Any]) -> list[Any]:
-        """Wait for handles and return their outputs; the first failing rank's error is raised."""
+    def resolve(handles: Sequence[Any], borrow: bool = False) -> list[Any]:
+        """Wait for handles and return their outputs; the first failing rank's error is raised.
 
-    @classmethod
-    def resolve_lent(cls, handles: Sequence[Any]) -> list[Any]:
-        """The same for a caller that copies the rows of the outputs: they may lie in memory that is only lent."""
-        return cls.resolve(handles)
-
-    @property
-    def world_size(self) -> int:
-        """Number of workers."""
-        return self._world_size
+        Args:
+            handles: what `start_all` returned.
+            borrow: the caller copies the rows of the outputs: they may lie in memory that is only lent.
+        """
 
     def mesh(self, name: str) -> MeshLayout:
-        """Which chunk each rank works on in the mesh `name`: asked of the workers once."""
+        """Which chunk each rank works on in the mesh `name`; the workers are called for it once."""
         if name not in self._meshes:
             places = self.execute_all("mesh_place", name)
             mesh = MeshLayout(tuple(dp_rank for dp_rank, _ in places), tuple(is_collect for _, is_collect in places))
@@ -159,34 +167,19 @@ class WorkerGroup(ABC, Generic[W]):
         """Call any method, registered or not, on every rank with the same arguments; the outputs in rank order."""
         return self.resolve(self.start_all(method_name, [(args, kwargs)] * self.world_size))
 
-    def execute_all_sync(self, method_name: str, /, *args: Any, **kwargs: Any) -> list[Any]:
-        """The same as `execute_all`."""
-        return self.execute_all(method_name, *args, **kwargs)
-
-    def execute_all_async(self, method_name: str, /, *args: Any, **kwargs: Any) -> DataProtoFuture:
-        """The same as `execute_all`, as a future."""
-        handles = self.start_all(method_name, [(args, kwargs)] * self.world_size)
-        return DataProtoFuture(collect_fn=list, futures=handles, resolve=self.resolve)
-
-    def execute_rank_zero(self, method_name: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Call any method, registered or not, on rank 0."""
-        return self.resolve([self.start(0, method_name, args, kwargs)])[0]
-
-    def execute_rank_zero_sync(self, method_name: str, /, *args: Any, **kwargs: Any) -> Any:
-        """The same as `execute_rank_zero`."""
-        return self.execute_rank_zero(method_name, *args, **kwargs)
-
-    def execute_rank_zero_async(self, method_name: str, /, *args: Any, **kwargs: Any) -> DataProtoFuture:
-        """The same as `execute_rank_zero`, as a future."""
-        handles = [self.start(0, method_name, args, kwargs)]
-        return DataProtoFuture(collect_fn=first_output, futures=handles, resolve=self.resolve)
-
     def method(self, name: str) -> Callable[..., Any]:
         """The registered method `name`, bound to the group."""
-        registration = self.methods.get(name)
-        if registration is None:
-            raise self._not_registered(name)
-        return partial(self._call, name, registration)
+        if name in self.methods:
+            return partial(self._call, name, self.methods[name])
+        if callable(getattr(self.worker_class, name, None)):
+            raise NotRegisteredError(
+                f"{self.worker_class.__name__}.{name}",
+                got="a method without @register",
+                expected="one that says how its arguments reach the ranks",
+                fix="Add @register(dispatch_mode=...) to it; an override needs it again.",
+            )
+        known = ", ".join(sorted(self.methods))
+        raise NotRegisteredError(f"{self.name}.{name}", got="no such method", expected=f"a registered one: {known}")
 
     def as_worker(self) -> W:
         """The group, typed as its worker; attributes are the registered methods, bound to the group."""
@@ -206,61 +199,69 @@ class WorkerGroup(ABC, Generic[W]):
 
     def _call(self, method_name: str, registration: Registration, /, *args: Any, **kwargs: Any) -> Any:
         if registration.is_rank_zero_only:
-            return self._finish([self.start(0, method_name, args, kwargs)], first_output, registration.blocking)
-        functions = dispatch_functions(registration.dispatch_mode)
-        padding = (0, 0)
-        where = f"{self.name}.{method_name} on {self.world_size} ranks ({registration.mode_name})"
+            handles = self.start_all(method_name, [(args, kwargs)])
+            future = DataProtoFuture(collect_fn=first_output, futures=handles, resolve=self.resolve)
+            return future.get() if registration.blocking else future
+        mode = registration.dispatch_mode
+        functions = dispatch_functions(mode)
+        mode_name = repr(mode) if isinstance(mode, Dispatch) else "a dispatch function of its own"
+        where = f"{self.name}.{method_name} on {self.world_size} ranks ({mode_name})"
+        pad_size = padded_rows = 0
         try:
             if functions.num_chunks is not None:
-                args, kwargs, *padding = pad_arguments(functions.num_chunks(self), args, kwargs)
+                args, kwargs, pad_size, padded_rows = pad_arguments(functions.num_chunks(self), args, kwargs)
             per_rank, named_per_rank = functions.dispatch_fn(self, *args, **kwargs)
-            self._check_dispatched([*per_rank, *named_per_rank.values()])
+            for values in (*per_rank, *named_per_rank.values()):
+                if len(values) != self.world_size:
+                    got = f"{len(values)} values for an argument"
+                    raise DispatchError("dispatch function", got=got, expected=f"{self.world_size}, one per rank")
         except DispatchError as error:
-            raise error.at(where) from None
-        handles = self.start_all(
-            method_name,
-            [
-                ([values[rank] for values in per_rank], {key: values[rank] for key, values in named_per_rank.items()})
-                for rank in range(self.world_size)
-            ],
-        )
+            raise _at(where, error) from None
+        arguments = [
+            ([values[rank] for values in per_rank], {key: values[rank] for key, values in named_per_rank.items()})
+            for rank in range(self.world_size)
+        ]
+        handles = self.start_all(method_name, arguments)
         layout = LayoutSnapshot(self.world_size, dict(self._meshes))
-        collect = partial(collect_outputs, collect_fn=functions.collect_fn, layout=layout, padding=padding, where=where)
-        joins_all = functions.rows_of is not None and not padding[0]
-        rows_of = partial(functions.rows_of, layout) if joins_all else None
-        return self._finish(handles, collect, registration.blocking, rows_of)
-
-    def _finish(
-        self,
-        handles: list[Any],
-        collect: Callable[[list[Any]], Any],
-        blocking: bool,
-        rows_of: Callable[[list[Any]], list[Any]] | None = None,
-    ) -> Any:
-        resolve = self.resolve if rows_of is None else self.resolve_lent
-        if blocking:
+        collect = partial(
+            collect_outputs,
+            collect_fn=functions.collect_fn,
+            layout=layout,
+            padding=(pad_size, padded_rows),
+            where=where,
+        )
+        # Rows that are all joined are copied by that, so the outputs may be lent.
+        is_joined = functions.rows_of is not None and not pad_size
+        rows_of = partial(functions.rows_of, layout) if is_joined else None
+        resolve = partial(self.resolve, borrow=True) if is_joined else self.resolve
+        if registration.blocking:
             return collect(resolve(handles))
         return DataProtoFuture(collect_fn=collect, futures=handles, resolve=resolve, rows_of=rows_of)
 
-    def _check_dispatched(self, per_rank: Sequence[Sequence[Any]]) -> None:
-        for values in per_rank:
-            if len(values) != self.world_size:
-                raise DispatchError(
-                    "dispatch function",
-                    got=f"{len(values)} values for an argument",
-                    expected=f"{self.world_size}, one per rank",
-                )
 
-    def _not_registered(self, name: str) -> "NotRegisteredError":
-        method = getattr(self.worker_class, name, None)
-        if not callable(method):
-            known = ", ".join(sorted(self.methods))
-            return NotRegisteredError(
-                f"{self.name}.{name}", got="no such method", expected=f"a registered one: {known}"
-            )
-        return NotRegisteredError(
-            f"{self.worker_class.__name__}.{name}",
-            got="a method without @register",
-            expected="one that says how its arguments reach the ranks",
-            fix="Add @register(dispatch_mode=...) to it; an override needs it again.",
-        )
+class WorkerGroups:
+    """The worker groups of a run, one per role; a backend starts them, and ends what it has started.
+
+    Attributes:
+        groups: by role; their workers are built, or are being built.
+        is_remote: the workers are other processes than the driver, so that a call need not hold it up.
+    """
+
+    groups: Mapping[str, WorkerGroup[Any]]
+    is_remote = False
+
+    def describe(self) -> dict[str, str]:
+        """What was chosen about processes and threads, with reasons, to be printed."""
+        return {}
+
+    def close(self) -> None:
+        """Call the registered method `close` of all workers that have one, then `end`."""
+        try:
+            for group in self.groups.values():
+                if "close" in group.methods:
+                    group.method("close")()
+        finally:
+            self.end()
+
+    def end(self) -> None:
+        """End what was started, whatever it is doing and however far it has come. May be called again."""

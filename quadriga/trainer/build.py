@@ -20,8 +20,7 @@ from quadriga.data import (
 from quadriga.errors import ConfigError
 from quadriga.observe.timing import Timeline
 from quadriga.rewards import RewardManager, load_reward_manager
-from quadriga.single_controller import ClassWithInitArgs, LocalWorkerGroup
-from quadriga.single_controller.team import Team
+from quadriga.single_controller import ClassWithInitArgs, LocalWorkerGroup, WorkerGroups
 from quadriga.trainer.needs import Needs
 from quadriga.trainer.publishing import BetweenWorkers, WithinWorkers
 from quadriga.trainer.ray_trainer import RayPPOTrainer, Workers
@@ -45,8 +44,8 @@ ROLLOUT_ENGINES = {
 
 # Likewise the backends: Ray is imported only where it is asked for.
 TEAMS = {
-    "local": "quadriga.single_controller.team:LocalTeam",
-    "ray": "quadriga.single_controller.ray.team:RayTeam",
+    "local": "quadriga.single_controller.local:LocalWorkerGroups",
+    "ray": "quadriga.single_controller.ray:RayWorkerGroups",
 }
 
 
@@ -55,7 +54,7 @@ class Run:
     """The objects of a run: the trainer on the driver, and the workers that it calls."""
 
     trainer: RayPPOTrainer | SupervisedTrainer
-    team: Team
+    team: WorkerGroups
 
     def close(self, *, is_cut_short: bool = False) -> None:
         """Stop and end everything.
@@ -66,7 +65,7 @@ class Run:
         try:
             self.trainer.close()
         finally:
-            if is_cut_short and self.team.is_beside:
+            if is_cut_short and self.team.is_remote:
                 self.team.end()
             else:
                 self.team.close()
@@ -89,7 +88,7 @@ def build_run(config: Config, timeline: Timeline) -> Run:
     team = build_team(config, tokenizer, needs)
     try:
         models: Callable[[], dict[str, str]] = partial(load_models, team, timeline)
-        if team.is_beside:
+        if team.is_remote:
             models = partial(result_of, in_background(models, "loading models"))
         with timeline.part("data"):
             train, val = build_dataloaders(config, tokenizer)
@@ -115,7 +114,7 @@ def print_choices(choices: dict[str, str], config: Config, *, has_critic: bool) 
         print(table)
 
 
-def build_team(config: Config, tokenizer: Any, needs: Needs) -> Team:
+def build_team(config: Config, tokenizer: Any, needs: Needs) -> WorkerGroups:
     """A worker group for each role of the run, on the pools of `trainer.placement`."""
     placement = place_roles(
         config.trainer,
@@ -154,7 +153,7 @@ def _worker_class(role: Role, config: Config, tokenizer: Any, facts: RunFacts) -
             return ClassWithInitArgs(ActorRolloutRefWorker, config, tokenizer, facts, role)
 
 
-def load_models(team: Team, timeline: Timeline) -> dict[str, str]:
+def load_models(team: WorkerGroups, timeline: Timeline) -> dict[str, str]:
     """Have all workers load their models, all at once where they can. Returns what was chosen, for people to read."""
     with timeline.part("models"):
         futures = [group.method("init_model")() for group in team.groups.values()]
@@ -172,7 +171,7 @@ def _of_all_ranks(chosen: Sequence[dict[str, str]]) -> dict[str, str]:
     return merged
 
 
-def handles(team: Team) -> Workers:
+def handles(team: WorkerGroups) -> Workers:
     """The team's groups as the loop calls them. A rollout on processes of its own has the actor's weights then."""
     groups = {Role(role): group for role, group in team.groups.items()}
     workers = {role: group.as_worker() for role, group in groups.items()}

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a run runs: in this process, or beside its workers on a cluster. Loads neither until it is known which."""
+"""Where the workers of a run are: in this process, or on a Ray cluster, of which it is the driver."""
 
+import time
 from importlib import import_module
 from typing import Any
 
@@ -8,9 +9,9 @@ from quadriga.config import Config
 from quadriga.config.placement import role_pools
 from quadriga.errors import ConfigError
 
-# Import strings: this process needs torch only if it trains, and Ray only if it does not.
+# Import strings: Ray is loaded only where it is needed, and torch after the cluster is there.
 RUN = "quadriga.trainer.task_runner:run"
-RUN_ON_CLUSTER = "quadriga.single_controller.ray.remote:run_on_cluster"
+CLUSTER = "quadriga.single_controller.ray.cluster:cluster"
 
 
 def run_ppo(config: Config) -> None:
@@ -24,13 +25,12 @@ def run_ppo(config: Config) -> None:
         _load(RUN)(config)
         return
     pools = set(role_pools(config.trainer, has_reward_model=config.reward_model.enable).values())
-    _load(RUN_ON_CLUSTER)(
-        RUN,
-        (config,),
-        ray_init=config.ray_kwargs.arguments,
-        num_processes=sum(sum(config.trainer.processes_of(pool)) for pool in pools),
-        timeline_file=config.ray_kwargs.timeline_json_file,
-    )
+    num_processes = sum(sum(config.trainer.processes_of(pool)) for pool in pools)
+    cluster = _load(CLUSTER)
+    start_up = [("cluster", time.time())]
+    with cluster(config.ray_kwargs.arguments, num_processes, config.ray_kwargs.timeline_json_file):
+        start_up.append(("modules", time.time()))
+        _load(RUN)(config, start_up)
 
 
 def _load(target: str) -> Any:

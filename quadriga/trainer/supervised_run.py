@@ -9,8 +9,7 @@ from quadriga.data.loading import create_dataloader, create_rl_sampler
 from quadriga.data.rm_dataset import RMDataset
 from quadriga.data.sft_dataset import MultiTurnSFTDataset, SFTDataset, TokenizedRows
 from quadriga.observe.timing import Timeline
-from quadriga.single_controller import ClassWithInitArgs
-from quadriga.single_controller.team import Team
+from quadriga.single_controller import ClassWithInitArgs, WorkerGroups
 from quadriga.trainer.build import TEAMS, Run, build_tokenizer, load_models, print_choices
 from quadriga.trainer.reward_modeling import RewardModelTrainer
 from quadriga.trainer.sft import Loaders, SFTTrainer
@@ -64,7 +63,7 @@ def build_loaders(config: Config, tokenizer: Any) -> Loaders:
     return Loaders(train_loader, val_loader)
 
 
-def build_team(config: Config, tokenizer: Any) -> Team:
+def build_team(config: Config, tokenizer: Any) -> WorkerGroups:
     """The worker group that holds the model, on the backend of the run."""
     learner: type[SupervisedWorker] = RewardModelTrainingWorker if config.task == "reward_model" else SFTWorker
     placement = place_roles(config.trainer, has_reference=False, has_critic=False, has_reward_model=False)

@@ -15,7 +15,7 @@ from quadriga.trainer.supervised_run import build_supervised_run
 
 
 class TaskRunner:
-    """Runs one training from configuration to last step. On Ray this is the process that holds the driver."""
+    """Runs one training from configuration to last step. On Ray this is the driver."""
 
     def run(self, config: Config, start_up: Sequence[tuple[str, float]] = ()) -> None:
         """Build everything, say where the time went, train, and close what was opened.
@@ -55,13 +55,13 @@ class TaskRunner:
                 trainer.fit()
             is_cut_short = False
         except KeyboardInterrupt:
-            trainer.saver.settle(can_ask=not run.team.is_beside)
+            trainer.saver.settle(can_ask=not run.team.is_remote)
             print(
                 f"\ninterrupted in step {trainer.global_steps}. {_how_to_go_on(trainer.checkpoints.newest(), config)}"
             )
             raise
         finally:
-            trainer.saver.settle(can_ask=not run.team.is_beside)
+            trainer.saver.settle(can_ask=not run.team.is_remote)
             self._saved = trainer.checkpoints.last_written or self._saved
             run.close(is_cut_short=is_cut_short)
 

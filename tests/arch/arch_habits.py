@@ -17,7 +17,6 @@ CATCHES_ANYTHING: dict[str, str] = {
     "quadriga/observe/watchdog.py:_detail": "a description that fails is reported inside the report of the wait",
     "quadriga/rewards/graders/math.py:_is_same": "every pair is compared first, then the first failure is raised",
     "quadriga/rewards/grading_process.py:_grade": "what a grader raises is its outcome: counted and stored",
-    "quadriga/single_controller/ray/remote.py:Host.run": "what a function raises is raised where it was called",
     "quadriga/single_controller/ray/process.py:WorkerProcess._run": "what a worker raises is its answer to the driver",
     "quadriga/rollout/agent_loop/tool_calls.py:_deliver": "what a tool raises is raised where it was called",
     "quadriga/rollout/balancer.py:Balancer.generate": "the next engine is asked; if none answers, all is raised",

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -142,36 +143,37 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def command_line(home: Path, folder: Path, *overrides: str, run: str = "run") -> list[str]:
+    """The arguments of a quick exact run in `folder / run`; later ones win."""
+    words = [
+        f"data.train_files={home / 'train.parquet'}",
+        f"data.val_files={home / 'val.parquet'}",
+        f"data.cache_dir={folder / 'cache'}",
+        "data.train_batch_size=4",
+        "data.max_prompt_length=32",
+        "data.max_response_length=8",
+        f"actor_rollout_ref.model.path={home / 'model'}",
+        "actor_rollout_ref.actor.fsdp_config.model_dtype=float32",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
+        "actor_rollout_ref.rollout.n=2",
+        "critic.fsdp_config.model_dtype=float32",
+        "critic.optim.lr=1e-3",
+        "reward_model.num_workers=1",
+        f"custom_reward_function.path={home / 'reward.py'}",
+        "trainer.device=cpu",
+        "trainer.total_training_steps=2",
+        "trainer.val_before_train=False",
+        "trainer.logger=[jsonl]",
+        f"trainer.default_local_dir={folder / run}",
+        *overrides,
+    ]
+    return list({word.partition("=")[0]: word for word in words}.values())
+
+
 @pytest.fixture
 def arguments(home: Path, tmp_path: Path) -> Callable[..., list[str]]:
     """`arguments(*overrides, run="run")`: the command line of a quick exact run in `tmp_path / run`; later ones win."""
-
-    def build(*overrides: str, run: str = "run") -> list[str]:
-        words = [
-            f"data.train_files={home / 'train.parquet'}",
-            f"data.val_files={home / 'val.parquet'}",
-            f"data.cache_dir={tmp_path / 'cache'}",
-            "data.train_batch_size=4",
-            "data.max_prompt_length=32",
-            "data.max_response_length=8",
-            f"actor_rollout_ref.model.path={home / 'model'}",
-            "actor_rollout_ref.actor.fsdp_config.model_dtype=float32",
-            "actor_rollout_ref.actor.optim.lr=1e-3",
-            "actor_rollout_ref.rollout.n=2",
-            "critic.fsdp_config.model_dtype=float32",
-            "critic.optim.lr=1e-3",
-            "reward_model.num_workers=1",
-            f"custom_reward_function.path={home / 'reward.py'}",
-            "trainer.device=cpu",
-            "trainer.total_training_steps=2",
-            "trainer.val_before_train=False",
-            "trainer.logger=[jsonl]",
-            f"trainer.default_local_dir={tmp_path / run}",
-            *overrides,
-        ]
-        return list({word.partition("=")[0]: word for word in words}.values())
-
-    return build
+    return partial(command_line, home, tmp_path)
 
 
 @pytest.fixture

@@ -2,26 +2,32 @@
 """The cluster of a run: one that is up already, or one on this machine that begins and ends with the run.
 
     ray_kwargs.ray_init.address   a cluster that is up; "local": start one
-    RAY_ADDRESS                   the same, where the configuration names none
+    RAY_ADDRESS                   the same, where the configuration names none (`ray job submit` sets it)
     neither                       start one
 
-A cluster that was joined stays up; what the run had in it goes with the job. One that was started has at least as many
-logical CPUs as the pools have processes, whatever the number of cores: a process of a pool without GPUs takes one, and
-how many threads it computes with is decided by the cores (`threads.py`). It dies with the process that started it, by
-whatever signal; after a SIGKILL two small agents of Ray's try for a minute to report that to the head, and end then.
+The driver is the process that calls `cluster`: the command's own. A cluster that was joined stays up; what the run had
+in it ends with the driver. One that was started has at least as many logical CPUs as the pools have processes,
+whatever the number of cores: a process of a pool without GPUs takes one, and how many threads it computes with is
+decided by the cores (`resource_pool.py`). It ends with the process that started it, by whatever signal; after a
+SIGKILL two small agents of Ray's try for a minute to report that to the head, and end then.
+
+Whether a node is there is seen at its ports, without Ray: Ray gives a node that stopped responding 15 s and a head
+60 s, and then ends the driver without a message of ours.
 """
 
 import os
-from collections.abc import Iterator, Mapping
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray._private.ray_logging import global_worker_stdstream_dispatcher
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from quadriga.errors import WorkerError
 from quadriga.observe.probe import release_numbers
-from quadriga.single_controller.ray.nodes import answers, is_lost
 
 LEAST_RAY = "2.60"
 ADDRESS_KEY = "ray_kwargs.ray_init.address"
@@ -32,105 +38,90 @@ FORWARDED = ("HF_", "TRANSFORMERS_", "TOKENIZERS_", "QUADRIGA_", "NCCL_", "GLOO_
 FORWARDED_NAMES = ("PYTHONPATH", "TERM", "COLORTERM", "NO_COLOR", "COLUMNS", "LINES")
 # Ray shows the environment of a job to everyone who can see the cluster.
 _SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD")
+# Lines of Ray's own processes: guesses about a process that died, and a raylet's state when its node is lost. Our
+# error says which worker or node it was, and what ended it.
+_RAYS_NOISE = ("[state-dump]", "A worker died or was killed")
+CONNECT_LIMIT_S = 2.0
+"""Time for a node to take a connection."""
 
+SECOND_LOOK_S = 1.0
+"""Nothing is given up on one look: a second one, this much later, must see the same."""
 
-@dataclass(frozen=True)
-class Cluster:
-    """A cluster that this process is connected to.
-
-    Attributes:
-        address: host and port of its head.
-        is_own: whether it was started for the run.
-    """
-
-    address: str
-    is_own: bool
-
-    def is_gone(self) -> bool:
-        """Whether its head answers no more."""
-        return is_lost(*_host_and_port(self.address))
-
-    def gone(self) -> WorkerError:
-        """The error for a head that answers no more."""
-        return WorkerError(
-            f"Ray cluster at {self.address}",
-            got="no answer any more",
-            expected="a cluster that stays up until the run ends",
-            fix="Start it again (`ray start --head`); the same command goes on from the run's newest checkpoint.",
-        )
+# ---- joining ------------------------------------------------------------------------------------
 
 
 @contextmanager
-def cluster(arguments: Mapping[str, Any], num_processes: int) -> Iterator[Cluster]:
-    """Join or start a cluster, and leave or end it with the block.
+def cluster(arguments: Mapping[str, Any], num_processes: int, timeline_file: str | None = None) -> Iterator[str]:
+    """Join or start a cluster, and leave or end it with the block. Gives the address of its head.
 
     A process that is connected to a cluster already stays connected to it, and runs there.
 
     Args:
         arguments: of `ray.init`: `ray_kwargs.ray_init`.
         num_processes: that the run's pools have together; a cluster that is started gets a logical CPU for each.
+        timeline_file: where Ray's timeline is written after the block.
 
     Raises:
         WorkerError: there is no cluster at the address, or one of another version of Ray or Python.
     """
-    _check_version()
+    if release_numbers(ray.__version__) < release_numbers(LEAST_RAY):
+        fix = "pip install -U 'quadriga[ray]'"
+        raise WorkerError("ray", got=ray.__version__, expected=f"{LEAST_RAY} or later", fix=fix)
     given = dict(arguments)
     address = str(given.pop("address", None) or os.environ.get("RAY_ADDRESS") or "local")
     where = ADDRESS_KEY if arguments.get("address") else "RAY_ADDRESS"
     if address == "local":
-        started = {"num_cpus": max(num_cores(), num_processes), "include_dashboard": False}
+        # Cores as OpenMP counts them: without the quota of a control group.
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        started = {"num_cpus": max(cores, num_processes), "include_dashboard": False}
         given = started | {"_system_config": OWN_CLUSTER} | given
     else:
         _check_address(where, address)
         given["runtime_env"] = _runtime_env(given.get("runtime_env"))
     if ray.is_initialized():
-        yield Cluster(ray.get_runtime_context().gcs_address, is_own=False)
+        yield ray.get_runtime_context().gcs_address
         return
+    global_worker_stdstream_dispatcher.add_handler("quadriga", _drop_noise)
     try:
-        context = _connect(address, given, where)
-        yield Cluster(context.address_info["gcs_address"], is_own=address == "local")
+        yield _connect(address, given, where).address_info["gcs_address"]
+        if timeline_file:
+            os.makedirs(os.path.dirname(os.path.abspath(timeline_file)), exist_ok=True)
+            ray.timeline(filename=timeline_file)
     finally:
         ray.shutdown()
+        global_worker_stdstream_dispatcher.remove_handler("quadriga")
+
+
+def _drop_noise(batch: dict[str, Any]) -> None:
+    """Take lines out of a batch that Ray is about to print here."""
+    batch["lines"] = [line for line in batch["lines"] if not any(words in line for words in _RAYS_NOISE)]
 
 
 def _connect(address: str, arguments: dict[str, Any], where: str) -> Any:
     try:
         # Ray's greeting, and its notice about tokens, are below errors. What workers print comes through all the same.
         return ray.init(address=address, logging_level="error", log_to_driver=True, **arguments)
-    except RuntimeError as error:
-        if "Version mismatch" not in str(error):
-            raise _refused(where, address, error) from error
-        theirs, ours = _versions(str(error))
-        raise WorkerError(
-            f"Ray cluster at {address}",
-            got=theirs,
-            expected=f"{ours}, as this process has",
-            fix="Use one environment for the cluster and the command: in this one, `ray stop` and `ray start --head`.",
-        ) from error
-    except (ConnectionError, ValueError, TypeError, OSError, ray.exceptions.RayError) as error:
-        raise _refused(where, address, error) from error
-
-
-def _refused(where: str, address: str, error: Exception) -> WorkerError:
-    reason = " ".join(str(error.__cause__ or error).split()).rstrip(".")
-    if address == "local":
-        fix = "ray_kwargs.ray_init has the arguments of ray.init; /tmp/ray/session_latest/logs has what Ray says."
-        return WorkerError("ray_kwargs.ray_init", got=reason, expected="a cluster on this machine", fix=fix)
-    fix = "num_cpus, num_gpus, resources and the like belong to `ray start`, for a cluster that is up."
-    return WorkerError(f"{where}={address}", got=reason, expected="a cluster that can be joined", fix=fix)
+    except (RuntimeError, ConnectionError, ValueError, TypeError, OSError, ray.exceptions.RayError) as error:
+        if isinstance(error, RuntimeError) and "Version mismatch" in str(error):
+            theirs, ours = _versions(str(error))
+            fix = "Use one environment for the cluster and the command: in this one, `ray stop` and `ray start --head`."
+            raise WorkerError(
+                f"Ray cluster at {address}", got=theirs, expected=f"{ours}, as this process has", fix=fix
+            ) from error
+        reason = " ".join(str(error.__cause__ or error).split()).rstrip(".")
+        if address == "local":
+            fix = "ray_kwargs.ray_init has the arguments of ray.init; /tmp/ray/session_latest/logs has what Ray says."
+            where, expected = "ray_kwargs.ray_init", "a cluster on this machine"
+        else:
+            fix = "num_cpus, num_gpus, resources and the like belong to `ray start`, for a cluster that is up."
+            where, expected = f"{where}={address}", "a cluster that can be joined"
+        raise WorkerError(where, got=reason, expected=expected, fix=fix) from error
 
 
 def _versions(message: str) -> tuple[str, str]:
     """`Ray 2.54.0 on Python 3.11.7` of the cluster and of this process, out of Ray's message."""
     values = [line.partition(":")[2].strip() for line in message.splitlines() if line.startswith("    ")]
     return f"Ray {values[0]} on Python {values[1]}", f"Ray {values[2]} on Python {values[3]}"
-
-
-def _check_version() -> None:
-    if release_numbers(ray.__version__) < release_numbers(LEAST_RAY):
-        raise WorkerError(
-            "ray", got=ray.__version__, expected=f"{LEAST_RAY} or later", fix="pip install -U 'quadriga[ray]'"
-        )
 
 
 def _check_address(where: str, address: str) -> None:
@@ -145,7 +136,7 @@ def _check_address(where: str, address: str) -> None:
             "`ray job submit`.",
         )
     # Ray itself has two minutes' patience with an address where nothing is.
-    if not answers(*_host_and_port(address)):
+    if not responds(*_host_and_port(address)):
         raise WorkerError(
             where,
             got=f"'{address}', where nothing answers",
@@ -159,33 +150,94 @@ def _host_and_port(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def forwarded_variables(*, with_secrets: bool = True) -> dict[str, str]:
-    """Variables of this process that a run reads, and that a cluster which is up does not have from it."""
+def forwarded_variables() -> dict[str, str]:
+    """Variables of this process that a run's processes read, but for secrets, which Ray would show."""
     return {
         name: value
         for name, value in os.environ.items()
-        if (name.startswith(FORWARDED) or name in FORWARDED_NAMES)
-        and (with_secrets or not any(word in name for word in _SECRET))
+        if (name.startswith(FORWARDED) or name in FORWARDED_NAMES) and not any(word in name for word in _SECRET)
     }
 
 
 def _runtime_env(given: Mapping[str, Any] | None) -> dict[str, Any]:
     """That of a job on a cluster that is up: the directory and the variables of this process."""
     theirs = dict(given or {})
-    variables = forwarded_variables(with_secrets=False) | theirs.pop("env_vars", {})
-    return {"worker_process_setup_hook": _entering(os.getcwd()), **theirs, "env_vars": variables}
+    variables = forwarded_variables() | theirs.pop("env_vars", {})
+    directory = os.getcwd()
 
-
-def _entering(directory: str) -> Any:
-    """A function that enters a directory where there is one; it travels by value, and imports nothing of ours."""
-
-    def enter() -> None:
+    # It travels by value, and imports nothing of ours.
+    def enter_directory() -> None:
         if os.path.isdir(directory):
             os.chdir(directory)
 
-    return enter
+    return {"worker_process_setup_hook": enter_directory, **theirs, "env_vars": variables}
 
 
-def num_cores() -> int:
-    """Cores that this process may use, as OpenMP counts them: without the quota of a control group."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+# ---- nodes --------------------------------------------------------------------------------------
+
+
+def responds(address: str, port: int) -> bool:
+    """Whether something takes connections there."""
+    try:
+        socket.create_connection((address, port), timeout=CONNECT_LIMIT_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def is_lost(address: str, port: int) -> bool:
+    """Whether nothing responds there, at two looks."""
+    if responds(address, port):
+        return False
+    time.sleep(SECOND_LOOK_S)
+    return not responds(address, port)
+
+
+def head_address() -> tuple[str, int]:
+    """Host and port of the cluster's head (its GCS)."""
+    return _host_and_port(ray.get_runtime_context().gcs_address)
+
+
+def own_node_id() -> str:
+    """Ray's id of the node that this process is on."""
+    return ray.get_runtime_context().get_node_id()
+
+
+def run_on_node(node_id: str, function: Callable[..., Any], *args: Any, limit_s: float = 60.0) -> Any:
+    """The result of a function of ours on a node.
+
+    Args:
+        limit_s: time for it, with the start of a process of Ray's there; not on this node, where it is just called.
+
+    Raises:
+        ray.exceptions.RayError: the node is not there, or did not respond in time.
+    """
+    if node_id == own_node_id():
+        return function(*args)
+    where = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    task = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=where)(function)
+    return ray.get(task.remote(*args), timeout=limit_s)
+
+
+def await_lost_nodes(limit_s: float = 30.0) -> None:
+    """Wait until Ray has noticed of every lost node that it is lost: before that it would place processes there.
+
+    To be called before processes are started again after a failure.
+
+    Raises:
+        WorkerError: Ray still counts on one after `limit_s`.
+    """
+    deadline = time.monotonic() + limit_s
+    while True:
+        alive = [(node["NodeManagerAddress"], node["NodeManagerPort"]) for node in ray.nodes() if node["Alive"]]
+        lost = [address for address, port in alive if not responds(address, port)]
+        if not lost:
+            return
+        if time.monotonic() > deadline:
+            raise WorkerError(
+                "nodes of the Ray cluster",
+                got=f"no answer from {', '.join(lost)}, which Ray counts on",
+                expected="nodes that answer, or that Ray has given up",
+                fix="`ray status` shows what Ray counts on; end Ray on that node (`ray stop`).",
+            )
+        time.sleep(SECOND_LOOK_S)

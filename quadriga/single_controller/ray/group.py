@@ -2,45 +2,215 @@
 """Worker groups on Ray: one process per device, with one role inside or several.
 
     RayWorkerGroup(pool, RayClassWithInitArgs(ActorWorker, config))
-      actors       all processes are started at once, each on a bundle of the pool     crew.py
-      addresses    rank 0's says where the ranks will meet                             process.py
-      builds       every process builds its worker, all at the same time               process.py
+      WorkerProcesses   all processes are started at once, each on a bundle of the pool; rank 0's address says where
+                        the ranks will meet; then every process builds its worker                 process.py
     group.update_actor(batch)
-      start_all    columns go to the object store once, a message to each process      transport.py
-      resolve      waits, and raises the first failure                                 waiting.py
+      start_all         columns go to the object store once, a message to each process            transport.py
+      resolve           waits, and raises the first failure                                       calls.py
 
 The constructor waits for nothing of this, so that several groups start side by side; the first call of each waits
-for its processes. A worker that cannot be built fails in `wait_until_built`, else in the group's first call.
+for its processes. A worker that cannot be built fails in the group's first call.
 """
 
+import os
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from contextlib import ExitStack
+from functools import cached_property, partial
 from typing import Any
 
 import ray
+from ray.actor import ActorClass
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from quadriga.errors import WorkerError
+from quadriga.observe.machine import num_usable_cores
 from quadriga.single_controller.local import describe_arguments
-from quadriga.single_controller.ray import waiting
-from quadriga.single_controller.ray.classes import RayClassWithInitArgs, WorkerDict
-from quadriga.single_controller.ray.crew import NAMESPACE, Crew
-from quadriga.single_controller.ray.pools import RayResourcePool
-from quadriga.single_controller.ray.process import Call
+from quadriga.single_controller.ray import calls
+from quadriga.single_controller.ray.calls import Call
+from quadriga.single_controller.ray.cluster import await_lost_nodes, run_on_node
+from quadriga.single_controller.ray.errors import WorkerName
+from quadriga.single_controller.ray.pools import RayResourcePool, ResourcePoolManager
+from quadriga.single_controller.ray.process import ProcessAddress, WorkerProcess
 from quadriga.single_controller.ray.transport import OUTBOX
-from quadriga.single_controller.worker_group import W, WorkerGroup
+from quadriga.single_controller.resource_pool import THREADS, share_of_cores
+from quadriga.single_controller.worker import Worker, WorkerPlace
+from quadriga.single_controller.worker_group import Arguments, ClassWithInitArgs, W, WorkerGroup, WorkerGroups
+
+# Options of an actor that its group decides.
+_OF_THE_GROUP = frozenset(
+    {"num_cpus", "num_gpus", "resources", "scheduling_strategy", "placement_group", "name", "lifetime"}
+)
+
+# ---- what runs in a process ---------------------------------------------------------------------
+
+
+class RayClassWithInitArgs(ClassWithInitArgs[W]):
+    """A worker class, the arguments to build it with, and options of the actors in which it runs.
+
+    Args:
+        cls: the class, plain or wrapped in `ray.remote`; the options given there are kept.
+    """
+
+    def __init__(self, cls: type[W] | ActorClass, *args: Any, **kwargs: Any) -> None:
+        self.options: dict[str, Any] = {}
+        if isinstance(cls, ActorClass):
+            self.options = {key: value for key, value in cls._default_options.items() if value is not None}
+            # `ray.remote` derives a class of its own from the one that it is given.
+            cls = cls.__ray_metadata__.modified_class.__ray_actor_class__
+        taken = ", ".join(sorted(_OF_THE_GROUP & set(self.options)))
+        if taken:
+            raise WorkerError(
+                "RayClassWithInitArgs",
+                got=f"a class with the options {taken} of ray.remote",
+                expected="options that the pool and the group do not decide",
+                fix="Shares of a device follow from RayResourcePool.max_colocate_count.",
+            )
+        if not (isinstance(cls, type) and issubclass(cls, Worker)):
+            raise WorkerError(
+                "RayClassWithInitArgs",
+                got=getattr(cls, "__name__", repr(cls)),
+                expected="a class of workers",
+                fix="Derive it from quadriga.single_controller.Worker.",
+            )
+        super().__init__(cls, *args, **kwargs)
+
+
+class WorkerDict(Worker):
+    """Several roles in one process per device; made by `create_colocated_worker_cls`.
+
+    The registered methods of all roles are the group's, as `<role>_<method>`; `RayWorkerGroup.spawn` gives each role a
+    group of its own in the same processes.
+    """
+
+    roles: Mapping[str, RayClassWithInitArgs[Any]] = {}
+
+
+def create_colocated_worker_cls(
+    class_dict: Mapping[str, RayClassWithInitArgs[Any]],
+) -> RayClassWithInitArgs[WorkerDict]:
+    """One class for several roles that share their processes.
+
+    Args:
+        class_dict: what to build, by role. Options of the actors must agree.
+    """
+    if not class_dict:
+        raise WorkerError("create_colocated_worker_cls", got="no roles", expected="at least one")
+    roles = {str(role): entry for role, entry in class_dict.items()}
+    together = RayClassWithInitArgs(type("WorkerDict", (WorkerDict,), {"roles": roles, "__module__": __name__}))
+    for role, entry in roles.items():
+        for key, value in entry.options.items():
+            if together.options.setdefault(key, value) != value:
+                raise WorkerError(
+                    f"create_colocated_worker_cls: option {key}",
+                    got=f"{value!r} of {role}, {together.options[key]!r} before it",
+                    expected="one value, for the roles share their processes",
+                )
+    return together
+
+
+class WorkerProcesses:
+    """Processes, one per rank, and the roles that are built in them.
+
+    Args:
+        name: stands before the rank in messages.
+        pool: on each of its bundles a process is started; waits for none of them.
+        options: of the Ray actors.
+        entries: class and arguments of the worker of each role, built as soon as all processes have started.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        pool: RayResourcePool,
+        options: Mapping[str, Any],
+        entries: Mapping[str, ClassWithInitArgs[Any]],
+    ) -> None:
+        self.name, self._entries = name, dict(entries)
+        self._bundles, share = pool.take_share(name)
+        counts = Counter(bundle.node_id for bundle in self._bundles)
+        threads = {
+            node: share_of_cores(run_on_node(node, num_usable_cores), count, pool.neighbours.get(node, count))
+            for node, count in counts.items()
+        }
+        self.threads = "; ".join(dict.fromkeys(share.reason for share in threads.values()))
+        chosen: dict[str, str] = {}
+        if wish := os.environ.get(THREADS):
+            # A user who says how many threads a process has means each process, as in a run without Ray.
+            chosen = {THREADS: wish, "MKL_NUM_THREADS": os.environ.get("MKL_NUM_THREADS", wish)}
+            self.threads = f"{THREADS}={wish} in each process, as here"
+        runtime_env = dict(options.get("runtime_env") or {})
+        chosen |= runtime_env.pop("env_vars", {})
+        # In order even if the arguments of the first call are the last to be there: ranks meet in their collectives.
+        fixed: dict[str, Any] = {"concurrency_groups": {"control": 1}, "allow_out_of_order_execution": False}
+        given = {key: value for key, value in options.items() if key != "runtime_env"}
+        process = ray.remote(**share, **fixed, **given)(WorkerProcess)
+        self.actors = [
+            process.options(
+                scheduling_strategy=PlacementGroupSchedulingStrategy(bundle.placement_group, bundle.index),
+                runtime_env={**runtime_env, "env_vars": {**threads[bundle.node_id].environment(), **chosen}},
+            ).remote(name, rank)
+            for rank, bundle in enumerate(self._bundles)
+        ]
+        self._address_refs = [actor.address.remote() for actor in self.actors]
+
+    @cached_property
+    def addresses(self) -> list[ProcessAddress]:
+        """Where the processes run; waits until all have started, and has their workers built.
+
+        Raises:
+            WorkerError: one could not be started.
+        """
+        size = len(self.actors)
+        starts = [
+            Call(ref, actor, None, WorkerName(self.name, rank, size), "start", "")
+            for rank, (ref, actor) in enumerate(zip(self._address_refs, self.actors, strict=True))
+        ]
+        addresses: list[ProcessAddress] = calls.resolve(starts)
+        nodes, master = [address.node_id for address in addresses], addresses[0]
+        for role, entry in self._entries.items():
+            # Arguments may be large (a tokenizer): one object for all processes.
+            shared = ray.put(ClassWithInitArgs(entry.cls, *entry.args, **entry.kwargs))
+            for rank, node in enumerate(nodes):
+                local = nodes[:rank].count(node)
+                place = WorkerPlace(rank, size, local, nodes.count(node), master.node, master.port)
+                self.actors[rank].build.remote(role, shared, place)
+        return addresses
+
+    def start(self, role: str, method: str, per_rank: Sequence[Arguments]) -> list[Call]:
+        """Start a method on the ranks 0, 1, ...; what they share goes into the object store once."""
+        size, addresses = len(self.actors), self.addresses
+        return [
+            calls.start_call(
+                self.actors[rank],
+                addresses[rank],
+                WorkerName(role, rank, size, addresses[rank].node, addresses[rank].pid),
+                method,
+                message,
+                partial(describe_arguments, *per_rank[rank]),
+            )
+            for rank, message in enumerate(OUTBOX.pack(per_rank))
+        ]
+
+    def end(self) -> None:
+        """End the processes, with all roles in them, and wait until they are gone."""
+        for bundle in self._bundles:
+            if self.name in bundle.groups:
+                bundle.groups.remove(self.name)
+        calls.end_processes(self.actors, self._address_refs)
+
+
+# ---- groups -------------------------------------------------------------------------------------
 
 
 class RayWorkerGroup(WorkerGroup[W]):
     """Workers in Ray's processes.
 
     Args:
-        resource_pool: one worker for each of its processes; None: a single worker, on resources of its own.
+        resource_pool: one worker for each of its processes.
         ray_cls_with_init: what to build; of `create_colocated_worker_cls`: several roles in each process (`spawn`).
-        bin_pack: the processes of each of the pool's nodes share a node; otherwise each may run anywhere.
-        name_prefix: of the processes' names; None: one that nobody else has.
-        detached: the processes outlive the driver, and another finds them with `from_detached`.
-        worker_names: attach to these processes, in rank order, and start none.
         name: the role, for messages; "": the name of the class.
+        processes: of another group, in which this class's workers have been built; None: they are started.
 
     Raises:
         WorkerError: the cluster has not the resources, or a pool has no place for another group. From a call, what
@@ -49,89 +219,33 @@ class RayWorkerGroup(WorkerGroup[W]):
 
     def __init__(
         self,
-        resource_pool: RayResourcePool | None = None,
-        ray_cls_with_init: RayClassWithInitArgs[W] | None = None,
-        bin_pack: bool = True,
-        name_prefix: str | None = None,
-        detached: bool = False,
-        worker_names: Sequence[str] | None = None,
+        resource_pool: RayResourcePool,
+        ray_cls_with_init: RayClassWithInitArgs[W],
         name: str = "",
+        processes: WorkerProcesses | None = None,
     ) -> None:
-        if ray_cls_with_init is None:
-            raise WorkerError("RayWorkerGroup.ray_cls_with_init", got="None", expected="a RayClassWithInitArgs")
         entry = ray_cls_with_init
         roles = entry.cls.roles if issubclass(entry.cls, WorkerDict) else {}
-        name = name or "+".join(roles) or entry.cls.__name__
-        _check_names(name, name_prefix or "")
-        if worker_names is not None:
-            crew = Crew.find(name, worker_names)
-        else:
-            if resource_pool is not None and not bin_pack:
-                resource_pool.spread()
-            crew = Crew.start(name, entry, resource_pool, name_prefix, detached)
-            for role, part in (roles or {name: entry}).items():
-                crew.build(role, part.plain())
-        self._join(crew, entry.cls, name)
-        self._roles = {role: RayWorkerGroup._view(crew, part.cls, role) for role, part in roles.items()}
+        super().__init__(entry.cls, resource_pool.world_size, name or "+".join(roles))
+        self.processes = processes or WorkerProcesses(
+            self.name, resource_pool, entry.options, roles or {self.name: entry}
+        )
+        self._roles = {role: RayWorkerGroup(resource_pool, part, role, self.processes) for role, part in roles.items()}
         if roles:
-            self.methods = entry.cls.methods()
+            self.methods = {
+                f"{role}_{method}": registration
+                for role, group in self._roles.items()
+                for method, registration in group.methods.items()
+            }
 
-    @classmethod
-    def from_detached(
-        cls,
-        name_prefix: str | None = None,
-        worker_names: Sequence[str] | None = None,
-        ray_cls_with_init: RayClassWithInitArgs[Any] | None = None,
-    ) -> "RayWorkerGroup[Any]":
-        """The group whose processes another driver started with `detached=True`.
-
-        Args:
-            name_prefix: with which it was started; not needed with `worker_names`.
-            worker_names: of the group, in rank order; None: all with that prefix.
-            ray_cls_with_init: the class of its workers; nothing is built.
-        """
-        if worker_names is None:
-            worker_names = _names_with_prefix(name_prefix)
-        role = worker_names[0].rpartition(":")[0].rpartition(".")[2]
-        return cls(worker_names=worker_names, ray_cls_with_init=ray_cls_with_init, name=role)
-
-    @classmethod
-    def _view(cls, crew: Crew, worker_class: type[W], role: str) -> "RayWorkerGroup[W]":
-        group = cls.__new__(cls)
-        group._join(crew, worker_class, role)
-        group._roles = {}
-        return group
-
-    def _join(self, crew: Crew, worker_class: type[W], name: str) -> None:
-        super().__init__(worker_class, len(crew.actors), name)
-        self.crew = crew
-
-    # ---- calls --------------------------------------------------------------------------------------
-
-    def start(self, rank: int, method_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-        """Start a method on one rank."""
-        role, method = self._role_and_method(method_name)
-        process, message = self.crew.processes[rank], OUTBOX.pack([(args, kwargs)])[0]
-        return process.call(role, method, message, partial(describe_arguments, args, kwargs))
-
-    def start_all(self, method_name: str, per_rank: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]) -> list[Call]:
-        """Start a method on the ranks 0, 1, ...; what they share goes into the object store once."""
-        role, method = self._role_and_method(method_name)
-        messages = OUTBOX.pack(per_rank)
-        return [
-            process.call(role, method, message, partial(describe_arguments, *arguments))
-            for process, message, arguments in zip(self.crew.processes, messages, per_rank, strict=False)
-        ]
+    def start_all(self, method_name: str, per_rank: Sequence[Arguments]) -> list[Call]:
+        """Start a method on the ranks 0, 1, ..."""
+        return self.processes.start(*self._role_and_method(method_name), per_rank)
 
     @staticmethod
-    def resolve(handles: Sequence[Call]) -> list[Any]:
+    def resolve(handles: Sequence[Call], borrow: bool = False) -> list[Any]:
         """Wait for calls and return their outputs; the first failure is raised, whichever rank it is on."""
-        return waiting.resolve(handles)
-
-    @staticmethod
-    def resolve_lent(handles: Sequence[Call]) -> list[Any]:
-        """The same; tensors may lie in the read-only memory of the object store."""
-        return waiting.resolve(handles, borrow=True)
+        return calls.resolve(handles, borrow)
 
     def method(self, name: str) -> Callable[..., Any]:
         """The registered method `name`, bound to the group."""
@@ -141,34 +255,11 @@ class RayWorkerGroup(WorkerGroup[W]):
         return super().method(name)
 
     def _role_and_method(self, method_name: str) -> tuple[str, str]:
-        return self.worker_class.split(method_name) if self._roles else (self.name, method_name)
-
-    # ---- processes ----------------------------------------------------------------------------------
-
-    @property
-    def workers(self) -> list[Any]:
-        """Ray's handles of the processes, in rank order."""
-        return self.crew.actors
-
-    @property
-    def worker_names(self) -> list[str]:
-        """Names of the processes, in rank order; `from_detached` finds them."""
-        return self.crew.worker_names
-
-    @property
-    def master_address(self) -> str:
-        """Address of rank 0's node, where the ranks meet."""
-        return self.crew.addresses[0].node
-
-    @property
-    def master_port(self) -> int:
-        """Port on it."""
-        return self.crew.addresses[0].port
-
-    @property
-    def threads(self) -> str:
-        """How many threads each process computes with, and why."""
-        return "; ".join(dict.fromkeys(share.reason for share in self.crew.threads.values()))
+        """Role and method of `<role>_<method>`; the group's own role if it has one."""
+        for role in sorted(self._roles, key=len, reverse=True):
+            if method_name.startswith(f"{role}_"):
+                return role, method_name.removeprefix(f"{role}_")
+        return self.name, method_name
 
     def spawn(self, prefix_set: Collection[str]) -> "dict[str, RayWorkerGroup[Any]]":
         """A group for each of the roles, in the same processes.
@@ -183,42 +274,69 @@ class RayWorkerGroup(WorkerGroup[W]):
             )
         return {role: group for role, group in self._roles.items() if role in prefix_set}
 
-    def wait_until_built(self) -> None:
-        """Wait until every worker is built.
-
-        Raises:
-            WorkerError: one could not be.
-        """
-        waiting.resolve(self.crew.builds())
-
     def shutdown(self) -> None:
         """End the processes, with all roles in them, and wait until they are gone."""
-        self.crew.end()
+        self.processes.end()
 
 
-def _check_names(name: str, prefix: str) -> None:
-    if ":" in prefix or set(":.") & set(name):
-        raise WorkerError(
-            "RayWorkerGroup",
-            got=f"name {name!r}, name_prefix {prefix!r}",
-            expected="no colon in either, and no dot in the name",
-        )
+class RayWorkerGroups(WorkerGroups):
+    """All worker groups of a run on Ray: roles on one pool share its processes.
 
+    The processes are started, and waited for by the first call.
 
-def _names_with_prefix(prefix: str | None) -> list[str]:
-    named = ray.util.list_named_actors(all_namespaces=True)
-    names = [entry["name"] for entry in named if entry["namespace"] == NAMESPACE]
-    found = [name for name in names if name.rpartition(":")[0].rpartition(".")[0] == prefix]
-    if not found:
-        raise WorkerError(
-            f"from_detached(name_prefix={prefix!r})", got="no process with it", expected=f"one of {sorted(names)}"
-        )
-    groups = {name.rpartition(":")[0] for name in found}
-    if len(groups) > 1:
-        raise WorkerError(
-            f"from_detached(name_prefix={prefix!r})",
-            got=f"several groups: {sorted(groups)}",
-            expected="one",
-            fix="Pass the names of its processes: worker_names=group.worker_names.",
-        )
-    return sorted(found, key=lambda name: int(name.rpartition(":")[2]))
+    Args:
+        classes: what to build, by role.
+        roles: pool of each role.
+        pools: processes on each node of each pool.
+        device: what computes; auto: GPUs where the cluster has any.
+
+    Raises:
+        WorkerError: the cluster has not enough for the pools.
+    """
+
+    is_remote = True
+
+    def __init__(
+        self,
+        classes: Mapping[str, ClassWithInitArgs[Any]],
+        roles: Mapping[str, str],
+        pools: Mapping[str, Sequence[int]],
+        device: str,
+    ) -> None:
+        use_gpu = device == "cuda" or (device == "auto" and ray.cluster_resources().get("GPU", 0) > 0)
+        self.groups: dict[str, RayWorkerGroup[Any]] = {}
+        self._of_pools: dict[str, RayWorkerGroup[Any]] = {}
+        # One group to a pool: each process has its whole share of the machine.
+        self._manager = ResourcePoolManager(pools, roles, use_gpu, max_colocate_count=1)
+        try:
+            # Ray would still place processes on a node that has just been lost.
+            await_lost_nodes()
+            for name, pool in self._manager.create_resource_pool().items():
+                inside = {
+                    role: RayClassWithInitArgs(entry.cls, *entry.args, **entry.kwargs)
+                    for role, entry in classes.items()
+                    if roles[role] == name
+                }
+                self._of_pools[name] = RayWorkerGroup(pool, create_colocated_worker_cls(inside))
+                self.groups |= self._of_pools[name].spawn(inside)
+        except BaseException:
+            self.end()
+            raise
+
+    def describe(self) -> dict[str, str]:
+        """Processes and threads of each pool."""
+        chosen = {}
+        for pool, group in self._of_pools.items():
+            roles = ", ".join(role for role in self.groups if self._manager.mapping[role] == pool)
+            nodes = Counter(address.node for address in group.processes.addresses)
+            where = ", ".join(f"{count} on {node}" for node, count in nodes.items())
+            chosen[f"pool {pool}"] = f"{where}: {roles}; {group.processes.threads}"
+        return chosen
+
+    def end(self) -> None:
+        """Kill the processes of all groups, give their resources back, and wait until both have happened."""
+        # Each of them, whatever comes of the others.
+        with ExitStack() as stack:
+            stack.callback(self._manager.close)
+            for group in self._of_pools.values():
+                stack.callback(group.shutdown)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Resource pools on Ray: one placement group per node, one bundle per process.
 
-A pool takes its resources when they are first asked for (`bundles`), and keeps them until `close`. Each worker group
+A pool takes its resources when they are first needed (`bundles`), and keeps them until `close`. Each worker group
 that runs on it takes a share of each bundle, so that several groups, or several roles in one process, use it in turn.
 """
 
@@ -13,24 +13,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray._raylet import PlacementGroupID
-from ray.util.placement_group import (
-    PlacementGroup,
-    placement_group,
-    placement_group_table,
-    remove_placement_group,
-)
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
 from quadriga.errors import WorkerError
-from quadriga.single_controller.ray.nodes import await_lost_nodes
+from quadriga.single_controller.ray.cluster import await_lost_nodes
 from quadriga.single_controller.resource_pool import NodeResources, ResourcePool, address_order, choose_nodes
 
 # The resources of what has just ended come back within a fraction of a second; Ray reports them with some delay.
 RELEASE_S = 3.0
 # A placement group that was planned on free resources is there in milliseconds, unless another driver was faster.
 PLACEMENT_S = 10.0
-# Ray's way of asking for a kind of accelerator: a resource of which a process takes next to nothing.
-ACCELERATOR_AMOUNT = 0.001
 
 
 @dataclass(frozen=True)
@@ -40,23 +32,14 @@ class Bundle:
     Attributes:
         placement_group: the node's placement group.
         index: of the bundle in it.
-        node_id, address: the node.
+        node_id: the node.
         groups: names of the groups that run on it.
     """
 
     placement_group: Any
     index: int
     node_id: str
-    address: str
     groups: list[str] = field(default_factory=list, compare=False)
-
-
-def _node_order(part: NodeResources | Bundle) -> tuple[tuple[int, int, str], str]:
-    return address_order(part.address), part.node_id
-
-
-def _count_by_node(bundles: Sequence[Bundle]) -> list[int]:
-    return list(Counter(bundle.node_id for bundle in bundles).values())
 
 
 def cluster_nodes() -> list[NodeResources]:
@@ -72,31 +55,27 @@ def cluster_nodes() -> list[NodeResources]:
 
 
 def check_resources(pools: Mapping[str, Sequence[int]], each: Mapping[str, float]) -> dict[str, list[NodeResources]]:
-    """A node of the cluster for each node of each pool; see `choose_nodes`.
+    """A node of the cluster for each node of each pool, chosen by `choose_nodes`.
 
     Raises:
         WorkerError: the cluster has not enough. What would suffice if nothing else ran is waited for a moment, for
             the resources of what has just ended.
     """
     await_lost_nodes()
-    start = time.monotonic()
+    deadline = time.monotonic() + RELEASE_S
     while True:
         nodes = cluster_nodes()
         try:
             return choose_nodes(pools, each, nodes)
-        except WorkerError:
-            idle = [NodeResources(node.node_id, node.address, node.total, node.total) for node in nodes]
-            if time.monotonic() - start > RELEASE_S or not _fits(pools, each, idle):
+        except WorkerError as error:
+            if time.monotonic() > deadline:
                 raise
+            idle = [NodeResources(node.node_id, node.address, node.total, node.total) for node in nodes]
+            try:
+                choose_nodes(pools, each, idle)
+            except WorkerError:
+                raise error from None
         time.sleep(0.05)
-
-
-def _fits(pools: Mapping[str, Sequence[int]], each: Mapping[str, float], nodes: Sequence[NodeResources]) -> bool:
-    try:
-        choose_nodes(pools, each, nodes)
-    except WorkerError:
-        return False
-    return True
 
 
 class RayResourcePool(ResourcePool):
@@ -107,8 +86,6 @@ class RayResourcePool(ResourcePool):
         use_gpu: a process takes a GPU and a CPU, else a CPU. CPUs are Ray's logical ones.
         name_prefix: of the placement groups' names; it stands in error messages too.
         max_colocate_count: how many groups may run on the pool; each takes this part of the resources.
-        detached: the resources outlive the driver.
-        accelerator_type: kind of GPU, as Ray names it ("A100").
 
     Attributes:
         neighbours: processes of all pools that take turns with this one, its own included, by the id of their node;
@@ -123,109 +100,39 @@ class RayResourcePool(ResourcePool):
         use_gpu: bool = False,
         name_prefix: str = "",
         max_colocate_count: int = 10,
-        detached: bool = False,
-        accelerator_type: str | None = None,
     ) -> None:
         super().__init__(process_on_nodes)
         if max_colocate_count < 1:
-            raise WorkerError(
-                "RayResourcePool.max_colocate_count", got=str(max_colocate_count), expected="at least 1 group"
-            )
-        if detached and not name_prefix:
-            raise WorkerError(
-                "RayResourcePool.name_prefix", got="none for a detached pool", expected="one, to find it again"
-            )
-        self.use_gpu, self.name_prefix, self.detached = use_gpu, name_prefix, detached
-        self.max_colocate_count, self.accelerator_type = max_colocate_count, accelerator_type
+            where = "RayResourcePool.max_colocate_count"
+            raise WorkerError(where, got=str(max_colocate_count), expected="at least 1 group")
+        self.use_gpu, self.name, self.max_colocate_count = use_gpu, name_prefix or "pool", max_colocate_count
+        self._prefix = name_prefix
         self.neighbours = {}
         self._bundles: list[Bundle] = []
-        self._extra: dict[str, float] = {}
-        self._is_owner, self._is_spread = True, False
-
-    @classmethod
-    def from_detached(cls, name_prefix: str, max_colocate_count: int = 10) -> "RayResourcePool":
-        """The pool that another driver took with `detached=True`, to give it back or to start groups on it.
-
-        Args:
-            name_prefix: with which it was taken.
-            max_colocate_count: with which it was taken.
-        """
-        taken = [
-            entry
-            for entry in ray.util.placement_group_table().values()
-            if entry["name"].rpartition(":")[0] == name_prefix and entry["state"] == "CREATED"
-        ]
-        if not taken:
-            raise WorkerError(
-                f"RayResourcePool.from_detached({name_prefix!r})",
-                got="no placement group of that name",
-                fix="`ray list placement-groups` shows those that are there.",
-            )
-        addresses = {node.node_id: node.address for node in cluster_nodes()}
-        bundles = [
-            Bundle(
-                PlacementGroup(PlacementGroupID(bytes.fromhex(entry["placement_group_id"]))),
-                index,
-                node_id,
-                addresses[node_id],
-            )
-            for entry in taken
-            for index, node_id in sorted(entry["bundles_to_node_id"].items())
-        ]
-        bundles.sort(key=_node_order)
-        use_gpu = "GPU" in taken[0]["bundles"][0]
-        pool = cls(_count_by_node(bundles), use_gpu, name_prefix, max_colocate_count, detached=True)
-        pool._bundles = bundles
-        return pool
-
-    @property
-    def name(self) -> str:
-        """For messages."""
-        return self.name_prefix or "pool"
 
     def process_resources(self) -> dict[str, float]:
         """What a process of the pool takes."""
-        kind = self.accelerator_type
-        accelerator = {kind if ":" in kind else f"accelerator_type:{kind}": ACCELERATOR_AMOUNT} if kind else {}
-        return {**({"GPU": 1.0} if self.use_gpu else {}), "CPU": 1.0, **accelerator, **self._extra}
+        return {"GPU": 1.0, "CPU": 1.0} if self.use_gpu else {"CPU": 1.0}
 
-    def group_share(self) -> dict[str, float]:
-        """What one group's actor takes of a process's resources: options of a Ray actor."""
-        # Rounded down to Ray's precision: seven sevenths must not be more than one.
-        share = math.floor(10_000 / self.max_colocate_count) / 10_000
-        return {"num_cpus": share, "num_gpus": share if self.use_gpu else 0}
-
-    def bundles(self, extra: Mapping[str, float] | None = None) -> list[Bundle]:
+    def bundles(self) -> list[Bundle]:
         """The resources of each rank, taken now unless they are already.
 
-        Args:
-            extra: further resources, by name, that a process of the first group needs.
-
         Raises:
-            WorkerError: the cluster has not enough, or the pool was taken without what is needed.
+            WorkerError: the cluster has not enough.
         """
         if not self._bundles:
-            self._extra = dict(extra or {})
-            counts = [1] * self.world_size if self._is_spread else self.process_on_nodes
-            nodes = check_resources({self.name: counts}, self.process_resources())[self.name]
-            self._place(sorted(zip(nodes, counts, strict=True), key=lambda part: _node_order(part[0])))
-        lacking = {name: amount for name, amount in (extra or {}).items() if self._extra.get(name, 0) < amount}
-        if lacking:
-            raise WorkerError(
-                f"resource pool {self.name}",
-                got=f"taken with {self.process_resources()} for each process",
-                expected=f"{lacking} as well",
-                fix="Start the group that needs it first, or give it a pool of its own.",
-            )
+            nodes = check_resources({self.name: self.process_on_nodes}, self.process_resources())[self.name]
+            parts = zip(nodes, self.process_on_nodes, strict=True)
+            self._place(sorted(parts, key=lambda part: (address_order(part[0].address), part[0].node_id)))
         return self._bundles
 
-    def take_share(self, group: str, extra: Mapping[str, float] | None = None) -> list[Bundle]:
-        """The resources of each rank for one more group.
+    def take_share(self, group: str) -> tuple[list[Bundle], dict[str, float]]:
+        """The resources of each rank for one more group, and what its actors take of them: options of a Ray actor.
 
         Raises:
             WorkerError: the cluster has not enough, or as many groups as may share the pool are there already.
         """
-        bundles = self.bundles(extra)
+        bundles = self.bundles()
         full = next((bundle for bundle in bundles if len(bundle.groups) >= self.max_colocate_count), None)
         if full:
             raise WorkerError(
@@ -236,35 +143,20 @@ class RayResourcePool(ResourcePool):
             )
         for bundle in bundles:
             bundle.groups.append(group)
-        return bundles
-
-    @property
-    def is_placed(self) -> bool:
-        """Whether the resources are taken."""
-        return bool(self._bundles)
+        # Rounded down to Ray's precision: seven sevenths must not be more than one.
+        share = math.floor(10_000 / self.max_colocate_count) / 10_000
+        return bundles, {"num_cpus": share, "num_gpus": share if self.use_gpu else 0}
 
     @property
     def placement_groups(self) -> list[Any]:
-        """The placement groups, in the order of their nodes' addresses."""
-        groups = {bundle.placement_group.id: bundle.placement_group for bundle in self._bundles}
-        return list(groups.values())
+        """The placement groups, in the order of their nodes' addresses; none before the resources are taken."""
+        return list({bundle.placement_group.id: bundle.placement_group for bundle in self._bundles}.values())
 
     def close(self) -> None:
-        """Give the resources back; Ray ends the processes that still use them.
-
-        A pool that was split off or merged leaves that to the pools from which it has them.
-        """
+        """Give the resources back; Ray ends the processes that still use them."""
         groups, self._bundles = self.placement_groups, []
-        for group in groups if self._is_owner else ():
+        for group in groups:
             remove_placement_group(group)
-
-    def spread(self) -> None:
-        """Take each process's resources on any node, rather on another one than those before; not once placed."""
-        if self._bundles and not self._is_spread:
-            raise WorkerError(
-                f"resource pool {self.name}", got="bin_pack=False for a pool that is placed", expected="a new pool"
-            )
-        self._is_spread = True
 
     def _place(self, parts: Sequence[tuple[NodeResources, int]]) -> None:
         each = self.process_resources()
@@ -272,8 +164,7 @@ class RayResourcePool(ResourcePool):
             placement_group(
                 [each] * count,
                 strategy="STRICT_PACK",
-                name=f"{self.name_prefix}:{number}" if self.name_prefix else "",
-                lifetime="detached" if self.detached else None,
+                name=f"{self._prefix}:{number}" if self._prefix else "",
                 bundle_label_selector=[{"ray.io/node-id": node.node_id}] * count,
             )
             for number, (node, count) in enumerate(parts)
@@ -292,62 +183,95 @@ class RayResourcePool(ResourcePool):
                 fix="Another program took them at the same moment: `ray list placement-groups` shows it.",
             )
         self._bundles = [
-            Bundle(group, index, node.node_id, node.address)
+            Bundle(group, index, node.node_id)
             for group, (node, count) in zip(groups, parts, strict=True)
             for index in range(count)
         ]
-        self.process_on_nodes = _count_by_node(self._bundles)
-
-    def _with(self, bundles: Sequence[Bundle], name: str) -> "RayResourcePool":
-        """A pool of the same kind on bundles of others."""
-        counts = _count_by_node(bundles)
-        part = RayResourcePool(
-            counts, self.use_gpu, name, self.max_colocate_count, self.detached, self.accelerator_type
-        )
-        part._bundles, part._extra, part._is_owner = list(bundles), dict(self._extra), False
-        part.neighbours = self.neighbours
-        return part
+        counts = list(Counter(bundle.node_id for bundle in self._bundles).values())
+        if len(counts) < len(self.process_on_nodes):
+            wanted = f"resource pool {self.name} {self.process_on_nodes}: {len(self.process_on_nodes)} nodes wanted"
+            print(
+                f"notice: {wanted} (trainer.nnodes), {len(counts)} used, with {counts} processes: the cluster has no "
+                "more nodes with room for it."
+            )
+        self.process_on_nodes = counts
 
 
-def split_resource_pool(pool: RayResourcePool, sizes: int | Sequence[int]) -> list[RayResourcePool]:
-    """Pools of consecutive ranks of a pool, on the same resources.
+class ResourcePoolManager:
+    """The pools of a run: which role runs on which, and whether the cluster has what all together need.
 
     Args:
-        pool: its resources are taken now, if they are not yet; closing it gives them back.
-        sizes: processes of each part; a single number: parts of that size.
-    """
-    if isinstance(sizes, int):
-        sizes = [sizes] * (pool.world_size // sizes if sizes > 0 else 0)
-    if not sizes or min(sizes) < 1 or sum(sizes) != pool.world_size:
-        raise WorkerError(
-            f"split_resource_pool({pool!r})",
-            got=f"sizes {list(sizes)}",
-            expected=f"positive sizes that add up to {pool.world_size}",
-        )
-    bundles, parts, start = pool.bundles(), [], 0
-    for number, size in enumerate(sizes):
-        parts.append(pool._with(bundles[start : start + size], f"{pool.name}/{number}"))
-        start += size
-    return parts
-
-
-def merge_resource_pool(first: RayResourcePool, second: RayResourcePool) -> RayResourcePool:
-    """A pool of the processes of two, in the order of their nodes' addresses, on the same resources.
+        resource_pool_spec: processes on each node, by name of the pool.
+        mapping: name of the pool, by role. Roles on one pool take turns on its devices.
+        use_gpu: whether a process takes a GPU.
+        max_colocate_count: how many groups may run on each pool.
 
     Raises:
-        WorkerError: their processes differ in what they take, or they have processes in common.
+        WorkerError: a role on a pool that does not exist, or a pool that no role uses.
     """
-    kinds = [(pool.use_gpu, pool.max_colocate_count, pool.accelerator_type, pool.detached) for pool in (first, second)]
-    if kinds[0] != kinds[1]:
-        raise WorkerError(
-            f"merge_resource_pool({first.name}, {second.name})",
-            got=f"(use_gpu, max_colocate_count, accelerator_type, detached) of {kinds[0]} and {kinds[1]}",
-            expected="the same in both",
-        )
-    bundles = [*first.bundles(), *second.bundles()]
-    if len({(bundle.placement_group.id, bundle.index) for bundle in bundles}) < len(bundles):
-        raise WorkerError(
-            f"merge_resource_pool({first.name}, {second.name})", got="processes in common", expected="different ones"
-        )
-    bundles.sort(key=_node_order)
-    return first._with(bundles, f"{first.name}+{second.name}")
+
+    def __init__(
+        self,
+        resource_pool_spec: Mapping[str, Sequence[int]],
+        mapping: Mapping[str, str],
+        use_gpu: bool = False,
+        max_colocate_count: int = 10,
+    ) -> None:
+        self.resource_pool_spec = {name: list(counts) for name, counts in resource_pool_spec.items()}
+        self.mapping = dict(mapping)
+        self._roles = ", ".join(map(str, mapping)) or "none"
+        for role, pool in self.mapping.items():
+            if pool not in self.resource_pool_spec:
+                raise WorkerError(
+                    f"pool of the role {role}",
+                    got=f"{pool!r}",
+                    expected=f"one of {', '.join(self.resource_pool_spec) or 'the pools, of which there are none'}",
+                    fix="Name the pool in trainer.resource_pools, or map the role to one that is there.",
+                )
+        unused = [name for name in self.resource_pool_spec if name not in self.mapping.values()]
+        if unused:
+            raise WorkerError(
+                f"resource pool {unused[0]}",
+                got=f"no role on it; roles: {self._roles}",
+                expected="at least one",
+                fix="Leave the pool out, or map a role to it.",
+            )
+        self.pools = {
+            name: RayResourcePool(counts, use_gpu, name, max_colocate_count)
+            for name, counts in self.resource_pool_spec.items()
+        }
+
+    def create_resource_pool(self) -> dict[str, RayResourcePool]:
+        """Take the resources of all pools. Returns the pools by name.
+
+        Raises:
+            WorkerError: the cluster has not enough for all of them together; says what is there and what is missing.
+                Nothing is taken then.
+        """
+        pools = list(self.pools.values())
+        if pools and not any(pool.placement_groups for pool in pools):
+            check_resources({pool.name: pool.process_on_nodes for pool in pools}, pools[0].process_resources())
+        neighbours = Counter(bundle.node_id for pool in pools for bundle in pool.bundles())
+        for pool in pools:
+            pool.neighbours = neighbours
+        return self.pools
+
+    def get_resource_pool(self, role: str) -> RayResourcePool:
+        """The pool of a role."""
+        if role not in self.mapping:
+            raise WorkerError(
+                f"role {role}",
+                got="no pool",
+                expected=f"one of the roles with a pool: {self._roles}",
+                fix=f"Map it to one of the pools {', '.join(self.pools)}.",
+            )
+        return self.pools[self.mapping[role]]
+
+    def get_n_gpus(self) -> int:
+        """Processes of all pools together; one GPU each, if they use GPUs."""
+        return sum(pool.world_size for pool in self.pools.values())
+
+    def close(self) -> None:
+        """Give the resources of all pools back."""
+        for pool in self.pools.values():
+            pool.close()

@@ -1,19 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """How arguments reach a worker's process, and how outputs come back.
 
-    driver    Outbox.pack(calls)     one Message per rank: a header, and refs of objects in the store
-                                     columns are written to the store once per call, or are there already
-    worker    unpack(header, values) copies this rank's rows into memory of its own
-              pack_result(output)    the output's columns as byte arrays, which Ray writes to the store
-    driver    unpack_result(value)   opens them: copied, or lent for a concatenation to copy
+    driver    Outbox.pack(calls)     one Message per rank: pickled arguments, and refs of objects in Ray's store
+    worker    unpack(body, values)   the arguments, over copies of this rank's bytes
+              pack_result(output)    the output, pickled; Ray writes large memory to its store
+    driver    unpack_result(value)   the output, its columns copied, or lent for a concatenation to copy
 
-A DataProto that is an argument or an output itself takes this road. One inside another container is
-pickled by its own wire format (`protocol/wire.py`), everything else by Ray; a DataProtoFuture as well, whose
-refs Ray keeps count of. Tensors arrive on the CPU, contiguous, without their autograd graphs.
+Arguments are pickled by protocol 5, and the memory of tensors and of large arrays stays out of the stream. Chunks of a
+batch are views of its columns, so what is put into the store is a column's whole storage, once for all ranks; a rank's
+message says which bytes are its own. Of each storage:
 
-Everything here but `RayStore` is free of Ray: what is packed can be unpacked in the same process.
+- Nothing is put if its bytes are in the store: it stays there as long as the tensor lives, so the next role that gets
+  the batch finds it. "The same bytes" is what torch counts in `Tensor._version`. A tensor whose memory may change
+  without a trace there (`has_other_writers`: numpy knows the memory, or other processes do) is put on every call.
+  Left are writes through `Tensor.data` and through DLPack: after one of them, call `Outbox.forget`.
+- If the ranks together use less than half of it, copies of what they use are put instead, for this call.
+- If the whole call needs no more than 64 KiB, the bytes travel inside the messages, without the store.
+
+Objects in the store are lists of byte arrays. A large array is alone in its object, so that its memory is free as soon
+as its column is gone; small ones share an object, for a put costs a millisecond whatever its size. Only what the same
+ranks read shares one, so that no node fetches what its ranks do not use.
+
+Tensors arrive on the CPU, contiguous, without their autograd graphs. References to Ray's objects (a DataProtoFuture
+holds some) are counted by Ray's own serialization: arguments with such references are Ray's to pickle.
+Everything here but `RayStore` and `release_pages` works without a cluster.
 """
 
+import io
+import os
+import pickle
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -21,35 +37,151 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import ray
 import torch
+from ray import cloudpickle
 from tensordict import TensorDict
+from torch.utils.weak import WeakIdKeyDictionary
 
 from quadriga.protocol import DataProto
-from quadriga.protocol.memory import bytes_of, copy_of, lend
-from quadriga.protocol.wire import pack as pack_value
-from quadriga.single_controller.ray import pages
-from quadriga.single_controller.ray.columns import (
-    ALONE_FROM_BYTES,
-    Blob,
-    Kept,
-    Placed,
-    Shipment,
-    placed_here,
-)
-from quadriga.single_controller.ray.letters import seal, unseal
-from quadriga.single_controller.ray.objects import NeedsRayError, pickle_arrays, unpickle_arrays
+from quadriga.protocol.memory import advise, bytes_of, copy_of, has_other_writers, lend, root_of, tensor_over
+from quadriga.protocol.wire import rebuild_proto, unpack_tensor
 
-Call = tuple[Sequence[Any], Mapping[str, Any]]
-Objects = dict[int, Sequence[np.ndarray]]
+INLINE_UP_TO_BYTES = 64 << 10
+ALONE_FROM_BYTES = 1 << 20
+# A buffer of its own costs an entry in every table on the way; below this size the bytes go with the stream.
+BUFFER_FROM_BYTES = 4096
+
+Location = tuple[Any, int]
+"""Ref of an object in the store, and which of its arrays."""
+
+# ---- pickling -----------------------------------------------------------------------------------
+
+
+class _NeedsRayError(Exception):
+    """The value holds references to Ray's objects."""
+
+
+class _Column(NamedTuple):
+    """A column of a DataProto, as opposed to any other tensor: an output's columns may be lent."""
+
+    tensor: torch.Tensor
+
+
+@dataclass(slots=True)
+class _Part:
+    """Bytes that stay out of the stream.
+
+    Attributes:
+        memory: the bytes.
+        root: the tensor whose storage they lie in; None: they are no tensor's, or a copy.
+        key: address and size.
+    """
+
+    memory: np.ndarray
+    root: torch.Tensor | None = None
+    is_column: bool = False
+    key: tuple[int, int] = (0, 0)
+
+    def __post_init__(self) -> None:
+        self.key = (self.memory.ctypes.data, self.memory.nbytes)
+
+
+class _Parts:
+    """The memory that a pickler leaves out of its stream, in the order in which unpickling needs it."""
+
+    def __init__(self) -> None:
+        self.taken: list[_Part] = []
+        self._of_tensors: dict[int, tuple[pickle.PickleBuffer, _Part]] = {}
+
+    def reduce(self, tensor: torch.Tensor, is_column: bool) -> tuple[Any, ...]:
+        """How a tensor is pickled."""
+        plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        memory = bytes_of(plain)
+        buffer = pickle.PickleBuffer(memory)
+        if memory.nbytes >= BUFFER_FROM_BYTES:
+            is_view = plain.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+            part = _Part(memory, root_of(tensor) if is_view else None, is_column)
+            self._of_tensors[id(buffer)] = (buffer, part)
+        return (
+            open_column if is_column else unpack_tensor,
+            (str(plain.dtype).removeprefix("torch."), tuple(plain.shape), buffer),
+        )
+
+    def take(self, buffer: pickle.PickleBuffer) -> bool:
+        """Whether a buffer goes into the stream after all."""
+        if id(buffer) in self._of_tensors:
+            self.taken.append(self._of_tensors[id(buffer)][1])
+            return False
+        memory = buffer.raw()
+        if memory.nbytes >= BUFFER_FROM_BYTES:
+            self.taken.append(_Part(np.frombuffer(memory, dtype=np.uint8)))
+        return memory.nbytes < BUFFER_FROM_BYTES
+
+
+class _Pickler(cloudpickle.Pickler):
+    # The parts know nothing of the pickler: a cycle would keep the objects until the next garbage collection.
+    def __init__(self, file: io.BytesIO, parts: _Parts) -> None:
+        self._parts = parts
+        super().__init__(file, protocol=5, buffer_callback=parts.take)
+
+    def reducer_override(self, obj: Any) -> Any:
+        """How an object is pickled that is no built-in."""
+        if type(obj) is torch.Tensor and obj.layout is torch.strided and not obj.is_quantized:
+            return self._parts.reduce(obj, is_column=False)
+        if type(obj) is _Column:
+            return self._parts.reduce(obj.tensor, is_column=True)
+        if isinstance(obj, DataProto):
+            columns = None if obj.batch is None else _columns(obj.batch)
+            rows = 0 if obj.batch is None else obj.batch.batch_size[0]
+            return rebuild_proto, (type(obj), rows, columns, obj.non_tensor_batch, obj.meta_info)
+        if isinstance(obj, (ray.ObjectRef, ray.actor.ActorHandle)):
+            raise _NeedsRayError
+        return super().reducer_override(obj)
+
+
+def _columns(batch: TensorDict) -> dict[str, Any]:
+    return {key: _columns(value) if isinstance(value, TensorDict) else _Column(value) for key, value in batch.items()}
+
+
+def open_column(dtype_name: str, shape: tuple[int, ...], buffer: Any) -> torch.Tensor:
+    """A column over the bytes of a buffer; lent if they may not be written to."""
+    memory = np.frombuffer(buffer, dtype=np.uint8)
+    if memory.flags.writeable:
+        return unpack_tensor(dtype_name, shape, buffer)
+    column = tensor_over(memory, getattr(torch, dtype_name), shape)
+    return lend(column, release_pages if memory.nbytes >= ALONE_FROM_BYTES else None)
+
+
+def _pickled(value: Any) -> list[_Part]:
+    """The stream of a pickled value, and what stays out of it.
+
+    Raises:
+        _NeedsRayError: the value is Ray's to pickle.
+    """
+    file, parts = io.BytesIO(), _Parts()
+    pickler = _Pickler(file, parts)
+    pickler.dump(value)
+    pickler.clear_memo()
+    return [_Part(np.frombuffer(file.getbuffer(), dtype=np.uint8)), *parts.taken]
+
+
+def _own(memory: Any) -> Any:
+    """A writable copy of bytes."""
+    if isinstance(memory, bytes):
+        return bytearray(memory)
+    return bytes_of(copy_of(tensor_over(memory, torch.uint8, (len(memory),))))
+
+
+# ---- arguments ----------------------------------------------------------------------------------
 
 
 class Store(Protocol):
-    """Where an outbox leaves its objects."""
+    """Where an outbox puts its objects; `RayStore`, or a fake in tests."""
 
     def put(self, arrays: list[np.ndarray]) -> Any:
         """Write byte arrays as one object and return a hashable handle; the object lives as long as the handle."""
 
     def session(self) -> str:
-        """A name that changes when handles of before are worth nothing any more."""
+        """A name that changes when earlier handles are no longer valid."""
 
 
 class RayStore:
@@ -59,7 +191,7 @@ class RayStore:
         """Write byte arrays as one object."""
         ref = ray.put(arrays)
         if sum(array.nbytes for array in arrays) >= ALONE_FROM_BYTES:
-            pages.release()
+            release_pages()
         return ref
 
     def session(self) -> str:
@@ -67,95 +199,62 @@ class RayStore:
         return ray.get_runtime_context().get_worker_id()
 
 
-@dataclass(frozen=True)
-class Message:
+class Message(NamedTuple):
     """One rank's arguments.
 
     Attributes:
-        header: what is pickled with the call.
+        body: what travels with the call: bytes; or `(args, kwargs)` themselves, which are Ray's to pickle.
         refs: objects in Ray's store; to be passed as top-level arguments, so that Ray fetches them first.
     """
 
-    header: Any
+    body: Any
     refs: tuple[Any, ...] = ()
 
 
-# Named tuples, because pickle takes them apart without a call into Python.
+@dataclass(slots=True, eq=False)
+class _Draft:
+    """Pickled arguments, and the ranks that get them: the ranks of a model-parallel group get the same ones."""
 
+    parts: list[_Part]
+    ranks: set[int] = field(default_factory=set)
 
-class PackedArrays(NamedTuple):
-    """Arrays that were pickled: where the stream and its buffers are."""
-
-    stream: Placed
-    buffers: tuple[Placed, ...]
-
-
-class PackedProto(NamedTuple):
-    """Stands for a DataProto on the way.
-
-    Attributes:
-        rows: the batch size; None: there is no TensorDict.
-        columns: where each tensor is, nested TensorDicts as dictionaries.
-        arrays: where the pickled arrays are, or the arrays themselves.
-        meta_info: what is true of the whole batch.
-    """
-
-    rows: int | None
-    columns: dict[str, Any]
-    arrays: PackedArrays | dict[str, np.ndarray]
-    meta_info: dict[str, Any]
-
-
-class Header(NamedTuple):
-    """One rank's arguments, DataProtos packed, and which objects of the call its refs are."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    numbers: tuple[int, ...]
+    def message(self, locations: Mapping[Any, Location]) -> Message:
+        """The message; what has no location travels inside."""
+        numbers: dict[Any, int] = {}
+        places: list[Any] = []
+        for part in self.parts:
+            address, size = part.key
+            start, location = 0, locations.get(part.key)
+            if part.root is not None and id(part.root) in locations:
+                start, location = address - part.root.untyped_storage().data_ptr(), locations[id(part.root)]
+            if location is None:
+                places.append(part.memory.tobytes())
+            else:
+                ref, item = location
+                places.append((numbers.setdefault(ref, len(numbers)), item, start, start + size))
+        return Message(pickle.dumps(places, protocol=5), tuple(numbers))
 
 
 @dataclass(slots=True)
-class _Draft:
-    """A DataProto of a call, and the ranks that get it."""
+class _Item:
+    """An array to be put, for some ranks; with the state of its tensor, if it is a whole storage."""
 
-    proto: DataProto
+    memory: np.ndarray
+    root: torch.Tensor | None
+    stamp: Any
     ranks: set[int] = field(default_factory=set)
-    columns: dict[str, Any] = field(default_factory=dict)
-    arrays: Blob | dict[str, np.ndarray] = field(default_factory=dict)
-
-    def order(self, shipment: Shipment) -> None:
-        """Ask for everything that is in it."""
-        self.columns = _map_leaves(self.proto.batch, lambda tensor: shipment.want(tensor, self.ranks))
-        arrays = self.proto.non_tensor_batch
-        try:
-            self.arrays = shipment.want_arrays(pickle_arrays(arrays), arrays, self.ranks) if arrays else {}
-        except NeedsRayError:
-            self.arrays = arrays
-
-    def packed(self) -> PackedProto:
-        """What takes its place, once the shipment has been sent."""
-        arrays = self.arrays
-        if isinstance(arrays, Blob):
-            stream, *buffers = arrays.placed()
-            arrays = PackedArrays(stream, tuple(buffers))
-        return _packed(self.proto, _map_leaves(self.columns, lambda view: view.placed), arrays)
 
 
-def _map_leaves(columns: Any, function: Any) -> dict[str, Any]:
-    """A nested mapping of columns as dictionaries, with `function` applied to every leaf."""
-    return {
-        key: _map_leaves(value, function) if isinstance(value, (TensorDict, dict)) else function(value)
-        for key, value in (() if columns is None else columns.items())
-    }
-
-
-def _packed(proto: DataProto, columns: dict[str, Any], arrays: PackedArrays | dict[str, np.ndarray]) -> PackedProto:
-    rows = None if proto.batch is None else proto.batch.batch_size[0]
-    return PackedProto(rows, columns, arrays, pack_value(proto.meta_info, {}))
+def _stamp(root: torch.Tensor) -> Any:
+    """Equal as long as the bytes of the tensor's storage are; None: that cannot be known."""
+    if has_other_writers(root):
+        return None
+    storage = root.untyped_storage()
+    return root._version, storage.data_ptr(), storage.nbytes()
 
 
 class Outbox:
-    """Where the arguments of a process's calls leave from; remembers what is in the store.
+    """Packs the arguments of a process's calls; remembers which columns are in the store.
 
     Args:
         store: where objects go.
@@ -164,77 +263,115 @@ class Outbox:
     def __init__(self, store: Store | None = None) -> None:
         self._store: Store = store or RayStore()
         self._session = ""
-        self._columns, self._blobs = Kept(), Kept()
+        self._kept: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
-    def pack(self, calls: Sequence[Call]) -> list[Message]:
+    def pack(self, calls: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]) -> list[Message]:
         """One message for each rank's `(args, kwargs)`."""
-        if not any(type(value) is DataProto for args, kwargs in calls for value in (*args, *kwargs.values())):
-            return [self._message(call, {}, {}) for call in calls]
-        if self._session != (session := self._store.session()):
-            self.forget()
-            self._session = session
-        drafts: dict[int, _Draft] = {}
-        for rank, (args, kwargs) in enumerate(calls):
-            for value in (*args, *kwargs.values()):
-                if type(value) is DataProto:
-                    drafts.setdefault(id(value), _Draft(value)).ranks.add(rank)
-        shipment = Shipment(self._columns, self._blobs)
-        for draft in drafts.values():
-            draft.order(shipment)
-        shipment.send(self._store.put)
-        packed = {identity: draft.packed() for identity, draft in drafts.items()}
-        return [self._message(call, packed, shipment.refs_of(rank)) for rank, call in enumerate(calls)]
+        drafts: dict[Any, _Draft] = {}
+        messages: dict[Any, Message] = {}
+        keys = [(*map(id, args), *kwargs, *map(id, kwargs.values())) for args, kwargs in calls]
+        for rank, (key, call) in enumerate(zip(keys, calls, strict=True)):
+            if key not in drafts and key not in messages:
+                try:
+                    drafts[key] = _Draft(_pickled(call))
+                except _NeedsRayError:
+                    messages[key] = Message(call)
+            if key in drafts:
+                drafts[key].ranks.add(rank)
+        locations = self._locations(list(drafts.values()))
+        messages |= {key: draft.message(locations) for key, draft in drafts.items()}
+        return [messages[key] for key in keys]
 
     def forget(self) -> None:
         """Send every column again the next time, for instance after a write through `Tensor.data`."""
-        self._columns.clear()
-        self._blobs.clear()
+        self._kept.clear()
 
-    def _message(self, call: Call, packed: dict[int, PackedProto], refs: dict[int, Any]) -> Message:
-        args, kwargs = call
-        memo: dict[int, Any] = {}
+    def _locations(self, drafts: Sequence[_Draft]) -> dict[Any, Location]:
+        """Where bytes are in the store, by the id of their root or by their key; what is missing there is put."""
+        if all(len(draft.parts) == 1 for draft in drafts):
+            kept: dict[Any, Location] = {}
+        else:
+            if self._session != (session := self._store.session()):
+                self.forget()
+                self._session = session
+            roots = {id(part.root): part.root for draft in drafts for part in draft.parts if part.root is not None}
+            entries = {key: self._kept.get(root) for key, root in roots.items()}
+            kept = {key: entry[1] for key, entry in entries.items() if entry and entry[0] == _stamp(roots[key])}
+        missing = [(draft, part) for draft in drafts for part in draft.parts if id(part.root) not in kept]
+        if sum(len(draft.ranks) * part.memory.nbytes for draft, part in missing) <= INLINE_UP_TO_BYTES:
+            return kept
+        # A put costs more than a few kilobytes inside a message.
+        streams = {id(draft.parts[0]) for draft in drafts if draft.parts[0].memory.nbytes <= INLINE_UP_TO_BYTES}
+        return kept | self._put(_items([each for each in missing if id(each[1]) not in streams]))
 
-        def prepare(value: Any) -> Any:
-            return packed[id(value)] if type(value) is DataProto else pack_value(value, memo)
+    def _put(self, items: Mapping[Any, _Item]) -> dict[Any, Location]:
+        objects: dict[Any, list[Any]] = {}
+        for key, item in items.items():
+            is_alone = item.memory.nbytes >= ALONE_FROM_BYTES
+            objects.setdefault(key if is_alone else frozenset(item.ranks), []).append(key)
+        locations = {}
+        for keys in objects.values():
+            ref = self._store.put([items[key].memory for key in keys])
+            for number, key in enumerate(keys):
+                locations[key] = (ref, number)
+                if items[key].stamp is not None:
+                    self._kept[items[key].root] = (items[key].stamp, locations[key])
+        return locations
 
-        named = {key: prepare(value) for key, value in kwargs.items()}
-        return Message(Header(tuple(map(prepare, args)), named, tuple(refs)), tuple(refs.values()))
+
+def _items(missing: Sequence[tuple[_Draft, _Part]]) -> dict[Any, _Item]:
+    """What is to be put of the missing parts: whole storages where half of them is used, else the parts."""
+    used: dict[int, set[tuple[int, int]]] = {}
+    for _, part in missing:
+        used.setdefault(id(part.root), set()).add(part.key)
+    items: dict[Any, _Item] = {}
+    for draft, part in missing:
+        storage = None if part.root is None else part.root.untyped_storage()
+        is_whole = storage is not None and 2 * sum(size for _, size in used[id(part.root)]) >= storage.nbytes()
+        key = id(part.root) if is_whole else part.key
+        if key not in items and storage is not None and is_whole:
+            memory = bytes_of(torch.empty(0, dtype=torch.uint8).set_(storage))
+            items[key] = _Item(memory, part.root, None if part.root is None else _stamp(part.root))
+        elif key not in items:
+            items[key] = _Item(part.memory, None, None)
+        items[key].ranks |= draft.ranks
+    return items
 
 
 OUTBOX = Outbox()
 
 
-def unpack(header: Header, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """`(args, kwargs)` of a message, given its header and the values of its refs; memory of the caller's own."""
-    objects: Objects = dict(zip(header.numbers, values, strict=True))
+def unpack(body: Any, values: Sequence[Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """`(args, kwargs)` of a message, given its body and the values of its refs; in memory of the caller's own."""
+    if not isinstance(body, bytes):
+        return body
+    stream, *parts = (
+        place if isinstance(place, bytes) else values[place[0]][place[1]][place[2] : place[3]]
+        for place in pickle.loads(body)
+    )
+    return pickle.loads(stream, buffers=map(_own, parts))
 
-    def restore(value: Any) -> Any:
-        return _open(value, objects, borrow=False) if isinstance(value, PackedProto) else value
 
-    return tuple(map(restore, header.args)), {key: restore(value) for key, value in header.kwargs.items()}
+# ---- outputs ------------------------------------------------------------------------------------
+
+
+class PackedResult(NamedTuple):
+    """A large output: the pickle stream, the memory that stays out of it, and which of that are columns."""
+
+    stream: np.ndarray
+    memories: list[np.ndarray]
+    are_columns: list[bool]
 
 
 def pack_result(value: Any) -> Any:
     """What a worker's method returned, in the form that Ray stores; large tensors are not copied."""
-    return seal(_pack_output(value))
-
-
-def _pack_output(value: Any) -> Any:
-    if type(value) is not DataProto:
-        return pack_value(value, {})
-    columns, arrays = _map_leaves(value.batch, placed_here), value.non_tensor_batch
     try:
-        pickled = pickle_arrays(arrays) if arrays else None
-    except NeedsRayError:
-        pickled = None
-    if pickled is None:
-        return _packed(value, columns, arrays)
-    buffers = (part if isinstance(part, np.ndarray) else bytes_of(part) for part in pickled.buffers)
-    stream, *beside = (
-        Placed(memory, torch.uint8, (memory.nbytes,))
-        for memory in (np.frombuffer(pickled.stream, dtype=np.uint8), *buffers)
-    )
-    return _packed(value, columns, PackedArrays(stream, tuple(beside)))
+        stream, *parts = _pickled(value)
+    except _NeedsRayError:
+        return value
+    if stream.memory.nbytes + sum(part.memory.nbytes for part in parts) <= INLINE_UP_TO_BYTES:
+        return pickle.dumps((stream.memory.tobytes(), [part.memory.tobytes() for part in parts]), protocol=5)
+    return PackedResult(stream.memory, [part.memory for part in parts], [part.is_column for part in parts])
 
 
 def unpack_result(value: Any, borrow: bool = False) -> Any:
@@ -243,35 +380,51 @@ def unpack_result(value: Any, borrow: bool = False) -> Any:
     Args:
         value: what `ray.get` gave.
         borrow: columns may lie in read-only shared memory. `DataProto.concat` copies them, even those
-            of a single part; they must reach nobody else.
+            of a single part; they must not reach anything else.
     """
-    value = unseal(value)
-    return _open(value, {}, borrow) if isinstance(value, PackedProto) else value
+    if isinstance(value, bytes):
+        stream, memories = pickle.loads(value)
+        return pickle.loads(stream, buffers=map(_own, memories))
+    if not isinstance(value, PackedResult):
+        return value
+    buffers = [
+        memory if borrow and is_column else _own(memory)
+        for memory, is_column in zip(value.memories, value.are_columns, strict=True)
+    ]
+    return pickle.loads(value.stream, buffers=buffers)
 
 
-def _open(packed: PackedProto, objects: Objects, borrow: bool) -> DataProto:
-    def column(placed: Placed) -> torch.Tensor:
-        tensor = placed.open(objects)
-        if placed.is_copy:
-            return tensor
-        if not borrow:
-            return copy_of(tensor)
-        return lend(tensor, pages.release if tensor.nbytes >= ALONE_FROM_BYTES else None)
+# ---- pages --------------------------------------------------------------------------------------
 
-    arrays = packed.arrays
-    if isinstance(arrays, PackedArrays):
-        # Objects are not copied when rows are joined, so what they hold is never lent.
-        buffers = [bytes_of(copy_of(placed.open(objects))) for placed in arrays.buffers]
-        arrays = unpickle_arrays(bytes_of(arrays.stream.open(objects)), buffers)
-    else:
-        arrays = {key: array if array.flags.writeable else array.copy() for key, array in arrays.items()}
-    batch = None if packed.rows is None else _open_batch(packed.columns, packed.rows, column)
-    return DataProto(batch=batch, non_tensor_batch=arrays, meta_info=packed.meta_info)
+_MADV_DONTNEED = 4
+_STORE = "/plasma"
+_mappings: list[tuple[int, int]] = []
 
 
-def _open_batch(columns: dict[str, Any], rows: int, column: Any) -> TensorDict:
-    opened = {
-        key: _open_batch(value, rows, column) if isinstance(value, dict) else column(value)
-        for key, value in columns.items()
-    }
-    return TensorDict(opened, batch_size=[rows])
+def release_pages() -> None:
+    """Drop this process's page-table entries of Ray's store; does nothing where there is no /proc.
+
+    The store is one shared mapping. Each page that a process has written (`ray.put`) or read stays in its page table
+    and counts as its memory, although the bytes lie in the store: a driver that sends a batch and collects the outputs
+    would seem to hold all of them. The bytes stay in the store, and the next access finds them again.
+
+    The same advice given to private memory would wipe it. So a mapping qualifies only if it is shared and belongs to
+    the store, and the kernel is asked before each release whether that mapping is still there.
+    """
+    if sys.platform != "linux":
+        return
+    if not _mappings or not all(_is_store(start, end) for start, end in _mappings):
+        with open("/proc/self/maps", encoding="utf-8") as lines:
+            # 7f8f7c000000-7f8fbc000000 rw-s 00000000 00:1b 34    /dev/shm/plasmaIbiKHf (deleted)
+            fields = [line.split(maxsplit=5) for line in lines]
+        found = [each[0].split("-") for each in fields if each[1].endswith("s") and _STORE in each[-1]]
+        _mappings[:] = [(int(start, 16), int(end, 16)) for start, end in found]
+    for start, end in _mappings:
+        advise(start, end - start, _MADV_DONTNEED)
+
+
+def _is_store(start: int, end: int) -> bool:
+    try:
+        return _STORE in os.readlink(f"/proc/self/map_files/{start:x}-{end:x}")
+    except OSError:
+        return False

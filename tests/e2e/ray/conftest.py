@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ray clusters of this machine: one of one node that all tests share, one of two nodes, and programs that join them.
 
-A process is connected to one cluster at a time. The tests' own process stays with `ray_cluster`; what concerns
-another cluster, or takes a second driver, runs as a program of its own (`drive`).
+A process is connected to one cluster at a time. The tests' own process stays with `ray_cluster`, and runs with
+`trainer.backend=ray` in it stay there (`train`). What concerns another cluster, or takes a second driver, runs as a
+program of its own (`drive`, `start_on`).
 """
 
 import os
@@ -18,6 +19,9 @@ import pytest
 ray = pytest.importorskip("ray")
 
 from ray.cluster_utils import Cluster  # noqa: E402
+
+from quadriga.cli.main import main  # noqa: E402
+from tests.e2e.conftest import command_line  # noqa: E402
 
 SECOND_NODE = "127.0.0.2"
 QUIET = {
@@ -52,10 +56,10 @@ def ray_folder() -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def ray_cluster(ray_folder: Path) -> Iterator[str]:
-    """This process is the driver of a cluster of one node with 8 logical CPUs; gives its address."""
+    """This process is the driver of a cluster of one node with 9 logical CPUs; gives its address."""
     context = ray.init(
         address="local",
-        num_cpus=8,
+        num_cpus=9,
         include_dashboard=False,
         object_store_memory=256 * 2**20,
         log_to_driver=False,
@@ -87,3 +91,32 @@ def drive() -> Callable[..., str]:
         return done.stdout
 
     return run
+
+
+@pytest.fixture
+def start_on(
+    start: Callable[..., subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., subprocess.Popen[str]]:
+    """`start_on(address, *overrides, run="run")`: a command with `--ray`; address "": on a cluster of its own."""
+
+    def run_apart(address: str, *overrides: str, run: str = "run") -> subprocess.Popen[str]:
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        return start("trainer.backend=ray", *overrides, run=run)
+
+    return run_apart
+
+
+@pytest.fixture(scope="session")
+def alone(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`alone(*overrides)`: the directory of a run in one process, made once for all tests that compare with it."""
+    done: dict[tuple[str, ...], Path] = {}
+
+    def run_once(*overrides: str) -> Path:
+        if overrides not in done:
+            folder = tmp_path_factory.mktemp("alone")
+            more = f"trainer.rollout_data_dir={folder / 'run' / 'rollouts'}"
+            assert main(["train", *command_line(home, folder, *overrides, more)]) == 0
+            done[overrides] = folder / "run"
+        return done[overrides]
+
+    return run_once

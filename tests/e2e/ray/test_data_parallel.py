@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole runs of the command line whose models live in Ray's processes, against the same run in one process.
+"""Whole runs whose models live in Ray's processes, against the same run in one process.
 
 What they do not prove: anything of speed, nor that sums over NCCL agree as well as those over gloo.
 """
 
 import json
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from quadriga.models.weight_files import open_weights
 
 Lines = Callable[[Path], list[dict[str, Any]]]
 Train = Callable[..., Path]
-Start = Callable[..., subprocess.Popen[str]]
+pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 NUM_STEPS = 4
 # With a small eps AdamW would make a step of the learning rate out of a gradient that is a rounding error.
@@ -44,25 +43,11 @@ CRITIC = (
 )
 # What a process computes follows from the rows that it has: a prompt once for all its answers there.
 OF_THE_LAYOUT = ("balance/", "actor/packed_tokens", "critic/packed_tokens")
-RUN_LIMIT_S = 300
-
-
-@pytest.fixture
-def train_on_ray(start: Start, tmp_path: Path) -> Callable[..., Path]:
-    """`train_on_ray(processes, *overrides, run=...)`: a run that must succeed; returns its directory."""
-
-    def run_apart(num_processes: int, *overrides: str, run: str) -> Path:
-        cluster = ("trainer.backend=ray", f"trainer.n_gpus_per_node={num_processes}")
-        process = start(*overrides, *cluster, run=run)
-        output, _ = process.communicate(timeout=RUN_LIMIT_S)
-        assert process.returncode == 0, output
-        return tmp_path / run
-
-    return run_apart
+TWO = ("trainer.backend=ray", "trainer.n_gpus_per_node=2")
 
 
 def dumps(run: Path) -> list[list[dict[str, Any]]]:
-    """The answers of each step, in the order in which they were written."""
+    """The responses of each step, in the order in which they were written."""
     files = sorted((run / "rollouts").glob("*.jsonl"))
     return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
 
@@ -88,54 +73,53 @@ def assert_same_weights(ours: Path, theirs: Path) -> None:
 
 @pytest.mark.parametrize("overrides", [RAGGED, CRITIC], ids=["ragged", "critic"])
 def test_two_processes_learn_what_one_does(
-    overrides: tuple[str, ...], train: Train, train_on_ray: Callable[..., Path], metric_lines: Lines, tmp_path: Path
+    overrides: tuple[str, ...], alone: Train, train: Train, metric_lines: Lines, tmp_path: Path
 ) -> None:
-    """Metrics, validation and weights agree; the answers are the same ones, and are written in the same order."""
-    alone = train(*COMMON, *overrides, f"trainer.rollout_data_dir={tmp_path / 'alone' / 'rollouts'}", run="alone")
-    told = f"trainer.rollout_data_dir={tmp_path / 'two' / 'rollouts'}"
-    two = train_on_ray(2, *COMMON, *overrides, told, run="two")
-    assert_near(metric_lines(two), metric_lines(alone))
+    """Metrics, validation and weights agree; the responses are the same ones, and are written in the same order."""
+    one = alone(*COMMON, *overrides)
+    two = train(*TWO, *COMMON, *overrides, f"trainer.rollout_data_dir={tmp_path / 'run' / 'rollouts'}")
+    assert_near(metric_lines(two), metric_lines(one))
     assert "balance/imbalance" in metric_lines(two)[0]
-    for ours, theirs in zip(dumps(two), dumps(alone), strict=True):
+    for ours, theirs in zip(dumps(two), dumps(one), strict=True):
         assert [row["output"] for row in ours] == [row["output"] for row in theirs]
-    assert_same_weights(two, alone)
+    assert_same_weights(two, one)
 
 
 @pytest.mark.parametrize(
-    "size", ["tensor_model_parallel_size", "ulysses_sequence_parallel_size", "pipeline_model_parallel_size"]
+    "size",
+    [
+        "tensor_model_parallel_size",
+        pytest.param("ulysses_sequence_parallel_size", marks=pytest.mark.slow),
+        pytest.param("pipeline_model_parallel_size", marks=pytest.mark.slow),
+    ],
 )
 def test_processes_that_share_rows_learn_what_one_does(
-    size: str, train: Train, train_on_ray: Callable[..., Path], metric_lines: Lines
+    size: str, alone: Train, train: Train, metric_lines: Lines
 ) -> None:
     """Actor, reference and critic over two processes each; both generate, and the rows go to both for training."""
-    alone = train(*COMMON, *CRITIC, run="alone")
-    shared = (f"actor_rollout_ref.actor.{size}=2", f"critic.{size}=2")
-    two = train_on_ray(2, *COMMON, *CRITIC, *shared, run="two")
-    assert_near(metric_lines(two), metric_lines(alone))
-    assert_same_weights(two, alone)
+    one = alone(*COMMON, *CRITIC)
+    two = train(*TWO, *COMMON, *CRITIC, f"actor_rollout_ref.actor.{size}=2", f"critic.{size}=2")
+    assert_near(metric_lines(two), metric_lines(one))
+    assert_same_weights(two, one)
 
 
-def test_replicas_learn_what_one_does(train: Train, train_on_ray: Callable[..., Path], metric_lines: Lines) -> None:
+@pytest.mark.slow
+def test_replicas_learn_what_one_does(alone: Train, train: Train, metric_lines: Lines) -> None:
     """Each process has whole weights, and generates with those that it trains."""
-    alone = train(*COMMON, *RAGGED, run="alone")
-    two = train_on_ray(2, *COMMON, *RAGGED, "actor_rollout_ref.actor.fsdp_config.fsdp_size=1", run="two")
-    assert_near(metric_lines(two), metric_lines(alone))
-    assert_same_weights(two, alone)
+    one = alone(*COMMON, *RAGGED)
+    two = train(*TWO, *COMMON, *RAGGED, "actor_rollout_ref.actor.fsdp_config.fsdp_size=1")
+    assert_near(metric_lines(two), metric_lines(one))
+    assert_same_weights(two, one)
 
 
-def test_one_process_on_ray_has_the_bits_of_the_local_run(
-    train: Train, train_on_ray: Callable[..., Path], metric_lines: Lines
-) -> None:
-    alone = train(*COMMON, *RAGGED, run="alone")
-    one = train_on_ray(1, *COMMON, *RAGGED, run="one")
-    assert metric_lines(one) == metric_lines(alone)
+def test_one_process_on_ray_has_the_bits_of_the_local_run(alone: Train, train: Train, metric_lines: Lines) -> None:
+    one = alone(*COMMON, *RAGGED)
+    assert metric_lines(train("trainer.backend=ray", *COMMON, *RAGGED)) == metric_lines(one)
 
 
-def test_two_processes_go_on_where_one_stopped(
-    train: Train, train_on_ray: Callable[..., Path], metric_lines: Lines, tmp_path: Path
-) -> None:
+def test_two_processes_go_on_where_one_stopped(alone: Train, train: Train, metric_lines: Lines) -> None:
     """A checkpoint knows nothing of how many processes wrote it."""
-    alone = train(*COMMON, *CRITIC, run="alone")
-    source = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={alone / 'global_step_2'}")
-    two = train_on_ray(2, *COMMON, *CRITIC, *source, run="two")
-    assert_near(metric_lines(two), [line for line in metric_lines(alone) if line["step"] > 2])
+    one = alone(*COMMON, *CRITIC)
+    source = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={one / 'global_step_2'}")
+    two = train(*TWO, *COMMON, *CRITIC, *source)
+    assert_near(metric_lines(two), [line for line in metric_lines(one) if line["step"] > 2])

@@ -23,10 +23,10 @@ from quadriga.single_controller.ray import (  # noqa: E402
     RayClassWithInitArgs,
     RayResourcePool,
     RayWorkerGroup,
+    calls,
     create_colocated_worker_cls,
-    waiting,
 )
-from quadriga.single_controller.ray.process import ask_status, start_of  # noqa: E402
+from quadriga.single_controller.ray.process import start_of  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -40,7 +40,7 @@ import clumsy
 import test_failures as t
 
 ray.cloudpickle.register_pickle_by_value(clumsy)
-t.waiting.LOOK_AT_NODES_S = 1.0
+t.calls.LOOK_AT_NODES_S = 1.0
 node = dict(num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20)
 quick = dict(health_check_initial_delay_ms=0, health_check_period_ms=1000)
 cluster = Cluster(initialize_head=True, head_node_args=dict(node, temp_dir={folder!r}, _system_config=quick))
@@ -50,19 +50,19 @@ ray.init(address=cluster.address, log_to_driver=False)
 
 def start(shape):
     group = t.RayWorkerGroup(t.RayResourcePool(shape), t.RayClassWithInitArgs(t.Clumsy), name="actor")
-    for address in group.crew.addresses:
+    for address in group.processes.addresses:
         print("process", address.pid, address.started)
     return group, group.start_all("sleep", [((600.0,), {{}})] * sum(shape))
 
 
 group, calls = start([1, 1])
 cluster.remove_node(second, allow_graceful=False)
-print("first", t.error_of(lambda: t.waiting.resolve(calls)))
+print("first", t.error_of(lambda: t.calls.resolve(calls)))
 group.shutdown()
 group, calls = start([1])
 os.kill(cluster.head_node.all_processes["gcs_server"][0].process.pid, signal.SIGKILL)
 try:
-    t.waiting.resolve(calls)
+    t.calls.resolve(calls)
 except clumsy.QuadrigaError as error:
     print("then", error, flush=True)
     group.shutdown()
@@ -108,7 +108,7 @@ def make() -> Iterator[Make]:
 
     yield build
     for pool, group in made:
-        addresses = group.crew.addresses
+        addresses = group.processes.addresses
         group.shutdown()
         assert [address.pid for address in addresses if start_of(address.pid) == address.started] == []
         pool.close()
@@ -146,7 +146,7 @@ def test_whatever_a_worker_raises_is_one_error_that_names_place_method_and_line(
     assert "clumsy.py:" in str(error)
     assert "in Clumsy._raise" in str(error)
     assert error.worker.startswith("actor[rank 1/2 on ")
-    assert group.execute_rank_zero("raise_on_one", "") == "rank 0 is well"
+    assert len(group.execute_all("process")) == 2
 
 
 def test_the_traceback_is_the_workers_own_from_its_method_on(group):
@@ -195,22 +195,22 @@ def test_a_failure_that_travels_inside_a_future_still_names_the_worker_that_rais
     [
         (
             "lock",
-            "got TypeError: cannot pickle '_thread.lock' object (called with no arguments), expected arguments and",
+            "output of actor.lock: got TypeError: cannot pickle '_thread.lock' object, expected a result that can be",
         ),
         ("numbers", "got a generator, expected an output. Return a list."),
     ],
 )
 def test_an_output_that_cannot_travel_is_said(group, method, told):
-    error = error_of(lambda: group.execute_rank_zero(method))
+    error = error_of(lambda: group.execute_all(method))
 
-    assert str(error).startswith("actor[rank 0/2 on ")
+    assert str(error).startswith("actor[rank ")
     assert told in str(error)
 
 
 def test_a_worker_that_cannot_be_built_says_why_and_so_do_calls_to_it(make):
     group = make(2, 1)
 
-    for error in (error_of(group.wait_until_built), error_of(lambda: group.execute_all("process"))):
+    for error in (error_of(lambda: group.execute_all("process")), error_of(lambda: group.later().get())):
         assert "actor[rank 1/2 on " in str(error)
         assert "failed in __init__: got FileNotFoundError: no model here" in str(error)
         assert "called with 1" in str(error)
@@ -223,7 +223,7 @@ def test_the_other_roles_of_a_process_live_on_when_one_fails():
     try:
         views = both.spawn({"actor", "critic"})
         assert str(error_of(lambda: views["critic"].execute_all("process"))).startswith("critic[rank 0/1 on ")
-        assert views["actor"].execute_rank_zero("raise_on_one", "") == "rank 0 is well"
+        assert views["actor"].execute_all("raise_on_one", "") == ["rank 0 is well"]
     finally:
         both.shutdown()
         pool.close()
@@ -250,22 +250,22 @@ def test_a_long_wait_says_who_has_answered_and_where_the_others_stand_and_an_err
     group.execute_all("join")
     said, emit = until(tmp_path / "sign", lambda report: "rank 1 at" in report and "in all_reduce" in report)
 
-    calls = group.start_all("add_up", [((str(tmp_path / "sign"), "value"), {})] * 3)
-    error = error_of(lambda: waiting.resolve(calls, report_every_s=0.5, emit=emit))
+    started = group.start_all("add_up", [((str(tmp_path / "sign"), "value"), {})] * 3)
+    error = error_of(lambda: calls.resolve(started, report_every_s=0.5, emit=emit))
 
     assert str(error).startswith("actor[rank 1/3 on ")
     assert "ValueError: of rank 1" in str(error)
     assert re.match(r"waiting \d+ s for actor.add_up on 3 ranks: no rank answered; not yet: ranks 0, 2 at ", said[-1])
     assert "in Clumsy.add_up, inside torch/distributed/distributed_c10d.py:" in said[-1]
     assert re.search(r"; rank 1 at \S*clumsy\.py:\d+ in Clumsy\.add_up", said[-1])
-    states = ask_status(group.workers, 5.0)
+    states = calls.ask_status(group.processes.actors, 5.0)
     assert [state.method if state else None for state in states] == ["add_up", "", "add_up"]
 
 
 def test_a_coroutine_that_waits_is_found_where_it_waits(group, tmp_path):
     said, emit = until(tmp_path / "sign", lambda report: "_wait_for" in report)
 
-    waiting.resolve(group.start_all("wait_for", [((str(tmp_path / "sign"),), {})] * 2), report_every_s=0.5, emit=emit)
+    calls.resolve(group.start_all("wait_for", [((str(tmp_path / "sign"),), {})] * 2), report_every_s=0.5, emit=emit)
 
     assert "in Clumsy._wait_for" in said[-1]
 
@@ -275,10 +275,10 @@ def test_a_call_behind_another_one_says_so(group, tmp_path):
 
     before = group.start_all("wait_for", [((str(tmp_path / "sign"),), {})] * 2)
     behind = group.start_all("process", [((), {})] * 2)
-    waiting.resolve(behind, report_every_s=0.5, emit=emit)
+    calls.resolve(behind, report_every_s=0.5, emit=emit)
 
     assert "still in actor.wait_for for " in said[-1]
-    waiting.resolve(before)
+    calls.resolve(before)
 
 
 # ---- a process dies -----------------------------------------------------------------------------
@@ -316,7 +316,7 @@ def test_a_process_that_ends_by_itself_in_a_call_is_named_and_not_its_peers_in_t
 def test_a_process_killed_between_calls_is_found_by_the_next_one(make, tmp_path):
     group = make(2)
     group.execute_all("join")
-    victim = group.crew.addresses[1]
+    victim = group.processes.addresses[1]
 
     os.kill(victim.pid, signal.SIGKILL)
     error = error_of(lambda: group.execute_all("add_up", str(tmp_path), ""))

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Worker groups on real Ray processes: how calls are split and collected, who runs where, and what is refused.
 
-Three groups serve most tests: one of 4 processes with two roles in each, and two of 1 and 3 processes on the parts of
-a pool that was split. What arguments look like on their way is the business of test_transport.py, and what happens
-when a worker fails of test_failures.py.
+Three groups serve most tests: one of 4 processes with two roles in each, and two of 1 and 3 processes. What arguments
+look like on their way is the business of test_transport.py, and what happens when a worker fails of test_failures.py.
 """
 
 import os
@@ -30,7 +29,6 @@ from quadriga.single_controller.ray import (
     RayResourcePool,
     RayWorkerGroup,
     create_colocated_worker_cls,
-    split_resource_pool,
 )
 
 ray = pytest.importorskip("ray")
@@ -166,32 +164,27 @@ class Unbuildable(Worker):
 
 
 @pytest.fixture(scope="module")
-def pool(ray_cluster: str) -> Iterator[RayResourcePool]:
-    """A node with 4 processes."""
-    pool = RayResourcePool([4], name_prefix="shared", max_colocate_count=3)
-    yield pool
-    pool.close()
-
-
-@pytest.fixture(scope="module")
-def together(pool: RayResourcePool) -> Iterator[RayWorkerGroup[Any]]:
+def together(ray_cluster: str) -> Iterator[RayWorkerGroup[Any]]:
     """4 processes with two roles in each; the second has two model-parallel ranks to each data-parallel one."""
+    pool = RayResourcePool([4], name_prefix="shared", max_colocate_count=3)
     roles = {"actor": RayClassWithInitArgs(Teller, "a"), "critic": RayClassWithInitArgs(Teller, "c", model_parallel=2)}
     group = RayWorkerGroup(pool, create_colocated_worker_cls(roles))
     yield group
     group.shutdown()
+    pool.close()
 
 
 @pytest.fixture(scope="module")
-def parts(pool: RayResourcePool) -> Iterator[list[RayWorkerGroup[Teller]]]:
-    """Groups of 1 and of 3 processes on the parts of the pool."""
+def parts(ray_cluster: str) -> Iterator[list[RayWorkerGroup[Teller]]]:
+    """Groups of 1 and of 3 processes."""
+    pools = [RayResourcePool([size]) for size in (1, 3)]
     groups = [
-        RayWorkerGroup(part, RayClassWithInitArgs(ray.remote(Teller)), name=f"part{part.world_size}")
-        for part in split_resource_pool(pool, [1, 3])
+        RayWorkerGroup(pool, RayClassWithInitArgs(ray.remote(Teller)), name=f"part{pool.world_size}") for pool in pools
     ]
     yield groups
-    for group in groups:
+    for group, pool in zip(groups, pools, strict=True):
         group.shutdown()
+        pool.close()
 
 
 @pytest.fixture(scope="module")
@@ -234,14 +227,14 @@ def owners(count: int, size: int) -> list[int]:
 
 
 def test_every_process_knows_its_place(group: RayWorkerGroup[Teller]) -> None:
-    answers, size = group.as_worker().where(), group.world_size
+    answers, size, master = group.as_worker().where(), group.world_size, group.processes.addresses[0]
     for rank, answer in enumerate(answers):
         place = answer["place"]
         assert (place.rank, place.world_size, place.local_rank, place.local_world_size) == (rank, size, rank, size)
         assert (answer["RANK"], answer["LOCAL_RANK"], answer["WORLD_SIZE"]) == (str(rank), str(rank), str(size))
-        assert (place.master_addr, place.master_port) == (group.master_address, group.master_port)
-        assert (answer["MASTER_ADDR"], answer["MASTER_PORT"]) == (group.master_address, str(group.master_port))
-    assert len({answer["pid"] for answer in answers}) == size == len(group.workers) == len(group.worker_names)
+        assert (place.master_addr, place.master_port) == (master.node, master.port)
+        assert (answer["MASTER_ADDR"], answer["MASTER_PORT"]) == (master.node, str(master.port))
+    assert [answer["pid"] for answer in answers] == [address.pid for address in group.processes.addresses]
 
 
 def test_roles_share_their_processes(together: RayWorkerGroup[Any]) -> None:
@@ -303,10 +296,7 @@ def test_calls_by_name(group: RayWorkerGroup[Teller]) -> None:
     size = group.world_size
     counts = group.execute_all("count")
     assert len(counts) == size
-    assert group.execute_all_sync("count") == group.execute_all_async("count").get() == counts
-    first = (0, group.told(0)[0][1], "x", None)
-    assert group.execute_rank_zero("told", "x") == group.execute_rank_zero_sync("told", "x") == first
-    assert group.execute_rank_zero_async("told", value="x").get() == first
+    assert group.execute_all("told", value="x")[0] == (0, group.told(0)[0][1], "x", None)
 
 
 @pytest.mark.parametrize("count", [7, 3, 1])
@@ -330,8 +320,14 @@ def test_a_mode_registered_by_a_user(groups: dict[str, RayWorkerGroup[Teller]], 
     method = register(dispatch_mode=mode)(Teller.told)
     monkeypatch.setattr(Teller, "told", method)
     actor = groups["four"]
-    view = RayWorkerGroup(worker_names=actor.worker_names, ray_cls_with_init=RayClassWithInitArgs(Teller), name="actor")
+    view = seen_as(Teller, actor)
     assert view.told("x") == [(0, "a", "x", None), (1, "a", "x", None), (2, "a", None, None), (3, "a", None, None)]
+
+
+def seen_as(worker_class: type[Worker], group: RayWorkerGroup[Any]) -> RayWorkerGroup[Any]:
+    """The processes of a group, with the methods of another class."""
+    pool = RayResourcePool([group.world_size])
+    return RayWorkerGroup(pool, RayClassWithInitArgs(worker_class), group.name, group.processes)
 
 
 def max_told(group: Any, outputs: list[Any]) -> list[Any]:
@@ -359,9 +355,9 @@ def test_a_future_goes_straight_into_another_group(
 
 def test_the_typed_handle(groups: dict[str, RayWorkerGroup[Teller]]) -> None:
     handle = groups["three"].as_worker()
-    assert {"rows", "told", "where"} <= set(dir(handle)) and not hasattr(handle, "workers")
+    assert {"rows", "told", "where"} <= set(dir(handle)) and not hasattr(handle, "processes")
     assert handle.num_rows(data(7)) == [3, 2, 2]
-    assert "3 workers" in repr(groups["three"]) and groups["three"].threads
+    assert "3 workers" in repr(groups["three"]) and groups["three"].processes.threads
 
 
 # ---- what is refused --------------------------------------------------------------------------------
@@ -372,9 +368,7 @@ def test_a_method_without_register(groups: dict[str, RayWorkerGroup[Teller]]) ->
         groups["three"].count()
     with pytest.raises(WorkerError, match=r"part3.nonsense: got no such method, expected a registered one: .*rows"):
         groups["three"].as_worker().nonsense()
-    heirs = RayWorkerGroup(
-        worker_names=groups["one"].worker_names, ray_cls_with_init=RayClassWithInitArgs(Heir), name="part1"
-    )
+    heirs = seen_as(Heir, groups["one"])
     with pytest.raises(WorkerError, match=r"Heir.num_rows: .* an override needs it again"):
         heirs.num_rows(data(1))
 
@@ -396,9 +390,10 @@ def test_arguments_that_do_not_fit_the_mode(groups: dict[str, RayWorkerGroup[Tel
 
 
 def test_a_worker_that_cannot_be_built(ray_cluster: str) -> None:
-    group = RayWorkerGroup(ray_cls_with_init=RayClassWithInitArgs(Unbuildable), name="broken")
-    with pytest.raises(WorkerError, match=r"broken\[rank 0/1 .*failed in __init__.*no such model"):
-        group.wait_until_built()
-    with pytest.raises(WorkerError, match=r"broken\[rank 0/1 .*failed in __init__.*no such model"):
-        group.work()
+    pool = RayResourcePool([1])
+    group = RayWorkerGroup(pool, RayClassWithInitArgs(Unbuildable), name="broken")
+    for _ in range(2):
+        with pytest.raises(WorkerError, match=r"broken\[rank 0/1 .*failed in __init__.*no such model"):
+            group.work()
     group.shutdown()
+    pool.close()

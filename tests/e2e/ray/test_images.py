@@ -5,7 +5,6 @@ What it does not prove: the same with more processes, or on an accelerator.
 """
 
 import json
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,8 @@ SAME = ("critic/score/mean", "actor/grad_norm", "actor/entropy", "actor/kl_loss"
 
 
 @pytest.mark.slow
-def test_two_processes_take_the_steps_of_one(
-    train: Callable[..., Path], start: Callable[..., subprocess.Popen[str]], tmp_path: Path
-) -> None:
+@pytest.mark.usefixtures("ray_cluster")
+def test_two_processes_take_the_steps_of_one(train: Callable[..., Path], tmp_path: Path) -> None:
     """With shared weights, a divergence from a reference, and the rollout on a copy. Also with a pool of its own
     for the rollout, to which images travel, and weights too."""
     (tmp_path / "studio").mkdir()
@@ -34,10 +32,7 @@ def test_two_processes_take_the_steps_of_one(
         "trainer.resource_pools={training: [1], generation: [1]}",
     )
     for name, cluster in (("shared", shared), ("apart", apart)):
-        process = start(*own, *cluster, run=name)
-        output, _ = process.communicate(timeout=300)
-        assert process.returncode == 0, output
-        found = lines(tmp_path / name)
+        found = lines(train(*own, *cluster, run=name))
         assert len(found) == len(expected) == 2
         for one, other in zip(found, expected, strict=True):
             for key in SAME:

@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from quadriga.config import load_config
 from quadriga.models.weight_files import open_weights
-from quadriga.trainer.task_runner import run
 
 NUM_STEPS = 8
 COMMON = (
@@ -62,7 +60,6 @@ def weights(directory: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.usefixtures("ray_cluster")
 def test_run_that_lost_its_workers_equals_the_run_left_alone(
-    arguments: Callable[..., list[str]],
     train: Callable[..., Path],
     metric_lines: Callable[[Path], list[dict[str, Any]]],
     capfd: pytest.CaptureFixture[str],
@@ -77,7 +74,7 @@ def test_run_that_lost_its_workers_equals_the_run_left_alone(
     alone = train(*COMMON, run="alone")
     capfd.readouterr()
     on_ray = ("trainer.backend=ray", "trainer.max_worker_restarts=2")
-    run(load_config(arguments(*COMMON, *rows, *on_ray, run="disturbed")).config)
+    train(*COMMON, *rows, *on_ray, run="disturbed")
     output = capfd.readouterr().out
     assert [(tmp_path / f"killed_after_{step}").exists() for step in (2, 5)] == [True, True]
     assert [line for line in output.splitlines() if line.startswith("The workers are built anew")] == [

@@ -4,7 +4,6 @@
 What it does not prove: anything of speed or of GPUs, nor models that are spread over processes.
 """
 
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 
 Lines = Callable[[Path], list[dict[str, Any]]]
-RUN_LIMIT_S = 300
 # What a process computes follows from the rows that it has: a prompt once for all its answers there.
 OF_THE_LAYOUT = ("balance/", "actor/packed_tokens", "critic/packed_tokens")
 
@@ -23,13 +21,14 @@ def judge(judges: Path) -> Path:
     return judges / "other"
 
 
-@pytest.mark.parametrize("placement", ["together", "grouped"])
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize("placement", ["together", pytest.param("grouped", marks=pytest.mark.slow)])
 def test_critic_and_reward_model_on_two_processes(
     judge: Path,
+    alone: Callable[..., Path],
     train: Callable[..., Path],
-    start: Callable[..., subprocess.Popen[str]],
     metric_lines: Lines,
-    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
     placement: str,
 ) -> None:
     """The scores, and all that is learned from them, are those of one process, to float32 rounding."""
@@ -43,13 +42,12 @@ def test_critic_and_reward_model_on_two_processes(
         "trainer.test_freq=3",
     )
     cluster = ("trainer.backend=ray", "trainer.n_gpus_per_node=2", f"trainer.placement={placement}")
-    process = start(*keys, *cluster, run="two")
-    output, _ = process.communicate(timeout=RUN_LIMIT_S)
-    assert process.returncode == 0, output
-    assert "chats rendered by its own template" in output
-    two, alone = metric_lines(tmp_path / "two"), metric_lines(train(*keys, run="alone"))
-    assert len(two) == len(alone) == 3
-    for ours, theirs in zip(two, alone, strict=True):
+    one = metric_lines(alone(*keys))
+    capfd.readouterr()
+    two = metric_lines(train(*keys, *cluster))
+    assert "chats rendered by its own template" in capfd.readouterr().out
+    assert len(two) == len(one) == 3
+    for ours, theirs in zip(two, one, strict=True):
         names = {name for name in theirs if not name.startswith(OF_THE_LAYOUT)}
         assert {"reward/rm_score/mean", "reward/rule_score/mean", "critic/vf_loss"} <= names
         assert names == {name for name in ours if not name.startswith(OF_THE_LAYOUT)}

@@ -10,9 +10,6 @@ from typing import Any
 
 import pytest
 
-from quadriga.config import load_config
-from quadriga.trainer.task_runner import run
-
 Lines = Callable[[Path], list[dict[str, Any]]]
 KEYS = (
     "actor_rollout_ref.actor.use_kl_loss=True",
@@ -30,7 +27,6 @@ APART = (
 
 def test_a_standalone_rollout_gives_the_numbers_of_one_process(
     ray_cluster: str,
-    arguments: Callable[..., list[str]],
     train: Callable[..., Path],
     metric_lines: Lines,
     capfd: pytest.CaptureFixture[str],
@@ -41,10 +37,10 @@ def test_a_standalone_rollout_gives_the_numbers_of_one_process(
     To float32 rounding: an engine that has half of the prompts adds up in another order.
     """
     alone = metric_lines(train(*KEYS, run="alone"))
-    run(load_config(arguments(*KEYS, *APART, "trainer.total_training_steps=1", run="apart")).config)
+    train(*KEYS, *APART, "trainer.total_training_steps=1", run="apart")
     output = capfd.readouterr().out
     assert "on processes of its own" in output and "2 on" in output
-    run(load_config(arguments(*KEYS, *APART, run="apart")).config)
+    train(*KEYS, *APART, run="apart")
     assert "resumed from" in capfd.readouterr().out
     apart = metric_lines(tmp_path / "apart")
     assert [line["step"] for line in apart] == [line["step"] for line in alone] == [0, 1, 2]

@@ -1,44 +1,80 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A command that is asked to stop passes it on to the run, which is a process of Ray's.
-
-What it does not prove: the same where that process is on another machine.
-"""
+"""A command whose workers are on a cluster is interrupted, asked to stop, or killed: nothing of it stays."""
 
 import signal
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from quadriga.trainer.checkpoint import Checkpoints, verify
+from watching import WAIT_S, assert_nothing_left, titles, wait_for, wait_for_steps
 
-WAIT_S = 300.0
+Start = Callable[..., subprocess.Popen[str]]
+ENDLESS = ("trainer.save_freq=1", "trainer.total_training_steps=5000")
+# After a SIGKILL these try for a minute, a number fixed in Ray, to report it to a head that is gone; then they end.
+LATE = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 
 
 def test_sigterm_saves_the_step_in_work(
-    start: Callable[..., subprocess.Popen[str]],
+    ray_cluster: str,
+    start_on: Callable[..., subprocess.Popen[str]],
+    session_members: Callable[[int], list[int]],
     train: Callable[..., Path],
     metric_lines: Callable[[Path], list[dict[str, Any]]],
-    session_members: Callable[[int], list[int]],
     tmp_path: Path,
 ) -> None:
-    """It ends with a checkpoint of its last step, from which the run goes on to the bit, in one process; no process
-    of the cluster stays."""
-    process = start("trainer.total_training_steps=100000", "trainer.save_freq=90000", "trainer.backend=ray")
-    metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + WAIT_S
-    while not metrics.exists() or metrics.read_bytes().count(b"\n") < 2:
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
-        time.sleep(0.05)
+    """It ends with a checkpoint of its last step, from which the run goes on to the bit, in one process; no worker
+    process stays."""
+    process = start_on(ray_cluster, "trainer.total_training_steps=100000", "trainer.save_freq=90000")
+    wait_for_steps(process, tmp_path / "run", 2)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=WAIT_S)
     assert process.returncode == 130, output
     last = len(metric_lines(tmp_path / "run"))
     assert "SIGTERM: the run ends after this step" in output
     assert f"The same command goes on from the checkpoint of step {last}." in output
-    assert session_members(process.pid) == []
+    assert_nothing_left(session_members)
     checkpoints = Checkpoints(tmp_path / "run")
     assert checkpoints.steps() == [last] == [checkpoints.newest()]
     verify(checkpoints.path(last))
     more = (f"trainer.total_training_steps={last + 2}", "trainer.save_freq=90000")
     assert metric_lines(train(*more)) == metric_lines(train(*more, run="alone"))
+
+
+def test_interrupt(
+    ray_cluster: str,
+    start_on: Start,
+    interrupt: Callable[[subprocess.Popen[str]], str],
+    session_members: Callable[[int], list[int]],
+    tmp_path: Path,
+) -> None:
+    """Ctrl-C, to the whole process group as a terminal sends it: one line says how to go on, nothing stays."""
+    process = start_on(ray_cluster, *ENDLESS)
+    wait_for_steps(process, tmp_path / "run", 2)
+    output = interrupt(process)
+    assert output.rstrip().endswith("quadriga train: interrupted")
+    assert_nothing_left(session_members)
+    for checkpoint in (tmp_path / "run").glob("global_step_*"):
+        verify(checkpoint)
+
+
+def test_killed_command(
+    ray_cluster: str, start_on: Start, session_members: Callable[[int], list[int]], ray_folder: Path, tmp_path: Path
+) -> None:
+    """SIGKILL takes the workers with it, on a cluster that stays up, and the cluster where the command started it."""
+    own = f"ray_kwargs.ray_init={{_temp_dir: {ray_folder / 'own'}, object_store_memory: 100000000}}"
+    joined, starter = start_on(ray_cluster, *ENDLESS, run="joined"), start_on("", *ENDLESS, own, run="starter")
+    wait_for_steps(joined, tmp_path / "joined", 2)
+    wait_for_steps(starter, tmp_path / "starter", 2)
+    assert len(session_members(starter.pid)) > 3
+    for process in (joined, starter):
+        process.kill()
+        process.communicate(timeout=WAIT_S)
+
+    def left() -> dict[int, str]:
+        found = titles(session_members(starter.pid))
+        return {pid: title for pid, title in found.items() if not title.startswith(LATE)}
+
+    wait_for(lambda: not left(), lambda: str(left()))
+    assert_nothing_left(session_members)

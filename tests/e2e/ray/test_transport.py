@@ -17,11 +17,11 @@ from ray._private.internal_api import get_memory_info_reply, get_state_from_addr
 
 from quadriga.protocol import DataProto, DataProtoFuture, deep_equal, object_array  # noqa: E402
 from quadriga.protocol.memory import is_lent  # noqa: E402
-from quadriga.single_controller.ray import pages  # noqa: E402
 from quadriga.single_controller.ray.transport import (  # noqa: E402
     OUTBOX,
     Outbox,
     pack_result,
+    release_pages,
     unpack,
     unpack_result,
 )
@@ -34,9 +34,9 @@ SETTLED_AFTER_S = 2.5
 class Scaler:
     """A worker of one method."""
 
-    def scale(self, header: Any, *values: Any) -> Any:
+    def scale(self, body: Any, *values: Any) -> Any:
         """The rows times a factor, written in place; with a future in place of rows, those of the future."""
-        (data, factor), _ = unpack(header, values)
+        (data, factor), _ = unpack(body, values)
         data = data.get() if isinstance(data, DataProtoFuture) else data
         data.batch["x"].mul_(factor)
         return pack_result(data)
@@ -64,7 +64,7 @@ def make_batch(rows: int = 40, value: float = 1.0) -> DataProto:
 def call(workers: list[Any], data: Any, factor: float, outbox: Outbox = OUTBOX) -> list[Any]:
     """Start `scale` on every worker; gives Ray's references."""
     messages = outbox.pack([((part, factor), {}) for part in data.chunk(len(workers))])
-    return [worker.scale.remote(each.header, *each.refs) for worker, each in zip(workers, messages, strict=True)]
+    return [worker.scale.remote(each.body, *each.refs) for worker, each in zip(workers, messages, strict=True)]
 
 
 def lent_outputs(refs: list[Any]) -> list[DataProto]:
@@ -159,7 +159,7 @@ def test_the_driver_keeps_no_pages_of_the_store(workers: list[Any]) -> None:
 def test_letting_go_of_pages_leaves_memory_alone(workers: list[Any]) -> None:
     private = torch.rand(3_000_000)
     copy, stored = private.clone(), ray.get(ray.put(private.numpy()))
-    pages.release()
+    release_pages()
     assert torch.equal(private, copy) and np.array_equal(stored, copy.numpy())
 
 

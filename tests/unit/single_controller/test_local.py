@@ -11,6 +11,7 @@ import torch
 from quadriga.errors import DataError, WorkerError
 from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.single_controller import ClassWithInitArgs, Dispatch, LocalWorkerGroup, ResourcePool, Worker, register
+from quadriga.single_controller.local import LocalWorkerGroups
 from quadriga.single_controller.worker_group import WorkerFacade
 
 
@@ -158,7 +159,7 @@ def test_ctrl_c_is_not_an_error_of_the_worker(monkeypatch: pytest.MonkeyPatch) -
 
 def test_any_method_by_name() -> None:
     adders = group(3)
-    assert adders.execute_all("not_registered", 5) == [0, 5, 10] and adders.execute_rank_zero("not_registered", 5) == 0
+    assert adders.execute_all("not_registered", 5) == adders.execute_all("not_registered", amount=5) == [0, 5, 10]
     with pytest.raises(WorkerError, match=r"failed in nothing.*AttributeError"):
         adders.execute_all("nothing")
 
@@ -197,13 +198,6 @@ def test_arguments_that_do_not_fit_the_mode() -> None:
         adders.execute_with_func_generator(lambda worker, data: len(data), values(1, 2))
 
 
-def test_calls_by_name() -> None:
-    adders = group(2)
-    assert adders.execute_all_sync("not_registered", 3) == adders.execute_all("not_registered", amount=3) == [0, 3]
-    assert adders.execute_all_async("not_registered", 3).get() == [0, 3]
-    assert adders.execute_rank_zero_sync("think") == adders.execute_rank_zero_async("think").get() == 10
-
-
 def test_a_method_may_not_hide_a_group_method() -> None:
     class Impostor(Worker):
         @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -226,3 +220,39 @@ def test_a_dispatch_function_that_forgets_a_rank() -> None:
     assert LocalWorkerGroup(ClassWithInitArgs(Forgetful)).run(4) == [4]
     with pytest.raises(WorkerError, match="got 1 values for an argument, expected 2"):
         LocalWorkerGroup(ClassWithInitArgs(Forgetful), ResourcePool([2])).run(4)
+
+
+class Counter(Worker):
+    """Counts how often it is closed, in a list of the test's."""
+
+    def __init__(self, closed: list[str], name: str) -> None:
+        self.closed, self.name = closed, name
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def close(self) -> None:
+        self.closed.append(self.name)
+
+
+class Silent(Worker):
+    """Has nothing to release."""
+
+
+def test_a_group_to_each_role_and_those_are_closed_that_can_be() -> None:
+    closed: list[str] = []
+    classes = {
+        "actor": ClassWithInitArgs(Counter, closed, "actor"),
+        "ref": ClassWithInitArgs(Silent),
+        "critic": ClassWithInitArgs(Counter, closed, "critic"),
+    }
+    groups = LocalWorkerGroups(classes, dict.fromkeys(classes, "all"), {"all": [1]}, "cpu")
+    assert {role: (group.name, group.world_size) for role, group in groups.groups.items()} == {
+        "actor": ("actor", 1),
+        "ref": ("ref", 1),
+        "critic": ("critic", 1),
+    }
+    assert not groups.is_remote
+    assert groups.describe() == {}
+    groups.end()
+    assert closed == []
+    groups.close()
+    assert closed == ["actor", "critic"]

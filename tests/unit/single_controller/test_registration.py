@@ -10,7 +10,7 @@ import torch
 from quadriga.errors import WorkerError
 from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.single_controller import Dispatch, Execute, Worker, register
-from quadriga.single_controller.registration import registered_methods, registration_of
+from quadriga.single_controller.dispatch import registered_methods
 
 
 class Reader(Worker):
@@ -47,11 +47,11 @@ FUTURE = DataProtoFuture.concat([None], resolve=lambda handles: [DataProto.from_
 
 
 def test_what_is_recorded() -> None:
-    forward = registration_of(Reader, "forward")
+    registered = registered_methods(Reader)
+    forward = registered["forward"]
     assert forward.dispatch_mode is Dispatch.ONE_TO_ALL and not forward.blocking and not forward.is_rank_zero_only
-    assert registration_of(Reader, "read_async").is_rank_zero_only
-    assert registration_of(Reader, "plain") is None and registration_of(Reader, "nothing") is None
-    assert {"read", "forward", "read_async"} <= set(registered_methods(Reader))
+    assert registered["read_async"].is_rank_zero_only
+    assert {"read", "forward", "read_async"} <= set(registered) and "plain" not in registered
     assert "read" in registered_methods(Heir) and "forward" not in registered_methods(Heir)
 
 
@@ -72,7 +72,7 @@ def test_the_default_takes_one_entry_per_rank() -> None:
     def method(self: Worker) -> None: ...
 
     registration = method._quadriga_registration
-    assert registration.dispatch_mode is Dispatch.ALL_TO_ALL and registration.execute_mode is Execute.ALL
+    assert registration.dispatch_mode is Dispatch.ALL_TO_ALL and not registration.is_rank_zero_only
     assert registration.blocking
 
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from quadriga.errors import WorkerError
-from quadriga.single_controller.threads import share_of_cores
+from quadriga.single_controller.resource_pool import share_of_cores
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,8 @@
 
 import subprocess
 import sys
-from types import ModuleType
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -33,16 +34,21 @@ def test_without_ray_the_fix_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_cluster_is_told_what_to_run_and_how_many_processes(
     config: Any, num_processes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The call stands in for a cluster: that one runs it is tested where there is Ray."""
-    calls: list[tuple[Any, dict[str, Any]]] = []
-    cluster = ModuleType("cluster")
-    vars(cluster)["start"] = lambda *arguments, **options: calls.append((arguments, options))
-    monkeypatch.setitem(sys.modules, "cluster", cluster)
-    monkeypatch.setattr(launch, "RUN_ON_CLUSTER", "cluster:start")
+    """A list stands in for the cluster and the run: that one runs there is tested where there is Ray."""
+    events: list[Any] = []
+
+    @contextmanager
+    def connected(arguments: Any, count: int, timeline_file: str | None) -> Iterator[None]:
+        events.append(count)
+        yield
+        events.append("left")
+
+    known = {launch.CLUSTER: connected, launch.RUN: lambda *arguments: events.append(arguments)}
+    monkeypatch.setattr(launch, "_load", known.__getitem__)
     run_ppo(config)
-    ((arguments, options),) = calls
-    assert arguments == ("quadriga.trainer.task_runner:run", (config,))
-    assert options["num_processes"] == num_processes
+    count, (configuration, start_up), left = events
+    assert (count, configuration, left) == (num_processes, config, "left")
+    assert [name for name, _ in start_up] == ["cluster", "modules"]
 
 
 def test_until_it_is_known_where_neither_torch_nor_ray_is_loaded() -> None:

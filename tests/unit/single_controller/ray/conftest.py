@@ -56,7 +56,7 @@ class Post:
 
     def received(self, message: Message) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What a worker gets."""
-        return unpack(through_ray(message.header), [self.shelf.get(ref) for ref in message.refs])
+        return unpack(through_ray(message.body), [self.shelf.get(ref) for ref in message.refs])
 
     def there(self, parts: Sequence[DataProto]) -> list[DataProto]:
         """The parts, one to a rank, as the ranks get them."""

@@ -1,20 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packing for Ray, without Ray: what arrives, and that no lent memory reaches anybody."""
+"""Packing for Ray, without Ray: what arrives, and that no lent memory reaches anything else."""
 
+import datetime
 import gc
+import threading
 import weakref
+from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
 import pytest
+import ray
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from tensordict import TensorDict
 
-from quadriga.protocol import DataProto, object_array
+from quadriga.protocol import DataProto, deep_equal, object_array
 from quadriga.protocol.memory import is_lent
+from quadriga.single_controller import Dispatch
+from quadriga.single_controller.ray.transport import pack_result
 
 ROWS = 12
 DTYPES = [
@@ -167,6 +173,69 @@ def test_what_was_packed_is_freed_without_the_garbage_collector(post: Any) -> No
         assert [reference() for reference in held] == [None] * 3
     finally:
         gc.enable()
+
+
+# ---- any value ------------------------------------------------------------------------------------
+
+
+def by_value() -> type:
+    """A class that no other process can import."""
+
+    class Local:
+        number = 3
+
+    return Local
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        b"bytes of a worker's own",
+        ("actor", "update", {"lr": 1e-6, "names": ["a", "b"], "when": datetime.date(2026, 1, 2)}),
+        (Dispatch.ONE_TO_ALL, PurePosixPath("/tmp/x"), len, torch.bfloat16, np.float32(2.5)),
+        np.arange(6).reshape(2, 3),
+        np.arange(90_000).reshape(300, 300),
+        np.array(["a", None, {"x": 1}], dtype=object),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_any_value(post: Any, value: Any) -> None:
+    assert deep_equal(post.back(value), value)
+    (args, kwargs) = post.received(post.outbox.pack([((value,), {"also": value})])[0])
+    assert deep_equal(args[0], value) and deep_equal(kwargs["also"], value)
+
+
+def test_classes_and_functions_of_a_script_travel_by_value(post: Any) -> None:
+    assert post.back([by_value()])[0].number == 3
+    assert post.back({"add": lambda left, right: left + right})["add"](1, 2) == 3
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        ray.ObjectRef.nil(),
+        (1, [ray.ObjectRef.nil()]),
+        DataProto.from_dict({"x": torch.ones(1)}, {"mine": [[ray.ObjectRef.nil()]]}),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_values_with_references_are_rays_to_pickle(post: Any, value: Any) -> None:
+    assert pack_result(value) is value
+    assert post.outbox.pack([((value,), {})])[0].body == ((value,), {})
+
+
+def test_what_cannot_be_pickled() -> None:
+    for value in (threading.Lock(), (part for part in "a generator")):
+        with pytest.raises(TypeError, match="cannot pickle"):
+            pack_result(value)
+
+
+def test_what_comes_out_may_be_written_to(post: Any) -> None:
+    for size in (4, 90_000):
+        array = post.back(np.zeros(size))
+        array += 1
+        assert array.sum() == size
 
 
 # ---- lent memory ----------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ pytest.importorskip("ray")
 
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RayError, RuntimeEnvSetupError
 
-from quadriga.single_controller.ray.deaths import Remains, cause_of_death, oom_kills, remains
+from quadriga.single_controller.ray.errors import CrashLog, cause_of_death, crash_log, oom_kills
 
 OUT_OF_MEMORY = """1 worker(s) were killed due to the node running low on memory. Memory on the node \
 (IP: 192.0.2.2, ID: 29abddaafc22) was 2.17GB used / 23.54GB limit (0.092225)
@@ -62,20 +62,20 @@ def died(text: str) -> RayError:
     return error
 
 
-def got(error: RayError, left: Remains | None = None, oom_kills_before: int = 0) -> str:
+def got(error: RayError, left: CrashLog | None = None, oom_kills_before: int = 0) -> str:
     """The cause in a few words."""
-    return cause_of_death(error, left or Remains(), oom_kills_before, 13773).got
+    return cause_of_death(error, left or CrashLog(), oom_kills_before, 13773)[0]
 
 
 def test_rays_own_out_of_memory_gives_the_sizes_of_node_and_process():
-    cause = cause_of_death(OutOfMemoryError(OUT_OF_MEMORY), Remains(), 0, 13773)
+    cause, fix = cause_of_death(OutOfMemoryError(OUT_OF_MEMORY), CrashLog(), 0, 13773)
 
-    assert cause.got == (
+    assert cause == (
         "out of memory: 2.17GB of the node's 23.54GB were in use, 1.21GB by this process; "
         "Ray killed it to save the node"
     )
-    assert "lower the micro-batches" in cause.fix
-    assert "by this process" not in cause_of_death(OutOfMemoryError(OUT_OF_MEMORY), Remains(), 0, 1).got
+    assert "lower the micro-batches" in fix
+    assert "by this process" not in cause_of_death(OutOfMemoryError(OUT_OF_MEMORY), CrashLog(), 0, 1)[0]
 
 
 def test_an_older_rays_sentence_is_understood_and_a_call_after_the_death_too():
@@ -113,16 +113,16 @@ def test_a_process_that_cannot_be_set_up_gives_the_last_word_of_rays_story():
 
 
 def test_the_kernel_is_named_if_it_killed_something_for_memory_since_the_process_started():
-    assert got(died(END_OF_FILE), Remains(oom_kills=3), 3).startswith("it ended without a word")
-    assert got(died(END_OF_FILE), Remains(oom_kills=4), 3) == "killed by the kernel while the node was out of memory"
+    assert got(died(END_OF_FILE), CrashLog(oom_kills=3), 3).startswith("it ended without a word")
+    assert got(died(END_OF_FILE), CrashLog(oom_kills=4), 3) == "killed by the kernel while the node was out of memory"
 
 
 def test_the_signal_and_the_place_come_from_the_fault_handler(tmp_path):
     log = tmp_path / "worker.err"
     log.write_text(FATAL.format(current="/code/train.py"))
-    here = remains(str(log))
+    here = crash_log(str(log))
     log.write_text(FATAL.format(current=pytest.__file__))
-    in_library = remains(str(log))
+    in_library = crash_log(str(log))
 
     assert got(died(END_OF_FILE), here) == "SIGSEGV (segmentation fault) at /code/train.py:1069 in main_loop"
     assert got(died(END_OF_FILE), in_library) == "SIGSEGV (segmentation fault) at /code/kernels.py:16 in launch"
@@ -133,15 +133,15 @@ def test_the_signal_and_the_place_come_from_the_fault_handler(tmp_path):
 def test_the_last_lines_are_few_unless_the_fault_handler_wrote_more(tmp_path):
     log = tmp_path / "worker.err"
     log.write_text("".join(f"line {number}\n" for number in range(100)))
-    assert remains(str(log)).last_lines == tuple(f"line {number}" for number in range(80, 100))
+    assert crash_log(str(log)).last_lines == tuple(f"line {number}" for number in range(80, 100))
 
     log.write_text("before\n" * 50 + "Fatal Python error: Aborted\n" + '  File "/code/a.py", line 1 in f\n' * 40)
-    lines = remains(str(log)).last_lines
+    lines = crash_log(str(log)).last_lines
     assert (len(lines), lines[0]) == (41, "Fatal Python error: Aborted")
 
 
 def test_a_log_that_is_not_there_is_no_error(tmp_path):
-    assert remains(str(tmp_path / "none")).last_lines == ()
+    assert crash_log(str(tmp_path / "none")).last_lines == ()
 
 
 def test_the_kernels_count_is_read_where_there_is_one(tmp_path):

@@ -1,0 +1,397 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls to worker processes on the driver's side: their start, the wait for their outputs, and the processes' end.
+
+    resolve        consumes the outputs of the calls; waits for all of them, or for the first failure
+                   unblocked by: the last output; a Failure; a process that Ray says is gone; a node or the
+                   cluster's head that takes no connections
+    report thread  (observe.watchdog) every 30 s gets from each late process what it is doing, and prints it
+
+    good case      ray.get(all, 0.25 s) ---- all there ----> outputs
+    long wait      ray.wait(all, 0.25 s) again and again; what is ready is looked at: is it a failure?
+                   every 5 s: do the head and the nodes still take connections?
+    failure        others that fail now are given a moment, so that the cause is raised and not its consequence:
+                   a death comes first, then what was raised first; a lost peer (PeerLostError) comes last
+
+A process that dies makes its peers fail in their collective, often before Ray has noticed the death; a process that
+raises leaves its peers hanging in theirs. Either way the driver has the error within seconds.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, NodeDiedError, RayError, RaySystemError, RayTaskError
+
+from quadriga.errors import PeerLostError, QuadrigaError, WorkerError
+from quadriga.observe.watchdog import waiting
+from quadriga.single_controller.ray import transport
+from quadriga.single_controller.ray.cluster import head_address, is_lost, own_node_id, responds, run_on_node
+from quadriga.single_controller.ray.errors import CrashLog, Failure, WorkerName, cause_of_death, crash_log
+from quadriga.single_controller.ray.process import ProcessAddress, Status, start_of
+
+REPORT_EVERY_S = 30.0
+POLL_S = 0.25
+LOOK_AT_NODES_S = 5.0
+
+GRACE_S = 1.0
+"""After a failure, time for the others to fail as well, so that the first one can be told from its consequences."""
+
+PEER_LOST_GRACE_S = 8.0
+"""The same where all that failed did so for the lack of a peer: the peer's end is still to be noticed."""
+
+STATUS_LIMIT_S = 2.0
+CRASH_LOG_LIMIT_S = 5.0
+END_LIMIT_S = 10.0
+"""Time for killed processes to be gone."""
+
+RAY_KILLS_S = 3.0
+"""Time for Ray to kill a process; what then still lives is killed without it."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """The handle of a method that was started: what `RayWorkerGroup.start_all` returns.
+
+    Attributes:
+        ref: Ray's reference of what it will return.
+        actor: the process that runs it.
+        address: where that is; None: not known yet.
+        worker, method: what was called.
+        arguments: describes the arguments, for an error message. A function may hold on to them; a call that is
+            pickled has the text instead.
+    """
+
+    ref: Any
+    actor: Any
+    address: ProcessAddress | None
+    worker: WorkerName
+    method: str
+    arguments: str | Callable[[], str]
+
+    def described(self) -> str:
+        """The arguments, data by shape."""
+        return self.arguments if isinstance(self.arguments, str) else self.arguments()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Call, (self.ref, self.actor, self.address, self.worker, self.method, self.described())
+
+    def __str__(self) -> str:
+        return f"{self.worker}.{self.method}"
+
+
+def start_call(
+    actor: Any,
+    address: ProcessAddress,
+    worker: WorkerName,
+    method: str,
+    message: transport.Message,
+    arguments: Callable[[], str],
+) -> Call:
+    """Start a method of a worker.
+
+    Args:
+        actor, address: the worker's process.
+        message: its arguments, packed.
+        arguments: describes them, if an error message needs it.
+    """
+    # One argument in place of three: Ray takes time for each.
+    letter = (worker.role, method, message.body)
+    if isinstance(message.body, bytes):
+        letter = f"{worker.role}\n{method}\n".encode() + message.body
+    return Call(actor.call.remote(letter, *message.refs), actor, address, worker, method, arguments)
+
+
+# ---- waiting ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Loss:
+    """A call that Ray has no output for, and why it says so."""
+
+    call: Call
+    error: RayError
+
+    def __str__(self) -> str:
+        return f"{self.call} has no answer either"
+
+
+def resolve(
+    calls: Sequence[Call],
+    borrow: bool = False,
+    report_every_s: float | None = None,
+    emit: Callable[[str], None] = print,
+) -> list[Any]:
+    """Wait for calls and return their outputs, in the order of the calls.
+
+    Args:
+        calls: what was started.
+        borrow: outputs may be read-only views of shared memory, which the caller copies and does not keep.
+        report_every_s: seconds between two reports on a long wait; None: `REPORT_EVERY_S`.
+        emit: where the reports go.
+
+    Raises:
+        WorkerError: a worker raised, or its process, its node or the cluster is gone. An error of Quadriga's own comes
+            as its own type. The worker's traceback, or the end of its standard error, is a note of the error.
+    """
+    wait = _Wait(calls)
+    # Where all respond in time, one call to Ray is enough; otherwise they are looked at one by one.
+    with suppress(RayError):
+        wait.outputs = dict(zip(wait.calls, ray.get(list(wait.calls), timeout=POLL_S), strict=True))
+    if not wait.is_over(0):
+        with waiting(wait.what, wait.report, report_every_s or REPORT_EVERY_S, emit):
+            wait.until_over()
+    if wait.failed():
+        raise wait.error()
+    return [transport.unpack_result(wait.outputs[call.ref], borrow) for call in calls]
+
+
+class _Wait:
+    """Calls, and what has come of them.
+
+    Attributes:
+        what: the calls in few words: `actor.update_actor on 4 ranks`.
+        calls: by reference, in their order.
+        outputs: what has come so far, failures too.
+    """
+
+    def __init__(self, calls: Sequence[Call]) -> None:
+        names = ", ".join(dict.fromkeys(f"{call.worker.role}.{call.method}" for call in calls))
+        self.what = f"{names} on {len(calls)} rank{'s' if len(calls) != 1 else ''}"
+        self.calls = {call.ref: call for call in calls}
+        self.outputs: dict[Any, Any] = {}
+
+    def pending(self) -> list[Any]:
+        """References of what has not come."""
+        return [ref for ref in self.calls if ref not in self.outputs]
+
+    def failed(self) -> list[Failure | _Loss]:
+        """The failures so far."""
+        return [output for output in self.outputs.values() if isinstance(output, (Failure, _Loss))]
+
+    def is_over(self, limit_s: float) -> bool:
+        """Wait for so many seconds. Returns whether all have come, or one has failed."""
+        if pending := self.pending():
+            ready, _ = ray.wait(pending, num_returns=len(pending), timeout=limit_s)
+            for ref in ready:
+                try:
+                    self.outputs[ref] = ray.get(ref)
+                except RayError as error:
+                    self.outputs[ref] = _Loss(self.calls[ref], error)
+        return not self.pending() or bool(self.failed())
+
+    def until_over(self) -> None:
+        """Wait as long as it takes.
+
+        Raises:
+            WorkerError: the cluster is gone.
+        """
+        look = time.monotonic() + LOOK_AT_NODES_S
+        while not self.is_over(POLL_S):
+            if time.monotonic() >= look:
+                self._look_at_nodes()
+                look = time.monotonic() + LOOK_AT_NODES_S
+
+    def _look_at_nodes(self) -> None:
+        host, port = head_address()
+        if is_lost(host, port):
+            raise WorkerError(
+                f"Ray cluster at {host}:{port}",
+                got=f"no answer from its head while waiting for {self.what}",
+                expected="a cluster that stays up until the run ends",
+                fix="Start it again; a run that wrote checkpoints goes on from the last one.",
+            )
+        addresses = {ref: address for ref in self.pending() if (address := self.calls[ref].address)}
+        ports = {(address.node, address.raylet_port) for address in addresses.values()}
+        lost = {node for node in ports if is_lost(*node)}
+        for ref, address in addresses.items():
+            if (address.node, address.raylet_port) in lost:
+                self.outputs[ref] = _Loss(self.calls[ref], NodeDiedError("its node has died"))
+
+    def error(self) -> QuadrigaError:
+        """The failure to raise, after a moment for those that fail now; the others are notes of it."""
+        start = time.monotonic()
+        while pending := self.pending():
+            waited_s = time.monotonic() - start
+            if waited_s > (PEER_LOST_GRACE_S if all(map(_is_lost_peer, self.failed())) else GRACE_S):
+                break
+            ray.wait(pending, timeout=POLL_S)
+            self.is_over(0)
+        first, *others = sorted(self.failed(), key=_cause_first)
+        error = _error_of_loss(first) if isinstance(first, _Loss) else first.as_error()
+        for other in others:
+            error.add_note(f"And: {other}")
+        return error
+
+    def report(self) -> str:
+        """Which ranks have responded, and what the others are doing."""
+        late = [self.calls[ref] for ref in self.pending()]
+        done = [call.worker.rank for ref, call in self.calls.items() if ref in self.outputs]
+        ranks_at: dict[str, list[int]] = {}
+        for call, status in zip(late, ask_status([call.actor for call in late], STATUS_LIMIT_S), strict=True):
+            ranks_at.setdefault(_phase(call, status), []).append(call.worker.rank)
+        missing = "; ".join(f"{_ranks(ranks)} {phase}" for phase, ranks in ranks_at.items())
+        return f"{_ranks(done) if done else 'no rank'} answered; not yet: {missing or 'none'}"
+
+
+def ask_status(actors: Sequence[Any], limit_s: float) -> list[Status | None]:
+    """What processes are doing; None for one that does not respond in time, or is gone."""
+    refs = [actor.status.remote() for actor in actors]
+    ready, _ = ray.wait(refs, num_returns=len(refs), timeout=limit_s)
+    # Of a process that is gone the call itself tells, with the reason.
+    return [_value(ref) if ref in ready else None for ref in refs]
+
+
+def _value(ref: Any) -> Any:
+    """What a call has returned; None if its process has died."""
+    try:
+        return ray.get(ref)
+    except RayError:
+        return None
+
+
+def _is_lost_peer(failure: Failure | _Loss) -> bool:
+    return isinstance(failure, Failure) and failure.known_as is not None and failure.known_as[0] is PeerLostError
+
+
+def _cause_first(failure: Failure | _Loss) -> tuple[int, float]:
+    if isinstance(failure, _Loss):
+        return 0, failure.call.worker.rank
+    return 2 if _is_lost_peer(failure) else 1, failure.time_s
+
+
+def _phase(call: Call, status: Status | None) -> str:
+    if status is None:
+        return "silent: the process does not say" if call.address else "not started"
+    if not status.method:
+        return "not begun: the arguments are not there yet"
+    if (status.role, status.method) != (call.worker.role, call.method):
+        return f"still in {status.role}.{status.method} for {status.running_s:.0f} s, at {status.phase}"
+    return f"at {status.phase}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """Ranks in words: `rank 3`, `ranks 0, 2-5`."""
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and rank == spans[-1][-1] + 1:
+            spans[-1][1:] = [rank]
+        else:
+            spans.append([rank])
+    return f"rank{'s' if len(ranks) > 1 else ''} " + ", ".join("-".join(map(str, span)) for span in spans)
+
+
+def _error_of_loss(loss: _Loss) -> WorkerError:
+    """The error for a process that is gone: why, as far as Ray and its node can tell, and the end of its log."""
+    call, error, address = loss.call, loss.error, loss.call.address
+    is_unreadable = isinstance(error, RaySystemError) and bool(error.traceback_str)
+    if is_unreadable or isinstance(error, RayTaskError):
+        # The process lives: Ray could not bring the arguments there or the output back.
+        told = str(error.client_exc) if is_unreadable else f"{type(error.cause).__name__}: {error.cause}"
+        failed = WorkerError(
+            f"{call.worker} failed in {call.method}",
+            got=f"{told} (called with {call.described()})",
+            expected="arguments and a result that can be pickled here and unpickled there",
+        )
+        failed.worker = str(call.worker)
+        failed.add_note(f"\nRay says:\n{error}")
+        return failed
+    if isinstance(error, ActorUnavailableError):
+        error = _asked_again(call) or error
+    log = CrashLog()
+    # Nothing can be read on a node that is gone.
+    if address is not None and not isinstance(error, NodeDiedError):
+        try:
+            log = run_on_node(address.node_id, crash_log, address.log, limit_s=CRASH_LOG_LIMIT_S)
+        except RayError as failure:
+            log = CrashLog((f"(they could not be read: {type(failure).__name__})",))
+    got, fix = cause_of_death(error, log, address.oom_kills if address else log.oom_kills, call.worker.pid)
+    given = f" (called with {call.described()})" if call.described() else ""
+    died = WorkerError(f"{call.worker} died in {call.method}", got=f"{got}{given}", fix=fix)
+    died.worker = str(call.worker)
+    if log.last_lines:
+        died.add_note(f"\n{call.worker}, process {call.worker.pid}, its last lines on standard error:")
+        died.add_note("\n".join(f"  {line}" for line in log.last_lines))
+    return died
+
+
+def _asked_again(call: Call) -> RayError | None:
+    """What Ray says of a process when it is asked again: right after a death it may only know of a lost connection."""
+    if call.address and is_lost(call.address.node, call.address.raylet_port):
+        return NodeDiedError("its node has died")
+    try:
+        ray.get(call.actor.status.remote(), timeout=CRASH_LOG_LIMIT_S)
+    except GetTimeoutError:
+        # Ray has not decided; what it said first has to do.
+        return None
+    except RayError as error:
+        return error
+    return None
+
+
+# ---- the end of processes -----------------------------------------------------------------------
+
+
+def end_processes(actors: Sequence[Any], address_refs: Sequence[Any]) -> None:
+    """Kill worker processes, and wait until they are gone.
+
+    Args:
+        actors: Ray's handles of the processes; one that has ended already does no harm.
+        address_refs: what their `address` methods will return; those that have started are waited for.
+
+    Raises:
+        WorkerError: processes are still there after `END_LIMIT_S`.
+    """
+    if not ray.is_initialized():
+        # The connection is over, and with it what this process started; `ray.kill` would begin a new one.
+        return
+    ready, _ = ray.wait(list(address_refs), num_returns=len(address_refs), timeout=0)
+    addresses: list[ProcessAddress] = [address for ref in ready if (address := _value(ref)) is not None]
+    # Without its head Ray kills nothing, and waits for a minute before it says so.
+    has_head = not is_lost(*head_address())
+    for actor in actors if has_head else ():
+        ray.kill(actor, no_restart=True)
+    left: list[str] = []
+    for node_id, node, raylet_port in {(each.node_id, each.node, each.raylet_port) for each in addresses}:
+        processes = [(address.pid, address.started) for address in addresses if address.node_id == node_id]
+        alive: list[int] = []
+        if node_id == own_node_id():
+            alive = _end_here(processes, RAY_KILLS_S if has_head else 0.0)
+        elif has_head and responds(node, raylet_port):
+            alive = run_on_node(node_id, _end_here, processes, RAY_KILLS_S, limit_s=END_LIMIT_S + 5.0)
+        # Else a process ends itself: when its node's raylet does, and a raylet when it has no head for a minute.
+        left += [f"process {pid} on {node}" for pid in alive]
+    if left:
+        raise WorkerError(
+            "closing a worker group",
+            got=f"{', '.join(left)} alive {END_LIMIT_S:g} s after SIGKILL",
+            expected="no process left",
+            fix="Such a process waits for a device or a file system; the node's `dmesg` may say why.",
+        )
+
+
+def _end_here(processes: Sequence[tuple[int, int]], patience_s: float) -> list[int]:
+    """Wait until processes of this node are gone, after `patience_s` with a SIGKILL; returns those that are left.
+
+    Args:
+        processes: pid and start of each.
+    """
+    start = time.monotonic()
+    is_killed = False
+    while alive := [pid for pid, started in processes if start_of(pid) == started]:
+        waited_s = time.monotonic() - start
+        if waited_s > END_LIMIT_S:
+            return alive
+        if waited_s >= patience_s and not is_killed:
+            for pid in alive:
+                # It may end by itself in the meantime.
+                with suppress(ProcessLookupError):
+                    # With its process group, if it leads one.
+                    (os.killpg if os.getpgid(pid) == pid else os.kill)(pid, signal.SIGKILL)
+            is_killed = True
+        time.sleep(0.01)
+    return []
