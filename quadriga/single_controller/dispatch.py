@@ -264,8 +264,10 @@ def collect_list(group: GroupLayout, outputs: list[Any]) -> list[Any]:
     return outputs
 
 
-def collect_rows(group: GroupLayout, outputs: list[Any]) -> DataProto | None:
-    """All rows, in rank order; None if the method returns nothing."""
+def collect_rows(group: GroupLayout, outputs: list[Any], mesh_name: str = "") -> DataProto | None:
+    """All rows, in rank order; of a mesh: those of the ranks that collect. None if the method returns nothing."""
+    if mesh_name:
+        outputs = outputs_of_mesh(mesh_name, group, outputs)
     if all(output is None for output in outputs):
         return None
     for rank, output in enumerate(outputs):
@@ -277,11 +279,6 @@ def collect_rows(group: GroupLayout, outputs: list[Any]) -> DataProto | None:
                 fix="Dispatch.DP_COMPUTE_METRIC collects outputs of any type in a list.",
             )
     return DataProto.concat(outputs)
-
-
-def collect_rows_of_mesh(mesh_name: str, group: GroupLayout, outputs: list[Any]) -> DataProto | None:
-    """All rows of the ranks that collect, in the order of their chunks."""
-    return collect_rows(group, outputs_of_mesh(mesh_name, group, outputs))
 
 
 def outputs_of_mesh(mesh_name: str, group: GroupLayout, outputs: list[Any]) -> list[Any]:
@@ -338,7 +335,7 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> DispatchFunctions:
     """
     return DispatchFunctions(
         partial(split_rows_over_mesh, mesh_name),
-        partial(collect_rows_of_mesh, mesh_name),
+        partial(collect_rows, mesh_name=mesh_name),
         partial(_dp_size, mesh_name),
         partial(outputs_of_mesh, mesh_name),
     )

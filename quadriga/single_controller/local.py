@@ -53,10 +53,10 @@ class LocalWorkerGroup(WorkerGroup[W]):
     ) -> None:
         pool = resource_pool or ResourcePool([1])
         super().__init__(cls_with_init.cls, pool.world_size, name)
-        local_ranks, local_sizes = pool.local_rank_list(), pool.local_world_size_list()
+        seats = [(local_rank, count) for count in pool.process_on_nodes for local_rank in range(count)]
         self.workers: list[W] = []
-        for rank in range(pool.world_size):
-            with placed(WorkerPlace(rank, pool.world_size, local_ranks[rank], local_sizes[rank])):
+        for rank, (local_rank, local_size) in enumerate(seats):
+            with placed(WorkerPlace(rank, pool.world_size, local_rank, local_size)):
                 arguments = (cls_with_init.args, cls_with_init.kwargs)
                 self.workers.append(self._run(rank, "__init__", cls_with_init.cls, arguments))
 

@@ -39,14 +39,6 @@ class ResourcePool:
         """Processes on all nodes together."""
         return sum(self.process_on_nodes)
 
-    def local_world_size_list(self) -> list[int]:
-        """For each rank, how many ranks its node has: [4, 2] gives 4 4 4 4 2 2."""
-        return [count for count in self.process_on_nodes for _ in range(count)]
-
-    def local_rank_list(self) -> list[int]:
-        """For each rank, its number on its node: [4, 2] gives 0 1 2 3 0 1."""
-        return [local_rank for count in self.process_on_nodes for local_rank in range(count)]
-
     def __repr__(self) -> str:
         return f"{type(self).__name__}(process_on_nodes={self.process_on_nodes})"
 
@@ -181,35 +173,28 @@ class ThreadShare:
         return {THREADS: threads, "MKL_NUM_THREADS": threads, **policy}
 
 
-def share_of_cores(cores: int, processes_of_pool_on_node: int, processes_on_node: int = 0) -> ThreadShare:
+def share_of_cores(cores: int, processes: int, processes_on_node: int = 0) -> ThreadShare:
     """The threads of each process of a pool on one node.
 
     Args:
         cores: that a process may use on the node.
-        processes_of_pool_on_node: how many of the pool's processes are there; they compute at the same time.
+        processes: how many of the pool's processes are there; they compute at the same time.
         processes_on_node: those of all pools there, if that is known; they take turns.
 
     Raises:
         WorkerError: one of the numbers makes no sense.
     """
-    total = max(processes_on_node, processes_of_pool_on_node)
-    if cores < 1 or processes_of_pool_on_node < 1:
-        raise WorkerError(
-            "share of cores", got=f"{cores} cores for {processes_of_pool_on_node} processes", expected="at least 1 each"
-        )
-    num_threads = max(1, cores // processes_of_pool_on_node)
-    return ThreadShare(num_threads, total > 1, _reason(num_threads, cores, processes_of_pool_on_node, total))
-
-
-def _reason(num_threads: int, cores: int, processes: int, total: int) -> str:
+    if cores < 1 or processes < 1:
+        raise WorkerError("share of cores", got=f"{cores} cores for {processes} processes", expected="at least 1 each")
+    total, num_threads = max(processes_on_node, processes), max(1, cores // processes)
     threads = f"{num_threads} thread{'s' if num_threads > 1 else ''} a process"
     of_cores = f"{cores} core{'s' if cores > 1 else ''}"
     if total == 1:
-        return f"{threads}: alone on {of_cores}"
+        return ThreadShare(num_threads, False, f"{threads}: alone on {of_cores}")
+    share = f"{processes} processes of the pool share {of_cores}"
     if processes == 1:
         share = f"its pool has {of_cores} to itself while it computes"
     elif processes > cores:
-        share = f"{processes} processes of the pool share {of_cores}, which is more than there are"
-    else:
-        share = f"{processes} processes of the pool share {of_cores}"
-    return f"{threads}: {share}; waiting threads sleep, since {total} processes are on the node"
+        share += ", which is more than there are"
+    sleeping = f"waiting threads sleep, since {total} processes are on the node"
+    return ThreadShare(num_threads, True, f"{threads}: {share}; {sleeping}")

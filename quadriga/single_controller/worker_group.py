@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import itemgetter
 from typing import Any, Generic, TypeVar, cast
 
 from quadriga.errors import WorkerError
@@ -61,11 +62,6 @@ class LayoutSnapshot:
     def mesh(self, name: str) -> MeshLayout:
         """The layout that the workers registered under `name`."""
         return self.meshes[name]
-
-
-def first_output(outputs: list[Any]) -> Any:
-    """The output of the only rank that was called."""
-    return outputs[0]
 
 
 def collect_outputs(
@@ -200,7 +196,7 @@ class WorkerGroup(ABC, Generic[W]):
     def _call(self, method_name: str, registration: Registration, /, *args: Any, **kwargs: Any) -> Any:
         if registration.is_rank_zero_only:
             handles = self.start_all(method_name, [(args, kwargs)])
-            future = DataProtoFuture(collect_fn=first_output, futures=handles, resolve=self.resolve)
+            future = DataProtoFuture(collect_fn=itemgetter(0), futures=handles, resolve=self.resolve)
             return future.get() if registration.blocking else future
         mode = registration.dispatch_mode
         functions = dispatch_functions(mode)
