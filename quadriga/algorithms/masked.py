@@ -24,7 +24,7 @@ def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 
 
 def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True, epsilon: float = 1e-8) -> Tensor:
-    """Scale the values under the mask to variance 1 and, unless told otherwise, to mean 0.
+    """Scale the values under the mask to variance 1 and, by default, to mean 0.
 
     Args:
         values: [B, T].

@@ -8,7 +8,6 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
-from quadriga import data
 from quadriga.errors import DataError
 
 _DATA_HELP = "largest, gsm8k, or reasoning_gym:TASK for any task of that library"
@@ -30,7 +29,7 @@ def main(argv: list[str]) -> int:
         # Progress bars of the libraries that are loaded from here on: in a log they would be one endless line.
         os.environ.setdefault("TQDM_DISABLE", "1")
     if options.what == "model":
-        folder = data.prepare_model(options.name, options.output)
+        folder = _recipe("model_folder").prepare_model(options.name, options.output)
         print(f"model: {folder}")
         return 0
     if options.what == "playground":

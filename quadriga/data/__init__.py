@@ -14,7 +14,6 @@ if TYPE_CHECKING:
         create_rl_sampler,
         create_validation_sampler,
     )
-    from quadriga.data.model_folder import prepare_model
     from quadriga.data.padding import (
         collate_fn,
         compute_position_id_with_mask,
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "loading": "create_dataloader create_rl_dataset create_rl_sampler create_validation_sampler",
-    "model_folder": "prepare_model",
     "padding": "collate_fn compute_position_id_with_mask extend_position_ids pad_left pad_right postprocess_data "
     "truncate",
     "rl_dataset": "RLHFDataset",
@@ -60,7 +58,6 @@ __all__ = [
     "pad_left",
     "pad_right",
     "postprocess_data",
-    "prepare_model",
     "truncate",
 ]
 

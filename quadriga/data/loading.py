@@ -47,7 +47,8 @@ def create_rl_dataset(
     worker processes do not see what it changes.
 
     Raises:
-        DataError: the class cannot be had, or cannot honour `max_samples`; or the data are wrong.
+        ConfigError: the class cannot be loaded.
+        DataError: it cannot honour `max_samples`, or the data are wrong.
     """
     custom, where, cls = data_config.custom_cls, "data.custom_cls", RLHFDataset
     if custom.path is not None:
@@ -60,7 +61,7 @@ def create_rl_dataset(
     if max_samples >= 0 and "max_samples" not in taken:
         raise DataError(
             f"data.{'train' if is_train else 'val'}_max_samples",
-            got=f"{max_samples}, which {cls.__name__} knows nothing about",
+            got=f"{max_samples}, which {cls.__name__} does not take",
             expected="-1 with this class",
             fix=f"Give {cls.__name__}.__init__ a parameter max_samples, or leave the key out.",
         )

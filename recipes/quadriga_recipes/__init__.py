@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What single tasks need, outside the framework: their rows (`tasks`), and a playground on which every recipe runs.
+"""What a run reads, made ready once: rows of single tasks, model folders, and a playground on which every recipe runs.
 
-`quadriga prepare data` and `quadriga prepare playground` call `tasks.prepare_data` and `playground.prepare_playground`.
+`quadriga prepare data`, `prepare model` and `prepare playground` call `tasks.prepare_data`,
+`model_folder.prepare_model` and `playground.prepare_playground`. The framework does not depend on any of it.
 """

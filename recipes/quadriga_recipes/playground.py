@@ -2,13 +2,13 @@
 """A tokenizer, a model, data and configurations so small that every recipe runs on them in seconds.
 
 DIR/
-  model/               a character-level tokenizer, and a Qwen2 model of 0.6 M parameters that knows nothing
-  data/                rows of supervised learning, of rewards, and pairs, of two tasks: see playground_tasks.py
-  sft.yaml             teaches the model to answer, out of mixed habits
+  model/               a character-level tokenizer, and a Qwen2 model of 0.6 M parameters with random weights
+  data/                rows of supervised learning, of rewards, and pairs, of the two tasks of playground_tasks.py
+  sft.yaml             supervised training on mixed habits
   sums.yaml            GRPO on sums
   largest.yaml         GRPO on the largest of three digits
   reward_model.yaml    a reward model from pairs
-  over/                what the recipes need here, to be laid over sums.yaml: see playground_configs.py
+  over/                what the recipes need here, to be laid over sums.yaml (playground_configs.py)
   runs/                what these write
 """
 

@@ -16,9 +16,9 @@ from quadriga_recipes.playground_tasks import LARGEST, SUMS, Task
 
 Tree = dict[str, Any]
 
-NUM_PROMPTS, NUM_ANSWERS = 32, 8
-"""Of a step: 256 answers, whatever the recipe. All 100 sums are too few for 256 prompts with one answer each."""
-MAX_ANSWER_TOKENS = 6
+NUM_PROMPTS, NUM_RESPONSES = 32, 8
+"""Of a step: 256 responses, whatever the recipe. All 100 sums are too few for 256 prompts with one response each."""
+MAX_RESPONSE_TOKENS = 6
 
 
 def configurations(folder: Path) -> dict[str, Tree]:
@@ -52,7 +52,7 @@ def _grpo(folder: Path, task: Task) -> Tree:
             "val_files": f"{folder}/data/{task.name}_val.parquet",
             "train_batch_size": NUM_PROMPTS,
             "max_prompt_length": 16,
-            "max_response_length": MAX_ANSWER_TOKENS,
+            "max_response_length": MAX_RESPONSE_TOKENS,
         },
         "actor_rollout_ref": {
             "model": {"path": f"{folder}/runs/sft/model"},
@@ -61,30 +61,30 @@ def _grpo(folder: Path, task: Task) -> Tree:
                 "optim": {"lr": 3e-4, "betas": [0.9, 0.95], "weight_decay": 0.0},
                 "fsdp_config": {"model_dtype": "float32"},
             },
-            "rollout": {"n": NUM_ANSWERS, "temperature": 1.0, "max_num_seqs": 256},
+            "rollout": {"n": NUM_RESPONSES, "temperature": 1.0, "max_num_seqs": 256},
         },
         "trainer": _trainer(folder, task.name) | {"total_training_steps": 80, "test_freq": 10, "save_freq": 80},
     }
 
 
 def _over_recipes() -> dict[str, Tree]:
-    """For the recipes that are made for longer answers, larger batches or one answer a prompt."""
-    several_answers = {"actor_rollout_ref": {"rollout": {"n": NUM_ANSWERS}}}
+    """For the recipes that are made for longer responses, larger batches or one response a prompt."""
+    several_responses = {"actor_rollout_ref": {"rollout": {"n": NUM_RESPONSES}}}
     four_updates = {"actor_rollout_ref": {"actor": {"ppo_mini_batch_size": NUM_PROMPTS // 4}}}
-    overlong = {"enable": True, "len": MAX_ANSWER_TOKENS // 3, "penalty_factor": 1.0, "log": True}
+    overlong = {"enable": True, "len": MAX_RESPONSE_TOKENS // 3, "penalty_factor": 1.0, "log": True}
     return {
         "cispo": four_updates,
         "dapo": {
             "data": {"train_batch_size": NUM_PROMPTS // 2},
             "actor_rollout_ref": {"actor": {"ppo_mini_batch_size": NUM_PROMPTS // 2}},
-            # The more is right, the fewer groups differ, and the more prompts have to be asked.
+            # The more is right, the fewer groups differ, and the more prompts it takes.
             "algorithm": {"filter_groups": {"max_num_gen_batches": 40}},
-            "reward_model": {"reward_kwargs": {"max_resp_len": MAX_ANSWER_TOKENS, "overlong_buffer_cfg": overlong}},
+            "reward_model": {"reward_kwargs": {"max_resp_len": MAX_RESPONSE_TOKENS, "overlong_buffer_cfg": overlong}},
         },
         "gspo": four_updates,
-        "ppo": several_answers | {"critic": _critic()},
-        "reinforce_plus_plus": several_answers,
-        "remax": several_answers,
+        "ppo": several_responses | {"critic": _critic()},
+        "reinforce_plus_plus": several_responses,
+        "remax": several_responses,
     }
 
 
@@ -128,7 +128,7 @@ def _reward_model(folder: Path) -> Tree:
 def _by_reward_model(folder: Path) -> Tree:
     """What `reward_model.yaml` has trained grades, in place of a comparison with the right answer.
 
-    It has seen no answer but numbers up to 18, and scores some others high, such as 111 for 5+6. What the supervised
+    It has seen no response but numbers up to 18, and scores some others high, such as 111 for 5+6. What the supervised
     model would hardly say therefore costs reward.
     """
     model = {"path": f"{folder}/runs/reward_model/model", "fsdp_config": {"model_dtype": "float32"}}

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two tasks of the playground, and the habits that a model is taught before rewards choose among them.
+"""The two tasks of the playground, and the habits that supervised training mixes before rewards choose among them.
 
-    sums      3+5=        100 questions, asked in training and in validation: what is learned is a table
-    largest   max 381=    1000 questions, of which validation asks 200 that training never sees, supervised or rewarded
+    sums      3+5=        100 questions, in training and in validation: what is learned is a table
+    largest   max 381=    1000 questions, of which 200 are for validation and in no training file
 
-A habit is a way to answer that needs no reward to be learned. One habit of each task is right.
+A habit is a way to respond that needs no reward to be learned. One habit of each task is right.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,8 +22,8 @@ class Task:
         name: of the task; `exact_match/NAME` is its data source.
         question: text with a place for each digit.
         num_digits: places.
-        habits: ways to answer by name, the right one first.
-        num_held_out: questions that only validation asks; 0: validation asks them all.
+        habits: ways to respond by name, the right one first.
+        num_held_out: questions for validation alone; 0: all questions are for both.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Task:
         return [number // 10**place % 10 for place in reversed(range(self.num_digits))]
 
     def answers(self, number: int) -> list[str]:
-        """What each habit answers, the right answer first."""
+        """The response of each habit, the right one first."""
         return [str(habit(*self.digits(number))) for habit in self.habits.values()]
 
     def split(self) -> tuple[list[int], list[int]]:
@@ -78,8 +78,8 @@ def mixed_habits(task: Task, num_rows: int, random: Random) -> list[tuple[str, s
     """Questions of training, each answered by a habit drawn evenly.
 
     Args:
-        task: asks.
-        num_rows: questions; each is asked about equally often.
+        task: of the questions.
+        num_rows: questions; each occurs about equally often.
         random: draws.
     """
     train, _ = task.split()
@@ -95,7 +95,7 @@ def preference_pairs(task: Task) -> tuple[list[dict[str, str]], list[dict[str, s
     others. Where none are, every fifth wrong answer to each question is kept for validation.
 
     Args:
-        task: asks.
+        task: of the questions.
     """
     train, val = task.split()
     highest = max(int(task.answers(number)[0]) for number in train)

@@ -33,7 +33,7 @@ def prepare_data(
         The two paths by split, "train" and "val".
 
     Raises:
-        DataError: an unknown name, an option that the task has no use for, or data that cannot be had or written.
+        DataError: an unknown name, an option that the task has no use for, or data that cannot be read or written.
     """
     for option, count in (("--num-train", num_train), ("--num-val", num_val)):
         if count is not None and count < 1:

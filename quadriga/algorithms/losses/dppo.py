@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """DPPO: a trust region in divergence instead of in ratios. Qi et al., arXiv:2602.04879, the binary forms.
 
-A token keeps its whole gradient until the policy has moved too far at it, in the direction that its advantage asks for:
+A token keeps its whole gradient until the policy has moved too far at it, in the direction of its advantage:
 
     loss_t = -A_t sg[min(r_t, ratio_cap)] log p_t      0 where A > 0, p > p_old and D > clip_ratio_high,
                                                       or A < 0, p < p_old and D > clip_ratio_low

