@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which data-parallel rank gets which rows, so that none waits for the others. Host code without torch.
+"""The order of a batch's rows: the one place that arranges them for the ranks, and the one that restores it.
+
+    responses ── order_for_ranks ──> log-probs, values, advantages, updates ── in_first_order ──> rows for people
 
     rows of the batch     0 1 2 3 4 5 6 | 7 8 9 ...     mini-batches, in the order of the batch
     order                 0 3 6 7 ... ; 1 4 8 ... ; 2 5 9 ...
                           rank 0        rank 1      rank 2
 
-All ranks meet at each optimizer step, so it is the rows of each mini-batch that are dealt evenly, not those of the
-batch alone. The number of rows that a rank gets is fixed, by `DataProto.chunk`; which ones is not. The samples of a
+All data-parallel ranks meet at each optimizer step, so the rows of each mini-batch are shared evenly, not those of the
+batch alone. The number of rows that a rank gets is fixed, by `DataProto.chunk`; which ones is not. The responses to a
 prompt begin on one rank, where the prompt is computed once for all of them, and are parted only where that shortens
-the step. What a rank gets changes no gradient: every row remembers its number.
+the step. What a rank gets changes no gradient: every row has its number, `row_index`.
 
 Legend: R ranks.
 """
@@ -16,18 +18,63 @@ Legend: R ranks.
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
+import torch
 
+from quadriga.config import ActorConfig
 from quadriga.partition import Parts
+from quadriga.protocol import DataProto
 
 # A swap that shortens the longest share by less than this part of it is not worth making.
 WORTHWHILE = 1e-3
 
 
+T = TypeVar("T")
+
+
+def order_for_ranks(
+    batch: DataProto, num_ranks: int, responses_per_prompt: int, config: ActorConfig, cost: "SequenceCost | None" = None
+) -> dict[str, float]:
+    """Number the rows by `row_index`, and arrange them, in place, so that equal chunks of the batch are equal work.
+
+    Args:
+        batch: prompts with responses, [B].
+        num_ranks: how many chunks it will be cut into; with one the rows keep their order.
+        responses_per_prompt: how many each prompt has.
+        config: of the update, whose mini-batches are to be even.
+        cost: of sequences; None: of a model whose size is not known.
+
+    Returns:
+        Metrics of the balance.
+    """
+    batch.batch["row_index"] = torch.arange(len(batch))
+    if num_ranks == 1:
+        return {}
+    lengths = batch.batch["attention_mask"].sum(-1)
+    responses = batch.batch["attention_mask"][:, -batch.batch["responses"].shape[1] :].sum(-1)
+    # Without sharing each row computes a prompt of its own.
+    prompts = batch.non_tensor_batch["uid"] if config.use_prefix_sharing else range(len(batch))
+    rows = [
+        Row(prompt, total - response, response)
+        for prompt, total, response in zip(prompts, lengths.tolist(), responses.tolist(), strict=True)
+    ]
+    # A shuffled order is another one in each pass: only the batch as a whole can be even.
+    size = len(batch) if config.shuffle else config.ppo_mini_batch_size * responses_per_prompt
+    found = balance(rows, num_ranks, size, cost or SequenceCost())
+    batch.reorder(found.order)
+    return {"balance/imbalance": found.imbalance, "balance/imbalance_before": found.imbalance_before}
+
+
+def in_first_order(rows: Sequence[T], batch: DataProto) -> list[T]:
+    """What belongs to the rows of a batch, in the order that they had before they were arranged for the ranks."""
+    return [rows[place] for place in batch.batch["row_index"].argsort().tolist()]
+
+
 @dataclass(frozen=True)
 class Row:
-    """What counts of one row: which prompt it answers (equal for those that share its computation), and lengths."""
+    """A response: its prompt (equal for those that share its computation), and lengths."""
 
     prompt: Hashable
     num_prompt_tokens: int
@@ -81,13 +128,9 @@ class Balance:
     imbalance: float
     imbalance_before: float
 
-    def metrics(self) -> dict[str, float]:
-        """What a step tells of it."""
-        return {"balance/imbalance": self.imbalance, "balance/imbalance_before": self.imbalance_before}
-
 
 def balance(rows: Sequence[Row], num_ranks: int, mini_batch_size: int, cost: SequenceCost = SequenceCost()) -> Balance:
-    """Deal the rows of a batch.
+    """Share the rows of a batch evenly.
 
     Args:
         rows: of the batch.
@@ -99,15 +142,20 @@ def balance(rows: Sequence[Row], num_ranks: int, mini_batch_size: int, cost: Seq
     shares: list[list[list[int]]] = []
     for start in range(0, len(rows), mini_batch_size):
         members = range(start, min(start + mini_batch_size, len(rows)))
-        # Dealt out like cards: each rank's hands add up to the size of its chunk, and no two differ by more than a row.
+        # One row after another in turn: each rank's shares add up to its chunk, and no two differ by more than a row.
         quotas = [
             len(range(rank, members.stop, num_ranks)) - len(range(rank, start, num_ranks)) for rank in range(num_ranks)
         ]
-        hands = _deal(priced, members, quotas)
-        _even_out(priced, hands)
-        shares.append(hands)
-    order = [row for rank in range(num_ranks) for hands in shares for row in sorted(hands[rank])]
-    before = _as_they_came(len(rows), num_ranks, mini_batch_size)
+        ranks = _share(priced, members, quotas)
+        _even_out(priced, ranks)
+        shares.append(ranks)
+    order = [row for rank in range(num_ranks) for ranks in shares for row in sorted(ranks[rank])]
+    size, larger = divmod(len(rows), num_ranks)
+    rank_of = [rank for rank in range(num_ranks) for _ in range(size + (rank < larger))]
+    before: list[list[list[int]]] = []
+    for start in range(0, len(rows), mini_batch_size):
+        members = range(start, min(start + mini_batch_size, len(rows)))
+        before.append([[number for number in members if rank_of[number] == rank] for rank in range(num_ranks)])
     return Balance(order, _imbalance(priced, shares), _imbalance(priced, before))
 
 
@@ -127,9 +175,9 @@ def _cost_of_share(rows: Sequence[_PricedRow], share: Iterable[int]) -> float:
     return sum(prompts.values()) + sum(row.response_cost for row in members)
 
 
-def _deal(rows: Sequence[_PricedRow], members: Sequence[int], quotas: Sequence[int]) -> list[list[int]]:
+def _share(rows: Sequence[_PricedRow], members: Sequence[int], quotas: Sequence[int]) -> list[list[int]]:
     """Costly groups first, each to the rank that has room and is then the least loaded; one that finds no room whole
-    is dealt row by row."""
+    is given row by row."""
     groups: dict[Hashable, list[int]] = {}
     for number in members:
         groups.setdefault(rows[number].prompt, []).append(number)
@@ -194,19 +242,8 @@ def _best_swap(
     return shares[ranks[0]][int(out)], shares[ranks[1]][int(into)]
 
 
-def _as_they_came(num_rows: int, num_ranks: int, mini_batch_size: int) -> list[list[list[int]]]:
-    """Shares of each mini-batch when the batch is cut into chunks in its own order."""
-    size, larger = divmod(num_rows, num_ranks)
-    rank_of = [rank for rank in range(num_ranks) for _ in range(size + (rank < larger))]
-    shares = []
-    for start in range(0, num_rows, mini_batch_size):
-        members = range(start, min(start + mini_batch_size, num_rows))
-        shares.append([[number for number in members if rank_of[number] == rank] for rank in range(num_ranks)])
-    return shares
-
-
 def _imbalance(rows: Sequence[_PricedRow], shares: Sequence[Sequence[Sequence[int]]]) -> float:
     """The sum of each step's longest share over that of its mean one."""
-    costs = [[_cost_of_share(rows, share) for share in hands] for hands in shares]
+    costs = [[_cost_of_share(rows, share) for share in ranks] for ranks in shares]
     total = sum(map(sum, costs))
     return sum(max(step) * len(step) for step in costs) / total if total else 1.0

@@ -21,11 +21,10 @@ from quadriga.errors import ConfigError
 from quadriga.observe.timing import Timeline
 from quadriga.rewards import RewardManager, load_reward_manager
 from quadriga.single_controller import ClassWithInitArgs, LocalWorkerGroup, WorkerGroups
-from quadriga.trainer.needs import Needs
 from quadriga.trainer.publishing import BetweenWorkers, WithinWorkers
 from quadriga.trainer.ray_trainer import RayPPOTrainer, Workers
 from quadriga.trainer.rewards import ModelReward
-from quadriga.trainer.roles import Role
+from quadriga.trainer.roles import Needs, Role
 from quadriga.trainer.sft import SupervisedTrainer
 from quadriga.workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker, RolloutWorker
 from quadriga.workers.base import RunFacts, UpdateInputs

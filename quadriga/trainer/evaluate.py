@@ -25,7 +25,7 @@ from quadriga.trainer.build import (
     build_tokenizer,
     build_val_dataloader,
 )
-from quadriga.trainer.ranks import with_samples
+from quadriga.trainer.responses import repeat_prompts
 from quadriga.trainer.validate import Validator
 
 
@@ -43,8 +43,8 @@ def evaluate(config: Config) -> tuple[dict[str, float], list[dict[str, Any]]]:
     reward_model = build_reward_model(config, tokenizer)
     reward = build_reward(config, tokenizer, reward_model)
     try:
-        with Progress(len(loader), description="batch") as progress:
-            return Validator(config, tokenizer, policy, reward, loader).run(0, progress)
+        with Progress(len(loader), description="batch"):
+            return Validator(config, tokenizer, policy, reward, loader).run(0)
     finally:
         reward.close()
         policy.close()
@@ -69,7 +69,7 @@ def answer(
     prompts = _prompts(config, tokenizer, chats, images or [()] * len(chats))
     policy = build_policy(config, tokenizer)
     try:
-        answers = policy.generate_sequences(with_samples(prompts, config.actor_rollout_ref.rollout.n))
+        answers = policy.generate_sequences(repeat_prompts(prompts, config.actor_rollout_ref.rollout.n))
     finally:
         policy.close()
     masks = answers.batch["response_mask"].bool()

@@ -1,15 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a finished batch says about the run: rewards, lengths, advantages, and how fast it went.
+"""The metrics of a step: rewards, lengths, advantages, speed, and how far rollout and trainer disagree.
 
 Shapes: B sequences, P prompt positions, T response positions.
 """
 
+import logging
+import math
 from collections.abc import Mapping
 
 import torch
 
+from quadriga.config import RolloutConfig
+from quadriga.errors import RolloutError
 from quadriga.observe.machine import peak_resident_bytes, resident_bytes
 from quadriga.protocol import DataProto
+
+logger = logging.getLogger(__name__)
+
+_LIMITS = "actor_rollout_ref.rollout"
+_CAUSES = (
+    "The rollout samples from another distribution than is trained: compare dtypes and attention kernels of both, look "
+    "at rollout/log_prob_diff_max and at how the difference grows from step to step"
+)
+_LARGEST_EXPONENT = 709.0
 
 
 def data_metrics(batch: DataProto) -> dict[str, float]:
@@ -24,7 +37,8 @@ def data_metrics(batch: DataProto) -> dict[str, float]:
         if name in batch.batch.keys() and bool(mask.any()):
             metrics |= spread(f"critic/{name}", batch.batch[name][mask])
     if "values" in batch.batch.keys():
-        metrics["critic/vf_explained_var"] = explained_variance(batch, mask)
+        values, returns = batch.batch["values"][mask], batch.batch["returns"][mask]
+        metrics["critic/vf_explained_var"] = explained_variance(values, returns)
     if "num_turns" in batch.non_tensor_batch:
         metrics |= spread("num_turns", torch.tensor(batch.non_tensor_batch["num_turns"].tolist()))
     metrics |= spread("response_length", lengths)
@@ -42,9 +56,8 @@ def spread(name: str, values: torch.Tensor) -> dict[str, float]:
     }
 
 
-def explained_variance(batch: DataProto, mask: torch.Tensor) -> float:
+def explained_variance(values: torch.Tensor, returns: torch.Tensor) -> float:
     """Share of the returns' variance that the values account for: 1 is all of it, 0 no better than a constant."""
-    returns, values = batch.batch["returns"][mask], batch.batch["values"][mask]
     variance = returns.var(correction=0)
     return float(1 - (returns - values).var(correction=0) / variance) if variance > 0 else 0.0
 
@@ -57,8 +70,8 @@ def performance_metrics(
     Args:
         batch: the batch of the step.
         seconds: of each phase; `step` is the whole of it.
-        measured: what the step has measured: tokens that were generated, those of groups that were left out among
-            them; not told where answers were not generated, but kept.
+        measured: metrics of the step so far: tokens that were generated, those of groups that were left out among
+            them; and whether the responses come from the rollout cache.
     """
     num_tokens = int(batch.batch["attention_mask"].sum())
     num_generated = measured.get("rollout/num_response_tokens", 0.0)
@@ -71,3 +84,32 @@ def performance_metrics(
     metrics["perf/memory_resident_gib"] = resident_bytes() / 2**30
     metrics["perf/memory_peak_gib"] = peak_resident_bytes() / 2**30
     return metrics
+
+
+def check_log_probs(metrics: Mapping[str, float], config: RolloutConfig, step: int) -> dict[str, float]:
+    """Judge how far the rollout's log-probabilities are from the trainer's; a step that did not measure it passes.
+
+    The differences come from the pass that computes old log-probabilities; where that is left out, from the forward
+    pass of the one update, which computes the same numbers at no cost.
+
+    Returns:
+        `rollout/ppl_ratio`: perplexity of the responses under the trainer over that under the rollout; 1 where both
+        agree.
+
+    Raises:
+        RolloutError: the mean difference is above `log_prob_diff_stop`, or not a number.
+    """
+    mean, stop, warn = metrics.get("rollout/log_prob_diff_mean"), config.log_prob_diff_stop, config.log_prob_diff_warn
+    if mean is None:
+        return {}
+    most = metrics["rollout/log_prob_diff_max"]
+    found = f"a mean difference of {mean:.3g} nats (at most {most:.3g}) from the trainer's"
+    if math.isnan(mean) or (stop is not None and mean > stop):
+        limit = "a number" if stop is None else f"at most {stop:g} ({_LIMITS}.log_prob_diff_stop)"
+        raise RolloutError(f"rollout log-probabilities, step {step}: got {found}, expected {limit}", fix=f"{_CAUSES}.")
+    if mean > warn:
+        text = "step %d: the rollout's log-probabilities have %s, above %s.log_prob_diff_warn=%g. %s."
+        logger.warning(text, step, found, _LIMITS, warn, _CAUSES)
+    # The mean of log(q / p) over tokens is the difference of the logarithms of the two perplexities.
+    divergence = metrics["rollout/kl"]
+    return {"rollout/ppl_ratio": math.exp(divergence) if divergence < _LARGEST_EXPONENT else math.inf}

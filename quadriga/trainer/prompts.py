@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training prompts as one stream without end, pass after pass over the data, that knows where it is.
+"""The training prompts as one stream without end, pass after pass over the data, that knows where it is; their names.
 
 A step may take one batch or several; a checkpoint keeps the place after the last one that was taken.
 """
 
 from collections.abc import Iterator
 from typing import Any
+
+import numpy as np
 
 from quadriga.errors import CheckpointError, DataError
 from quadriga.protocol import DataProto
@@ -25,6 +27,16 @@ class PromptStream:
         self.loader = loader
         self.num_taken = 0
         self._batches: Iterator[dict[str, Any]] | None = None
+
+    @property
+    def cannot_resume(self) -> str:
+        """Why a resumed run would see other rows than the run that was cut short; empty if it would not."""
+        sampler = getattr(self.loader, "sampler", None)
+        if hasattr(sampler, "update") and not (hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict")):
+            return (
+                f"{type(sampler).__name__}, whose `update` learns from batches, without state_dict and load_state_dict"
+            )
+        return ""
 
     @property
     def epoch(self) -> int:
@@ -48,9 +60,7 @@ class PromptStream:
                 return DataProto.from_single_dict(batch)
             self._batches = None
         raise DataError(
-            "data.train_files",
-            got="two passes in a row without a batch",
-            expected="at least one batch a pass",
+            "data.train_files: got two passes in a row without a batch, expected at least one batch a pass",
             fix="Check the sampler of data.sampler, if it is your own: it must yield a whole batch of rows.",
         )
 
@@ -62,15 +72,30 @@ class PromptStream:
         """Go on from a place.
 
         Raises:
-            CheckpointError: it is not what `state_dict` gives.
+            CheckpointError: it is not what `state_dict` gives, or the sampler has a state that was not written.
         """
-        if state.keys() != {"loader", "num_taken"}:
+        if self.cannot_resume:
             raise CheckpointError(
-                "the place in the training data",
-                got=f"entries {', '.join(map(str, state))}",
-                expected="loader and num_taken",
+                f"data.sampler: got {self.cannot_resume}, expected both: a resumed run would take other rows",
+                fix="Add the two methods to the sampler, or start anew with trainer.resume_mode=disable.",
+            )
+        if state.keys() != {"loader", "num_taken"}:
+            entries = ", ".join(map(str, state))
+            raise CheckpointError(
+                f"the place in the training data: got entries {entries}, expected loader and num_taken",
                 fix="The checkpoint was written by another version of Quadriga: resume it with that one.",
             )
         self.loader.load_state_dict(state["loader"])
         self.num_taken = state["num_taken"]
         self._batches = None
+
+
+def assign_uids(prompts: DataProto, prefix: str, first: int = 0) -> DataProto:
+    """Give each prompt a `uid`, in place: its number behind a prefix.
+
+    Names are derived, not drawn: a resumed run gives its prompts the names that it would have given them, and so their
+    responses are the same.
+    """
+    names = [f"{prefix}-{row}" for row in range(first, first + len(prompts))]
+    prompts.non_tensor_batch["uid"] = np.array(names, dtype=object)
+    return prompts

@@ -2,19 +2,20 @@
 """The training loop: one short sequential program on the driver, over workers that may be anywhere.
 
     generate -> reward -> old log-probs -> reference -> values -> advantages -> critic -> actor -> publish weights
-    └── until the batch is full ──┘
+    └── until the batch is full ──┘   (with algorithm.filter_groups)
 
 Rewards begin once the responses are there. They are joined at once, or, with `reward_model.launch_reward_fn_async`,
 after the values; see `trainer/rewards.py`.
 
-Each step of the algorithm is one call. What a step needs is asked of the estimator and the configuration (`Needs`),
-so that no branch here names an algorithm, an engine or a backend.
+Each step of the algorithm is one call. What a step needs follows from the estimator and the configuration (`Needs`), so
+that no branch here names an algorithm, an engine or a backend.
 """
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -31,24 +32,23 @@ from quadriga.observe.progress import step_fields
 from quadriga.observe.timing import PhaseTimer
 from quadriga.protocol import DataProto
 from quadriga.rewards import RewardManager
-from quadriga.trainer.answers import Answers, RolloutAnswers, named
-from quadriga.trainer.balance import SequenceCost
+from quadriga.trainer.balance import SequenceCost, in_first_order, order_for_ranks
 from quadriga.trainer.checkpoint import step_of
 from quadriga.trainer.group_filter import GroupFilter
-from quadriga.trainer.kept_answers import KeptAnswers
-from quadriga.trainer.log_prob_watch import LogProbWatch
 from quadriga.trainer.loop import TrainingLoop
-from quadriga.trainer.metrics import data_metrics, performance_metrics
-from quadriga.trainer.needs import Needs
-from quadriga.trainer.prompts import PromptStream
+from quadriga.trainer.metrics import check_log_probs, data_metrics, performance_metrics
+from quadriga.trainer.prompts import PromptStream, assign_uids
 from quadriga.trainer.publishing import WeightPublisher
-from quadriga.trainer.ranks import deal_rows, in_first_order
+from quadriga.trainer.responses import generate_responses, sample_rows, write_samples
 from quadriga.trainer.rewards import BatchRewards, grade, joins_late
-from quadriga.trainer.run_state import load_run_state, save_run_state
-from quadriga.trainer.samples import sample_rows, write_samples
+from quadriga.trainer.roles import Needs
+from quadriga.trainer.rollout_cache import RolloutCache
+from quadriga.trainer.saving import load_run_state, save_run_state
 from quadriga.trainer.validate import Validator
 from quadriga.workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker, RolloutWorker
 from quadriga.workers.base import UpdateInputs, model_inputs
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -70,10 +70,10 @@ class RayPPOTrainer(TrainingLoop):
     """PPO, GRPO and their relatives. The name is the one people know; the class runs on either backend.
 
     Args:
-        config: of the run.
+        config: the resolved configuration.
         tokenizer: of the model.
         workers: worker groups that hold the models.
-        reward: turns answers into rewards, in training and in validation; by graders, a reward model, or both.
+        reward: turns responses into rewards, in training and in validation; by graders, a reward model, or both.
         train_dataloader: stateful; its batches are dictionaries of columns.
         val_dataloader: the same, or None.
         total_training_steps: where the run ends.
@@ -96,17 +96,18 @@ class RayPPOTrainer(TrainingLoop):
         super().__init__(config, config.trainer, learners, total_training_steps)
         self.weights = workers.weights
         self.train_dataloader, self.prompts = train_dataloader, PromptStream(train_dataloader)
+        if self.prompts.cannot_resume and config.trainer.save_freq > 0:
+            logger.warning("data.sampler: no run can resume from the checkpoints: got %s.", self.prompts.cannot_resume)
         self.needs = Needs.of(config)
         self.inputs = UpdateInputs(config)
         algorithm = config.algorithm
         self.estimator = choose_estimator(algorithm.adv_estimator, algorithm.adv_options, dict(algorithm)).function
         self.kl_controller = get_kl_controller(algorithm.kl_ctrl)
         self.validator = Validator(config, tokenizer, workers.rollout, reward, val_dataloader)
-        answers = RolloutAnswers(workers.rollout, config)
-        is_kept = config.actor_rollout_ref.rollout.skip.enable
-        self.answers: Answers = KeptAnswers(answers, config) if is_kept else answers
-        self.groups = GroupFilter(config)
-        self.log_prob_watch = LogProbWatch(config.actor_rollout_ref.rollout)
+        self.respond: Callable[[DataProto, int], DataProto] = partial(generate_responses, workers.rollout, config)
+        if config.actor_rollout_ref.rollout.skip.enable:
+            self.respond = RolloutCache(self.respond, config)
+        self.filters_groups = algorithm.filter_groups.enable
         self.profiler = Profiler(config.global_profiler)
 
     def fit(self) -> None:
@@ -133,11 +134,11 @@ class RayPPOTrainer(TrainingLoop):
         return batch
 
     def step(self) -> DataProto:
-        """From prompts over answers to new weights. Returns the batch with all that was computed."""
-        batch = self.groups.fill(self.generate_and_grade)
-        with self.rewards_joined(batch):
-            self.balance(batch)
-            self._record(batch)
+        """From prompts over responses to new weights. Returns the batch with all that was computed."""
+        batch = self.sample_groups() if self.filters_groups else self.generate(self.next_prompts())
+        self.order_for_ranks(batch)
+        with self.rewards(batch):
+            self.record(batch)
             if self.needs.old_log_probs:
                 self.compute_old_log_probs(batch)
             if self.reference:
@@ -151,21 +152,22 @@ class RayPPOTrainer(TrainingLoop):
         learned = self.draw_rows(batch)
         if self.critic:
             with self.timer.phase("update_critic"):
-                self._record(self.critic.update_critic(self.inputs.of_critic(learned)))
+                self.record(self.critic.update_critic(self.inputs.of_critic(learned)))
         if self.global_steps > self.config.trainer.critic_warmup:
             with self.timer.phase("update_actor"):
-                self._record(self.actor.update_actor(self.inputs.of_actor(learned)))
+                self.record(self.actor.update_actor(self.inputs.of_actor(learned)))
             with self.timer.phase("publish_weights"):
                 self.weights.publish(self.global_steps)
-        self.metrics |= self.log_prob_watch.look(self.metrics, self.global_steps)
+        self.metrics |= check_log_probs(self.metrics, self.config.actor_rollout_ref.rollout, self.global_steps)
         return batch
 
     def finish_step(self, batch: DataProto) -> None:
-        """Dump, validate, tell, and begin to save."""
+        """Write samples, validate, report, and begin to save."""
         trainer = self.config.trainer
         self.saver.poll()
         if trainer.rollout_data_dir:
-            write_samples(trainer.rollout_data_dir, self.global_steps, self._rows(batch))
+            rows = sample_rows(batch, self.tokenizer, self.config.data.reward_fn_key)
+            write_samples(trainer.rollout_data_dir, self.global_steps, in_first_order(rows, batch))
         if self.is_due(trainer.test_freq):
             self.metrics |= self.validate()
         self.metrics |= {"training/global_step": self.global_steps, "training/epoch": self.epoch}
@@ -177,70 +179,74 @@ class RayPPOTrainer(TrainingLoop):
             self.train_dataloader.dataset.on_batch_end(batch=batch)
         self.save_where_due()
 
-    def generate_and_grade(self, num_before: int) -> DataProto:
-        """Answers to the next batch of prompts, of which this step has answered `num_before` already.
-
-        Their rewards have begun, and are joined unless a step goes on meanwhile.
-        """
-        prompts = named(self.prompts.take(), str(self.global_steps), first=num_before)
+    def next_prompts(self, num_before: int = 0) -> DataProto:
+        """The next batch of prompts, of which this step has taken `num_before` already; a `uid` each."""
+        prompts = assign_uids(self.prompts.take(), str(self.global_steps), first=num_before)
         prompts.meta_info |= {"global_steps": self.global_steps, "total_training_steps": self.total_training_steps}
-        batch = self.generate(prompts)
-        self.balance(batch)
-        with self.timer.phase("reward"):
-            self.rewards = BatchRewards(self.reward, batch)
-        if not self.joins_late:
-            self.join_rewards(batch)
-        return batch
+        return prompts
 
     def generate(self, prompts: DataProto) -> DataProto:
-        """`rollout.n` answers to each prompt, beside all that is known of the prompt."""
+        """`rollout.n` responses to each prompt, beside all that is known of the prompt."""
         if self.needs.greedy_baseline:
             with self.timer.phase("gen_max"):
-                prompts.batch["reward_baselines"] = self._greedy_baseline(prompts)
+                greedy = DataProto(prompts.batch, prompts.non_tensor_batch, {**prompts.meta_info, "do_sample": False})
+                baselines = grade(self.reward, self.respond(greedy, 1)).scores.sum(-1)
+                prompts.batch["reward_baselines"] = baselines
         with self.timer.phase("gen"):
-            return self.answers(prompts, self.config.actor_rollout_ref.rollout.n)
+            return self.respond(prompts, self.config.actor_rollout_ref.rollout.n)
 
-    def balance(self, batch: DataProto) -> None:
-        """Put the rows, unless they are, into an order whose equal parts are equal work for the ranks."""
-        if self.config.trainer.balance_batch and "row_index" not in batch.batch.keys():
-            actor, num_samples = self.config.actor_rollout_ref.actor, self.config.actor_rollout_ref.rollout.n
-            self.metrics |= deal_rows(batch, self.num_ranks, num_samples, actor, self.sequence_cost)
+    def sample_groups(self) -> DataProto:
+        """Dynamic sampling: responses to one batch of prompts after another, until enough groups differ in rewards."""
+        groups = GroupFilter(self.config)
+        while not groups.is_full:
+            batch = self.generate(self.next_prompts(num_before=groups.num_groups))
+            self.join_rewards(batch, self.begin_rewards(batch))
+            groups.add(batch)
+        return groups.batch()
+
+    def order_for_ranks(self, batch: DataProto) -> None:
+        """Number the rows, and arrange them so that equal parts are equal work for the ranks that update the actor."""
+        actor, num_samples = self.config.actor_rollout_ref.actor, self.config.actor_rollout_ref.rollout.n
+        num_ranks, cost = self.ranks if self.config.trainer.balance_batch else (1, None)
+        self.metrics |= order_for_ranks(batch, num_ranks, num_samples, actor, cost)
 
     @cached_property
-    def num_ranks(self) -> int:
-        """How many processes share the rows of an update of the actor."""
-        return self.actor.num_replicas()
+    def ranks(self) -> tuple[int, SequenceCost]:
+        """How many ranks share the rows of an update of the actor, and what sequences cost them."""
+        return self.actor.num_replicas(), SequenceCost(*self.actor.token_costs())
 
-    @cached_property
-    def sequence_cost(self) -> SequenceCost:
-        """What rows cost the actor, for an even share of them."""
-        return SequenceCost(*self.actor.token_costs())
+    def begin_rewards(self, batch: DataProto) -> BatchRewards:
+        """Hand the responses to the graders, and to the reward model where there is one."""
+        with self.timer.phase("reward"):
+            return BatchRewards(self.reward, batch)
 
-    def _greedy_baseline(self, prompts: DataProto) -> torch.Tensor:
-        """[prompts]: the reward of the likeliest answer to each prompt."""
-        greedy = DataProto(prompts.batch, prompts.non_tensor_batch, {**prompts.meta_info, "do_sample": False})
-        return grade(self.reward, self.answers(greedy, 1)).scores.sum(-1)
-
-    def join_rewards(self, batch: DataProto) -> None:
-        """`token_level_scores` [B, T], and what the graders say beside it.
+    def join_rewards(self, batch: DataProto, rewards: BatchRewards) -> None:
+        """`token_level_scores` [B, T], and what the graders add.
 
         `timing_s/reward` is the time that the step does not go on: handing the responses over, and what is left to
         wait for.
         """
         with self.timer.phase("reward"):
-            output = self.rewards.join(batch)
+            output = rewards.join(batch)
         batch.meta_info["metrics"] = {**batch.meta_info.get("metrics", {}), **output.metrics}
 
     @contextmanager
-    def rewards_joined(self, batch: DataProto) -> Iterator[None]:
-        """Rewards are joined at the end of the block, unless they are already. A block that fails ends the grading."""
-        try:
+    def rewards(self, batch: DataProto) -> Iterator[None]:
+        """Rewards begin before the block, and are joined there, or after it with `launch_reward_fn_async`."""
+        if self.filters_groups:
+            # Groups were chosen by their rewards.
             yield
-            if not self.rewards.is_joined:
-                self.join_rewards(batch)
-                self._record(batch)
+            return
+        rewards = self.begin_rewards(batch)
+        try:
+            if not self.joins_late:
+                self.join_rewards(batch, rewards)
+            yield
+            if self.joins_late:
+                self.join_rewards(batch, rewards)
+                self.record(batch)
         except BaseException:
-            self.rewards.cancel()
+            rewards.cancel()
             raise
 
     def compute_old_log_probs(self, batch: DataProto) -> None:
@@ -255,7 +261,7 @@ class RayPPOTrainer(TrainingLoop):
         self.metrics |= {f"rollout/{name}": value for name, value in mismatch.items()}
 
     def correct_rollout(self, batch: DataProto) -> None:
-        """`rollout_is_weights` and `response_mask` [B, T] for answers that another policy wrote than the actor's."""
+        """Off-policy correction: `rollout_is_weights` and `response_mask` [B, T]."""
         correction = self.config.algorithm.rollout_correction
         if correction.needs_old_log_probs:
             changed, metrics = correct_rollout(dict(batch.batch.items()), correction)
@@ -286,8 +292,7 @@ class RayPPOTrainer(TrainingLoop):
         algorithm = self.config.algorithm
         if not algorithm.use_pf_ppo:
             return batch
-        numbers = batch.batch.get("row_index", torch.arange(len(batch)))
-        order = numbers.argsort()
+        order = batch.batch["row_index"].argsort()
         scores = batch.batch["token_level_scores"].sum(-1)[order]
         rows = pf_ppo_rows(scores, **dict(algorithm.pf_ppo), seed=self.config.trainer.seed + self.global_steps)
         drawn = batch.select_idxs(order[rows])
@@ -295,13 +300,12 @@ class RayPPOTrainer(TrainingLoop):
         return drawn
 
     def validate(self) -> dict[str, float]:
-        """Answers to all validation prompts, as metrics; also told to the trackers and written where asked."""
-        metrics, rows = self.validator.run(self.global_steps, self.progress)
+        """Metrics of the responses to all validation prompts; samples go to trackers, and to files if configured."""
+        metrics, rows = self.validator.run(self.global_steps)
         self.tracking.log_samples(rows, self.global_steps)
         return metrics
 
     def write_run_state(self, directory: Path) -> None:
-        """See `TrainingLoop.write_run_state`."""
         save_run_state(
             directory,
             step=self.global_steps,
@@ -331,14 +335,11 @@ class RayPPOTrainer(TrainingLoop):
         """Passes over the training data that were complete before the last prompts were taken."""
         return self.prompts.epoch
 
-    def _record(self, result: DataProto) -> None:
+    def record(self, result: DataProto) -> None:
         """Take the metrics out of what a worker group returned."""
         self.metrics |= reduce_metrics(result.meta_info.pop("metrics", {}))
 
-    def _rows(self, batch: DataProto) -> list[dict[str, Any]]:
-        return in_first_order(sample_rows(batch, self.tokenizer, self.config.data.reward_fn_key), batch)
-
     def close(self) -> None:
-        """Stop the graders, and write a profile that is still open. The workers end with their team."""
+        """Stop the graders, and write a profile that is still open. The workers end with their groups."""
         self.profiler.close()
         self.reward.close()

@@ -1,7 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The roles that models play in a run; each is a worker group."""
+"""The models of a run: the roles that they play, and which of them a step needs.
 
+What a step needs follows from the configuration and the fields that the estimator takes; no table lists algorithms.
+"""
+
+from dataclasses import dataclass
 from enum import StrEnum
+
+from quadriga.algorithms.registry import choose_estimator
+from quadriga.config import Config, needs_old_log_prob_pass, needs_reference
+
+_OF_THE_PASS = frozenset({"old_log_probs", "sum_pi_squared"})
 
 
 class Role(StrEnum):
@@ -14,3 +23,55 @@ class Role(StrEnum):
     RefPolicy = "ref"
     Critic = "critic"
     RewardModel = "reward_model"
+
+
+@dataclass(frozen=True)
+class Needs:
+    """The optional passes of a training step.
+
+    Attributes:
+        critic: the estimator reads `values`.
+        greedy_baseline: the estimator reads `reward_baselines`.
+        reference: a divergence from the first policy is used, or the estimator reads `ref_log_prob`.
+        old_log_probs: they are not the current ones by construction, or are wanted before the update.
+        sum_pi_squared: the estimator reads it; it comes with the old log-probs.
+        reward_model: a model grades.
+        larger_groups: the estimator compares the responses to one prompt, and there is only one.
+    """
+
+    critic: bool
+    greedy_baseline: bool
+    reference: bool
+    old_log_probs: bool
+    sum_pi_squared: bool
+    reward_model: bool
+    larger_groups: bool
+
+    @classmethod
+    def of(cls, config: Config) -> "Needs":
+        """What a run with this configuration must compute at each step."""
+        algorithm = config.algorithm
+        fields = choose_estimator(algorithm.adv_estimator, algorithm.adv_options, dict(algorithm)).fields
+        return cls(
+            critic="values" in fields,
+            greedy_baseline="reward_baselines" in fields,
+            reference=needs_reference(config) or "ref_log_prob" in fields,
+            old_log_probs=needs_old_log_prob_pass(config) or not _OF_THE_PASS.isdisjoint(fields),
+            sum_pi_squared="sum_pi_squared" in fields,
+            reward_model=config.reward_model.enable,
+            larger_groups="uid" in fields and config.actor_rollout_ref.rollout.n == 1,
+        )
+
+    def describe(self) -> dict[str, str]:
+        """The passes that are made or left out, each with its reason, for people to read."""
+        if self.old_log_probs:
+            old = "a pass of their own: they are read before the update, or several updates learn from one batch"
+        else:
+            old = "no pass of their own: the one optimizer step starts from the policy that sampled"
+        choices = {"old log-probs": old}
+        if self.larger_groups:
+            choices["groups"] = (
+                "of one response: the estimator compares the responses to one prompt; set "
+                "actor_rollout_ref.rollout.n above 1"
+            )
+        return choices if self.reference else {"reference": "none: no divergence from it is used", **choices}

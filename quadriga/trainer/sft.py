@@ -25,7 +25,7 @@ from quadriga.observe.timing import PhaseTimer
 from quadriga.protocol import DataProto
 from quadriga.trainer.checkpoint import step_of
 from quadriga.trainer.loop import TrainingLoop
-from quadriga.trainer.run_state import load_run_state, save_run_state
+from quadriga.trainer.saving import load_run_state, save_run_state
 from quadriga.workers.checkpoint import HF_FOLDER
 
 MODEL_FOLDER = "model"

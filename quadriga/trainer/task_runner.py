@@ -10,7 +10,7 @@ from quadriga.observe.stopping import heeding_sigterm
 from quadriga.observe.timing import Timeline
 from quadriga.trainer.build import build_run
 from quadriga.trainer.checkpoint import Checkpoints, write_configuration
-from quadriga.trainer.run_state import random_states, restore_random_states
+from quadriga.trainer.saving import random_states, restore_random_states
 from quadriga.trainer.supervised_run import build_supervised_run
 
 

@@ -111,7 +111,7 @@ def test_batch_that_does_not_fill(
     (tmp_path / "early.py").write_text("def compute_score(**sample):\n    return 1.0\n")
     assert main(["train", *arguments(*options, "algorithm.filter_groups.max_num_gen_batches=3")]) == 1
     said = capsys.readouterr().err
-    assert "algorithm.filter_groups: got 0 groups of answers that differ in score after 3 batches of prompts" in said
+    assert "algorithm.filter_groups: got 0 groups of responses that differ in score after 3 batches of prompts" in said
     assert "(12 groups, 12 of them equal: 12 with 1), expected 4, data.train_batch_size" in said
     assert "raise algorithm.filter_groups.max_num_gen_batches" in said
 
@@ -119,7 +119,7 @@ def test_batch_that_does_not_fill(
 @pytest.mark.parametrize(
     ("metric", "said"),
     [
-        ("accuracy", "metric=accuracy: got graders that say num_letters, text, expected score, or a number"),
+        ("accuracy", "metric=accuracy: got graders that return num_letters, text, expected score, or a number"),
         ("text", "metric=text: got str "),
     ],
 )

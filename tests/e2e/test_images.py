@@ -106,7 +106,7 @@ def test_what_was_trained_answers_elsewhere(
 
 
 @pytest.mark.slow
-def test_kept_answers_are_those_to_the_same_pictures(
+def test_cached_responses_are_those_to_the_same_pictures(
     paint: Callable[..., list[dict[str, Any]]],
     arguments: Callable[..., list[str]],
     studio: Path,
@@ -116,7 +116,7 @@ def test_kept_answers_are_those_to_the_same_pictures(
     """A second run takes them; with other pictures in prompts of the same tokens they are refused."""
     skip = (
         "actor_rollout_ref.rollout.skip.enable=True",
-        f"actor_rollout_ref.rollout.skip.dump_dir={tmp_path / 'kept'}",
+        f"actor_rollout_ref.rollout.skip.dump_dir={tmp_path / 'cached'}",
         "data.shuffle=False",
     )
     first, second = (paint(*TWO_STEPS, *skip, run=run) for run in ("first", "second"))
@@ -127,4 +127,4 @@ def test_kept_answers_are_those_to_the_same_pictures(
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "other.parquet")
     others = f"data.train_files={tmp_path / 'other.parquet'}"
     assert main(["train", *arguments(*of_studio(studio), *TWO_STEPS, *skip, others, run="third")]) == 1
-    assert "got answers to other prompts" in capsys.readouterr().err
+    assert "got responses to other prompts" in capsys.readouterr().err

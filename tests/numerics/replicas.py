@@ -33,7 +33,7 @@ from quadriga.models.scorers import PolicyScorer, ValueScorer
 from quadriga.observe.metrics import reduce_metrics
 from quadriga.protocol import DataProto
 from quadriga.single_controller import WorkerPlace, placed
-from quadriga.trainer.ranks import with_samples
+from quadriga.trainer.responses import repeat_prompts
 from quadriga.workers import ActorRolloutRefWorker
 from quadriga.workers.base import RunFacts
 
@@ -192,7 +192,7 @@ def work(folder: Path, place: WorkerPlace, count: int) -> dict[str, Any]:
     attention = (input_ids != 0).long()
     tensors = {"input_ids": input_ids, "attention_mask": attention, "position_ids": (attention.cumsum(-1) - 1).clamp(0)}
     prompts = DataProto.from_dict(tensors, {"uid": ["a", "b", "c"]}, {"global_steps": 1, "total_training_steps": 9})
-    prompts = with_samples(prompts, count).chunk(place.world_size)[place.rank]
+    prompts = repeat_prompts(prompts, count).chunk(place.world_size)[place.rank]
     part = worker.generate_sequences(prompts)
     part.meta_info |= prompts.meta_info
     part.union(worker.compute_log_prob(part)).union(worker.compute_ref_log_prob(part))

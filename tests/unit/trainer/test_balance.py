@@ -4,11 +4,21 @@
 from collections.abc import Sequence
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quadriga.config import ActorConfig
 from quadriga.protocol import DataProto
-from quadriga.trainer.balance import Balance, Row, SequenceCost, balance, cost_of_share
+from quadriga.trainer.balance import (
+    Balance,
+    Row,
+    SequenceCost,
+    balance,
+    cost_of_share,
+    in_first_order,
+    order_for_ranks,
+)
 
 LENGTHS = st.integers(1, 4000)
 PROMPTS = st.lists(st.tuples(LENGTHS, st.lists(LENGTHS, min_size=1, max_size=5)), min_size=1, max_size=12)
@@ -129,3 +139,52 @@ def test_the_head_counts_for_responses_only() -> None:
     )
     assert plain[0] == pytest.approx(plain[1])
     assert with_head[1] - with_head[0] == pytest.approx(0.5 * 90)
+
+
+@pytest.fixture
+def batch() -> DataProto:
+    """Prompts of 1 and 3 tokens with three responses each, whose lengths are 1 to 6."""
+    lengths = torch.tensor([[1, 6], [1, 5], [1, 4], [3, 1], [3, 2], [3, 3]])
+    columns = torch.arange(9)
+    attention = ((columns < 3) & (columns >= 3 - lengths[:, :1])) | ((columns >= 3) & (columns < 3 + lengths[:, 1:]))
+    return DataProto.from_dict(
+        {"attention_mask": attention.long(), "responses": torch.zeros(6, 6).long(), "row": torch.arange(6)},
+        {"uid": ["p"] * 3 + ["q"] * 3},
+    )
+
+
+def test_one_rank_leaves_the_batch_as_it_is(batch: DataProto) -> None:
+    assert order_for_ranks(batch, 1, 3, ActorConfig()) == {}
+    assert batch.batch["row_index"].tolist() == list(range(6))
+    assert in_first_order("abcdef", batch) == list("abcdef")
+
+
+def test_rows_are_arranged_and_found_again(batch: DataProto) -> None:
+    metrics = order_for_ranks(batch, 2, 3, ActorConfig(ppo_mini_batch_size=2))
+    assert metrics["balance/imbalance"] < metrics["balance/imbalance_before"]
+    assert torch.equal(batch.batch["row"], batch.batch["row_index"])
+    assert batch.batch["row"].tolist() != list(range(6))
+    assert in_first_order(batch.batch["row"].tolist(), batch) == list(range(6))
+    lengths = [int(part.batch["attention_mask"].sum()) for part in batch.chunk(2)]
+    assert abs(lengths[0] - lengths[1]) <= 3
+
+
+def test_each_mini_batch_is_shared_evenly(batch: DataProto) -> None:
+    """Of the three rows of a prompt, each a mini-batch of its own, both ranks have some."""
+    order_for_ranks(batch, 2, 3, ActorConfig(ppo_mini_batch_size=1))
+    assert [sum(row < 3 for row in part.batch["row"].tolist()) for part in batch.chunk(2)] == [2, 1]
+
+
+def test_a_shuffled_batch_is_shared_as_one(batch: DataProto) -> None:
+    """What its mini-batches will be is drawn later: the samples of a prompt stay together, or all are spread alike."""
+    shuffled, whole = batch.select(), batch.select()
+    first = order_for_ranks(shuffled, 2, 3, ActorConfig(ppo_mini_batch_size=1, shuffle=True))
+    assert first == order_for_ranks(whole, 2, 3, ActorConfig(ppo_mini_batch_size=2))
+    assert torch.equal(shuffled.batch["row"], whole.batch["row"])
+
+
+def test_prompts_count_for_each_row_where_they_are_not_shared(batch: DataProto) -> None:
+    before = [
+        order_for_ranks(batch.select(), 2, 3, ActorConfig(use_prefix_sharing=is_shared)) for is_shared in (True, False)
+    ]
+    assert before[0]["balance/imbalance_before"] != before[1]["balance/imbalance_before"]

@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The numbers about a batch, computed by hand."""
+"""The numbers about a batch, computed by hand; log-probabilities that differ: what passes, what is said, what stops."""
+
+import logging
+import math
 
 import numpy as np
 import pytest
 import torch
 
+from quadriga.config import RolloutConfig
+from quadriga.errors import RolloutError
 from quadriga.protocol import DataProto
-from quadriga.trainer.metrics import data_metrics, explained_variance, performance_metrics, spread
+from quadriga.trainer.metrics import check_log_probs, data_metrics, explained_variance, performance_metrics, spread
 
 
 @pytest.fixture
@@ -55,8 +60,8 @@ def test_batch_without_values_or_answers(batch: DataProto) -> None:
 
 
 def test_equal_returns_have_no_variance_to_explain(batch: DataProto) -> None:
-    batch.batch["returns"] = torch.ones(2, 3)
-    assert explained_variance(batch, batch.batch["response_mask"].bool()) == 0.0
+    mask = batch.batch["response_mask"].bool()
+    assert explained_variance(batch.batch["values"][mask], torch.ones(4)) == 0.0
 
 
 def test_spread() -> None:
@@ -86,3 +91,39 @@ def test_turns_of_conversations(batch: DataProto) -> None:
     assert "num_turns/mean" not in data_metrics(batch)
     batch.non_tensor_batch["num_turns"] = np.array([2, 5], dtype=object)
     assert data_metrics(batch)["num_turns/mean"] == 3.5
+
+
+def check(metrics: dict[str, float], step: int, **limits: float) -> dict[str, float]:
+    return check_log_probs(metrics, RolloutConfig(**limits), step)
+
+
+def difference(mean: float, kl: float = 0.0) -> dict[str, float]:
+    return {"rollout/log_prob_diff_mean": mean, "rollout/log_prob_diff_max": 9.0, "rollout/kl": kl}
+
+
+def test_small_differences_pass_in_silence(caplog: pytest.LogCaptureFixture) -> None:
+    found = check(difference(0.1, kl=math.log(1.25)), 3)
+    assert found == {"rollout/ppl_ratio": pytest.approx(1.25)}
+    assert check({}, 3) == {}
+    assert caplog.text == ""
+
+
+def test_a_difference_above_the_first_limit_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        check(difference(0.25), 3, log_prob_diff_warn=0.1, log_prob_diff_stop=0.5)
+    assert "step 3: the rollout's log-probabilities have a mean difference of 0.25 nats (at most 9)" in caplog.text
+    assert "log_prob_diff_warn=0.1" in caplog.text
+
+
+def test_a_difference_above_the_second_limit_stops() -> None:
+    with pytest.raises(RolloutError, match=r"step 3: got a mean difference of 0\.75 nats.*at most 0\.5 \(.*diff_stop"):
+        check(difference(0.75), 3, log_prob_diff_stop=0.5)
+
+
+def test_what_is_no_number_stops_without_a_limit() -> None:
+    with pytest.raises(RolloutError, match=r"mean difference of nan nats .* expected a number"):
+        check(difference(math.nan), 1)
+
+
+def test_ratio_too_large_for_a_number() -> None:
+    assert check(difference(0.0, kl=800.0), 1) == {"rollout/ppl_ratio": math.inf}

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts without end, and the place in them."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Sampler
 
 from quadriga.config import DataConfig
 from quadriga.data.loading import create_dataloader, create_rl_sampler
@@ -74,3 +75,36 @@ def test_loader_without_batches() -> None:
 def test_place_of_another_version() -> None:
     with pytest.raises(CheckpointError, match="place in the training data: got entries _snapshot"):
         stream().load_state_dict({"_snapshot": 3})
+
+
+class Curriculum(Sampler):
+    """A sampler that learns from batches."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(7))
+
+    def __len__(self) -> int:
+        return 7
+
+    def update(self, batch: Any) -> None: ...
+
+
+class Resumable(Curriculum):
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@pytest.mark.parametrize(("sampler", "is_refused"), [(Curriculum(), True), (Resumable(), False)])
+def test_a_sampler_that_forgets_what_it_learned_is_not_resumed(sampler: Sampler, is_refused: bool) -> None:
+    """A resumed run would take other rows than the run that was cut short."""
+    prompts = PromptStream(create_dataloader(Numbers(), DataConfig(), batch_size=3, sampler=sampler, drop_last=True))
+    assert bool(prompts.cannot_resume) == is_refused
+    state = prompts.state_dict()
+    if is_refused:
+        said = r"data\.sampler: got Curriculum, whose `update` .* expected both: a resumed run would take other rows"
+        with pytest.raises(CheckpointError, match=said):
+            prompts.load_state_dict(state)
+    else:
+        prompts.load_state_dict(state)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Validation: what is asked, how often, and what becomes of the answers."""
 
-import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,11 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 
 from quadriga.config import Config
 from quadriga.observe.metrics import Metric
-from quadriga.observe.progress import Progress
 from quadriga.protocol import DataProto
 from quadriga.rewards import RewardManager, RewardOutput
 from quadriga.trainer.validate import Validator
@@ -64,11 +61,6 @@ def batch(num_rows: int, source: str) -> dict[str, Any]:
 
 
 @pytest.fixture
-def progress() -> Progress:
-    return Progress(1, console=Console(file=io.StringIO()))
-
-
-@pytest.fixture
 def make(tokenizer: object) -> Callable[..., tuple[Validator, Actor]]:
     def build(loader: Any, grader: Any = None, trainer: dict | None = None, **sampling: Any) -> tuple[Validator, Actor]:
         actor = Actor()
@@ -78,16 +70,16 @@ def make(tokenizer: object) -> Callable[..., tuple[Validator, Actor]]:
     return build
 
 
-def test_nothing_to_validate(make: Callable, progress: Progress) -> None:
+def test_nothing_to_validate(make: Callable) -> None:
     validator, actor = make(None)
-    assert validator.run(3, progress) == ({}, [])
+    assert validator.run(3) == ({}, [])
     assert actor.asked == []
 
 
-def test_all_batches_and_sources_count(make: Callable, progress: Progress) -> None:
+def test_all_batches_and_sources_count(make: Callable) -> None:
     """Two batches of two sources with 4 answers a prompt, of which every other one is right."""
     validator, actor = make([batch(2, "x"), batch(3, "y")], n=4, do_sample=True, temperature=0.7)
-    metrics, rows = validator.run(5, progress)
+    metrics, rows = validator.run(5)
     assert [len(asked) for asked in actor.asked] == [8, 12]
     for asked in actor.asked:
         assert {"global_steps": 5, "validate": True, "do_sample": True}.items() <= asked.meta_info.items()
@@ -102,32 +94,32 @@ def test_all_batches_and_sources_count(make: Callable, progress: Progress) -> No
     assert rows == []
 
 
-def test_same_step_asks_the_same(make: Callable, progress: Progress) -> None:
+def test_same_step_asks_the_same(make: Callable) -> None:
     """Names of prompts do not depend on what ran before, so that a resumed run samples the same answers."""
     loader = [batch(2, "x")]
     (first, one), (second, other) = make(loader), make(loader)
-    first.run(1, progress), first.run(2, progress), second.run(2, progress)
+    first.run(1), first.run(2), second.run(2)
     assert list(one.asked[1].non_tensor_batch["uid"]) == list(other.asked[0].non_tensor_batch["uid"])
 
 
-def test_answers_are_kept_and_shown(make: Callable, progress: Progress, tmp_path: Path) -> None:
+def test_answers_are_kept_and_shown(make: Callable, tmp_path: Path) -> None:
     trainer = {"validation_data_dir": str(tmp_path), "log_val_generations": 1}
     validator, _ = make([batch(2, "x")], trainer=trainer, n=2)
-    _, shown = validator.run(4, progress)
+    _, shown = validator.run(4)
     assert shown == [{"input": "aa", "output": "aa", "ground_truth": "bb", "score": 0.0}]
     rows = [json.loads(line) for line in (tmp_path / "4.jsonl").read_text().splitlines()]
     assert [row["score"] for row in rows] == [0.0, 1.0, 0.0, 1.0]
 
 
-def test_graders_numbers_are_measured_and_texts_are_not(make: Callable, progress: Progress) -> None:
+def test_graders_numbers_are_measured_and_texts_are_not(make: Callable) -> None:
     grader = Grader(acc=lambda good: good, comment=lambda good: "fine" if good else "poor")
-    metrics, _ = make([batch(2, "x")], grader, n=2)[0].run(1, progress)
+    metrics, _ = make([batch(2, "x")], grader, n=2)[0].run(1)
     assert metrics["val-core/x/acc/mean@2"] == 0.5
     assert not [name for name in metrics if "comment" in name]
 
 
 @pytest.mark.parametrize("pred", [lambda good: "b" if good else None, lambda good: ["b"] if good else ["a"]])
-def test_majority_of_predictions(pred: Callable[[bool], Any], make: Callable, progress: Progress) -> None:
+def test_majority_of_predictions(pred: Callable[[bool], Any], make: Callable) -> None:
     """Also of predictions that cannot be hashed, such as a list of answers."""
-    metrics, _ = make([batch(1, "x")], Grader(pred=pred), n=2)[0].run(1, progress)
+    metrics, _ = make([batch(1, "x")], Grader(pred=pred), n=2)[0].run(1)
     assert metrics["val-core/x/reward/maj@2/mean"] == 0.5

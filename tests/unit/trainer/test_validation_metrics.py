@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quadriga.trainer.validation_metrics import majority_chances, majority_metrics, score_metrics, validation_metrics
+from quadriga.trainer.validate import majority_chances, majority_metrics, score_metrics, validation_metrics
 
 SCORES = st.lists(st.sampled_from([0.0, 0.5, 1.0, 2.25, -1.0]), min_size=1, max_size=7)
 

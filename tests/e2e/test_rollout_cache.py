@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`rollout.skip`: a second run takes the answers of the first, and equals it; what does not fit is refused."""
+"""`rollout.skip`: a second run takes the responses of the first, and equals it; what does not fit is refused."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -42,7 +42,7 @@ def test_second_run_equals_the_first_without_generating(
     assert [line.get("rollout/replayed") for line in first + second] == [None] * 3 + [1.0] * 3
 
 
-def test_repeated_answers(
+def test_repeated_responses(
     options: tuple[str, ...], train: Callable[..., Path], metric_lines: Callable[..., list]
 ) -> None:
     """Every step learns from the answers of the first."""
@@ -56,11 +56,11 @@ def test_repeated_answers(
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ("actor_rollout_ref.rollout.n=3", "got answers with actor_rollout_ref.rollout.n=2, expected "),
-        ("data.shuffle=False", "got answers to other prompts, expected answers to those of step 1"),
+        ("actor_rollout_ref.rollout.n=3", "got responses with actor_rollout_ref.rollout.n=2, expected "),
+        ("data.shuffle=False", "got responses to other prompts, expected responses to those of step 1"),
     ],
 )
-def test_answers_to_something_else(
+def test_responses_to_something_else(
     change: str,
     said: str,
     options: tuple[str, ...],

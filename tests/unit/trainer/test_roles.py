@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from quadriga.config import Config
-from quadriga.trainer.needs import Needs
+from quadriga.trainer.roles import Needs
 
 ONE_UPDATE = {
     "data": {"train_batch_size": 8},

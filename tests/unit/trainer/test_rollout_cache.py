@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers that are kept, used again, and refused where they answer something else."""
+"""The rollout cache: responses in files, used again, and refused where they belong to something else."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,13 @@ from quadriga.config import Config
 from quadriga.errors import DataError
 from quadriga.observe.metrics import Metric, reduce_metrics
 from quadriga.protocol import DataProto
-from quadriga.trainer.answers import RolloutAnswers, named
-from quadriga.trainer.kept_answers import KeptAnswers
+from quadriga.trainer.prompts import assign_uids
+from quadriga.trainer.responses import generate_responses
+from quadriga.trainer.rollout_cache import RolloutCache
 
 
 class Rollout:
-    """Answers with the number of its call, and counts its calls."""
+    """Responds with the number of its call, and counts its calls."""
 
     def __init__(self) -> None:
         self.num_calls = 0
@@ -43,25 +45,25 @@ def prompts(step: int, first: int = 0, *, token: int | None = None, truth: str =
         {"truth": np.array([f"{truth}{row}" for row in range(2)], dtype=object), "raw_prompt_ids": [[5], [6, 7]]},
         {"global_steps": step, **meta},
     )
-    return named(batch, str(step), first=first)
+    return assign_uids(batch, str(step), first=first)
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Callable[..., tuple[KeptAnswers, Rollout]]:
-    def build(action: str = "cache", **rollout: Any) -> tuple[KeptAnswers, Rollout]:
-        skip = {"enable": True, "dump_dir": str(tmp_path / "kept"), "action": action}
+def make(tmp_path: Path) -> Callable[..., tuple[RolloutCache, Rollout]]:
+    def build(action: str = "cache", **rollout: Any) -> tuple[RolloutCache, Rollout]:
+        skip = {"enable": True, "dump_dir": str(tmp_path / "cached"), "action": action}
         config = Config(actor_rollout_ref={"rollout": {"skip": skip, **rollout}})
         generator = Rollout()
-        return KeptAnswers(RolloutAnswers(generator, config), config), generator
+        return RolloutCache(partial(generate_responses, generator, config), config), generator
 
     return build
 
 
-def test_second_run_gets_the_answers_of_the_first(make: Callable, tmp_path: Path) -> None:
+def test_second_run_gets_the_responses_of_the_first(make: Callable, tmp_path: Path) -> None:
     """All columns are those that the rollout gave; what is known of the prompts is what is known today."""
     keeping, _ = make()
     first = [keeping(prompts(step, token=step), 2) for step in (1, 2)]
-    assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == ["1_0.answers", "2_0.answers"]
+    assert sorted(path.name for path in (tmp_path / "cached").iterdir()) == ["1_0.answers", "2_0.answers"]
     replaying, generator = make()
     second = [replaying(prompts(step, token=step, truth="new"), 2) for step in (1, 2)]
     assert generator.num_calls == 0
@@ -92,17 +94,17 @@ def test_repeat_takes_the_first_step_with_its_prompts(make: Callable) -> None:
     assert later.non_tensor_batch["uid"].tolist() == ["12-4", "12-4", "12-5", "12-5"]
 
 
-def test_greedy_answers_and_further_batches_have_files_of_their_own(make: Callable, tmp_path: Path) -> None:
+def test_greedy_responses_and_further_batches_have_files_of_their_own(make: Callable, tmp_path: Path) -> None:
     keeping, generator = make()
     keeping(prompts(1, do_sample=False), 1), keeping(prompts(1), 2), keeping(prompts(1, first=2), 2)
     assert generator.num_calls == 3
-    names = sorted(path.name for path in (tmp_path / "kept").iterdir())
+    names = sorted(path.name for path in (tmp_path / "cached").iterdir())
     assert names == ["1_0.answers", "1_0_greedy.answers", "1_2.answers"]
     assert len(make()[0](prompts(1, do_sample=False), 1)) == 2
 
 
 def test_columns_that_the_trainer_adds_are_today_s(make: Callable) -> None:
-    """The reward of the greedy answer, say, is computed anew."""
+    """The reward of the greedy response, say, is computed anew."""
     with_baseline = prompts(1)
     with_baseline.batch["reward_baselines"] = torch.tensor([1.0, 2.0])
     make("repeat")[0](with_baseline, 2)
@@ -112,15 +114,15 @@ def test_columns_that_the_trainer_adds_are_today_s(make: Callable) -> None:
         assert make(action)[0](again, 2).batch["reward_baselines"].tolist() == [3.0, 3.0, 4.0, 4.0]
 
 
-def test_answers_to_other_prompts(make: Callable) -> None:
+def test_responses_to_other_prompts(make: Callable) -> None:
     make()[0](prompts(1), 2)
-    with pytest.raises(DataError, match=r"1_0\.answers: got answers to other prompts, expected answers to those of"):
+    with pytest.raises(DataError, match=r"1_0\.answers: got responses to other prompts, expected responses to those"):
         make()[0](prompts(1, token=3), 2)
 
 
-def test_another_number_of_answers(make: Callable) -> None:
+def test_another_number_of_responses(make: Callable) -> None:
     make()[0](prompts(1), 2)
-    said = r"got answers with actor_rollout_ref\.rollout\.n=2, expected actor_rollout_ref\.rollout\.n=4\. .*dump_dir"
+    said = r"got responses with actor_rollout_ref\.rollout\.n=2, expected actor_rollout_ref\.rollout\.n=4\. .*dump_dir"
     for action in ("cache", "repeat"):
         with pytest.raises(DataError, match=said):
             make(action)[0](prompts(1), 4)
@@ -132,22 +134,22 @@ def test_another_temperature(make: Callable) -> None:
         make()[0](prompts(1), 2)
 
 
-@pytest.mark.parametrize("content", [b"", b"no answers"])
+@pytest.mark.parametrize("content", [b"", b"no responses"])
 def test_file_that_is_something_else(content: bytes, make: Callable, tmp_path: Path) -> None:
-    (tmp_path / "kept").mkdir()
-    (tmp_path / "kept" / "1_0.answers").write_bytes(content)
-    with pytest.raises(DataError, match=r"1_0\.answers: got .*expected answers that a run has kept"):
+    (tmp_path / "cached").mkdir()
+    (tmp_path / "cached" / "1_0.answers").write_bytes(content)
+    with pytest.raises(DataError, match=r"1_0\.answers: got .*expected responses that a run has written"):
         make()[0](prompts(1), 2)
 
 
 def test_batch_of_another_kind(make: Callable, tmp_path: Path) -> None:
-    (tmp_path / "kept").mkdir()
-    prompts(1).save_to_disk(tmp_path / "kept" / "1_0.answers")
+    (tmp_path / "cached").mkdir()
+    prompts(1).save_to_disk(tmp_path / "cached" / "1_0.answers")
     with pytest.raises(DataError, match="got a DataProto of another kind"):
         make()[0](prompts(1), 2)
 
 
 def test_place_that_cannot_be_written(make: Callable, tmp_path: Path) -> None:
-    (tmp_path / "kept").write_text("")
-    with pytest.raises(DataError, match=r"expected room and permission to keep the answers"):
+    (tmp_path / "cached").write_text("")
+    with pytest.raises(DataError, match=r"expected room and permission to write the responses"):
         make()[0](prompts(1), 2)

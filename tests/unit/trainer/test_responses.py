@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers as rows for people, and as files that are whole."""
+"""Responses as rows for people, and as files that are whole; prompts repeated for their responses."""
 
 import json
 from collections.abc import Callable
@@ -7,12 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from quadriga.errors import DataError
 from quadriga.protocol import DataProto
 from quadriga.rewards import RewardManager, RewardOutput
+from quadriga.trainer.responses import first_of_each_prompt, repeat_prompts, sample_rows, write_samples
 from quadriga.trainer.rewards import grade
-from quadriga.trainer.samples import first_of_each_prompt, sample_rows, write_samples
 
 
 class Gives(RewardManager):
@@ -107,3 +108,12 @@ def test_first_of_each_prompt(count: int, expected: list[str]) -> None:
     chosen = list(first_of_each_prompt(rows, count))
     assert [row["output"] for row in chosen] == expected
     assert all(set(row) == {"input", "output", "ground_truth", "score"} for row in chosen)
+
+
+def test_samples_are_numbered_within_their_prompt() -> None:
+    prompts = DataProto.from_dict({"x": torch.tensor([7, 8])}, {"uid": ["a", "b"]})
+    samples = repeat_prompts(prompts, 3)
+    assert samples.batch["x"].tolist() == [7, 7, 7, 8, 8, 8]
+    assert samples.non_tensor_batch["sample_index"].tolist() == [0, 1, 2, 0, 1, 2]
+    assert samples.non_tensor_batch["sample_index"].dtype == np.dtype(object)
+    assert "sample_index" not in prompts.non_tensor_batch
