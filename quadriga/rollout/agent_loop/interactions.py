@@ -109,7 +109,7 @@ class UserSimulator:
         score = None if reply.score is None else float(reply.score)
         return Reply(as_text(reply.text, where), score, bool(reply.is_over))
 
-    async def _call(self, function: Callable[..., Any], method: str, **kwargs: Any) -> Any:
+    async def _call(self, function: Callable[..., Any], method: str, /, **kwargs: Any) -> Any:
         where = f"interaction {self.name}, {method}"
         try:
             return await self._thread.call(where, function, kwargs, self._timeout_s)

@@ -19,6 +19,7 @@ V vocabulary.
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -45,29 +46,25 @@ _NEXT_ROOM = 16  # tokens by which responses get more room when the KV cache is 
 _KEPT_SHARE = 0.5  # of the prefixes in the KV cache are in use, or the others are dropped
 
 
+@dataclass(frozen=True)
 class ImagePrefix:
     """Tokens that begin with a prompt with images; what follows the prompt is text.
 
-    Args:
+    Attributes:
         tokens: of the prompt, and of the response so far.
+        key: of the images: prefixes are equal whose tokens and keys are.
         images: of the prompt.
     """
 
-    def __init__(self, tokens: Sequence[int], images: Images) -> None:
-        self.tokens, self.images = tuple(tokens), images
-        self._key = (self.tokens, images.key)
+    tokens: tuple[int, ...]
+    key: str
+    images: Images = field(compare=False)
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.tokens)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ImagePrefix) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
 
     @property
     def next_position(self) -> int:
@@ -119,7 +116,7 @@ class Request:
     def restart(self) -> None:
         """Its KV cache is lost, or there is none yet: all tokens that there are become its prefix."""
         tokens = (*self.prompt, *self.token_ids)
-        self.prefix: Prefix = tokens if self.images is None else ImagePrefix(tokens, self.images)
+        self.prefix: Prefix = tokens if self.images is None else ImagePrefix(tokens, self.images.key, self.images)
 
     @property
     def num_left(self) -> int:

@@ -312,7 +312,7 @@ class Teacher(Interaction):
     def __init__(self, patience: int) -> None:
         self.patience = patience
 
-    async def start_interaction(self, answer: str) -> None:
+    async def start_interaction(self, answer: str, method: str = "") -> None:
         self.answer = answer
 
     def generate_response(self, messages):
@@ -330,7 +330,11 @@ def test_a_user_simulator(converse, make_prompts, recorder, tool_file, tokenizer
         "interaction:\n  - {name: teacher, class_name: teacher.py:Teacher, config: {patience: 2}}\n"
     )
     engine = recorder({"Try again": "It is 42.", "?": "It is 41."})
-    kwargs = [{"name": "teacher", "answer": "42"}, {"name": "teacher", "answer": "43"}, {"name": None}]
+    kwargs = [
+        {"name": "teacher", "answer": "42", "method": "by hand"},
+        {"name": "teacher", "answer": "43"},
+        {"name": None},
+    ]
     config = {"interaction_config_path": str(tmp_path / "users.yaml")}
     output = converse(engine, make_prompts(["?", "?", "?"], interaction_kwargs=kwargs), config)
     turn = "[It is 41.<|im_end|>]\n<|im_start|>user\nTry again.<|im_end|>\n<|im_start|>assistant\n[It is 42.<|im_end|>]"
