@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from quadriga.config import Config
     from quadriga.observe.metrics import Metric
     from quadriga.protocol import DataProto
 
@@ -54,9 +53,7 @@ class RewardManager:
     The loop calls `begin` once the responses are there, and joins the `Grading` where it reads the rewards. With
     `rollout.mode=async` each response is given to `grade_one` as soon as it is written, and `begin` gets the outcomes.
 
-    Args:
-        config: the run's.
-        tokenizer: decodes the responses; anything with `batch_decode`.
+    It is made from the configuration, and the tokenizer that decodes the responses.
     """
 
     grades_early: bool = False
@@ -64,8 +61,6 @@ class RewardManager:
 
     has_grades: bool = False
     """Whether `begin` leaves work to be done while its caller goes on."""
-
-    def __init__(self, config: "Config", tokenizer: Any) -> None: ...
 
     def __call__(self, data: "DataProto") -> RewardOutput:
         """Grade the responses of a batch, and wait for their rewards; see `begin`."""

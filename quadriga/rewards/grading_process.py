@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The program of one grading process: receives samples over a pipe, answers one outcome each.
+"""The program of one grading process: receives samples over a pipe, sends one outcome each.
 
 It is started as a fresh interpreter (`COMMAND`), not through `multiprocessing`: so it neither inherits the
 trainer's threads and memory, nor runs the user's script again, and it never loads torch unless the user's score

@@ -58,7 +58,7 @@ class GradingProcess:
         try:
             # A process group of its own: Ctrl-C reaches the driver alone, which then decides, and what a score function
             # has started can be killed together with it.
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [sys.executable, "-c", COMMAND, *map(str, fds), *map(str, sys.path)],
                 stdin=subprocess.DEVNULL,
                 pass_fds=fds,
@@ -73,11 +73,6 @@ class GradingProcess:
         self.is_ready = self.is_stopped = False
         self.since = time.monotonic()
         self.send(function)
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the process has ended by itself, or was killed by somebody else."""
-        return self._process.poll() is not None
 
     def send(self, message: Any) -> None:
         """Send the score function, or a chunk of samples."""
@@ -130,7 +125,7 @@ class GradingProcess:
         """Kill the process and everything it has started; the thread that leads it sees its pipe end."""
         # Where nothing of the group is left, there is nothing to kill.
         with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+            os.killpg(self.process.pid, signal.SIGKILL)
 
     def stop(self, *, is_ending: bool = False) -> str:
         """Kill, and free what the driver holds of the process. Returns how it ended.
@@ -142,12 +137,12 @@ class GradingProcess:
             self.is_stopped = True
             if is_ending:
                 with suppress(subprocess.TimeoutExpired):
-                    self._process.wait(timeout=1.0)
+                    self.process.wait(timeout=1.0)
             self.kill()
-            self._process.wait()
+            self.process.wait()
             self._connection.close()
             os.close(self._lifeline)
-        code = self._process.returncode
+        code = self.process.returncode
         return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
 
 
@@ -224,15 +219,17 @@ class Round:
             size = max(1, min(fair, MAX_CHUNK, int(CHUNK_S / item_s)))
             return [self._queue.popleft() for _ in range(min(size, len(self._queue)))]
 
-    def put_back(self, keys: Sequence[int]) -> None:
-        """Samples of a chunk that its process did not come to."""
+    def record(self, key: int, outcome: Any, left: Sequence[int] = ()) -> None:
+        """What has become of a sample; after too many failures the round ends.
+
+        Args:
+            key: place of the sample.
+            outcome: its grade.
+            left: places of samples of the chunk that its process did not come to.
+        """
         with self._lock:
             if not self.is_ended:
-                self._queue.extendleft(reversed(keys))
-
-    def record(self, key: int, outcome: Any) -> None:
-        """What has become of a sample; after too many failures the round ends."""
-        with self._lock:
+                self._queue.extendleft(reversed(left))
             self.outcomes[key] = outcome
             self.num_failed += isinstance(outcome, Outcome) and bool(outcome.error)
         if self.num_failed > self._max_failures and None in self.outcomes:
@@ -364,9 +361,8 @@ class GradingPool:
                 raise _closed()
             if round_.is_ended:
                 break
-            round_.record(key, outcome)
+            round_.record(key, outcome, keys[position + 1 :] if process.is_stopped else ())
             if process.is_stopped:
-                round_.put_back(keys[position + 1 :])
                 return False
             self._item_s += 0.1 * (max(time.monotonic() - process.since, 1e-6) - self._item_s)
         return True
@@ -378,7 +374,7 @@ class GradingPool:
                 raise _closed()
             while self._idle:
                 process = self._idle.pop()
-                if not process.has_ended:
+                if process.process.poll() is None:
                     return process
                 # It was killed between two rounds.
                 self._remove(process)

@@ -130,7 +130,7 @@ def test_a_step_that_fails_leaves_no_grader(
         deadline = time.monotonic() + 60
         while not (tmp_path / "grades").exists() and time.monotonic() < deadline:
             time.sleep(0.01)
-        left.extend(process._process.pid for process in trainer.reward._pool._processes)
+        left.extend(process.process.pid for process in trainer.reward._pool._processes)
         raise OSError("the disk has gone")
 
     step = RayPPOTrainer.step

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Test cases of programming problems: read from a ground truth, and whether an answer passes.
+"""Test cases of programming problems: read from a ground truth, and whether an output passes.
 
 A ground truth is a dict, or JSON text of one, as the data sets APPS, TACO, CodeContests and Codeforces have it:
 
@@ -13,13 +13,15 @@ its JSON text, or (in APPS) the result in a list of one.
 import json
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 TOLERANCE = 1e-6
+_is_close = partial(math.isclose, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
 
 
 class Case(NamedTuple):
-    """One test: what the program is given, and what it should answer (which it is never told)."""
+    """One test: what the program is given, and what it should give back (which it is never told)."""
 
     given: dict[str, Any]
     expected: Any
@@ -60,7 +62,7 @@ def is_same_text(printed: str, expected: str) -> bool:
     Where the expected word is a number with a decimal point, a number within 1e-6 of it (absolutely or relatively) is
     the same.
     """
-    lines, wanted = _lines(printed), _lines(expected)
+    lines, wanted = ([line.rstrip() for line in text.rstrip().splitlines()] for text in (printed, expected))
     if lines == wanted:
         return True
     if len(lines) != len(wanted):
@@ -84,10 +86,6 @@ def is_same_result(result: Any, expected: Any) -> bool:
     if _is_same_value(result, expected):
         return True
     return isinstance(expected, Sequence) and len(expected) == 1 and _is_same_value(result, expected[0])
-
-
-def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
 def _is_same_word(word: str, expected: str) -> bool:
@@ -116,10 +114,6 @@ def _is_same_value(value: Any, expected: Any) -> bool:
         are_numbers = isinstance(value, int | float) and isinstance(expected, int | float)
         return are_numbers and _is_close(value, expected)
     return value == expected
-
-
-def _is_close(number: float, expected: float) -> bool:
-    return math.isclose(number, expected, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
 
 
 def _text(value: Any) -> str:

@@ -283,12 +283,7 @@ def filter_calls(*, may_have_threads: bool) -> None:
     Raises:
         OSError: the kernel refuses.
     """
-    code = _filter(platform.machine(), os.getpid(), may_have_threads)
-    program = _Filter(len(code) // 8, code)
-    _checked(_libc.prctl(_PR_SET_SECCOMP, _FILTER_MODE, ctypes.byref(program), 0, 0), "seccomp")
-
-
-def _filter(name: str, own_pid: int, may_have_threads: bool) -> bytes:
+    name, own_pid = platform.machine(), os.getpid()
     machine = _MACHINES[name]
     steps = [
         _step(_LOAD, _MACHINE_AT),
@@ -314,7 +309,9 @@ def _filter(name: str, own_pid: int, may_have_threads: bool) -> bytes:
     steps += _rule(machine.prlimit, refused, *itself, (_EQUAL, 0, _ALLOW))
     steps += _rule(machine.prctl, _ALLOW, (_EQUAL, _PR_SET_PDEATHSIG, refused))
     steps += _rule(machine.socket, _KILL, (_EQUAL, _AF_UNIX, refused))
-    return b"".join([*steps, _step(_RETURN, _ALLOW)])
+    code = b"".join([*steps, _step(_RETURN, _ALLOW)])
+    program = _Filter(len(steps) + 1, code)
+    _checked(_libc.prctl(_PR_SET_SECCOMP, _FILTER_MODE, ctypes.byref(program), 0, 0), "seccomp")
 
 
 def _rule(number: int, otherwise: int, *cases: tuple[int, int, int]) -> list[bytes]:

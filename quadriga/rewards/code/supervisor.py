@@ -15,7 +15,7 @@ line of the model's, and it is told the inputs only: what a program should answe
                  is killed. SIGKILL only, so nothing can be ignored.
     everything   ends with the supervisor, which ends with the grader: the kernel kills a child whose parent is gone.
 
-Streams are files in memory, not pipes: nobody has to empty them, and the limit on a file's size bounds them.
+Streams are files in memory, not pipes: they need no reader, and the limit on a file's size bounds them.
 """
 
 import io
@@ -74,17 +74,13 @@ def execute(program: str, case: dict[str, Any]) -> None:
     exec(compile(program, "solution.py", "exec", dont_inherit=True), module.__dict__)
     if "function" not in case:
         return
-    result = _function(module, case["function"])(*case["arguments"])
+    name = case["function"]
+    if not hasattr(module, name) and not hasattr(module, "Solution"):
+        raise NameError(f"the program has neither a function {name!r} nor a class Solution")
+    owner = module if hasattr(module, name) else module.Solution()
+    result = getattr(owner, name)(*case["arguments"])
     with open(RESULT_FD, "wb", closefd=False) as stream:
         stream.write(json.dumps(result, default=_as_json).encode())
-
-
-def _function(module: types.ModuleType, name: str) -> Any:
-    if hasattr(module, name):
-        return getattr(module, name)
-    if hasattr(module, "Solution"):
-        return getattr(module.Solution(), name)
-    raise NameError(f"the program has neither a function {name!r} nor a class Solution")
 
 
 def _as_json(value: Any) -> Any:

@@ -4,7 +4,7 @@
 The last `\\boxed{...}` of a response counts, and nothing else of it; without a box, the answer that math-verify finds
 at the end of the text. (math-verify itself would read the boxes of one line as one answer of several parts.)
 
-math-verify answers "wrong" when it fails or runs out of time, unless it is asked to raise: it is asked. Its own time
+math-verify says "wrong" when it fails or runs out of time, unless it is told to raise, as it is here. Its own time
 limit is an alarm signal, which exists in a process's main thread only (where graders run); elsewhere it is off and
 the caller must bring a limit. Its exception for a limit passes by `except Exception`, so it is translated.
 """

@@ -50,7 +50,7 @@ def compute_score(
     if answer is None:
         return {"score": wrong_score, "acc": 0.0, "pred": None}
     is_right = _is_same_text(normal(answer), truth)
-    if not is_right and use_symbols and has_symbols():
+    if not is_right and use_symbols and find_spec("math_verify") is not None:
         is_right = _is_same_meaning(answer, str(ground_truth))
     return {"score": 1.0 if is_right else wrong_score, "acc": float(is_right), "pred": normal(answer)}
 
@@ -73,12 +73,6 @@ def normal(text: str) -> str:
     head, mark, rest = text.rpartition("=")
     text = rest if mark and len(head) <= 2 else text
     return text.rstrip(".").lower()
-
-
-@cache
-def has_symbols() -> bool:
-    """Whether math-verify is installed."""
-    return find_spec("math_verify") is not None
 
 
 def _is_same_text(answer: str, truth: str) -> bool:

@@ -27,6 +27,9 @@ _MALFORMED = (ValueError, TypeError, ArithmeticError, LookupError, AttributeErro
 _EMPTY_ANSWER = "{}"
 
 
+_scorer: Callable[[str], Callable[..., float]] = cache(get_score_answer_fn)
+
+
 class MissingKeyError(KeyError):
     """The entry lacks something that the scorer of its task wants."""
 
@@ -97,8 +100,3 @@ def _decoded(value: Any, key: str) -> _Record:
 
 def _tuples(value: dict[str, Any]) -> Any:
     return tuple(value["__tuple__"]) if value.keys() == {"__tuple__"} else value
-
-
-@cache
-def _scorer(task: str) -> Callable[..., float]:
-    return get_score_answer_fn(task)

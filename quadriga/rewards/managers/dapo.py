@@ -37,21 +37,18 @@ class DapoRewardManager(NaiveRewardManager):
 
     def shaped(self, outcomes: list[Outcome], samples: Samples) -> list[Outcome]:
         """The outcomes with the punishment; "acc" keeps the score from before it, if there was one."""
-        return [
-            self._shaped(outcome, length) for outcome, length in zip(outcomes, samples.lengths.tolist(), strict=True)
-        ]
-
-    def _shaped(self, outcome: Outcome, length: int) -> Outcome:
-        if outcome.error:
-            return outcome
-        extra = {**outcome.extra, "acc": outcome.extra.get("acc", outcome.score)} if self.has_grades else {}
-        if not self._buffer["enable"]:
-            return outcome._replace(extra=extra)
-        excess = length - (self._max_length - self._buffer["len"])
-        punishment = min(0.0, -excess / self._buffer["len"] * self._buffer["penalty_factor"])
-        if self._buffer["log"]:
-            extra |= {"overlong_reward": punishment, "overlong": punishment < 0}
-        return outcome._replace(score=outcome.score + punishment, extra=extra)
+        shaped = []
+        for outcome, length in zip(outcomes, samples.lengths.tolist(), strict=True):
+            if not outcome.error:
+                extra = {**outcome.extra, "acc": outcome.extra.get("acc", outcome.score)} if self.has_grades else {}
+                outcome = outcome._replace(extra=extra)
+            if self._buffer["enable"] and not outcome.error:
+                excess = length - (self._max_length - self._buffer["len"])
+                punishment = min(0.0, -excess / self._buffer["len"] * self._buffer["penalty_factor"])
+                told = {"overlong_reward": punishment, "overlong": punishment < 0} if self._buffer["log"] else {}
+                outcome = outcome._replace(score=outcome.score + punishment, extra={**outcome.extra, **told})
+            shaped.append(outcome)
+        return shaped
 
 
 def _checked_buffer(buffer: dict[str, Any], max_length: Any) -> dict[str, Any]:

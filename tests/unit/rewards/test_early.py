@@ -27,7 +27,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     if solution_str == "die":
         os._exit(3)
     if solution_str == "slow":
-        time.sleep(0.4)
+        time.sleep(1.0)
     return {"score": float(solution_str == ground_truth), "length": len(solution_str)}
 """
 
@@ -103,7 +103,7 @@ def test_samples_are_graded_side_by_side_and_the_loop_stays_free(grader: Callabl
         return time.monotonic() - began, num_turns
 
     seconds, num_turns = asyncio.run(watched())
-    assert 0.4 <= seconds < 1.1
+    assert 1.0 <= seconds < 2.5
     assert num_turns > 5
 
 

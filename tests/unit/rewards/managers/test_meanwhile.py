@@ -75,8 +75,8 @@ def test_rewards_are_those_of_a_call(manager):
 
 def test_an_error_has_the_words_of_a_call(manager):
     with pytest.raises(RewardError) as waited:
-        manager(batch(1, 1))
-    grading = manager.begin(batch(1, 1))
+        manager(batch(1))
+    grading = manager.begin(batch(1))
     with pytest.raises(RewardError) as joined:
         grading.result()
     assert str(joined.value) == str(waited.value)
