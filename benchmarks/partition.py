@@ -24,7 +24,7 @@ from statistics import median
 
 import numpy as np
 
-from quadriga.engines.micro_batches import MicroBatching, RowLength, micro_batches
+from quadriga.engines.batches import MicroBatching, RowLength, micro_batches
 from quadriga.trainer.balance import Row, SequenceCost, balance, cost_of_share
 
 GROUP_SIZE = 8

@@ -44,10 +44,10 @@ from transformers.utils.logging import disable_progress_bar
 
 from quadriga.config import ActorConfig, OptimConfig
 from quadriga.engines.base import OptimizerStep
+from quadriga.engines.batches import MicroBatching, Passes
 from quadriga.engines.fsdp.engine import FSDPEngine, Training
-from quadriga.engines.micro_batches import MicroBatching
 from quadriga.engines.objectives import PolicyObjective
-from quadriga.engines.step import Passes, update
+from quadriga.engines.step import update
 from quadriga.models.flops import peak_flops
 from quadriga.models.load import load_causal_lm
 from quadriga.models.scorers import PolicyScorer

@@ -16,8 +16,8 @@ from quadriga.config.adapter import ADAPTER_CONFIG, is_adapter
 from quadriga.data.tokenizing import read_tokenizer
 from quadriga.errors import CheckpointError, QuadrigaError
 from quadriga.models.adapter_files import AdapterFiles, write_adapter
-from quadriga.models.pretrained import from_pretrained
-from quadriga.models.processor_files import copy_processor
+from quadriga.models.load import from_pretrained
+from quadriga.models.vision import copy_processor
 from quadriga.trainer.checkpoint import MANIFEST, model_folder, verify
 
 

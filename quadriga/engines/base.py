@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training engine is: a model, perhaps spread over processes, with its optimizer.
+"""The training engine: a model, perhaps sharded over ranks, with its optimizer.
 
 The loop over epochs, mini-batches and micro-batches stands above it, once, in `engines/step.py`.
 
@@ -13,13 +13,14 @@ from typing import Any, Protocol
 import torch
 from transformers import PreTrainedModel
 
-from quadriga.engines.packing import PackedBatch
 from quadriga.engines.process_group import ProcessGroup
+from quadriga.models.attention import PackedBatch
 from quadriga.models.flops import ModelCost
 from quadriga.models.scorers import Question
+from quadriga.models.vision import ImageTokens
 
 Outputs = Mapping[str, torch.Tensor]
-"""What the model says of each predicted token, float32 [M] each: `values`, or `log_probs` and what else was asked."""
+"""The model's outputs for each predicted token, float32 [M] each: `values`, or `log_probs` and what else was asked."""
 
 LossFunction = Callable[[Outputs], torch.Tensor]
 """From outputs to a scalar that is already normalised over the whole mini-batch."""
@@ -27,22 +28,25 @@ LossFunction = Callable[[Outputs], torch.Tensor]
 
 @dataclass(frozen=True)
 class OptimizerStep:
-    """What an optimizer step did: `grad_norm` before clipping, and whether it was finite and so applied."""
+    """The outcome of an optimizer step: `grad_norm` before clipping, and whether it was finite and so applied."""
 
     grad_norm: float
     is_applied: bool
 
 
 class TrainEngine(Protocol):
-    """One model that can be asked and taught, in one process or in many that call the same methods in turn.
+    """A model and its optimizer, replicated or sharded over ranks; all ranks call each method collectively.
 
     Attributes:
-        replicas: the processes that hold the model with other rows; those with the same rows are one of them.
-        world: all processes that hold it.
+        replicas: the ranks that hold the model with other rows; those with the same rows are one of them.
+        world: all ranks that hold it.
         device, dtype: where it computes, and in what.
         cost: of a token.
-        model: as this process has it; its configuration is that of the whole.
-        has_whole_weights: whether `model` has all of them here, so that others in the process can compute with it.
+        model: as this rank has it; its configuration is that of the whole.
+        has_whole_weights: whether `model` has all weights on this rank, so that others in the process can compute with
+            it.
+        image_tokens: how images stand in prompts; None: a text model.
+        output_names: the names of the outputs that a question asks for.
     """
 
     replicas: ProcessGroup
@@ -52,13 +56,11 @@ class TrainEngine(Protocol):
     cost: ModelCost
     model: PreTrainedModel
     has_whole_weights: bool
-
-    def output_names(self, question: Question) -> tuple[str, ...]:
-        """The names of the outputs."""
-        ...
+    image_tokens: ImageTokens | None
+    output_names: Callable[[Question], tuple[str, ...]]
 
     def forward(self, batches: Sequence[PackedBatch], question: Question) -> list[Outputs]:
-        """Outputs of micro-batches without gradients, in their order; none from a process that others answer for."""
+        """Outputs [M] of micro-batches without gradients, in order; none from a pipeline stage without the head."""
         ...
 
     def backward(self, batches: Sequence[PackedBatch], losses: Sequence[LossFunction], *, temperature: float) -> None:
@@ -87,7 +89,7 @@ class TrainEngine(Protocol):
         ...
 
     def state(self, contents: frozenset[str]) -> dict[str, torch.Tensor]:
-        """What a checkpoint holds, in the engine's own memory; DTensors where several processes hold a tensor.
+        """The tensors of a checkpoint, in the engine's own memory; DTensors where several ranks hold a tensor.
 
         Args:
             contents: `model` (`model.NAME`, float32), `optimizer` (`optimizer.exp_avg.NAME`,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model is taught: from its outputs on some rows to a loss over the whole mini-batch.
+"""Objectives: from a model's outputs on some rows to a loss over the whole mini-batch.
 
 Every loss is normalised by counts of the whole mini-batch, so the losses of its micro-batches add up to it.
 
@@ -7,6 +7,8 @@ Legend: b rows of a micro-batch, T response positions.
 """
 
 from collections.abc import Mapping
+from dataclasses import asdict
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -39,11 +41,13 @@ class Objective(Protocol):
         ...
 
     def __call__(self, rows: DataProto, outputs: Mapping[str, torch.Tensor], counts: LossCounts) -> LossAndMetrics:
-        """This micro-batch's share of the loss, from outputs [b, T], and what is worth telling about it."""
+        """This micro-batch's share of the loss, from outputs [b, T], and its metrics."""
         ...
 
 
 BYPASS = "bypass_mode"
+SCORE_SLOPE = "score_slope"
+"""Column [B]: by how much the loss of a batch rises when the score of a row does, to first order."""
 
 
 def policy_loss_of(config: ActorConfig, correction: RolloutCorrectionConfig | None = None) -> Algorithm:
@@ -74,7 +78,7 @@ class PolicyObjective:
 
     Args:
         config: of the actor.
-        correction: what is done about a rollout that computes otherwise; None: nothing.
+        correction: off-policy correction for the rollout's mismatch; None: none.
     """
 
     name = "actor"
@@ -82,18 +86,17 @@ class PolicyObjective:
     def __init__(self, config: ActorConfig, correction: RolloutCorrectionConfig | None = None) -> None:
         self.config = config
         self.policy_loss = policy_loss_of(config, correction)
+        self._needs_old_log_prob = "old_log_prob" in self.policy_loss.fields
+        self._columns = set(self.policy_loss.fields) - {"log_prob", "old_log_prob"}
+        """What the loss reads of the batch; `log_prob` and, where it has no old log-probs, those are the model's."""
 
     def fields(self, data: DataProto) -> tuple[str, ...]:
-        """See `Objective.fields`; `log_prob` and, where the batch has no old log-probs, those come from the model."""
-        names = {"response_mask", "advantages", *self._data_fields()}
+        names = {"response_mask", "advantages", *self._columns}
         optional = {"old_log_probs", "rollout_log_probs", "rollout_is_weights"} & set(data.batch.keys())
         return tuple(names | optional | ({"ref_log_prob"} if self.config.use_kl_loss else set()))
 
-    def _data_fields(self) -> set[str]:
-        return set(self.policy_loss.fields) - {"log_prob", "old_log_prob"}
-
     def add_batch_columns(self, data: DataProto) -> None:
-        """Compute what the loss reads of the whole batch, and add it to `data`: before its rows are dealt out.
+        """Compute what the loss reads of the whole batch, and add it to `data`, before its rows are split over ranks.
 
         Raises:
             EngineError: a column that it is computed from is not there.
@@ -125,39 +128,42 @@ class PolicyObjective:
         return ((data.batch["advantages"] != 0) & mask).any(-1)
 
     def __call__(self, rows: DataProto, outputs: Mapping[str, torch.Tensor], counts: LossCounts) -> LossAndMetrics:
-        """See `Objective.__call__`."""
         log_prob, entropy = outputs["log_probs"], outputs["entropy"]
         mask = rows.batch["response_mask"]
-        if missing := self._data_fields() - set(rows.batch.keys()):
+        if missing := self._columns - set(rows.batch.keys()):
             self._miss(missing, rows)
-        fields = {name: rows.batch[name] for name in self._data_fields()}
+        fields = {name: rows.batch[name] for name in self._columns}
         # Without old log-probs in the batch this is the only update since it was sampled: they are the current ones.
         old = rows.batch.get("old_log_probs", log_prob.detach())
-        if "old_log_prob" in self.policy_loss.fields:
+        if self._needs_old_log_prob:
             fields["old_log_prob"] = old
         losses, diagnostics = self.policy_loss.function(**fields, log_prob=log_prob)
         if "rollout_is_weights" in rows.batch.keys():
             losses = losses * rows.batch["rollout_is_weights"]
-        loss = policy = self._aggregate(losses, mask, counts)
+        aggregate = partial(
+            agg_loss,
+            loss_mask=mask,
+            loss_agg_mode=self.config.loss_agg_mode,
+            loss_scale_factor=self.config.loss_scale_factor,
+            **asdict(counts),
+        )
+        loss = policy = aggregate(losses)
         metrics = {"actor/pg_loss": Metric(policy.detach(), "sum")}
         num_tokens = float(mask.sum())
         for name, per_token in diagnostics.items():
             metrics[f"actor/{name}"] = Metric((per_token.detach() * mask).sum() / num_tokens, "mean", num_tokens)
         metrics["actor/entropy"] = Metric((entropy.detach() * mask).sum() / num_tokens, "mean", num_tokens)
         if self.config.entropy_coeff:
-            loss = loss - self.config.entropy_coeff * self._aggregate(entropy, mask, counts)
+            loss = loss - self.config.entropy_coeff * aggregate(entropy)
         if self.config.use_kl_loss:
             divergence = kl_penalty(log_prob, rows.batch["ref_log_prob"], self.config.kl_loss_type)
-            kl_loss = self._aggregate(divergence, mask, counts)
+            kl_loss = aggregate(divergence)
             loss = loss + self.config.kl_loss_coef * kl_loss
             metrics["actor/kl_loss"] = Metric(kl_loss.detach(), "sum")
         if "rollout_log_probs" in rows.batch.keys() and "old_log_probs" not in rows.batch.keys():
             for name, value in log_prob_mismatch(old, rows.batch["rollout_log_probs"], mask).items():
                 metrics[f"rollout/{name}"] = Metric(value, "max" if name.endswith("max") else "mean", num_tokens)
         return loss, metrics
-
-    def _aggregate(self, per_token: torch.Tensor, mask: torch.Tensor, counts: LossCounts) -> torch.Tensor:
-        return aggregate(per_token, mask, self.config, counts)
 
 
 class ValueObjective:
@@ -173,7 +179,6 @@ class ValueObjective:
         self.config = config
 
     def fields(self, data: DataProto) -> tuple[str, ...]:
-        """See `Objective.fields`."""
         return ("response_mask", "values", "returns")
 
     def rows_with_gradient(self, data: DataProto) -> torch.Tensor:
@@ -181,12 +186,17 @@ class ValueObjective:
         return data.batch["response_mask"].bool().any(-1)
 
     def __call__(self, rows: DataProto, outputs: Mapping[str, torch.Tensor], counts: LossCounts) -> LossAndMetrics:
-        """See `Objective.__call__`."""
         mask, predicted = rows.batch["response_mask"], outputs["values"]
         losses, diagnostics = clipped_value_loss(
             predicted, rows.batch["returns"], rows.batch["values"], mask, cliprange_value=self.config.cliprange_value
         )
-        loss = aggregate(losses, mask, self.config, counts)
+        loss = agg_loss(
+            losses,
+            mask,
+            self.config.loss_agg_mode,
+            loss_scale_factor=self.config.loss_scale_factor,
+            **asdict(counts),
+        )
         num_tokens = float(mask.sum())
         return loss, {
             "critic/vf_loss": Metric(loss.detach(), "sum"),
@@ -195,15 +205,60 @@ class ValueObjective:
         }
 
 
-def aggregate(
-    per_token: torch.Tensor, mask: torch.Tensor, config: ActorConfig | CriticConfig, counts: LossCounts
-) -> torch.Tensor:
-    """A micro-batch's share of a mini-batch's loss."""
-    return agg_loss(
-        per_token,
-        mask,
-        config.loss_agg_mode,
-        batch_num_tokens=counts.batch_num_tokens,
-        global_batch_size=counts.global_batch_size,
-        loss_scale_factor=config.loss_scale_factor,
-    )
+class LikelihoodObjective:
+    """The negative log-likelihood of the tokens under the mask.
+
+    Args:
+        config: says how losses of tokens become one.
+    """
+
+    name = "train"
+
+    def __init__(self, config: ActorConfig) -> None:
+        self.config = config
+
+    def fields(self, data: DataProto) -> tuple[str, ...]:
+        return ("response_mask",)
+
+    def rows_with_gradient(self, data: DataProto) -> torch.Tensor:
+        """All rows with something to learn."""
+        return data.batch["response_mask"].bool().any(-1)
+
+    def __call__(self, rows: DataProto, outputs: Mapping[str, torch.Tensor], counts: LossCounts) -> LossAndMetrics:
+        mask = rows.batch["response_mask"]
+        loss = agg_loss(
+            -outputs["log_probs"],
+            mask,
+            self.config.loss_agg_mode,
+            loss_scale_factor=self.config.loss_scale_factor,
+            **asdict(counts),
+        )
+        num_tokens = float(mask.sum())
+        entropy = (outputs["entropy"].detach() * mask).sum() / num_tokens
+        return loss, {
+            "train/loss": Metric(loss.detach(), "sum"),
+            "train/entropy": Metric(entropy, "mean", num_tokens),
+        }
+
+
+class ScoreObjective:
+    """Moves the score of each row against its slope.
+
+    The slope of a row is the derivative of the loss by its score, taken at the scores before the step. The gradient of
+    slope x score is then the gradient of the loss itself, and the responses that a loss compares need not be in one
+    micro-batch, nor on one rank.
+    """
+
+    name = "train"
+
+    def fields(self, data: DataProto) -> tuple[str, ...]:
+        return ("response_mask", SCORE_SLOPE)
+
+    def rows_with_gradient(self, data: DataProto) -> torch.Tensor:
+        """Rows whose score matters to the loss."""
+        return data.batch["response_mask"].bool().any(-1) & (data.batch[SCORE_SLOPE] != 0)
+
+    def __call__(self, rows: DataProto, outputs: Mapping[str, torch.Tensor], counts: LossCounts) -> LossAndMetrics:
+        # The value means nothing, its gradient is what counts.
+        scores = (outputs["scores"] * rows.batch["response_mask"]).sum(-1)
+        return (rows.batch[SCORE_SLOPE] * scores).sum(), {}

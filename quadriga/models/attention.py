@@ -1,21 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one door through which every Hugging Face causal model reaches our attention.
+"""Attention of every Hugging Face model, and exact attention over packed sequences with shared prompts.
 
 A model whose attention implementation is `ATTENTION_NAME` hands queries, keys and values of each layer to
 the `AttentionPlan` that travels with the call: `model(..., attention_plan=plan)`. Training passes a plan over
-packed sequences, decoding one over a key-value cache; the model code in between is Hugging Face's, untouched.
+packed sequences, decoding one over a KV cache; the model code in between is Hugging Face's, untouched.
 
-Legend: B rows, H query heads, K key-value heads, N tokens, D head size.
+Packed tokens are cut into *segments*. A segment is causal in itself and may continue a prefix, another segment
+that it sees in full: the samples of one prompt are segments with the prompt as their prefix, so the prompt is
+computed once. Segments of similar length are padded into one call of scaled dot-product attention.
+
+Legend: B rows, H query heads, K key-value heads, D head size, N packed tokens, M predicted tokens, T response
+positions, b rows of a bucket, L their longest segment, p different prefixes among them, S the longest prefix.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from quadriga.errors import EngineError
+from quadriga.models.vision import PackedImages
 
 ATTENTION_NAME = "quadriga"
 
@@ -70,9 +80,248 @@ def _attention(
     return attention_plan.attend(module.layer_idx, query, key, value, scale), None
 
 
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """The plan knows the mask; the model need not build one."""
-
-
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _attention)
-ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _no_mask)
+# The plan knows the mask; the model need not build one.
+ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, lambda *args, **kwargs: None)
+
+
+# Up to here a causal mask costs less than copies of the keys for each query head; beyond, it would grow as its square.
+MAX_MASKED_LENGTH = 256
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of packed tokens: [start, start + length), seeing itself causally and all of `prefix`."""
+
+    start: int
+    length: int
+    prefix: "Segment | None" = None
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """Rows of a batch as one run of tokens: what a scorer reads, and the way back to rows.
+
+    Attributes:
+        input_ids: [1, N]
+        position_ids: [1, N], or [3, 1, N] along time, height and width.
+        segments: which packed token sees which.
+        predictors: [M] packed index of the token whose state predicts each target.
+        targets: [M] token ids.
+        rows, columns: [M] where each target stands in the padded [b, T] responses.
+        shape: (b, T)
+        sum_of_squared_lengths: the cost of causal attention over the packed tokens.
+        images: of the prompts.
+    """
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    segments: tuple[Segment, ...]
+    predictors: torch.Tensor
+    targets: torch.Tensor
+    rows: torch.Tensor
+    columns: torch.Tensor
+    shape: tuple[int, int]
+    sum_of_squared_lengths: int
+    images: PackedImages | None = None
+
+    @classmethod
+    def filler(cls, device: torch.device) -> "PackedBatch":
+        """A micro-batch for a rank that has no rows left while others have: one token that predicts one."""
+        nothing = torch.zeros(1, dtype=torch.int64, device=device)
+        return cls(nothing[None], nothing[None], (Segment(0, 1),), nothing, nothing, nothing, nothing, (1, 1), 1)
+
+    @cached_property
+    def plan(self) -> "PackedAttention":
+        """How its tokens attend."""
+        return PackedAttention(self.segments, self.input_ids.device)
+
+    def extended(self, num_tokens: int) -> "PackedBatch":
+        """The same with N brought to `num_tokens`, by a segment that nothing is predicted from."""
+        missing = num_tokens - self.num_tokens
+        if missing == 0:
+            return self
+        return replace(
+            self,
+            input_ids=torch.nn.functional.pad(self.input_ids, (0, missing)),
+            position_ids=torch.nn.functional.pad(self.position_ids, (0, missing)),
+            segments=(*self.segments, Segment(self.num_tokens, missing)),
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """N"""
+        return self.input_ids.shape[1]
+
+    def unpack(self, values: torch.Tensor) -> torch.Tensor:
+        """[M] -> [b, T], zero where nothing was predicted."""
+        return values.new_zeros(self.shape).index_put((self.rows, self.columns), values)
+
+
+class PackedAttention:
+    """Attention plan of one packed micro-batch.
+
+    Args:
+        segments: every packed token belongs to exactly one of them, in order of `start`.
+        device: of the packed tokens.
+        max_padding: how many padded tokens a bucket may hold for each real one.
+    """
+
+    def __init__(self, segments: Sequence[Segment], device: torch.device, max_padding: float = 0.25) -> None:
+        self.buckets = [_Bucket(members, device) for members in _buckets(segments, max_padding)]
+        order = torch.cat([bucket.queries.tokens for bucket in self.buckets])
+        self.inverse = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=device))
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """[1, H, N, D], [1, K, N, D] twice -> [1, N, H, D]."""
+        heads, head_size = query.shape[1], query.shape[3]
+        query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))  # [N, heads, D]
+        parts = [bucket.attend(query, key, value, scale) for bucket in self.buckets]
+        packed = torch.cat(parts) if len(parts) > 1 else parts[0]
+        return _Reorder.apply(packed, self.inverse).view(1, -1, heads, head_size)
+
+
+class _Bucket:
+    """Segments of similar length, computed in one call."""
+
+    def __init__(self, members: Sequence[Segment], device: torch.device) -> None:
+        self.queries = _Padding(members, device)
+        self.prefixes: _Padding | None = None
+        self.mask: torch.Tensor | None = None  # True where a query sees a key; None: causal
+        width = self.queries.width
+        causal = torch.ones(width, width, dtype=torch.bool).tril()
+        if members[0].prefix is not None:
+            prefixes = list(dict.fromkeys(segment.prefix for segment in members if segment.prefix is not None))
+            numbers = {prefix: number for number, prefix in enumerate(prefixes)}
+            self.prefixes = _Padding(prefixes, device)
+            self.prefix_of_row = torch.tensor([numbers[segment.prefix] for segment in members], device=device)
+            before = self.prefixes.width
+            mask = torch.zeros(len(members), 1, width, before + width, dtype=torch.bool)  # [b, 1, L, S + L]
+            mask[..., before:] = causal
+            for row, segment in enumerate(members):
+                mask[row, ..., : segment.prefix.length] = True
+            self.mask = mask.to(device)
+        elif width <= MAX_MASKED_LENGTH:
+            self.mask = causal[None, None].to(device)
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+        """[N, heads, D] each -> [tokens of the bucket, H * D], in the order of its rows."""
+        rows = self.queries.pad(query).transpose(1, 2)  # [b, H, L, D]
+        seen, read = self._keys(key).transpose(1, 2), self._keys(value).transpose(1, 2)  # [b, K, S + L, D]
+        groups = rows.shape[1] // seen.shape[1]
+        if self.mask is None:
+            seen, read = seen.repeat_interleave(groups, 1), read.repeat_interleave(groups, 1)
+            mixed = scaled_dot_product_attention(rows, seen, read, is_causal=True, scale=scale)
+        else:
+            # The query heads that share a key head stand below each other, as one longer query: no key is copied.
+            folded = rows.unflatten(1, (-1, groups)).flatten(2, 3)
+            mask = self.mask.repeat(1, 1, groups, 1) if groups > 1 else self.mask
+            mixed = scaled_dot_product_attention(folded, seen, read, attn_mask=mask, scale=scale)
+            mixed = mixed.unflatten(2, (groups, -1)).flatten(1, 2)
+        return _Unpad.apply(mixed.transpose(1, 2).flatten(2).to(query.dtype), self.queries)
+
+    def _keys(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[N, K, D] -> [b, L, K, D], or [b, S + L, K, D] where the rows continue a prefix."""
+        own = self.queries.pad(tokens)
+        if self.prefixes is None:
+            return own
+        return torch.cat([self.prefixes.pad(tokens).index_select(0, self.prefix_of_row), own], dim=1)
+
+
+class _Padding:
+    """Where the tokens of some segments stand when each segment is a row, padded on the right.
+
+    The padding repeats a row's first token: no real query sees it, and its gradient is dropped.
+    """
+
+    def __init__(self, segments: Sequence[Segment], device: torch.device) -> None:
+        self.width = max(segment.length for segment in segments)
+        indices = torch.tensor([segment.start for segment in segments])[:, None].repeat(1, self.width)
+        real = torch.zeros(indices.shape, dtype=torch.bool)
+        for row, segment in enumerate(segments):
+            indices[row, : segment.length] += torch.arange(segment.length)
+            real[row, : segment.length] = True
+        self.indices = indices.to(device)  # [b, L] into the packed tokens
+        self.tokens = indices[real].to(device)  # the packed tokens of all rows, one after the other
+        self.slots = real.flatten().nonzero()[:, 0].to(device)  # where these stand in the padded rows
+
+    def pad(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[N, heads, D] -> [b, L, heads, D]. Attention on CPUs is twice as fast backward in float32 as in bfloat16."""
+        rows = _Pad.apply(tokens, self)
+        return rows.float() if rows.device.type == "cpu" else rows
+
+
+# Each packed token stands in one padded slot, so the gradients below are copies. Autograd cannot know that: its
+# own gradient of an index is a scatter with atomic or serial additions, ten times as slow.
+
+
+class _Pad(torch.autograd.Function):
+    """[N, heads, D] -> [b, L, heads, D]"""
+
+    @staticmethod
+    def forward(ctx, tokens: torch.Tensor, padding: _Padding) -> torch.Tensor:
+        ctx.padding, ctx.num_tokens = padding, tokens.shape[0]
+        return tokens.index_select(0, padding.indices.flatten()).view(*padding.indices.shape, *tokens.shape[1:])
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        padding = ctx.padding
+        out = grad.new_zeros(ctx.num_tokens, *grad.shape[2:])
+        return out.index_copy_(0, padding.tokens, grad.flatten(0, 1).index_select(0, padding.slots)), None
+
+
+class _Unpad(torch.autograd.Function):
+    """[b, L, X] -> [tokens of the rows, X]"""
+
+    @staticmethod
+    def forward(ctx, rows: torch.Tensor, padding: _Padding) -> torch.Tensor:
+        ctx.slots, ctx.shape = padding.slots, rows.shape
+        return rows.flatten(0, 1).index_select(0, padding.slots)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        out = grad.new_zeros(ctx.shape).flatten(0, 1)
+        return out.index_copy_(0, ctx.slots, grad).view(ctx.shape), None
+
+
+class _Reorder(torch.autograd.Function):
+    """[N, X] -> [N, X] in another order"""
+
+    @staticmethod
+    def forward(ctx, tokens: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+        ctx.order = order
+        return tokens.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        return torch.empty_like(grad).index_copy_(0, ctx.order, grad), None
+
+
+def _buckets(segments: Sequence[Segment], max_padding: float, min_tokens: int = 2048) -> list[list[Segment]]:
+    """Segments of similar length and prefix together; those with a prefix apart from those without."""
+
+    def order(segment: Segment) -> tuple[bool, int, int]:
+        prefix = segment.prefix.length if segment.prefix else 0
+        return segment.prefix is not None, segment.length, prefix
+
+    buckets: list[list[Segment]] = []
+    for segment in sorted(segments, key=order, reverse=True):
+        current = buckets[-1] if buckets else []
+        if current and (current[0].prefix is None) == (segment.prefix is None):
+            total = sum(member.length for member in current) + segment.length
+            if current[0].length * (len(current) + 1) <= (1 + max_padding) * total:
+                current.append(segment)
+                continue
+        buckets.append([segment])
+    # A call costs as much as some hundred tokens, so neighbours that are small together share one.
+    joined: list[list[Segment]] = []
+    for bucket in buckets:
+        last = joined[-1] if joined else []
+        is_alike = last and (last[0].prefix is None) == (bucket[0].prefix is None)
+        if is_alike and last[0].length * (len(last) + len(bucket)) <= min_tokens:
+            last.extend(bucket)
+        else:
+            joined.append(bucket)
+    return joined

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step should cost: floating-point operations of a decoder, and of a vision tower before it.
+"""What a step should cost: floating-point operations of a decoder, and of a vision encoder before it.
 
 Legend: D hidden size, V vocabulary; a multiplication and an addition are two operations.
 """
 
 import time
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from quadriga.models.attention import PackedBatch
 from quadriga.models.load import backbone, head_of
 from quadriga.models.vision import TowerCost
 
@@ -22,7 +24,7 @@ class ModelCost:
     Attributes:
         num_block_parameters, num_head_parameters, attention_width: see above.
         num_frozen_block_parameters, num_frozen_head_parameters: those of them that have no gradient.
-        tower: what comes before the decoder for each image, in a model that sees; not part of the other numbers.
+        tower: the vision encoder of a vision-language model; not part of the other numbers.
     """
 
     num_block_parameters: int
@@ -32,12 +34,15 @@ class ModelCost:
     num_frozen_head_parameters: int = 0
     tower: TowerCost | None = None
 
-    def relative(self) -> tuple[float, float]:
-        """The tokens of a sequence at which attention costs as much as the layers, and what the head costs of them."""
-        return (
-            self.num_block_parameters / self.attention_width,
-            self.num_head_parameters / self.num_block_parameters,
-        )
+    @cached_property
+    def attention_tokens(self) -> float:
+        """The tokens of a sequence at which attention costs as much as the layers."""
+        return self.num_block_parameters / self.attention_width
+
+    @property
+    def head(self) -> float:
+        """What the vocabulary head costs for a token, in units of the layers."""
+        return self.num_head_parameters / self.num_block_parameters
 
     def forward_flops(self, num_tokens: int, num_predicted: int, sum_of_squared_lengths: int) -> float:
         """Operations of one forward pass, causal attention counted at half; a backward pass costs twice as much."""
@@ -50,6 +55,13 @@ class ModelCost:
         """Operations of a forward and a backward pass; a frozen matrix takes part in only half of the latter."""
         spared = self.num_frozen_block_parameters * num_tokens + self.num_frozen_head_parameters * num_predicted
         return 3 * self.forward_flops(num_tokens, num_predicted, sum_of_squared_lengths) - 2.0 * spared
+
+    def update_flops_of(self, packed: PackedBatch) -> float:
+        """Operations of an update on a packed micro-batch, its images included."""
+        flops = self.update_flops(packed.num_tokens, len(packed.targets), packed.sum_of_squared_lengths)
+        if packed.images is None or self.tower is None:
+            return flops
+        return flops + self.tower.update_flops(packed.images.grids)
 
 
 def model_cost(model: PreTrainedModel) -> ModelCost:

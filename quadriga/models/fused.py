@@ -13,7 +13,10 @@ from torch.nn.functional import silu
 from transformers import PreTrainedModel
 
 
-class _RMSNorm(torch.autograd.Function):
+class RMSNorm(torch.autograd.Function):
+    """Root-mean-square norm, arXiv:1910.07467: hidden [..., D], weight [D], epsilon -> [..., D] in the dtype of
+    `hidden`; the mean and the division are in float32."""
+
     @staticmethod
     def forward(ctx, hidden: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
         wide = hidden.float()
@@ -34,27 +37,15 @@ class _RMSNorm(torch.autograd.Function):
         return grad_hidden.to(hidden.dtype), grad_weight, None
 
 
-def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """Root-mean-square norm, arXiv:1910.07467.
-
-    Args:
-        hidden: [..., D]
-        weight: [D]
-        epsilon: added to the mean square.
-
-    Returns:
-        [..., D] in the dtype of `hidden`; the mean and the division are in float32.
-    """
-    return _RMSNorm.apply(hidden, weight, epsilon)
-
-
 def rms_scale(wide: torch.Tensor, epsilon: float) -> torch.Tensor:
     """What the norm multiplies with: [..., D] float32 -> [..., 1]."""
     length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     return length.square_().div_(wide.shape[-1]).add_(epsilon).rsqrt_()
 
 
-class _GatedSiLU(torch.autograd.Function):
+class GatedSiLU(torch.autograd.Function):
+    """silu(gate) * up, arXiv:2002.05202: [..., F] each."""
+
     @staticmethod
     def forward(ctx, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(gate, up)
@@ -66,13 +57,8 @@ class _GatedSiLU(torch.autograd.Function):
         return torch.ops.aten.silu_backward(grad * up, gate), silu(gate).mul_(grad)
 
 
-def gated_silu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up, arXiv:2002.05202: [..., F] each."""
-    return _GatedSiLU.apply(gate, up)
-
-
 def fuse(model: PreTrainedModel) -> dict[str, int]:
-    """Let a model's plain RMS norms and SiLU-gated MLPs use the functions above; other modules stay as they are.
+    """Let a model's plain RMS norms and SiLU-gated MLPs ([..., D] -> [..., D]) use the functions above; others stay.
 
     Returns:
         how many modules of either kind were found.
@@ -80,7 +66,14 @@ def fuse(model: PreTrainedModel) -> dict[str, int]:
     norms = [module for module in model.modules() if _is_plain_rms_norm(module)]
     for module in norms:
         module.forward = _FusedNorm(module)
-    mlps = [module for module in model.modules() if _is_gated_mlp(module)]
+    # down(silu(gate(x)) * up(x)) and nothing else, as in the Llama family.
+    parts = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+    mlps = [
+        module
+        for module in model.modules()
+        if {name for name, _ in module.named_children()} == parts
+        and type(module.act_fn).__name__ in ("SiLU", "SiLUActivation")
+    ]
     for module in mlps:
         module.forward = _FusedMLP(module)
     return {"norms": len(norms), "mlps": len(mlps)}
@@ -93,7 +86,7 @@ class _FusedNorm:
         self.module = module
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        return rms_norm(hidden, self.module.weight, self.module.variance_epsilon)
+        return RMSNorm.apply(hidden, self.module.weight, self.module.variance_epsilon)
 
 
 class _FusedMLP:
@@ -104,14 +97,7 @@ class _FusedMLP:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         module = self.module
-        return module.down_proj(gated_silu(module.gate_proj(hidden), module.up_proj(hidden)))
-
-
-def _is_gated_mlp(module: nn.Module) -> bool:
-    """down(silu(gate(x)) * up(x)) and nothing else, as in the Llama family."""
-    return {name for name, _ in module.named_children()} == {"gate_proj", "up_proj", "down_proj", "act_fn"} and (
-        type(module.act_fn).__name__ in ("SiLU", "SiLUActivation")
-    )
+        return module.down_proj(GatedSiLU.apply(module.gate_proj(hidden), module.up_proj(hidden)))
 
 
 def _is_plain_rms_norm(module: nn.Module) -> bool:

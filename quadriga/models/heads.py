@@ -15,21 +15,24 @@ P parts, k likeliest tokens.
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
 
-from quadriga.models.projection import head_logits
-
 HAS_TRITON = find_spec("triton") is not None
 if HAS_TRITON:
     from quadriga.models import heads_triton
 
+# Versions of torch before 2.13 have it under a name that later ones warn of.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 CHUNK_TOKENS = 512
 _TOKEN_BLOCK = {"cpu": 16}  # tokens whose logits are handled while they are in the cache, by the device
 _TOKEN_BLOCK_ELSEWHERE = 128
+_VOCABULARY_BLOCK = 4096  # rows of the weight that are widened at a time
 
 
 @dataclass(frozen=True)
@@ -122,12 +125,53 @@ class _Call:
     shard: VocabularyShard | None
     use_triton: bool
 
-    def places(self, targets: torch.Tensor, num_rows: int) -> torch.Tensor:
-        """[M] which of this process's rows a target is; -1: another process's."""
-        if self.shard is None:
-            return targets.contiguous()
-        places = targets - self.shard.start
-        return torch.where((places >= 0) & (places < num_rows), places, -1)
+
+def head_logits(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Float32 logits.
+
+    Args:
+        hidden: [C, D]
+        weight: [V, D], in the dtype of `hidden` or already widened to float32.
+        bias: [V] or None.
+        workspace: [C, V] float32 that the logits may be written to. A CPU hands out memory of this size page by page
+            each time anew, which takes as long as reading it; the allocator of a GPU keeps it.
+
+    Returns:
+        [C, V] float32
+    """
+    if hidden.is_cuda and hidden.dtype == weight.dtype != torch.float32:
+        logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+    elif weight.dtype == torch.float32:
+        logits = torch.mm(hidden.float(), weight.t(), out=workspace)
+    else:
+        wide = hidden.float()
+        logits = wide.new_empty(hidden.shape[0], weight.shape[0]) if workspace is None else workspace
+        with _exact_in_bfloat16() if weight.dtype == torch.bfloat16 == hidden.dtype else nullcontext():
+            for start in range(0, weight.shape[0], _VOCABULARY_BLOCK):
+                block = slice(start, start + _VOCABULARY_BLOCK)
+                torch.mm(wide, weight[block].float().t(), out=logits[:, block])
+    return logits if bias is None else logits.add_(bias)
+
+
+@contextmanager
+def _exact_in_bfloat16() -> Iterator[None]:
+    """Let oneDNN round the factors of float32 products to bfloat16, which these factors are; sums stay float32.
+
+    Where a CPU multiplies bfloat16 in hardware this is the one way to a product of bfloat16 factors whose result
+    is not rounded to bfloat16.
+    """
+    settings = torch.backends.mkldnn.matmul
+    before = settings.fp32_precision
+    settings.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        settings.fp32_precision = before
 
 
 # Gradients of log-probs and of entropies (or None), normalisers, entropies: [M] each.
@@ -142,14 +186,17 @@ class _TokenScores(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, call):
-        places = call.places(targets, weight.shape[0])
+        places = targets.contiguous()  # [M] rows of this rank's weight; -1: another rank's
+        if call.shard is not None:
+            places = targets - call.shard.start
+            places = torch.where((places >= 0) & (places < weight.shape[0]), places, -1)
         ctx.kept, top = None, (None, None)
         if call.use_triton:
             wanted = (call.with_entropy, call.with_sum_pi_squared)
             parts = heads_triton.statistics(hidden, weight, bias, places, call.temperature, *wanted)
         else:
             parts, ctx.kept, top = _statistics(hidden, weight, bias, places, call, keep=any(ctx.needs_input_grad[:3]))
-        whole = _combine(parts)
+        whole = parts[0] if len(parts) == 1 else _combine(parts)
         if call.shard is not None and len(targets):
             whole = _combine(_gather(whole, call.shard.group))
         normalizer, entropy, chosen, squares = whole
@@ -173,10 +220,7 @@ class _TokenScores(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
         outer = (grad_log_probs, grad_entropy, normalizer, entropy)
-        if ctx.call.use_triton:
-            chunks = _triton_gradients(hidden, weight, bias, places, outer, ctx.call)
-        else:
-            chunks = _gradients(hidden, weight, bias, places, outer, ctx.call, ctx.kept)
+        chunks = _gradients(hidden, weight, bias, places, outer, ctx.call, ctx.kept)
         ctx.kept = None
         for rows, grad in chunks:
             if grad_bias is not None:
@@ -199,8 +243,6 @@ def _combine(parts: torch.Tensor) -> torch.Tensor:
         [4, M] the same of the whole. With w the share of a part: H = sum of w H_part - w log w, and the squares are
         the sum of w^2 squares_part.
     """
-    if len(parts) == 1:
-        return parts[0]
     normalizers, entropies, chosen, squares = parts.unbind(1)
     normalizer = normalizers.logsumexp(0)
     shares = (normalizers - normalizer).exp()
@@ -211,7 +253,7 @@ def _combine(parts: torch.Tensor) -> torch.Tensor:
 def _gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """[...] of every process -> [processes, ...]: everyone then does the same arithmetic, so results are equal."""
     gathered = tensor.new_empty(group.size() * len(tensor), *tensor.shape[1:])
-    dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=group)
+    all_gather_single(gathered, tensor.contiguous(), group=group)
     return gathered.view(group.size(), *tensor.shape)
 
 
@@ -261,7 +303,13 @@ def _statistics(
                 block.div_(call.temperature)
             wanted = (entropy if call.with_entropy else None, squares if call.with_sum_pi_squared else None)
             _block_statistics(block, normalizer, *wanted)
-            _block_chosen(block, place, chosen, is_shard=call.shard is not None)
+            if call.shard is None:
+                chosen.copy_(block.gather(-1, place[:, None])[:, 0])
+            elif not num_rows:
+                chosen.fill_(-torch.inf)
+            else:
+                found = block.gather(-1, place.clamp(min=0)[:, None])[:, 0]
+                chosen.copy_(found.masked_fill(place < 0, -torch.inf))
         if top[0] is not None:
             best = logits.topk(min(top[0].shape[1], num_rows), dim=-1)
             top[0][rows, : best.values.shape[1]] = best.values
@@ -292,17 +340,6 @@ def _block_statistics(
         torch.div(torch.linalg.vecdot(weights, weights), total.square(), out=squares)
 
 
-def _block_chosen(logits: torch.Tensor, places: torch.Tensor, chosen: torch.Tensor, *, is_shard: bool) -> None:
-    """Write the targets' logits [C]."""
-    if not is_shard:
-        chosen.copy_(logits.gather(-1, places[:, None])[:, 0])
-    elif not logits.shape[1]:
-        chosen.fill_(-torch.inf)
-    else:
-        found = logits.gather(-1, places.clamp(min=0)[:, None])[:, 0]
-        chosen.copy_(torch.where(places >= 0, found, -torch.inf))
-
-
 def _gradients(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -312,11 +349,19 @@ def _gradients(
     call: _Call,
     kept: torch.Tensor | None,
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield rows and the gradient of their logits [C, V'] in the weight's dtype, the last chunk first.
+    """Yield rows and the gradient of their logits [C, V'] in the weight's dtype; without Triton the last chunk first.
 
     Args:
         kept: the workspace with the last chunk's logits over the temperature, or None.
     """
+    if call.use_triton:
+        for rows in _chunks(hidden.shape[0], call.chunk_tokens):
+            numbers = _cut(outer, rows)
+            yield (
+                rows,
+                heads_triton.logit_gradients(call.temperature, hidden[rows], weight, bias, places[rows], numbers),
+            )
+        return
     workspace = _workspace(hidden, weight.shape[0], call.chunk_tokens) if kept is None else kept
     is_narrow = weight.dtype != torch.float32
     narrow = torch.empty_like(workspace, dtype=weight.dtype) if is_narrow else workspace
@@ -361,17 +406,3 @@ def _block_gradients(
         log_p.mul_(-slope[:, None]).sub_((outer + slope * entropy)[:, None]).mul_(p)
     if logits.shape[1]:
         logits.scatter_add_(1, places.clamp(min=0)[:, None], torch.where(places >= 0, outer, 0.0)[:, None])
-
-
-def _triton_gradients(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    places: torch.Tensor,
-    outer: _Outer,
-    call: _Call,
-) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield rows and the gradient of their logits [C, V'] in the weight's dtype."""
-    for rows in _chunks(hidden.shape[0], call.chunk_tokens):
-        numbers = _cut(outer, rows)
-        yield rows, heads_triton.logit_gradients(call.temperature, hidden[rows], weight, bias, places[rows], numbers)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loading Hugging Face causal models, some of which see, with errors that say what to do."""
+"""Loading Hugging Face causal models and vision-language models, with errors that say what to do."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,14 +9,23 @@ from typing import Any, cast
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils.logging import disable_progress_bar
 
+from quadriga.config.adapter import is_adapter
 from quadriga.errors import EngineError
+from quadriga.models.adapter_files import open_model
 from quadriga.models.attention import ATTENTION_NAME
 from quadriga.models.fused import fuse
-from quadriga.models.pretrained import auto_class, from_pretrained
 from quadriga.models.vision import attention_of, is_vision
+from quadriga.models.weight_files import distributed_folder
 
 _LOADING = (OSError, ValueError, KeyError, RuntimeError, SafetensorError)
 
@@ -64,6 +73,48 @@ def load_causal_lm(
         )
     fuse(model)
     return model.to(device).eval()
+
+
+def auto_class(config: PreTrainedConfig) -> type[AutoModelForCausalLM] | type[AutoModelForImageTextToText]:
+    """The class of transformers that finds the class of a model."""
+    return AutoModelForImageTextToText if is_vision(config) else AutoModelForCausalLM
+
+
+def from_pretrained(
+    path: str | Path, config: PreTrainedConfig, *, dtype: torch.dtype, trust_remote_code: bool = False, **options: Any
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """The model, and what transformers says of its loading (`missing_keys` and the like).
+
+    Args:
+        path: a folder, or a name that transformers can resolve.
+        config: of the model.
+        dtype: of the parameters.
+        trust_remote_code: whether code that ships with the model may run.
+        options: of transformers' `from_pretrained`.
+
+    Raises:
+        CheckpointError: a checkpoint's weights are missing or damaged.
+    """
+    # Transformers would put an adapter beside the weights; here it is merged into them.
+    if distributed_folder(path) is None and not is_adapter(path):
+        return auto_class(config).from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+            **options,
+        )
+    with torch.device("meta"):
+        model_class = type(auto_class(config).from_config(config, trust_remote_code=trust_remote_code))
+    weights = open_model(path)
+    state = {name: weights.read(name).to(dtype) for name in weights.names()}
+    model, info = model_class.from_pretrained(
+        None, config=config, state_dict=state, dtype=dtype, output_loading_info=True, **options
+    )
+    if (Path(path) / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(path)
+    return model, info
 
 
 def load_config(
@@ -128,7 +179,7 @@ def _not_loaded(path: str | Path, error: Exception) -> EngineError:
 
 
 def backbone(model: PreTrainedModel) -> nn.Module:
-    """The part of a causal model that turns tokens into hidden states; of one that sees, without its tower."""
+    """The part of a model that turns tokens [B, N] into hidden states [B, N, D], without a vision encoder."""
     body = cast(Any, model.base_model)
     return body.language_model if is_vision(model.config) else body
 

@@ -1,42 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A causal model as a policy or as a value function of packed tokens.
+"""A causal model as a policy, a value function or a reward model of packed tokens.
 
-Legend: N packed tokens, n of them in this process, M predicted tokens, m of them scored by this process, D hidden size.
+Legend: N packed tokens, n of them on this rank, M predicted tokens, m of them scored by this rank, D hidden size.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import nn
+from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
-from quadriga.models.attention import AttentionPlan
+from quadriga.models.attention import AttentionPlan, PackedBatch
 from quadriga.models.heads import VocabularyShard, token_scores
 from quadriga.models.load import backbone, head_of
-from quadriga.models.value_head import ValueHead
-from quadriga.models.vision import PackedImages, decoder_inputs
-
-
-class PackedTokens(Protocol):
-    """What a scorer reads of a packed micro-batch."""
-
-    input_ids: torch.Tensor  # [1, N]
-    position_ids: torch.Tensor  # [1, N], or [3, 1, N] for a model that sees
-    images: PackedImages | None
-    plan: AttentionPlan
-    predictors: torch.Tensor  # [M] indices into N
-    targets: torch.Tensor  # [M]
+from quadriga.models.vision import decoder_inputs
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked about each predicted token.
+    """Which outputs are wanted of each predicted token.
 
     Attributes:
-        temperature: of the distribution asked about.
+        temperature: of the distribution.
         with_entropy: whether its entropy is wanted too.
         with_sum_pi_squared: whether its sum of squared probabilities is wanted too, which has no gradient.
     """
@@ -48,7 +36,7 @@ class Question:
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """What the backbone reads in this process: `input_ids` and `position_ids` [1, n], the latter perhaps [3, 1, n],
+    """What the backbone reads on this rank: `input_ids` and `position_ids` [1, n], the latter perhaps [3, 1, n],
     and the plan of attention."""
 
     input_ids: torch.Tensor
@@ -58,12 +46,12 @@ class ModelInputs:
 
 @dataclass(frozen=True)
 class Scored:
-    """The predicted tokens that this process scores.
+    """The predicted tokens that this rank scores.
 
     Attributes:
         states: [m, D] hidden states of the tokens before them.
         targets: [m]
-        join: from [m] numbers of each process to all [M], the same in all of them.
+        join: from [m] numbers of each rank to all [M], the same on all of them.
     """
 
     states: torch.Tensor
@@ -71,54 +59,35 @@ class Scored:
     join: Callable[[torch.Tensor], torch.Tensor]
 
 
-class Sharing(Protocol):
-    """How the processes with the same rows share the work on them."""
-
-    has_embedding: bool
-    has_head: bool
-    vocabulary: VocabularyShard | None
-
-    def inputs(self, batch: PackedTokens) -> ModelInputs:
-        """The tokens of this process."""
-        ...
-
-    def scored(self, hidden: torch.Tensor, batch: PackedTokens, *, is_vocabulary: bool) -> Scored:
-        """What this process scores, given the hidden states [n, D] of its tokens.
-
-        Args:
-            hidden: after the last layer and its norm.
-            batch: they are of.
-            is_vocabulary: whether the score reads the head's part of the vocabulary in every process.
-        """
-        ...
-
-
-class Unshared:
-    """One process does all of it."""
+class Sharing:
+    """How the ranks with the same rows share the work on them: here one does all of it."""
 
     has_embedding = has_head = True
     vocabulary: VocabularyShard | None = None
 
-    def inputs(self, batch: PackedTokens) -> ModelInputs:
-        """See `Sharing.inputs`."""
+    def inputs(self, batch: PackedBatch) -> ModelInputs:
+        """The tokens of this rank."""
         return ModelInputs(batch.input_ids, batch.position_ids, batch.plan)
 
-    def scored(self, hidden: torch.Tensor, batch: PackedTokens, *, is_vocabulary: bool) -> Scored:
-        """See `Sharing.scored`."""
+    def scored(self, hidden: torch.Tensor, batch: PackedBatch, *, is_vocabulary: bool) -> Scored:
+        """What this rank scores, given the hidden states [n, D] of its tokens.
+
+        Args:
+            hidden: after the last layer and its norm.
+            batch: they are of.
+            is_vocabulary: whether the score reads the head's part of the vocabulary on every rank.
+        """
         return Scored(hidden.index_select(0, batch.predictors), batch.targets, lambda values: values)
 
 
-UNSHARED = Unshared()
-
-
 class Scorer(nn.Module, ABC):
-    """A model and what it says of each predicted token: a subclass for each kind of head.
+    """A model and its outputs for each predicted token: a subclass for each kind of head.
 
     Args:
         model: the causal model.
 
     Attributes:
-        sharing: how the processes with the same rows share the work.
+        sharing: how the ranks with the same rows share the work.
     """
 
     model: PreTrainedModel
@@ -126,24 +95,24 @@ class Scorer(nn.Module, ABC):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
-        self.sharing: Sharing = UNSHARED
+        self.sharing = Sharing()
 
     @abstractmethod
     def output_names(self, question: Question) -> tuple[str, ...]:
         """The names of the outputs."""
 
     @abstractmethod
-    def score(self, hidden: torch.Tensor, batch: PackedTokens, question: Question) -> dict[str, torch.Tensor]:
+    def score(self, hidden: torch.Tensor, batch: PackedBatch, question: Question) -> dict[str, torch.Tensor]:
         """Float32 [M] by name, of hidden states [n, D]."""
 
     def forward(
-        self, batch: PackedTokens, question: Question, *, received: torch.Tensor | None = None
+        self, batch: PackedBatch, question: Question, *, received: torch.Tensor | None = None
     ) -> "torch.Tensor | dict[str, torch.Tensor]":
         """Float32 [M] by name; the hidden states [1, n, D] of a pipeline stage that has no head.
 
         Args:
             batch: packed tokens.
-            question: what is asked about each predicted token.
+            question: which outputs are wanted.
             received: [1, n, D] of the stage before, where this one has no embedding.
         """
         inputs = self.sharing.inputs(batch)
@@ -167,12 +136,10 @@ class PolicyScorer(Scorer):
     """`log_probs` of the response tokens under the model, and where asked for `entropy` and `sum_pi_squared`."""
 
     def output_names(self, question: Question) -> tuple[str, ...]:
-        """See `Scorer.output_names`."""
         entropy = ("entropy",) if question.with_entropy else ()
         return ("log_probs", *entropy, *(("sum_pi_squared",) if question.with_sum_pi_squared else ()))
 
-    def score(self, hidden: torch.Tensor, batch: PackedTokens, question: Question) -> dict[str, torch.Tensor]:
-        """See `Scorer.score`."""
+    def score(self, hidden: torch.Tensor, batch: PackedBatch, question: Question) -> dict[str, torch.Tensor]:
         head, part = head_of(self.model), self.sharing.scored(hidden, batch, is_vocabulary=True)
         scores = token_scores(
             part.states,
@@ -185,6 +152,19 @@ class PolicyScorer(Scorer):
             shard=self.sharing.vocabulary,
         )
         return {name: part.join(getattr(scores, name)) for name in self.output_names(question)}
+
+
+class ValueHead(nn.Module):
+    """One number per hidden state, in float32: [..., D] -> [...]. It starts at zero, so the first values are zero."""
+
+    def __init__(self, hidden_size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.linear = nn.Linear(hidden_size, 1, dtype=dtype)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return linear(hidden.float(), self.linear.weight.float(), self.linear.bias.float())[..., 0]
 
 
 class ValueScorer(Scorer):
@@ -200,10 +180,31 @@ class ValueScorer(Scorer):
         super().__init__(model)
 
     def output_names(self, question: Question) -> tuple[str, ...]:
-        """See `Scorer.output_names`."""
         return ("values",)
 
-    def score(self, hidden: torch.Tensor, batch: PackedTokens, question: Question) -> dict[str, torch.Tensor]:
-        """See `Scorer.score`."""
+    def score(self, hidden: torch.Tensor, batch: PackedBatch, question: Question) -> dict[str, torch.Tensor]:
         part = self.sharing.scored(hidden, batch, is_vocabulary=False)
         return {"values": part.join(self.model.value_head(part.states))}
+
+
+class RewardScorer(Scorer):
+    """`scores`: what the model says of each sequence, read at the token before the predicted one.
+
+    Args:
+        model: a decoder with the head `score` [1, D], as `reward_model.load_reward_model` gives it.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        # Nothing projects to the vocabulary: the output embeddings that every engine looks for are empty here.
+        model.lm_head = nn.Identity()
+        super().__init__(model)
+
+    def output_names(self, question: Question) -> tuple[str, ...]:
+        return ("scores",)
+
+    def score(self, hidden: torch.Tensor, batch: PackedBatch, question: Question) -> dict[str, torch.Tensor]:
+        part = self.sharing.scored(hidden, batch, is_vocabulary=False)
+        head = self.model.score
+        # In float32 whatever the model computes in: a bfloat16 score of 10 is off by up to 0.03.
+        bias = None if head.bias is None else head.bias.float()
+        return {"scores": part.join(linear(part.states.float(), head.weight.float(), bias)[:, 0])}

@@ -11,18 +11,22 @@ stands beside both. The decoder's attention goes through our door, the tower's i
 Legend: N packed tokens, I images, S patches of all of them, X values of a patch, E embeddings, D hidden size.
 """
 
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils import cached_file
 
 from quadriga.config.model import VISION_TYPES
 from quadriga.errors import EngineError
 
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 _RENAMED = ("qwen2_vl", "qwen2_5_vl")
 _PARTS = (("visual.", "model.visual."), ("model.", "model.language_model."))
 """Of the renamed families: how names begin in files, and in the model."""
@@ -240,3 +244,26 @@ def _pairs(height: int, width: int, side: int | None) -> int:
 
 def _pieces(length: int, size: int) -> Iterator[int]:
     yield from (min(size, length - start) for start in range(0, length, size))
+
+
+def copy_processor(config: PreTrainedConfig, target: Path, source: str | Path | None = None) -> None:
+    """Copy the settings by which images become patches; of a text model there are none.
+
+    As they are: to load and save them would need torchvision, and nothing of them changes in training.
+
+    Args:
+        config: of the model.
+        target: a folder that exists.
+        source: the folder, or the name on a hub, of the model; None: where its configuration came from.
+    """
+    if not is_vision(config):
+        return
+    for name in PROCESSOR_FILES:
+        found = cached_file(
+            source or config.name_or_path,
+            name,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+        if found is not None and Path(found).resolve() != (target / name).resolve():
+            shutil.copyfile(found, target / name)

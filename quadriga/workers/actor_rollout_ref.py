@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerBase
 from quadriga.config import Config, LogProbConfig
 from quadriga.config.placement import ACTOR
 from quadriga.engines.base import TrainEngine
+from quadriga.engines.batches import MicroBatching
 from quadriga.engines.fsdp.engine import FSDPEngine
-from quadriga.engines.micro_batches import MicroBatching
 from quadriga.engines.objectives import PolicyObjective
 from quadriga.engines.step import infer
 from quadriga.models.lora import adapter_off
@@ -156,8 +156,8 @@ class ActorRolloutRefWorker(Learner):
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, execute_mode=Execute.RANK_ZERO)
     def token_costs(self) -> tuple[float, float]:
-        """`ModelCost.relative` of the actor."""
-        return self.engine.cost.relative()
+        """`attention_tokens` and `head` of the actor's `ModelCost`."""
+        return self.engine.cost.attention_tokens, self.engine.cost.head
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def publish_weights(self, version: int) -> None:

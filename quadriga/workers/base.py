@@ -32,12 +32,11 @@ from quadriga.config import (
 )
 from quadriga.config.actor import ParallelConfig
 from quadriga.engines import process_group
-from quadriga.engines.fsdp.engine import FSDPEngine, Training
-from quadriga.engines.fsdp.memory import Memory
+from quadriga.engines.batches import Passes
+from quadriga.engines.fsdp.engine import FSDPEngine, Memory, Training
 from quadriga.engines.objectives import Objective, PolicyObjective, ValueObjective
 from quadriga.engines.parallel.processes import Processes
-from quadriga.engines.schedule import lr_at
-from quadriga.engines.step import Passes, update
+from quadriga.engines.step import lr_at, update
 from quadriga.errors import ConfigError
 from quadriga.models.flops import peak_flops
 from quadriga.models.lora import describe_adapter

@@ -26,8 +26,7 @@ from quadriga.engines.checkpoint import StateWriter, explained, load_state
 from quadriga.errors import CheckpointError
 from quadriga.models.adapter_files import MergedFiles, write_adapter
 from quadriga.models.lora import adapter_of, write_adapter_config
-from quadriga.models.processor_files import copy_processor
-from quadriga.models.vision import file_name
+from quadriga.models.vision import copy_processor, file_name
 from quadriga.models.weight_files import MODEL, DistributedFiles, RenamedFiles, open_weights, write_safetensors
 
 HF_FOLDER = "huggingface"

@@ -4,7 +4,7 @@
 from transformers import PreTrainedTokenizerBase
 
 from quadriga.config import Config
-from quadriga.engines.micro_batches import MicroBatching
+from quadriga.engines.batches import MicroBatching
 from quadriga.engines.objectives import ValueObjective
 from quadriga.engines.step import infer
 from quadriga.protocol import DataProto

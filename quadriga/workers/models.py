@@ -12,7 +12,7 @@ import torch
 from quadriga.config import Config, ModelShape, check_model
 from quadriga.config.model import VISION_TYPES
 from quadriga.config.placement import ACTOR, CRITIC, arranged_roles, layout_of
-from quadriga.engines.fsdp.sharded_weights import ReadWeight
+from quadriga.engines.fsdp.sharded import ReadWeight
 from quadriga.engines.parallel.processes import Processes
 from quadriga.errors import ConfigError, EngineError
 from quadriga.models.adapter_files import base_name, is_factor, open_model

@@ -19,10 +19,11 @@ from transformers import PreTrainedTokenizerBase
 
 from quadriga.config import Config
 from quadriga.data.tokenizing import read_tokenizer
-from quadriga.engines.micro_batches import MicroBatching
+from quadriga.engines.batches import MicroBatching
 from quadriga.engines.step import infer
 from quadriga.errors import ConfigError, DataError, EngineError, RewardError
-from quadriga.models.reward_scorer import RewardScorer, load_reward_model
+from quadriga.models.reward_model import load_reward_model
+from quadriga.models.scorers import RewardScorer
 from quadriga.observe.machine import release_free_memory
 from quadriga.observe.metrics import Metric
 from quadriga.protocol import DataProto

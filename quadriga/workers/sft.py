@@ -14,11 +14,11 @@ from transformers import PreTrainedTokenizerBase
 
 from quadriga.config import Config
 from quadriga.config.placement import ACTOR
-from quadriga.engines.objectives import Objective
-from quadriga.engines.objectives_sft import SCORE_SLOPE, LikelihoodObjective, ScoreObjective
-from quadriga.engines.step import Passes, infer
-from quadriga.models.fresh_reward_model import fresh_reward_model
-from quadriga.models.reward_scorer import RewardScorer
+from quadriga.engines.batches import Passes
+from quadriga.engines.objectives import SCORE_SLOPE, LikelihoodObjective, Objective, ScoreObjective
+from quadriga.engines.step import infer
+from quadriga.models.reward_model import fresh_reward_model
+from quadriga.models.scorers import RewardScorer
 from quadriga.observe.machine import release_free_memory
 from quadriga.protocol import DataProto
 from quadriga.single_controller import Dispatch, register

@@ -6,12 +6,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from quadriga.config import ActorConfig, OptimConfig
+from quadriga.engines.batches import MicroBatching, Passes
 from quadriga.engines.fsdp.engine import FSDPEngine, Training
-from quadriga.engines.micro_batches import MicroBatching
 from quadriga.engines.objectives import PolicyObjective
-from quadriga.engines.step import Passes, infer, update
+from quadriga.engines.step import infer, update
 from quadriga.models.attention import ATTENTION_NAME
-from quadriga.models.projection import head_logits
+from quadriga.models.heads import head_logits
 from quadriga.models.scorers import PolicyScorer
 from quadriga.protocol import DataProto
 from quadriga.rollout import NativeEngine, SamplingParams

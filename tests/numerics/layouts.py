@@ -15,14 +15,13 @@ from torch import Tensor
 
 from quadriga.config import ActorConfig, CriticConfig, Layout, OptimConfig
 from quadriga.engines import process_group
+from quadriga.engines.batches import MicroBatching, Passes
 from quadriga.engines.checkpoint import StateWriter, load_state
-from quadriga.engines.fsdp.engine import FSDPEngine, Training
-from quadriga.engines.fsdp.memory import Memory
-from quadriga.engines.micro_batches import MicroBatching
+from quadriga.engines.fsdp.engine import FSDPEngine, Memory, Training
 from quadriga.engines.objectives import PolicyObjective, ValueObjective
 from quadriga.engines.parallel.processes import Processes
 from quadriga.engines.process_group import ProcessGroup
-from quadriga.engines.step import Passes, infer, update
+from quadriga.engines.step import infer, update
 from quadriga.models.load import load_causal_lm, skeleton_causal_lm
 from quadriga.models.scorers import PolicyScorer, Scorer, ValueScorer
 from quadriga.models.weight_files import open_weights

@@ -20,13 +20,13 @@ from transformers import PreTrainedTokenizerFast
 from quadriga.algorithms.aggregate import LOSS_AGG_MODES
 from quadriga.config import ActorConfig, Config, CriticConfig, OptimConfig
 from quadriga.engines import process_group
+from quadriga.engines.batches import MicroBatching, Passes
 from quadriga.engines.checkpoint import StateWriter, load_state
 from quadriga.engines.fsdp.engine import FSDPEngine, Training
-from quadriga.engines.micro_batches import MicroBatching
 from quadriga.engines.objectives import Objective, PolicyObjective, ValueObjective
 from quadriga.engines.parallel.processes import alike
 from quadriga.engines.process_group import ALONE, ProcessGroup
-from quadriga.engines.step import Passes, infer, update
+from quadriga.engines.step import infer, update
 from quadriga.errors import EngineError, PeerLostError
 from quadriga.models.load import load_causal_lm
 from quadriga.models.scorers import PolicyScorer, ValueScorer

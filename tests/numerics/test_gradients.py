@@ -13,11 +13,10 @@ from quadriga.algorithms.aggregate import LOSS_AGG_MODES, agg_loss
 from quadriga.algorithms.kl import kl_penalty
 from quadriga.algorithms.losses import vanilla
 from quadriga.config import ActorConfig, OptimConfig
-from quadriga.engines.fsdp.engine import FSDPEngine, Training
-from quadriga.engines.fsdp.memory import Memory
-from quadriga.engines.micro_batches import MicroBatching
+from quadriga.engines.batches import MicroBatching, Passes
+from quadriga.engines.fsdp.engine import FSDPEngine, Memory, Training
 from quadriga.engines.objectives import PolicyObjective
-from quadriga.engines.step import Passes, infer, update
+from quadriga.engines.step import infer, update
 from quadriga.models.scorers import PolicyScorer
 from quadriga.protocol import DataProto
 from tests.numerics.recording import Recording

@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import nn
 
-from quadriga.models.fused import rms_norm
+from quadriga.models.fused import RMSNorm
 from quadriga.models.heads import token_scores
-from quadriga.models.value_head import ValueHead
+from quadriga.models.scorers import ValueHead
 
 
 def naive(hidden, head, targets, temperature):
@@ -172,7 +172,7 @@ def test_rms_norm_is_the_one_written_out(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     hidden, weight, outer = torch.randn(6, 32).to(dtype), torch.rand(32).to(dtype), torch.randn(6, 32).to(dtype)
     leaf, scale = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-    out = rms_norm(leaf, scale, 1e-5)
+    out = RMSNorm.apply(leaf, scale, 1e-5)
     (out * outer).sum().backward()
     wide, wide_scale = hidden.float().requires_grad_(), weight.float().requires_grad_()
     expected = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5) * wide_scale

@@ -15,10 +15,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from quadriga.config import ActorConfig, ModelConfig, OptimConfig
+from quadriga.engines.batches import MicroBatching, Passes
 from quadriga.engines.fsdp.engine import FSDPEngine, Training
-from quadriga.engines.micro_batches import MicroBatching
 from quadriga.engines.objectives import PolicyObjective
-from quadriga.engines.step import Passes, infer, update
+from quadriga.engines.step import infer, update
 from quadriga.models.adapter_files import base_name, is_factor
 from quadriga.models.lora import adapter_off, add_adapter
 from quadriga.models.scorers import PolicyScorer

@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from quadriga.engines.batches import MicroBatching
 from quadriga.engines.fsdp.engine import FSDPEngine
-from quadriga.engines.micro_batches import MicroBatching
 from quadriga.engines.step import infer
 from quadriga.errors import RolloutError
 from quadriga.models.scorers import PolicyScorer

@@ -16,9 +16,8 @@ from transformers import (
 )
 
 from quadriga.errors import RolloutError, WeightSyncError
-from quadriga.models.attention import ATTENTION_NAME
+from quadriga.models.attention import ATTENTION_NAME, PackedAttention, Segment
 from quadriga.models.heads import token_scores
-from quadriga.models.packed_attention import PackedAttention, Segment
 from quadriga.rollout import Completion, NativeEngine, SamplingParams
 
 FAMILIES = {

@@ -10,10 +10,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from quadriga.config import ActorConfig, OptimConfig
+from quadriga.engines.batches import MicroBatching, Passes
 from quadriga.engines.fsdp.engine import FSDPEngine, Training
-from quadriga.engines.micro_batches import MicroBatching
 from quadriga.engines.objectives import PolicyObjective
-from quadriga.engines.step import Passes, infer, update
+from quadriga.engines.step import infer, update
 from quadriga.errors import EngineError
 from quadriga.models.scorers import PolicyScorer
 from quadriga.models.vision import vision_encoder

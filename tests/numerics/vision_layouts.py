@@ -16,12 +16,12 @@ from transformers import PreTrainedTokenizerFast
 
 from quadriga.config import ActorConfig, Config, CriticConfig, Layout
 from quadriga.engines import process_group
+from quadriga.engines.batches import MicroBatching, Passes
 from quadriga.engines.fsdp.engine import FSDPEngine
-from quadriga.engines.micro_batches import MicroBatching
 from quadriga.engines.objectives import PolicyObjective, ValueObjective
 from quadriga.engines.parallel.processes import Processes
 from quadriga.engines.process_group import ProcessGroup
-from quadriga.engines.step import Passes, infer, update
+from quadriga.engines.step import infer, update
 from quadriga.observe.metrics import reduce_metrics
 from quadriga.protocol import DataProto
 from quadriga.single_controller import WorkerPlace

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One model, its float32 masters and AdamW, in one process or spread over many.
+"""One model, its float32 masters and AdamW, on one rank or on many.
 
-    whole weights     every process computes its own rows; gradients are added up     whole_weights.py
-    sharded weights   FSDP2, with tensor, sequence and pipeline parallelism inside    sharded_weights.py, building.py
+    replicated weights   every rank computes its own rows; gradients are added up        replicated.py
+    sharded weights      FSDP2, with tensor, sequence and pipeline parallelism inside    sharded.py
 
 What is done with them is the same: gradients are clipped by the norm of all of them, and a step moves the masters.
+
+Legend: M predicted tokens of a packed micro-batch.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,24 +20,22 @@ from transformers import PreTrainedModel
 
 from quadriga.config import OptimConfig
 from quadriga.engines.base import LossFunction, OptimizerStep, Outputs
-from quadriga.engines.fsdp.building import build_weights
-from quadriga.engines.fsdp.memory import Memory
-from quadriga.engines.fsdp.sharded_weights import ReadWeight, ShardedWeights
-from quadriga.engines.fsdp.whole_weights import WholeWeights
-from quadriga.engines.packing import PackedBatch, filler
+from quadriga.engines.fsdp.replicated import ReplicatedWeights
+from quadriga.engines.fsdp.sharded import Memory, ReadWeight, ShardedWeights, shard
 from quadriga.engines.parallel.pipeline import Pipeline, Stage
 from quadriga.engines.parallel.processes import ONE_PROCESS, Processes
 from quadriga.errors import EngineError
 from quadriga.models.adapter_files import base_name, is_factor, merged
+from quadriga.models.attention import PackedBatch
 from quadriga.models.flops import model_cost
 from quadriga.models.lora import adapter_of
 from quadriga.models.scorers import Question, Scorer
-from quadriga.models.vision import is_vision, unseen_image
+from quadriga.models.vision import ImageTokens, unseen_image
 
 
 @dataclass(frozen=True)
 class Training:
-    """How a model is taught: the optimizer, the largest gradient norm, and the patience with broken gradients."""
+    """The optimizer, the largest gradient norm, and how many gradients in a row may be not finite."""
 
     optim: OptimConfig
     grad_clip: float
@@ -43,20 +43,20 @@ class Training:
 
 
 class FSDPEngine:
-    """See `engines.base.TrainEngine`.
+    """The `TrainEngine` of plain torch: replicated weights, or FSDP2 with tensor, sequence and pipeline parallelism.
 
     Args:
         scorer: the model and its head. Its parameters are float32 on arrival, whole, or on "meta" with `read`.
         dtype: of the compute weights.
         device: where the model computes.
-        training: None for a model that is only asked.
+        training: None for a model that is used for inference only.
         memory: what is given up to save some.
         name: of the role, for errors.
-        processes: that hold this model.
+        processes: the ranks that hold this model.
         read: gives the parameters' values, where the scorer has none.
 
     Raises:
-        EngineError: another process has a model with other weights.
+        EngineError: another rank has a model with other weights.
     """
 
     def __init__(
@@ -78,18 +78,21 @@ class FSDPEngine:
         self.model: PreTrainedModel = scorer.model
         model = self.model
         self.has_whole_weights = processes.layout.is_whole
-        self.cost = model_cost(model)
+        self.cost, self.image_tokens = model_cost(model), ImageTokens.of(model.config)
+        self.output_names = scorer.output_names
         self.num_nonfinite_steps = torch.zeros((), dtype=torch.int64)
-        _without_dropout(model)
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                # With dropout the log-probs of a policy's own tokens would not be its own.
+                module.p = 0.0
         if training is None:
             model.requires_grad_(False)
-        self.parameters: WholeWeights | ShardedWeights = build_weights(
-            scorer,
-            dtype=dtype,
-            processes=processes,
-            read=read,
-            memory=self.memory,
-        )
+        if self.has_whole_weights:
+            self.parameters: ReplicatedWeights | ShardedWeights = ReplicatedWeights(
+                scorer, model, dtype, processes.replicas
+            )
+        else:
+            self.parameters = shard(scorer, read, dtype, processes, self.memory)
         self._require_equal_replicas()
         root = self.parameters.root
         self.pipeline = Pipeline(root, processes, dtype) if isinstance(root, Stage) else None
@@ -106,18 +109,15 @@ class FSDPEngine:
         if self.memory.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
 
-    # ---- asking and teaching --------------------------------------------------------------------------
-
-    def output_names(self, question: Question) -> tuple[str, ...]:
-        """See `TrainEngine.output_names`."""
-        return self.scorer.output_names(question)
+    # ---- inference and gradients ----------------------------------------------------------------------
 
     @torch.no_grad()
     def forward(self, batches: Sequence[PackedBatch], question: Question) -> list[Outputs]:
-        """See `TrainEngine.forward`."""
-        work = [batch for batch, _ in self._in_step([(batch, _nothing) for batch in batches])]
+        work = list(batches)
+        if not self.has_whole_weights:
+            work = [batch for batch, _ in self._in_step([(batch, _nothing) for batch in batches])]
         if self.pipeline is not None:
-            outputs = self.pipeline.forward(work, question) if work else []
+            outputs = self.pipeline.run([(batch, None) for batch in work], question) if work else []
         else:
             outputs = [self.scorer(batch, question) for batch in work]
         self.parameters.rest()
@@ -126,46 +126,40 @@ class FSDPEngine:
     def backward(
         self, batches: Sequence[PackedBatch], losses: Sequence[LossFunction], *, temperature: float = 1.0
     ) -> None:
-        """See `TrainEngine.backward`."""
         model, question = self.scorer.model, Question(temperature, with_entropy=True)
-        work = self._in_step(list(zip(batches, losses, strict=True)))
+        work = list(zip(batches, losses, strict=True))
+        if not self.has_whole_weights:
+            work = self._in_step(work)
+        offloads = self.memory.activation_offload and self.device.type == "cuda"
         model.train(self.memory.gradient_checkpointing)  # Hugging Face checkpoints layers in training mode only
-        with self._activations():
+        with torch.autograd.graph.save_on_cpu(pin_memory=True) if offloads else nullcontext():
             if self.pipeline is not None and work:
-                self.pipeline.backward(work, question)
+                self.pipeline.run(work, question, is_training=True)
             elif self.pipeline is None:
                 for batch, loss in work:
                     loss(self.scorer(batch, question)).backward()
         model.eval()
 
     def _in_step(self, work: list[tuple[PackedBatch, LossFunction]]) -> list[tuple[PackedBatch, LossFunction]]:
-        """Micro-batches as all processes need them: as many everywhere, tokens in multiples, fillers at the end."""
-        layout = self.processes.layout
-        if layout.is_whole:
-            return work
+        """Micro-batches as all ranks need them: as many everywhere, tokens in multiples, fillers at the end."""
         number = max(self.replicas.gather(len(work)))
         if number and self.pipeline is not None:
-            number = max(number, self.pipeline.min_batches)
+            number = max(number, self.processes.layout.pp)
         multiple = self.processes.token_multiple
-        fillers = [(filler(self.device), _nothing)] * (number - len(work))
+        fillers = [(PackedBatch.filler(self.device), _nothing)] * (number - len(work))
         all_work = [
             (batch.extended(-(-batch.num_tokens // multiple) * multiple), loss) for batch, loss in work + fillers
         ]
-        if not is_vision(self.model.config):
+        if self.image_tokens is None:
             return all_work
-        # The processes gather the weights of the tower together, whoever has images.
+        # The ranks gather the weights of the vision encoder together, whichever of them has images.
         return [
             (batch if batch.images else replace(batch, images=unseen_image(self.model, self.device)), loss)
             for batch, loss in all_work
         ]
 
-    def _activations(self) -> AbstractContextManager[Any]:
-        if self.memory.activation_offload and self.device.type == "cuda":
-            return torch.autograd.graph.save_on_cpu(pin_memory=True)
-        return nullcontext()
-
     def optimizer_step(self, lr: float) -> OptimizerStep:
-        """See `TrainEngine.optimizer_step`. A gradient that is not finite is dropped, and counted.
+        """The gradients of all replicas added up, clipped and applied; one that is not finite is dropped and counted.
 
         Raises:
             EngineError: for the last of `max_nonfinite_steps` such gradients in a row.
@@ -207,25 +201,22 @@ class FSDPEngine:
     # ---- weights and state ----------------------------------------------------------------------------
 
     def weights(self, *, is_merged: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `TrainEngine.weights`."""
         adapter = adapter_of(self.scorer.model)
         weights = self.parameters.whole()
         return merged(weights, adapter.scale) if adapter and is_merged else weights
 
     def adapter_weights(self, *, with_frozen: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `TrainEngine.adapter_weights`."""
         weights = self.parameters.whole() if with_frozen else self.parameters.whole(is_factor)
         return ((base_name(name), tensor) for name, tensor in weights)
 
     def sleep(self) -> None:
-        """Give the gradient sums back; they are zero between optimizer steps."""
+        # Gradient sums are zero between optimizer steps.
         self.parameters.release_gradients()
 
     def wake(self) -> None:
-        """Nothing to take back: gradient sums are made when the first gradient arrives."""
+        """Gradient sums are made anew when the first gradient arrives."""
 
     def state(self, contents: frozenset[str]) -> dict[str, torch.Tensor]:
-        """See `TrainEngine.state`."""
         weights, state = self.parameters, {}
         if "model" in contents:
             for name in weights.trained() if adapter_of(self.scorer.model) else weights.masters:
@@ -236,8 +227,11 @@ class FSDPEngine:
                 state[f"frozen.{base_name(weights.name_of(name))}"] = weights.distributed(name, weights.masters[name])
         if "optimizer" in contents:
             for name in weights.trained():
-                moments = self._optimizer_state(weights.masters[name])
-                whole = weights.name_of(name)
+                master, whole = weights.masters[name], weights.name_of(name)
+                # AdamW's own state, made here where there was no step yet.
+                step = torch.zeros((), dtype=torch.float32, device=master.device if master.is_cuda else None)
+                zeros = {"exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}
+                moments = self.optimizer.state.setdefault(master, {"step": step, **zeros})
                 for kind in ("exp_avg", "exp_avg_sq"):
                     state[f"optimizer.{kind}.{whole}"] = weights.distributed(name, moments[kind])
                 state[f"optimizer.step.{whole}"] = moments["step"]
@@ -245,28 +239,15 @@ class FSDPEngine:
         return state
 
     def state_was_loaded(self, contents: frozenset[str]) -> None:
-        """See `TrainEngine.state_was_loaded`."""
         if "model" in contents:
             self.parameters.refresh_compute()
             self._require_equal_replicas()
-
-    def _optimizer_state(self, master: torch.Tensor) -> dict[str, torch.Tensor]:
-        """AdamW's own state of a parameter, made where there was no step yet."""
-        return self.optimizer.state.setdefault(
-            master,
-            {
-                "step": torch.zeros((), dtype=torch.float32, device=master.device if master.is_cuda else None),
-                "exp_avg": torch.zeros_like(master),
-                "exp_avg_sq": torch.zeros_like(master),
-            },
-        )
 
     def _require_equal_replicas(self) -> None:
         if self.processes.layout.is_whole:
             self.replicas.require_alike(f"weights of the {self.name}", list(self.scorer.model.parameters()))
 
     def describe(self) -> dict[str, Any]:
-        """See `TrainEngine.describe`."""
         kind = "trained" if self.training is not None else "frozen"
         return {
             "parameters": self.parameters.num_parameters(),
@@ -279,10 +260,3 @@ class FSDPEngine:
 def _nothing(outputs: Outputs) -> torch.Tensor:
     """The loss of a filler: zero, with a zero gradient for whatever was computed."""
     return torch.stack([values.sum() for values in outputs.values()]).sum() * 0.0
-
-
-def _without_dropout(model: nn.Module) -> None:
-    """A policy is what it samples: with dropout the log-probabilities of its own tokens would not be its own."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0

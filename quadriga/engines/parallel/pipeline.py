@@ -22,9 +22,9 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from transformers import PreTrainedModel
 
 from quadriga.engines.base import LossFunction, Outputs
-from quadriga.engines.packing import PackedBatch
 from quadriga.engines.parallel.processes import Processes
 from quadriga.errors import EngineError
+from quadriga.models.attention import PackedBatch
 from quadriga.models.load import backbone
 from quadriga.models.scorers import Question, Scorer
 
@@ -94,28 +94,29 @@ class Stage(nn.Module):
     Args:
         scorer: with the layers of this stage.
         hidden_size: D
+
+    Attributes:
+        work: the micro-batches of the next run, each with its loss.
+        question: which outputs are wanted.
+        outputs: of the run, in the last stage.
     """
 
     def __init__(self, scorer: Scorer, hidden_size: int) -> None:
         super().__init__()
         self.scorer, self.hidden_size = scorer, hidden_size
-        self._work: Sequence[tuple[PackedBatch, LossFunction | None]] = ()
-        self._question = Question()
+        self.work: Sequence[tuple[PackedBatch, LossFunction | None]] = ()
+        self.question = Question()
         self.outputs: list[Outputs] = []
 
     def forward(self, received: torch.Tensor, *, number: torch.Tensor) -> torch.Tensor:
         """[1, n, D] for the next stage; from the last one the loss [1]."""
-        batch, loss = self._work[int(number)]
+        batch, loss = self.work[int(number)]
         sharing = self.scorer.sharing
-        outputs = self.scorer(batch, self._question, received=None if sharing.has_embedding else received)
+        outputs = self.scorer(batch, self.question, received=None if sharing.has_embedding else received)
         if not sharing.has_head:
             return outputs
         self.outputs.append({name: values.detach() for name, values in outputs.items()})
         return next(iter(outputs.values())).new_zeros(1) if loss is None else loss(outputs).reshape(1)
-
-    def set_work(self, work: Sequence[tuple[PackedBatch, LossFunction | None]], question: Question) -> None:
-        """The micro-batches of the next run, each with its loss, and what is asked of the scorer."""
-        self._work, self._question, self.outputs = work, question, []
 
 
 class Pipeline:
@@ -130,24 +131,22 @@ class Pipeline:
     def __init__(self, stage: Stage, processes: Processes, dtype: torch.dtype) -> None:
         self.stage, self.processes, self.dtype = stage, processes, dtype
 
-    @property
-    def min_batches(self) -> int:
-        """Fewest micro-batches of a run."""
-        return self.processes.layout.pp
+    def run(
+        self, work: Sequence[tuple[PackedBatch, LossFunction | None]], question: Question, *, is_training: bool = False
+    ) -> list[Outputs]:
+        """One forward pass, and in training one backward pass, over all micro-batches, at least as many as stages.
 
-    @torch.no_grad()
-    def forward(self, batches: Sequence[PackedBatch], question: Question) -> list[Outputs]:
-        """Outputs of each micro-batch without gradients; none but in the last stage."""
-        self._run([(batch, None) for batch in batches], question, is_training=False)
-        return self.stage.outputs
+        Args:
+            work: micro-batches, each with its loss in training.
+            question: which outputs are wanted.
+            is_training: whether the gradients of the losses are added up.
 
-    def backward(self, work: Sequence[tuple[PackedBatch, LossFunction]], question: Question) -> None:
-        """The gradients of the losses of all micro-batches, added up."""
-        self._run(work, question, is_training=True)
-
-    def _run(self, work: Sequence[Any], question: Question, *, is_training: bool) -> None:
+        Returns:
+            the outputs [M] of each micro-batch; none but in the last stage.
+        """
         longest = max(batch.num_tokens for batch, _ in work)
-        self.stage.set_work([(batch.extended(longest), loss) for batch, loss in work], question)
+        self.stage.work = [(batch.extended(longest), loss) for batch, loss in work]
+        self.stage.question, self.stage.outputs = question, []
         layout, place = self.processes.layout, self.processes.place
         device = self.processes.world.device
         numbers = torch.arange(len(work), device=device)
@@ -164,12 +163,10 @@ class Pipeline:
             group=self.processes.group("pp"),
         )
         if is_training:
-            schedule: Any = Schedule1F1B(stage, len(work), _loss_itself, scale_grads=False)
+            # The last stage returns losses already.
+            schedule: Any = Schedule1F1B(stage, len(work), lambda loss, number: loss.sum(), scale_grads=False)
         else:
             schedule = ScheduleGPipe(stage, len(work), None)
         targets = {"target": numbers} if is_training and self.processes.is_last_stage else {}
         schedule.step(*([numbers] if place.pp == 0 else []), number=numbers, **targets)
-
-
-def _loss_itself(loss: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-    return loss.sum()
+        return self.stage.outputs

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processes of one engine, seen from one of them, and the groups in which they talk.
+"""The ranks of one engine, seen from one of them, and their process groups.
 
 Two views of the same ranks: `storage` says where parameters lie, `work` who computes what.
 
@@ -23,7 +23,7 @@ WORK_NAMES = ("pp", "dp", "sp", "tp")
 
 @dataclass(frozen=True)
 class Processes:
-    """See the module.
+    """The ranks of one engine, seen from one of them.
 
     Attributes:
         layout: how they are arranged.
@@ -46,7 +46,8 @@ class Processes:
         place = layout.place(world.rank)
         if layout.is_whole:
             return cls(layout, place, world, world)
-        storage, work = _meshes(layout, world.device.type)
+        # Roles with the same layout in the same processes share their groups; those of an earlier meeting are gone.
+        storage, work = _meshes_of(layout, world.device.type, num_meetings())
         replicas = ProcessGroup(place.dp_rank, layout.dp_size, world.device, work.get_group("dp"))
         return cls(layout, place, world, replicas, storage, work)
 
@@ -87,8 +88,3 @@ def _meshes_of(layout: Layout, device_type: str, meeting: int) -> tuple[DeviceMe
         DeviceMesh(device_type, ranks.transpose(2, 3), mesh_dim_names=STORAGE_NAMES),
         init_device_mesh(device_type, work, mesh_dim_names=WORK_NAMES),
     )
-
-
-def _meshes(layout: Layout, device_type: str) -> tuple[DeviceMesh, DeviceMesh]:
-    # Roles with the same layout in the same processes share their groups; those of an earlier meeting are gone.
-    return _meshes_of(layout, device_type, num_meetings())

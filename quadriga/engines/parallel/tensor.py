@@ -24,8 +24,7 @@ from torch import nn
 from torch.nn.functional import embedding, linear
 from transformers import PreTrainedModel
 
-from quadriga.engines.parallel.collectives import gather, scatter_sum
-from quadriga.engines.parallel.sharing import part_sizes
+from quadriga.engines.parallel.sharing import gather, part_sizes, scatter_sum
 from quadriga.models.load import backbone
 
 _SPLIT_DIMENSION = {"colwise": 0, "rowwise": 1}
@@ -132,11 +131,8 @@ class _VocabularyEmbedding:
         if table.shape[0] == 0:
             rows = table.sum() + torch.zeros(len(local), table.shape[1], dtype=table.dtype, device=table.device)
         else:
-            rows = embedding(torch.where(here, local, 0), table, self._padding()) * here[:, None]
+            # The entry that architectures give no gradient, if it is here.
+            padding = None if self.module.padding_idx is None else self.module.padding_idx - self.start
+            padding = padding if padding is not None and 0 <= padding < table.shape[0] else None
+            rows = embedding(torch.where(here, local, 0), table, padding) * here[:, None]
         return scatter_sum(rows, self.group)[None]
-
-    def _padding(self) -> int | None:
-        """The entry here that architectures give no gradient, if there is one."""
-        whole = self.module.padding_idx
-        is_here = whole is not None and 0 <= whole - self.start < self.module.weight.shape[0]
-        return whole - self.start if is_here else None

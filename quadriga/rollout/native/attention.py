@@ -19,7 +19,7 @@ from collections.abc import Hashable, Sequence
 
 import torch
 
-from quadriga.models.packed_attention import PackedAttention, Segment
+from quadriga.models.attention import PackedAttention, Segment
 from quadriga.rollout.native.kernels import Kernels, KeysAndValues, SlotPlaces, kernels
 
 _HIDDEN = torch.finfo(torch.float32).min

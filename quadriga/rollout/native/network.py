@@ -23,8 +23,8 @@ from transformers import PreTrainedModel
 
 from quadriga.models.attention import AttentionPlan
 from quadriga.models.fused import rms_scale
+from quadriga.models.heads import head_logits
 from quadriga.models.load import backbone, head_of
-from quadriga.models.projection import head_logits
 from quadriga.models.vision import ImageTokens, PackedImages, decoder_inputs
 from quadriga.rollout.native.kernels import Kernels, about_kernels, kernels
 from quadriga.rollout.native.products import Forms, Weight

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from quadriga.config import OptimConfig
 from quadriga.engines.fsdp.engine import FSDPEngine, Training
-from quadriga.engines.fsdp.whole_weights import WholeWeights
+from quadriga.engines.fsdp.replicated import ReplicatedWeights
 from quadriga.engines.process_group import ALONE
 from quadriga.errors import EngineError
 from quadriga.models.attention import ATTENTION_NAME
@@ -74,7 +74,7 @@ def test_small_steps_survive_in_the_masters(make_engine) -> None:
 def test_gradients_add_up_in_float32() -> None:
     """256 + 1 is 256 in bfloat16; the sums of micro-batches are not kept there."""
     layer = nn.Linear(1, 1, bias=False)
-    master = WholeWeights(layer, layer, torch.bfloat16, ALONE)
+    master = ReplicatedWeights(layer, layer, torch.bfloat16, ALONE)
     for gradient in (256.0, 1.0):
         (layer.weight * gradient).sum().backward()
     master.attach_gradients()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quadriga.engines.micro_batches import MicroBatching, RowLength, micro_batches
+from quadriga.engines.batches import MicroBatching, RowLength, micro_batches
 
 ROWS = st.lists(
     st.builds(lambda key, answer: RowLength(key, 3 + key, answer), key=st.integers(0, 4), answer=st.integers(0, 9)),

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quadriga.engines.mini_batches import HeldRows, mini_batches
+from quadriga.engines.batches import mini_batches, row_numbers
 from quadriga.engines.process_group import ALONE
 from quadriga.errors import EngineError
 from quadriga.protocol import DataProto
@@ -16,11 +16,11 @@ from quadriga.protocol import DataProto
 
 def numbers_of(held: Sequence[int], num_all: int, size: int, seed: int | None) -> list[list[int]]:
     """For each mini-batch the numbers, in the whole batch, of the rows taken."""
-    rows = HeldRows(torch.tensor(held, dtype=torch.int64), num_all)
-    taken = [(rows.numbers[indices].tolist(), places.tolist()) for indices, places in mini_batches(rows, size, seed)]
+    numbers = torch.tensor(held, dtype=torch.int64)
+    taken = [(numbers[rows].tolist(), places.tolist()) for rows, places in mini_batches(numbers, num_all, size, seed)]
     for step, (_, places) in enumerate(taken):
         assert places == sorted(places) and all(step * size <= place < (step + 1) * size for place in places)
-    return [numbers for numbers, _ in taken]
+    return [taken_numbers for taken_numbers, _ in taken]
 
 
 def test_one_process_takes_the_order_or_a_shuffle_of_it() -> None:
@@ -41,12 +41,12 @@ def test_what_two_processes_take_is_what_one_takes(order, cut: int, size: int, s
 
 def test_rows_are_numbered_by_their_column() -> None:
     data = DataProto.from_dict({"x": torch.zeros(3), "row_index": torch.tensor([2, 0, 1])})
-    assert HeldRows.of(data, ALONE).numbers.tolist() == [2, 0, 1]
-    assert HeldRows.of(data.select(batch_keys=["x"]), ALONE).numbers.tolist() == [0, 1, 2]
+    assert row_numbers(data, ALONE)[0].tolist() == [2, 0, 1]
+    assert row_numbers(data.select(batch_keys=["x"]), ALONE)[0].tolist() == [0, 1, 2]
 
 
 def test_numbers_of_another_batch_are_refused() -> None:
     """Say of one from which rows were taken afterwards."""
     data = DataProto.from_dict({"row_index": torch.tensor([0, 3])})
     with pytest.raises(EngineError, match=r"numbers from 0 to 3 in a batch of 2 rows"):
-        HeldRows.of(data, ALONE)
+        row_numbers(data, ALONE)

@@ -4,7 +4,7 @@
 import pytest
 
 from quadriga.config import OptimConfig
-from quadriga.engines.schedule import lr_at
+from quadriga.engines.step import lr_at
 
 
 def rates(total: int, **options) -> list[float]:

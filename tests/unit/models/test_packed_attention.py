@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quadriga.models.packed_attention import PackedAttention, Segment
+from quadriga.models.attention import PackedAttention, Segment
 
 GROUPS = st.lists(st.tuples(st.integers(1, 6), st.lists(st.integers(1, 5), max_size=4)), min_size=1, max_size=4)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quadriga.config import Config, RolloutConfig
-from quadriga.engines.micro_batches import MicroBatching
+from quadriga.engines.batches import MicroBatching
 from quadriga.errors import CheckpointError, EngineError, WeightSyncError
 from quadriga.protocol import DataProto
 from quadriga.workers import ActorRolloutRefWorker, actor_rollout_ref

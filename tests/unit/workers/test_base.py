@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from quadriga.config import ActorConfig, Config
-from quadriga.engines.micro_batches import MicroBatching
-from quadriga.engines.step import Passes
+from quadriga.engines.batches import MicroBatching, Passes
 from quadriga.errors import ConfigError
 from quadriga.protocol import DataProto
 from quadriga.workers.base import MODEL_INPUTS, UpdateInputs, choose_device, model_inputs

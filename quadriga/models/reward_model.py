@@ -1,49 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sequence classifier with one label as a judge of packed sequences.
-
-Legend: n packed tokens in this process, M sequences, D hidden size.
-"""
+"""Reward models: a sequence classifier with one label, to score with or to be trained."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from torch.nn.functional import linear
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from quadriga.errors import EngineError
 from quadriga.models.attention import ATTENTION_NAME
 from quadriga.models.fused import fuse
-from quadriga.models.scorers import PackedTokens, Question, Scorer
+from quadriga.models.load import load_causal_lm, load_config
 
 _FIX = "Set reward_model.model.path to a model that was trained to score: a sequence classifier with one label."
-
-
-class RewardScorer(Scorer):
-    """`scores`: what the model says of each sequence, read at the token before the predicted one.
-
-    Args:
-        model: a decoder with the head `score` [1, D], as `load_reward_model` gives it.
-    """
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        # Nothing projects to the vocabulary: what the engine asks of every model's output embeddings is empty here.
-        model.lm_head = nn.Identity()
-        super().__init__(model)
-
-    def output_names(self, question: Question) -> tuple[str, ...]:
-        """See `Scorer.output_names`."""
-        return ("scores",)
-
-    def score(self, hidden: torch.Tensor, batch: PackedTokens, question: Question) -> dict[str, torch.Tensor]:
-        """See `Scorer.score`; the question is about a distribution, and here is none."""
-        part = self.sharing.scored(hidden, batch, is_vocabulary=False)
-        head = self.model.score
-        # In float32 whatever the model computes in: a bfloat16 score of 10 is off by up to 0.03.
-        bias = None if head.bias is None else head.bias.float()
-        return {"scores": part.join(linear(part.states.float(), head.weight.float(), bias)[:, 0])}
 
 
 def load_reward_model(
@@ -124,3 +96,55 @@ def _require_judge(where: str, model: PreTrainedModel) -> None:
             expected="a decoder with causal attention",
             fix=_FIX,
         )
+
+
+def fresh_reward_model(
+    path: str,
+    *,
+    pad_token_id: int,
+    device: torch.device,
+    trust_remote_code: bool = False,
+    override_config: dict[str, Any] | None = None,
+) -> PreTrainedModel:
+    """A sequence classifier with one label in float32, as `load_reward_model` gives it.
+
+    The head of a causal model's classifier is new and zero: all scores are 0 at first, so that the first loss is ln 2.
+
+    Args:
+        path: a causal model or a sequence classifier with one label: a folder, or a name that transformers can resolve.
+        pad_token_id: written into the configuration, from which transformers finds the last token of a padded row.
+        device: where it lives.
+        trust_remote_code: whether code that ships with the model may run.
+        override_config: entries of the model's configuration to replace.
+
+    Raises:
+        EngineError: it cannot be loaded, or transformers has no classifier of its architecture.
+    """
+    config = load_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
+    if any(name.endswith("ForSequenceClassification") for name in config.architectures or []):
+        return load_reward_model(path, dtype=torch.float32, device=device, trust_remote_code=trust_remote_code)
+    source = load_causal_lm(
+        path,
+        dtype=torch.float32,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        override_config=override_config,
+    )
+    config.num_labels = 1
+    config.pad_token_id = pad_token_id
+    try:
+        model = AutoModelForSequenceClassification.from_config(
+            config, dtype=torch.float32, attn_implementation=ATTENTION_NAME, trust_remote_code=trust_remote_code
+        )
+    except (ValueError, KeyError) as error:
+        raise EngineError(
+            f"model {path}",
+            got=str(error).strip().splitlines()[0],
+            expected="an architecture of which transformers has a sequence classifier",
+            fix="Choose another model for objective=reward_model.",
+        ) from error
+    fuse(model)
+    model.base_model.load_state_dict(source.base_model.state_dict())
+    torch.nn.init.zeros_(model.score.weight)
+    model.config.architectures = [type(model).__name__]
+    return model.to(device).eval()

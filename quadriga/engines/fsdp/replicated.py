@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters that every process has whole, and float32 truth behind those that compute in another dtype.
+"""Parameters that every rank has whole, and float32 masters behind those that compute in another dtype.
 
 With bfloat16 compute weights an update of 1e-5 is lost in a weight of 1: the optimizer works on float32 masters,
 and gradients are added up in float32 over micro-batches. With float32 compute weights both are the same tensors.
@@ -13,7 +13,7 @@ from torch import nn
 from quadriga.engines.process_group import ProcessGroup
 
 
-class WholeWeights:
+class ReplicatedWeights:
     """Masters and gradient sums of a module's trained parameters.
 
     Args:
@@ -21,7 +21,7 @@ class WholeWeights:
         module: inside of it; its parameters become the compute weights, in `dtype`; the float32 values of those that
             are trained become the masters.
         dtype: of the compute weights.
-        replicas: processes that have the same weights, and learn from other rows.
+        replicas: ranks that have the same weights, and learn from other rows.
     """
 
     def __init__(self, root: nn.Module, module: nn.Module, dtype: torch.dtype, replicas: ProcessGroup) -> None:
@@ -46,7 +46,7 @@ class WholeWeights:
         return [name for name, parameter in self.compute.items() if parameter.requires_grad]
 
     def attach_gradients(self) -> None:
-        """Hand the gradients of all processes, added up, to the masters, where the optimizer looks for them.
+        """Give the gradients of all ranks, added up, to the masters, where the optimizer looks for them.
 
         A parameter without a gradient gets zeros, so that a mini-batch from which nothing can be learned is a
         step with a zero gradient, whether or not its sequences were computed.
@@ -59,7 +59,7 @@ class WholeWeights:
                 master.grad = torch.zeros_like(master)
                 if not self._is_shared(name):
                     self._sums[name] = master.grad
-        # Summed before anything is asked of them, so that every replica decides alike, also about broken ones.
+        # Summed before anything is decided by them, so that every replica decides alike, also about broken ones.
         self.replicas.add_up([self.masters[name].grad for name in self.trained()])
 
     def grad_norm(self) -> torch.Tensor:
@@ -74,7 +74,7 @@ class WholeWeights:
             parameter.grad = self.masters[name].grad = None
 
     def release_gradients(self) -> None:
-        """Give the memory of the gradient sums back."""
+        """Free the memory of the gradient sums."""
         self._sums.clear()
         self.clear_gradients()
 

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters of which each process has a part: cut by tensor parallelism first, then by FSDP2.
+"""Parameters of which each rank has a shard: split by pipeline and tensor parallelism first, then by FSDP2.
 
-    whole      [V, D]           as it stands in files
-    tp         [V/tp, D]        a plain tensor: what the modules compute with (`parallel/tensor.py`)
+    whole      [V, D]           as it stands in files; on "meta" here, no rank has two whole ones at a time
+    pp, tp     [V/tp, D]        a plain tensor: what the modules compute with (`parallel/tensor.py`)
     fsdp       [V/tp/fsdp, D]   float32, at rest: what the optimizer works on (`fully_shard`)
 
 `fully_shard` gathers a layer's parts in the compute dtype before it computes, and adds their gradients up in float32
-afterwards, each process receiving the sum of its part. The masters here are these parts as plain tensors, so the
-optimizer is the same as for whole weights; what they are parts of is said once, for checkpoints and rollouts.
+afterwards, each rank receiving the sum of its part. The masters here are these parts as plain tensors, so the
+optimizer is the same as for replicated weights; what they are parts of is said once, for checkpoints and rollouts.
 
 arXiv:2304.11277
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -23,13 +24,36 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PreTrainedModel
 
-from quadriga.engines.fsdp.memory import Memory
+from quadriga.engines.parallel.pipeline import Stage, keep_stage, layers_of_stage
 from quadriga.engines.parallel.processes import Processes
-from quadriga.engines.parallel.sharing import part_sizes
+from quadriga.engines.parallel.sharing import SharedTokens, part_sizes
+from quadriga.engines.parallel.tensor import share_layers
 from quadriga.errors import EngineError
+from quadriga.models.heads import all_gather_single
+from quadriga.models.load import backbone
+from quadriga.models.scorers import Scorer
+
+_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\..*")
 
 ReadWeight = Callable[[str], torch.Tensor]
 """From a parameter's name in the whole model to its whole value, on any device and of any dtype."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What an engine gives up to need less memory.
+
+    Attributes:
+        gradient_checkpointing: keep a layer's inputs only, and compute the layer again for its gradient.
+        activation_offload: keep what the backward pass needs in the memory of the CPU; with CUDA only.
+        reshard_after_forward: drop a layer's gathered weights between its forward and backward pass; sharded ones only.
+        offload_weights: masters and optimizer rest, and step, in the memory of the CPU; with CUDA, sharded ones only.
+    """
+
+    gradient_checkpointing: bool = False
+    activation_offload: bool = False
+    reshard_after_forward: bool = True
+    offload_weights: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,15 +81,15 @@ class Part:
 
 
 class ShardedWeights:
-    """The parameters of this process's layers. Its methods are those of `WholeWeights`.
+    """The parameters of this rank's layers. Its methods are those of `ReplicatedWeights`.
 
     Args:
         root: what computes: the scorer, or a pipeline's stage; sharded here.
-        model: inside of it; its parameters have their tensor-parallel shapes, real or on "meta".
+        model: inside of it; its parameters have their tensor-parallel shapes, on "meta".
         parts: of each of its parameters, by the name it has here.
         read: gives the whole values.
         dtype: of the compute weights.
-        processes: of the engine.
+        processes: the ranks of the engine.
         whole: all parameters of the whole model, in its order.
         memory: what is given up to save some.
     """
@@ -82,21 +106,45 @@ class ShardedWeights:
         whole: Mapping[str, WholeParameter],
         memory: Memory,
     ) -> None:
-        assert processes.storage is not None, "one process has whole weights"
+        assert processes.storage is not None, "one rank has replicated weights"
         self.processes, self.dtype, self.all, self.parts = processes, dtype, whole, dict(parts)
-        self.model = model
+        self.root, device = root, processes.world.device
+        # On a CPU weights are where they would be offloaded to.
+        offloads = memory.offload_weights and device.type == "cuda"
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        self.root = _shard(root, model, dtype, processes, memory)
-        self.root.to_empty(device="cpu" if _is_offloaded(memory, processes) else processes.world.device)
+        self._shard(model, offloads=offloads, reshards=memory.reshard_after_forward)
+        self.root.to_empty(device="cpu" if offloads else device)
         for name, buffer in buffers.items():
             model.get_buffer(name).copy_(buffer)
             # Buffers compute: they follow the activations, whatever rests on the CPU.
-            _set_buffer(model, name, model.get_buffer(name).to(processes.world.device))
+            parent, _, last = name.rpartition(".")
+            setattr(model.get_submodule(parent), last, model.get_buffer(name).to(device))
         self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
         self.masters = {name: parameter.to_local().detach() for name, parameter in self.parameters.items()}
         with torch.no_grad():
             for name, master in self.masters.items():
                 master.copy_(self._piece(name, read(self.parts[name].name)))
+
+    def _shard(self, model: PreTrainedModel, *, offloads: bool, reshards: bool) -> None:
+        storage, is_replicated = self.processes.storage, self.processes.layout.dp_replicate > 1
+        # A hidden state that a layer returns is in the compute dtype already; the outputs of the root stay float32.
+        policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        options = {
+            "mesh": storage["dp_replicate", "fsdp"] if is_replicated else storage["fsdp"],
+            "mp_policy": policy,
+            "reshard_after_forward": reshards,
+            "offload_policy": CPUOffloadPolicy() if offloads else OffloadPolicy(),
+        }
+        blocks = set(model._no_split_modules or ())
+        for module in model.modules():
+            if type(module).__name__ in blocks:
+                fully_shard(module, **options)
+        fully_shard(self.root, **options)
+        for module in self.root.modules():
+            if isinstance(module, FSDPModule):
+                # Losses are normalised over all rows beforehand, so gradients are added up and never averaged.
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
 
     # ---- gradients ------------------------------------------------------------------------------------
 
@@ -112,10 +160,7 @@ class ShardedWeights:
             if local.data_ptr() != master.data_ptr():
                 raise EngineError(f"parameter {name}", got="other memory than when it was sharded", expected="the same")
             master.grad = torch.zeros_like(master) if parameter.grad is None else parameter.grad.to_local()
-        self._add_up_copies()
-
-    def _add_up_copies(self) -> None:
-        """Add up the gradients of what several processes hold alike, and have each seen a part of."""
+        # Those of what several ranks hold alike, and have each seen a part of, are added up.
         layout = self.processes.layout
         if layout.tp > 1:
             alike = [self.masters[name].grad for name in self.trained() if self.parts[name].tensor_dimension is None]
@@ -209,36 +254,6 @@ class ShardedWeights:
         return _cut(whole, 0, layout.fsdp, place.dp_shard * layout.sp + place.sp)
 
 
-def _is_offloaded(memory: Memory, processes: Processes) -> bool:
-    # On a CPU weights are where they would be offloaded to.
-    return memory.offload_weights and processes.world.device.type == "cuda"
-
-
-def _shard(
-    root: nn.Module, model: PreTrainedModel, dtype: torch.dtype, processes: Processes, memory: Memory
-) -> nn.Module:
-    mesh = processes.storage["dp_replicate", "fsdp"] if processes.layout.dp_replicate > 1 else processes.storage["fsdp"]
-    # A hidden state that a layer returns is in the compute dtype already; the outputs of the root stay float32.
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    options = {
-        "mesh": mesh,
-        "mp_policy": policy,
-        "reshard_after_forward": memory.reshard_after_forward,
-        "offload_policy": CPUOffloadPolicy() if _is_offloaded(memory, processes) else OffloadPolicy(),
-    }
-    blocks = set(model._no_split_modules or ())
-    for module in model.modules():
-        if type(module).__name__ in blocks:
-            fully_shard(module, **options)
-    fully_shard(root, **options)
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            # Losses are normalised over all rows beforehand, so gradients are added up and never averaged.
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-    return root
-
-
 def _cut(whole: torch.Tensor, dimension: int, parts: int, number: int) -> torch.Tensor:
     sizes = part_sizes(whole.shape[dimension], parts)
     return whole.narrow(dimension, sum(sizes[:number]), sizes[number])
@@ -252,7 +267,7 @@ def _joined(part: torch.Tensor, mesh: DeviceMesh, dimension: int, shape: Sequenc
     whole = torch.empty(shape, dtype=part.dtype, device=part.device)
     sizes = part_sizes(shape[dimension], mesh.size())
     if dimension == 0 and len(set(sizes)) == 1:
-        dist.all_gather_into_tensor(whole, part.contiguous(), group=group)
+        all_gather_single(whole, part.contiguous(), group=group)
         return whole
     for sender, place in enumerate(whole.split(sizes, dimension)):
         if place.numel() == 0:
@@ -290,6 +305,68 @@ def _add_up_of_two(tensor: torch.Tensor, processes: Processes) -> None:
     tensor.add_(other)
 
 
-def _set_buffer(model: nn.Module, name: str, value: torch.Tensor) -> None:
-    parent, _, last = name.rpartition(".")
-    setattr(model.get_submodule(parent), last, value)
+def shard(
+    scorer: Scorer,
+    read: ReadWeight | None,
+    dtype: torch.dtype,
+    processes: Processes,
+    memory: Memory,
+) -> ShardedWeights:
+    """The parameters of a scorer's model as its ranks hold them; the scorer computes with them afterwards.
+
+    Args:
+        scorer: the model and its head, whole, with float32 values or on "meta".
+        read: gives the values; None: the model has them.
+        dtype: of the compute weights.
+        processes: the ranks that hold the model.
+        memory: what is given up to save some.
+    """
+    model, layout = scorer.model, processes.layout
+    if read is None:
+        values = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        read = values.__getitem__
+    # Parameters go to "meta", ties kept: float32 where they are trained, else in the compute dtype.
+    moved: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            kind = torch.float32 if parameter.requires_grad else dtype
+            empty = torch.empty_like(parameter, device="meta", dtype=kind)
+            moved.setdefault(id(parameter), nn.Parameter(empty, parameter.requires_grad))
+            setattr(module, name, moved[id(parameter)])
+    whole = _describe(model, processes)
+    vocabulary = model.get_input_embeddings().num_embeddings
+    cut = share_layers(model, processes.group("tp")) if layout.tp > 1 else {}
+    copies = keep_stage(model, processes) if layout.pp > 1 else {}
+    parts = {name: Part(copies.get(name, name), cut.get(name), name in copies) for name, _ in model.named_parameters()}
+    scorer.sharing = SharedTokens(processes, vocabulary)
+    root = Stage(scorer, model.config.get_text_config().hidden_size) if layout.pp > 1 else scorer
+    return ShardedWeights(root, model, parts, read, dtype=dtype, processes=processes, whole=whole, memory=memory)
+
+
+def _describe(model: PreTrainedModel, processes: Processes) -> Mapping[str, WholeParameter]:
+    """The parameters of the whole model, and the stage of each."""
+    num_stages = processes.layout.pp
+    table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    is_tied = isinstance(head, nn.Linear) and head.weight is table.weight
+    of_table = {id(parameter) for parameter in table.parameters()}
+    stages = {}
+    if num_stages > 1:
+        num_layers = len(backbone(model).layers)
+        stages = {
+            number: stage for stage in range(num_stages) for number in layers_of_stage(num_layers, stage, num_stages)
+        }
+
+    def stage_of(name: str, parameter: nn.Parameter) -> int:
+        if id(parameter) in of_table:
+            return 0
+        layer = _LAYER.fullmatch(name)
+        return stages.get(int(layer[1]), 0) if layer else num_stages - 1
+
+    return {
+        name: WholeParameter(
+            parameter.shape,
+            stage_of(name, parameter),
+            is_shared=num_stages > 1 and is_tied and id(parameter) in of_table,
+        )
+        for name, parameter in model.named_parameters()
+    }

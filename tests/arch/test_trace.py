@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The way of an update stays short: how many functions of ours a reader meets until the first backward pass."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from arch_tree import REPOSITORY
+
+# To be lowered as the way gets shorter; raised only with a reason.
+MAX_FUNCTIONS, MAX_FILES = 125, 28
+
+
+def test_the_way_of_an_update(tmp_path: Path) -> None:
+    """From `update_actor` in the loop to the first backward pass: the playground, GRPO, one process, traced.
+
+    Distinct functions with a name, each with its file; Ray's way and the optimizer step are not in it.
+    """
+    program = Path(__file__).with_name("trace_update.py")
+    environment = dict(os.environ, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
+    environment["PYTHONPATH"] = f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'recipes'}"
+    command = [sys.executable, str(program), str(tmp_path)]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    _, _, trace = run.stdout.partition("entered:\n")
+    entered = [line.split(" ", 1) for line in trace.splitlines()]
+    assert any(name == "FSDPEngine.backward" for _, name in entered), run.stdout + run.stderr
+    files = {file for file, _ in entered}
+    assert len(entered) <= MAX_FUNCTIONS and len(files) <= MAX_FILES, f"{len(entered)} in {len(files)}:\n{trace}"
