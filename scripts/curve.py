@@ -243,5 +243,5 @@ def _matplotlib() -> Any:
             "the learning curve",
             got=f"no usable matplotlib ({error})",
             expected="it to be installed",
-            fix="Install it with: pip install 'quadriga[plot]'",
+            fix="Install it with: pip install -e '.[plot]'",
         ) from error

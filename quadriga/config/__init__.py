@@ -23,7 +23,7 @@ from quadriga.config.checks import check_training, training_findings
 from quadriga.config.data import CustomDatasetConfig, DataConfig, SamplerConfig
 from quadriga.config.explain import BatchPlan, batch_plan, explain, needs_old_log_prob_pass, needs_reference, show
 from quadriga.config.keys import KeyInfo, keys_text, leaf_keys
-from quadriga.config.layout import Layout, ModelShape, RankPlace, Sizes, check_model
+from quadriga.config.layout import Layout, ModelShape, RankPlace, check_model
 from quadriga.config.loader import Loaded, load_config
 from quadriga.config.model import ModelConfig
 from quadriga.config.placement import Placement, place_roles
@@ -33,53 +33,13 @@ from quadriga.config.root import ActorRolloutRefConfig, Config
 from quadriga.config.trainer import ProfilerConfig, RayConfig, TrainerConfig
 
 __all__ = [
-    "ActorConfig",
-    "ActorRolloutRefConfig",
-    "AlgorithmConfig",
-    "BatchPlan",
-    "BatchingConfig",
-    "CheckpointConfig",
-    "Config",
-    "CriticConfig",
-    "CriticModelConfig",
-    "CriticOptimConfig",
-    "CustomDatasetConfig",
-    "CustomRewardFunctionConfig",
-    "DataConfig",
-    "FSDPConfig",
-    "KLControlConfig",
-    "KeyInfo",
-    "Layout",
-    "Loaded",
-    "LogProbConfig",
-    "ModelConfig",
-    "ModelShape",
-    "OptimConfig",
-    "ParallelConfig",
-    "Placement",
-    "PolicyLossConfig",
-    "ProfilerConfig",
-    "RankPlace",
-    "RayConfig",
-    "RefConfig",
-    "RewardClassifierConfig",
-    "RewardModelConfig",
-    "RolloutConfig",
-    "SamplerConfig",
-    "SamplingConfig",
-    "Sizes",
-    "TrainerConfig",
-    "batch_plan",
-    "check_model",
-    "check_training",
-    "explain",
-    "keys_text",
-    "leaf_keys",
-    "load_config",
-    "needs_old_log_prob_pass",
-    "needs_reference",
-    "place_roles",
-    "problem_of_several_engines",
-    "show",
-    "training_findings",
-]
+    "ActorConfig", "ActorRolloutRefConfig", "AlgorithmConfig", "BatchPlan", "BatchingConfig",
+    "CheckpointConfig", "Config", "CriticConfig", "CriticModelConfig", "CriticOptimConfig",
+    "CustomDatasetConfig", "CustomRewardFunctionConfig", "DataConfig", "FSDPConfig", "KLControlConfig",
+    "KeyInfo", "Layout", "Loaded", "LogProbConfig", "ModelConfig", "ModelShape", "OptimConfig",
+    "ParallelConfig", "Placement", "PolicyLossConfig", "ProfilerConfig", "RankPlace", "RayConfig", "RefConfig",
+    "RewardClassifierConfig", "RewardModelConfig", "RolloutConfig", "SamplerConfig", "SamplingConfig",
+    "TrainerConfig", "batch_plan", "check_model", "check_training", "explain", "keys_text", "leaf_keys",
+    "load_config", "needs_old_log_prob_pass", "needs_reference", "place_roles", "problem_of_several_engines",
+    "show", "training_findings",
+]  # fmt: skip

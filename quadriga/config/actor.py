@@ -4,7 +4,7 @@
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from quadriga.config.base import (
     Count,
@@ -12,34 +12,21 @@ from quadriga.config.base import (
     KLKind,
     LossAggMode,
     Meaning,
+    MinusOneOrCount,
     Name,
     NonNegativeFloat,
     PathText,
     PositiveFloat,
     Section,
     Share,
+    also_named,
     filled,
     refuse,
 )
+from quadriga.config.layout import Layout
 
 CheckpointPart = Literal["model", "optimizer", "extra", "hf_model"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
-
-
-def _warmup_steps(value: int) -> int:
-    if value < -1:
-        raise refuse("-1, 0 or a larger whole number")
-    return value
-
-
-def _shard_size(value: int) -> int:
-    if value == 0 or value < -1:
-        raise refuse("-1, or 1 and more", "-1 shards the weights over all processes; 1 replicates them.")
-    return value
-
-
-def _dtype_name(value: Any) -> Any:
-    return {"fp32": "float32", "bf16": "bfloat16"}.get(value, value) if isinstance(value, str) else value
 
 
 def _known_strategy(value: Any) -> Any:
@@ -59,7 +46,7 @@ class OptimConfig(Section):
     """Decay of the running mean and of the running square of the gradient, each in [0, 1)."""
     eps: PositiveFloat = 1e-8
     """Added to the root of the running square."""
-    lr_warmup_steps: Annotated[int, Meaning("-1, 0 or a larger whole number"), AfterValidator(_warmup_steps)] = -1
+    lr_warmup_steps: Annotated[int, Meaning("-1, 0 or a larger whole number"), Field(ge=-1)] = -1
     """Training steps over which the learning rate rises from zero. -1: `lr_warmup_steps_ratio` of the run."""
     lr_warmup_steps_ratio: Share = 0.0
     """Share of the run's training steps spent in warm-up when `lr_warmup_steps` is -1, in [0, 1]."""
@@ -89,10 +76,10 @@ class CriticOptimConfig(OptimConfig):
 class FSDPConfig(Section):
     """FSDP2 of one role: sharding, mixed precision, offload to the CPU."""
 
-    model_dtype: Annotated[Literal["auto", "bfloat16", "float32"], BeforeValidator(_dtype_name)] = "auto"
+    model_dtype: Annotated[Literal["auto", "bfloat16", "float32"], also_named(fp32="float32", bf16="bfloat16")] = "auto"
     """Dtype of the weights that compute (mixed precision); the master weights are always float32. auto: what the
     machine is fast at."""
-    fsdp_size: Annotated[int, AfterValidator(_shard_size)] = -1
+    fsdp_size: MinusOneOrCount = -1
     """Ranks that shard one copy of the weights, of those with the same place in tensor and pipeline parallelism. -1:
     all; 1: no sharding."""
     reshard_after_forward: bool = True
@@ -127,6 +114,20 @@ class ParallelConfig(Section):
     """Tensor parallelism: ranks that share each layer; it divides the heads and the key-value heads."""
     pipeline_model_parallel_size: Count = 1
     """Pipeline parallelism: stages that have some of the layers each."""
+
+    def layout(self, world_size: int, fsdp_size: int, where: str) -> Layout:
+        """The layout of a role's ranks.
+
+        Args:
+            world_size: of the role.
+            fsdp_size: of its `fsdp_config`.
+            where: dotted key of this section, for errors.
+
+        Raises:
+            ConfigError: the sizes do not divide the ranks.
+        """
+        sp, tp = self.ulysses_sequence_parallel_size, self.tensor_model_parallel_size
+        return Layout.of(world_size, where, fsdp=fsdp_size, sp=sp, tp=tp, pp=self.pipeline_model_parallel_size)
 
 
 class BatchingConfig(ParallelConfig):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from os import PathLike, fspath
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from quadriga.errors import ConfigError
@@ -18,9 +18,7 @@ Finding = ConfigError | str
 class Section(BaseModel):
     """A part of the tree: frozen, strict, without keys that it does not know."""
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     def findings(self, at: str) -> Iterator[Finding]:
         """What a training run should be told about the values of this section alone.
@@ -65,10 +63,13 @@ def filled(given: Any, defaults: Mapping[str, Any]) -> Any:
     return {**given, **inner}
 
 
-def _at_least_one_or_minus_one(value: int) -> int:
-    if value != -1 and value < 1:
-        raise refuse("-1 or a whole number of at least 1")
-    return value
+def also_named(**names: str) -> BeforeValidator:
+    """A validator that takes other names for some values: `also_named(bf16="bfloat16")`."""
+
+    def renamed(value: Any) -> Any:
+        return names.get(value, value) if isinstance(value, str) else value
+
+    return BeforeValidator(renamed)
 
 
 def _path_text(value: Any) -> Any:
@@ -79,9 +80,7 @@ def _path_text(value: Any) -> Any:
 
 Count = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
-MinusOneOrCount = Annotated[
-    int, Meaning("-1 or a whole number of at least 1"), AfterValidator(_at_least_one_or_minus_one)
-]
+MinusOneOrCount = Annotated[Literal[-1] | Count, Meaning("-1 or a whole number of at least 1")]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]

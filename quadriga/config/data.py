@@ -8,7 +8,18 @@ from pydantic import Field, model_validator
 from quadriga.config.base import Count, MinusOneOrCount, Name, NonNegativeInt, PathText, PathTexts, Section, refuse
 
 
-class CustomDatasetConfig(Section):
+class FromFile(Section):
+    """A class of your own: a Python file, and a name in it."""
+
+    @model_validator(mode="after")
+    def _both_or_neither(self) -> Self:
+        names = [name for name, _ in self]
+        if sum(value is None for _, value in self) == 1:
+            raise refuse(f"both {' and '.join(names)}, or neither", "Name the file and the class in it.")
+        return self
+
+
+class CustomDatasetConfig(FromFile):
     """A data set class of your own, loaded from a file."""
 
     path: PathText | None = None
@@ -16,26 +27,14 @@ class CustomDatasetConfig(Section):
     name: str | None = None
     """Name of the class in that file."""
 
-    @model_validator(mode="after")
-    def _both_or_neither(self) -> Self:
-        if (self.path is None) != (self.name is None):
-            raise refuse("both path and name, or neither", "Name the file and the class in it.")
-        return self
 
-
-class SamplerConfig(Section):
+class SamplerConfig(FromFile):
     """A sampler class of your own (a curriculum, for example), loaded from a file."""
 
     class_path: PathText | None = None
     """Python file that holds the class. null: a seeded shuffle, or file order without `data.shuffle`."""
     class_name: str | None = None
     """Name of the class in that file."""
-
-    @model_validator(mode="after")
-    def _both_or_neither(self) -> Self:
-        if (self.class_path is None) != (self.class_name is None):
-            raise refuse("both class_path and class_name, or neither", "Name the file and the class in it.")
-        return self
 
 
 class ImageSizeConfig(Section):

@@ -4,17 +4,21 @@
 Each task has a table of its own: the keys that it reads, as it spells them (`tasks.py`).
 """
 
+import ast
+import inspect
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from textwrap import fill
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from quadriga.config.base import Meaning, Section
@@ -34,11 +38,34 @@ class KeyInfo:
     kind: str
     """What it takes, in words."""
     default: Any
-    meaning: str
+    section: type[Section]
+    """Where its field is."""
+    name: str
+    """Of the field."""
+    task: str
     is_open: bool
     """Whether keys of the user's own may stand under it."""
     is_text: bool
     """Whether a value on the command line is text as it stands, not YAML."""
+
+    @property
+    def meaning(self) -> str:
+        """What the schema says below the field, with the task's spellings."""
+        return spelled_text(" ".join(_notes(self.section)[self.name].split()), self.task)
+
+
+@cache
+def _notes(section: type[Section]) -> dict[str, str]:
+    """The docstrings below the fields, read when they are asked for: pydantic reads them at each import."""
+    above = {name: note for base in section.__bases__ if base is not BaseModel for name, note in _notes(base).items()}
+    (node,) = ast.parse(inspect.getsource(section)).body
+    assert isinstance(node, ast.ClassDef)
+    own = {}
+    for field, below in pairwise(node.body):
+        is_note = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+            own[field.target.id] = str(below.value.value) if is_note else ""
+    return above | own
 
 
 def _constraints(metadata: list[Any]) -> str:
@@ -76,6 +103,8 @@ def _alternatives(annotation: Any) -> Iterator[Any]:
     if get_origin(annotation) in (Annotated, Union, types.UnionType):
         for one in get_args(annotation):
             yield from _alternatives(one)
+    elif get_origin(annotation) is Literal:
+        yield type(get_args(annotation)[0])
     else:
         yield get_origin(annotation) or annotation
 
@@ -91,9 +120,11 @@ def _leaves(section: type[Section], default: Section, prefix: str, task: str) ->
                 key=spelled(f"{prefix}{name}", task),
                 kind=_describe(field.annotation, field.metadata),
                 default=value,
-                meaning=spelled_text(" ".join((field.description or "").split()), task),
+                section=section,
+                name=name,
+                task=task,
                 is_open=dict in kinds,
-                is_text=bool({str, Literal} & kinds),
+                is_text=str in kinds,
             )
 
 

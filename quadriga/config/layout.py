@@ -16,30 +16,7 @@ outputs. One copy of the weights is sharded over dp_shard x sp ranks (times pp a
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from quadriga.config.actor import ParallelConfig
 from quadriga.errors import ConfigError
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What a configuration sets.
-
-    Attributes:
-        fsdp: ranks that shard one copy of the weights, of those with the same place in pp and tp: a multiple of
-            `sequence`; 1: weights are replicated; -1: all of them.
-        sequence, tensor, pipeline: ranks that share the rows of a data-parallel rank, in each of three ways.
-    """
-
-    fsdp: int = -1
-    sequence: int = 1
-    tensor: int = 1
-    pipeline: int = 1
-
-    @classmethod
-    def of(cls, fsdp_size: int, section: ParallelConfig) -> "Sizes":
-        """Those of a role's section."""
-        sequence, tensor = section.ulysses_sequence_parallel_size, section.tensor_model_parallel_size
-        return cls(fsdp_size, sequence, tensor, section.pipeline_model_parallel_size)
 
 
 @dataclass(frozen=True)
@@ -66,34 +43,34 @@ class Layout:
     tp: int = 1
 
     @classmethod
-    def of(cls, world_size: int, sizes: Sizes, where: str) -> "Layout":
+    def of(cls, world_size: int, where: str, *, fsdp: int = -1, sp: int = 1, tp: int = 1, pp: int = 1) -> "Layout":
         """The layout of `world_size` ranks.
 
         Args:
             world_size: of the role.
-            sizes: what the configuration sets.
             where: section of the configuration, for errors.
+            fsdp: ranks that shard one copy of the weights, of those with the same place in pp and tp: a multiple of
+                `sp`; 1: weights are replicated; -1: all of them.
+            sp, tp, pp: ranks that share the rows of a data-parallel rank, in each of three ways.
 
         Raises:
             ConfigError: the sizes do not divide the ranks.
         """
-        shared = sizes.sequence * sizes.tensor * sizes.pipeline
-        named = f"tp={sizes.tensor} sp={sizes.sequence} pp={sizes.pipeline}"
+        shared, named = sp * tp * pp, f"tp={tp} sp={sp} pp={pp}"
         if world_size % shared:
             fix = "Change the sizes, or trainer.nnodes and trainer.n_gpus_per_node."
             expected = f"a multiple of {shared} processes"
             raise ConfigError(where, got=f"{world_size} processes for {named}", expected=expected, fix=fix)
         num_data = world_size // shared
-        holders = num_data * sizes.sequence if sizes.fsdp == -1 else sizes.fsdp
-        if holders % sizes.sequence or num_data % (holders // sizes.sequence or 1) or holders < sizes.sequence:
+        holders = num_data * sp if fsdp == -1 else fsdp
+        if holders % sp or num_data % (holders // sp or 1) or holders < sp:
             raise ConfigError(
                 f"{where}.fsdp_config.fsdp_size",
-                got=f"{sizes.fsdp}",
-                expected=f"-1, or a multiple of {sizes.sequence} that divides {num_data * sizes.sequence}",
+                got=str(fsdp),
+                expected=f"-1, or a multiple of {sp} that divides {num_data * sp}",
                 fix=f"{world_size} processes with {named} leave {num_data} data-parallel ranks.",
             )
-        dp_shard = holders // sizes.sequence
-        return cls(sizes.pipeline, num_data // dp_shard, dp_shard, sizes.sequence, sizes.tensor)
+        return cls(pp, num_data // (holders // sp), holders // sp, sp, tp)
 
     @property
     def world_size(self) -> int:

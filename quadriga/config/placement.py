@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from quadriga.config.actor import ActorConfig, CriticConfig
 from quadriga.config.base import Finding, unused, wrong
-from quadriga.config.layout import Layout, Sizes
+from quadriga.config.layout import Layout
 from quadriga.config.reward import RewardModelConfig
 from quadriga.config.root import Config
 from quadriga.config.trainer import TrainerConfig
@@ -118,7 +118,7 @@ def layout_of(section: Arranged, world_size: int, where: str) -> Layout:
         ConfigError: the sizes do not divide them.
     """
     fsdp = section.model.fsdp_config if isinstance(section, RewardModelConfig) else section.fsdp_config
-    return Layout.of(world_size, Sizes.of(fsdp.fsdp_size, section), where)
+    return section.layout(world_size, fsdp.fsdp_size, where)
 
 
 def check_layouts(config: Config) -> Iterator[Finding]:

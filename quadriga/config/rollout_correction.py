@@ -1,33 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`algorithm.rollout_correction`: off-policy correction for the mismatch of rollout and trainer: weights, rejection."""
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import field_validator, model_validator
 
 from quadriga.config.base import Section, filled, refuse
-
-Preset = Literal[
-    "decoupled_token_is",
-    "decoupled_seq_is",
-    "decoupled_seq_is_rs",
-    "decoupled_geo_rs",
-    "decoupled_geo_rs_seq_tis",
-    "decoupled_geo_rs_token_tis",
-    "decoupled_k3_rs",
-    "decoupled_k3_rs_seq_tis",
-    "decoupled_k3_rs_token_tis",
-    "decoupled_token_icepop",
-    "bypass_ppo_clip",
-    "bypass_ppo_clip_geo_rs",
-    "bypass_ppo_clip_k3_rs",
-    "bypass_pg_is",
-    "bypass_pg_geo_rs",
-    "bypass_pg_geo_rs_seq_tis",
-    "bypass_pg_geo_rs_token_tis",
-    "bypass_pg_token_icepop",
-    "disabled",
-]
 
 _LEVELS = ("token", "seq_sum", "seq_mean", "seq_max")
 _KINDS = ("k1", "k2", "k3")
@@ -69,6 +47,11 @@ _PRESETS: dict[str, dict[str, Any]] = {
 }
 """Names and numbers are verl's. There `disabled` still tells `rollout_corr/` metrics, from a pass that is made for old
 log-probabilities; here it makes none, and `rollout/` metrics tell of the difference in every step."""
+
+if TYPE_CHECKING:
+    Preset = str
+else:
+    Preset = Literal[tuple(_PRESETS)]
 
 _EARLIER = {
     "token_is": "decoupled_token_is",

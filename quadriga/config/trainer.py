@@ -7,7 +7,7 @@ from pathlib import Path
 from string import Formatter
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, Field
 
 from quadriga.config.base import (
     Count,
@@ -18,6 +18,7 @@ from quadriga.config.base import (
     NonNegativeInt,
     PathText,
     Section,
+    also_named,
     refuse,
     wrong,
 )
@@ -33,10 +34,6 @@ RAY_INIT_KEYS = frozenset((
     "runtime_env", "_memory", "_metrics_export_port", "_node_ip_address", "_node_name", "_plasma_directory",
     "_redis_password", "_redis_username", "_system_config", "_temp_dir",
 ))  # fmt: skip
-
-
-def _resume_word(value: Any) -> Any:
-    return "resume_path" if value == "path" else value
 
 
 def _known_places(value: str) -> str:
@@ -94,7 +91,7 @@ class TrainerConfig(Section):
     """Whether the untrained model is validated first, where there are validation files."""
     default_local_dir: Annotated[PathText, AfterValidator(_known_places)] = "outputs/{project_name}/{experiment_name}"
     """Directory of the run: checkpoints, metrics, the resolved configuration, and after a supervised task `model`."""
-    resume_mode: Annotated[Literal["auto", "disable", "resume_path"], BeforeValidator(_resume_word)] = "auto"
+    resume_mode: Annotated[Literal["auto", "disable", "resume_path"], also_named(path="resume_path")] = "auto"
     """auto: resume from the run's newest checkpoint, if any; disable: start anew; resume_path: from the given one."""
     resume_from_path: PathText | None = None
     """Checkpoint to resume from, with `resume_mode=resume_path`."""

@@ -25,7 +25,7 @@ def require_pillow(where: str) -> None:
     """Raises a `DataError` where Pillow, which reads images, is not installed."""
     if Image is None:
         raise DataError(
-            where, got="images, without Pillow to read them", expected="it", fix="pip install 'quadriga[vision]'."
+            where, got="images, without Pillow to read them", expected="it", fix="pip install -e '.[vision]'."
         )
 
 

@@ -142,7 +142,7 @@ def _peft() -> Any:
             "actor_rollout_ref.model.lora_rank",
             got=f"an adapter, without a working peft ({error})",
             expected="peft 0.17 or newer",
-            fix="pip install 'quadriga[peft]'",
+            fix="pip install -e '.[peft]'",
         ) from error
 
 

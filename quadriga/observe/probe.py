@@ -58,18 +58,18 @@ class Capability:
 
 
 EXTRAS = (
-    Extra("gguf", "gguf", "0.10", "reads a model from a GGUF file", "quadriga[gguf]", is_quick=True),
-    Extra("pillow", "PIL", "10.1", "reads the images of prompts", "quadriga[vision]", is_quick=True),
-    Extra("accelerate", "accelerate", "1.0", "reads a model from a GGUF file", "quadriga[gguf]"),
-    Extra("matplotlib", "matplotlib", "3.8", "draws the learning curve", "quadriga[plot]", is_quick=True),
-    Extra("math-verify", "math_verify", "0.8", "grades mathematics", "quadriga[math]", is_quick=True),
-    Extra("reasoning-gym", "reasoning_gym", "0.1.20", "verifiable tasks and their graders", "quadriga[reasoning-gym]"),
-    Extra("ray", "ray", "2.60", "worker processes, on one machine or many", "quadriga[ray]", is_quick=True),
-    Extra("peft", "peft", "0.17", "trains adapters in place of weights", "quadriga[peft]"),
-    Extra("tensorboard", "tensorboard", "2.16", "tracks runs in event files", "quadriga[tensorboard]", is_quick=True),
-    Extra("wandb", "wandb", "0.18", "tracks runs at Weights & Biases", "quadriga[wandb]"),
-    Extra("mlflow", "mlflow", "2.16", "tracks runs with MLflow", "quadriga[mlflow]"),
-    Extra("swanlab", "swanlab", "0.6", "tracks runs with SwanLab", "quadriga[swanlab]"),
+    Extra("gguf", "gguf", "0.10", "reads a model from a GGUF file", ".[gguf]", is_quick=True),
+    Extra("pillow", "PIL", "10.1", "reads the images of prompts", ".[vision]", is_quick=True),
+    Extra("accelerate", "accelerate", "1.0", "reads a model from a GGUF file", ".[gguf]"),
+    Extra("matplotlib", "matplotlib", "3.8", "draws the learning curve", ".[plot]", is_quick=True),
+    Extra("math-verify", "math_verify", "0.8", "grades mathematics", ".[math]", is_quick=True),
+    Extra("reasoning-gym", "reasoning_gym", "0.1.20", "verifiable tasks and their graders", ".[reasoning-gym]"),
+    Extra("ray", "ray", "2.60", "worker processes, on one machine or many", ".[ray]", is_quick=True),
+    Extra("peft", "peft", "0.17", "trains adapters in place of weights", ".[peft]"),
+    Extra("tensorboard", "tensorboard", "2.16", "tracks runs in event files", ".[tensorboard]", is_quick=True),
+    Extra("wandb", "wandb", "0.18", "tracks runs at Weights & Biases", ".[wandb]"),
+    Extra("mlflow", "mlflow", "2.16", "tracks runs with MLflow", ".[mlflow]"),
+    Extra("swanlab", "swanlab", "0.6", "tracks runs with SwanLab", ".[swanlab]"),
 )
 
 
@@ -96,9 +96,9 @@ def release_numbers(text: str) -> tuple[int, ...]:
 def _probe(extra: Extra, timeout_s: float, is_tried: bool) -> Capability:
     distribution, found = _installed(extra.package)
     if not found:
-        problem = f"not installed; pip install '{extra.install}'"
+        problem = f"not installed; pip install -e '{extra.install}'"
     elif release_numbers(found) < release_numbers(extra.least):
-        problem = f"too old; {extra.least} or later is needed: pip install -U '{extra.install}'"
+        problem = f"too old; {extra.least} or later is needed: pip install -U -e '{extra.install}'"
     elif is_tried:
         problem = _import_problem(extra.module, timeout_s)
     else:

@@ -26,9 +26,7 @@ from quadriga.config import (
     CriticConfig,
     CriticModelConfig,
     FSDPConfig,
-    Layout,
     ModelConfig,
-    Sizes,
 )
 from quadriga.config.actor import ParallelConfig
 from quadriga.engines import process_group
@@ -168,7 +166,7 @@ class EngineWorker(Worker):
         """
         self.device: torch.device = choose_device(self.config.trainer.device, self.local_rank)
         world = process_group.join(self.place, self.device)
-        self.processes = Processes.arrange(world, Layout.of(world.size, Sizes.of(fsdp.fsdp_size, sizes), where))
+        self.processes = Processes.arrange(world, sizes.layout(world.size, fsdp.fsdp_size, where))
         self.register_mesh(MESH, self.processes.place.dp_rank, self.processes.place.is_collected)
         self.dtype: Choice = choose_dtype(fsdp.model_dtype, self.device)
 

@@ -141,7 +141,7 @@ def test_a_reward_model_learns_the_order_and_its_pairs_need_not_stay_together(sf
         ([*CHATS, {"messages": []}], [], "rows.jsonl row 8: got no messages"),
         ([*CHATS, chat("say a", "")], [], "row 8, message 1: got an empty turn of the assistant"),
         ([*CHATS, chat("say a" * 20, "a")], [], "expected at most data.max_length=48"),
-        ([PAIRS[0] | {"rejected": "aaa"}], ["objective=reward_model"], "row 0: got two equal answers"),
+        ([PAIRS[0] | {"rejected": "aaa"}], ["objective=reward_model"], "row 0: got two equal responses"),
     ],
 )
 def test_a_bad_row_ends_the_run_before_its_first_step(sft, capsys, rows, overrides: list[str], said: str) -> None:

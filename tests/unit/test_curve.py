@@ -9,7 +9,7 @@ import pytest
 from curve import _series, _validation, plot_curves, smooth
 from quadriga.errors import DataError
 
-pytest.importorskip("matplotlib", reason="the learning curve needs matplotlib: pip install 'quadriga[plot]'")
+pytest.importorskip("matplotlib", reason="the learning curve needs matplotlib: pip install -e '.[plot]'")
 
 
 def write(path, records):

@@ -184,7 +184,7 @@ def _package() -> Any:
         package = import_module("mcp")
     except ImportError as error:
         raise RolloutError(
-            "mcp_servers", got=str(error), expected="the package mcp", fix="Install quadriga[mcp], or leave them out."
+            "mcp_servers", got=str(error), expected="the package mcp", fix="pip install -e '.[mcp]', or leave them out."
         ) from error
     installed = version("mcp")
     if int(installed.partition(".")[0]) < LEAST_VERSION:

@@ -65,7 +65,7 @@ def cluster(arguments: Mapping[str, Any], num_processes: int, timeline_file: str
         WorkerError: there is no cluster at the address, or one of another version of Ray or Python.
     """
     if release_numbers(ray.__version__) < release_numbers(LEAST_RAY):
-        fix = "pip install -U 'quadriga[ray]'"
+        fix = "pip install -U -e '.[ray]'"
         raise WorkerError("ray", got=ray.__version__, expected=f"{LEAST_RAY} or later", fix=fix)
     given = dict(arguments)
     address = str(given.pop("address", None) or os.environ.get("RAY_ADDRESS") or "local")

@@ -12,7 +12,7 @@ from quadriga.observe.probe import Capability
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves out the imports of extras, which take seconds and have tests of their own."""
     there = Capability("wandb", "0.30.0", True, "imports", "tracks runs")
-    gone = Capability("mlflow", "", False, "not installed; pip install 'quadriga[mlflow]'", "tracks runs")
+    gone = Capability("mlflow", "", False, "not installed; pip install -e '.[mlflow]'", "tracks runs")
     monkeypatch.setattr(doctor, "probe_capabilities", lambda extras, *, try_all: [there, gone][: 1 if try_all else 2])
 
 

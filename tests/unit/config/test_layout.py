@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quadriga.config import Layout, ModelShape, Sizes, check_model, load_config, training_findings
+from quadriga.config import Layout, ModelShape, check_model, load_config, training_findings
 from quadriga.config.placement import arranged_roles
 from quadriga.errors import ConfigError
 
@@ -28,31 +28,31 @@ def test_each_rank_has_a_place_of_its_own(pp: int, replicate: int, shard: int, s
 @pytest.mark.parametrize(
     ("world", "sizes", "layout"),
     [
-        (1, Sizes(), Layout()),
-        (4, Sizes(), Layout(dp_shard=4)),
-        (4, Sizes(fsdp=1), Layout(dp_replicate=4)),
-        (4, Sizes(fsdp=2), Layout(dp_replicate=2, dp_shard=2)),
-        (8, Sizes(sequence=2, tensor=2), Layout(dp_shard=2, sp=2, tp=2)),
-        (8, Sizes(fsdp=2, sequence=2, pipeline=2), Layout(pp=2, dp_replicate=2, sp=2)),
+        (1, {}, Layout()),
+        (4, {}, Layout(dp_shard=4)),
+        (4, {"fsdp": 1}, Layout(dp_replicate=4)),
+        (4, {"fsdp": 2}, Layout(dp_replicate=2, dp_shard=2)),
+        (8, {"sp": 2, "tp": 2}, Layout(dp_shard=2, sp=2, tp=2)),
+        (8, {"fsdp": 2, "sp": 2, "pp": 2}, Layout(pp=2, dp_replicate=2, sp=2)),
     ],
 )
-def test_sizes_become_a_layout(world: int, sizes: Sizes, layout: Layout) -> None:
-    assert Layout.of(world, sizes, "actor") == layout
+def test_sizes_become_a_layout(world: int, sizes: dict[str, int], layout: Layout) -> None:
+    assert Layout.of(world, "actor", **sizes) == layout
     assert layout.world_size == world
 
 
 @pytest.mark.parametrize(
     ("world", "sizes", "told"),
     [
-        (3, Sizes(tensor=2), "3 processes for tp=2 sp=1 pp=1"),
-        (4, Sizes(sequence=2, pipeline=4), "expected a multiple of 8 processes"),
-        (4, Sizes(fsdp=3), "fsdp_size: got 3"),
-        (4, Sizes(fsdp=1, sequence=2), "fsdp_size: got 1"),
+        (3, {"tp": 2}, "3 processes for tp=2 sp=1 pp=1"),
+        (4, {"sp": 2, "pp": 4}, "expected a multiple of 8 processes"),
+        (4, {"fsdp": 3}, "fsdp_size: got 3"),
+        (4, {"fsdp": 1, "sp": 2}, "fsdp_size: got 1"),
     ],
 )
-def test_sizes_that_do_not_divide_are_refused(world: int, sizes: Sizes, told: str) -> None:
+def test_sizes_that_do_not_divide_are_refused(world: int, sizes: dict[str, int], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        Layout.of(world, sizes, "actor")
+        Layout.of(world, "actor", **sizes)
 
 
 def test_all_that_does_not_fit_a_model_is_told_at_once() -> None:

@@ -91,7 +91,7 @@ def test_too_many_pixels(monkeypatch):
 
 def test_without_pillow(monkeypatch):
     monkeypatch.setattr(pictures, "Image", None)
-    with pytest.raises(DataError, match=r"without Pillow.*pip install 'quadriga\[vision\]'"):
+    with pytest.raises(DataError, match=r"without Pillow.*pip install -e '\.\[vision\]'"):
         require_pillow("image processor of model")
 
 

@@ -8,7 +8,7 @@ from quadriga.observe.probe import EXTRAS, NOT_TRIED, Extra, probe_capabilities,
 
 
 def extra(package: str = "rich", module: str = "rich", least: str = "1.0", is_quick: bool = True) -> Extra:
-    return Extra(package, module, least, "shows things", "quadriga[x]", is_quick)
+    return Extra(package, module, least, "shows things", ".[x]", is_quick)
 
 
 def test_each_state_has_its_reason():
@@ -21,7 +21,7 @@ def test_each_state_has_its_reason():
         ]
     )
     assert usable.is_usable and usable.version and usable.reason == "imports"
-    assert not absent.is_usable and absent.version == "" and absent.reason == "not installed; pip install 'quadriga[x]'"
+    assert not absent.is_usable and absent.version == "" and absent.reason == "not installed; pip install -e '.[x]'"
     assert not old.is_usable and "9999 or later" in old.reason
     assert not broken.is_usable and "No module named 'rich.surely_not_a_module'" in broken.reason
 
@@ -64,7 +64,7 @@ def test_a_distribution_without_its_module_is_not_usable():
 
 
 def test_every_extra_says_what_it_is_for_and_how_to_get_it():
-    assert all(extra.purpose and extra.install.startswith("quadriga[") for extra in EXTRAS)
+    assert all(extra.purpose and extra.install.startswith(".[") for extra in EXTRAS)
     assert len({extra.package for extra in EXTRAS}) == len(EXTRAS)
 
 

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-pytest.importorskip("mlflow", reason="needs mlflow: pip install 'quadriga[mlflow]'")
+pytest.importorskip("mlflow", reason="needs mlflow: pip install -e '.[mlflow]'")
 
 from quadriga.observe.tracking.services import MlflowBackend, metric_name
 

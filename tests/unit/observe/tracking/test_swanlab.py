@@ -6,7 +6,7 @@ Of its binary file only the presence of the names is read; that the service show
 
 import pytest
 
-pytest.importorskip("swanlab", reason="needs swanlab: pip install 'quadriga[swanlab]'")
+pytest.importorskip("swanlab", reason="needs swanlab: pip install -e '.[swanlab]'")
 
 from quadriga.observe.tracking.services import SwanlabBackend
 

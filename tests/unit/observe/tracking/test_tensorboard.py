@@ -3,7 +3,7 @@
 
 import pytest
 
-pytest.importorskip("tensorboard", reason="needs tensorboard: pip install 'quadriga[tensorboard]'")
+pytest.importorskip("tensorboard", reason="needs tensorboard: pip install -e '.[tensorboard]'")
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

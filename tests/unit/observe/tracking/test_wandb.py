@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("wandb", reason="needs wandb: pip install 'quadriga[wandb]'")
+pytest.importorskip("wandb", reason="needs wandb: pip install -e '.[wandb]'")
 
 from wandb.proto.wandb_internal_pb2 import Record
 
