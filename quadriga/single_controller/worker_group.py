@@ -200,7 +200,7 @@ class WorkerGroup(ABC, Generic[W]):
             return future.get() if registration.blocking else future
         mode = registration.dispatch_mode
         functions = dispatch_functions(mode)
-        mode_name = repr(mode) if isinstance(mode, Dispatch) else "a dispatch function of its own"
+        mode_name = f"Dispatch.{mode.name}" if isinstance(mode, Dispatch) else "a dispatch function of its own"
         where = f"{self.name}.{method_name} on {self.world_size} ranks ({mode_name})"
         pad_size = padded_rows = 0
         try:

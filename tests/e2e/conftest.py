@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model of a few thousand weights, a data set of a few rows and a reward that a few steps can raise."""
 
+import ctypes
 import json
 import os
 import signal
@@ -21,6 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 from quadriga.cli.main import main
 
 INTERRUPT_LIMIT_S = 300.0
+PR_SET_PDEATHSIG = 1
 REPOSITORY = Path(__file__).resolve().parents[2]
 ROLES = ["<user>", "<assistant>"]
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789 ,:?"
@@ -187,6 +189,13 @@ def train(arguments: Callable[..., list[str]], tmp_path: Path) -> Callable[..., 
     return run_here
 
 
+def end_with_the_tests() -> None:
+    """What a process does before the program that the tests start in it: it is killed when they are."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    # A shell's background jobs, this test run perhaps among them, ignore SIGINT, and so would what they start.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.fixture
 def start(arguments: Callable[..., list[str]], tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """`start(*overrides, run="run")`: a run in a process and a session of its own; what still lives is killed."""
@@ -202,8 +211,7 @@ def start(arguments: Callable[..., list[str]], tmp_path: Path) -> Iterator[Calla
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
-            # A shell's background jobs, this test run perhaps among them, ignore SIGINT, and so would what they start.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            preexec_fn=end_with_the_tests,
         )
         started.append(process)
         return process

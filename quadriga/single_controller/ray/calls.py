@@ -44,6 +44,7 @@ GRACE_S = 1.0
 PEER_LOST_GRACE_S = 8.0
 """The same where all that failed did so for the lack of a peer: the peer's end is still to be noticed."""
 
+_LOST_PEER = 2
 STATUS_LIMIT_S = 2.0
 CRASH_LOG_LIMIT_S = 5.0
 END_LIMIT_S = 10.0
@@ -217,7 +218,8 @@ class _Wait:
         start = time.monotonic()
         while pending := self.pending():
             waited_s = time.monotonic() - start
-            if waited_s > (PEER_LOST_GRACE_S if all(map(_is_lost_peer, self.failed())) else GRACE_S):
+            have_lost_peers = all(_cause_first(failure)[0] == _LOST_PEER for failure in self.failed())
+            if waited_s > (PEER_LOST_GRACE_S if have_lost_peers else GRACE_S):
                 break
             ray.wait(pending, timeout=POLL_S)
             self.is_over(0)
@@ -254,14 +256,12 @@ def _value(ref: Any) -> Any:
         return None
 
 
-def _is_lost_peer(failure: Failure | _Loss) -> bool:
-    return isinstance(failure, Failure) and failure.known_as is not None and failure.known_as[0] is PeerLostError
-
-
 def _cause_first(failure: Failure | _Loss) -> tuple[int, float]:
+    """Sorts failures: deaths, then other failures by their time, then what failed for the lack of a peer."""
     if isinstance(failure, _Loss):
         return 0, failure.call.worker.rank
-    return 2 if _is_lost_peer(failure) else 1, failure.time_s
+    is_lost_peer = failure.known_as is not None and failure.known_as[0] is PeerLostError
+    return _LOST_PEER if is_lost_peer else 1, failure.time_s
 
 
 def _phase(call: Call, status: Status | None) -> str:

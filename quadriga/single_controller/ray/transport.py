@@ -73,16 +73,16 @@ class _Part:
     Attributes:
         memory: the bytes.
         root: the tensor whose storage they lie in; None: they are no tensor's, or a copy.
-        key: address and size.
     """
 
     memory: np.ndarray
     root: torch.Tensor | None = None
     is_column: bool = False
-    key: tuple[int, int] = (0, 0)
 
-    def __post_init__(self) -> None:
-        self.key = (self.memory.ctypes.data, self.memory.nbytes)
+    @property
+    def key(self) -> tuple[int, int]:
+        """Address and size."""
+        return self.memory.__array_interface__["data"][0], self.memory.nbytes
 
 
 class _Parts:
@@ -223,8 +223,8 @@ class _Draft:
         numbers: dict[Any, int] = {}
         places: list[Any] = []
         for part in self.parts:
-            address, size = part.key
-            start, location = 0, locations.get(part.key)
+            address, size = part.key if locations else (0, 0)
+            start, location = 0, locations.get((address, size))
             if part.root is not None and id(part.root) in locations:
                 start, location = address - part.root.untyped_storage().data_ptr(), locations[id(part.root)]
             if location is None:

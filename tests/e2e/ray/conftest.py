@@ -21,7 +21,7 @@ ray = pytest.importorskip("ray")
 from ray.cluster_utils import Cluster  # noqa: E402
 
 from quadriga.cli.main import main  # noqa: E402
-from tests.e2e.conftest import command_line  # noqa: E402
+from tests.e2e.conftest import command_line, end_with_the_tests  # noqa: E402
 
 SECOND_NODE = "127.0.0.2"
 QUIET = {
@@ -86,7 +86,15 @@ def drive() -> Callable[..., str]:
     def run(program: str, address: str, status: int = 0) -> str:
         environment = {**os.environ, "RAY_ADDRESS": address}
         command = [sys.executable, "-c", program]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(
+            command,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+            preexec_fn=end_with_the_tests,
+        )
         assert done.returncode == status, f"status {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done.stdout
 

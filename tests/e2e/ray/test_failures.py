@@ -27,6 +27,7 @@ from quadriga.single_controller.ray import (  # noqa: E402
     create_colocated_worker_cls,
 )
 from quadriga.single_controller.ray.process import start_of  # noqa: E402
+from tests.e2e.conftest import end_with_the_tests  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -78,7 +79,9 @@ def breaking_cluster(ray_folder: Path) -> Iterator[subprocess.Popen[str]]:
     """
     program = BREAKING.format(tests=str(Path(__file__).parent), folder=str(ray_folder / "lost"))
     command = [sys.executable, "-c", program]
-    driver = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    driver = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=end_with_the_tests
+    )
     yield driver
     if driver.poll() is None:
         driver.kill()
@@ -344,7 +347,9 @@ group = t.RayWorkerGroup(t.RayResourcePool([2]), t.RayClassWithInitArgs(t.Clumsy
 print("processes", *first, *second, *children, flush=True)
 time.sleep(600)
 """
-    driver = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    driver = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, preexec_fn=end_with_the_tests
+    )
     assert driver.stdout is not None
     line = next(line for line in driver.stdout if line.startswith("processes "))
     first, first_start, second, second_start, *children = map(int, line.split()[1:])
