@@ -12,18 +12,16 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
-from quadriga.config import ModelConfig
+from quadriga.config import ModelConfig, load_config
 from quadriga.models.adapter_files import base_name, is_factor, merged
-from quadriga.models.load import load_causal_lm, skeleton_causal_lm
+from quadriga.models.load import load_causal_lm
 from quadriga.models.lora import adapter_of, add_adapter
-from quadriga.rollout.adapter import Adapter
-from quadriga.rollout.base import SamplingParams
-from quadriga.rollout.manifest import Manifest
-from quadriga.rollout.vllm.core import MIB, VLLMOptions
+from quadriga.rollout.interface import SamplingParams
+from quadriga.rollout.setup import EngineSetup
 from quadriga.rollout.vllm.engine import VLLMEngine
-from quadriga.weight_sync import InProcessWeights
+from quadriga.weight_sync import CopiedWeights
 
 NUM_PROMPTS, PROMPT_TOKENS = 8, 12
 PROMPTS = [[40 + (row * 17 + number * 7) % 150 for number in range(PROMPT_TOKENS)] for row in range(NUM_PROMPTS)]
@@ -46,25 +44,18 @@ def actor(arguments: argparse.Namespace, size: float) -> PreTrainedModel:
 def differences(arguments: argparse.Namespace, size: float, *, is_merged: bool) -> torch.Tensor:
     """|log p by vLLM - log p by the actor|, of each sampled token."""
     one = actor(arguments, size)
-    manifest = Manifest.of(skeleton_causal_lm(arguments.model))
-    engine = VLLMEngine(
-        VLLMOptions(
-            str(arguments.model),
-            arguments.dtype,
-            PROMPT_TOKENS + arguments.tokens,
-            manifest,
-            (),
-            max_num_seqs=NUM_PROMPTS,
-            cache_bytes=64 * MIB,
-            has_weights=False,
-            adapter=None if is_merged else Adapter.of(one),
-            extra={"block_size": 32},
-        )
-    )
+    rollout = {"name": "vllm", "max_model_len": PROMPT_TOKENS + arguments.tokens, "max_num_seqs": NUM_PROMPTS}
+    words = [f"actor_rollout_ref.rollout.{key}={value}" for key, value in rollout.items()]
+    words += [f"actor_rollout_ref.model.path={arguments.model}", "actor_rollout_ref.rollout.cache_gigabytes=0.0625"]
+    words += [] if is_merged else [f"actor_rollout_ref.model.lora_rank={arguments.rank}"]
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    options = {"block_size": 32}
+    setup = EngineSetup(load_config(words).config, tokenizer, options, torch.device("cpu"), arguments.dtype)
+    engine = VLLMEngine.from_config(setup)
     shape = adapter_of(one)
     assert shape is not None, "it has just been added"
     own = ((base_name(name), parameter.detach()) for name, parameter in one.named_parameters())
-    InProcessWeights().publish(merged(one.named_parameters(), shape.scale) if is_merged else own, engine, 1)
+    CopiedWeights().publish(merged(one.named_parameters(), shape.scale) if is_merged else own, engine, 1)
     sampling = [SamplingParams(arguments.tokens, seed=row, ignore_eos=True) for row in range(NUM_PROMPTS)]
     found = []
     for prompt, answer in zip(PROMPTS, engine.generate_batch(PROMPTS, sampling), strict=True):

@@ -5,26 +5,25 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from quadriga.config.actor import LogProbConfig
 from quadriga.config.base import (
     Count,
     Finding,
     MinusOneOrCount,
+    Name,
     NonNegativeFloat,
     PathText,
     PositiveFloat,
     Section,
     Share,
-    refuse,
     unused,
     wrong,
 )
 from quadriga.config.multi_turn import AgentConfig, MultiTurnConfig
 from quadriga.errors import ConfigError
 
-ENGINES = ("native", "hf", "vllm", "sglang", "http", "scripted")
 ROLLOUT = "actor_rollout_ref.rollout"
 _OF_LIBRARIES = ("gpu_memory_utilization", "enforce_eager")
 _NOT_OF_SERVERS = ("max_num_batched_tokens", "cache_gigabytes", "max_model_len", "tensor_model_parallel_size")
@@ -32,13 +31,6 @@ _MORE_PROCESSES = (
     "Set it to 1. More engines: more processes that generate, by trainer.n_gpus_per_node, or with trainer.backend=ray "
     "by a pool of their own in trainer.placement; or generate with vllm and mode=async."
 )
-
-
-def _known_engine(value: Any) -> Any:
-    if value == "trtllm":
-        fix = f"Set {ROLLOUT}.name=native: it generates in the trainer's process and shares its weights."
-        raise refuse(f"one of {', '.join(ENGINES)}", fix)
-    return value
 
 
 class SamplingConfig(Section):
@@ -90,9 +82,7 @@ class SkipConfig(Section):
 class RolloutConfig(LogProbConfig):
     """Generation in training."""
 
-    name: Annotated[Literal["native", "hf", "vllm", "sglang", "http", "scripted"], BeforeValidator(_known_engine)] = (
-        "native"
-    )
+    name: Name = "native"
     """Rollout engine: `native` is ours and fast, `hf` is transformers' generate, `vllm` and `sglang` are those, `http`
     a server that runs already, `scripted` gives canned responses."""
     mode: Literal["sync", "async"] = "sync"
@@ -191,7 +181,7 @@ class RolloutConfig(LogProbConfig):
         names += _NOT_OF_SERVERS if self.name == "http" else ()
         because = f"{at}.name is {self.name}"
         yield from unused([f"{at}.{one}" for one in names if one in self.model_fields_set], because)
-        for engine in ENGINES:
+        for engine in ("native", "vllm", "sglang", "hf", "http", "scripted"):
             if engine != self.name and isinstance(self.engine_kwargs.get(engine), dict):
                 yield from unused([f"{at}.engine_kwargs.{engine}"], because)
         if problem := problem_of_several_engines(self):

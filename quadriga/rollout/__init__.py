@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from quadriga.rollout.balancer import Balancer
-    from quadriga.rollout.base import Completion, Images, RolloutEngine, SamplingParams
     from quadriga.rollout.hf import HFEngine
+    from quadriga.rollout.interface import Completion, Images, RolloutEngine, SamplingParams
     from quadriga.rollout.native import NativeEngine
     from quadriga.rollout.scripted import ScriptedEngine
     from quadriga.rollout.sequences import generate_sequences
 
 _HOMES = {
     "Balancer": "balancer",
-    "Completion": "base",
+    "Completion": "interface",
     "HFEngine": "hf",
-    "Images": "base",
+    "Images": "interface",
     "NativeEngine": "native",
-    "RolloutEngine": "base",
-    "SamplingParams": "base",
+    "RolloutEngine": "interface",
+    "SamplingParams": "interface",
     "ScriptedEngine": "scripted",
     "generate_sequences": "sequences",
 }

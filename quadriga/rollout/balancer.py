@@ -1,87 +1,117 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several engines as one: each request goes where the fewest tokens are in flight, and an engine that dies is left.
+"""Several engines as one: requests go to the engine with the fewest tokens in flight, and an engine that dies is left.
 
                        ┌─ engine 0   120 tokens in flight
     request ─ Balancer ┼─ engine 1    40 tokens in flight   <── the next request
                        └─ engine 2    dead: its requests go to the others
 
 Consumes: requests, from tasks of an event loop or as a batch. Waits for: the engine that a request was given to.
-Unblocked by: its answer or its error.
+Unblocked by: its response or its error.
 
-A request that fails goes to the next engine. If that one answers, the first is at fault, and is given nothing more; if
-every engine fails, the request is at fault, and the first error is raised. Which engine answers changes nothing: a
+A request that fails goes to the next engine. If that one serves it, the first is at fault, and gets no more requests;
+if every engine fails, the request is at fault, and the first error is raised. Which engine serves it changes nothing: a
 request brings its own seed.
 """
 
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import TypeVar
+from threading import Condition
+from typing import Generic, TypeVar
 
 import torch
 
 from quadriga.errors import QuadrigaError, RolloutError, WeightSyncError
-from quadriga.rollout.base import Completion, Images, RolloutEngine, SamplingParams, with_images
-from quadriga.rollout.shared_stream import SharedStream
+from quadriga.rollout.interface import Completion, Images, RolloutEngine, SamplingParams, require_loaded
 from quadriga.weight_sync.fingerprint import Fingerprint
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 R = TypeVar("R")
+E = TypeVar("E", bound=RolloutEngine)
 Prompt = Sequence[int]
 
 
+def start_engines(makers: Sequence[Callable[[], E]]) -> list[E]:
+    """Make engines one after the other; where one does not start, those before it are closed.
+
+    Several divide the threads that this process has: their processes find their share in `OMP_NUM_THREADS`.
+    """
+    engines: list[E] = []
+    before = os.environ.get("OMP_NUM_THREADS")
+    if len(makers) > 1:
+        threads = int(before) if before and before.isdecimal() else torch.get_num_threads()
+        os.environ["OMP_NUM_THREADS"] = str(max(1, threads // len(makers)))
+    try:
+        for make in makers:
+            engines.append(make())
+    except BaseException:
+        for engine in engines:
+            engine.close()
+        raise
+    finally:
+        if before is not None:
+            os.environ["OMP_NUM_THREADS"] = before
+        elif len(makers) > 1:
+            del os.environ["OMP_NUM_THREADS"]
+    return engines
+
+
 class Balancer:
-    """See `RolloutEngine`.
+    """A `RolloutEngine` over several.
 
     Args:
         engines: with equal weights.
+        description: for people to read; "": that of the first engine, and how many there are.
     """
 
     name = "balancer"
+    shares_weights = False
 
-    def __init__(self, engines: Sequence[RolloutEngine]) -> None:
+    def __init__(self, engines: Sequence[RolloutEngine], description: str = "") -> None:
         if not engines:
             raise RolloutError("Balancer", got="no engines", expected="at least one")
         self.engines = list(engines)
+        self.description = description
+        if not description:
+            self.description = f"requests balanced over {len(engines)} engines, each: {engines[0].description}"
         self.in_flight = [0] * len(engines)
-        """Tokens of each engine's unfinished requests: of their prompts, and the most that they may answer."""
+        """Tokens of each engine's unfinished requests: of their prompts, and the most that they may generate."""
         self.dead: dict[int, Exception] = {}
-        """Why an engine is given nothing more, by its number."""
+        """Why an engine gets no more requests, by its number."""
         self.weight_version = engines[0].weight_version
 
     @property
     def alive(self) -> list[int]:
-        """Numbers of the engines that are given requests."""
+        """Numbers of the engines that get requests."""
         return [number for number in range(len(self.engines)) if number not in self.dead]
 
     @property
     def has_frozen_weights(self) -> bool:
-        """See `RolloutEngine`; whether all engines have them that are given requests."""
+        """Whether all engines that are alive have them."""
         return bool(self.alive) and all(self.engines[number].has_frozen_weights for number in self.alive)
 
     async def generate(
         self, prompt_token_ids: Prompt, sampling: SamplingParams, images: Images | None = None
     ) -> Completion:
-        """See `RolloutEngine.generate`."""
-        self._require_loaded()
+        require_loaded(self.weight_version, "Balancer.generate")
+        tokens = _tokens(prompt_token_ids, sampling)
         failed: dict[int, Exception] = {}
-        while (number := self._least_loaded(failed)) is not None:
-            tokens = _tokens(prompt_token_ids, sampling)
+        while usable := [number for number in self.alive if number not in failed]:
+            number = min(usable, key=self.in_flight.__getitem__)
             self.in_flight[number] += tokens
             try:
-                engine = self.engines[number]
-                option = {"images": images} if with_images(engine, [images]) else {}
-                completion = await engine.generate(prompt_token_ids, sampling, **option)
-            except Exception as error:  # raised again below, if no other engine can answer
+                completion = await self.engines[number].generate(prompt_token_ids, sampling, images)
+            except Exception as error:  # raised again below, if no other engine can serve the request
                 failed[number] = error
             else:
-                self._bury(failed)
+                self._mark_dead(failed)
                 return completion
             finally:
                 self.in_flight[number] -= tokens
-        raise self._none_answers(failed)
+        raise self._none_left(failed)
 
     def generate_batch(
         self,
@@ -89,48 +119,45 @@ class Balancer:
         sampling: Sequence[SamplingParams],
         images: Sequence[Images | None] | None = None,
     ) -> list[Completion]:
-        """See `RolloutEngine.generate_batch`. Samples of one prompt stay together where that delays no others."""
-        self._require_loaded()
+        """Samples of one prompt stay together where that delays no others."""
+        require_loaded(self.weight_version, "Balancer.generate")
         if len(prompts) != len(sampling):
             got = f"{len(prompts)} prompts and {len(sampling)} sampling parameters"
             raise RolloutError("Balancer.generate_batch", got=got, expected="one for each prompt")
-        seen = [None] * len(prompts) if images is None else images
-        answers: dict[int, Completion] = {}
+        given = images or [None] * len(prompts)
+
+        def generate(number: int, rows: list[int]) -> list[Completion]:
+            return self.engines[number].generate_batch(
+                [prompts[row] for row in rows], [sampling[row] for row in rows], [given[row] for row in rows]
+            )
+
+        responses: dict[int, Completion] = {}
         failed: dict[int, Exception] = {}
-        while len(answers) < len(prompts):
+        while len(responses) < len(prompts):
             usable = [number for number in self.alive if number not in failed]
             if not usable:
-                raise self._none_answers(failed)
-            rest = [row for row in range(len(prompts)) if row not in answers]
-            shares = _shares(prompts, sampling, rest, len(usable))
-            given = {number: share for number, share in zip(usable, shares, strict=True) if share}
-            done, errors = self._on_each(
-                given,
-                lambda number, rows: self.engines[number].generate_batch(
-                    [prompts[row] for row in rows],
-                    [sampling[row] for row in rows],
-                    **with_images(self.engines[number], [seen[row] for row in rows]),
-                ),
-            )
+                raise self._none_left(failed)
+            rest = [row for row in range(len(prompts)) if row not in responses]
+            shares = zip(usable, _shares(prompts, sampling, rest, len(usable)), strict=True)
+            rows = {number: share for number, share in shares if share}
+            done, errors = self._on_each(rows, generate)
             for number, completions in done.items():
-                answers.update(zip(given[number], completions, strict=True))
+                responses.update(zip(rows[number], completions, strict=True))
             failed |= errors
-        self._bury(failed)
-        return [answers[row] for row in range(len(prompts))]
+        self._mark_dead(failed)
+        return [responses[row] for row in range(len(prompts))]
 
     def abort(self) -> None:
-        """See `RolloutEngine.abort`."""
         if self.alive:
             self._by_each(lambda engine: engine.abort())
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """See `RolloutEngine.load_weights`. All engines take over each tensor before the next one is asked for.
+        """All engines load each tensor before the next one is requested.
 
-        An engine that fails is given nothing more, unless all fail, or the weights are at fault.
+        An engine that fails is dead, unless all fail, or the weights are at fault.
 
         Raises:
-            WeightSyncError: an engine says that the weights are wrong. One that tells of another error beneath it tells
-                of itself.
+            WeightSyncError: an engine found the weights wrong. One with another error as its cause is about itself.
         """
         self.weight_version = -1
         stream = SharedStream(weights, len(self.alive))
@@ -143,19 +170,20 @@ class Balancer:
                 stream.leave(readers[number])
 
         done, failed = self._on_each(readers, load, meanwhile=stream.lend)
-        told = (error for error in failed.values() if isinstance(error, WeightSyncError) and error.__cause__ is None)
-        wrong = next(told, None)
-        if wrong is not None or not done:
-            raise wrong or self._none_answers(failed)
-        self._bury(failed)
+        for error in failed.values():
+            if isinstance(error, WeightSyncError) and error.__cause__ is None:
+                raise error
+        if not done:
+            raise self._none_left(failed)
+        self._mark_dead(failed)
         self.weight_version = version
 
     def named_weights(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """See `RolloutEngine.named_weights`; those of the first engine."""
+        """Those of the first engine."""
         return self.engines[self.alive[0] if self.alive else 0].named_weights()
 
     def fingerprint(self) -> Fingerprint:
-        """See `RolloutEngine.fingerprint`.
+        """Of the weights of all engines.
 
         Raises:
             WeightSyncError: the engines do not have the same weights.
@@ -173,15 +201,15 @@ class Balancer:
         return marks[first]
 
     def sleep(self) -> None:
-        """See `RolloutEngine.sleep`. An engine that cannot, while others can, is given nothing more."""
+        """An engine that fails to, while others do not, is dead."""
         self._by_each(lambda engine: engine.sleep())
 
     def wake(self) -> None:
-        """See `RolloutEngine.wake`. An engine that cannot, while others can, is given nothing more."""
+        """An engine that fails to, while others do not, is dead."""
         self._by_each(lambda engine: engine.wake())
 
     def close(self) -> None:
-        """See `RolloutEngine.close`. That a dead engine cannot be closed is said, and no more."""
+        """Close all engines; a dead one that cannot be closed is a warning."""
         for number, engine in enumerate(self.engines):
             try:
                 engine.close()
@@ -190,20 +218,8 @@ class Balancer:
                     raise
                 logger.warning("engine %d of %d, which is dead, did not close: %s", number, len(self.engines), error)
 
-    def _require_loaded(self) -> None:
-        if self.weight_version < 0:
-            raise RolloutError(
-                "Balancer.generate",
-                got="weights that were not loaded completely",
-                fix="Load a complete set of weights after the error of the last load.",
-            )
-
-    def _least_loaded(self, failed: Mapping[int, Exception]) -> int | None:
-        usable = [number for number in self.alive if number not in failed]
-        return min(usable, key=lambda number: (self.in_flight[number], number), default=None)
-
-    def _bury(self, failed: Mapping[int, Exception]) -> None:
-        """Others have done what these could not."""
+    def _mark_dead(self, failed: Mapping[int, Exception]) -> None:
+        """Engines failed at what others have done."""
         for number, error in failed.items():
             if number not in self.dead:
                 self.dead[number] = error
@@ -212,36 +228,37 @@ class Balancer:
                     number, len(self.engines), len(self.alive), error,
                 )  # fmt: skip
 
-    def _none_answers(self, failed: Mapping[int, Exception]) -> Exception:
+    def _none_left(self, failed: Mapping[int, Exception]) -> Exception:
+        """The error of a request that every engine failed, or of a balancer without engines."""
         if failed:
-            number, first = next(iter(failed.items()))
-            if isinstance(first, QuadrigaError):
-                return first
+            number, error = next(iter(failed.items()))
+            if isinstance(error, QuadrigaError):
+                return error
             told = RolloutError(
                 f"engine {number} of {len(self.engines)}",
-                got=f"{type(first).__name__}: {first}",
-                expected="an answer, of this engine or another",
-                fix="No other engine could answer either: look at what this one says.",
+                got=f"{type(error).__name__}: {error}",
+                expected="a response, of this engine or another",
+                fix="No other engine could serve the request either: look at what this one says.",
             )
-            told.__cause__ = first
+            told.__cause__ = error
             return told
         reasons = "; ".join(f"engine {number}: {error}" for number, error in self.dead.items())
         return RolloutError(
             "Balancer.generate",
             got=f"{len(self.engines)} engines that are all dead ({reasons})",
-            expected="one that answers",
+            expected="one that responds",
             fix="Look at the first reason, and start the run again.",
         )
 
     def _by_each(self, work: Callable[[RolloutEngine], R]) -> dict[int, R]:
-        """What every engine does that is alive; results by the engines' numbers.
+        """Have every engine that is alive do something; results by the engines' numbers.
 
-        An engine that fails is given nothing more, unless all fail: then the first error is raised.
+        An engine that fails is dead, unless all fail: then the first error is raised.
         """
         done, failed = self._on_each(dict.fromkeys(self.alive), lambda number, _: work(self.engines[number]))
         if not done:
-            raise self._none_answers(failed)
-        self._bury(failed)
+            raise self._none_left(failed)
+        self._mark_dead(failed)
         return done
 
     def _on_each(
@@ -256,7 +273,7 @@ class Balancer:
                 meanwhile()
                 wait(futures.values())
             except KeyboardInterrupt:
-                # The threads end with their engines' work, so that is given up.
+                # The threads end with their engines' work, so that is aborted.
                 self.abort()
                 raise
             for number, future in futures.items():
@@ -281,7 +298,7 @@ def _shares(
         groups.setdefault(tuple(prompts[row]), []).append(row)
     cost = {row: _tokens(prompts[row], sampling[row]) for row in rows}
     fair = sum(cost.values()) / count
-    # A group that is more than an engine's part is dealt row by row.
+    # A group that is more than an engine's part is divided row by row.
     pieces = [
         piece
         for group in groups.values()
@@ -294,3 +311,88 @@ def _shares(
         shares[lightest] += piece
         loads[lightest] += sum(cost[row] for row in piece)
     return [sorted(share) for share in shares]
+
+
+class SharedStream(Generic[T]):
+    """One stream of weights for several engines, each in a thread: all have a tensor before the next one is requested.
+
+        source ── next ──> tensor k ──┬─> engine 0 copies it ─ wants the next ─┐
+           ^                          └─> engine 1 copies it ─ wants the next ─┤
+           └────────────────────────── all of them want the next ──────────────┘
+
+    Consumes: the source, in the thread that calls `lend`. Waits for: every reader that has not left. Unblocked by: a
+    reader that requests the next tensor, or leaves because its engine failed or was satisfied.
+
+    Args:
+        source: what is lent; its next item is requested only when no reader uses the one before any more.
+        num_readers: how many will read.
+    """
+
+    def __init__(self, source: Iterable[T], num_readers: int) -> None:
+        self._source = source
+        self._changed = Condition()
+        self.readers = [_Reader(self) for _ in range(num_readers)]
+        self._reading = set(self.readers)
+        self._waiting: set[_Reader[T]] = set()
+        self._item: list[T] = []
+        """The item that is lent; none once there are no more."""
+        self._is_over = False
+        self._error: BaseException | None = None
+
+    def lend(self) -> None:
+        """Lend one item after the other, until there are no more or all readers have left.
+
+        Raises:
+            BaseException: of the source; the readers get it too.
+        """
+        try:
+            source = iter(self._source)
+            is_open = True
+            while is_open:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._waiting == self._reading)
+                    if not self._reading:
+                        break
+                item = list(next(([one] for one in source), []))
+                is_open = bool(item)
+                self._give(item)
+        except BaseException as error:
+            self._error = error
+            self._give([])
+            raise
+
+    def leave(self, reader: "_Reader[T]") -> None:
+        """Do not wait for this reader any more."""
+        with self._changed:
+            self._reading.discard(reader)
+            self._waiting.discard(reader)
+            self._changed.notify_all()
+
+    def next_for(self, reader: "_Reader[T]") -> T:
+        """The next item, once all have read the one before."""
+        with self._changed:
+            if not self._is_over:
+                self._waiting.add(reader)
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: reader not in self._waiting)
+            if self._error is not None:
+                raise self._error
+            if self._is_over:
+                raise StopIteration
+            return self._item[0]
+
+    def _give(self, item: list[T]) -> None:
+        with self._changed:
+            self._item, self._is_over = item, not item
+            self._waiting.clear()
+            self._changed.notify_all()
+
+
+class _Reader(Iterator[T]):
+    """An engine's view of the stream."""
+
+    def __init__(self, stream: SharedStream[T]) -> None:
+        self._stream = stream
+
+    def __next__(self) -> T:
+        return self._stream.next_for(self)

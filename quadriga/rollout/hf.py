@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generation by transformers' own `generate`, on a model of its own: slow, simple, and the reference for the others.
+"""Generation by transformers' `generate`, on a copy of the model: slow, simple, and the reference for other engines.
 
 Tokens are chosen by our sampler, which sits in `generate` as a logits processor, so that a seed means the same in
 every engine. Logits are those that transformers gives: a model in bfloat16 rounds them to bfloat16.
@@ -22,30 +22,32 @@ from transformers import (
 
 from quadriga.errors import RolloutError
 from quadriga.models.attention import ATTENTION_NAME
-from quadriga.rollout.base import Completion, FinishReason, Images, SamplingParams
-from quadriga.rollout.causal_model import CausalModelEngine, require_room
-from quadriga.rollout.sampler import Draws, SamplingRules, sample
-from quadriga.rollout.stop_texts import StopTexts, require_tokenizer
+from quadriga.models.load import stop_token_ids
+from quadriga.rollout.causal_model import CausalModelEngine
+from quadriga.rollout.interface import Completion, FinishReason, Images, SamplingParams
+from quadriga.rollout.sampler import Draws, SamplingRules, StopStrings, require_tokenizer, sample
+from quadriga.rollout.setup import EngineSetup
 
 _NO_TOKEN = -1
 
 
 class HFEngine(CausalModelEngine):
-    """Transformers' `generate`; see `RolloutEngine` for its methods.
+    """Transformers' `generate`.
 
     Args:
-        model: a causal model, or one that sees, with an attention of transformers. Its weights follow the trainer's by
+        model: a causal or vision-language model, with an attention of transformers. Its weights follow the trainer's by
             `load_weights`.
-        tokenizer: decodes answers that end at a text; not needed otherwise.
+        tokenizer: decodes responses that end at a stop string; not needed otherwise.
         eos_token_ids: end-of-text tokens; None takes those of the model's generation configuration.
-        max_num_seqs: answers that are generated at the same time.
-        max_model_len: tokens of the longest prompt and answer together; None: as many as the model has positions.
+        max_num_seqs: responses that are generated at the same time.
+        max_model_len: tokens of the longest prompt and response together; None: as many as the model has positions.
 
     Raises:
         RolloutError: the model was loaded with an attention that `generate` cannot use.
     """
 
     name = "hf"
+    description = "hf, transformers' generate on a copy of the weights"
 
     def __init__(
         self,
@@ -63,9 +65,20 @@ class HFEngine(CausalModelEngine):
                 expected="one with an attention of transformers",
                 fix='Load it with load_causal_lm(path, attention="sdpa").',
             )
-        super().__init__(model.eval(), eos_token_ids, max_num_seqs)
+        super().__init__(model.eval(), eos_token_ids, max_num_seqs, max_model_len)
         self.tokenizer = tokenizer
-        self.max_model_len = max_model_len
+
+    @classmethod
+    def from_config(cls, setup: EngineSetup) -> "HFEngine":
+        setup.require_no_options()
+        model = setup.load_copy("sdpa")
+        return cls(
+            model,
+            tokenizer=setup.tokenizer,
+            eos_token_ids=stop_token_ids(model, setup.tokenizer.eos_token_id),
+            max_num_seqs=setup.rollout.max_num_seqs,
+            max_model_len=setup.rollout.max_model_len,
+        )
 
     def generate_batch(
         self,
@@ -73,10 +86,17 @@ class HFEngine(CausalModelEngine):
         sampling: Sequence[SamplingParams],
         images: Sequence[Images | None] | None = None,
     ) -> list[Completion]:
-        """See `RolloutEngine.generate_batch`. Requests that end alike are computed together."""
-        self._require_ready(prompts, sampling)
-        given = self._require_sight(prompts, images)
-        require_room(self.name, self.model, prompts, sampling, self.max_model_len)
+        """Requests with the same limit and stop tokens are computed together."""
+        given = images or [None] * len(prompts)
+        self._require_ready(prompts, sampling, given)
+        if any(given) and getattr(self.model.config, "vision_config", None) is None:
+            raise RolloutError(
+                f"{self.name}.generate",
+                got=f"a prompt with images, for a model of type {self.model.config.model_type}",
+                expected="a vision-language model",
+                fix="Leave out the images, or take another actor_rollout_ref.model.path.",
+            )
+        self._require_room(prompts, sampling)
         require_tokenizer(self.name, sampling, self.tokenizer)
         self._is_aborting = False
         alike: dict[tuple[int, frozenset[int]], list[int]] = defaultdict(list)
@@ -99,13 +119,13 @@ class HFEngine(CausalModelEngine):
         sampling: Sequence[SamplingParams],
         images: Sequence[Images | None],
     ) -> list[Completion]:
-        """Answers to requests with the same stop tokens and length, prompts padded on the left."""
+        """Responses to requests with the same stop tokens and length, prompts padded on the left."""
         width, device = max(map(len, prompts)), self.model.device
         stops = sampling[0].stops(self.eos_token_ids)
         padded = [[0] * (width - len(prompt)) + list(prompt) for prompt in prompts]
         mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
         chooser = _Chooser(sampling, device)
-        texts = [StopTexts(params.stop, self.tokenizer) for params in sampling]
+        strings = [StopStrings(params.stop, self.tokenizer) for params in sampling]
         self.model.generate(
             input_ids=torch.tensor(padded, device=device),
             attention_mask=torch.tensor(mask, device=device),
@@ -117,29 +137,15 @@ class HFEngine(CausalModelEngine):
                 pad_token_id=0,
             ),
             logits_processor=LogitsProcessorList([chooser]),
-            stopping_criteria=StoppingCriteriaList([_Ends(self, chooser, texts)]),
+            stopping_criteria=StoppingCriteriaList([_Ends(self, chooser, strings)]),
         )
-        return [self._complete(chooser, row, stops, texts[row]) for row in range(len(prompts))]
+        return [self._complete(chooser, row, stops, strings[row]) for row in range(len(prompts))]
 
-    def _require_sight(
-        self, prompts: Sequence[Sequence[int]], images: Sequence[Images | None] | None
-    ) -> Sequence[Images | None]:
-        """The images of each prompt, where the model sees."""
-        given = [None] * len(prompts) if images is None else images
-        if any(given) and getattr(self.model.config, "vision_config", None) is None:
-            raise RolloutError(
-                f"{self.name}.generate",
-                got=f"a prompt with images, for a model of type {self.model.config.model_type}",
-                expected="a model that sees",
-                fix="Leave out the images, or take another actor_rollout_ref.model.path.",
-            )
-        return given
-
-    def _complete(self, chooser: "_Chooser", row: int, stops: frozenset[int], texts: StopTexts) -> Completion:
+    def _complete(self, chooser: "_Chooser", row: int, stops: frozenset[int], strings: StopStrings) -> Completion:
         """What comes before and with the first end; `generate` goes on until every row of a batch has one."""
         tokens = chooser.token_ids[row]
         at_token = next((place + 1 for place, token in enumerate(tokens) if token in stops), None)
-        ends = [end for end in (at_token, texts.length(tokens)) if end is not None]
+        ends = [end for end in (at_token, strings.length(tokens)) if end is not None]
         length = min(ends, default=len(tokens))
         reason: FinishReason = "stop" if ends else "length"
         if not ends and length < chooser.max_tokens:
@@ -156,7 +162,7 @@ class HFEngine(CausalModelEngine):
 def _image_arguments(
     prompts: Sequence[Sequence[int]], images: Sequence[Images | None], width: int, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Of the model: the images of all rows one behind the other, and positions on every axis; none without images."""
+    """Arguments of the model: images of all rows concatenated, and positions on every axis; none without images."""
     given = [one for one in images if one is not None]
     if not given:
         return {}
@@ -192,15 +198,15 @@ class _Chooser(LogitsProcessor):
 
 
 class _Ends(StoppingCriteria):
-    """Ends rows at their stop texts, and all of them when the engine gives up."""
+    """Ends rows at their stop strings, and all of them on `abort`."""
 
-    def __init__(self, engine: HFEngine, chooser: _Chooser, texts: Sequence[StopTexts]) -> None:
-        self.engine, self.chooser, self.texts = engine, chooser, texts
+    def __init__(self, engine: HFEngine, chooser: _Chooser, strings: Sequence[StopStrings]) -> None:
+        self.engine, self.chooser, self.strings = engine, chooser, strings
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **options: Any) -> torch.Tensor:
         """[B] bool"""
         is_aborting = self.engine._is_aborting
-        rows = zip(self.chooser.token_ids, self.texts, strict=True)
+        rows = zip(self.chooser.token_ids, self.strings, strict=True)
         return torch.tensor(
-            [is_aborting or texts.is_reached(tokens) for tokens, texts in rows], device=input_ids.device
+            [is_aborting or strings.is_reached(tokens) for tokens, strings in rows], device=input_ids.device
         )

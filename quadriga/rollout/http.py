@@ -1,52 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generation by servers that others run: any with OpenAI's completions that return token ids and log-probabilities.
+"""Generation by running servers: any with OpenAI's completions that return token ids and log-probabilities.
 
-A request goes to the server with the fewest in flight. One that does not answer, or answers with an error of its own,
+A request goes to the server with the fewest in flight. One that does not respond, or responds with an error of its own,
 is passed over: the request moves to the next one, and when every server has failed it `num_tries` times the error
-names each. Weights stay with whoever runs the servers: those of version 0 are taken on trust, later ones refused.
+names each. The servers keep their weights: those of version 0 are taken on trust, later ones refused.
+
+    any thread, any loop ── request ──> event loop of a thread of our own ── HTTP ──> a server
 """
 
 import asyncio
-import http.client
-import json
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
-from urllib.parse import SplitResult, urlsplit
 
 import torch
 
-from quadriga.errors import RolloutError, WeightSyncError
-from quadriga.rollout.base import Completion, EngineBase, FinishReason, SamplingParams
-from quadriga.rollout.reported import LogProbsOf, split_log_probs
+from quadriga.errors import ConfigError, RolloutError, WeightSyncError
+from quadriga.http_client import HTTPClient, ServerLostError
+from quadriga.models.load import stop_token_ids
+from quadriga.rollout.interface import Completion, EngineBase, FinishReason, Images, SamplingParams
+from quadriga.rollout.setup import EngineSetup
+from quadriga.rollout.third_party import LogProbsOf, split_log_probs
 from quadriga.weight_sync.fingerprint import Fingerprint, fingerprint
 
 _WHERE = "rollout.name=http"
-_URLS = "actor_rollout_ref.rollout.engine_kwargs.urls"
+_KWARGS = "actor_rollout_ref.rollout.engine_kwargs"
 _REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 _AS_TEXT = "token_id:"
-_IS_FINE, _IS_BUSY, _IS_SERVERS_FAULT = 200, 429, 500
 _SEED_BITS = 63
-
-
-class ServerLostError(Exception):
-    """A server did not answer a request that another one may."""
+_OPTIONS = ("logprobs_mode", "timeout_s", "num_tries", "headers")
 
 
 class HTTPEngine(EngineBase):
-    """See the module, and `RolloutEngine` for its methods.
+    """An engine of servers.
 
     Args:
         urls: of the servers, without `/v1`.
         model: the name under which they serve it.
         eos_token_ids: end-of-text tokens of the model.
         max_num_seqs: requests in flight at the same time.
-        log_probs_of: which log-probabilities the servers report.
+        logprobs_mode: which log-probabilities the servers report.
         timeout_s: seconds without a byte after which a server counts as lost.
-        num_tries: rounds over all servers before a request is given up.
+        num_tries: rounds over all servers before a request fails.
         headers: sent with every request, as for a key.
 
     Raises:
@@ -62,52 +59,76 @@ class HTTPEngine(EngineBase):
         *,
         eos_token_ids: Sequence[int] = (),
         max_num_seqs: int = 256,
-        log_probs_of: LogProbsOf = "raw_logprobs",
+        logprobs_mode: LogProbsOf = "raw_logprobs",
         timeout_s: float = 600.0,
         num_tries: int = 2,
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__()
         if not urls:
-            raise RolloutError(_URLS, got="no server", expected="at least one address, as in http://host:8000")
-        self.urls = [_address(url) for url in urls]
-        self.model, self.eos_token_ids, self.log_probs_of = model, tuple(eos_token_ids), log_probs_of
-        self.timeout_s, self.num_tries, self.headers = timeout_s, num_tries, dict(headers or {})
-        self._pool = ThreadPoolExecutor(max_num_seqs, "http")
-        self._lock = threading.Lock()
-        self._num_in_flight: Counter[SplitResult] = Counter()
-        self._calls: set[_Call] = set()
+            got, expected = "no server", "at least one address, as in http://host:8000"
+            raise RolloutError(f"{_KWARGS}.urls", got=got, expected=expected)
+        fix = "Compare max_prompt_length, max_response_length and engine_kwargs.model with what it serves."
+        common: dict[str, Any] = {"setting": f"{_KWARGS}.urls", "where": _WHERE, "fix": fix}
+        self.clients = [HTTPClient(url, RolloutError, **common, headers=headers, timeout_s=timeout_s) for url in urls]
+        self.model, self.eos_token_ids, self.num_tries = model, tuple(eos_token_ids), num_tries
+        self.logprobs_mode = logprobs_mode
+        self.description = f"http, {model} at {', '.join(urls)}, with weights taken on trust"
+        self._slots = asyncio.Semaphore(max_num_seqs)
+        self._num_in_flight: Counter[HTTPClient] = Counter()
+        self._running: set[asyncio.Task[Any] | None] = set()
+        self._aborted: set[asyncio.Task[Any] | None] = set()
         self._trusted = Fingerprint({})
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="http", daemon=True).start()
 
-    async def generate(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
-        """See `RolloutEngine.generate`. A caller that is cancelled ends the connection, and so the request."""
-        self._require_ready([prompt_token_ids], [sampling])
-        call = _Call(self.timeout_s)
-        running = self._pool.submit(self._answer, call, prompt_token_ids, sampling)
-        try:
-            return await asyncio.wrap_future(running)
-        except asyncio.CancelledError:
-            call.give_up()
-            raise
+    @classmethod
+    def from_config(cls, setup: EngineSetup) -> "HTTPEngine":
+        options = dict(setup.options)
+        urls, model = options.pop("urls", None), options.pop("model", None)
+        is_list = isinstance(urls, list) and all(isinstance(url, str) for url in urls)
+        if not is_list or not urls or not isinstance(model, str) or options.keys() - set(_OPTIONS):
+            raise ConfigError(
+                _KWARGS,
+                got=f"{setup.rollout.engine_kwargs}",
+                expected=f"urls (a list), model (a name), and perhaps {', '.join(_OPTIONS)}",
+                fix=f"Set +{_KWARGS}.urls=[http://host:8000] and .model=NAME.",
+            )
+        eos_token_ids = stop_token_ids(setup.skeleton(), setup.tokenizer.eos_token_id)
+        return cls(urls, model, eos_token_ids=eos_token_ids, max_num_seqs=setup.rollout.max_num_seqs, **options)
 
-    def generate_batch(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> list[Completion]:
-        """See `RolloutEngine.generate_batch`. The first request that fails ends those that are not answered."""
-        self._require_ready(prompts, sampling)
-        calls = [_Call(self.timeout_s) for _ in prompts]
-        running = [self._pool.submit(self._answer, *one) for one in zip(calls, prompts, sampling, strict=True)]
+    async def generate(
+        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, images: Images | None = None
+    ) -> Completion:
+        """One response. A caller that is cancelled ends the connection, and so the request."""
+        self._require_ready([prompt_token_ids], [sampling], [images])
+        return await asyncio.wrap_future(self._submit(self._respond(prompt_token_ids, sampling)))
+
+    def generate_batch(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sequence[SamplingParams],
+        images: Sequence[Images | None] | None = None,
+    ) -> list[Completion]:
+        """The first request that fails ends those that are under way."""
+        self._require_ready(prompts, sampling, images)
+        futures = [self._submit(self._respond(*one)) for one in zip(prompts, sampling, strict=True)]
         try:
-            return [future.result() for future in running]
-        except BaseException:
-            for call in calls:
-                call.give_up()
-            raise
+            return [future.result() for future in futures]
+        finally:
+            for future in futures:
+                future.cancel()
 
     def abort(self) -> None:
-        """See `RolloutEngine.abort`. A server keeps what it has: the answers have no token."""
-        with self._lock:
-            calls = list(self._calls)
-        for call in calls:
-            call.give_up()
+        """End unfinished responses. A server keeps what it has: they have no token."""
+
+        async def cancel_all() -> None:
+            self._aborted |= self._running
+            for task in self._running:
+                assert task is not None
+                task.cancel()
+
+        self._submit(cancel_all()).result()
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Takes version 0 as what the servers have; nothing can be sent to them.
@@ -133,53 +154,50 @@ class HTTPEngine(EngineBase):
         return iter(())
 
     def fingerprint(self) -> Fingerprint:
-        """Of the weights that the servers are trusted to have: none reaches them, so that nothing is checked."""
+        """Of the weights that the servers are trusted to have: nothing reaches them, so that nothing is checked."""
         return self._trusted
 
     def close(self) -> None:
-        """See `RolloutEngine.close`; the servers go on."""
-        super().close()
-        self.abort()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        """End the requests; the servers go on."""
+        if self._state != "closed":
+            super().close()
+            self.abort()
+            self._loop.call_soon_threadsafe(self._loop.stop)
 
-    def _answer(self, call: "_Call", prompt: Sequence[int], sampling: SamplingParams) -> Completion:
-        """One answer, from whichever server gives it."""
-        body = json.dumps(self._request(prompt, sampling)).encode()
+    def _submit(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    async def _respond(self, prompt: Sequence[int], sampling: SamplingParams) -> Completion:
+        """One response, from the first server that gives it."""
+        task, body = asyncio.current_task(), self._request(prompt, sampling)
         failures: list[str] = []
-        tried: Counter[SplitResult] = Counter()
-        with self._lock:
-            self._calls.add(call)
+        tried: Counter[HTTPClient] = Counter()
+        self._running.add(task)
         try:
-            while len(failures) < self.num_tries * len(self.urls) and not call.is_given_up:
-                with self._least_busy(tried) as url:
+            async with self._slots:
+                while len(failures) < self.num_tries * len(self.clients):
+                    client = min(self.clients, key=lambda one: (tried[one], self._num_in_flight[one]))
+                    tried[client] += 1
+                    self._num_in_flight[client] += 1
                     try:
-                        return self._completion(url, call.post(url, body, self.headers), sampling)
+                        return self._completion(client, await client.call_async("v1/completions", body), sampling)
                     except ServerLostError as error:
-                        failures.append(f"{url.geturl()}: {error}")
-        finally:
-            with self._lock:
-                self._calls.discard(call)
-        if call.is_given_up:
+                        failures.append(f"{client.url}: {error}")
+                    finally:
+                        self._num_in_flight[client] -= 1
+        except asyncio.CancelledError:
+            if task not in self._aborted:
+                raise
             return Completion([], [], "abort", self.weight_version)
+        finally:
+            self._running.discard(task)
+            self._aborted.discard(task)
         raise RolloutError(
             f"{_WHERE}, {len(prompt)} prompt tokens",
             got="no answer; " + "; ".join(dict.fromkeys(failures)),
             expected="a server that answers",
-            fix=f"Look whether they run: {_URLS}.",
+            fix=f"Look whether they run: {_KWARGS}.urls.",
         )
-
-    @contextmanager
-    def _least_busy(self, tried: Counter[SplitResult]) -> Iterator[SplitResult]:
-        """The server that this request was sent to least often; among those, the one with the fewest in flight."""
-        with self._lock:
-            url = min(self.urls, key=lambda one: (tried[one], self._num_in_flight[one]))
-            self._num_in_flight[url] += 1
-        tried[url] += 1
-        try:
-            yield url
-        finally:
-            with self._lock:
-                self._num_in_flight[url] -= 1
 
     def _request(self, prompt: Sequence[int], sampling: SamplingParams) -> dict[str, Any]:
         greedy = sampling.is_greedy
@@ -202,97 +220,33 @@ class HTTPEngine(EngineBase):
             "return_tokens_as_token_ids": True,
         }
 
-    def _completion(self, url: SplitResult, content: dict[str, Any], sampling: SamplingParams) -> Completion:
-        """The one choice of an answer.
+    def _completion(self, client: HTTPClient, content: dict[str, Any], sampling: SamplingParams) -> Completion:
+        """The first choice of a reply.
 
         Raises:
-            RolloutError: it lacks token ids or log-probabilities, or ended for a reason that we do not know.
+            RolloutError: it lacks token ids or log-probabilities, or has a finish reason that is not known.
         """
-        choice = content["choices"][0]
+        choice = (content.get("choices") or [{}])[0]
         numbers = choice.get("logprobs") or {}
-        token_ids, log_probs = choice.get("token_ids"), numbers.get("token_logprobs")
-        tokens = numbers.get("tokens") or []
+        tokens, log_probs = numbers.get("tokens") or [], numbers.get("token_logprobs") or []
+        token_ids = choice.get("token_ids")
         if token_ids is None and tokens and all(str(token).startswith(_AS_TEXT) for token in tokens):
             token_ids = [int(token.removeprefix(_AS_TEXT)) for token in tokens]
         reason = _REASONS.get(choice.get("finish_reason"))
         problem = ""
         if token_ids is None:
-            problem = "an answer without token ids"
-        elif log_probs is None or len(log_probs) != len(token_ids) or None in log_probs:
-            problem = f"{len(token_ids)} tokens with {len(log_probs or [])} log-probabilities"
+            problem = "a response without token ids"
+        elif len(log_probs) != len(token_ids) or None in log_probs:
+            problem = f"{len(token_ids)} tokens with {len(log_probs)} log-probabilities"
         elif reason is None:
-            problem = f"an answer that ended with {choice.get('finish_reason')!r}"
-        if problem or token_ids is None or reason is None:
+            problem = f"a response that ended with {choice.get('finish_reason')!r}"
+        if problem:
             raise RolloutError(
-                f"{_WHERE}, {url.geturl()}",
+                client.where,
                 got=problem,
                 expected="choices with `token_ids`, as many `logprobs.token_logprobs`, and stop or length",
                 fix="Use a server that knows `return_token_ids`, as vLLM's does, with log-probabilities switched on.",
             )
-        before, drawn = split_log_probs(log_probs, sampling, self.log_probs_of)
+        assert token_ids is not None and reason is not None, "else there is a problem"
+        before, drawn = split_log_probs(log_probs, sampling, self.logprobs_mode)
         return Completion(token_ids, before, reason, self.weight_version, drawn)
-
-
-class _Call:
-    """One request on its way: another thread may give it up."""
-
-    def __init__(self, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
-        self.is_given_up = False
-        self._lock = threading.Lock()
-        self._connection: http.client.HTTPConnection | None = None
-
-    def give_up(self) -> None:
-        """Ends the connection, which tells the server."""
-        with self._lock:
-            self.is_given_up = True
-            if self._connection is not None and self._connection.sock is not None:
-                # Only this wakes a thread that waits for the server; the thread itself closes the connection.
-                self._connection.sock.shutdown(2)
-
-    def post(self, url: SplitResult, body: bytes, headers: Mapping[str, str]) -> dict[str, Any]:
-        """The server's answer to a completion request.
-
-        Raises:
-            ServerLostError: it does not answer, or not as a server in good health does.
-            RolloutError: it refuses the request, as any other would.
-        """
-        kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
-        connection = kind(url.netloc, timeout=self.timeout_s)
-        try:
-            connection.connect()
-            with self._lock:
-                self._connection = connection
-                if self.is_given_up:
-                    raise ServerLostError("given up")
-            path = url.path.rstrip("/") + "/v1/completions"
-            connection.request("POST", path, body, {"Content-Type": "application/json", **headers})
-            response = connection.getresponse()
-            status, content = response.status, response.read()
-        except (OSError, http.client.HTTPException) as error:
-            raise ServerLostError(f"{type(error).__name__}: {error}") from error
-        finally:
-            with self._lock:
-                self._connection = None
-            connection.close()
-        text = content.decode("utf-8", "replace")
-        if status >= _IS_SERVERS_FAULT or status == _IS_BUSY:
-            raise ServerLostError(f"status {status}: {text[:200]}")
-        if status != _IS_FINE:
-            raise RolloutError(
-                f"{_WHERE}, {url.geturl()}",
-                got=f"status {status}: {text[:500]}",
-                expected="an answer",
-                fix="Compare max_prompt_length, max_response_length and engine_kwargs.model with what it serves.",
-            )
-        try:
-            return json.loads(text)
-        except ValueError as error:
-            raise ServerLostError(f"an answer that is no JSON: {text[:200]!r}") from error
-
-
-def _address(url: str) -> SplitResult:
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.netloc:
-        raise RolloutError(_URLS, got=repr(url), expected="an address such as http://host:8000")
-    return parts

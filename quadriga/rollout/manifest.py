@@ -1,18 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which weights make a model complete, and that all of them arrived.
+"""Which weights make a model complete, and whether all of them arrived."""
 
-An engine that keeps its weights in a form of its own cannot tell by looking at them.
-"""
-
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from quadriga.errors import WeightSyncError
-from quadriga.weight_sync.base import name_some
-from quadriga.weight_sync.fingerprint import Fingerprint
+from quadriga.weight_sync.publish import name_some
 
 
 @dataclass(frozen=True)
@@ -71,34 +67,12 @@ class Manifest:
                 )
             arrived |= self.same[name]
             yield name, tensor
-        needed = self.shapes.keys() if arrived.intersection(kept) else self.shapes.keys() - self._all_names(kept)
+        needed = self.shapes.keys()
+        if not arrived.intersection(kept):
+            needed = needed - {other for name in kept for other in self.same[name]}
         if missing := sorted(needed - arrived):
             raise WeightSyncError(
                 "rollout weights",
                 got=f"a stream without {len(missing)} of {len(self.shapes)} weights: {name_some(missing)}",
                 expected="every weight of the model",
             )
-
-    def _all_names(self, names: Iterable[str]) -> set[str]:
-        return {other for name in names for other in self.same[name]}
-
-
-def agreed(marks: Sequence[Mapping[str, str]], where: str) -> Fingerprint:
-    """What all processes of an engine received.
-
-    Args:
-        marks: the fingerprint of each tensor by name, from each process.
-        where: for the error.
-
-    Raises:
-        WeightSyncError: they did not receive the same.
-    """
-    first = Fingerprint(marks[0])
-    for rank, mark in enumerate(marks[1:], start=1):
-        if differing := first.differences(Fingerprint(mark)):
-            raise WeightSyncError(
-                where,
-                got=f"{len(differing)} weights that differ between process 0 and {rank}: {name_some(differing)}",
-                expected="the same in each process",
-            )
-    return first

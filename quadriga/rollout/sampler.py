@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From logits to tokens.
+"""From logits to tokens, and when to stop.
 
 A token is drawn by halving: the vocabulary is cut in two, a uniform number decides for one half by what each weighs,
 and so on, first among blocks of the vocabulary, then in the block. That reads the logits four times and sorts nothing.
@@ -13,15 +13,18 @@ Legend: R rows, V vocabulary, C tokens of a block.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
-from quadriga.rollout.base import SamplingParams
+from quadriga.errors import RolloutError
+from quadriga.rollout.interface import SamplingParams
 
 _BLOCK = 256
 NUM_DRAWS = 24  # numbers for a token: one for each halving, so enough for 2**24 tokens
 _FIRST_TOP = 512  # tokens that a search for top-p sorts at first; the search widens where they are too few
+_SLACK = 8  # tokens before the longest stop string: a decoder may treat the first tokens of a sequence in another way
 
 
 class Draws:
@@ -178,3 +181,41 @@ def _top_threshold(odds: torch.Tensor, rules: SamplingRules) -> torch.Tensor:
     last = torch.searchsorted(reached, wanted).clamp_(max=ranked.shape[1] - 1)
     nucleus = torch.where(rules.top_p >= 1, torch.zeros_like(threshold), ranked.gather(1, last))
     return torch.maximum(threshold, nucleus)
+
+
+class StopStrings:
+    """Finds stop strings at the end of a response that grows token by token.
+
+    Args:
+        strings: any of them ends the response.
+        tokenizer: decodes; a token stands for one byte at least.
+    """
+
+    def __init__(self, strings: Sequence[str], tokenizer: Any) -> None:
+        self.strings, self.tokenizer = tuple(strings), tokenizer
+        self.num_tokens = max((len(string.encode()) for string in strings), default=0) + _SLACK
+
+    def is_reached(self, token_ids: Sequence[int]) -> bool:
+        """Whether one of the strings stands at the end of the response, in its last tokens."""
+        if not self.strings:
+            return False
+        tail = self.tokenizer.decode(list(token_ids[-self.num_tokens :]), skip_special_tokens=False)
+        return any(string in tail for string in self.strings)
+
+    def length(self, token_ids: Sequence[int]) -> int | None:
+        """Tokens up to and with the one that completes the first of the strings; None if there is none."""
+        if not self.strings:
+            return None
+        ends = range(1, len(token_ids) + 1)
+        return next((end for end in ends if self.is_reached(token_ids[:end])), None)
+
+
+def require_tokenizer(name: str, sampling: Sequence[SamplingParams], tokenizer: Any) -> None:
+    """Refuse stop strings where no tokenizer is there to decode tokens."""
+    if tokenizer is None and any(params.stop for params in sampling):
+        raise RolloutError(
+            f"{name}.generate",
+            got="stop strings, without a tokenizer",
+            expected="an engine that can decode what it generates",
+            fix="Make the engine with tokenizer=, or use stop_token_ids.",
+        )

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Canned answers: a rollout without a model, for tests of rewards, data and training loops.
+"""Canned responses: a rollout without a model, for tests of rewards, data and training loops.
 
     ScriptedEngine(["yes", "no"], tokenizer=tokenizer)              in turn, whatever is asked
     ScriptedEngine({"2 + 2": ["4", "five"]}, tokenizer=tokenizer)   by what the prompt contains, in turn
     ScriptedEngine(lambda prompt_ids: prompt_ids[-3:])              computed
-    ScriptedEngine("answers.jsonl", tokenizer=tokenizer)            lines {"prompt": ..., "response": ...}
+    ScriptedEngine("responses.jsonl", tokenizer=tokenizer)            lines {"prompt": ..., "response": ...}
 
-An answer is a text or a list of token ids. A text is encoded and followed by the tokenizer's end-of-text token; token
-ids are taken as they are. Every log-probability is 0.0: a canned answer is certain. Of several processes each begins
-with the first answer.
+A response is a text or a list of token ids. A text is encoded and followed by the tokenizer's end-of-text token; token
+ids are taken as they are. Every log-probability is 0.0: a canned response is certain. Of several processes each begins
+with the first response.
 """
 
 import json
@@ -19,26 +19,27 @@ from typing import Any, TypeAlias, cast
 
 import torch
 
-from quadriga.errors import RolloutError
-from quadriga.rollout.base import Completion, EngineBase, Images, SamplingParams
-from quadriga.rollout.stop_texts import StopTexts, require_tokenizer
+from quadriga.errors import ConfigError, RolloutError
+from quadriga.rollout.interface import Completion, EngineBase, Images, SamplingParams
+from quadriga.rollout.sampler import StopStrings, require_tokenizer
+from quadriga.rollout.setup import EngineSetup
 from quadriga.weight_sync.fingerprint import Fingerprint, fingerprint
 
-CannedAnswer: TypeAlias = str | Sequence[int]
+CannedResponse: TypeAlias = str | Sequence[int]
 Script: TypeAlias = (
-    Mapping[str, CannedAnswer | Sequence[CannedAnswer]]
-    | Sequence[CannedAnswer]
+    Mapping[str, CannedResponse | Sequence[CannedResponse]]
+    | Sequence[CannedResponse]
     | str
     | Path
-    | Callable[[list[int]], CannedAnswer]
+    | Callable[[list[int]], CannedResponse]
 )
 
 
 class ScriptedEngine(EngineBase):
-    """Gives canned answers; see `RolloutEngine` for its methods. Several answers to one prompt are given in turn.
+    """Gives canned responses. Several responses to one prompt are given in turn. Images are not looked at.
 
     Args:
-        responses: a list; a mapping from a part of the prompt's text to an answer or a list of answers, of which the
+        responses: a list; a mapping from a part of the prompt's text to a response or a list of them, of which the
             longest part found counts; a function of the prompt's token ids; or the path of a JSONL file, each line with
             `response` and, in all lines or in none, `prompt`.
         tokenizer: needed wherever a text is given.
@@ -48,21 +49,37 @@ class ScriptedEngine(EngineBase):
     """
 
     name = "scripted"
+    takes_images = True
 
     def __init__(self, responses: Script, *, tokenizer: Any = None) -> None:
         super().__init__()
         script = _read(Path(responses)) if isinstance(responses, str | Path) else responses
         self.tokenizer = tokenizer
         self.function = script if callable(script) else None
-        self.by_prompt: dict[str, list[CannedAnswer]] = {}
+        self.by_prompt: dict[str, list[CannedResponse]] = {}
         if isinstance(script, Mapping):
-            self.by_prompt = {str(part): _several(answers) for part, answers in script.items()}
+            self.by_prompt = {str(part): _several(responses) for part, responses in script.items()}
         elif self.function is None:
             self.by_prompt = {"": list(script)}
         if self.function is None and not any(self.by_prompt.values()):
-            raise RolloutError("scripted", got="no answers", expected="at least one")
+            raise RolloutError("scripted", got="no responses", expected="at least one")
         self._given: Counter[str] = Counter()
         self._received = Fingerprint({})
+
+    @classmethod
+    def from_config(cls, setup: EngineSetup) -> "ScriptedEngine":
+        options = dict(setup.options)
+        responses = options.pop("responses_file", None)
+        if responses is None or options:
+            raise ConfigError(
+                "actor_rollout_ref.rollout.engine_kwargs",
+                got=f"{setup.rollout.engine_kwargs}",
+                expected="responses_file and nothing else, with rollout.name=scripted",
+                fix="Set +actor_rollout_ref.rollout.engine_kwargs.responses_file=responses.jsonl.",
+            )
+        engine = cls(responses, tokenizer=setup.tokenizer)
+        engine.description = f"scripted, responses from {responses}"
+        return engine
 
     def generate_batch(
         self,
@@ -70,8 +87,7 @@ class ScriptedEngine(EngineBase):
         sampling: Sequence[SamplingParams],
         images: Sequence[Images | None] | None = None,
     ) -> list[Completion]:
-        """See `RolloutEngine.generate_batch`. A script chooses by a prompt's tokens; it does not look at images."""
-        self._require_ready(prompts, sampling)
+        self._require_ready(prompts, sampling, images)
         require_tokenizer(self.name, sampling, self.tokenizer)
         return [self._complete(list(prompt), params) for prompt, params in zip(prompts, sampling, strict=True)]
 
@@ -82,7 +98,7 @@ class ScriptedEngine(EngineBase):
         self.weight_version = version
 
     def named_weights(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """None: a script has no weights."""
+        """None: there is no model."""
         return ()
 
     def fingerprint(self) -> Fingerprint:
@@ -92,14 +108,14 @@ class ScriptedEngine(EngineBase):
     def _complete(self, prompt: list[int], params: SamplingParams) -> Completion:
         token_ids = self._encode(self.function(prompt) if self.function else self._choose(prompt))
         if not token_ids:
-            raise RolloutError("scripted", got="an answer without a token", expected="at least one token")
-        end = StopTexts(params.stop, self.tokenizer).length(token_ids) or len(token_ids)
+            raise RolloutError("scripted", got="a response without a token", expected="at least one token")
+        end = StopStrings(params.stop, self.tokenizer).length(token_ids) or len(token_ids)
         reason = "stop" if end <= params.max_tokens else "length"
         token_ids = token_ids[: min(end, params.max_tokens)]
         certain = [0.0] * len(token_ids)
         return Completion(token_ids, certain, reason, self.weight_version, list(certain))
 
-    def _choose(self, prompt: list[int]) -> CannedAnswer:
+    def _choose(self, prompt: list[int]) -> CannedResponse:
         part = ""
         if list(self.by_prompt) != [""]:
             text = self._tokenizer().decode(prompt)
@@ -112,17 +128,16 @@ class ScriptedEngine(EngineBase):
                     fix='Add a line for it, or one with the empty prompt "" that fits all.',
                 )
             part = max(found, key=len)
-        answers = self.by_prompt[part]
-        answer = answers[self._given[part] % len(answers)]
+        responses = self.by_prompt[part]
         self._given[part] += 1
-        return answer
+        return responses[(self._given[part] - 1) % len(responses)]
 
-    def _encode(self, answer: CannedAnswer) -> list[int]:
-        if not isinstance(answer, str):
-            return [int(token) for token in answer]
+    def _encode(self, response: CannedResponse) -> list[int]:
+        if not isinstance(response, str):
+            return [int(token) for token in response]
         tokenizer = self._tokenizer()
         end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        return [*tokenizer.encode(answer, add_special_tokens=False), *end]
+        return [*tokenizer.encode(response, add_special_tokens=False), *end]
 
     def _tokenizer(self) -> Any:
         if self.tokenizer is None:
@@ -130,23 +145,23 @@ class ScriptedEngine(EngineBase):
         return self.tokenizer
 
 
-def _several(answers: CannedAnswer | Sequence[CannedAnswer]) -> list[CannedAnswer]:
-    """One answer (a text or token ids) or several."""
-    if isinstance(answers, str) or (len(answers) > 0 and isinstance(answers[0], int)):
-        return [answers]
-    return list(cast(Sequence[CannedAnswer], answers))  # the first entry spoke for the others
+def _several(responses: CannedResponse | Sequence[CannedResponse]) -> list[CannedResponse]:
+    """One response (a text or token ids) or several."""
+    if isinstance(responses, str) or (len(responses) > 0 and isinstance(responses[0], int)):
+        return [responses]
+    return list(cast(Sequence[CannedResponse], responses))  # the first entry spoke for the others
 
 
-def _read(path: Path) -> dict[str, list[CannedAnswer]]:
-    """The answers of a JSONL file by prompt; without prompts all of them stand under the empty one."""
-    script: dict[str, list[CannedAnswer]] = {}
+def _read(path: Path) -> dict[str, list[CannedResponse]]:
+    """The responses of a JSONL file by prompt; without prompts all of them stand under the empty one."""
+    script: dict[str, list[CannedResponse]] = {}
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise RolloutError(
             f"scripted {path}",
             got=str(error),
-            expected="a JSONL file of answers",
+            expected="a JSONL file of responses",
             fix="Set actor_rollout_ref.rollout.engine_kwargs.responses_file.",
         ) from error
     for number, line in enumerate(lines, start=1):

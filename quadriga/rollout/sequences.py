@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a `DataProto` of prompts to one of prompts with answers; written once, for every engine.
+"""From a `DataProto` of prompts to one of prompts with responses; written once, for every engine.
 
 Legend: B sequences, P prompt positions (padded left), T response positions (padded right).
 """
@@ -16,9 +16,9 @@ from quadriga.config.rollout import RolloutConfig
 from quadriga.errors import RolloutError
 from quadriga.observe.metrics import Metric
 from quadriga.protocol import DataProto
-from quadriga.rollout.base import Completion, RolloutEngine, SamplingParams, with_images
-from quadriga.rollout.images import images_of
-from quadriga.weight_sync.base import require_version
+from quadriga.protocol.memory import images_key
+from quadriga.rollout.interface import Completion, Images, RolloutEngine, SamplingParams
+from quadriga.weight_sync.publish import require_version
 
 
 def generate_sequences(
@@ -30,7 +30,7 @@ def generate_sequences(
     pad_token_id: int,
     seed: int,
 ) -> DataProto:
-    """One answer for each row.
+    """One response for each row.
 
     The prompt of a row is what stands in `input_ids` under its `attention_mask`, for that is what training sees.
 
@@ -42,7 +42,7 @@ def generate_sequences(
             (as the configuration says); `validate` (False: the settings of training); `weight_version` (that of the
             engine).
         config: of the rollout.
-        response_length: T; also the longest answer, in tokens.
+        response_length: T; also the longest response, in tokens.
         pad_token_id: fills the responses.
         seed: of the run. A sequence's own seed comes from it, the step, the uid and the number of the sample.
 
@@ -52,8 +52,8 @@ def generate_sequences(
 
     Raises:
         WeightSyncError: the engine's weights are not of the version that meta_info names.
-        RolloutError: a prompt leaves no room for an answer in `rollout.max_model_len`, or has images, which the engine
-            does not take; or the engine's answers do not fit.
+        RolloutError: a prompt leaves no room for a response in `rollout.max_model_len`, or has images, which the
+            engine does not take; or the engine's responses do not fit.
     """
     if (expected := prompts.meta_info.get("weight_version")) is not None:
         require_version(engine, expected)
@@ -62,15 +62,18 @@ def generate_sequences(
         ids[mask.bool()].tolist()
         for ids, mask in zip(prompts.batch["input_ids"], prompts.batch["attention_mask"], strict=True)
     ]
-    rooms = [room_for_answer(len(ids), row, config, response_length) for row, ids in enumerate(token_ids)]
+    rooms = [room_for_response(len(ids), row, config, response_length) for row, ids in enumerate(token_ids)]
     requests = [
         SamplingParams(**sampling_of(prompts.meta_info, config, room), seed=own)
         for room, own in zip(rooms, sequence_seeds(prompts, seed), strict=True)
     ]
-    completions = engine.generate_batch(token_ids, requests, **with_images(engine, images_of(prompts)))
-    _require_fit(completions, len(token_ids), response_length)
-    answers = _pad(completions, response_length, pad_token_id, prompts.batch["input_ids"].device)
-    batch = _join(prompts, *answers)
+    completions = engine.generate_batch(token_ids, requests, images_of(prompts))
+    if len(completions) != len(token_ids):
+        got = f"{len(completions)} responses"
+        raise RolloutError("engine", got=got, expected=f"{len(token_ids)}, one for each prompt")
+    for row, completion in enumerate(completions):
+        completion.require_fit(response_length, f"engine, response {row}")
+    batch = _join(prompts, *_pad(completions, response_length, pad_token_id, prompts.batch["input_ids"].device))
     seconds = time.perf_counter() - started
     meta_info = {"metrics": _metrics(token_ids, completions, seconds), "weight_version": engine.weight_version}
     return DataProto.from_dict(tensors=batch, meta_info=meta_info)
@@ -92,8 +95,8 @@ def sampling_of(meta_info: dict[str, Any], config: RolloutConfig, max_tokens: in
     }
 
 
-def room_for_answer(num_prompt_tokens: int, row: int, config: RolloutConfig, response_length: int) -> int:
-    """Tokens that an answer may have: `response_length`, or less where `rollout.max_model_len` bounds the two together.
+def room_for_response(num_prompt_tokens: int, row: int, config: RolloutConfig, response_length: int) -> int:
+    """Tokens that a response may have: `response_length`, or what `rollout.max_model_len` leaves beside the prompt.
 
     Raises:
         RolloutError: there is no room.
@@ -105,7 +108,7 @@ def room_for_answer(num_prompt_tokens: int, row: int, config: RolloutConfig, res
         raise RolloutError(
             f"generate_sequences, prompt {row}",
             got=f"{num_prompt_tokens} tokens",
-            expected=f"fewer than actor_rollout_ref.rollout.max_model_len={config.max_model_len}, for an answer to fit",
+            expected=f"fewer than actor_rollout_ref.rollout.max_model_len={config.max_model_len}, to fit a response",
             fix="Lower data.max_prompt_length with data.filter_overlong_prompts=True, or raise max_model_len.",
         )
     return min(room, response_length)
@@ -132,11 +135,34 @@ def sequence_seeds(prompts: DataProto, seed: int) -> list[int]:
     return seeds
 
 
-def _require_fit(completions: Sequence[Completion], num_rows: int, response_length: int) -> None:
-    if len(completions) != num_rows:
-        raise RolloutError("engine", got=f"{len(completions)} answers", expected=f"{num_rows}, one for each prompt")
-    for row, completion in enumerate(completions):
-        completion.require_fit(response_length, f"engine, answer {row}")
+def images_of(prompts: DataProto) -> list[Images | None]:
+    """The images of each row; None for a row without any. Rows that share their columns share the object.
+
+    Args:
+        prompts: batch `attention_mask` [B, P] and `position_ids` [B, 3, P]; non-tensors `multi_modal_data`,
+            `multi_modal_inputs` and `raw_prompt_ids`, where a prompt has images.
+    """
+    columns = prompts.non_tensor_batch
+    if "multi_modal_inputs" not in columns:
+        return [None] * len(prompts)
+    made: dict[tuple[int, tuple[int, ...]], Images] = {}
+    found: list[Images | None] = []
+    for row, inputs in enumerate(columns["multi_modal_inputs"]):
+        if not inputs:
+            found.append(None)
+            continue
+        short_prompt = tuple(columns["raw_prompt_ids"][row])
+        if (id(inputs), short_prompt) not in made:
+            mask = prompts.batch["attention_mask"][row].bool()
+            made[id(inputs), short_prompt] = Images(
+                pictures=tuple(columns["multi_modal_data"][row]["images"]),
+                inputs=inputs,
+                position_ids=prompts.batch["position_ids"][row][:, mask],
+                short_prompt=short_prompt,
+                key=images_key(inputs),
+            )
+        found.append(made[id(inputs), short_prompt])
+    return found
 
 
 def _pad(

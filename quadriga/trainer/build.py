@@ -17,31 +17,20 @@ from quadriga.data import (
     load_processor,
     load_tokenizer,
 )
-from quadriga.errors import ConfigError
 from quadriga.observe.timing import Timeline
 from quadriga.rewards import RewardManager, load_reward_manager
 from quadriga.single_controller import ClassWithInitArgs, LocalWorkerGroup, WorkerGroups
-from quadriga.trainer.publishing import BetweenWorkers, WithinWorkers
+from quadriga.trainer.publishing import WeightPublisher
 from quadriga.trainer.ray_trainer import RayPPOTrainer, Workers
 from quadriga.trainer.rewards import ModelReward
 from quadriga.trainer.roles import Needs, Role
 from quadriga.trainer.sft import SupervisedTrainer
 from quadriga.workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker, RolloutWorker
-from quadriga.workers.base import RunFacts, UpdateInputs
+from quadriga.workers.base import UpdateInputs
 from quadriga.workers.models import check_models, layout_tables
+from quadriga.workers.rollout_engines import rollout_engine_class
 
-# Import strings: an engine is imported by the process that generates, never by the driver.
-ROLLOUT_ENGINES = {
-    "native": "quadriga.workers.rollouts:native",
-    "hf": "quadriga.workers.rollouts:hf",
-    "vllm": "quadriga.workers.rollouts:vllm",
-    "sglang": "quadriga.workers.rollouts:sglang",
-    "http": "quadriga.workers.rollouts:http",
-    "scripted": "quadriga.workers.rollouts:scripted",
-}
-
-
-# Likewise the backends: Ray is imported only where it is asked for.
+# Import strings: Ray is imported only where the configuration names it.
 TEAMS = {
     "local": "quadriga.single_controller.local:LocalWorkerGroups",
     "ray": "quadriga.single_controller.ray:RayWorkerGroups",
@@ -81,6 +70,7 @@ def build_run(config: Config, timeline: Timeline) -> Run:
     """
     needs = Needs.of(config)
     UpdateInputs(config)  # refuses a loss or an option that does not exist, before a process starts
+    rollout_engine_class(config)  # likewise an engine
     check_models(config, has_critic=needs.critic)
     with timeline.part("tokenizer"):
         tokenizer = build_tokenizer(config)
@@ -121,35 +111,21 @@ def build_team(config: Config, tokenizer: Any, needs: Needs) -> WorkerGroups:
         has_critic=needs.critic,
         has_reward_model=needs.reward_model,
     )
-    facts = RunFacts(_rollout_engine(config))
-    classes = {role: _worker_class(Role(role), config, tokenizer, facts) for role in placement.roles}
+    classes = {role: _worker_class(Role(role), config, tokenizer) for role in placement.roles}
     module, _, name = TEAMS[config.trainer.backend].partition(":")
     return getattr(import_module(module), name)(classes, placement.roles, placement.pools, config.trainer.device)
 
 
-def _rollout_engine(config: Config) -> str:
-    """The import string of the engine that the configuration names."""
-    name = config.actor_rollout_ref.rollout.name
-    if name not in ROLLOUT_ENGINES:
-        raise ConfigError(
-            "actor_rollout_ref.rollout.name",
-            got=name,
-            expected=", ".join(ROLLOUT_ENGINES),
-            fix="This engine has no code yet: generate with vllm or native.",
-        )
-    return ROLLOUT_ENGINES[name]
-
-
-def _worker_class(role: Role, config: Config, tokenizer: Any, facts: RunFacts) -> ClassWithInitArgs[Any]:
+def _worker_class(role: Role, config: Config, tokenizer: Any) -> ClassWithInitArgs[Any]:
     match role:
         case Role.Critic:
             return ClassWithInitArgs(CriticWorker, config, tokenizer)
         case Role.RewardModel:
             return ClassWithInitArgs(RewardModelWorker, config, tokenizer)
         case Role.Rollout:
-            return ClassWithInitArgs(RolloutWorker, config, tokenizer, facts)
+            return ClassWithInitArgs(RolloutWorker, config, tokenizer)
         case _:
-            return ClassWithInitArgs(ActorRolloutRefWorker, config, tokenizer, facts, role)
+            return ClassWithInitArgs(ActorRolloutRefWorker, config, tokenizer, role)
 
 
 def load_models(team: WorkerGroups, timeline: Timeline) -> dict[str, str]:
@@ -176,11 +152,11 @@ def handles(team: WorkerGroups) -> Workers:
     workers = {role: group.as_worker() for role, group in groups.items()}
     policy = next(role for role in (Role.ActorRolloutRef, Role.ActorRollout, Role.Actor) if role in groups)
     rollout = Role.Rollout if policy == Role.Actor else policy
-    is_within = rollout == policy
+    apart = None if rollout == policy else groups[rollout]
     return Workers(
         actor=workers[policy],
         rollout=workers[rollout],
-        weights=WithinWorkers(groups[policy]) if is_within else BetweenWorkers(groups[policy], groups[rollout]),
+        weights=WeightPublisher(groups[policy], apart),
         reference=workers.get(Role.ActorRolloutRef) or workers.get(Role.RefPolicy),
         critic=workers.get(Role.Critic),
         reward_model=workers.get(Role.RewardModel),
@@ -246,9 +222,8 @@ def build_val_dataloader(config: Config, tokenizer: Any) -> Any:
 
 
 def build_policy(config: Config, tokenizer: Any) -> ActorRolloutRefWorker:
-    """A policy that answers and does not learn."""
-    facts = RunFacts(_rollout_engine(config), is_trained=False)
-    policy_class = ClassWithInitArgs(ActorRolloutRefWorker, config, tokenizer, facts, Role.ActorRollout)
+    """A policy that generates and does not learn."""
+    policy_class = ClassWithInitArgs(ActorRolloutRefWorker, config, tokenizer, Role.ActorRollout, is_trained=False)
     group = LocalWorkerGroup(policy_class)
     group.method("init_model")().get()
     return group.as_worker()

@@ -1,57 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the actor's weights to the rollout: one call for the loop, wherever the two are."""
+"""Weight sync from the driver's side: one call for the loop, wherever actor and rollout are."""
 
-from typing import Any, Protocol
+from typing import Any
 
 from quadriga.single_controller.worker_group import WorkerGroup
 
 
-class WeightPublisher(Protocol):
-    """Gives the rollout the actor's weights."""
+class WeightPublisher:
+    """Gives the rollout the actor's weights.
 
-    def publish(self, version: int) -> None:
-        """Afterwards the rollout generates with the actor's weights, under this version; else a WeightSyncError."""
-        ...
-
-
-class WithinWorkers:
-    """Actor and rollout are in the same processes.
-
-    Args:
-        policy: worker group with both.
-    """
-
-    def __init__(self, policy: WorkerGroup[Any]) -> None:
-        self._publish = policy.method("publish_weights")
-
-    def publish(self, version: int) -> None:
-        """See `WeightPublisher.publish`."""
-        self._publish(version)
-
-
-class BetweenWorkers:
-    """The rollout has processes of its own. Weights of version 0 are sent at once.
+    Where the rollout has processes of its own, weights of version 0 are sent at once:
 
         driver     publish(v) ────┬──────────────┬───────────────────────> both are done
-        actor                     └ send_weights │ ── buckets ──┐      what the rollout has not from before
+        actor                     └ send_weights │ ── buckets ──┐      without frozen weights that the rollout has
         rollout                                  └ receive_weights ── compare fingerprints
 
     Args:
-        actor, rollout: worker groups.
-        channel: how weights travel; see `weight_sync`.
+        actor: worker group with the actor.
+        rollout: worker group of the rollout; None: it is in the actor's processes.
     """
 
-    def __init__(self, actor: WorkerGroup[Any], rollout: WorkerGroup[Any], channel: str = "broadcast") -> None:
-        self._send, self._receive = actor.method("send_weights"), rollout.method("receive_weights")
-        address, *_ = actor.method("offer_weights")(channel, rollout.world_size)
-        rollout.method("expect_weights")(address)
-        self._has_arrived = False
-        self.publish(0)
+    def __init__(self, actor: WorkerGroup[Any], rollout: WorkerGroup[Any] | None = None) -> None:
+        self._actor, self._rollout, self._has_frozen = actor, rollout, False
+        if rollout is not None:
+            address, *_ = actor.method("offer_weights")(rollout.world_size)
+            rollout.method("expect_weights")(address)
+            self.publish(0)
 
     def publish(self, version: int) -> None:
-        """See `WeightPublisher.publish`."""
-        has_arrived, self._has_arrived = self._has_arrived, False
-        sent, received = self._send(version, has_arrived), self._receive(version)
+        """Afterwards the rollout generates with the actor's weights, under this version; else a WeightSyncError."""
+        if self._rollout is None:
+            self._actor.method("publish_weights")(version)
+            return
+        has_frozen, self._has_frozen = self._has_frozen, False
+        sent = self._actor.method("send_weights")(version, has_frozen)
+        received = self._rollout.method("receive_weights")(version)
         sent.get()
         received.get()
-        self._has_arrived = True
+        self._has_frozen = True

@@ -1,34 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How weights get from an engine to a rollout, and how it is known that they did.
+"""How weights get from a training engine to a rollout engine, and how both know that they did.
 
-    shared      the rollout computes with the trainer's own parameters: only the version travels      shared.py
-    in process  the rollout has a model of its own in the same process                                 inprocess.py
-    elsewhere   the rollout is in other processes: buckets travel through a channel                    elsewhere.py
-                    broadcast   gloo or nccl                                                           broadcast.py
-                    disk        a folder that both can reach                                           disk.py
-                    cuda_ipc    memory of a GPU that both processes use                                cuda_ipc.py
+    shared      the rollout computes with the trainer's own parameters: only the version travels      publish.py
+    copy        the rollout has a copy of the model: tensors are copied one by one                     publish.py
+    broadcast   the rollout is in other processes: buckets are broadcast over gloo or nccl             broadcast.py
 
 Each publication has a version and a fingerprint of every tensor, taken on both sides.
 """
 
-from quadriga.weight_sync.base import WeightSync, WeightTarget
-from quadriga.weight_sync.channels import Address, connect, offer
-from quadriga.weight_sync.elsewhere import WeightReceiver, WeightSender
+from quadriga.weight_sync.broadcast import Address, WeightReceiver, WeightSender
 from quadriga.weight_sync.fingerprint import Fingerprint, fingerprint, tensor_fingerprint
-from quadriga.weight_sync.inprocess import InProcessWeights
-from quadriga.weight_sync.shared import SharedWeights
+from quadriga.weight_sync.publish import CopiedWeights, SharedWeights, WeightSync, WeightTarget
 
 __all__ = [
     "Address",
+    "CopiedWeights",
     "Fingerprint",
-    "InProcessWeights",
     "SharedWeights",
     "WeightReceiver",
     "WeightSender",
     "WeightSync",
     "WeightTarget",
-    "connect",
     "fingerprint",
-    "offer",
     "tensor_fingerprint",
 ]

@@ -1,16 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A channel from one process to several by broadcast: gloo for headers and for content on a CPU, nccl on GPUs.
+"""Weight sync with rollouts in other processes: buckets by broadcast, and fingerprints compared at the end.
 
-The processes are in no group together: those of the trainer and those of the rollout have each their own, if any. So
-this group is made beside torch's default one, from a store of its own.
+    trainer                                             rollout
+    every rank gathers each tensor in turn
+    rank 0: note its fingerprint, pack it
+        {entries} + bucket          ────────────>       note each tensor's fingerprint, lend it to the engine
+        ...
+        {version, fingerprints}     ────────────>       as sent?  which version?  does the engine hold them?
+     or {failed}                    ────────────>       WeightSyncError
 
-    rank 0      the trainer's first process; its store is where all meet, at the first send
-    rank 1, ... the rollout's processes
+The receiver raises, and its engine generates nothing, unless the three agree: what was sent, what arrived, what the
+engine holds. A receiver that fails takes the rest of the stream nevertheless, so that it does not block the others.
+
+Headers go over gloo; buckets over gloo on a CPU, over nccl on GPUs. Trainer and rollout have no process group in
+common, so that this one is made beside torch's default group, from a store of its own: rank 0 is the trainer's first
+process, where the store is, the others are the rollout's.
 """
 
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -19,117 +29,66 @@ import torch.distributed as dist
 
 from quadriga.errors import WeightSyncError
 from quadriga.observe.watchdog import waiting
+from quadriga.weight_sync.buckets import Entry, pack, unpack
+from quadriga.weight_sync.fingerprint import Fingerprint, tensor_fingerprint
+from quadriga.weight_sync.publish import CopiedWeights, NamedWeights, WeightTarget, name_some
 
 # The other side may still be generating, or updating.
 TIMEOUT = timedelta(minutes=30)
+SHARES = 4
+"""Parts of `bucket_bytes`. One holds the bucket. The rest is for the tensor that is being gathered, which may lie in
+several pieces for a moment, and for those before it, which gloo may hold a moment longer. A tensor that is larger than
+a part is sent on its own, from where it lies. So beyond the model a sender needs no more than `bucket_bytes`, if none
+of its tensors takes more than a sixth."""
 
 
-class Meeting:
-    """Rank 0 and the receivers, once they have met.
+@dataclass(frozen=True)
+class Address:
+    """Where receivers find the sender: host and port of its store, and how many of them there are."""
+
+    host: str
+    port: int
+    num_receivers: int
+
+
+class Channel:
+    """Broadcasts from rank 0 to the receivers. The group is made at first use, where all of them meet.
 
     Args:
-        store: where they meet.
-        rank, size: number of this process, and how many there are.
+        address: of the store where they meet.
+        rank: of this process; 0 sends.
         device: of the content.
+        store: itself, in the process that has it.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device) -> None:
-        self.rank, self.size = rank, size
-        with _explained(rank, size, "meeting"), waiting(f"all {size} processes of a channel of weights, here {rank}"):
-            self._headers = dist.ProcessGroupGloo(dist.PrefixStore("headers", store), rank, size, TIMEOUT)
-            self._contents: Any = self._headers
-            if device.type == "cuda":
-                torch.cuda.set_device(device)
-                self._contents = dist.ProcessGroupNCCL(dist.PrefixStore("contents", store), rank, size, TIMEOUT)
-
-    def share_header(self, header: dict[str, Any] | None) -> dict[str, Any]:
-        """Rank 0's header, in every process."""
-        text = b"" if header is None else json.dumps(header).encode()
-        length = torch.tensor([len(text)])
-        with _explained(self.rank, self.size, "a header"):
-            self._headers.broadcast(length, 0).wait()
-            content = torch.empty(int(length), dtype=torch.uint8)
-            if header is not None:
-                content.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-            self._headers.broadcast(content, 0).wait()
-        return json.loads(content.numpy().tobytes())
-
-    def share_content(self, content: torch.Tensor) -> None:
-        """Rank 0's content, in place, in every process."""
-        with _explained(self.rank, self.size, "a bucket"):
-            self._contents.broadcast(content, 0).wait()
-            if content.is_cuda:
-                torch.cuda.current_stream(content.device).synchronize()
-
-    def wait_for_all(self) -> None:
-        """Until every process has come here."""
-        with _explained(self.rank, self.size, "a barrier"):
-            self._headers.barrier().wait()
-
-
-@contextmanager
-def _explained(rank: int, size: int, what: str) -> Iterator[None]:
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
-        raise WeightSyncError(
-            f"channel of weights, process {rank} of {size} in {what}",
-            got=str(error).strip().partition("\n")[0],
-            expected="the trainer's first process and all of the rollout's",
-            fix="Look for the error of another process: this one was only left alone by it.",
-        ) from error
-
-
-class BroadcastSender:
-    """See `SendingEnd`."""
-
-    def __init__(self, host: str, num_receivers: int, device: torch.device) -> None:
-        self._size, self._device = num_receivers + 1, device
-        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
-        self.place = f"{host} {self._store.port}"
-        self._meeting: Meeting | None = None
-
-    @property
-    def meeting(self) -> Meeting:
-        """With the receivers; the first to ask waits for them."""
-        if self._meeting is None:
-            self._meeting = Meeting(self._store, 0, self._size, self._device)
-        return self._meeting
-
-    def send(self, header: dict[str, Any], content: torch.Tensor | None) -> None:
-        """See `SendingEnd.send`."""
-        self.meeting.share_header(header)
-        if content is not None:
-            self.meeting.share_content(content)
-
-    def close(self) -> None:
-        """See `SendingEnd.close`."""
-        self._meeting = None
-
-
-class BroadcastReceiver:
-    """See `ReceivingEnd`. Its memory for content is that of the largest bucket that has come in this publication."""
-
-    def __init__(self, place: str, num_receivers: int, rank: int, device: torch.device) -> None:
-        self._place, self._size, self._rank, self._device = place, num_receivers + 1, rank + 1, device
-        self._meeting: Meeting | None = None
+    def __init__(self, address: Address, rank: int, device: torch.device, store: dist.TCPStore | None = None) -> None:
+        self._address, self._rank, self._device, self._store = address, rank, device, store
+        self._size = address.num_receivers + 1
+        self._headers: Any = None
+        self._contents: Any = None
         self._buffer: torch.Tensor | None = None
+        """Of a receiver: as large as the largest bucket that has come in this publication."""
 
-    @property
-    def meeting(self) -> Meeting:
-        """With the sender and the other receivers; the first to ask waits for them."""
-        if self._meeting is None:
-            host, port = self._place.split(" ")
-            with _explained(self._rank, self._size, f"a connection to {host}, port {port}"):
-                store = dist.TCPStore(host, int(port), is_master=False, timeout=TIMEOUT)
-            self._meeting = Meeting(store, self._rank, self._size, self._device)
-        return self._meeting
+    def send(self, header: dict[str, Any], content: torch.Tensor | None = None) -> None:
+        """Give every receiver a header of JSON and [bytes] uint8, which may be overwritten afterwards."""
+        text = bytearray(json.dumps(header).encode())
+        with self._open("a header"):
+            self._headers.broadcast(torch.tensor([len(text)]), 0).wait()
+            self._headers.broadcast(torch.frombuffer(text, dtype=torch.uint8), 0).wait()
+        if content is not None:
+            self._broadcast(content)
 
     def receive(self) -> tuple[dict[str, Any], torch.Tensor | None]:
-        """See `ReceivingEnd.receive`."""
-        header = self.meeting.share_header(None)
+        """What was sent next. Where `num_bytes` stands in the header, content follows; it is lent until the next call.
+
+        `room_bytes` is what holds it and, unless it is a tensor of its own, all content that comes after it.
+        """
+        with self._open("a header"):
+            length = torch.empty(1, dtype=torch.int64)
+            self._headers.broadcast(length, 0).wait()
+            text = torch.empty(int(length), dtype=torch.uint8)
+            self._headers.broadcast(text, 0).wait()
+        header = json.loads(text.numpy().tobytes())
         if "num_bytes" not in header:
             self._buffer = None
             return header, None
@@ -137,9 +96,150 @@ class BroadcastReceiver:
         if self._buffer is None or self._buffer.numel() < header["num_bytes"]:
             self._buffer = torch.empty(header["room_bytes"], dtype=torch.uint8, device=self._device)
         content = self._buffer[: header["num_bytes"]]
-        self.meeting.share_content(content)
+        self._broadcast(content)
         return header, content
 
     def close(self) -> None:
-        """See `ReceivingEnd.close`."""
-        self._meeting = self._buffer = None
+        """Leave the group."""
+        self._headers = self._contents = self._buffer = None
+
+    def _broadcast(self, content: torch.Tensor) -> None:
+        with self._open("a bucket"):
+            self._contents.broadcast(content, 0).wait()
+            if content.is_cuda:
+                torch.cuda.current_stream(content.device).synchronize()
+
+    @contextmanager
+    def _open(self, what: str) -> Iterator[None]:
+        """The group is there, and what goes wrong in it is explained."""
+        try:
+            if self._headers is None:
+                self._meet()
+            yield
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise WeightSyncError(
+                f"weight sync by broadcast, process {self._rank} of {self._size} in {what}",
+                got=str(error).strip().partition("\n")[0],
+                expected="the trainer's first process and all of the rollout's",
+                fix="Look for the error of another process: this one was only left alone by it.",
+            ) from error
+
+    def _meet(self) -> None:
+        with waiting(f"all {self._size} processes of a weight sync, here {self._rank}"):
+            address, place = self._address, (self._rank, self._size, TIMEOUT)
+            store = self._store or dist.TCPStore(address.host, address.port, is_master=False, timeout=TIMEOUT)
+            headers = dist.ProcessGroupGloo(dist.PrefixStore("headers", store), *place)
+            self._contents = headers
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)
+                self._contents = dist.ProcessGroupNCCL(dist.PrefixStore("contents", store), *place)
+            self._headers = headers
+
+
+class WeightSender:
+    """The trainer's side, in its first process. Its other ranks only take part in gathering each tensor.
+
+    Args:
+        host: name of this machine that the receivers can resolve.
+        num_receivers: processes of the rollout.
+        device: of the weights.
+        bucket_bytes: memory for what is on its way; see `SHARES`.
+    """
+
+    def __init__(self, host: str, num_receivers: int, device: torch.device, bucket_bytes: int) -> None:
+        self._bucket_bytes = bucket_bytes // SHARES
+        store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
+        self.address = Address(host, store.port, num_receivers)
+        self.channel = Channel(self.address, 0, device, store)
+
+    def publish(self, weights: NamedWeights, version: int) -> None:
+        """Send a complete set of weights to all receivers.
+
+        Raises:
+            WeightSyncError: the connection broke.
+        """
+        sent: dict[str, str] = {}
+        try:
+            for entries, content in pack(_noted(weights, sent), self._bucket_bytes):
+                listed = [asdict(entry) for entry in entries]
+                room = max(content.numel(), self._bucket_bytes)
+                self.channel.send({"entries": listed, "num_bytes": content.numel(), "room_bytes": room}, content)
+        except WeightSyncError:
+            raise
+        except Exception as error:
+            self.channel.send({"failed": f"{type(error).__name__}: {error}"})
+            raise
+        self.channel.send({"version": version, "fingerprints": sent})
+
+    def close(self) -> None:
+        """End the connection."""
+        self.channel.close()
+
+
+class WeightReceiver(CopiedWeights):
+    """The rollout's side, in each of its processes.
+
+    Args:
+        address: of the sender.
+        rank: of this process among the receivers, from 0.
+        device: of the weights.
+    """
+
+    def __init__(self, address: Address, rank: int, device: torch.device) -> None:
+        super().__init__()
+        self.channel = Channel(address, rank + 1, device)
+
+    def receive(self, target: WeightTarget, version: int) -> None:
+        """Load what the trainer sends next into the target.
+
+        Raises:
+            WeightSyncError: a tensor changed on its way, the target did not take it over, the version is another, or
+                the trainer failed. The target's version is then -1.
+        """
+        arrived: dict[str, str] = {}
+        stream = self._stream(version, arrived)
+        try:
+            self.publish(stream, target, version, arrived)
+        except Exception as error:
+            # The sender goes on. A generator that has raised is over: there is no rest then.
+            try:
+                for _ in stream:
+                    pass
+            except WeightSyncError as other:
+                error.add_note(f"And the rest of the stream: {other}")
+            raise
+
+    def close(self) -> None:
+        """End the connection."""
+        self.channel.close()
+
+    def _stream(self, version: int, arrived: dict[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
+        where = f"weights of version {version}"
+        while True:
+            header, content = self.channel.receive()
+            if "failed" in header:
+                fix = "Look for the error of the trainer: the rollout was only left without weights by it."
+                raise WeightSyncError(where, got=f"none: {header['failed']}", fix=fix)
+            if content is None:
+                break
+            yield from _noted(unpack([Entry.from_json(fields) for fields in header["entries"]], content), arrived)
+        sent, offered = header["fingerprints"], header["version"]
+        if differing := Fingerprint(sent).differences(Fingerprint(arrived)):
+            raise WeightSyncError(
+                where,
+                got=f"{len(differing)} of {len(sent)} weights that changed on their way: {name_some(differing)}",
+                expected="what the trainer sent",
+                fix="The network between trainer and rollout corrupts data.",
+            )
+        if offered != version:
+            raise WeightSyncError(where, got=f"version {offered}", expected=f"version {version}, which was announced")
+
+
+def _noted(weights: NamedWeights, marks: dict[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The stream; the fingerprint of each tensor is noted as it passes."""
+    for name, tensor in weights:
+        marks[name] = tensor_fingerprint(tensor)
+        yield name, tensor
+        del tensor

@@ -1,25 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors in buckets: flat pieces of memory that are sent as one.
+"""Tensors in buckets: flat memory that is sent, or shared with other processes of the machine, as one.
 
-    bucket    | embed_tokens .......... | q_proj .... | k_proj . |   free   |    uint8, a quarter of the memory
-    entries     name, shape, dtype, place in bytes
-
-The rest is for the tensor that is just being gathered, which may lie in several pieces for a moment, and for those
-before it, which gloo may hold a moment longer. A tensor that is larger than a quarter is sent on its own, from where it
-lies. So beyond the model a sender needs no more than `bucket_bytes`, if none of its tensors takes more than a sixth.
+bucket    | embed_tokens .......... | q_proj .... | k_proj . |   free   |    uint8
+entries     name, shape, dtype, offset in bytes
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+import os
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 from quadriga.errors import WeightSyncError
+from quadriga.partition import buckets
 
-SHARES = 4
-"""One of them holds the bucket, the others what is being gathered."""
 _ALIGNMENT = 64  # bytes; of every dtype, and of what vector instructions like
 
 
@@ -32,74 +28,92 @@ class Entry:
     dtype: str
     offset: int
 
-    @property
-    def num_bytes(self) -> int:
-        """What it takes."""
-        return math.prod(self.shape) * self.torch_dtype.itemsize
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """The dtype itself."""
-        dtype = getattr(torch, self.dtype, None)
-        if not isinstance(dtype, torch.dtype):
-            raise WeightSyncError(f"weight {self.name}", got=f"dtype {self.dtype!r}", expected="a dtype of torch")
-        return dtype
-
-    def as_json(self) -> dict[str, Any]:
-        """For a header."""
-        return asdict(self)
-
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> "Entry":
-        """From a header."""
+        """From a header; `dataclasses.asdict` makes one."""
         return cls(fields["name"], tuple(fields["shape"]), fields["dtype"], fields["offset"])
 
 
 def pack(
-    weights: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int
-) -> Iterator[tuple[tuple[Entry, ...], torch.Tensor]]:
-    """The stream in buckets: entries, and [bytes] uint8 that is overwritten once the next bucket is asked for.
+    weights: Iterable[tuple[str, torch.Tensor]],
+    bucket_bytes: int,
+    allocate: Callable[[int], torch.Tensor] | None = None,
+) -> Iterator[tuple[list[Entry], torch.Tensor]]:
+    """The stream in buckets: entries, and [bytes] uint8 that is overwritten once the next bucket is requested.
 
     Args:
-        weights: tensors; each is copied before the next one is asked for.
-        bucket_bytes: see the module.
+        weights: tensors; each is copied before the next one is requested.
+        bucket_bytes: size of a bucket.
+        allocate: makes memory for the bucket, [bytes] uint8; a larger tensor gets a larger bucket. None: memory on the
+            tensors' device, and a tensor that is larger than a bucket is given from where it lies.
     """
-    size = max(bucket_bytes // SHARES // _ALIGNMENT, 1) * _ALIGNMENT
-    buffer: torch.Tensor | None = None
-    entries: list[Entry] = []
-    used = 0
-    for name, tensor in weights:
+    size = max(bucket_bytes // _ALIGNMENT, 1) * _ALIGNMENT
+    memory: torch.Tensor | None = None
+    content = torch.empty(0)
+
+    def put(weight: tuple[str, torch.Tensor], offset: int) -> Entry:
+        nonlocal memory, content
+        name, tensor = weight
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        if entries and buffer is not None and used + flat.numel() > size:
-            yield tuple(entries), buffer[:used]
-            entries, used = [], 0
-        if flat.numel() > size:
-            yield (Entry(name, tuple(tensor.shape), dtype, 0),), flat
-            continue
-        if buffer is None:
-            buffer = torch.empty(size, dtype=torch.uint8, device=tensor.device)
-        entries.append(Entry(name, tuple(tensor.shape), dtype, used))
-        buffer[used : used + flat.numel()].copy_(flat)
-        used += -(-flat.numel() // _ALIGNMENT) * _ALIGNMENT
-        del flat, tensor
-    if entries and buffer is not None:
-        yield tuple(entries), buffer[:used]
+        if flat.numel() > size and allocate is None:
+            content = flat
+        else:
+            if memory is None or memory.numel() < flat.numel():
+                room = max(size, flat.numel())
+                memory = allocate(room) if allocate else torch.empty(room, dtype=torch.uint8, device=tensor.device)
+            content = memory[: offset + flat.numel()]
+            content[offset:].copy_(flat)
+        return Entry(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), offset)
+
+    for entries in buckets(weights, lambda weight: weight[1].nbytes, size, put, alignment=_ALIGNMENT):
+        yield entries, content
 
 
 def unpack(entries: Sequence[Entry], content: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a bucket, as views of its memory.
 
     Raises:
-        WeightSyncError: the content is too short for an entry.
+        WeightSyncError: the content is too short for an entry, or a dtype is unknown.
     """
     for entry in entries:
-        piece = content[entry.offset : entry.offset + entry.num_bytes]
-        if piece.numel() != entry.num_bytes:
+        dtype = getattr(torch, entry.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise WeightSyncError(f"weight {entry.name}", got=f"dtype {entry.dtype!r}", expected="a dtype of torch")
+        num_bytes = math.prod(entry.shape) * dtype.itemsize
+        piece = content[entry.offset : entry.offset + num_bytes]
+        if piece.numel() != num_bytes:
             raise WeightSyncError(
                 f"weight {entry.name}",
                 got=f"{piece.numel()} bytes",
-                expected=f"{entry.num_bytes}, for {entry.dtype} {entry.shape}",
+                expected=f"{num_bytes}, for {entry.dtype} {entry.shape}",
                 fix="The bucket was cut short on its way.",
             )
-        yield entry.name, piece.view(entry.torch_dtype).view(entry.shape)
+        yield entry.name, piece.view(dtype).view(entry.shape)
+
+
+def pack_shared(
+    weights: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int
+) -> Generator[dict[str, Any], None, None]:
+    """The stream in buckets of shared memory, one after the other in the same place.
+
+    Yields:
+        What `open_shared` in another process needs to read a bucket; it is overwritten once the next is requested.
+    """
+    file = os.memfd_create("quadriga-weights")  # ends with this process, however that ends
+    path = f"/proc/{os.getpid()}/fd/{file}"
+
+    def allocate(num_bytes: int) -> torch.Tensor:
+        return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
+
+    try:
+        for entries, content in pack(weights, bucket_bytes, allocate):
+            yield {"path": path, "num_bytes": content.numel(), "entries": [asdict(entry) for entry in entries]}
+    finally:
+        os.close(file)
+
+
+def open_shared(bucket: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a bucket that another process has packed by `pack_shared`, copied one by one."""
+    content = torch.from_file(bucket["path"], shared=True, size=bucket["num_bytes"], dtype=torch.uint8)
+    for name, tensor in unpack([Entry.from_json(fields) for fields in bucket["entries"]], content):
+        yield name, tensor.clone()

@@ -18,12 +18,12 @@ from quadriga.models.lora import adapter_off
 from quadriga.observe.machine import release_free_memory
 from quadriga.protocol import DataProto
 from quadriga.single_controller import Dispatch, Execute, register
-from quadriga.weight_sync import Address, WeightSender, offer
-from quadriga.weight_sync.elsewhere import drain
-from quadriga.workers.base import BY_REPLICA, Learner, RunFacts, build_engine
-from quadriga.workers.generation import Generation, make_rollout
+from quadriga.weight_sync import Address, CopiedWeights, SharedWeights, WeightSender, WeightSync
+from quadriga.workers.actor_weights import ActorWeights
+from quadriga.workers.base import BY_REPLICA, Learner, build_engine
+from quadriga.workers.generation import Generation
 from quadriga.workers.models import load_policy
-from quadriga.workers.outgoing import Outgoing
+from quadriga.workers.rollout_engines import make_rollout_engine
 
 
 class Parts(NamedTuple):
@@ -49,17 +49,22 @@ class ActorRolloutRefWorker(Learner):
     Args:
         config: of which `actor_rollout_ref`, `algorithm`, `data` and `trainer` are read.
         tokenizer: of the model; saved beside it.
-        facts: what the builder of the run has decided.
         role: which parts are here: a key of `PARTS`.
+        is_trained: whether the policy learns; one that only generates needs neither masters nor an optimizer.
     """
 
     part = "actor"
 
     def __init__(
-        self, config: Config, tokenizer: PreTrainedTokenizerBase, facts: RunFacts, role: str = "actor_rollout_ref"
+        self,
+        config: Config,
+        tokenizer: PreTrainedTokenizerBase,
+        role: str = "actor_rollout_ref",
+        *,
+        is_trained: bool = True,
     ) -> None:
         super().__init__(config, tokenizer)
-        self.facts, self.role, self.parts = facts, role, PARTS[role]
+        self.role, self.parts, self.is_trained = role, PARTS[role], is_trained
         self.section = config.actor_rollout_ref.actor
         self.rollout_config = config.actor_rollout_ref.rollout
         self.has_adapter = config.actor_rollout_ref.model.has_adapter
@@ -72,21 +77,24 @@ class ActorRolloutRefWorker(Learner):
         self.join(self.section, self.section.fsdp_config, ACTOR)
         choices = self._init_actor() if self.parts.actor else {}
         if self.parts.rollout:
-            self.rollout = make_rollout(self.facts.rollout_engine, self.config, self.engine, self.tokenizer)
-            self.generation = Generation(
+            rollout = make_rollout_engine(
                 self.config,
                 self.tokenizer,
-                self.rollout.engine,
-                is_beside_training=True,
-                num_processes=self.world_size,
+                device=self.engine.device,
+                dtype=self.engine.dtype,
+                actor=self.engine.model if self.engine.has_whole_weights else None,
             )
-            self.outgoing = Outgoing(self.engine, self.config, is_shared=self.rollout.is_shared)
+            self.generation = Generation(
+                self.config, self.tokenizer, rollout, is_beside_training=True, num_processes=self.world_size
+            )
+            self.weight_sync: WeightSync = SharedWeights() if rollout.shares_weights else CopiedWeights()
+            self.weights = ActorWeights(self.engine, self.config, is_shared=rollout.shares_weights)
             self.publish_weights(self.weight_version)
-            choices |= {"rollout": self.rollout.description, **self.generation.choices}
+            choices |= {"rollout": rollout.description, **self.generation.choices}
         elif self.parts.actor:
-            self.outgoing = Outgoing(self.engine, self.config)
+            self.weights = ActorWeights(self.engine, self.config)
         if self.parts.actor and self.has_adapter:
-            choices["adapter"] += f"; {self.outgoing.describe()}"
+            choices["adapter"] += f"; {self.weights.describe()}"
         self.reference: FSDPEngine | None = None
         if self.parts.reference and self.parts.actor and self.has_adapter:
             choices["reference"] = "the actor with its adapter off"
@@ -98,7 +106,7 @@ class ActorRolloutRefWorker(Learner):
         return choices
 
     def _init_actor(self) -> dict[str, str]:
-        is_trained, has_adapter = self.facts.is_trained, self.has_adapter
+        is_trained, has_adapter = self.is_trained, self.has_adapter
         # The weights below an adapter are frozen: they need no float32 masters.
         dtype = torch.float32 if is_trained and not has_adapter else self.dtype.value
         loaded = load_policy(self.config, dtype, self.processes, has_adapter=has_adapter)
@@ -109,8 +117,8 @@ class ActorRolloutRefWorker(Learner):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Answers to prompts: see `rollout.generate_sequences`."""
-        self.rollout.weights.verify(self.rollout.engine, self.weight_version)
-        return self.generation.answer(prompts, self.weight_version)
+        self.weight_sync.verify(self.generation.engine, self.weight_version)
+        return self.generation.generate(prompts, self.weight_version)
 
     @register(dispatch_mode=BY_REPLICA)
     def compute_log_prob(self, data: DataProto, with_sum_pi_squared: bool = False) -> DataProto:
@@ -163,23 +171,22 @@ class ActorRolloutRefWorker(Learner):
     def publish_weights(self, version: int) -> None:
         """Give the rollout the actor's weights; it refuses to generate with any others."""
         self.weight_version = version
-        with self.outgoing.publication(has_frozen=self.rollout.engine.has_frozen_weights) as weights:
-            self.rollout.weights.publish(weights, self.rollout.engine, version)
+        rollout = self.generation.engine
+        with self.weights.stream(has_frozen=rollout.has_frozen_weights) as weights:
+            self.weight_sync.publish(weights, rollout, version)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def offer_weights(self, channel: str, num_receivers: int) -> Address | None:
-        """Open a channel to a rollout in other processes. Returns, from rank 0, where they find it.
+    def offer_weights(self, num_receivers: int) -> Address | None:
+        """Prepare weight sync with a rollout in other processes. Returns, from rank 0, where they find the weights.
 
         Args:
-            channel: see `weight_sync.channels.offer`.
             num_receivers: processes of the rollout.
         """
         if self.rank != 0:
             return None
-        place = str(self.config.trainer.directory / "weights") if channel == "disk" else self.place.master_addr
-        end, address = offer(channel, place, num_receivers, self.processes.world.device)
-        self.sender = WeightSender(end, self.rollout_config.update_weights_bucket_megabytes << 20)
-        return address
+        bucket_bytes = self.rollout_config.update_weights_bucket_megabytes << 20
+        self.sender = WeightSender(self.place.master_addr, num_receivers, self.processes.world.device, bucket_bytes)
+        return self.sender.address
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def send_weights(self, version: int, has_frozen: bool = False) -> None:
@@ -189,17 +196,17 @@ class ActorRolloutRefWorker(Learner):
             version: of the weights.
             has_frozen: whether the rollout took over what was sent last, frozen weights and all.
         """
-        with self.outgoing.publication(has_frozen=has_frozen) as weights:
-            if self.sender is None:
-                drain(weights)
-            else:
-                self.sender.send(weights, version)
+        with self.weights.stream(has_frozen=has_frozen) as weights:
+            if self.sender is not None:
+                self.sender.publish(weights, version)
+            for _ in weights:  # the other ranks take part in gathering each tensor
+                pass
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, directory: Path) -> None:
         """Read the actor from below `directory`. The rollout keeps its weights until new ones are published."""
         super().load_checkpoint(directory)
-        self.outgoing.frozen_weights_changed()
+        self.weights.has_sent_frozen = False
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def close(self) -> None:

@@ -13,7 +13,6 @@ update_actor, update_critic  MODEL_INPUTS, MODEL_OBJECTS, the fields of the obje
 """
 
 import time
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -59,19 +58,6 @@ CONVERSATION_OBJECTS = (
 CHAT_OBJECTS = ("raw_prompt", "uid")
 MODEL_INPUTS = (*PROMPT_TENSORS, "response_mask")
 MODEL_OBJECTS = ("multi_modal_inputs",)
-
-
-@dataclass(frozen=True)
-class RunFacts:
-    """What the builder of a run has decided, and a worker cannot know alone.
-
-    Attributes:
-        rollout_engine: import string of the function in `workers.rollouts` that makes the rollout engine.
-        is_trained: whether the policy learns; one that only generates needs neither masters nor an optimizer.
-    """
-
-    rollout_engine: str
-    is_trained: bool = True
 
 
 def choose_device(wish: str, local_rank: int = 0) -> torch.device:

@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every worker with a generation engine does alike, beside the actor or on its own."""
-
-from importlib import import_module
+"""What every worker with a rollout engine does alike, colocated with the actor or on its own processes."""
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from quadriga.config import Config
-from quadriga.engines.base import TrainEngine
 from quadriga.errors import EngineError
 from quadriga.models.load import load_config
 from quadriga.observe.machine import release_free_memory
@@ -15,35 +12,18 @@ from quadriga.protocol import DataProto
 from quadriga.rewards import early_grader
 from quadriga.rollout import RolloutEngine, generate_sequences
 from quadriga.rollout.agent_loop import AgentLoopManager
-from quadriga.workers.elsewhere import ActorElsewhere
-from quadriga.workers.rollouts import Rollout
-
-
-def make_rollout(
-    import_string: str, config: Config, actor: TrainEngine | ActorElsewhere, tokenizer: PreTrainedTokenizerBase
-) -> Rollout:
-    """The engine that an import string stands for.
-
-    Args:
-        import_string: of a function in `workers.rollouts`.
-        config: of the run.
-        actor: beside it, or what there is to know of one that is elsewhere.
-        tokenizer: of the model.
-    """
-    module, _, name = import_string.partition(":")
-    return getattr(import_module(module), name)(config, actor, tokenizer)
 
 
 class Generation:
-    """Answers to prompts: a batch at once, or with `rollout.mode=async` a conversation for each.
+    """Responses to prompts: a batch at once, or with `rollout.mode=async` a conversation for each.
 
     Args:
-        config: of the run.
+        config: configuration.
         tokenizer: of the model.
         engine: generates; it is closed with this.
         is_beside_training: whether models train on the same device: the engine sleeps meanwhile
             (`rollout.free_cache_engine`).
-        num_processes: how many processes generate for the run; they share its graders.
+        num_processes: that generate; they share the graders.
     """
 
     def __init__(
@@ -79,12 +59,12 @@ class Generation:
 
     @property
     def choices(self) -> dict[str, str]:
-        """What there is beside the engine and what a user should know of it; empty without MCP servers."""
+        """What else was chosen, for people to read: MCP servers, where there are some."""
         tools = "" if self.loops is None else self.loops.description
         return {"tools": tools} if tools else {}
 
-    def answer(self, prompts: DataProto, weight_version: int) -> DataProto:
-        """See `rollout.generate_sequences` and `rollout.agent_loop.generate_conversations`.
+    def generate(self, prompts: DataProto, weight_version: int) -> DataProto:
+        """Responses by `rollout.generate_sequences` or `rollout.agent_loop.generate_conversations`.
 
         Args:
             prompts: see there.
@@ -95,15 +75,15 @@ class Generation:
         if self.sleeps:
             self.engine.wake()
         try:
-            answers = self._generate(prompts)
+            responses = self._generate(prompts)
         finally:
             if self.sleeps:
                 self.engine.sleep()
         release_free_memory()
-        return answers
+        return responses
 
     def close(self) -> None:
-        """End the engine, and what grades and talks beside it."""
+        """End the engine, the agent loops and the graders."""
         if self.loops is not None:
             self.loops.close()
         if self.grader is not None:

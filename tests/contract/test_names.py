@@ -8,16 +8,14 @@ import pytest
 from quadriga.algorithms.aggregate import LOSS_AGG_MODES
 from quadriga.algorithms.kl import KL_PENALTIES
 from quadriga.config.base import KLKind, LossAggMode
-from quadriga.config.rollout import RolloutConfig
 from quadriga.config.trainer import Tracker, TrainerConfig
 from quadriga.observe.tracking import BACKENDS
-from quadriga.trainer.build import ROLLOUT_ENGINES, TEAMS
+from quadriga.trainer.build import TEAMS
 
 PAIRS = {
     "loss_agg_mode": (LossAggMode, LOSS_AGG_MODES),
     "kl_loss_type and kl_penalty": (KLKind, KL_PENALTIES),
     "trainer.logger": (Tracker, BACKENDS),
-    "rollout.name": (RolloutConfig.model_fields["name"].annotation, ROLLOUT_ENGINES),
     "trainer.backend": (TrainerConfig.model_fields["backend"].annotation, TEAMS),
 }
 

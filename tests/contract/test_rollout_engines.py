@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from quadriga.errors import RolloutError
 from quadriga.models.attention import ATTENTION_NAME
 from quadriga.rollout import Completion, HFEngine, NativeEngine, RolloutEngine, SamplingParams, ScriptedEngine
-from quadriga.weight_sync import InProcessWeights, SharedWeights
+from quadriga.weight_sync import CopiedWeights, SharedWeights
 from quadriga.weight_sync.fingerprint import fingerprint
 
 EOS = 1
@@ -125,7 +125,7 @@ def test_asleep_and_awake(engine: RolloutEngine) -> None:
 def test_published_weights_arrive(engine: RolloutEngine) -> None:
     """Afterwards the engine holds the version and, if it has weights, answers as a model with them does."""
     trained = _model(ATTENTION_NAME, seed=1)
-    InProcessWeights().publish(trained.state_dict().items(), engine, version=5)
+    CopiedWeights().publish(trained.state_dict().items(), engine, version=5)
     assert engine.weight_version == 5
     if dict(engine.named_weights()):
         expected = NativeEngine(trained).generate_batch(PROMPTS, _params())
@@ -163,7 +163,7 @@ def test_a_text_ends_an_answer(engine: RolloutEngine) -> None:
 def test_a_text_needs_a_tokenizer(engine: RolloutEngine) -> None:
     """Without one the engine refuses and says what to do."""
     engine.tokenizer = None  # type: ignore[attr-defined]
-    with pytest.raises(RolloutError, match=r"stop texts, without a tokenizer.*tokenizer="):
+    with pytest.raises(RolloutError, match=r"stop strings, without a tokenizer.*tokenizer="):
         engine.generate_batch(PROMPTS, _params(stop=("x",)))
 
 

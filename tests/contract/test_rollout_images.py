@@ -27,7 +27,7 @@ from quadriga.rollout import (
     generate_sequences,
 )
 from quadriga.rollout.agent_loop import AgentLoop, generate_conversations, register
-from quadriga.rollout.base import EngineBase
+from quadriga.rollout.interface import EngineBase
 from tests.tiny_vision import vision_model
 from tests.vision_folder import FAMILIES, IMAGE, VIDEO, noise, picture, tiny_image_processor, tiny_model, tiny_tokenizer
 
@@ -176,7 +176,7 @@ class _Rendering(AgentLoop):
 
 def test_a_prompt_with_images_is_not_rendered_anew() -> None:
     config = RolloutConfig(name="hf", mode="async", agent={"default_agent_loop": "renders anew"})
-    with pytest.raises(RolloutError, match="row 0: got a prompt with images, to be rendered anew"):
+    with pytest.raises(RolloutError, match="row 0: got a prompt with images, to be rendered"):
         generate_conversations(
             ScriptedEngine(["w1"], tokenizer=tiny_tokenizer()), batch(), config=config, tokenizer=tiny_tokenizer(),
             prompt_length=WIDTH, response_length=6, seed=1,
@@ -184,12 +184,12 @@ def test_a_prompt_with_images_is_not_rendered_anew() -> None:
 
 
 class TextEngine(EngineBase):
-    """A user's engine, from before there were images."""
+    """A user's engine for text."""
 
     name = "mine"
 
-    def generate_batch(self, prompts, sampling) -> list[Completion]:
-        self._require_ready(prompts, sampling)
+    def generate_batch(self, prompts, sampling, images=None) -> list[Completion]:
+        self._require_ready(prompts, sampling, images)
         return [Completion([1], [0.0], "stop", 0) for _ in prompts]
 
 

@@ -18,9 +18,6 @@ from quadriga.observe.metrics import reduce_metrics
 from quadriga.protocol import DataProto
 from quadriga.single_controller import WorkerPlace, placed
 from quadriga.workers import ActorRolloutRefWorker
-from quadriga.workers.base import RunFacts
-
-FACTS = RunFacts(rollout_engine="quadriga.workers.rollouts:native")
 
 
 def make_config(folder: Path, dtype: str, use_checkpointing: bool) -> Config:
@@ -56,7 +53,7 @@ def make_worker(
     backend = Tokenizer(models.WordLevel({f"w{number}": number for number in range(97)}, unk_token="w2"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="w0", eos_token="w1", unk_token="w2")
     with placed(place):
-        worker = ActorRolloutRefWorker(make_config(folder, dtype, use_checkpointing), tokenizer, FACTS)
+        worker = ActorRolloutRefWorker(make_config(folder, dtype, use_checkpointing), tokenizer)
     return worker, worker.init_model()
 
 

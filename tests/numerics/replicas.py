@@ -35,7 +35,6 @@ from quadriga.protocol import DataProto
 from quadriga.single_controller import WorkerPlace, placed
 from quadriga.trainer.responses import repeat_prompts
 from quadriga.workers import ActorRolloutRefWorker
-from quadriga.workers.base import RunFacts
 
 CPU, MICRO = torch.device("cpu"), MicroBatching(None, 30)
 # With a large eps AdamW moves weights in proportion to the gradient: a rounding error stays one.
@@ -186,7 +185,7 @@ def work(folder: Path, place: WorkerPlace, count: int) -> dict[str, Any]:
         trainer={"device": "cpu"},
     )
     with placed(place):
-        worker = ActorRolloutRefWorker(config, tokenizer, RunFacts("quadriga.workers.rollouts:native"))
+        worker = ActorRolloutRefWorker(config, tokenizer)
     worker.init_model()
     input_ids = torch.tensor([[0, 0, 5, 6], [7, 8, 9, 3], [0, 4, 4, 4]])
     attention = (input_ids != 0).long()

@@ -18,7 +18,7 @@ from quadriga.errors import RolloutError
 from quadriga.models.scorers import PolicyScorer
 from quadriga.protocol.memory import images_key
 from quadriga.rollout import Completion, NativeEngine, SamplingParams
-from quadriga.rollout.base import Images
+from quadriga.rollout.interface import Images
 from quadriga.rollout.native.engine import bytes_per_token
 from quadriga.rollout.native.network import Network, PlainNetwork
 from tests.numerics.vision_batch import RESPONSE_WIDTH, Row, vision_batch, vision_rows

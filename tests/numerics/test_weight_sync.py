@@ -15,10 +15,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from quadriga.config import Layout
 from quadriga.engines.process_group import ALONE
 from quadriga.models.load import load_causal_lm
-from quadriga.weight_sync.buckets import SHARES
+from quadriga.weight_sync.broadcast import SHARES
 from tests.numerics import weight_layouts
 from tests.numerics.launching import run_ranks
-from tests.numerics.weight_layouts import BUCKET_BYTES, CASES, ROLLOUTS, make_engine, outgoing
+from tests.numerics.weight_layouts import BUCKET_BYTES, CASES, ROLLOUTS, make_engine, published
 
 # What a fingerprint and a header need beside, however large the model: a few rows of sums, and the names.
 SMALL_THINGS = 256 << 10
@@ -56,7 +56,7 @@ def expected(folder: Path) -> dict[str, dict[str, Tensor]]:
         for name in ("tied", "untied")
     }
     engine, ways = make_engine(folder, "lora", Layout(), ALONE), ("lora", "lora beside", "lora alone")
-    found = {way: {name: tensor.clone() for name, tensor in outgoing(engine, way)} for way in ways}
+    found = {way: {name: tensor.clone() for name, tensor in published(engine, way)} for way in ways}
     assert found["lora beside"].keys() == found["lora"].keys() | found["lora alone"].keys()
     return models | found
 

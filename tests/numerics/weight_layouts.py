@@ -9,6 +9,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -25,8 +26,7 @@ from quadriga.models.lora import add_adapter
 from quadriga.models.scorers import PolicyScorer
 from quadriga.models.weight_files import open_weights
 from quadriga.single_controller import WorkerPlace
-from quadriga.weight_sync import Address, Fingerprint, WeightReceiver, WeightSender, connect, fingerprint, offer
-from quadriga.weight_sync.elsewhere import drain
+from quadriga.weight_sync import Address, Fingerprint, WeightReceiver, WeightSender, fingerprint
 
 CPU = torch.device("cpu")
 BUCKET_BYTES = 2 << 20
@@ -96,7 +96,7 @@ def make_engine(folder: Path, model: str, layout: Layout, world: ProcessGroup) -
     )
 
 
-def outgoing(engine: FSDPEngine, model: str) -> Iterator[tuple[str, Tensor]]:
+def published(engine: FSDPEngine, model: str) -> Iterator[tuple[str, Tensor]]:
     """What is sent of a model: its weights, an adapter merged into them; the adapter beside them, or alone."""
     if model.startswith("lora "):
         return engine.adapter_weights(with_frozen=model == "lora beside")
@@ -146,15 +146,21 @@ def train(folder: Path, name: str, world: ProcessGroup) -> None:
     """Send the weights of one case, and write what it took."""
     layout, model = CASES[name]
     engine = make_engine(folder, model, layout, world)
-    shapes = {name: list(tensor.shape) for name, tensor in outgoing(engine, model)}
+    shapes = {name: list(tensor.shape) for name, tensor in published(engine, model)}
     sender = None
     if world.is_first:
-        end, address = offer("broadcast", "localhost", len(ROLLOUTS), CPU)
-        sender = WeightSender(end, BUCKET_BYTES)
-        tell(folder / f"{name}.address", {"address": [address.kind, address.place, 2], "shapes": shapes})
-    work = (lambda: sender.send(outgoing(engine, model), 1)) if sender else (lambda: drain(outgoing(engine, model)))
+        sender = WeightSender("localhost", len(ROLLOUTS), CPU, BUCKET_BYTES)
+        tell(folder / f"{name}.address", {"address": asdict(sender.address), "shapes": shapes})
+
+    def work() -> None:
+        weights = published(engine, model)
+        if sender is not None:
+            sender.publish(weights, 1)
+        for _ in weights:
+            pass
+
     peak = peak_bytes(work)
-    naive = peak_bytes(lambda: dict(outgoing(engine, model)))
+    naive = peak_bytes(lambda: dict(published(engine, model)))
     tell(folder / f"{name}.{world.rank}.memory", {"peak": peak, "whole copy": naive})
 
 
@@ -163,7 +169,7 @@ def roll_out(folder: Path, name: str, rank: int) -> None:
     facts = told(folder / f"{name}.address")
     target = Rollout(torch.bfloat16 if rank == ROLLOUTS[0] else torch.float32)
     target.prepare(facts["shapes"])
-    receiver = WeightReceiver(connect(Address(*facts["address"]), rank - ROLLOUTS[0], CPU))
+    receiver = WeightReceiver(Address(**facts["address"]), rank - ROLLOUTS[0], CPU)
     peak = peak_bytes(lambda: receiver.receive(target, 1))
     torch.save(target.weights, folder / f"{name}.{rank}.pt")
     tell(folder / f"{name}.{rank}.memory", {"peak": peak})

@@ -4,13 +4,17 @@
 import signal
 from collections.abc import Iterator
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
+from quadriga.config import load_config
 from quadriga.rollout.manifest import Manifest
-from quadriga.rollout.sglang.core import Limits
-from quadriga.rollout.sglang.engine import SGLangEngine, SGLangOptions
+from quadriga.rollout.setup import EngineSetup
+from quadriga.rollout.sglang.engine import Limits, SGLangEngine, sglang_arguments
+from quadriga.rollout.sglang.process import SGLangProcess
 from quadriga.rollout.sglang.receiver import LOADER
 from quadriga.rollout.sglang.server import SGLangServer
 from small_models import EOS, model, save
@@ -38,25 +42,19 @@ def limits() -> Limits:
 
 
 @pytest.fixture(scope="session")
-def options(folder: str, limits: Limits) -> SGLangOptions:
-    """A small engine without weights."""
-    return SGLangOptions(
-        path=folder,
-        dtype=torch.float32,
-        device="cpu",
-        limits=limits,
-        max_num_seqs=32,
-        max_num_batched_tokens=1024,
-        cache_tokens=8192,
-        is_eager=True,
-        has_weights=False,
-    )
+def arguments(folder: str, limits: Limits) -> dict[str, Any]:
+    """Of a small engine without weights."""
+    sizes = {"max_num_seqs": 32, "max_num_batched_tokens": 1024, "enforce_eager": True}
+    words = [f"actor_rollout_ref.rollout.{key}={value}" for key, value in sizes.items()]
+    config = load_config([f"actor_rollout_ref.model.path={folder}", *words]).config
+    setup = EngineSetup(config, AutoTokenizer.from_pretrained(folder), {}, torch.device("cpu"), torch.float32)
+    return sglang_arguments(setup, limits, cache_tokens=8192)
 
 
 @pytest.fixture(scope="session")
-def beside(options: SGLangOptions) -> Iterator[SGLangEngine]:
-    """An engine beside this process."""
-    one = SGLangEngine(options)
+def beside(limits: Limits, arguments: dict[str, Any]) -> Iterator[SGLangEngine]:
+    """An engine in processes of its own."""
+    one = SGLangEngine(limits, SGLangProcess(arguments))
     yield one
     one.close()
 
@@ -78,8 +76,8 @@ def process(folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 
 
 @pytest.fixture(scope="session")
-def at_server(process: Server, limits: Limits) -> Iterator[SGLangServer]:
+def at_server(process: Server, limits: Limits) -> Iterator[SGLangEngine]:
     """An engine at that server."""
-    one = SGLangServer(process[0], limits)
+    one = SGLangEngine(limits, SGLangServer(process[0], max_model_len=limits.max_model_len))
     yield one
     one.close()

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from quadriga.errors import RolloutError, WeightSyncError
-from quadriga.rollout.base import SamplingParams
-from quadriga.rollout.sglang.core import SGLangBase
-from quadriga.weight_sync import InProcessWeights
+from quadriga.rollout.interface import SamplingParams
+from quadriga.rollout.sglang.engine import SGLangEngine
+from quadriga.weight_sync import CopiedWeights
 from small_models import EOS, greedy, model
 from small_servers import require_coming_and_going
 
@@ -20,17 +20,17 @@ GREEDY = SamplingParams(max_tokens=20, temperature=0.0)
 
 
 @pytest.fixture(scope="module", params=["beside", "at_server"])
-def engine(request: pytest.FixtureRequest) -> SGLangBase:
+def engine(request: pytest.FixtureRequest) -> SGLangEngine:
     """One after the other; each test publishes the weights that it needs."""
     return request.getfixturevalue(request.param)
 
 
-def publish(engine: SGLangBase, seed: int, version: int) -> None:
+def publish(engine: SGLangEngine, seed: int, version: int) -> None:
     """The weights of a seed; whatever reaches SGLang in another form is an error."""
-    InProcessWeights().publish(model(seed).named_parameters(), engine, version)
+    CopiedWeights().publish(model(seed).named_parameters(), engine, version)
 
 
-def require_greedy_of(engine: SGLangBase, seed: int) -> None:
+def require_greedy_of(engine: SGLangEngine, seed: int) -> None:
     """Tokens are transformers', log-probabilities close to those, in float32."""
     for prompt, found in zip(PROMPTS, engine.generate_batch(PROMPTS, [GREEDY] * len(PROMPTS)), strict=True):
         tokens, log_probs = greedy(model(seed), prompt, 20)
@@ -39,13 +39,13 @@ def require_greedy_of(engine: SGLangBase, seed: int) -> None:
         assert found.sampling_log_probs == found.log_probs
 
 
-def test_without_weights_it_generates_nothing(engine: SGLangBase) -> None:
+def test_without_weights_it_generates_nothing(engine: SGLangEngine) -> None:
     """SGLang's own are random, or of whoever started the server."""
     with pytest.raises(RolloutError, match="not loaded completely"):
         engine.generate_batch(PROMPTS[:1], [GREEDY])
 
 
-def test_new_weights_are_used(engine: SGLangBase) -> None:
+def test_new_weights_are_used(engine: SGLangEngine) -> None:
     """There and back; a prompt that was answered before is answered anew."""
     for version, seed in enumerate((0, 1, 0), start=1):
         publish(engine, seed, version)
@@ -53,7 +53,7 @@ def test_new_weights_are_used(engine: SGLangBase) -> None:
         assert engine.weight_version == version
 
 
-def test_log_probs_of_training(engine: SGLangBase) -> None:
+def test_log_probs_of_training(engine: SGLangEngine) -> None:
     """Also with a filter they are those of the logits divided by the temperature."""
     publish(engine, 0, 1)
     params = SamplingParams(max_tokens=24, temperature=0.7, top_k=5, ignore_eos=True)
@@ -67,7 +67,7 @@ def test_log_probs_of_training(engine: SGLangBase) -> None:
         assert found.sampling_log_probs == []
 
 
-def test_requests_come_and_go(engine: SGLangBase) -> None:
+def test_requests_come_and_go(engine: SGLangEngine) -> None:
     """See `require_coming_and_going`; the engine goes on as before."""
     publish(engine, 0, 1)
     endless = SamplingParams(max_tokens=950, ignore_eos=True)
@@ -75,7 +75,7 @@ def test_requests_come_and_go(engine: SGLangBase) -> None:
     require_greedy_of(engine, 0)
 
 
-def test_incomplete_streams_are_refused(engine: SGLangBase) -> None:
+def test_incomplete_streams_are_refused(engine: SGLangEngine) -> None:
     """SGLang would go on with what it has; we do not, and the next whole set is fine."""
     pairs = [(name, tensor.detach()) for name, tensor in model(1).named_parameters()]
     streams = {
@@ -92,7 +92,7 @@ def test_incomplete_streams_are_refused(engine: SGLangBase) -> None:
     require_greedy_of(engine, 1)
 
 
-def test_a_changed_tensor_is_named(engine: SGLangBase, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_tensor_is_named(engine: SGLangEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """One number of one tensor changes on its way: both sides' fingerprints differ, and nothing is generated."""
     send = engine._ask
     name = "model.layers.1.mlp.down_proj.weight"
@@ -123,7 +123,7 @@ def changed(payload: bytes, name: str) -> bytes:
     return pickle.dumps(bucket)
 
 
-def test_nan_is_an_error(engine: SGLangBase) -> None:
+def test_nan_is_an_error(engine: SGLangEngine) -> None:
     """And what it left in the cache does not reach the answers of good weights."""
     bad = [(name, torch.full_like(tensor, torch.nan).detach()) for name, tensor in model(0).named_parameters()]
     engine.load_weights(bad, 1)

@@ -14,10 +14,11 @@ import pytest
 from transformers import AutoTokenizer
 
 from quadriga.errors import RolloutError
-from quadriga.rollout.base import Completion, SamplingParams
-from quadriga.rollout.sglang.engine import SGLangEngine, SGLangOptions
-from quadriga.rollout.sglang.library import require_version
-from quadriga.weight_sync import InProcessWeights
+from quadriga.rollout.interface import Completion, SamplingParams
+from quadriga.rollout.sglang.engine import SGLangEngine
+from quadriga.rollout.sglang.host import require_version
+from quadriga.rollout.sglang.process import SGLangProcess
+from quadriga.weight_sync import CopiedWeights
 from small_models import greedy, model
 
 LONG = [2 + number * 7 % 250 for number in range(200)]
@@ -31,7 +32,7 @@ def engine(beside: SGLangEngine) -> SGLangEngine:
 
 
 def _publish(engine: SGLangEngine, seed: int, version: int) -> None:
-    InProcessWeights().publish(model(seed).named_parameters(), engine, version)
+    CopiedWeights().publish(model(seed).named_parameters(), engine, version)
 
 
 def test_abort_from_another_thread(engine: SGLangEngine) -> None:
@@ -104,24 +105,24 @@ def test_versions_that_are_refused(found: str) -> None:
         require_version(found)
 
 
-def test_bad_settings_are_told_in_sglangs_words(options: SGLangOptions) -> None:
+def test_bad_settings_are_told_in_sglangs_words(arguments: dict[str, Any]) -> None:
     """An option that does not exist."""
     with pytest.raises(RolloutError, match=r"at its start.*no_such_option"):
-        SGLangEngine(replace(options, extra={"no_such_option": 1}))
+        SGLangProcess(arguments | {"no_such_option": 1})
 
 
 def test_an_engine_that_dies_ends_its_requests_with_the_reason(engine: SGLangEngine) -> None:
     """In the middle of a batch: nobody waits for ever, this process lives on, and later requests are refused."""
     _publish(engine, 0, 1)
     endless = SamplingParams(max_tokens=700, ignore_eos=True)
-    bystander, family = psutil.Popen(["sleep", "600"]), [psutil.Process(engine.process.pid)]
+    bystander, family = psutil.Popen(["sleep", "600"]), [psutil.Process(engine.connection.process.pid)]
 
     async def scene() -> list[Completion | BaseException]:
         tasks = [
             asyncio.create_task(engine.generate(prompt, endless)) for prompt in [[5, 6, 7], [8], [9, 10], [11] * 30]
         ]
         await asyncio.sleep(0.1)
-        family.extend(psutil.Process(engine.process.pid).children(recursive=True))
+        family.extend(psutil.Process(engine.connection.process.pid).children(recursive=True))
         [scheduler] = [one for one in family if "scheduler" in one.name()]
         os.kill(scheduler.pid, signal.SIGKILL)
         return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)

@@ -8,24 +8,24 @@ from dataclasses import replace
 import pytest
 
 from quadriga.errors import RolloutError
-from quadriga.rollout.base import SamplingParams
-from quadriga.rollout.sglang.core import Limits
+from quadriga.rollout.interface import SamplingParams
+from quadriga.rollout.sglang.engine import SGLangEngine
 from quadriga.rollout.sglang.server import SGLangServer
 
 
-def test_what_the_server_says_of_itself(at_server: SGLangServer) -> None:
+def test_what_the_server_says_of_itself(at_server: SGLangEngine) -> None:
     """Without an accelerator SGLang draws by no seed, and it is not pretended that it does."""
-    assert not at_server.limits.has_seeds
-    assert at_server.limits.num_processes == 1
+    assert not at_server.connection.has_seeds
+    assert at_server.connection.num_processes == 1
 
 
-def test_a_server_whose_limit_is_too_low(process, limits: Limits) -> None:
+def test_a_server_whose_limit_is_too_low(process) -> None:
     """It would cut answers."""
     with pytest.raises(RolloutError, match="--context-length 1008, expected more than 1008"):
-        SGLangServer(process[0], replace(limits, max_model_len=1008))
+        SGLangServer(process[0], max_model_len=1008)
 
 
-def test_memory_is_given_back_and_taken_again(at_server: SGLangServer) -> None:
+def test_memory_is_given_back_and_taken_again(at_server: SGLangEngine) -> None:
     """The calls are the server's; how much memory they free shows on accelerators only."""
     at_server.limits, limits = replace(at_server.limits, can_sleep=True), at_server.limits
     at_server.sleep()
@@ -34,13 +34,13 @@ def test_memory_is_given_back_and_taken_again(at_server: SGLangServer) -> None:
 
 
 @pytest.mark.parametrize("url", ["localhost:30000", "http://", ""])
-def test_no_address(url: str, limits: Limits) -> None:
+def test_no_address(url: str) -> None:
     """An address without a scheme or a host."""
     with pytest.raises(RolloutError, match="expected an address"):
-        SGLangServer(url, limits)
+        SGLangServer(url, max_model_len=20)
 
 
-def test_a_server_that_is_gone(at_server: SGLangServer, process) -> None:
+def test_a_server_that_is_gone(at_server: SGLangEngine, process) -> None:
     """Its requests end with an error that names it."""
     url, running = process
     os.killpg(running.pid, signal.SIGKILL)
@@ -50,4 +50,4 @@ def test_a_server_that_is_gone(at_server: SGLangServer, process) -> None:
         at_server.generate_batch([[5, 6]], [SamplingParams(max_tokens=3)])
     assert url in str(caught.value)
     with pytest.raises(RolloutError, match="does not answer"):
-        SGLangServer(url, at_server.limits)
+        SGLangServer(url, max_model_len=20)

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
-from quadriga.rollout.manifest import Manifest
-from quadriga.rollout.vllm.core import MIB, VLLMOptions
-from small_models import EOS, model, save
+from quadriga.config import load_config
+from quadriga.rollout.setup import EngineSetup
+from quadriga.rollout.vllm.engine import VLLMEngine
+from small_models import model, save
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -28,22 +30,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
-def options(folder: str) -> Callable[..., VLLMOptions]:
-    """Settings for the model of seed 0; changed by keyword."""
+def start(folder: str) -> Callable[..., Any]:
+    """`start(**rollout)`: an engine on the model of seed 0, with these settings of the rollout, in float32."""
 
-    def make(**changes: Any) -> VLLMOptions:
-        own = {
-            "path": folder,
-            "dtype": torch.float32,
-            "max_model_len": 320,
-            "manifest": Manifest.of(model(0)),
-            "eos_token_ids": (EOS,),
-            "max_num_seqs": 32,
-            "max_num_batched_tokens": 1024,
-            "cache_bytes": 32 * MIB,
-            "bucket_bytes": MIB // 8,
-            "extra": {"block_size": 32},
-        }
-        return VLLMOptions(**own | changes)
+    def make(
+        kind: type[VLLMEngine] = VLLMEngine,
+        path: str = folder,
+        model: dict[str, Any] | None = None,
+        extra: dict[str, Any] | None = None,
+        data: dict[str, Any] | None = None,
+        **rollout: Any,
+    ) -> VLLMEngine:
+        sizes = {"max_model_len": 320, "max_num_seqs": 32, "max_num_batched_tokens": 1024, "cache_gigabytes": 1 / 32}
+        words = [f"actor_rollout_ref.rollout.{key}={value}" for key, value in (sizes | rollout).items()]
+        words += [f"actor_rollout_ref.model.{key}={value}" for key, value in ({"path": path} | (model or {})).items()]
+        words += [f"data.{key}={value}" for key, value in (data or {}).items()]
+        config = load_config(["actor_rollout_ref.rollout.name=vllm", *words]).config
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        options = {"block_size": 32} | (extra or {})
+        engine = kind.from_config(EngineSetup(config, tokenizer, options, torch.device("cpu"), torch.float32))
+        assert isinstance(engine, VLLMEngine)
+        engine.bucket_bytes = (1 << 20) // 8  # the model needs several
+        return engine
 
     return make

@@ -12,14 +12,14 @@ from transformers import PreTrainedModel
 from quadriga.config import ModelConfig
 from quadriga.models.adapter_files import base_name, is_factor, write_factors
 from quadriga.models.lora import add_adapter, write_adapter_config
-from quadriga.rollout.adapter import Adapter
 from small_models import model
+
+LORA = {"lora_rank": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]}
 
 
 def section(**changes: Any) -> ModelConfig:
     """All kinds of modules: packed ones with and without each of their parts, and others."""
-    own = {"lora_rank": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]}
-    return ModelConfig(**own | changes)
+    return ModelConfig(**LORA | changes)
 
 
 def adapted(seed: int, dtype: torch.dtype = torch.float32, size: float = 0.3, **changes: Any) -> PreTrainedModel:
@@ -49,8 +49,3 @@ def by_peft(one: PreTrainedModel, folder: Path) -> PeftModel:
     write_adapter_config(one, folder)
     write_factors(folder, {name: tensor.detach() for name, tensor in one.named_parameters() if is_factor(name)})
     return PeftModel.from_pretrained(model(0), folder).eval()
-
-
-def adapter(**changes: Any) -> Adapter:
-    """Without values."""
-    return Adapter.of(adapted(0, **changes))

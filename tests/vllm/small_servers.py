@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from quadriga.rollout.base import Completion, RolloutEngine, SamplingParams
+from quadriga.rollout.interface import Completion, RolloutEngine, SamplingParams
 
 LIMIT_S = 240.0
 END_S = 60.0

@@ -10,11 +10,9 @@ import psutil
 import pytest
 
 from quadriga.errors import RolloutError
-from quadriga.rollout.base import Completion, SamplingParams
-from quadriga.rollout.vllm.async_engine import AsyncVLLMEngine
-from quadriga.rollout.vllm.core import VLLMBase
+from quadriga.rollout.interface import Completion, SamplingParams
 from quadriga.rollout.vllm.engine import VLLMEngine
-from quadriga.weight_sync import InProcessWeights
+from quadriga.weight_sync import CopiedWeights
 from small_models import EOS, greedy, model
 from small_servers import require_coming_and_going
 
@@ -30,10 +28,10 @@ def others() -> set[psutil.Process]:
 
 
 @pytest.fixture(scope="module")
-def engine(others: set[psutil.Process], options) -> Iterator[AsyncVLLMEngine]:
+def engine(others: set[psutil.Process], start) -> Iterator[VLLMEngine]:
     """One engine; the last test ends it."""
-    one = AsyncVLLMEngine(options(has_weights=False))
-    InProcessWeights().publish(model(0).named_parameters(), one, 1)
+    one = start(mode="async")
+    CopiedWeights().publish(model(0).named_parameters(), one, 1)
     yield one
     one.close()
 
@@ -42,37 +40,35 @@ def _cores() -> set[psutil.Process]:
     return {one for one in psutil.Process().children(recursive=True) if "EngineCore" in one.name()}
 
 
-def _require_greedy_of(engine: VLLMBase, seed: int) -> None:
+def _require_greedy_of(engine: VLLMEngine, seed: int) -> None:
     for prompt, found in zip(PROMPTS, engine.generate_batch(PROMPTS, [GREEDY] * len(PROMPTS)), strict=True):
         tokens, _ = greedy(model(seed), prompt, 20)
         assert (found.token_ids, found.finish_reason) == (tokens, "stop" if tokens[-1] == EOS else "length")
 
 
-def test_new_weights_are_used_at_once(engine: AsyncVLLMEngine) -> None:
+def test_new_weights_are_used_at_once(engine: VLLMEngine) -> None:
     """They travel in buckets that are smaller than the model, and smaller than its largest weight."""
     for version, seed in enumerate((1, 0), start=2):
-        InProcessWeights().publish(model(seed).named_parameters(), engine, version)
+        CopiedWeights().publish(model(seed).named_parameters(), engine, version)
         _require_greedy_of(engine, seed)
 
 
-def test_requests_come_and_go(engine: AsyncVLLMEngine) -> None:
+def test_requests_come_and_go(engine: VLLMEngine) -> None:
     """See `require_coming_and_going`; the engine goes on as before."""
     require_coming_and_going(engine, PROMPTS, LONG, pause_s=0.1)
     _require_greedy_of(engine, 0)
 
 
-def test_two_processes_hold_one_model(options) -> None:
+def test_two_processes_hold_one_model(start) -> None:
     """Tensor parallelism: both receive the weights, and the answers are those of one."""
-    engine = VLLMEngine(options(has_weights=False, num_processes=2))
+    engine = start(tensor_model_parallel_size=2)
     for version, seed in enumerate((0, 1), start=1):
-        InProcessWeights().publish(model(seed).named_parameters(), engine, version)
+        CopiedWeights().publish(model(seed).named_parameters(), engine, version)
         _require_greedy_of(engine, seed)
     engine.close()
 
 
-def test_an_engine_that_dies_ends_its_requests_with_the_reason(
-    engine: AsyncVLLMEngine, others: set[psutil.Process]
-) -> None:
+def test_an_engine_that_dies_ends_its_requests_with_the_reason(engine: VLLMEngine, others: set[psutil.Process]) -> None:
     """In the middle of a batch: nobody waits for ever, and later requests are refused as well."""
 
     async def scene() -> list[Completion | BaseException]:

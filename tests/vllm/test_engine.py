@@ -12,11 +12,11 @@ import torch
 from transformers import AutoTokenizer
 
 from quadriga.errors import RolloutError, WeightSyncError
-from quadriga.rollout.base import SamplingParams
-from quadriga.rollout.manifest import Manifest
+from quadriga.rollout.interface import SamplingParams
+from quadriga.rollout.vllm.cores import Core
 from quadriga.rollout.vllm.engine import VLLMEngine
 from quadriga.rollout.vllm.library import require_version
-from quadriga.weight_sync import InProcessWeights
+from quadriga.weight_sync import CopiedWeights
 from small_models import EOS, greedy, model, save
 
 LONG = [2 + number * 7 % 250 for number in range(200)]
@@ -24,17 +24,18 @@ PROMPTS = [[5, 6, 7], [8], [5, 6, 7], [9, 10, 11, 12, 13], LONG]
 
 
 @pytest.fixture(scope="module")
-def engine(options) -> Iterator[VLLMEngine]:
+def engine(start) -> Iterator[VLLMEngine]:
     """One engine for all tests; each that needs certain weights publishes them."""
-    one = VLLMEngine(options())
+    one = start()
+    _publish(one, 0)
     yield one
     one.close()
 
 
 @pytest.fixture(scope="module")
-def filtering(options) -> Iterator[VLLMEngine]:
+def filtering(start) -> Iterator[VLLMEngine]:
     """One that reports the model's own log-probabilities."""
-    one = VLLMEngine(options(log_probs_of="raw_logprobs"))
+    one = start(extra={"logprobs_mode": "raw_logprobs"})
     yield one
     one.close()
 
@@ -44,7 +45,7 @@ def _params(**changes: Any) -> list[SamplingParams]:
 
 
 def _publish(engine: VLLMEngine, seed: int, version: int = 1) -> None:
-    InProcessWeights().publish(model(seed).named_parameters(), engine, version)
+    CopiedWeights().publish(model(seed).named_parameters(), engine, version)
 
 
 def _require_greedy_of(engine: VLLMEngine, reference: Any) -> None:
@@ -69,14 +70,14 @@ def test_new_weights_are_used_at_once(engine: VLLMEngine) -> None:
         assert engine.weight_version == version
 
 
-def test_a_head_of_its_own(options, tmp_path) -> None:
+def test_a_head_of_its_own(start, tmp_path) -> None:
     """A model whose head is not tied, started without weights."""
     own = model(0, is_tied=False)
-    engine = VLLMEngine(options(path=save(own, tmp_path), manifest=Manifest.of(own), has_weights=False))
+    engine = start(path=save(own, tmp_path))
     with pytest.raises(RolloutError, match="not loaded completely"):
         engine.generate_batch(PROMPTS, _params())
     trained = model(3, is_tied=False)
-    InProcessWeights().publish(trained.named_parameters(), engine, 1)
+    CopiedWeights().publish(trained.named_parameters(), engine, 1)
     _require_greedy_of(engine, trained)
     engine.close()
 
@@ -157,18 +158,22 @@ def test_a_prompt_that_is_too_long(engine: VLLMEngine) -> None:
 class Meddling(VLLMEngine):
     """Changes one number of one weight on its way."""
 
-    def _ask(self, method: str, *args: Any, **given: Any) -> Any:
-        if args[:1] == ("load_tensor",) and given["args"][0] == "model.layers.1.mlp.down_proj.weight":
-            name, tensor = given["args"]
-            changed = tensor.clone()
-            changed[3, 5] += 1e-3
-            given = {"args": (name, changed)}
-        return super()._ask(method, *args, **given)
+    def _make_core(self) -> Core:
+        core = super()._make_core()
+        plain = core.ask
+
+        def ask(method: str, *args: Any, **given: Any) -> Any:
+            if args[:1] == ("load_tensor",) and given["args"][0] == "model.layers.1.mlp.down_proj.weight":
+                given["args"][1][3, 5] += 1e-3
+            return plain(method, *args, **given)
+
+        core.ask = ask  # pyrefly: ignore[bad-assignment]
+        return core
 
 
-def test_one_number_changed_on_the_way_is_seen(options) -> None:
+def test_one_number_changed_on_the_way_is_seen(start) -> None:
     """The error names the tensor, and the engine generates nothing with it."""
-    engine = Meddling(options())
+    engine = start(Meddling)
     with pytest.raises(WeightSyncError, match=r"1 of \d+ weights that differ: model.layers.1.mlp.down_proj.weight"):
         _publish(engine, 1)
     with pytest.raises(RolloutError, match="not loaded completely"):
@@ -235,16 +240,16 @@ def test_asleep(engine: VLLMEngine) -> None:
 
 def test_private_parts_are_there(engine: VLLMEngine) -> None:
     """This version still has what is used of it beyond its public interface."""
-    assert all(part.is_there for part in engine.private_parts), engine.private_parts
+    assert all(is_there for _, is_there, _ in engine.private_parts), engine.private_parts
 
 
-def test_bad_settings_are_told_in_vllms_words(options) -> None:
+def test_bad_settings_are_told_in_vllms_words(start) -> None:
     """A cache that one sequence does not fit into, and an option that does not exist."""
     with pytest.raises(RolloutError, match=r"at its start.*cache") as caught:
-        VLLMEngine(options(cache_bytes=1 << 15))
+        start(cache_gigabytes=2**-15)
     assert "cache_gigabytes" in str(caught.value)
     with pytest.raises(RolloutError, match=r"no_such_option"):
-        VLLMEngine(options(extra={"no_such_option": 1}))
+        start(extra={"no_such_option": 1})
 
 
 @pytest.mark.parametrize("found", ["", "0.29.3"])
@@ -254,9 +259,9 @@ def test_versions_that_are_refused(found: str) -> None:
         require_version(found)
 
 
-def test_more_prompts_than_one_pass_holds(options) -> None:
+def test_more_prompts_than_one_pass_holds(start) -> None:
     """Requests with seeds, of which vLLM would cut some at the end of a pass, and then fail on a CPU."""
-    engine = VLLMEngine(options(max_num_seqs=8, max_num_batched_tokens=64))
+    engine = start(max_num_seqs=8, max_num_batched_tokens=64)
     try:
         _publish(engine, 0)
         requests = [

@@ -2,7 +2,7 @@
 """vLLM on a model that sees: its answers are transformers', before and after new weights, in process and beside."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,9 @@ from quadriga.data import VisionProcessor, load_processor
 from quadriga.errors import RolloutError
 from quadriga.protocol.memory import images_key
 from quadriga.rollout import Completion, HFEngine, Images, SamplingParams
-from quadriga.rollout.manifest import Manifest
-from quadriga.rollout.vllm.async_engine import AsyncVLLMEngine
-from quadriga.rollout.vllm.core import MIB, VLLMOptions
 from quadriga.rollout.vllm.engine import VLLMEngine
-from quadriga.weight_sync import InProcessWeights
-from tests.vision_folder import EOS, noise, picture, tiny_model, tiny_tokenizer, write_vision_folder
+from quadriga.weight_sync import CopiedWeights
+from tests.vision_folder import noise, picture, tiny_model, tiny_tokenizer, write_vision_folder
 
 pytestmark = pytest.mark.skipif(
     find_spec("torchvision") is None, reason="no torchvision here: scripts/install-vllm installs it"
@@ -42,33 +39,34 @@ def family(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, family: str) -> Path:
+def pictures_folder(tmp_path_factory: pytest.TempPathFactory, family: str) -> Path:
     """The model of seed 0."""
     return write_vision_folder(tmp_path_factory.mktemp("seeing"), family)
 
 
 @pytest.fixture(scope="module")
-def options(folder: Path, family: str) -> VLLMOptions:
-    """An engine that starts without weights, and makes images smaller than the model's files say."""
-    return VLLMOptions(
-        path=str(folder), dtype=torch.float32, max_model_len=160, manifest=Manifest.of(tiny_model(family)),
-        eos_token_ids=(EOS,), max_num_seqs=8, max_num_batched_tokens=512, cache_bytes=32 * MIB, bucket_bytes=MIB // 8,
-        has_weights=False, image_options={"max_pixels": MAX_PIXELS}, extra={"block_size": 32},
-    )  # fmt: skip
+def small(start: Callable[..., VLLMEngine], pictures_folder: Path) -> Callable[..., VLLMEngine]:
+    """Starts an engine that makes images smaller than the model's files say."""
+
+    def make(**rollout: Any) -> VLLMEngine:
+        sizes = {"max_model_len": 160, "max_num_seqs": 8, "max_num_batched_tokens": 512}
+        return start(path=str(pictures_folder), data={"mm_processor_kwargs.max_pixels": MAX_PIXELS}, **sizes | rollout)
+
+    return make
 
 
 @pytest.fixture(scope="module")
-def engine(options: VLLMOptions) -> Iterator[VLLMEngine]:
+def engine(small: Callable[..., VLLMEngine]) -> Iterator[VLLMEngine]:
     """One for all tests of a family."""
-    one = VLLMEngine(options)
+    one = small()
     yield one
     one.close()
 
 
 @pytest.fixture(scope="module")
-def processor(folder: Path) -> VisionProcessor:
+def processor(pictures_folder: Path) -> VisionProcessor:
     """As the data have it."""
-    found = load_processor(folder, options={"max_pixels": MAX_PIXELS})
+    found = load_processor(pictures_folder, options={"max_pixels": MAX_PIXELS})
     assert found is not None
     return found
 
@@ -100,13 +98,13 @@ def test_answers_are_transformers(engine: VLLMEngine, processor: VisionProcessor
     asked = requests(processor)
     for version, seed in enumerate((0, 1, 0), start=1):
         model = tiny_model(family, seed)
-        InProcessWeights().publish(model.named_parameters(), engine, version)
+        CopiedWeights().publish(model.named_parameters(), engine, version)
         require_equal(engine.generate_batch(*asked), HFEngine(model).generate_batch(*asked))
         assert engine.weight_version == version
 
 
 def test_seeds_and_images_decide(engine: VLLMEngine, processor: VisionProcessor, family: str) -> None:
-    InProcessWeights().publish(tiny_model(family).named_parameters(), engine, 9)
+    CopiedWeights().publish(tiny_model(family).named_parameters(), engine, 9)
     prompts, sampling, images = requests(processor, temperature=1.0)
     together = engine.generate_batch(prompts, sampling, images)
     assert prompts[0] == prompts[1] and together[0].log_probs != together[1].log_probs
@@ -115,9 +113,9 @@ def test_seeds_and_images_decide(engine: VLLMEngine, processor: VisionProcessor,
         assert alone[0].token_ids == together[row].token_ids
 
 
-def test_another_expansion_is_an_error(engine: VLLMEngine, folder: Path) -> None:
+def test_another_expansion_is_an_error(engine: VLLMEngine, pictures_folder: Path) -> None:
     """The data take larger images than the engine was told of."""
-    processor = load_processor(folder)
+    processor = load_processor(pictures_folder)
     assert processor is not None
     prompts, sampling, images = requests(processor)
     with pytest.raises(RolloutError, match=r"rollout\.name=vllm: got 98 tokens of a prompt with images.*expected 104"):
@@ -125,14 +123,14 @@ def test_another_expansion_is_an_error(engine: VLLMEngine, folder: Path) -> None
     assert len(engine.generate_batch(prompts[2:3], sampling[2:3])) == 1, "it goes on"
 
 
-def test_beside(options: VLLMOptions, processor: VisionProcessor, family: str) -> None:
+def test_beside(small: Callable[..., VLLMEngine], processor: VisionProcessor, family: str) -> None:
     """Weights over shared memory, requests awaited one by one."""
-    engine = AsyncVLLMEngine(options)
+    engine = small(mode="async")
     try:
         prompts, sampling, images = requests(processor)
         for version, seed in enumerate((0, 1), start=1):
             model = tiny_model(family, seed)
-            InProcessWeights().publish(model.named_parameters(), engine, version)
+            CopiedWeights().publish(model.named_parameters(), engine, version)
 
             async def ask() -> list[Completion]:
                 rows = zip(prompts, sampling, images, strict=True)

@@ -11,12 +11,11 @@ import torch
 
 from quadriga.errors import RolloutError, WeightSyncError
 from quadriga.models.adapter_files import AdapterFiles, write_factors
-from quadriga.rollout.base import SamplingParams
-from quadriga.rollout.vllm.async_engine import AsyncVLLMEngine
-from quadriga.rollout.vllm.core import VLLMBase, VLLMOptions
+from quadriga.rollout.interface import SamplingParams
+from quadriga.rollout.vllm.cores import Core
 from quadriga.rollout.vllm.engine import VLLMEngine
-from quadriga.weight_sync import InProcessWeights
-from small_adapters import adapted, adapter, by_peft, published
+from quadriga.weight_sync import CopiedWeights
+from small_adapters import LORA, adapted, by_peft, published
 from small_models import EOS, greedy, model
 
 LONG = [2 + number * 7 % 250 for number in range(200)]
@@ -24,19 +23,19 @@ PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], LONG]
 GREEDY = [SamplingParams(max_tokens=24, temperature=0.0)] * len(PROMPTS)
 UP = "model.layers.1.mlp.up_proj.lora_B.default.weight"
 
-Make = Callable[..., VLLMOptions]
+Make = Callable[..., VLLMEngine]
 
 
 @pytest.fixture(scope="module")
-def engine(options: Make) -> Iterator[VLLMEngine]:
+def engine(start: Make) -> Iterator[VLLMEngine]:
     """One in this process, with the frozen weights."""
-    one = VLLMEngine(options(has_weights=False, adapter=adapter()))
-    InProcessWeights().publish(published(adapted(0), with_frozen=True), one, 1)
+    one = start(model=LORA)
+    CopiedWeights().publish(published(adapted(0), with_frozen=True), one, 1)
     yield one
     one.close()
 
 
-def require_greedy_of(engine: VLLMBase, reference: Any) -> list[list[int]]:
+def require_greedy_of(engine: VLLMEngine, reference: Any) -> list[list[int]]:
     """Its tokens are the likeliest of the reference."""
     found = engine.generate_batch(PROMPTS, GREEDY)
     for prompt, one in zip(PROMPTS, found, strict=True):
@@ -46,9 +45,9 @@ def require_greedy_of(engine: VLLMBase, reference: Any) -> list[list[int]]:
     return [one.token_ids for one in found]
 
 
-def publish(engine: VLLMBase, seed: int, version: int) -> None:
+def publish(engine: VLLMEngine, seed: int, version: int) -> None:
     """The adapter alone."""
-    InProcessWeights().publish(published(adapted(seed), with_frozen=False), engine, version)
+    CopiedWeights().publish(published(adapted(seed), with_frozen=False), engine, version)
 
 
 def test_greedy_is_peft(engine: VLLMEngine, tmp_path: Path) -> None:
@@ -67,20 +66,19 @@ def test_each_publication_is_new(engine: VLLMEngine, monkeypatch: pytest.MonkeyP
 
     Nothing is left behind: vLLM has one adapter, and no folder stays.
     """
-    ask = engine._ask
+    ask = engine.core.ask
 
     def keeps_its_cache(method: str, *args: Any, **given: Any) -> Any:
         return True if method == "reset_prefix_cache" else ask(method, *args, **given)
 
     expected = {seed: require_known(engine, seed, 10 + seed) for seed in (1, 2)}
-    monkeypatch.setattr(engine, "_ask", keeps_its_cache)
-    monkeypatch.setattr(engine._slot, "_ask", keeps_its_cache)
+    monkeypatch.setattr(engine.core, "ask", keeps_its_cache)
     numbers = set()
     for version in range(20, 40):
         publish(engine, 1 + version % 2, version)
         found = engine.generate_batch(PROMPTS, GREEDY)
         assert [one.token_ids for one in found] == expected[1 + version % 2], version
-        held = engine._ask("list_loras")
+        held = ask("list_loras")
         assert len(held) == 1
         numbers |= held
         assert not Path(engine._slot.request.lora_path).exists()
@@ -109,15 +107,22 @@ class Meddling(VLLMEngine):
 
     when = "adapter_marks"
 
-    def _ask(self, method: str, *args: Any, **given: Any) -> Any:
-        if method == "collective_rpc" and args[0] == "adapter_marks" and self.when == args[0]:
-            self._meddle(given["args"][0])
-        if method == "add_lora" and self.when == method:
-            self._meddle(args[0].lora_path)
-        found = super()._ask(method, *args, **given)
-        if method == "add_lora" and self.when == "remove_lora":
-            super()._ask(self.when, args[0].lora_int_id)
-        return found
+    def _make_core(self) -> Core:
+        core = super()._make_core()
+        plain = core.ask
+
+        def ask(method: str, *args: Any, **given: Any) -> Any:
+            if method == "collective_rpc" and args[0] == "adapter_marks" and self.when == args[0]:
+                self._meddle(given["args"][0])
+            if method == "add_lora" and self.when == method:
+                self._meddle(args[0].lora_path)
+            found = plain(method, *args, **given)
+            if method == "add_lora" and self.when == "remove_lora":
+                plain(self.when, args[0].lora_int_id)
+            return found
+
+        core.ask = ask  # pyrefly: ignore[bad-assignment]
+        return core
 
     def _meddle(self, folder: str) -> None:
         files = AdapterFiles(Path(folder))
@@ -126,10 +131,10 @@ class Meddling(VLLMEngine):
         write_factors(Path(folder), factors)
 
 
-def test_another_adapter_than_was_sent_is_seen(options: Make, tmp_path: Path) -> None:
+def test_another_adapter_than_was_sent_is_seen(start: Make, tmp_path: Path) -> None:
     """Changed before vLLM's processes read it, changed when vLLM reads it, gone afterwards; then all is well again."""
-    engine = Meddling(options(has_weights=False, adapter=adapter()))
-    sync = InProcessWeights()
+    engine = start(Meddling, model=LORA)
+    sync = CopiedWeights()
     told = {
         "adapter_marks": rf"1 of \d+ weights that differ: {UP}",
         "add_lora": rf"process 0: got 1 matrices that no layer of vLLM's holds: {UP}",
@@ -172,10 +177,9 @@ def test_an_incomplete_adapter_is_refused(engine: VLLMEngine, tmp_path: Path, ch
     require_greedy_of(engine, by_peft(adapted(1), tmp_path / "peft"))
 
 
-def test_the_frozen_weights_come_first(options: Make) -> None:
+def test_the_frozen_weights_come_first(start: Make) -> None:
     """An adapter alone is no complete set of weights; one of a rank that vLLM has no room for is given more."""
-    config = adapter(lora_rank=9, target_modules="all-linear")
-    engine = VLLMEngine(options(adapter=config))
+    engine = start(model=LORA | {"lora_rank": 9, "target_modules": "all-linear"})
     with pytest.raises(RolloutError, match="not loaded completely"):
         engine.generate_batch(PROMPTS, GREEDY)
     one = adapted(3, size=0.1, lora_rank=9, target_modules="all-linear")
@@ -194,12 +198,13 @@ def test_asleep(engine: VLLMEngine, tmp_path: Path) -> None:
     require_greedy_of(engine, by_peft(adapted(2), tmp_path / "peft"))
 
 
-@pytest.mark.parametrize("kind", [AsyncVLLMEngine, VLLMEngine], ids=["beside", "two processes"])
-def test_in_processes_of_their_own(options: Make, tmp_path: Path, kind: type[VLLMBase]) -> None:
+@pytest.mark.parametrize(
+    "place", [{"mode": "async"}, {"tensor_model_parallel_size": 2}], ids=["beside", "two processes"]
+)
+def test_in_processes_of_their_own(start: Make, tmp_path: Path, place: dict[str, Any]) -> None:
     """Beside this one, and in two that share the layers: with the frozen weights at first, then without."""
-    num_processes = 2 if kind is VLLMEngine else 1
-    engine = kind(options(has_weights=False, adapter=adapter(), num_processes=num_processes))
-    sync = InProcessWeights()
+    engine = start(model=LORA, **place)
+    sync = CopiedWeights()
     for version, seed in enumerate((1, 2), start=1):
         sync.publish(published(adapted(seed), with_frozen=version == 1), engine, version)
         sync.verify(engine, version)

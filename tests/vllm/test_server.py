@@ -5,13 +5,14 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from quadriga.errors import RolloutError
-from quadriga.rollout.base import SamplingParams
 from quadriga.rollout.http import HTTPEngine
+from quadriga.rollout.interface import SamplingParams
 from small_models import EOS, greedy, model
 from small_servers import Server, serving
 
@@ -34,7 +35,7 @@ def server(folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
 
 def test_it_answers_as_the_engine_in_this_process_does(server) -> None:
     """Greedy tokens are transformers', log-probabilities those of training, stop tokens ours."""
-    engine = HTTPEngine([server[0]], "small", eos_token_ids=(EOS,), log_probs_of="processed_logprobs")
+    engine = HTTPEngine([server[0]], "small", eos_token_ids=(EOS,), logprobs_mode="processed_logprobs")
     params = [SamplingParams(max_tokens=20, temperature=0.0)] * len(PROMPTS)
     for prompt, found in zip(PROMPTS, engine.generate_batch(PROMPTS, params), strict=True):
         tokens, log_probs = greedy(model(0), prompt, 20)
@@ -64,8 +65,9 @@ def test_a_server_that_dies_in_the_middle_of_a_batch(server) -> None:
     url, process = server
     engine = HTTPEngine([url], "small", eos_token_ids=(EOS,))
     os.killpg(process.pid, signal.SIGSTOP)  # on a busy machine it could be done before it is killed
+    threads = ThreadPoolExecutor(4)
     running = [
-        engine._pool.submit(engine.generate_batch, [[5, 6]], [SamplingParams(max_tokens=300, seed=1, ignore_eos=True)])
+        threads.submit(engine.generate_batch, [[5, 6]], [SamplingParams(max_tokens=300, seed=1, ignore_eos=True)])
         for _ in range(4)
     ]
     time.sleep(0.2)

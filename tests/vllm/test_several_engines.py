@@ -14,9 +14,9 @@ from transformers import AutoTokenizer
 
 from quadriga.config import load_config
 from quadriga.rollout import Balancer
-from quadriga.rollout.base import Completion, SamplingParams
-from quadriga.workers import rollouts
-from quadriga.workers.elsewhere import ActorElsewhere
+from quadriga.rollout.interface import Completion, SamplingParams
+from quadriga.weight_sync import CopiedWeights
+from quadriga.workers.rollout_engines import make_rollout_engine
 from small_models import greedy, model
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -41,12 +41,12 @@ def test_requests_are_balanced_and_those_of_an_engine_that_dies_move(folder: str
         f"{ROLLOUT}.max_num_seqs=32",
         f"+{ROLLOUT}.engine_kwargs.vllm.block_size=32",
     ]
-    elsewhere = ActorElsewhere(torch.device("cpu"), torch.float32)
-    rollout = rollouts.vllm(load_config(options).config, elsewhere, AutoTokenizer.from_pretrained(folder))
-    engine = rollout.engine
+    config, tokenizer = load_config(options).config, AutoTokenizer.from_pretrained(folder)
+    engine = make_rollout_engine(config, tokenizer, device=torch.device("cpu"), dtype=torch.float32)
+    weights = CopiedWeights()
     assert isinstance(engine, Balancer) and len(cores() - before) == 2
-    assert "requests balanced over 2 engines, each: vllm" in rollout.description
-    rollout.weights.publish(model(0).named_parameters(), engine, 1)
+    assert "requests balanced over 2 engines, each: vllm" in engine.description
+    weights.publish(model(0).named_parameters(), engine, 1)
 
     async def answers(*, kills: bool) -> list[Completion]:
         tasks = [asyncio.create_task(engine.generate(*request)) for request in REQUESTS]
@@ -63,8 +63,8 @@ def test_requests_are_balanced_and_those_of_an_engine_that_dies_move(folder: str
     assert engine.alive == [1] and engine.in_flight == [0, 0]
     engine.sleep()
     engine.wake()
-    rollout.weights.publish(model(1).named_parameters(), engine, 2)
-    rollout.weights.verify(engine, 2)
+    weights.publish(model(1).named_parameters(), engine, 2)
+    weights.verify(engine, 2)
     likeliest = SamplingParams(max_tokens=20, temperature=0.0)
     prompts = [prompt for prompt, _ in REQUESTS]
     found = engine.generate_batch(prompts, [likeliest] * len(prompts))

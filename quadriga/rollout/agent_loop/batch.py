@@ -19,7 +19,7 @@ from quadriga.protocol import DataProto
 from quadriga.protocol.columns import object_array
 from quadriga.rewards.outcome import Outcome
 from quadriga.rollout.agent_loop.conversation import Conversation, Sample, Turn
-from quadriga.rollout.images import images_of
+from quadriga.rollout.sequences import images_of
 
 
 def samples_of(prompts: DataProto, default_agent: str) -> list[Sample]:

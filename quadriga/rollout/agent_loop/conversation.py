@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase
 
 from quadriga.errors import RolloutError
 from quadriga.rollout.agent_loop.tool_calls import ToolResponse
-from quadriga.rollout.base import Images, RolloutEngine, SamplingParams, with_images
+from quadriga.rollout.interface import Images, RolloutEngine, SamplingParams
 
 _STAND_IN = "quadrigastandin"
 _FIX_TEMPLATE = "Set actor_rollout_ref.model.custom_chat_template to one that has"
@@ -223,8 +223,7 @@ class Conversation:
         sampling = replace(self.sampling, **{"seed": seed, **changes, "max_tokens": max_tokens})
         started = time.perf_counter()
         images = None if self.sample.images is None else self.sample.images.followed_by(self.token_ids)
-        option = {"images": images} if with_images(self.engine, [images]) else {}
-        completion = await self.engine.generate([*self.prompt_ids, *self.token_ids], sampling, **option)
+        completion = await self.engine.generate([*self.prompt_ids, *self.token_ids], sampling, images)
         where = f"engine, conversation of row {self.sample.row}, turn {len(self.turns)}"
         completion.require_fit(sampling.max_tokens, where)
         token_ids = list(completion.token_ids)

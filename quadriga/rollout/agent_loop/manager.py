@@ -30,10 +30,10 @@ from quadriga.rollout.agent_loop.loops import REGISTRY, AgentLoop, Services
 from quadriga.rollout.agent_loop.mcp_servers import Server, server_tools
 from quadriga.rollout.agent_loop.tool_calls import ToolFailedError, ToolThread
 from quadriga.rollout.agent_loop.tools import ToolSpec, class_tools, function_tools
-from quadriga.rollout.base import RolloutEngine, SamplingParams
+from quadriga.rollout.interface import RolloutEngine, SamplingParams
 from quadriga.rollout.sequences import sampling_of, sequence_seeds
 from quadriga.user_file import import_file
-from quadriga.weight_sync.base import require_version
+from quadriga.weight_sync.publish import require_version
 
 logger = logging.getLogger(__name__)
 

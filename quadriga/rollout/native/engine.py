@@ -25,14 +25,16 @@ from transformers import PreTrainedModel
 
 from quadriga.errors import RolloutError
 from quadriga.models.attention import ATTENTION_NAME
+from quadriga.models.load import stop_token_ids
 from quadriga.models.vision import ImageTokens
-from quadriga.rollout.base import Completion, Images, SamplingParams
-from quadriga.rollout.causal_model import CausalModelEngine, require_room
+from quadriga.rollout.causal_model import CausalModelEngine, cache_bytes_per_token
+from quadriga.rollout.interface import Completion, Images, SamplingParams
 from quadriga.rollout.native.attention import cache_dtype
 from quadriga.rollout.native.generation import Generation, Request
 from quadriga.rollout.native.network import Network, PlainNetwork, description_of, is_plain, state_of
 from quadriga.rollout.native.scheduler import Scheduler
-from quadriga.rollout.stop_texts import require_tokenizer
+from quadriga.rollout.sampler import require_tokenizer
+from quadriga.rollout.setup import EngineSetup
 
 _LOGIT_OPTIONS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 _GIBIBYTE = 2**30
@@ -69,10 +71,9 @@ class NativeEngine(CausalModelEngine):
         cache_gigabytes: float | None = None,
     ) -> None:
         _require_supported(model)
-        super().__init__(model, eos_token_ids, max_num_seqs)
+        super().__init__(model, eos_token_ids, max_num_seqs, max_model_len)
         self.tokenizer = tokenizer
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.max_model_len = max_model_len
         self.max_cache_tokens: int | None = None
         if cache_gigabytes is not None:
             self.max_cache_tokens = int(cache_gigabytes * _GIBIBYTE / bytes_per_token(model))
@@ -84,10 +85,23 @@ class NativeEngine(CausalModelEngine):
         self._worker: ThreadPoolExecutor | None = None
         self._turn: Future[None] | None = None
 
-    @property
-    def description(self) -> str:
-        """How it computes, and which copies of the weights that takes, for people to read."""
-        return description_of(self.model)
+    @classmethod
+    def from_config(cls, setup: EngineSetup) -> "NativeEngine":
+        setup.require_no_options()
+        model = setup.load_copy(ATTENTION_NAME) if setup.actor is None else setup.actor
+        engine = cls(
+            model,
+            tokenizer=setup.tokenizer,
+            eos_token_ids=stop_token_ids(model, setup.tokenizer.eos_token_id),
+            max_num_seqs=setup.rollout.max_num_seqs,
+            max_num_batched_tokens=setup.rollout.max_num_batched_tokens,
+            max_model_len=setup.rollout.max_model_len,
+            cache_gigabytes=setup.rollout.cache_gigabytes,
+        )
+        engine.shares_weights = setup.actor is not None
+        where = "the actor's own weights" if engine.shares_weights else "a copy of the weights, which the actor shards"
+        engine.description = f"native, on {where}, {description_of(model)}"
+        return engine
 
     def generate_batch(
         self,
@@ -145,8 +159,8 @@ class NativeEngine(CausalModelEngine):
         sampling: Sequence[SamplingParams],
         images: Sequence[Images | None] | None,
     ) -> list[Request]:
-        self._require_ready(prompts, sampling)
-        require_room(self.name, self.model, prompts, sampling, self.max_model_len)
+        self._require_ready(prompts, sampling, images)
+        self._require_room(prompts, sampling)
         require_tokenizer(self.name, sampling, self.tokenizer)
         images = [None] * len(prompts) if images is None else images
         requests = []
@@ -226,10 +240,7 @@ class NativeEngine(CausalModelEngine):
 
 def bytes_per_token(model: PreTrainedModel) -> int:
     """Memory of one token in the KV cache, all layers together."""
-    config = model.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * heads * size * cache_dtype(model.dtype, model.device).itemsize
+    return cache_bytes_per_token(model.config, cache_dtype(model.dtype, model.device))
 
 
 def _require_image_tokens(where: str, model: PreTrainedModel, prompt: Sequence[int], images: Images) -> None:

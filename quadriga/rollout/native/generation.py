@@ -27,7 +27,7 @@ import torch
 
 from quadriga.errors import RolloutError
 from quadriga.models.vision import PackedImages, packed_images
-from quadriga.rollout.base import Completion, FinishReason, Images, SamplingParams
+from quadriga.rollout.interface import Completion, FinishReason, Images, SamplingParams
 from quadriga.rollout.native.attention import (
     CompiledPlan,
     DecodePlan,
@@ -38,8 +38,7 @@ from quadriga.rollout.native.attention import (
 )
 from quadriga.rollout.native.network import Network
 from quadriga.rollout.native.scheduler import Scheduler
-from quadriga.rollout.sampler import NUM_DRAWS, Draws, SamplingRules, sample
-from quadriga.rollout.stop_texts import StopTexts
+from quadriga.rollout.sampler import NUM_DRAWS, Draws, SamplingRules, StopStrings, sample
 
 _FIRST_ROOM = 64
 _NEXT_ROOM = 16  # tokens by which responses get more room when the KV cache is nearly full
@@ -103,7 +102,7 @@ class Request:
     ) -> None:
         self.prompt, self.sampling, self.images = tuple(prompt), sampling, images
         self.stops = sampling.stops(eos_token_ids)
-        self.stop_texts = StopTexts(sampling.stop, tokenizer)
+        self.stop_strings = StopStrings(sampling.stop, tokenizer)
         self.draws = Draws(sampling.seed)
         self.token_ids: list[int] = []
         self.log_probs: list[float] = []
@@ -145,7 +144,7 @@ class Request:
         self.token_ids.append(token)
         self.log_probs.append(log_prob)
         self.sampling_log_probs.append(sampling_log_prob)
-        if token in self.stops or self.stop_texts.is_reached(self.token_ids):
+        if token in self.stops or self.stop_strings.is_reached(self.token_ids):
             self.finish_reason = "stop"
         elif len(self.token_ids) == self.sampling.max_tokens:
             self.finish_reason = "length"

@@ -1,235 +1,374 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang's engine beside this process: requests join and leave while others are being answered.
+"""SGLang as a rollout engine: requests, responses and weights, wherever SGLang is.
 
-    any thread, any loop ── request ──> connection ──> host process ──> SGLang's scheduler and detokenizer
-                 future <── thread of our own <── connection <──┘
-
-consumes: requests; each has a future, which the reading thread completes.
-waits for: the host's replies; the host's death ends every future with an error that says so.
-unblocked by: an answer's end, `abort`, the caller's cancellation, `close`.
+generate ── request ──> SGLang ── reply ──> Completion
+begin_weight_update ─> update_weights_from_tensor, bucket after bucket ─> end_weight_update ─> flush_cache
 """
 
+import asyncio
 import itertools
 import json
-import os
-import secrets
-import signal
-import subprocess
-import sys
-import threading
-from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, Listener
-from typing import Any
+import math
+import pickle
+import uuid
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 
-from quadriga.errors import RolloutError
-from quadriga.rollout.sglang.core import Limits, SGLangBase
-from quadriga.rollout.sglang.library import WHERE, installed, require_version
-from quadriga.rollout.sglang.receiver import LOADER
+from quadriga.errors import ConfigError, RolloutError
+from quadriga.models.load import stop_token_ids
+from quadriga.partition import buckets
+from quadriga.rollout.balancer import Balancer, start_engines
+from quadriga.rollout.causal_model import cache_bytes_per_token
+from quadriga.rollout.interface import Completion, FinishReason, Images, RolloutEngine, SamplingParams
+from quadriga.rollout.manifest import Manifest
+from quadriga.rollout.setup import EngineSetup
+from quadriga.rollout.sglang.process import SGLangProcess
+from quadriga.rollout.sglang.receiver import FINGERPRINTS, LOADER
+from quadriga.rollout.sglang.server import SGLangServer
+from quadriga.rollout.third_party import ThirdPartyEngine, has_filters
 
-HOST = "quadriga.rollout.sglang.host"
-_END_S = 30.0
-_POLL_S = 0.2
-# Of the host's memory: no more than a bound there, for the cache has a size of its own.
+_GIB = 1 << 30
+_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+_SEED_BITS = 63
+_ABORT_AGAIN_S = 0.2
+# A bucket exists this many times at once on its way: as tensors, as bytes here, as bytes there, as tensors there.
+_COPIES = 4
+# Of the host's memory: no more than a bound there, for the KV cache has a size of its own.
 _SHARE_OF_HOST = 0.9
-# SGLang keeps a few positions of its limit for itself, and cuts answers short that come near it.
+# SGLang keeps a few positions of its limit for itself, and cuts responses short that come near it.
 _SPARE_TOKENS = 8
 
 
-@dataclass(frozen=True)
-class SGLangOptions:
-    """How an engine on SGLang is made.
+class Connection(Protocol):
+    """SGLang in a process of its own, or at a server.
 
     Attributes:
-        path: folder or name of the model.
-        dtype: of its weights and of the computation.
-        device: "cpu", "cuda", ...
-        limits: see there.
-        tokenizer: folder or name, for stop texts; "": the model's.
-        max_num_seqs, max_num_batched_tokens: answers, and tokens, of one forward pass at most.
-        cache_tokens: tokens whose keys and values are kept; None: SGLang decides by `gpu_memory_utilization`.
-        gpu_memory_utilization: share of the device's memory, weights included.
-        is_eager: whether no graph is captured.
-        has_weights: whether they are read from `path`; False: they are random until the first load, and the engine
-            refuses to generate.
-        extra: further options, in SGLang's own words; they win.
+        version: of SGLang.
+        num_processes: that hold the model together.
+        has_seeds: whether a response's seed decides it: SGLang's "deterministic inference".
     """
 
-    path: str
-    dtype: torch.dtype
-    device: str
-    limits: Limits
-    tokenizer: str = ""
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 8192
-    cache_tokens: int | None = None
-    gpu_memory_utilization: float = 0.5
-    is_eager: bool = False
-    has_weights: bool = True
-    trust_remote_code: bool = False
-    override_config: dict[str, Any] = field(default_factory=dict)
-    extra: dict[str, Any] = field(default_factory=dict)
+    version: str
+    num_processes: int
+    has_seeds: bool
 
-    def in_sglangs_words(self) -> dict[str, Any]:
-        """The arguments of SGLang's engine."""
-        own: dict[str, Any] = {
-            "model_path": self.path,
-            "tokenizer_path": self.tokenizer or self.path,
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "device": self.device,
-            "context_length": self.limits.max_model_len + _SPARE_TOKENS,
-            "max_running_requests": self.max_num_seqs,
-            "chunked_prefill_size": self.max_num_batched_tokens,
-            "mem_fraction_static": self.gpu_memory_utilization,
-            "tp_size": self.limits.num_processes,
-            "load_format": "auto" if self.has_weights else "dummy",
-            "custom_weight_loader": [LOADER],
-            "enable_deterministic_inference": self.limits.has_seeds,
-            "enable_memory_saver": self.limits.can_sleep,
-            "enable_weights_cpu_backup": self.limits.can_sleep,
-            "disable_cuda_graph": self.is_eager,
-            "trust_remote_code": self.trust_remote_code,
-            "json_model_override_args": json.dumps(self.override_config),
-            "log_level": "error",
-        }
-        if self.cache_tokens is not None:
-            own["max_total_tokens"] = self.cache_tokens
-        if self.device == "cpu":
-            # What runs without SGLang's own kernels, which have no build for CPUs in general.
-            own |= {"attention_backend": "torch_native", "sampling_backend": "pytorch", "grammar_backend": "none"}
-            own |= {"disable_overlap_schedule": True, "mem_fraction_static": _SHARE_OF_HOST}
-        return own | self.extra
-
-
-class SGLangEngine(SGLangBase):
-    """See `SGLangBase`; SGLang's engine lives in a process of its own, whose end nothing else shares.
-
-    Raises:
-        RolloutError: SGLang is missing, too old, or refuses the model or the options.
-    """
-
-    def __init__(self, options: SGLangOptions) -> None:
-        super().__init__(options.limits, has_weights=options.has_weights)
-        require_version(installed())
-        self._numbers = itertools.count()
-        self._replies: dict[int, Future[Any]] = {}
-        self._lock = threading.Lock()
-        self._has_ended = False
-        key = secrets.token_bytes(32)
-        with Listener(family="AF_UNIX", authkey=key) as listener:
-            self.process = _start_host(str(listener.address), key, options)
-            self._connection: Connection[Any, Any] = _accept(listener, self.process)
-        try:
-            self._connection.send(options.in_sglangs_words())
-            is_ready, self.version = self._connection.recv()
-        except (EOFError, OSError) as error:
-            self._end_process()
-            raise self._refused("a process that ended") from error
-        if not is_ready:
-            self._end_process()
-            raise self._refused(self.version)
-        threading.Thread(target=self._read, name="sglang", daemon=True).start()
+    def ask(self, method: str, **arguments: Any) -> "Future[Any]":
+        """Send one of SGLang's requests. Its result is SGLang's; a refusal is a `RolloutError`."""
+        ...
 
     def close(self) -> None:
-        """See `RolloutEngine.close`."""
+        """End it; a server goes on."""
+        ...
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What an engine on SGLang is made for.
+
+    Attributes:
+        max_model_len: longest prompt and response together, in tokens.
+        manifest: the weights that make the model complete.
+        eos_token_ids: end-of-text tokens.
+        bucket_bytes: memory in which weights travel.
+        can_sleep: whether `sleep` gives back memory; accelerators only.
+    """
+
+    max_model_len: int
+    manifest: Manifest
+    eos_token_ids: tuple[int, ...]
+    bucket_bytes: int = 512 << 20
+    can_sleep: bool = False
+
+
+class SGLangEngine(ThirdPartyEngine):
+    """An engine on SGLang. It generates with weights that were sent to it, whatever a server was started with."""
+
+    name, title = "sglang", "SGLang"
+
+    def __init__(self, limits: Limits, connection: Connection, description: str = "sglang") -> None:
+        super().__init__(limits.manifest, limits.max_model_len)
+        self.limits, self.connection = limits, connection
+        self.description = description
+        if not connection.has_seeds:
+            self.description += "; responses do not follow their seeds: no deterministic inference here"
+        self._ids = (f"{uuid.uuid4().hex}-{number}" for number in itertools.count())
+        self._running: dict[str, Future[Any]] = {}
+        self._aborted: set[str] = set()
+
+    @classmethod
+    def from_config(cls, setup: EngineSetup) -> RolloutEngine:
+        skeleton = setup.skeleton()
+        limits = Limits(
+            max_model_len=setup.max_model_len,
+            manifest=Manifest.of(skeleton),
+            eos_token_ids=stop_token_ids(skeleton, setup.tokenizer.eos_token_id),
+            bucket_bytes=setup.bucket_bytes,
+            can_sleep=setup.rollout.free_cache_engine and setup.device.type != "cpu",
+        )
+        if setup.options.keys() & {"url", "urls"}:
+            return cls._at_servers(setup, limits)
+        rollout = setup.rollout
+        gigabytes = 1.0 if rollout.cache_gigabytes is None and setup.device.type == "cpu" else rollout.cache_gigabytes
+        cache_tokens = None
+        if gigabytes is not None:
+            cache_tokens = int(gigabytes * _GIB) // cache_bytes_per_token(skeleton.config, setup.dtype)
+        arguments = sglang_arguments(setup, limits, cache_tokens)
+        cache = "as much KV cache as fits" if gigabytes is None else f"{gigabytes:g} GiB of KV cache"
+        sleep = "" if limits.can_sleep else "; memory is kept while training"
+
+        def make() -> "SGLangEngine":
+            process = SGLangProcess(arguments)
+            what = f"sglang {process.version} in processes of its own, on a copy of the weights; {cache}{sleep}"
+            return cls(limits, process, what)
+
+        engines = start_engines([make] * rollout.data_parallel_size)
+        return engines[0] if len(engines) == 1 else Balancer(engines)
+
+    @classmethod
+    def _at_servers(cls, setup: EngineSetup, limits: Limits) -> RolloutEngine:
+        options = dict(setup.options)
+        urls = [options.pop("url")] if "url" in options else options.pop("urls")
+        is_list = isinstance(urls, list) and bool(urls) and all(isinstance(url, str) for url in urls)
+        if not is_list or len({*urls}) < len(urls) or options.keys() - {"timeout_s", "headers"}:
+            raise ConfigError(
+                "actor_rollout_ref.rollout.engine_kwargs.sglang",
+                got=f"{setup.rollout.engine_kwargs}",
+                expected="url, or urls (a list, each once), perhaps timeout_s and headers: servers have own settings",
+            )
+        limits = replace(limits, bucket_bytes=limits.bucket_bytes // len(urls))
+
+        def make(url: str) -> "SGLangEngine":
+            server = SGLangServer(
+                url, max_model_len=limits.max_model_len, max_num_seqs=setup.rollout.max_num_seqs, **options
+            )
+            return cls(limits, server, f"sglang {server.version} at {url}, which gets the weights over HTTP")
+
+        engines = start_engines([partial(make, url) for url in urls])
+        if len(engines) == 1:
+            return engines[0]
+        versions = ", ".join(dict.fromkeys(engine.connection.version for engine in engines))
+        unseeded = next((engine.description for engine in engines if not engine.connection.has_seeds), "")
+        what = f"sglang {versions} at {', '.join(urls)}, balanced, which get the weights over HTTP"
+        return Balancer(engines, what + "".join(unseeded.partition("; ")[1:]))
+
+    async def generate(
+        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, images: Images | None = None
+    ) -> Completion:
+        self._require_ready([prompt_token_ids], [sampling], [images])
+        request_id, future = self._start(prompt_token_ids, sampling)
+        try:
+            return self._completion(request_id, await asyncio.wrap_future(future), sampling)
+        except asyncio.CancelledError:
+            self.connection.ask("abort_request", rid=request_id)
+            raise
+        finally:
+            self._forget(request_id)
+
+    def generate_batch(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sequence[SamplingParams],
+        images: Sequence[Images | None] | None = None,
+    ) -> list[Completion]:
+        """The first request that fails ends those that are under way."""
+        self._require_ready(prompts, sampling, images)
+        started = [self._start(*one) for one in zip(prompts, sampling, strict=True)]
+        try:
+            return [
+                self._completion(request_id, future.result(), params)
+                for (request_id, future), params in zip(started, sampling, strict=True)
+            ]
+        finally:
+            for request_id, future in started:
+                if not future.done():
+                    self.connection.ask("abort_request", rid=request_id)
+                self._forget(request_id)
+
+    def abort(self) -> None:
+        """End unfinished responses, from any thread; those of requests that come meanwhile, too."""
+        pending = list(self._running.values())
+        while pending:
+            # A request may be on its way still: SGLang ends those that it knows.
+            self._aborted.update(self._running)
+            self._call("abort_request", abort_all=True)
+            pending = list(wait(pending, _ABORT_AGAIN_S).not_done)
+
+    def sleep(self) -> None:
+        """On a CPU SGLang keeps its memory."""
+        super().sleep()
+        self._resumed = False
+        if self.limits.can_sleep:
+            self._call("release_memory_occupation", tags=["kv_cache", "weights"])
+
+    def wake(self) -> None:
+        has_given_back = self._state == "asleep" and self.limits.can_sleep
+        super().wake()
+        if has_given_back:
+            self._call("resume_memory_occupation", tags=["kv_cache"] if self._resumed else ["kv_cache", "weights"])
+
+    def close(self) -> None:
         if self._state != "closed":
             super().close()
-            self._has_ended = True
-            self._end_process()
+            self.connection.close()
 
-    def _ask(self, method: str, **arguments: Any) -> "Future[Any]":
-        future: Future[Any] = Future()
-        with self._lock:
-            if self._has_ended:
-                future.set_exception(self._died("has ended"))
-                return future
-            number = next(self._numbers)
-            self._replies[number] = future
-            try:
-                self._connection.send((number, method, arguments))
-            except OSError as error:
-                self._replies.pop(number)
-                future.set_exception(self._died(f"is not there any more ({error})"))
-        return future
-
-    def _read(self) -> None:
-        """Completes the futures, until the connection ends."""
-        while True:
-            try:
-                number, is_done, result = self._connection.recv()
-            except (EOFError, OSError):
-                break
-            with self._lock:
-                future = self._replies.pop(number)
-            # Calls about weights tell by a pair whether they were done.
-            if isinstance(result, tuple):
-                is_done, result = result
-            _complete(future, result if is_done else RolloutError(WHERE, got=str(result), expected="success"))
-        with self._lock:
-            self._has_ended = True
-            waiting, self._replies = self._replies, {}
-        for future in waiting.values():
-            _complete(future, self._died("has ended"))
-
-    def _end_process(self) -> None:
-        """Asks the host to end SGLang and itself; what is left of its processes then is killed."""
-        with suppress(OSError):  # it may be gone
-            self._connection.send(None)
-        with suppress(subprocess.TimeoutExpired):  # then it is killed
-            self.process.wait(_END_S)
-        with suppress(ProcessLookupError):  # nothing may be left
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        self._connection.close()
-
-
-def _start_host(address: str, key: bytes, options: SGLangOptions) -> "subprocess.Popen[bytes]":
-    environment = dict(os.environ)
-    if options.device == "cpu":
-        # A process that spins for the cores of another slows both; and compiling takes longer than it saves here.
-        environment.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
-        environment["TORCH_COMPILE_DISABLE"] = "1"
-    command = [sys.executable, "-m", HOST, address]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, start_new_session=True)
-    assert process.stdin is not None
-    process.stdin.write(key)
-    process.stdin.close()
-    return process
-
-
-def _accept(listener: Listener, process: "subprocess.Popen[bytes]") -> "Connection[Any, Any]":
-    """The host's connection, or an error if it ends before there is one."""
-    found: Future[Any] = Future()
-
-    def accept() -> None:
+    def _receive(self, weights: Iterator[tuple[str, torch.Tensor]]) -> list[dict[str, str]]:
+        if self._state == "asleep" and self.limits.can_sleep:
+            self._call("resume_memory_occupation", tags=["weights"])
+            self._resumed = True
+        self._call("begin_weight_update")
+        received: list[dict[str, str]] = []
+        num_sent = 0
         try:
-            found.set_result(listener.accept())
-        except (OSError, EOFError) as error:
-            found.set_exception(error)
+            for bucket in buckets(weights, _num_bytes, self.limits.bucket_bytes // _COPIES, _copy):
+                self._call(
+                    "update_weights_from_tensor",
+                    serialized_named_tensors=[pickle.dumps(bucket)] * self.connection.num_processes,
+                    load_format=LOADER,
+                    flush_cache=False,
+                )
+                num_sent += 1
+        finally:
+            # Also after a stream that broke off: the next one begins anew, and with it the fingerprints.
+            self._call("end_weight_update")
+            if num_sent:
+                received = self._call("get_weights_by_name", name=FINGERPRINTS)
+        self._call("flush_cache")
+        return received
 
-    threading.Thread(target=accept, name="sglang accept", daemon=True).start()
-    while True:
-        try:
-            return found.result(_POLL_S)
-        except TimeoutError:
-            if process.poll() is not None:
+    def _call(self, method: str, **arguments: Any) -> Any:
+        """A request whose end is waited for."""
+        return self.connection.ask(method, **arguments).result()
+
+    def _start(self, prompt: Sequence[int], sampling: SamplingParams) -> tuple[str, "Future[Any]"]:
+        request_id = next(self._ids)
+        future = self.connection.ask(
+            "generate",
+            input_ids=list(prompt),
+            sampling_params=self._sampling(sampling),
+            return_logprob=True,
+            rid=request_id,
+        )
+        self._running[request_id] = future
+        return request_id, future
+
+    def _forget(self, request_id: str) -> None:
+        self._running.pop(request_id, None)
+        self._aborted.discard(request_id)
+
+    def _require_ready(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sequence[SamplingParams],
+        images: Sequence[Images | None] | None = None,
+    ) -> None:
+        super()._require_ready(prompts, sampling, images)
+        for row, params in enumerate(sampling):
+            where = f"{self.name}.generate, prompt {row}"
+            if params.ignore_eos and params.stop_token_ids:
                 raise RolloutError(
-                    f"{WHERE}, at its start",
-                    got=f"a process that ended with status {process.returncode}",
-                    expected="one that answers",
-                    fix="Its own message stands in the log above.",
-                ) from None
+                    where,
+                    got="stop_token_ids together with ignore_eos",
+                    expected="one of them: SGLang leaves out both or neither",
+                )
+            if params.min_p > 0 and self.connection.has_seeds and not params.is_greedy:
+                raise RolloutError(where, got="min_p", expected="0: SGLang cannot draw by a seed with it")
 
+    def _sampling(self, sampling: SamplingParams) -> dict[str, Any]:
+        greedy = sampling.is_greedy
+        seed = {"sampling_seed": sampling.seed % (1 << _SEED_BITS)} if self.connection.has_seeds else {}
+        return seed | {
+            "max_new_tokens": sampling.max_tokens,
+            "temperature": 0.0 if greedy else sampling.temperature,
+            "top_p": 1.0 if greedy else sampling.top_p,
+            "top_k": -1 if greedy else (sampling.top_k or -1),
+            "min_p": 0.0 if greedy else sampling.min_p,
+            "stop_token_ids": sorted(sampling.stops(self.limits.eos_token_ids)),
+            "ignore_eos": sampling.ignore_eos,
+            "stop": list(sampling.stop) or None,
+            "no_stop_trim": True,
+            "skip_special_tokens": False,
+        }
 
-def _complete(future: "Future[Any]", outcome: Any) -> None:
-    """Result or error, unless whoever waited has given it up."""
-    try:
-        if isinstance(outcome, Exception):
-            future.set_exception(outcome)
+    def _completion(self, request_id: str, reply: dict[str, Any], sampling: SamplingParams) -> Completion:
+        """A reply as our completion. SGLang's log-probabilities are those before filters, at the temperature.
+
+        Raises:
+            RolloutError: its finish reason is not known, or a log-probability is missing or not a number.
+        """
+        meta = reply["meta_info"]
+        tokens, ended = list(reply.get("output_ids") or ()), meta["finish_reason"] or {}
+        numbers = [one[0] for one in meta.get("output_token_logprobs") or ()]
+        reason = _REASONS.get(ended.get("type", ""))
+        if reason == "abort":  # the last token of an aborted response may lack its number
+            tokens, numbers = tokens[: len(numbers)], numbers[: len(tokens)]
+        if reason is None or (reason == "abort" and request_id not in self._aborted):
+            problem = f"a response that ended with {ended.get('message') or ended}"
+        elif len(numbers) != len(tokens):
+            problem = f"{len(numbers)} log-probabilities of {len(tokens)} tokens"
+        elif reason == "length" and len(tokens) < sampling.max_tokens:
+            problem = f"a response that was cut at {len(tokens)} of {sampling.max_tokens} tokens, for want of KV cache"
+        elif any(number is None or math.isnan(number) for number in numbers):
+            problem = "a log-probability that is not a number: the weights hold NaN or infinite values, or overflow"
         else:
-            future.set_result(outcome)
-    except InvalidStateError:
-        assert future.cancelled()
+            drawn = [] if has_filters(sampling) else list(numbers)
+            return Completion(tokens, numbers, reason, self.weight_version, drawn)
+        raise RolloutError(
+            f"{self.name}.generate",
+            got=problem,
+            expected="a response",
+            fix="A larger actor_rollout_ref.rollout.cache_gigabytes, fewer max_num_seqs, or float32 may help.",
+        )
+
+
+def sglang_arguments(setup: EngineSetup, limits: Limits, cache_tokens: int | None) -> dict[str, Any]:
+    """The arguments of SGLang's engine: those of the configuration, under SGLang's names; `engine_kwargs.sglang` wins.
+
+    Args:
+        setup: the configuration and what belongs to it.
+        limits: of the engine.
+        cache_tokens: tokens that the KV cache holds; None: SGLang decides by `gpu_memory_utilization`.
+    """
+    rollout, model = setup.rollout, setup.config.actor_rollout_ref.model
+    is_on_cpu = setup.device.type == "cpu"
+    own: dict[str, Any] = {
+        "model_path": str(model.path),
+        "tokenizer_path": str(setup.config.data.tokenizer or model.path),
+        "dtype": str(setup.dtype).removeprefix("torch."),
+        "device": setup.device.type,
+        "context_length": limits.max_model_len + _SPARE_TOKENS,
+        "max_running_requests": rollout.max_num_seqs,
+        "chunked_prefill_size": rollout.max_num_batched_tokens,
+        "mem_fraction_static": rollout.gpu_memory_utilization / rollout.data_parallel_size,
+        "tp_size": rollout.tensor_model_parallel_size,
+        "load_format": "dummy",
+        "custom_weight_loader": [LOADER],
+        "enable_deterministic_inference": not is_on_cpu,
+        "enable_memory_saver": limits.can_sleep,
+        "enable_weights_cpu_backup": limits.can_sleep,
+        "disable_cuda_graph": rollout.enforce_eager or is_on_cpu,
+        "trust_remote_code": model.trust_remote_code,
+        "json_model_override_args": json.dumps(model.override_config or {}),
+        "log_level": "error",
+    }
+    if cache_tokens is not None:
+        own["max_total_tokens"] = cache_tokens
+    if is_on_cpu:
+        # What runs without SGLang's own kernels, which have no build for CPUs in general.
+        own |= {"attention_backend": "torch_native", "sampling_backend": "pytorch", "grammar_backend": "none"}
+        own |= {"disable_overlap_schedule": True, "mem_fraction_static": _SHARE_OF_HOST}
+    return own | setup.options
+
+
+def _num_bytes(weight: tuple[str, torch.Tensor]) -> int:
+    return weight[1].nbytes
+
+
+def _copy(weight: tuple[str, torch.Tensor], offset: int) -> tuple[str, torch.Tensor]:
+    """On the host, in a memory of its own, or all that it is a part of would travel; without a gradient."""
+    name, tensor = weight
+    return name, tensor.detach().to("cpu", copy=True).contiguous()

@@ -2,7 +2,8 @@
 """The process that SGLang's engine lives in.
 
 SGLang takes its process for its own: it handles signals, kills the whole process when a part of it fails, and at its
-end every child that the process has. So it gets one to itself, which is told what to do over a connection.
+end every child that the process has. So it gets one to itself, which takes requests over a connection. This is also
+the one file that imports SGLang.
 
     (number, method, arguments) ──> a task for each ──> (number, whether it worked, result or what went wrong)
 
@@ -12,20 +13,103 @@ unblocked by: None as a request, or the connection's end; either ends the engine
 """
 
 import asyncio
+import importlib
+import logging
+import os
 import sys
+from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.connection import Client, Connection
 from typing import Any
 
-from quadriga.errors import first_line
-from quadriga.rollout.sglang.library import Library, installed
+from quadriga.errors import RolloutError, first_line
+from quadriga.rollout.third_party import require_release
+
+LEAST = "0.5.23"
+WHERE = "rollout.name=sglang"
+_INSTALL = f"pip install 'sglang>={LEAST}'; on a machine without an accelerator: scripts/install-sglang."
+
+# What SGLang reads from the environment. A variable that is set already stays as it is.
+_ENVIRONMENT = {
+    # A few positions more than the model's own are asked for, see `_SPARE_TOKENS`; none of them is used.
+    "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+}
+# Each call that is about weights or memory, with the class of its request.
+_REQUESTS = {
+    "begin_weight_update": "BeginWeightUpdateReqInput",
+    "update_weights_from_tensor": "UpdateWeightsFromTensorReqInput",
+    "end_weight_update": "EndWeightUpdateReqInput",
+    "get_weights_by_name": "GetWeightsByNameReqInput",
+    "release_memory_occupation": "ReleaseMemoryOccupationReqInput",
+    "resume_memory_occupation": "ResumeMemoryOccupationReqInput",
+}
+
+
+def installed() -> str:
+    """The version of SGLang that is installed; empty where there is none. Nothing is imported."""
+    try:
+        return version("sglang")
+    except PackageNotFoundError:
+        return ""
+
+
+def require_version(found: str) -> None:
+    """Refuse the version that is installed, or "", where it is older than `LEAST`."""
+    require_release("SGLang", found, LEAST, where=WHERE, fix=_INSTALL)
+
+
+class Library:
+    """SGLang with one engine; a process can have one only, which must be made by its main thread.
+
+    Args:
+        options: the arguments of its engine.
+
+    Raises:
+        RolloutError: SGLang is missing, too old, or lacks something that is used of it.
+    """
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        require_version(installed())
+        for name, value in _ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        module = importlib.import_module("sglang")
+        self._requests = importlib.import_module("sglang.srt.managers.io_struct")
+        missing = [name for name in _REQUESTS.values() if not hasattr(self._requests, name)]
+        self.engine: Any = module.Engine(**options)
+        self._manager = self.engine.tokenizer_manager
+        missing += [name for name in (*_REQUESTS, "abort_request", "flush_cache") if not hasattr(self._manager, name)]
+        if missing:
+            raise RolloutError(WHERE, got=f"SGLang {installed()} without {', '.join(missing)}", fix=_INSTALL)
+
+    async def call(self, method: str, arguments: dict[str, Any]) -> Any:
+        """What SGLang's server does for the request of this name, with the engine in this process.
+
+        Returns:
+            For `generate` the reply as the server gives it, as far as it is used; for the others (whether it was
+            done, a message), nothing, or what was requested.
+        """
+        if method == "generate":
+            reply = await self.engine.async_generate(**arguments)
+            names = ("finish_reason", "output_token_logprobs")
+            return {
+                "output_ids": list(reply["output_ids"]),
+                "meta_info": {name: reply["meta_info"].get(name) for name in names},
+            }
+        if method == "abort_request":
+            return self._manager.abort_request(**arguments)
+        if method == "flush_cache":
+            done = await self._manager.flush_cache()
+            return done.success, done.message
+        return await getattr(self._manager, method)(getattr(self._requests, _REQUESTS[method])(**arguments), None)
 
 
 def main() -> None:
-    """Connects to the address in the first argument, with the key that stands on the standard input."""
+    """Connect to the address in the first argument, with the key that stands on the standard input."""
+    logging.captureWarnings(True)  # they go to the log, of which only errors are printed
     connection = Client(sys.argv[1], authkey=sys.stdin.buffer.read())
     try:
         library = Library(connection.recv())
-    except Exception as error:  # whatever SGLang raises is told to whoever wanted it
+    except Exception as error:  # SGLang's failures have no class in common; the parent process raises this one
         connection.send((False, first_line(error)))
         raise
     try:
@@ -45,15 +129,15 @@ async def _serve(library: Library, connection: "Connection[Any, Any]") -> None:
             return
         if request is None:
             return
-        task = loop.create_task(_answer(library, connection, *request))
+        task = loop.create_task(_respond(library, connection, *request))
         running.add(task)
         task.add_done_callback(running.discard)
 
 
-async def _answer(
+async def _respond(
     library: Library, connection: "Connection[Any, Any]", number: int, method: str, arguments: dict[str, Any]
 ) -> None:
-    # SGLang's failures have no class in common; each is told to whoever asked.
+    # SGLang's failures have no class in common; each is raised where the request was made.
     [result] = await asyncio.gather(library.call(method, arguments), return_exceptions=True)
     failed = isinstance(result, BaseException)
     connection.send((number, not failed, first_line(result) if failed else result))

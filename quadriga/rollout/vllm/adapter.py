@@ -1,43 +1,80 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The adapter that vLLM applies beside its weights: one at a time, under a new name and number with each publication.
+"""A LoRA adapter that vLLM applies beside its weights: one at a time, with each publication under a new name.
 
-matrices ─> a folder in PEFT's form ─> each process: fingerprints of what it reads ─> add_lora ─> do layers hold it?
+    stream ── separated ──> weights below, one after the other ──> as without an adapter
+                    └─────> A and B of every module, kept ──> a folder in PEFT's form
+    folder ──> each process of vLLM: fingerprints of what it reads ──> add_lora ──> do its layers hold it?
 
-vLLM takes an adapter from a folder, and tells keys and values of one from those of another by its name.
+vLLM reads an adapter from a folder, and tells the KV cache of one from that of another by its name.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from torch import nn
 
+from quadriga.config.adapter import AdapterShape
 from quadriga.errors import WeightSyncError
-from quadriga.rollout.adapter import Adapter
+from quadriga.models.adapter_files import is_factor, module_of, write_adapter_shape, write_factors
+from quadriga.models.lora import adapter_of
+from quadriga.rollout.manifest import Manifest
+from quadriga.rollout.vllm.cores import Core
 from quadriga.rollout.vllm.library import WHERE, Library
-from quadriga.weight_sync.base import name_some
+from quadriga.weight_sync.publish import name_some
 
 _MERGE = "With actor_rollout_ref.model.lora_merge=true the adapter travels merged."
+_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Room that vLLM can make for an adapter; the last one is `MAX_RANK` of the configuration."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter without its values.
+
+    Attributes:
+        shape: rank, scale and the like.
+        manifest: its matrices, A and B of every module.
+    """
+
+    shape: AdapterShape
+    manifest: Manifest
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "Adapter":
+        """The adapter in a model, which may be on "meta"."""
+        shape = adapter_of(model)
+        assert shape is not None, "called for models with an adapter"
+        return cls(shape, Manifest.of(model).part(is_factor))
+
+    @property
+    def modules(self) -> list[str]:
+        """The last part of the names of its modules, such as q_proj."""
+        return sorted({module_of(name).rpartition(".")[2] for name in self.manifest.shapes})
+
+    @property
+    def room_for_rank(self) -> int:
+        """The least rank that vLLM makes room for and that holds this one."""
+        return next(rank for rank in _RANKS if rank >= self.shape.rank)
 
 
 class AdapterSlot:
-    """The place for it.
+    """The place for an adapter in an engine of vLLM.
 
     Args:
         adapter: what belongs to it.
         library: vLLM.
-        ask: calls a method of vLLM's engine.
-        call: calls a method of `WeightReceiver` in each process that holds the model.
+        core: vLLM's engine.
     """
 
-    def __init__(
-        self, adapter: Adapter, library: Library, ask: Callable[..., Any], call: Callable[..., list[Any]]
-    ) -> None:
-        self._adapter, self._library, self._ask, self._call = adapter, library, ask, call
+    def __init__(self, adapter: Adapter, library: Library, core: Core) -> None:
+        self._adapter, self._library, self._core = adapter, library, core
         self._number = 0
         self.request: Any = None
-        """What each request for an answer has with it; None while there is no adapter."""
+        """What goes with each request for a response; None while there is no adapter."""
 
     def replace(self, factors: Mapping[str, torch.Tensor]) -> list[dict[str, str]]:
         """Have vLLM apply these matrices, and forget those before.
@@ -53,31 +90,46 @@ class AdapterSlot:
         """
         if self.request is not None:
             self.request = None
-            self._ask("remove_lora", self._number)
+            self._core.ask("remove_lora", self._number)
         self._number += 1
         with TemporaryDirectory(prefix="quadriga-adapter-") as folder:
-            self._adapter.write(Path(folder), factors)
-            marks = self._call("adapter_marks", folder)
+            write_adapter_shape(Path(folder), self._adapter.shape, self._adapter.modules)
+            write_factors(Path(folder), factors)
+            marks = self._core.call("adapter_marks", folder)
             request = self._library.lora.LoRARequest(f"quadriga-{self._number}", self._number, folder)
-            self._ask("add_lora", request)
-            self._require_held()
-        self.request = request
-        return marks
-
-    def _require_held(self) -> None:
-        held = set(self._ask("list_loras"))
+            self._core.ask("add_lora", request)
+            held = set(self._core.ask("list_loras"))
+            missing = self._core.call("missing_factors") if held == {self._number} else []
         if held != {self._number}:
             raise WeightSyncError(
                 f"{WHERE}, adapter",
                 got=f"adapters {sorted(held)} in vLLM",
                 expected=f"only number {self._number}, which was just given to it",
-                fix=f"vLLM must not be given adapters by others. {_MERGE}",
+                fix=f"Nothing else may give adapters to this vLLM. {_MERGE}",
             )
-        for rank, missing in enumerate(self._call("missing_factors")):
-            if missing:
+        for rank, names in enumerate(missing):
+            if names:
                 raise WeightSyncError(
                     f"{WHERE}, adapter in process {rank}",
-                    got=f"{len(missing)} matrices that no layer of vLLM's holds: {name_some(missing)}",
+                    got=f"{len(names)} matrices that no layer of vLLM's holds: {name_some(names)}",
                     expected="each in the layer that it belongs to",
                     fix=f"vLLM has other modules for this model than transformers. {_MERGE}",
                 )
+        self.request = request
+        return marks
+
+
+def separated(
+    weights: Iterable[tuple[str, torch.Tensor]], factors: dict[str, torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights of a stream without an adapter's matrices.
+
+    Args:
+        weights: each is only lent.
+        factors: gets copies of the matrices, on the host.
+    """
+    for name, tensor in weights:
+        if is_factor(name):
+            factors[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        else:
+            yield name, tensor

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one file that knows vLLM: its version, the names that are used of it, and what of them is not public."""
+"""The one file that imports vLLM: its version, the names that are used of it, and what of them is not public."""
 
 import importlib
 import os
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from quadriga.errors import RolloutError
-from quadriga.rollout.loaded import require_release
+from quadriga.rollout.third_party import require_release
 
 LEAST = "0.30"
 LEAST_OF_ADAPTERS = "0.32"
@@ -25,15 +25,6 @@ _INSTALL = f"pip install 'vllm>={LEAST}'; on a machine without an accelerator: s
 # What vLLM reads from the environment when it is imported. A variable that is set already stays as it is.
 _ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 _IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
-
-
-@dataclass(frozen=True)
-class Capability:
-    """Something that vLLM does not promise to keep: whether it is there, and if not, why."""
-
-    name: str
-    is_there: bool
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -67,18 +58,18 @@ def installed() -> str:
 
 
 def require_version(found: str) -> None:
-    """Refuses the version that is installed, or "", where it is older than `LEAST`; see `require_release`."""
+    """Refuse the version that is installed, or "", where it is older than `LEAST`."""
     require_release("vLLM", found, LEAST, where=WHERE, fix=_INSTALL)
 
 
 def require_adapters(found: str) -> None:
-    """Refuses a version of vLLM with which adapters were not run."""
+    """Refuse a version of vLLM with which adapters were not run."""
     fix = f"pip install 'vllm>={LEAST_OF_ADAPTERS}', or set actor_rollout_ref.model.lora_merge=true."
     require_release("vLLM", found, LEAST_OF_ADAPTERS, where=f"{WHERE}, an adapter by itself", fix=fix)
 
 
 def load() -> Library:
-    """Imports vLLM, which takes seconds, after telling it to be quiet and to leave threads alone.
+    """Import vLLM, which takes seconds, with settings that keep its log and its threads small.
 
     Raises:
         RolloutError: it is missing, too old, or does not load.
@@ -127,27 +118,25 @@ class Reload:
     within: Any
     """A context with the configuration that loading looks up."""
 
+    @classmethod
+    def functions(cls) -> "Reload":
+        """Import them.
 
-def reload_functions() -> Reload:
-    """See `Reload`.
-
-    Raises:
-        RolloutError: this version of vLLM has them no more.
-    """
-    try:
-        layerwise = importlib.import_module("vllm.model_executor.model_loader.reload")
-        config = importlib.import_module("vllm.config")
-        return Reload(
-            layerwise.initialize_layerwise_reload, layerwise.finalize_layerwise_reload, config.set_current_vllm_config
-        )
-    except (ImportError, AttributeError) as error:
-        raise RolloutError(
-            f"{WHERE}, weights", got=f"vLLM {installed()} without layerwise reload ({error})", fix=_INSTALL
-        ) from error
+        Raises:
+            RolloutError: this version of vLLM does not have them.
+        """
+        try:
+            layerwise = importlib.import_module("vllm.model_executor.model_loader.reload")
+            within = importlib.import_module("vllm.config").set_current_vllm_config
+            return cls(layerwise.initialize_layerwise_reload, layerwise.finalize_layerwise_reload, within)
+        except (ImportError, AttributeError) as error:
+            raise RolloutError(
+                f"{WHERE}, weights", got=f"vLLM {installed()} without layerwise reload ({error})", fix=_INSTALL
+            ) from error
 
 
 def repack_tied(model: torch.nn.Module) -> list[str]:
-    """Renews what a CPU keeps of weights that several modules share. Returns the names of those modules.
+    """Renew what a CPU keeps of weights that several modules share. Returns the names of those modules.
 
     A layer is packed when its weights come. A head that is tied to the embedding gets none of its own, so that it
     would go on with its packed copy of the old ones.
@@ -166,12 +155,12 @@ def repack_tied(model: torch.nn.Module) -> list[str]:
     return tied
 
 
-def cache_pages(worker: Any) -> Sequence[torch.Tensor]:
-    """The tensors that hold keys and values, of a worker of vLLM; empty where they are not where they were."""
-    pages = getattr(getattr(worker, "model_runner", None), "kv_caches", None)
-    if not isinstance(pages, list) or not all(isinstance(page, torch.Tensor) for page in pages):
+def cache_tensors(worker: Any) -> Sequence[torch.Tensor]:
+    """The tensors of the KV cache, of a worker of vLLM; empty where they are not where they were."""
+    tensors = getattr(getattr(worker, "model_runner", None), "kv_caches", None)
+    if not isinstance(tensors, list) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
         return ()
-    return pages
+    return tensors
 
 
 def adapter_layers(worker: Any) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
@@ -190,18 +179,16 @@ def adapter_layers(worker: Any) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
     return found
 
 
-def probe_private(worker: Any) -> list[Capability]:
-    """What is used of vLLM beyond its public interface, each with whether this version has it."""
-    pages = cache_pages(worker)
-    found = [
-        Capability("key and value pages", bool(pages), f"{len(pages)} tensors" if pages else "model_runner.kv_caches")
-    ]
+def probe_private(worker: Any) -> list[tuple[str, bool, str]]:
+    """What is used of vLLM beyond its public interface: name, whether this version has it, and a reason."""
+    cache = cache_tensors(worker)
+    found = [("KV cache", bool(cache), f"{len(cache)} tensors" if cache else "model_runner.kv_caches")]
     try:
-        reload_functions()
-        found.append(Capability("layerwise reload", True, "vllm.model_executor.model_loader.reload"))
+        Reload.functions()
+        found.append(("layerwise reload", True, "vllm.model_executor.model_loader.reload"))
     except RolloutError as error:
-        found.append(Capability("layerwise reload", False, str(error)))
+        found.append(("layerwise reload", False, str(error)))
     if worker.vllm_config.lora_config is not None:
         layers = adapter_layers(worker)
-        found.append(Capability("layers with adapters", bool(layers), f"{len(layers)}" if layers else "lora_a_stacked"))
+        found.append(("layers with adapters", bool(layers), f"{len(layers)}" if layers else "lora_a_stacked"))
     return found

@@ -1,25 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our requests in vLLM's words, and its outputs in ours."""
+"""Our requests as vLLM's, and its outputs as our completions."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from quadriga.errors import RolloutError
-from quadriga.rollout.base import Completion, FinishReason, Images, SamplingParams
-from quadriga.rollout.reported import LogProbsOf, split_log_probs
-from quadriga.rollout.vllm.library import WHERE
+from quadriga.rollout.interface import Completion, FinishReason, Images, SamplingParams
+from quadriga.rollout.third_party import LogProbsOf, split_log_probs
+from quadriga.rollout.vllm.library import WHERE, Library
 
 _REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 _SEED_BITS = 63
 
 
-def to_vllm(library: Any, sampling: SamplingParams, eos_token_ids: Sequence[int], *, streams: bool) -> Any:
+class Request(NamedTuple):
+    """A request to vLLM.
+
+    Attributes:
+        prompt, sampling: vLLM's.
+        adapter: that is applied, vLLM's `LoRARequest`; None: there is none.
+        expanded: the prompt with images that vLLM is to have read; None: of text there is nothing to check.
+    """
+
+    prompt: dict[str, Any]
+    sampling: Any
+    adapter: Any
+    expanded: Sequence[int] | None
+
+
+def to_prompt(prompt: Sequence[int], images: Images | None) -> dict[str, Any]:
+    """A prompt of vLLM. With images it has one token for each, which vLLM repeats by itself."""
+    if images is None:
+        return {"prompt_token_ids": list(prompt)}
+    return {"prompt_token_ids": list(images.short_prompt), "multi_modal_data": {"image": list(images.pictures)}}
+
+
+def to_sampling(library: Library, sampling: SamplingParams, eos_token_ids: Sequence[int], *, streams: bool) -> Any:
     """vLLM's sampling parameters.
 
     Args:
-        library: see `library.load`.
+        library: vLLM.
         sampling: ours.
         eos_token_ids: of the model. They are passed as stop tokens, so that vLLM adds none of its own.
         streams: whether each step reports its new tokens; otherwise only the last one reports, all of them.
@@ -38,69 +60,62 @@ def to_vllm(library: Any, sampling: SamplingParams, eos_token_ids: Sequence[int]
         stop=list(sampling.stop),
         include_stop_str_in_output=True,
         skip_special_tokens=False,
-        detokenize=bool(sampling.stop),  # its text decides only where stop texts are looked for
+        detokenize=bool(sampling.stop),  # its text decides only where stop strings are looked for
         logprobs=0,
         flat_logprobs=True,
         output_kind=kinds.DELTA if streams else kinds.FINAL_ONLY,
     )
 
 
-def to_prompt(prompt: Sequence[int], images: Images | None) -> dict[str, Any]:
-    """A prompt in vLLM's words. With images it has one token for each, which vLLM repeats by itself."""
-    if images is None:
-        return {"prompt_token_ids": list(prompt)}
-    return {"prompt_token_ids": list(images.short_prompt), "multi_modal_data": {"image": list(images.pictures)}}
-
-
 @dataclass
-class Answer:
-    """What has come of one answer so far.
+class Response:
+    """What has come of one response so far.
 
     Attributes:
-        seen: the prompt with images that vLLM is to have read; None: of text there is nothing to check.
-        token_ids, log_probs, reason: of the answer.
+        expanded: see `Request`.
+        token_ids, log_probs, reason: of the response.
     """
 
-    seen: Sequence[int] | None = None
+    expanded: Sequence[int] | None = None
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     reason: str | None = None
 
     def add(self, output: Any) -> None:
-        """Takes over what a `RequestOutput` of vLLM brings."""
-        self._require_prompt(output)
+        """Take over what a `RequestOutput` of vLLM brings.
+
+        Raises:
+            RolloutError: vLLM has repeated the tokens of images otherwise than the data, so training would see another
+                prompt; or log-probabilities are missing.
+        """
+        if self.expanded is not None and list(output.prompt_token_ids) != list(self.expanded):
+            raise RolloutError(
+                WHERE,
+                got=f"{len(output.prompt_token_ids)} tokens of a prompt with images, as vLLM's image processor counts "
+                "them",
+                expected=f"{len(self.expanded)}, as the data's does",
+                fix="Both read preprocessor_config.json: set image sizes by data.mm_processor_kwargs alone, and "
+                "nothing of the kind under actor_rollout_ref.rollout.engine_kwargs.vllm.",
+            )
         [one] = output.outputs
         if one.token_ids:
             numbers = list(one.logprobs.logprobs)
             if len(numbers) != len(one.token_ids):
-                raise RolloutError(
-                    WHERE, got=f"{len(numbers)} log-probabilities of {len(one.token_ids)} tokens", expected="one each"
-                )
+                got = f"{len(numbers)} log-probabilities of {len(one.token_ids)} tokens"
+                raise RolloutError(WHERE, got=got, expected="one each")
             self.token_ids.extend(one.token_ids)
             self.log_probs.extend(numbers)
         self.reason = one.finish_reason or self.reason
 
-    def _require_prompt(self, output: Any) -> None:
-        """That vLLM has repeated the tokens of images as the data have: training sees what was generated from."""
-        if self.seen is None or list(output.prompt_token_ids) == list(self.seen):
-            return
-        raise RolloutError(
-            WHERE,
-            got=f"{len(output.prompt_token_ids)} tokens of a prompt with images, as vLLM's image processor counts them",
-            expected=f"{len(self.seen)}, as the data's does",
-            fix="Both read preprocessor_config.json: set image sizes by data.mm_processor_kwargs alone, and nothing of "
-            "the kind under actor_rollout_ref.rollout.engine_kwargs.vllm.",
-        )
-
     def completion(self, sampling: SamplingParams, log_probs_of: LogProbsOf, weight_version: int) -> Completion:
-        """The answer in our words; see `split_log_probs`.
+        """The response as ours; for its log-probabilities see `split_log_probs`.
 
         Raises:
-            RolloutError: vLLM ended it for a reason that we do not know, or a log-probability is no number.
+            RolloutError: its finish reason is not known, or a log-probability is not a number.
         """
         reason = "abort" if self.reason is None else _REASONS.get(self.reason)
         if reason is None:
-            raise RolloutError(WHERE, got=f"an answer that ended with {self.reason!r}", expected=", ".join(_REASONS))
+            raise RolloutError(WHERE, got=f"a response that ended with {self.reason!r}", expected=", ".join(_REASONS))
         if any(math.isnan(number) for number in self.log_probs):
             raise RolloutError(
                 WHERE,

@@ -4,6 +4,7 @@
 import asyncio
 import logging
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,9 @@ class Engine(ScriptedEngine):
         self.copies: dict[str, torch.Tensor] = {}
         self.is_closed = False
 
-    def generate_batch(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> list[Completion]:
+    def generate_batch(
+        self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams], images: Any = None
+    ) -> list[Completion]:
         self.asked += map(list, prompts)
         self.lives -= len(prompts)
         if self.lives < 0:
@@ -33,7 +36,9 @@ class Engine(ScriptedEngine):
                 raise RolloutError("engine", got="a prompt that begins with 13", expected="another one")
         return super().generate_batch(prompts, sampling)
 
-    async def generate(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+    async def generate(
+        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, images: Any = None
+    ) -> Completion:
         await asyncio.sleep(self.delay_s)
         return self.generate_batch([prompt_token_ids], [sampling])[0]
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from quadriga.errors import RolloutError, WeightSyncError
-from quadriga.rollout.base import SamplingParams
 from quadriga.rollout.http import HTTPEngine
+from quadriga.rollout.interface import SamplingParams
 
 Reply = Callable[[dict[str, Any]], tuple[int, Any]]
 
@@ -106,7 +106,7 @@ def test_a_number_that_is_not_known_is_not_made_up(serve) -> None:
     [raw] = HTTPEngine([url], "small").generate_batch([[1]], [params])
     assert all(map(math.isnan, raw.log_probs))
     assert raw.sampling_log_probs == []
-    [processed] = HTTPEngine([url], "small", log_probs_of="processed_logprobs").generate_batch([[1]], [params])
+    [processed] = HTTPEngine([url], "small", logprobs_mode="processed_logprobs").generate_batch([[1]], [params])
     assert processed.log_probs == [-0.5, -1.5]
 
 
@@ -121,7 +121,7 @@ def test_tokens_as_texts_of_ids(serve) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (_choice(token_ids=None), "an answer without token ids"),
+        (_choice(token_ids=None), "a response without token ids"),
         (_choice(logprobs=None), "2 tokens with 0 log-probabilities"),
         (_choice(logprobs={"token_logprobs": [-1.0]}), "2 tokens with 1 log-probabilities"),
         (_choice(logprobs={"token_logprobs": [-1.0, None]}), "2 tokens with 2 log-probabilities"),

@@ -10,8 +10,12 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from quadriga.cli.config import main
+from quadriga.config import load_config
+from quadriga.errors import ConfigError
+from quadriga.workers.rollout_engines import ENGINES, make_rollout_engine
 
 REPOSITORY = Path(__file__).parents[3]
 PAGE = (REPOSITORY / "docs" / "rollout.md").read_text(encoding="utf-8")
@@ -45,13 +49,38 @@ DEMANDS = {
 
 
 @pytest.fixture
-def engine() -> Any:
-    """The engine of the page, on the weights of the contract's model."""
+def kind() -> Any:
+    """The class of the page."""
     (code,) = [text for kind, text in BLOCKS if kind == "python"]
     names: dict[str, Any] = {}
     exec(compile(code, "docs/rollout.md", "exec"), names)
+    return names["LastTokenEngine"]
+
+
+@pytest.fixture
+def engine(kind: Any) -> Any:
+    """The engine of the page, on the weights of the contract's model."""
     weights = CONTRACT._model("sdpa").named_parameters()
-    return names["LastTokenEngine"](weights, eos_token_ids=(CONTRACT.EOS,), tokenizer=CONTRACT.Pairs())
+    return kind(weights, eos_token_ids=(CONTRACT.EOS,), tokenizer=CONTRACT.Pairs())
+
+
+def test_one_line_names_it(kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CONTRIBUTING's recipe: a configuration can name what is in the table of engines, and nothing else."""
+    model = CONTRACT._model("sdpa")
+    model.save_pretrained(tmp_path)
+    model.generation_config.save_pretrained(tmp_path)
+    config = load_config(
+        [f"actor_rollout_ref.model.path={tmp_path}", "actor_rollout_ref.rollout.name=last_token"]
+    ).config
+    place = {"device": torch.device("cpu"), "dtype": torch.float32}
+    with pytest.raises(ConfigError, match=r"rollout\.name: got last_token, expected one of native, "):
+        make_rollout_engine(config, CONTRACT.Pairs(), **place)
+    monkeypatch.setitem(ENGINES, kind.name, kind)
+    engine = make_rollout_engine(config, CONTRACT.Pairs(), **place)
+    wanted = kind(model.named_parameters(), eos_token_ids=(CONTRACT.EOS,)).generate_batch(
+        CONTRACT.PROMPTS, CONTRACT._params()
+    )
+    assert engine.generate_batch(CONTRACT.PROMPTS, CONTRACT._params()) == wanted
 
 
 @pytest.mark.parametrize("name", DEMANDS)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quadriga.errors import RolloutError
-from quadriga.rollout.base import SamplingParams
+from quadriga.rollout.interface import SamplingParams
 from quadriga.rollout.sampler import NUM_DRAWS, Draws, SamplingRules, sample
 
 

@@ -68,8 +68,8 @@ def test_long_answers_are_cut() -> None:
     ("script", "message"),
     [
         ({"sum": "4"}, "the prompt 'why'"),
-        ([], "no answers"),
-        (lambda prompt: [], "an answer without a token"),
+        ([], "no responses"),
+        (lambda prompt: [], "a response without a token"),
     ],
 )
 def test_what_is_missing_is_named(script, message: str) -> None:

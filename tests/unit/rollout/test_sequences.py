@@ -16,7 +16,7 @@ from quadriga.rollout.sequences import sequence_seeds
 class Recorder(ScriptedEngine):
     """A scripted engine that remembers what it was asked."""
 
-    def generate_batch(self, prompts, sampling: list[SamplingParams]) -> list[Completion]:
+    def generate_batch(self, prompts, sampling: list[SamplingParams], images=None) -> list[Completion]:
         self.prompts, self.sampling = prompts, sampling
         return super().generate_batch(prompts, sampling)
 
@@ -127,8 +127,8 @@ def test_an_engine_that_answers_too_much() -> None:
     """Answers longer than the room for them do not pass."""
 
     class Chatty(ScriptedEngine):
-        def generate_batch(self, prompts, sampling: list[SamplingParams]) -> list[Completion]:
+        def generate_batch(self, prompts, sampling: list[SamplingParams], images=None) -> list[Completion]:
             return [Completion([1] * 9, [0.0] * 9, "stop", 0) for _ in prompts]
 
-    with pytest.raises(RolloutError, match="answer 0: got 9 tokens"):
+    with pytest.raises(RolloutError, match="response 0: got 9 tokens"):
         _generate(Chatty([[1]]), _prompts())

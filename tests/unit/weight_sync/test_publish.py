@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quadriga.errors import WeightSyncError
-from quadriga.weight_sync import Fingerprint, InProcessWeights, SharedWeights, fingerprint
+from quadriga.weight_sync import CopiedWeights, Fingerprint, SharedWeights, fingerprint
 
 
 class Rollout:
@@ -59,7 +59,7 @@ def test_shared_weights_may_be_tied() -> None:
 def test_in_process_weights_are_copied() -> None:
     """The target holds the same values in its own memory and dtype."""
     weights, target = _weights(), Rollout({name: torch.zeros(3, 4).bfloat16() for name in _weights()})
-    InProcessWeights().publish(weights.items(), target, version=2)
+    CopiedWeights().publish(weights.items(), target, version=2)
     assert target.weight_version == 2
     for name, tensor in weights.items():
         assert torch.equal(target.weights[name], tensor.bfloat16())
@@ -69,7 +69,7 @@ def test_a_weight_that_did_not_arrive_is_named() -> None:
     """Silence of the target does not pass for success."""
     target = Rollout({name: torch.zeros(3, 4) for name in _weights()}, deaf_to=("head", "layer"))
     with pytest.raises(WeightSyncError, match="2 of 3 weights that differ: head, layer"):
-        InProcessWeights().publish(_weights().items(), target, version=2)
+        CopiedWeights().publish(_weights().items(), target, version=2)
 
 
 def test_shared_weights_that_were_written_to_are_not_those_of_the_version() -> None:
@@ -91,7 +91,7 @@ def test_shared_weights_that_were_written_to_are_not_those_of_the_version() -> N
 def test_copied_weights_are_compared_whenever_it_is_asked() -> None:
     """A number that changes in the rollout's copy is seen; what the trainer does with its own is not."""
     weights, target = _weights(), Rollout({name: torch.zeros(3, 4) for name in _weights()})
-    sync = InProcessWeights()
+    sync = CopiedWeights()
     sync.publish(weights.items(), target, version=2)
     weights["embed"].zero_()
     sync.verify(target, 2)
@@ -104,5 +104,5 @@ def test_a_target_that_was_not_given_all_has_no_version() -> None:
     """It refuses to generate, whatever it has set itself."""
     target = Rollout({name: torch.zeros(3, 4) for name in _weights()}, deaf_to=("head",))
     with pytest.raises(WeightSyncError):
-        InProcessWeights().publish(_weights().items(), target, version=2)
+        CopiedWeights().publish(_weights().items(), target, version=2)
     assert target.weight_version == -1

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The policy's worker, called directly."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,11 @@ from quadriga.engines.batches import MicroBatching
 from quadriga.errors import CheckpointError, EngineError, WeightSyncError
 from quadriga.protocol import DataProto
 from quadriga.workers import ActorRolloutRefWorker, actor_rollout_ref
-from quadriga.workers.base import RunFacts
-
-FACTS = RunFacts(rollout_engine="quadriga.workers.rollouts:native")
 
 
 @pytest.fixture
 def worker(config: Config, tokenizer: Any) -> ActorRolloutRefWorker:
-    worker = ActorRolloutRefWorker(config, tokenizer, FACTS)
+    worker = ActorRolloutRefWorker(config, tokenizer)
     worker.init_model()
     return worker
 
@@ -35,7 +31,7 @@ def answered(worker: ActorRolloutRefWorker, prompts: DataProto) -> DataProto:
 
 
 def test_choices_have_reasons(config: Config, tokenizer: Any) -> None:
-    chosen = ActorRolloutRefWorker(config, tokenizer, FACTS).init_model()
+    chosen = ActorRolloutRefWorker(config, tokenizer).init_model()
     assert set(chosen) == {"actor", "weights", "rollout", "reference"}
     assert "float32" in chosen["weights"]
     assert chosen["reference"] == "a frozen copy"
@@ -96,7 +92,7 @@ def test_checkpoint_brings_weights_and_optimizer_back(
     worker.publish_weights(1)
     worker.save_checkpoint(tmp_path)
     assert worker.checkpoint_written(wait=True)
-    other = ActorRolloutRefWorker(config, tokenizer, FACTS)
+    other = ActorRolloutRefWorker(config, tokenizer)
     other.init_model()
     other.load_checkpoint(tmp_path)
     other.publish_weights(1)
@@ -115,7 +111,7 @@ def test_tokens_outside_the_vocabulary(worker: ActorRolloutRefWorker, prompts: D
 
 
 def test_policy_that_only_answers_has_no_optimizer(config: Config, tokenizer: Any, prompts: DataProto) -> None:
-    worker = ActorRolloutRefWorker(config, tokenizer, replace(FACTS, is_trained=False), role="actor_rollout")
+    worker = ActorRolloutRefWorker(config, tokenizer, role="actor_rollout", is_trained=False)
     assert "reference" not in worker.init_model()
     assert worker.engine.training is None
     assert not worker.engine.parameters.trained()
@@ -144,7 +140,7 @@ def test_micro_batches_without_gradients(
     num_sequences: int | None,
 ) -> None:
     """Log-probs are computed in micro-batches as their own section says."""
-    worker = ActorRolloutRefWorker(config, tokenizer, FACTS)
+    worker = ActorRolloutRefWorker(config, tokenizer)
     monkeypatch.setattr(actor_rollout_ref, "infer", lambda engine, data, micro, **_: micro)
     section = RolloutConfig(log_prob_max_token_len_per_gpu=99, **settings)
     assert worker._infer(None, None, section) == MicroBatching(num_sequences, 99, worker.share_prompts)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rollout's own worker beside an actor's, both in this process; weights go through a folder."""
+"""The rollout's own worker beside an actor's, both in this process; weights go by broadcast."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,9 @@ import torch
 from quadriga.config import Config
 from quadriga.errors import EngineError, WeightSyncError
 from quadriga.protocol import DataProto
-from quadriga.rollout.base import EngineBase
+from quadriga.rollout.interface import EngineBase
 from quadriga.workers import ActorRolloutRefWorker, RolloutWorker
-from quadriga.workers.base import RunFacts
 
-FACTS = RunFacts(rollout_engine="quadriga.workers.rollouts:native")
 LORA = {"lora_rank": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 
 
@@ -22,18 +21,20 @@ class Apart:
     """An actor and a rollout, and what the driver does between them."""
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
-        self.actor = ActorRolloutRefWorker(config, tokenizer, FACTS, role="actor")
-        self.rollout = RolloutWorker(config, tokenizer, FACTS)
+        self.actor = ActorRolloutRefWorker(config, tokenizer, role="actor")
+        self.rollout = RolloutWorker(config, tokenizer)
         self.chosen = {**self.actor.init_model(), **self.rollout.init_model()}
 
     def connect(self) -> None:
-        address = self.actor.offer_weights("disk", 1)
+        address = self.actor.offer_weights(1)
         assert address is not None
         self.rollout.expect_weights(address)
 
-    def publish(self, version: int) -> None:
-        self.actor.send_weights(version)
-        self.rollout.receive_weights(version)
+    def publish(self, version: int, expected: int | None = None) -> None:
+        with ThreadPoolExecutor(1) as thread:
+            sent = thread.submit(self.actor.send_weights, version)
+            self.rollout.receive_weights(version if expected is None else expected)
+            sent.result()
 
     def close(self) -> None:
         self.actor.close()
@@ -60,7 +61,7 @@ def learn(worker: ActorRolloutRefWorker, answers: DataProto) -> None:
 
 def test_apart_is_as_good_as_together(run: Config, tokenizer: Any, prompts: DataProto, tmp_path: Path) -> None:
     """The same answers, before and after an update, adapter and all; nothing stays on disk."""
-    together = ActorRolloutRefWorker(run, tokenizer, FACTS, role="actor_rollout")
+    together = ActorRolloutRefWorker(run, tokenizer, role="actor_rollout")
     together.init_model()
     apart = Apart(run, tokenizer)
     apart.connect()
@@ -79,30 +80,27 @@ def test_apart_is_as_good_as_together(run: Config, tokenizer: Any, prompts: Data
             learn(worker, theirs)
         together.publish_weights(version)
         apart.publish(version)
-        assert apart.rollout.rollout.engine.weight_version == version
+        assert apart.rollout.generation.engine.weight_version == version
     # At first an adapter changes nothing; what came afterwards were other weights each time.
     assert not torch.equal(seen[1], seen[2])
-    assert list(tmp_path.glob("weights/*/*"))
     apart.close()
-    assert not list(tmp_path.glob("weights/*"))
 
 
 def test_nothing_is_generated_without_the_actors_weights(run: Config, tokenizer: Any, prompts: DataProto) -> None:
     """Before any came, after some did not arrive, and when they were changed."""
     apart = Apart(run, tokenizer)
     assert apart.chosen["rollout"].endswith("on processes of its own")
-    with pytest.raises(WeightSyncError, match="no way for the actor's weights to come"):
+    with pytest.raises(WeightSyncError, match="no connection to the actor's weights"):
         apart.rollout.generate_sequences(prompts)
     apart.connect()
     apart.publish(0)
-    apart.actor.send_weights(1)
     with pytest.raises(WeightSyncError, match="version 2: got version 1"):
-        apart.rollout.receive_weights(2)
+        apart.publish(1, expected=2)
     with pytest.raises(WeightSyncError, match="got version -1, expected version 0"):
         apart.rollout.generate_sequences(prompts)
     apart.publish(3)
     with torch.no_grad():
-        apart.rollout.rollout.engine.model.model.norm.weight[3] += 1
+        apart.rollout.generation.engine.model.model.norm.weight[3] += 1
     with pytest.raises(WeightSyncError, match=r"version 3: got 1 of \d+ weights that differ: model\.norm\.weight,"):
         apart.rollout.generate_sequences(prompts)
 
@@ -128,20 +126,20 @@ def test_the_engine_sleeps_while_models_train(
     policy = config.actor_rollout_ref
     rollout = policy.rollout.model_copy(update={"free_cache_engine": frees})
     config = config.model_copy(update={"actor_rollout_ref": policy.model_copy(update={"rollout": rollout})})
-    worker = ActorRolloutRefWorker(config, tokenizer, FACTS, role="actor_rollout")
+    worker = ActorRolloutRefWorker(config, tokenizer, role="actor_rollout")
     worker.init_model()
     learn(worker, worker.generate_sequences(prompts))
     worker.publish_weights(1)
     worker.generate_sequences(prompts)
     assert calls == (["sleep", "wake", "sleep", "wake", "sleep"] if frees else [])
     calls.clear()
-    RolloutWorker(config, tokenizer, FACTS).init_model()
+    RolloutWorker(config, tokenizer).init_model()
     assert not calls
 
 
 def test_an_update_that_was_not_published(config: Config, tokenizer: Any, prompts: DataProto) -> None:
     """A rollout on the actor's own weights has them at once; generating under the old version is an error."""
-    worker = ActorRolloutRefWorker(config, tokenizer, FACTS, role="actor_rollout")
+    worker = ActorRolloutRefWorker(config, tokenizer, role="actor_rollout")
     worker.init_model()
     learn(worker, worker.generate_sequences(prompts))
     with pytest.raises(WeightSyncError, match="weights that were written to since"):

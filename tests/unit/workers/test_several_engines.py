@@ -6,7 +6,6 @@ The engines repeat the prompt: vLLM and SGLang themselves are in tests/vllm and 
 
 import os
 from collections.abc import Callable, Iterable, Sequence
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -16,11 +15,14 @@ from quadriga.config import Config, RolloutConfig, load_config, problem_of_sever
 from quadriga.errors import ConfigError
 from quadriga.models.load import load_causal_lm
 from quadriga.rollout import Balancer, Completion, SamplingParams, ScriptedEngine
-from quadriga.weight_sync import InProcessWeights
-from quadriga.workers import rollouts
-from quadriga.workers.elsewhere import ActorElsewhere
+from quadriga.rollout.setup import EngineSetup
+from quadriga.rollout.sglang import engine as sglang
+from quadriga.rollout.sglang.engine import SGLangEngine
+from quadriga.rollout.vllm.engine import VLLMEngine
+from quadriga.weight_sync import CopiedWeights
+from quadriga.workers import rollout_engines
+from quadriga.workers.rollout_engines import make_rollout_engine
 
-ELSEWHERE = ActorElsewhere(torch.device("cpu"), torch.float32)
 MIB = 1 << 20
 
 
@@ -29,20 +31,21 @@ class Echo(ScriptedEngine):
 
     made: ClassVar[list["Echo"]] = []
     dies = -1
-    library, version, takes_tensors, private_parts = SimpleNamespace(version="0"), "0", False, ()
 
-    def __init__(self, options: Any, limits: Any = None, **more: Any) -> None:
+    def __init__(self, bucket_bytes: int, given: Any) -> None:
         super().__init__(lambda prompt: prompt)
         if len(Echo.made) == Echo.dies:
             raise ConfigError("engine", got="too little memory")
         Echo.made.append(self)
         self.weight_version = -1
-        self.options, self.limits, self.more = options, limits or options.limits, more
+        self.bucket_bytes, self.given = bucket_bytes, given
         self.num_threads = os.environ.get("OMP_NUM_THREADS")
         self.events: list[str] = []
         self.asked: list[int] = []
 
-    def generate_batch(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> list[Completion]:
+    def generate_batch(
+        self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams], images: Any = None
+    ) -> list[Completion]:
         self.asked += [prompt[0] for prompt in prompts]
         return super().generate_batch(prompts, sampling)
 
@@ -64,52 +67,80 @@ class Echo(ScriptedEngine):
 
 
 class EchoOfVLLM(Echo):
-    def __init__(self, options: Any) -> None:
-        super().__init__(options, SimpleNamespace(has_seeds=True))
+    """Made as vLLM's engine is."""
+
+    name = "vllm"
+    from_config = classmethod(VLLMEngine.from_config.__func__)  # pyrefly: ignore[missing-attribute]
+
+    def __init__(self, setup: EngineSetup, *args: Any, **more: Any) -> None:
+        super().__init__(setup.bucket_bytes, setup)
+        self.description = "vllm"
+
+
+class EchoOfSGLang(Echo):
+    """Made as SGLang's engine is."""
+
+    name = "sglang"
+    from_config = classmethod(SGLangEngine.from_config.__func__)  # pyrefly: ignore[missing-attribute]
+    _at_servers = classmethod(SGLangEngine._at_servers.__func__)  # pyrefly: ignore[missing-attribute]
+
+    def __init__(self, limits: Any, connection: Any, description: str) -> None:
+        super().__init__(limits.bucket_bytes, connection)
+        self.connection, self.description = connection, description
+
+
+class Connection:
+    """Keeps what it was made with."""
+
+    version, has_seeds = "0", True
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self.args, self.options = args, options
 
 
 @pytest.fixture
-def make(config: Config, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., rollouts.Rollout]:
-    """`make(**rollout)`: what the factory of `rollout.name` gives, with these engines in the place of real ones."""
+def make(config: Config, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """`make(**rollout)`: the engine of a configuration, with these in the place of vLLM's and SGLang's."""
     monkeypatch.setattr(Echo, "made", [])
-    monkeypatch.setattr(rollouts, "AsyncVLLMEngine", EchoOfVLLM)
-    monkeypatch.setattr(rollouts, "SGLangEngine", Echo)
-    monkeypatch.setattr(rollouts, "SGLangServer", Echo)
+    monkeypatch.setitem(rollout_engines.ENGINES, "vllm", EchoOfVLLM)
+    monkeypatch.setitem(rollout_engines.ENGINES, "sglang", EchoOfSGLang)
+    monkeypatch.setattr(sglang, "SGLangProcess", Connection)
+    monkeypatch.setattr(sglang, "SGLangServer", Connection)
 
-    def build(**changes: Any) -> rollouts.Rollout:
+    def build(**changes: Any) -> Any:
         policy = config.actor_rollout_ref.model_copy(update={"rollout": RolloutConfig(n=2, **changes)})
         own = config.model_copy(update={"actor_rollout_ref": policy})
-        return getattr(rollouts, changes["name"])(own, ELSEWHERE, tokenizer)
+        return make_rollout_engine(own, tokenizer, device=torch.device("cpu"), dtype=torch.float32)
 
     return build
 
 
 @pytest.mark.parametrize("name", ["vllm", "sglang"])
 def test_two_engines_share_what_the_process_has(
-    name: str, make: Callable[..., rollouts.Rollout], monkeypatch: pytest.MonkeyPatch
+    name: str, make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Threads, the accelerator's memory and the bucket for weights are divided; keys and values are each one's own."""
     monkeypatch.setenv("OMP_NUM_THREADS", "6")
     rollout = make(
         name=name, mode="async", data_parallel_size=2, gpu_memory_utilization=0.5, update_weights_bucket_megabytes=8
     )
-    assert isinstance(rollout.engine, Balancer) and rollout.engine.engines == Echo.made
+    assert isinstance(rollout, Balancer) and rollout.engines == Echo.made
     assert [engine.num_threads for engine in Echo.made] == ["3", "3"] and os.environ["OMP_NUM_THREADS"] == "6"
-    for engine in Echo.made:
-        assert engine.options.gpu_memory_utilization == 0.25
-        assert (engine.options if name == "vllm" else engine.limits).bucket_bytes == 4 * MIB
+    assert [engine.bucket_bytes for engine in Echo.made] == [4 * MIB] * 2
+    if name == "sglang":
+        assert all(engine.connection.args[0]["mem_fraction_static"] == 0.9 for engine in Echo.made)  # of a CPU's
     assert "balanced over 2 engines, each: " + name in rollout.description
 
 
-def test_one_engine_is_itself(make: Callable[..., rollouts.Rollout], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_engine_is_itself(make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "6")
     rollout = make(name="vllm", mode="async")
-    assert [rollout.engine] == Echo.made and Echo.made[0].num_threads == "6"
+    assert [rollout] == Echo.made and Echo.made[0].num_threads == "6"
     assert "balanced" not in rollout.description
 
 
 def test_a_process_without_the_variable_divides_its_own_threads(
-    make: Callable[..., rollouts.Rollout], monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
@@ -119,26 +150,26 @@ def test_a_process_without_the_variable_divides_its_own_threads(
     assert Echo.made[-1].num_threads == "1"
 
 
-def test_requests_weights_and_sleep_reach_all(make: Callable[..., rollouts.Rollout], config: Config) -> None:
-    rollout = make(name="vllm", mode="async", data_parallel_size=2)
+def test_requests_weights_and_sleep_reach_all(make: Callable[..., Any], config: Config) -> None:
+    rollout, weights = make(name="vllm", mode="async", data_parallel_size=2), CopiedWeights()
     model = load_causal_lm(config.actor_rollout_ref.model.path, dtype=torch.float32, attention="sdpa")
     for version in (1, 2):
-        rollout.weights.publish(model.named_parameters(), rollout.engine, version)
-    rollout.weights.verify(rollout.engine, 2)
-    assert isinstance(rollout.weights, InProcessWeights) and rollout.engine.weight_version == 2
+        weights.publish(model.named_parameters(), rollout, version)
+    weights.verify(rollout, 2)
+    assert rollout.weight_version == 2 and not rollout.shares_weights
     prompts = [[number, 3] for number in range(3, 11)]
-    answers = rollout.engine.generate_batch(prompts, [SamplingParams(max_tokens=2)] * 8)
+    answers = rollout.generate_batch(prompts, [SamplingParams(max_tokens=2)] * 8)
     assert [answer.token_ids for answer in answers] == prompts
     assert [len(engine.asked) for engine in Echo.made] == [4, 4]
-    rollout.engine.sleep()
-    rollout.engine.wake()
-    rollout.engine.close()
+    rollout.sleep()
+    rollout.wake()
+    rollout.close()
     for engine in Echo.made:
         assert engine.events == ["weights 1", "weights 2", "sleep", "wake", "close"]
 
 
 def test_where_one_does_not_start_the_others_are_closed(
-    make: Callable[..., rollouts.Rollout], monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Echo, "dies", 2)
     monkeypatch.setenv("OMP_NUM_THREADS", "6")
@@ -148,17 +179,18 @@ def test_where_one_does_not_start_the_others_are_closed(
     assert os.environ["OMP_NUM_THREADS"] == "6"
 
 
-def test_servers_of_sglang(make: Callable[..., rollouts.Rollout]) -> None:
+def test_servers_of_sglang(make: Callable[..., Any]) -> None:
     """One, or a list; each has a part of the bucket, and the options of the configuration."""
     one = make(name="sglang", engine_kwargs={"sglang": {"url": "http://a:1"}})
-    assert one.engine is Echo.made[0] and "at http://a:1, which gets the weights" in one.description
+    assert one is Echo.made[0] and "at http://a:1, which gets the weights" in one.description
     urls = ["http://a:1", "http://b:1"]
     options = {"urls": urls, "timeout_s": 5.0}
     several = make(name="sglang", engine_kwargs=options, update_weights_bucket_megabytes=8, max_num_seqs=7)
-    assert several.engine.engines == Echo.made[1:]
-    assert [server.options for server in Echo.made[1:]] == urls
-    assert all(server.more == {"max_num_seqs": 7, "timeout_s": 5.0} for server in Echo.made[1:])
-    assert all(server.limits.bucket_bytes == 4 * MIB for server in Echo.made[1:])
+    assert several.engines == Echo.made[1:]
+    assert [engine.connection.args for engine in Echo.made[1:]] == [(url,) for url in urls]
+    for engine in Echo.made[1:]:
+        assert engine.connection.options["max_num_seqs"] == 7 and engine.connection.options["timeout_s"] == 5.0
+        assert engine.bucket_bytes == 4 * MIB
     assert "at http://a:1, http://b:1, balanced, which get the weights" in several.description
 
 
@@ -174,7 +206,7 @@ def test_servers_of_sglang(make: Callable[..., rollouts.Rollout]) -> None:
         {"urls": ["http://a:1"], "tp_size": 2},
     ],
 )
-def test_addresses_that_are_none(make: Callable[..., rollouts.Rollout], options: dict[str, Any]) -> None:
+def test_addresses_that_are_none(make: Callable[..., Any], options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="expected url, or urls"):
         make(name="sglang", engine_kwargs=options)
     assert Echo.made == []
@@ -192,7 +224,7 @@ def test_addresses_that_are_none(make: Callable[..., rollouts.Rollout], options:
         ({"name": "sglang", "engine_kwargs": {"urls": ["http://a:1"]}}, "several as urls"),
     ],
 )
-def test_one_only(make: Callable[..., rollouts.Rollout], changes: dict[str, Any], words: str) -> None:
+def test_one_only(make: Callable[..., Any], changes: dict[str, Any], words: str) -> None:
     """The factory refuses it, for generate and eval, and the checks before a training run starts."""
     with pytest.raises(ConfigError, match=r"data_parallel_size: got 2, with .*rollout.name=") as caught:
         make(**changes, data_parallel_size=2)

@@ -47,7 +47,9 @@ class Recorder(ScriptedEngine):
         super().__init__(responses, **options)
         self.seen: list[tuple[list[int], list[int], SamplingParams]] = []
 
-    def generate_batch(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> list[Completion]:
+    def generate_batch(
+        self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams], images: Any = None
+    ) -> list[Completion]:
         completions = super().generate_batch(prompts, sampling)
         for prompt, completion, params in zip(prompts, completions, sampling, strict=True):
             self.seen.append((list(prompt), completion.token_ids, params))

@@ -260,7 +260,7 @@ class Dying:
     def __init__(self, tokenizer: Any) -> None:
         self.answer, self.num, self.given_up = tokenizer(CALL)["input_ids"], 0, 0
 
-    async def generate(self, prompt_token_ids: Any, sampling: Any) -> Completion:
+    async def generate(self, prompt_token_ids: Any, sampling: Any, images: Any = None) -> Completion:
         self.num += 1
         if self.num == 3:
             raise RolloutError("engine", got="a dead process")
@@ -289,7 +289,7 @@ class Aborting:
     def __init__(self, first: list[int]) -> None:
         self.answers = [Completion(first, [0.0] * len(first), "stop", 0), Completion([], [], "abort", 0)]
 
-    async def generate(self, prompt_token_ids: Any, sampling: Any) -> Completion:
+    async def generate(self, prompt_token_ids: Any, sampling: Any, images: Any = None) -> Completion:
         return self.answers.pop(0)
 
 

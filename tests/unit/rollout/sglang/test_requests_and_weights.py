@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from quadriga.errors import RolloutError, WeightSyncError
-from quadriga.rollout.base import SamplingParams
+from quadriga.rollout.interface import SamplingParams
 from quadriga.rollout.manifest import Manifest
-from quadriga.rollout.sglang.core import Limits, SGLangBase
-from quadriga.rollout.sglang.engine import SGLangEngine, SGLangOptions
+from quadriga.rollout.sglang.engine import Limits, SGLangEngine
+from quadriga.rollout.sglang.process import SGLangProcess
 from quadriga.rollout.sglang.receiver import FINGERPRINTS, load
 from quadriga.rollout.sglang.server import SGLangServer
-from quadriga.weight_sync import InProcessWeights
+from quadriga.weight_sync import CopiedWeights
 
 
 class Model(nn.Module):
@@ -38,19 +38,23 @@ class Model(nn.Module):
                 own[name].copy_(tensor)
 
 
-class Direct(SGLangBase):
-    """An engine whose calls reach a model in this process; it keeps what it was asked, and answers what it is told."""
+class Direct:
+    """A connection to a model in this process; it keeps what it was asked, and answers what it is told."""
 
-    def __init__(self, limits: Limits, answer: dict[str, Any] | None = None) -> None:
-        super().__init__(limits, has_weights=True)
-        self.model, self.answer = Model(), answer
+    version, num_processes = "0", 1
+
+    def __init__(self, answer: dict[str, Any] | None, *, has_seeds: bool) -> None:
+        self.model, self.answer, self.has_seeds = Model(), answer, has_seeds
         self.asked: list[tuple[str, dict[str, Any]]] = []
 
-    def _ask(self, method: str, **arguments: Any) -> "Future[Any]":
+    def ask(self, method: str, **arguments: Any) -> "Future[Any]":
         self.asked.append((method, arguments))
         future: Future[Any] = Future()
         future.set_result(self._result(method, arguments))
         return future
+
+    def close(self) -> None:
+        pass
 
     def _result(self, method: str, arguments: dict[str, Any]) -> Any:
         if method == "update_weights_from_tensor":
@@ -60,9 +64,13 @@ class Direct(SGLangBase):
         return self.answer
 
 
-def _limits(**changes: Any) -> Limits:
-    own = {"max_model_len": 20, "manifest": Manifest.of(Model()), "eos_token_ids": (1,), "bucket_bytes": 4 * 64}
-    return Limits(**own | changes)
+def _engine(answer: dict[str, Any] | None = None, *, has_seeds: bool = False) -> tuple[SGLangEngine, Direct]:
+    """With weights."""
+    limits = Limits(max_model_len=20, manifest=Manifest.of(Model()), eos_token_ids=(1,), bucket_bytes=4 * 64)
+    connection = Direct(answer, has_seeds=has_seeds)
+    engine = SGLangEngine(limits, connection)
+    engine.weight_version = 0
+    return engine, connection
 
 
 def _answer(tokens: list[int], log_probs: list[float | None], reason: str) -> dict[str, Any]:
@@ -72,22 +80,22 @@ def _answer(tokens: list[int], log_probs: list[float | None], reason: str) -> di
 
 def test_weights_arrive_whole_and_are_vouched_for() -> None:
     """In several buckets, of two dtypes, and twice: the second load's fingerprints are its own."""
-    engine = Direct(_limits(), None)
+    engine, direct = _engine()
     for version in (1, 2):
         sent = Model()
         with torch.no_grad():
             sent.embed.weight.add_(version)
-        InProcessWeights().publish(sent.named_parameters(), engine, version)
-        assert all(torch.equal(one, own) for one, own in zip(sent.parameters(), engine.model.parameters(), strict=True))
-    methods = [method for method, _ in engine.asked]
+        CopiedWeights().publish(sent.named_parameters(), engine, version)
+        assert all(torch.equal(one, own) for one, own in zip(sent.parameters(), direct.model.parameters(), strict=True))
+    methods = [method for method, _ in direct.asked]
     one = ["begin_weight_update", "update_weights_from_tensor", "update_weights_from_tensor", "end_weight_update"]
     assert methods == [*one, "get_weights_by_name", "flush_cache"] * 2
-    assert engine.model.get_weights_by_name(FINGERPRINTS) == [{}]
+    assert direct.model.get_weights_by_name(FINGERPRINTS) == [{}]
 
 
 def test_what_travels_is_only_lent() -> None:
     """A buffer that is used for one weight after the other arrives as each of them."""
-    engine, sent = Direct(_limits()), Model()
+    (engine, direct), sent = _engine(), Model()
     shared = torch.empty(64)
 
     def stream() -> Any:
@@ -98,20 +106,20 @@ def test_what_travels_is_only_lent() -> None:
             yield name, lent
 
     engine.load_weights(stream(), 1)
-    assert all(torch.equal(one, own) for one, own in zip(sent.parameters(), engine.model.parameters(), strict=True))
+    assert all(torch.equal(one, own) for one, own in zip(sent.parameters(), direct.model.parameters(), strict=True))
 
 
 @pytest.mark.parametrize(("num_weights", "last"), [(1, "end_weight_update"), (2, "get_weights_by_name")])
 def test_a_stream_that_breaks_off_leaves_no_session_open(num_weights: int, last: str) -> None:
     """Before the first bucket or after it: the next load can begin, and has fingerprints of its own only."""
-    engine = Direct(_limits())
+    engine, direct = _engine()
     pairs = [(name, tensor.detach()) for name, tensor in Model().named_parameters()]
     with pytest.raises(WeightSyncError, match=f"a stream without {3 - num_weights} of 3"):
         engine.load_weights(pairs[:num_weights], 1)
-    assert "end_weight_update" in [method for method, _ in engine.asked]
-    assert engine.asked[-1][0] == last
+    assert "end_weight_update" in [method for method, _ in direct.asked]
+    assert direct.asked[-1][0] == last
     assert engine.weight_version == -1
-    InProcessWeights().publish(pairs, engine, 2)
+    CopiedWeights().publish(pairs, engine, 2)
     assert engine.weight_version == 2
 
 
@@ -126,17 +134,17 @@ def test_a_stream_that_breaks_off_leaves_no_session_open(num_weights: int, last:
 )
 def test_requests(params: SamplingParams, words: dict[str, Any]) -> None:
     """In SGLang's words; the model's own end is a stop token like others."""
-    engine = Direct(_limits(has_seeds=True), _answer([2, 3, 4, 1], [-1.0] * 4, "stop"))
+    engine, direct = _engine(_answer([2, 3, 4, 1], [-1.0] * 4, "stop"), has_seeds=True)
     engine.generate_batch([[5]], [params])
-    asked = engine.asked[0][1]["sampling_params"]
+    asked = direct.asked[0][1]["sampling_params"]
     assert {name: asked[name] for name in words} == words
 
 
 def test_without_seeds_none_is_sent() -> None:
     """SGLang would take it and draw as it likes."""
-    engine = Direct(_limits(), _answer([2], [-1.0], "stop"))
+    engine, direct = _engine(_answer([2], [-1.0], "stop"))
     engine.generate_batch([[5]], [SamplingParams(4, seed=3)])
-    assert "sampling_seed" not in engine.asked[0][1]["sampling_params"]
+    assert "sampling_seed" not in direct.asked[0][1]["sampling_params"]
 
 
 @pytest.mark.parametrize(
@@ -146,14 +154,14 @@ def test_without_seeds_none_is_sent() -> None:
         (_answer([2, 3], [-1.0, math.nan], "stop"), "not a number"),
         (_answer([2, 3], [-1.0, None], "stop"), "not a number"),
         (_answer([2, 3], [-1.0, -1.0], "length"), "cut at 2 of 4 tokens"),
-        (_answer([2], [-1.0], "abort"), "an answer that ended with"),
+        (_answer([2], [-1.0], "abort"), "a response that ended with"),
         (_answer([2], [-1.0], "bored"), "bored"),
     ],
 )
 def test_answers_that_are_none(answer: dict[str, Any], message: str) -> None:
     """Each is an error, and not an answer of which something is left out."""
     with pytest.raises(RolloutError, match=message):
-        Direct(_limits(), answer).generate_batch([[5]], [SamplingParams(4)])
+        _engine(answer)[0].generate_batch([[5]], [SamplingParams(4)])
 
 
 @pytest.mark.parametrize(
@@ -166,21 +174,20 @@ def test_answers_that_are_none(answer: dict[str, Any], message: str) -> None:
 )
 def test_requests_that_are_refused(changes: dict[str, Any], message: str) -> None:
     """Before SGLang does something else."""
-    engine = Direct(_limits(has_seeds=True))
+    engine, direct = _engine(has_seeds=True)
     with pytest.raises(RolloutError, match=message):
         engine.generate_batch([[5]], [replace(SamplingParams(4), **changes)])
-    assert engine.asked == []
+    assert direct.asked == []
 
 
 def test_a_server_that_is_not_there() -> None:
     """Told at once, with its address."""
     with pytest.raises(RolloutError, match=r"http://127\.0\.0\.1:1/server_info: got a server that does not answer"):
-        SGLangServer("http://127.0.0.1:1", _limits())
+        SGLangServer("http://127.0.0.1:1", max_model_len=20)
 
 
 @pytest.mark.skipif(find_spec("sglang") is not None, reason="SGLang is here")
 def test_without_sglang() -> None:
     """The error says how to get it, and no process is left."""
-    options = SGLangOptions(path="nowhere", dtype=torch.float32, device="cpu", limits=_limits())
     with pytest.raises(RolloutError, match=r"no SGLang in this environment.*scripts/install-sglang"):
-        SGLangEngine(options)
+        SGLangProcess({})

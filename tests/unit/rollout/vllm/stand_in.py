@@ -14,11 +14,13 @@ from torch import nn
 
 from quadriga.config.adapter import read_adapter
 from quadriga.models.adapter_files import AdapterFiles, factor_names
-from quadriga.rollout.base import Completion, SamplingParams
-from quadriga.rollout.vllm import core
-from quadriga.rollout.vllm.core import VLLMBase, VLLMOptions
+from quadriga.rollout.interface import Completion, SamplingParams
+from quadriga.rollout.vllm import engine
+from quadriga.rollout.vllm.adapter import Adapter
+from quadriga.rollout.vllm.cores import Core
+from quadriga.rollout.vllm.engine import VLLMEngine
 from quadriga.rollout.vllm.library import Library
-from quadriga.rollout.vllm.receiver import WeightReceiver
+from quadriga.rollout.vllm.worker import WorkerExtension
 from quadriga.weight_sync.fingerprint import tensor_fingerprint
 
 ROOM = 8
@@ -41,12 +43,12 @@ class Layer(nn.Module):
         self.lora_b_stacked = (torch.zeros(1, 1, out_size, ROOM),)
 
 
-class Process(WeightReceiver):
+class Process(WorkerExtension):
     """One that holds vLLM's model: weights by name, and a layer for each module with an adapter."""
 
-    def __init__(self, options: VLLMOptions) -> None:
+    def __init__(self, adapter: Adapter | None) -> None:
         self.weights: dict[str, torch.Tensor] = {}
-        sizes = {} if options.adapter is None else options.adapter.manifest.shapes
+        sizes = {} if adapter is None else adapter.manifest.shapes
         modules = [name.partition(".lora_A.")[0] for name in sizes if ".lora_A." in name]
         self.layers = {
             module: Layer(sizes[factor_names(f"{module}.weight")[1]][0], sizes[factor_names(f"{module}.weight")[0]][1])
@@ -64,8 +66,8 @@ class Process(WeightReceiver):
     def end_weights(self) -> dict[str, str]:
         return {name: tensor_fingerprint(tensor) for name, tensor in self.weights.items()}
 
-    def clear_pages(self) -> int:
-        return 0
+    def clear_cache(self) -> None:
+        pass
 
     def private_parts(self) -> list[tuple[str, bool, str]]:
         return []
@@ -79,41 +81,34 @@ class Process(WeightReceiver):
             layer.lora_b_stacked[0][0, 0, :, : shape.rank] = files.read(name_b) * shape.scale
 
 
-class StandIn(VLLMBase):
-    """See the module.
+class StandInCore(Core):
+    """In the place of vLLM's engine.
 
     Attributes:
-        loads: the names that came, for each load.
-        asked: every call of vLLM's engine.
+        asked: every call.
+        adapters: numbers of those that it holds.
         meddle: gets the folder of each adapter on its way, by the name of the call that reads it next.
     """
 
-    takes_tensors = True
+    is_in_process = True
 
-    def __init__(self, options: VLLMOptions) -> None:
-        self.processes = [Process(options)]
-        self.loads: list[list[str]] = []
+    def __init__(self, adapter: Adapter | None) -> None:
+        self.processes = [Process(adapter)]
         self.asked: list[str] = []
         self.adapters: set[int] = set()
         self.meddle: Callable[[str, Path], None] = lambda method, folder: None
         self.is_busy = False
-        super().__init__(options)
 
-    def generate_batch(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> list[Completion]:
-        self._require_ready(prompts, sampling)
-        # The token says which adapter it is.
-        number = 0 if self._lora_request is None else self._lora_request.lora_int_id
-        return [Completion([number], [0.0], "stop", self.weight_version) for _ in prompts]
+    def generate_batch(self, requests: Any) -> Any:
+        raise NotImplementedError
 
-    def load_weights(self, weights: Any, version: int) -> None:
-        names: list[str] = []
-        self.loads.append(names)
-        super().load_weights(((names.append(name), (name, tensor))[1] for name, tensor in weights), version)
+    def abort(self) -> None:
+        raise NotImplementedError
 
-    def _start(self) -> None:
+    def close(self) -> None:
         pass
 
-    def _ask(self, method: str, *args: Any, **options: Any) -> Any:
+    def ask(self, method: str, *args: Any, **options: Any) -> Any:
         self.asked.append(args[0] if method == "collective_rpc" else method)
         match method:
             case "collective_rpc":
@@ -133,7 +128,34 @@ class StandIn(VLLMBase):
                 return self.adapters
 
 
+class StandIn(VLLMEngine):
+    """An engine on `StandInCore`; `loads` has the names that came, for each load."""
+
+    core: StandInCore
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        self.loads: list[list[str]] = []
+        super().__init__(*args, **more)
+
+    def generate_batch(
+        self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams], images: Any = None
+    ) -> list[Completion]:
+        self._require_ready(prompts, sampling, images)
+        # The token says which adapter it is.
+        request = None if self._slot is None else self._slot.request
+        number = 0 if request is None else request.lora_int_id
+        return [Completion([number], [0.0], "stop", self.weight_version) for _ in prompts]
+
+    def load_weights(self, weights: Any, version: int) -> None:
+        names: list[str] = []
+        self.loads.append(names)
+        super().load_weights(((names.append(name), (name, tensor))[1] for name, tensor in weights), version)
+
+    def _make_core(self) -> StandInCore:
+        return StandInCore(self.adapter)
+
+
 def stand_in_for_vllm(monkeypatch: pytest.MonkeyPatch, version: str = "0.32.0") -> None:
     """Let engines find the library that stands there."""
     lora = SimpleNamespace(LoRARequest=LoRARequest)
-    monkeypatch.setattr(core, "load", lambda: Library(version, None, None, lora))
+    monkeypatch.setattr(engine, "load", lambda: Library(version, None, None, lora))

@@ -12,15 +12,16 @@ import pytest
 import torch
 from torch import nn
 
+from quadriga.config import load_config
 from quadriga.config.adapter import ADAPTER_WEIGHTS, AdapterShape
 from quadriga.errors import RolloutError, WeightSyncError
 from quadriga.models.adapter_files import AdapterFiles, is_factor, write_factors
 from quadriga.rollout import Balancer
-from quadriga.rollout.adapter import Adapter
-from quadriga.rollout.base import SamplingParams
+from quadriga.rollout.interface import SamplingParams
 from quadriga.rollout.manifest import Manifest
-from quadriga.rollout.vllm.core import VLLMOptions
-from quadriga.weight_sync import InProcessWeights
+from quadriga.rollout.setup import EngineSetup
+from quadriga.rollout.vllm.adapter import Adapter
+from quadriga.weight_sync import CopiedWeights
 from tests.unit.rollout.vllm.stand_in import StandIn, stand_in_for_vllm
 
 A, B = "layer.q_proj.lora_A.default.weight", "layer.q_proj.lora_B.default.weight"
@@ -45,15 +46,21 @@ def weights(seed: int, *, with_frozen: bool) -> list[tuple[str, torch.Tensor]]:
     return [one for one in drawn if with_frozen or is_factor(one[0])]
 
 
-@pytest.fixture
-def options() -> VLLMOptions:
-    return VLLMOptions("model", torch.float32, 20, manifest(FROZEN), (1,), adapter=Adapter(SHAPE, manifest(FACTORS)))
+ADAPTER = Adapter(SHAPE, manifest(FACTORS))
+
+
+def stand_in(adapter: Adapter | None = ADAPTER) -> StandIn:
+    rollout = "actor_rollout_ref.rollout"
+    config = load_config([f"{rollout}.name=vllm", f"{rollout}.max_model_len=20", "data.max_prompt_length=10",
+                          "data.max_response_length=10"]).config  # fmt: skip
+    setup = EngineSetup(config, None, {}, torch.device("cpu"), torch.float32)  # pyrefly: ignore[bad-argument-type]
+    return StandIn(setup, manifest(FROZEN), (1,), adapter=adapter)
 
 
 @pytest.fixture
-def engine(options: VLLMOptions, monkeypatch: pytest.MonkeyPatch) -> StandIn:
+def engine(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     stand_in_for_vllm(monkeypatch)
-    return StandIn(options)
+    return stand_in()
 
 
 def answers(engine: StandIn) -> list[int]:
@@ -62,7 +69,7 @@ def answers(engine: StandIn) -> list[int]:
 
 def test_frozen_weights_come_once(engine: StandIn) -> None:
     """Then the adapter alone; all that is there is vouched for each time, and each adapter has a number of its own."""
-    sync = InProcessWeights()
+    sync = CopiedWeights()
     with pytest.raises(RolloutError, match="not loaded completely"):
         answers(engine)
     for version in (1, 2, 3):
@@ -70,19 +77,19 @@ def test_frozen_weights_come_once(engine: StandIn) -> None:
         sync.publish(weights(version, with_frozen=version == 1), engine, version)
         sync.verify(engine, version)
         assert engine.fingerprint().tensors.keys() == FROZEN.keys() | FACTORS.keys()
-        assert answers(engine) == [version] and engine.adapters == {version}
+        assert answers(engine) == [version] and engine.core.adapters == {version}
     assert [len(names) for names in engine.loads] == [7, 4, 4]
-    assert engine.asked.count("begin_weights") == 1
-    held = engine.processes[0].layers["layer.q_proj"]
+    assert engine.core.asked.count("begin_weights") == 1
+    held = engine.core.processes[0].layers["layer.q_proj"]
     sent = dict(weights(3, with_frozen=False))
     assert torch.equal(held.lora_a_stacked[0][0, 0, :3], sent[A])
     assert torch.equal(held.lora_b_stacked[0][0, 0, :, :3], sent[B] * 2)
-    assert not Path(engine._lora_request.lora_path).exists()
+    assert not Path(engine._slot.request.lora_path).exists()
 
 
 def test_what_was_published_earlier_is_still_looked_at(engine: StandIn) -> None:
     """Also after the adapter alone has come."""
-    sync = InProcessWeights()
+    sync = CopiedWeights()
     sync.publish(weights(1, with_frozen=True), engine, 1)
     sync.publish(weights(2, with_frozen=False), engine, 2)
     engine._arrived = engine._arrived.updated(type(engine._arrived)({"norm.weight": "another"}))
@@ -108,14 +115,14 @@ def test_a_number_that_changed_on_the_way(engine: StandIn, method: str, message:
         (folder / ADAPTER_WEIGHTS).unlink()
         write_factors(folder, factors)
 
-    sync = InProcessWeights()
+    sync = CopiedWeights()
     sync.publish(weights(1, with_frozen=True), engine, 1)
-    engine.meddle = meddle
+    engine.core.meddle = meddle
     with pytest.raises(WeightSyncError, match=message):
         sync.publish(weights(2, with_frozen=False), engine, 2)
     with pytest.raises(RolloutError, match="not loaded completely"):
         answers(engine)
-    engine.meddle = lambda method, folder: None
+    engine.core.meddle = lambda method, folder: None
     sync.publish(weights(2, with_frozen=False), engine, 3)
     assert answers(engine) == [3]
 
@@ -152,41 +159,40 @@ def test_sets_that_are_not_complete(engine: StandIn, kind: str, message: str) ->
 def test_answers_that_are_under_way(engine: StandIn) -> None:
     """They have the adapter before: it is not taken from them."""
     engine.load_weights(weights(1, with_frozen=True), 1)
-    engine.is_busy = True
-    with pytest.raises(WeightSyncError, match="answers are being generated"):
+    engine.core.is_busy = True
+    with pytest.raises(WeightSyncError, match="responses are being generated"):
         engine.load_weights(weights(2, with_frozen=False), 2)
-    assert engine.adapters == {1}
+    assert engine.core.adapters == {1}
 
 
-def test_what_vllm_is_told(options: VLLMOptions) -> None:
+def test_what_vllm_is_told(engine: StandIn) -> None:
     """Room for a rank that it knows, and the ends of the modules' names; nothing of it without an adapter."""
-    words = options.in_vllms_words()
-    told = {name: words[name] for name in ("enable_lora", "max_loras", "max_lora_rank", "lora_target_modules")}
+    told = {
+        name: engine.arguments[name] for name in ("enable_lora", "max_loras", "max_lora_rank", "lora_target_modules")
+    }
     assert told == {
         "enable_lora": True,
         "max_loras": 1,
         "max_lora_rank": 8,
         "lora_target_modules": ["o_proj", "q_proj"],
     }
-    assert options.adapter is not None
     for rank, room in ((8, 8), (9, 16), (257, 320), (512, 512)):
-        shape = replace(options.adapter.shape, rank=rank)
-        assert replace(options, adapter=replace(options.adapter, shape=shape)).room_for_rank == room
-    assert not any("lora" in name for name in replace(options, adapter=None).in_vllms_words())
+        assert replace(ADAPTER, shape=replace(SHAPE, rank=rank)).room_for_rank == room
+    assert not any("lora" in name for name in stand_in(None).arguments)
 
 
-def test_a_vllm_that_is_too_old(options: VLLMOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_vllm_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in_for_vllm(monkeypatch, "0.31.2")
     with pytest.raises(RolloutError, match=r"vLLM 0\.31\.2, expected 0\.32 or newer.*lora_merge=true"):
-        StandIn(options)
-    StandIn(replace(options, adapter=None))
+        stand_in()
+    stand_in(None)
 
 
-def test_several_engines_have_frozen_weights_if_all_have(options: VLLMOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_engines_have_frozen_weights_if_all_have(monkeypatch: pytest.MonkeyPatch) -> None:
     """And an adapter reaches all of them."""
     stand_in_for_vllm(monkeypatch)
-    engines = [StandIn(options), StandIn(options)]
-    balancer, sync = Balancer(engines), InProcessWeights()
+    engines = [stand_in(), stand_in()]
+    balancer, sync = Balancer(engines), CopiedWeights()
     engines[0].load_weights(weights(1, with_frozen=True), 1)
     assert not balancer.has_frozen_weights
     sync.publish(weights(1, with_frozen=True), balancer, 1)

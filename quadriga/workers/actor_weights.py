@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of an actor's weights a publication sends.
+"""Which of an actor's weights a publication sends.
 
 all weights trained         all of them
 an adapter, merged          all of them, the adapter merged on the way
@@ -15,35 +15,29 @@ import torch
 from quadriga.config import Config
 from quadriga.config.adapter import AdapterRoute, adapter_route
 from quadriga.engines.base import TrainEngine
-from quadriga.workers.elsewhere import ActorElsewhere
-
-Weights = Iterator[tuple[str, torch.Tensor]]
 
 
-def route_of(config: Config, actor: TrainEngine | ActorElsewhere) -> AdapterRoute:
-    """See `adapter_route`; actor and rollout come to the same."""
-    is_wide = actor.device.type != "cpu" and actor.dtype == torch.float32
-    return adapter_route(config, is_wide_on_accelerator=is_wide)
-
-
-class Outgoing:
-    """See the module. Every process of the actor has one, and asks it in turn with the others.
+class ActorWeights:
+    """The actor's weights as streams for the rollout. Every rank of the actor has one, and calls it collectively.
 
     Args:
         actor: whose weights they are.
-        config: of the run.
+        config: configuration.
         is_shared: whether the rollout computes with the actor's own modules.
     """
 
     def __init__(self, actor: TrainEngine, config: Config, *, is_shared: bool = False) -> None:
         self._actor, self._is_shared = actor, is_shared
-        self.route = route_of(config, actor) if config.actor_rollout_ref.model.has_adapter else None
-        self._are_frozen_out = False
-        """Whether the frozen weights, as they are, were sent."""
+        self.route: AdapterRoute | None = None
+        if config.actor_rollout_ref.model.has_adapter:
+            is_wide = actor.device.type != "cpu" and actor.dtype == torch.float32
+            self.route = adapter_route(config, is_wide_on_accelerator=is_wide)
+        self.has_sent_frozen = False
+        """Whether the frozen weights, as they are, were sent; False makes the next publication send them."""
 
     @contextmanager
-    def publication(self, *, has_frozen: bool) -> Iterator[Weights]:
-        """The stream of one publication, which has arrived when the context ends without an error.
+    def stream(self, *, has_frozen: bool) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
+        """The weights of one publication, which has arrived when the context ends without an error.
 
         Args:
             has_frozen: whether the rollout still has frozen weights that were sent to it.
@@ -51,19 +45,15 @@ class Outgoing:
         if self.route is None or not self.route.is_alone or self._is_shared:
             yield self._actor.weights(is_merged=not self._is_shared)
             return
-        # All processes gather the same tensors, so all decide alike.
-        are_there = all(self._actor.world.gather(self._are_frozen_out and has_frozen))
-        self._are_frozen_out = False
+        # All ranks gather the same tensors, so all decide alike.
+        are_there = all(self._actor.world.gather(self.has_sent_frozen and has_frozen))
+        self.has_sent_frozen = False
         yield self._actor.adapter_weights(with_frozen=not are_there)
-        self._are_frozen_out = True
-
-    def frozen_weights_changed(self) -> None:
-        """Others were loaded: the next publication sends them."""
-        self._are_frozen_out = False
+        self.has_sent_frozen = True
 
     def describe(self) -> str:
         """How an adapter gets to the rollout, for people to read."""
-        assert isinstance(self.route, AdapterRoute), "asked only of an actor with an adapter"
+        assert self.route is not None, "called for an actor with an adapter"
         if self._is_shared:
             return "the rollout computes in the same modules"
         way = "alone, after the weights below it" if self.route.is_alone else "merged"

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What of a policy with an adapter travels to a rollout that applies adapters, which stands in for vLLM here."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,18 +10,17 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from quadriga.background import in_background
 from quadriga.config import Config
 from quadriga.errors import WeightSyncError
 from quadriga.models.adapter_files import is_factor
 from quadriga.protocol import DataProto
-from quadriga.trainer.publishing import BetweenWorkers
-from quadriga.workers import ActorRolloutRefWorker, RolloutWorker, rollouts
-from quadriga.workers.base import RunFacts
+from quadriga.trainer.publishing import WeightPublisher
+from quadriga.workers import ActorRolloutRefWorker, RolloutWorker, rollout_engines
 from tests.unit.rollout.vllm.stand_in import StandIn, stand_in_for_vllm
 
 pytest.importorskip("peft")
 
-FACTS = RunFacts(rollout_engine="quadriga.workers.rollouts:vllm")
 LORA = {"lora_rank": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 NUM_FACTORS, NUM_FROZEN = 12, 21
 
@@ -28,7 +29,7 @@ NUM_FACTORS, NUM_FROZEN = 12, 21
 def run(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     """With an adapter, and vLLM as the engine."""
     stand_in_for_vllm(monkeypatch)
-    monkeypatch.setattr(rollouts, "VLLMEngine", StandIn)
+    monkeypatch.setitem(rollout_engines.ENGINES, "vllm", StandIn)
     return changed(config, LORA, {"name": "vllm"}, str(tmp_path))
 
 
@@ -45,9 +46,9 @@ def changed(config: Config, model: dict[str, Any], rollout: dict[str, Any], fold
 
 
 def together(run: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Any, StandIn, dict[str, str]]:
-    worker = ActorRolloutRefWorker(run, tokenizer, FACTS, role="actor_rollout")
+    worker = ActorRolloutRefWorker(run, tokenizer, role="actor_rollout")
     chosen = worker.init_model()
-    engine = worker.rollout.engine
+    engine = worker.generation.engine
     assert isinstance(engine, StandIn)
     return worker, engine, chosen
 
@@ -70,12 +71,12 @@ def test_frozen_weights_travel_once_and_after_a_resume(run: Config, tokenizer: A
     worker.publish_weights(3)
     assert counts(engine) == [(12, NUM_FROZEN), (12, 0), (12, NUM_FROZEN), (12, 0)]
     own = dict(worker.engine.model.named_parameters())
-    frozen = engine.processes[0].weights
+    frozen = engine.core.processes[0].weights
     assert torch.equal(frozen["model.layers.1.mlp.up_proj.weight"], own["model.layers.1.mlp.up_proj.weight"])
     name = "model.layers.1.mlp.down_proj"
     assert torch.equal(frozen[f"{name}.weight"], own[f"{name}.base_layer.weight"])
     assert torch.equal(
-        engine.processes[0].layers[name].lora_a_stacked[0][0, 0, :4], own[f"{name}.lora_A.default.weight"]
+        engine.core.processes[0].layers[name].lora_a_stacked[0][0, 0, :4], own[f"{name}.lora_A.default.weight"]
     )
     assert len(engine.fingerprint().tensors) == NUM_FACTORS + NUM_FROZEN
 
@@ -98,32 +99,21 @@ def test_an_engine_that_gets_whole_weights(
     worker, engine, chosen = together(changed(run, model, {}, str(tmp_path)), tokenizer)
     worker.publish_weights(1)
     assert counts(engine) == [(0, NUM_FROZEN)] * 2
-    assert engine.options.adapter is None and not engine.has_frozen_weights
+    assert engine.adapter is None and not engine.has_frozen_weights
     assert ("goes merged (lora_merge=true)" in chosen.get("adapter", "")) == has_adapter
 
 
 class Call:
-    """A method of a worker as a group has it."""
+    """A call of a worker in a thread: both a future, and what a group of one worker returns."""
 
-    def __init__(self, worker: Any, name: str) -> None:
-        self._call = getattr(worker, name)
-
-    def __call__(self, *args: Any) -> Any:
-        result = self._call(*args)
-        return result if isinstance(result, list) else Done(result)
-
-
-class Done:
-    """Both a future that is over, and what a group of one worker returns."""
-
-    def __init__(self, result: Any) -> None:
-        self._result = result
+    def __init__(self, method: Callable[..., Any], *args: Any) -> None:
+        self._future = in_background(partial(method, *args), "worker")
 
     def get(self) -> Any:
-        return self._result
+        return self._future.result()
 
     def __iter__(self) -> Any:
-        return iter([self._result])
+        return iter([self.get()])
 
 
 class Group:
@@ -134,23 +124,23 @@ class Group:
     def __init__(self, worker: Any) -> None:
         self._worker = worker
 
-    def method(self, name: str) -> Call:
-        return Call(self._worker, name)
+    def method(self, name: str) -> Callable[..., Call]:
+        return partial(Call, getattr(self._worker, name))
 
 
 def test_to_a_rollout_elsewhere(run: Config, tokenizer: Any) -> None:
     """In the same buckets: once with the frozen weights, then without; and with them where a publication failed."""
-    actor, rollout = ActorRolloutRefWorker(run, tokenizer, FACTS, role="actor"), RolloutWorker(run, tokenizer, FACTS)
+    actor, rollout = ActorRolloutRefWorker(run, tokenizer, role="actor"), RolloutWorker(run, tokenizer)
     assert "goes alone" in actor.init_model()["adapter"]
     rollout.init_model()
-    engine = rollout.rollout.engine
+    engine = rollout.generation.engine
     assert isinstance(engine, StandIn)
-    weights = BetweenWorkers(Group(actor), Group(rollout), "disk")  # pyrefly: ignore[bad-argument-type]
+    weights = WeightPublisher(Group(actor), Group(rollout))  # pyrefly: ignore[bad-argument-type]
     weights.publish(1)
-    engine.is_busy = True
-    with pytest.raises(WeightSyncError, match="answers are being generated"):
+    engine.core.is_busy = True
+    with pytest.raises(WeightSyncError, match="responses are being generated"):
         weights.publish(2)
-    engine.is_busy = False
+    engine.core.is_busy = False
     weights.publish(3)
     weights.publish(4)
     assert counts(engine) == [(12, NUM_FROZEN), (12, 0), (12, 0), (12, NUM_FROZEN), (12, 0)]
@@ -160,6 +150,5 @@ def test_to_a_rollout_elsewhere(run: Config, tokenizer: Any) -> None:
 
 
 def test_on_the_actors_own_modules_the_adapter_is_where_it_is(config: Config, tokenizer: Any) -> None:
-    facts = RunFacts(rollout_engine="quadriga.workers.rollouts:native")
-    worker = ActorRolloutRefWorker(changed(config, LORA, {}, "run"), tokenizer, facts, role="actor_rollout")
+    worker = ActorRolloutRefWorker(changed(config, LORA, {}, "run"), tokenizer, role="actor_rollout")
     assert worker.init_model()["adapter"].endswith("learn; the rollout computes in the same modules")

@@ -1,40 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a generation engine is: tokens in, tokens out, with the log-probability of each and the version of the weights.
+"""The interface of rollout engines: tokens in, tokens out, with log-probabilities and the version of the weights.
 
 An engine knows nothing of texts, templates, turns or `DataProto`s. A new engine implements `RolloutEngine` and gets
 its tests from tests/contract/test_rollout_engines.py.
 """
 
 import asyncio
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
 from quadriga.errors import RolloutError
 from quadriga.weight_sync.fingerprint import Fingerprint
 
+if TYPE_CHECKING:
+    from quadriga.rollout.setup import EngineSetup
+
 FinishReason = Literal["stop", "length", "abort"]
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one answer is sampled.
+    """How one response is sampled.
 
     Args:
-        max_tokens: length of the longest answer, in tokens.
+        max_tokens: length of the longest response, in tokens.
         temperature: divides the logits; 0 takes the likeliest token.
         top_p: keeps the likeliest tokens up to this much probability, among those that top_k keeps. 1: all.
         top_k: keeps this many of the likeliest tokens. -1 or 0: all.
         min_p: drops tokens below this share of the likeliest token's probability. 0: none.
         do_sample: whether tokens are drawn; False takes the likeliest one.
-        seed: the answer's own seed; the same seed gives the same answer whatever is generated beside it.
-        stop_token_ids: end the answer, besides the model's own end-of-text tokens.
-        stop: texts that end the answer. It keeps the token that completes one, and so perhaps text behind it.
-        ignore_eos: whether the model's own end-of-text tokens do not end the answer.
+        seed: of this response; the same seed gives the same response whatever else is in the batch.
+        stop_token_ids: end the response, besides the model's own end-of-text tokens.
+        stop: stop strings. The response keeps the token that completes one, and so perhaps text behind it.
+        ignore_eos: whether the model's own end-of-text tokens do not end the response.
     """
 
     max_tokens: int
@@ -68,19 +70,19 @@ class SamplingParams:
         return not self.do_sample or self.temperature == 0
 
     def stops(self, eos_token_ids: Iterable[int]) -> frozenset[int]:
-        """The tokens that end the answer. Each of them, where it is generated, is the answer's last token."""
+        """The tokens that end the response. Each of them, where it is generated, is the response's last token."""
         return frozenset(self.stop_token_ids if self.ignore_eos else (*self.stop_token_ids, *eos_token_ids))
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One answer.
+    """One response.
 
     Attributes:
         token_ids: what was generated, the stop token included.
         log_probs: of each token under the temperature-scaled distribution before top-k, top-p and min-p: the number
             that training computes for it.
-        finish_reason: "stop" at a stop token or text, "length" at max_tokens, "abort" when it was given up.
+        finish_reason: "stop" at a stop token or stop string, "length" at max_tokens, "abort" when it was aborted.
         weight_version: of the weights that generated it.
         sampling_log_probs: of each token under the distribution that it was drawn from, after top-k, top-p and min-p;
             empty from an engine that does not say.
@@ -93,17 +95,17 @@ class Completion:
     sampling_log_probs: list[float] = field(default_factory=list)
 
     def require_fit(self, max_tokens: int, where: str) -> None:
-        """Refuses an answer that is none.
+        """Check the response of an engine.
 
         Args:
-            max_tokens: that were asked for.
+            max_tokens: of its request.
             where: it came from, for the error.
 
         Raises:
             RolloutError: it has too many tokens, or none, or not a log-probability for each.
         """
         length = len(self.token_ids)
-        # An answer that was given up may have no token yet.
+        # An aborted response may have no token yet.
         least = 0 if self.finish_reason == "abort" else 1
         if not least <= length <= max_tokens or length != len(self.log_probs):
             raise RolloutError(
@@ -123,7 +125,7 @@ class Images:
         pictures: `PIL.Image.Image`s, in the order of the prompt.
         inputs: what the model takes: `pixel_values` [patches, values] float32 and `image_grid_thw` [images, 3] int64,
             patches along time, height and width.
-        position_ids: [3, P] int64, the position of each token along time, height and width. An answer goes on from
+        position_ids: [3, P] int64, the position of each token along time, height and width. A response goes on from
             the last column, one up with each token, in all three rows.
         short_prompt: the prompt with one token for each image, for engines that work out by themselves how many an
             image has.
@@ -137,7 +139,7 @@ class Images:
     key: str
 
     def followed_by(self, token_ids: Sequence[int]) -> "Images":
-        """The same behind whose prompt text stands: what the model and others have said."""
+        """The same images, with text behind the prompt: later turns of a conversation."""
         last = self.position_ids[:, -1:]
         following = last + torch.arange(1, len(token_ids) + 1, device=last.device)
         positions = torch.cat((self.position_ids, following), -1)
@@ -145,32 +147,47 @@ class Images:
 
 
 class RolloutEngine(Protocol):
-    """Generates answers with weights of a known version. One that takes images is a `SeeingEngine`.
+    """Generates responses with weights of a known version.
 
     Attributes:
         weight_version: of the weights; -1: none that are complete.
+        description: what was chosen at its start, for people to read.
+        shares_weights: whether it computes with the actor's own parameters.
         has_frozen_weights: whether a load may leave out the weights below an adapter, which it has from an earlier one.
     """
 
     weight_version: int
+    description: str
+    shares_weights: bool
 
     @property
     def has_frozen_weights(self) -> bool: ...
 
-    async def generate(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
-        """One answer; the engine decides what is computed together. A caller that is cancelled gives it up."""
+    async def generate(
+        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, images: Images | None = None
+    ) -> Completion:
+        """One response; the engine decides what is batched together. A caller that is cancelled aborts its request."""
         ...
 
-    def generate_batch(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> list[Completion]:
-        """One answer for each prompt, in their order. Equal prompts share what they can."""
+    def generate_batch(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sequence[SamplingParams],
+        images: Sequence[Images | None] | None = None,
+    ) -> list[Completion]:
+        """One response for each prompt, in order. Prompts with equal tokens and equal `Images.key` may share work.
+
+        Raises:
+            RolloutError: a request cannot be served, such as images by an engine that takes none.
+        """
         ...
 
     def abort(self) -> None:
-        """Ends every answer that is not finished: its caller gets what there is, with finish reason "abort"."""
+        """End every unfinished response: its caller gets what there is, with finish reason "abort"."""
         ...
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Takes over a complete set of weights. Afterwards `weight_version` is `version`, or -1 if loading failed.
+        """Load a complete set of weights. Afterwards `weight_version` is `version`, or -1 if loading failed.
 
         With `has_frozen_weights` the matrices of an adapter complete what is there.
         A tensor is only lent: its memory is overwritten once the iterator goes on, so what is kept is copied.
@@ -186,68 +203,21 @@ class RolloutEngine(Protocol):
         ...
 
     def sleep(self) -> None:
-        """Gives back the memory that generation needs; generating while asleep is an error."""
+        """Free the memory that generation needs; generating while asleep is an error. Weights may be loaded."""
         ...
 
     def wake(self) -> None:
-        """Ends the sleep."""
+        """End the sleep."""
         ...
 
     def close(self) -> None:
-        """Ends the engine; it cannot be woken again."""
+        """End the engine; it cannot be woken again."""
         ...
-
-
-class SeeingEngine(RolloutEngine, Protocol):
-    """An engine whose prompts may have images. They are passed only where a prompt has some."""
-
-    async def generate(
-        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, images: Images | None = None
-    ) -> Completion:
-        """See `RolloutEngine.generate`."""
-        ...
-
-    def generate_batch(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sequence[SamplingParams],
-        images: Sequence[Images | None] | None = None,
-    ) -> list[Completion]:
-        """See `RolloutEngine.generate_batch`. Prompts are equal whose tokens and `Images.key` are."""
-        ...
-
-
-def takes_images(engine: RolloutEngine) -> bool:
-    """Whether it is a `SeeingEngine`: it has the parameter."""
-    return "images" in inspect.signature(engine.generate_batch).parameters
-
-
-def with_images(engine: RolloutEngine, images: Sequence[Images | None]) -> dict[str, Any]:
-    """The argument `images` of `generate_batch`; none where no prompt has any.
-
-    Args:
-        engine: that is to get it.
-        images: of each prompt.
-
-    Raises:
-        RolloutError: there are images, and the engine does not take them.
-    """
-    if all(one is None for one in images):
-        return {}
-    if not takes_images(engine):
-        name = getattr(engine, "name", type(engine).__name__)
-        raise RolloutError(
-            f"{name}.generate",
-            got="a prompt with images",
-            expected=f"text: the engine {name} takes no images",
-            fix="Set actor_rollout_ref.rollout.name=native, hf or vllm, or leave out the rows with images.",
-        )
-    return {"images": images}
 
 
 @dataclass(slots=True)
 class _Request:
-    """What waits for its turn."""
+    """A request that is not generated yet."""
 
     prompt: Sequence[int]
     sampling: SamplingParams
@@ -256,20 +226,23 @@ class _Request:
 
 
 class EngineBase(ABC):
-    """What engines in this process share: being asleep, giving up, and `generate` on top of `generate_batch`.
+    """What engines share: `RolloutEngine.generate` on top of `generate_batch`, sleep, abort, and checks of requests.
 
-    Requests that are awaited together are generated together: the first one asks the event loop for a turn, and
+    Requests that are awaited together are generated together: the first one schedules a turn of the event loop, and
     those that came until then form a batch.
 
         generate(a) ──┐
         generate(b) ──┼─> pending ── next turn of the loop ──> generate_batch([a, b, c]) ──> a, b, c go on
         generate(c) ──┘
 
-    The batch blocks the event loop. `abort` reaches requests that wait for their turn; a subclass that can end a batch
-    that is under way looks at `_is_aborting` meanwhile.
+    The batch blocks the event loop. `abort` reaches requests that are pending; a subclass that can end a batch
+    that is under way checks `_is_aborting` meanwhile.
     """
 
     name = "rollout"
+    takes_images = False
+    shares_weights = False
+    description = ""
 
     def __init__(self) -> None:
         self.weight_version = 0
@@ -277,16 +250,19 @@ class EngineBase(ABC):
         self._pending: list[_Request] = []
         self._is_aborting = False
 
+    @classmethod
+    def from_config(cls, setup: "EngineSetup") -> RolloutEngine:
+        """The engine that a configuration asks for. Engines that `rollout.name` can name have it."""
+        raise NotImplementedError(f"{cls.__name__}.from_config")
+
     @property
     def has_frozen_weights(self) -> bool:
-        """See `RolloutEngine`."""
+        """False: only engines that apply adapters have some."""
         return False
 
     async def generate(
         self, prompt_token_ids: Sequence[int], sampling: SamplingParams, images: Images | None = None
     ) -> Completion:
-        """See `RolloutEngine.generate`."""
-        with_images(self, [images])
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Completion] = loop.create_future()
         self._pending.append(_Request(prompt_token_ids, sampling, images, future))
@@ -295,11 +271,15 @@ class EngineBase(ABC):
         return await future
 
     @abstractmethod
-    def generate_batch(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> list[Completion]:
-        """See `RolloutEngine.generate_batch`; an engine that takes images adds the parameter."""
+    def generate_batch(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sequence[SamplingParams],
+        images: Sequence[Images | None] | None = None,
+    ) -> list[Completion]: ...
 
     def abort(self) -> None:
-        """See `RolloutEngine.abort`. From another thread it ends the batch that is under way there."""
+        """End unfinished responses. From another thread it ends the batch that is under way there."""
         self._is_aborting = True
         pending, self._pending = self._pending, []
         for request in pending:
@@ -307,17 +287,14 @@ class EngineBase(ABC):
                 request.future.set_result(Completion([], [], "abort", self.weight_version))
 
     def sleep(self) -> None:
-        """See `RolloutEngine.sleep`."""
         self._require_open("sleep")
         self._state = "asleep"
 
     def wake(self) -> None:
-        """See `RolloutEngine.wake`."""
         self._require_open("wake")
         self._state = "awake"
 
     def close(self) -> None:
-        """See `RolloutEngine.close`."""
         self._state = "closed"
 
     def _generate_pending(self) -> None:
@@ -329,7 +306,7 @@ class EngineBase(ABC):
             completions = self.generate_batch(
                 [request.prompt for request in waiting],
                 [request.sampling for request in waiting],
-                **with_images(self, [request.images for request in waiting]),
+                [request.images for request in waiting],
             )
         except Exception as error:  # every caller gets it, raised where it awaits
             for request in waiting:
@@ -342,40 +319,53 @@ class EngineBase(ABC):
         if self._state == "closed":
             raise RolloutError(f"{self.name}.{action}", got="a closed engine", fix="Make a new one.")
 
-    def _require_ready(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> None:
-        """Checks what every engine checks before it generates."""
+    def _require_ready(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sequence[SamplingParams],
+        images: Sequence[Images | None] | None = None,
+    ) -> None:
+        """What every engine checks before it generates."""
         self._require_open("generate")
+        where = f"{self.name}.generate"
         if self._state == "asleep":
-            raise RolloutError(f"{self.name}.generate", got="an engine that is asleep", fix="Call wake() first.")
-        if self.weight_version < 0:
-            raise RolloutError(
-                f"{self.name}.generate",
-                got="weights that were not loaded completely",
-                fix="Load a complete set of weights after the error of the last load.",
-            )
+            raise RolloutError(where, got="an engine that is asleep", fix="Call wake() first.")
+        require_loaded(self.weight_version, where)
         if len(prompts) != len(sampling):
-            raise RolloutError(
-                f"{self.name}.generate",
-                got=f"{len(prompts)} prompts and {len(sampling)} sampling parameters",
-                expected="one for each prompt",
-            )
+            got = f"{len(prompts)} prompts and {len(sampling)} sampling parameters"
+            raise RolloutError(where, got=got, expected="one for each prompt")
         for row, prompt in enumerate(prompts):
             if len(prompt) == 0:
-                raise RolloutError(
-                    f"{self.name}.generate", got=f"prompt {row} without a token", expected="at least one token"
-                )
+                raise RolloutError(where, got=f"prompt {row} without a token", expected="at least one token")
+        if not self.takes_images and any(one is not None for one in images or ()):
+            raise RolloutError(
+                where,
+                got="a prompt with images",
+                expected=f"text: the engine {self.name} takes no images",
+                fix="Set actor_rollout_ref.rollout.name=native, hf or vllm, or leave out the rows with images.",
+            )
+
+
+def require_loaded(weight_version: int, where: str) -> None:
+    """Refuse to generate with weights that are not complete."""
+    if weight_version < 0:
+        raise RolloutError(
+            where,
+            got="weights that were not loaded completely",
+            fix="Load a complete set of weights after the error of the last load.",
+        )
 
 
 def require_length(
     name: str, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams], limit: int, whose: str
 ) -> None:
-    """Refuses requests that may become longer than a limit.
+    """Refuse requests that may become longer than a limit.
 
     Args:
         name: of the engine.
         prompts: token ids.
         sampling: of each prompt.
-        limit: longest prompt and answer together, in tokens.
+        limit: longest prompt and response together, in tokens.
         whose: what sets the limit.
 
     Raises:

@@ -1,27 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights that go to other processes arrive as they were sent, or nothing is generated with them.
 
-Sender and receivers are threads here; what it does not prove: nccl, CUDA IPC, several machines.
+Sender and receivers are threads here; what it does not prove: nccl, several machines.
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from quadriga.errors import EngineError, WeightSyncError
-from quadriga.weight_sync import (
-    Fingerprint,
-    WeightReceiver,
-    WeightSender,
-    connect,
-    disk,
-    fingerprint,
-    offer,
-)
-from quadriga.weight_sync.channels import Header
+from quadriga.weight_sync import Fingerprint, WeightReceiver, WeightSender, fingerprint
+from quadriga.weight_sync.broadcast import Channel
 
 CPU = torch.device("cpu")
 NAMES = ("embed", "layer", "norm", "head")
@@ -52,17 +44,16 @@ class Rollout:
 class Line:
     """A sender and its receivers."""
 
-    def __init__(self, channel: str, place: str, num_receivers: int, bucket_bytes: int = 2000) -> None:
-        end, address = offer(channel, place, num_receivers, CPU)
-        self.sender = WeightSender(end, bucket_bytes)
-        self.receivers = [WeightReceiver(connect(address, rank, CPU)) for rank in range(num_receivers)]
+    def __init__(self, num_receivers: int, bucket_bytes: int = 2000) -> None:
+        self.sender = WeightSender("localhost", num_receivers, CPU, bucket_bytes)
+        self.receivers = [WeightReceiver(self.sender.address, rank, CPU) for rank in range(num_receivers)]
 
     def publish(
         self, weights: Iterable[tuple[str, torch.Tensor]], targets: list[Rollout], version: int
     ) -> list[Exception | None]:
         """Send and receive at the same time. Returns what each raised, the sender first."""
         with ThreadPoolExecutor(len(targets) + 1) as threads:
-            futures = [threads.submit(self.sender.send, weights, version)]
+            futures = [threads.submit(self.sender.publish, weights, version)]
             for receiver, target in zip(self.receivers, targets, strict=True):
                 futures.append(threads.submit(receiver.receive, target, version))
             errors = [future.exception(timeout=60) for future in futures]
@@ -75,20 +66,18 @@ class Line:
         self.sender.close()
 
 
-@pytest.fixture(params=["broadcast", "disk"])
-def line(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., Line]]:
-    """Makes lines of a kind of channel."""
+@pytest.fixture
+def line() -> Iterator[Callable[[int], Line]]:
+    """Makes lines."""
     lines: list[Line] = []
 
     def make(num_receivers: int) -> Line:
-        place = str(tmp_path / "weights") if request.param == "disk" else "localhost"
-        lines.append(Line(request.param, place, num_receivers))
+        lines.append(Line(num_receivers))
         return lines[-1]
 
     yield make
     for one in lines:
         one.close()
-    assert not list(tmp_path.glob("weights/*"))
 
 
 def weights(seed: int) -> dict[str, torch.Tensor]:
@@ -124,26 +113,26 @@ def test_weights_that_change_in_the_rollout_are_named(line: Callable[..., Line])
 
 
 class Corrupting:
-    """An end that turns over one bit of the number in a tensor's first byte."""
+    """A channel that turns over one bit of the number in a tensor's first byte."""
 
-    def __init__(self, end: object, name: str) -> None:
-        self.end, self.name, self.is_on = end, name, True
+    def __init__(self, channel: Channel, name: str) -> None:
+        self.channel, self.name, self.is_on = channel, name, True
 
-    def receive(self) -> tuple[Header, torch.Tensor | None]:
-        header, content = self.end.receive()
+    def receive(self) -> tuple[dict[str, Any], torch.Tensor | None]:
+        header, content = self.channel.receive()
         for entry in header.get("entries", ()):
             if entry["name"] == self.name and self.is_on:
                 content[entry["offset"]] ^= 1
         return header, content
 
     def close(self) -> None:
-        self.end.close()
+        self.channel.close()
 
 
 def test_a_tensor_that_is_corrupted_on_the_way_is_named(line: Callable[..., Line]) -> None:
     """One bit. The rollout then has no weights that it may generate with; the next publication heals it."""
     both, targets = line(2), [Rollout(), Rollout()]
-    both.receivers[1].end = corrupting = Corrupting(both.receivers[1].end, "layer")
+    both.receivers[1].channel = corrupting = Corrupting(both.receivers[1].channel, "layer")
     sent, whole, broken = both.publish(weights(1).items(), targets, 1)
     assert sent is None and whole is None
     assert isinstance(broken, WeightSyncError)
@@ -192,7 +181,7 @@ def test_a_trainer_that_fails_in_the_middle_is_told_of(line: Callable[..., Line]
 def test_weights_of_another_version(line: Callable[..., Line]) -> None:
     one, target = line(1), Rollout()
     with ThreadPoolExecutor(2) as threads:
-        sent = threads.submit(one.sender.send, weights(1).items(), 4)
+        sent = threads.submit(one.sender.publish, weights(1).items(), 4)
         received = threads.submit(one.receivers[0].receive, target, 5)
         assert sent.exception(60) is None
         with pytest.raises(WeightSyncError, match="version 5: got version 4"):
@@ -200,25 +189,11 @@ def test_weights_of_another_version(line: Callable[..., Line]) -> None:
     assert target.weight_version == -1
 
 
-def test_a_sender_that_is_gone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A broadcast that nobody answers says who was alone; a folder where nothing comes says so in time."""
-    one = Line("broadcast", "localhost", 1)
+def test_a_receiver_that_is_gone(line: Callable[..., Line]) -> None:
+    """The sender's error says that it was left alone."""
+    one = line(1)
     assert one.publish(weights(1).items(), [Rollout()], 1) == [None, None]
     one.receivers[0].close()
     with pytest.raises(WeightSyncError, match=r"process 0 of 2 in a .*left alone"):
         for version in range(2, 50):
-            one.sender.send(weights(version).items(), version)
-    monkeypatch.setattr(disk, "TIMEOUT_S", 0.05)
-    waiting = Line("disk", str(tmp_path), 1)
-    with pytest.raises(WeightSyncError, match=r"no 0-0.json in 0.05 s.*both see"):
-        waiting.receivers[0].receive(Rollout(), 1)
-
-
-def test_channels_that_cannot_be(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(WeightSyncError, match="'pigeon', expected one of broadcast, disk, cuda_ipc"):
-        offer("pigeon", "", 1, CPU)
-    with pytest.raises(WeightSyncError, match=r"cuda_ipc: got weights on cpu.*broadcast"):
-        offer("cuda_ipc", "localhost", 1, CPU)
-    with pytest.raises(WeightSyncError, match=r"NotADirectoryError|FileExistsError"):
-        offer("disk", str(tmp_path / "file" / "below"), 1, CPU)
+            one.sender.publish(weights(version).items(), version)

@@ -12,9 +12,9 @@ from quadriga.rollout import Completion, SamplingParams, ScriptedEngine
 class Counting(ScriptedEngine):
     """Remembers the sizes of its batches."""
 
-    def generate_batch(self, prompts, sampling: list[SamplingParams]) -> list[Completion]:
+    def generate_batch(self, prompts, sampling: list[SamplingParams], images=None) -> list[Completion]:
         self.sizes = [*getattr(self, "sizes", []), len(prompts)]
-        return super().generate_batch(prompts, sampling)
+        return super().generate_batch(prompts, sampling, images)
 
 
 async def _ask(engine: ScriptedEngine, prompts: list[list[int]]) -> list[list[int]]:

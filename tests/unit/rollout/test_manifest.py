@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of vLLM's engine needs no vLLM: the list of a model's weights, and parcels of shared memory."""
+"""The list of a model's weights, and versions of third-party engines."""
 
 import pytest
 import torch
@@ -8,7 +8,6 @@ from torch import nn
 from quadriga.errors import RolloutError, WeightSyncError
 from quadriga.rollout.manifest import Manifest
 from quadriga.rollout.vllm.library import require_version
-from quadriga.rollout.vllm.parcels import ParcelReader, ParcelWriter
 
 
 class Tied(nn.Module):
@@ -41,28 +40,6 @@ def test_a_stream_that_is_not_the_models(stream: list, message: str) -> None:
     """Each way in which it can differ."""
     with pytest.raises(WeightSyncError, match=message):
         list(Manifest.of(Tied()).checked(stream))
-
-
-def test_parcels_hold_no_more_than_the_block() -> None:
-    """Every dtype arrives bit by bit; a weight that is larger than the block gets a parcel of its own."""
-    weights = [
-        ("a", torch.randn(100)),
-        ("b", torch.randn(7, 9).to(torch.bfloat16)),
-        ("c", torch.randn(40, 50)[:, ::2]),  # 4,000 bytes, not in one piece
-        ("d", torch.arange(5, dtype=torch.int64)),
-        ("scalar", torch.tensor(3.5)),
-    ]
-    sizes, arrived = [], {}
-    reader = ParcelReader()
-    with ParcelWriter(1000) as writer:
-        for label in writer.pack(weights):
-            sizes.append(len(label["entries"]))
-            arrived |= dict(reader.open(label))
-    reader.close()
-    assert sizes == [2, 1, 2]
-    for name, tensor in weights:
-        assert arrived[name].dtype == tensor.dtype
-        assert torch.equal(arrived[name], tensor)
 
 
 @pytest.mark.parametrize("found", ["", "0.19.1", "0.29"])

@@ -1,33 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What engines of others share, of one that keeps what it is given in a dictionary for each of two processes."""
+"""What engines on third-party libraries share, by one that keeps weights in two dictionaries."""
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from quadriga.errors import PeerLostError, QuadrigaError, RolloutError, WeightSyncError
-from quadriga.rollout.base import Completion, SamplingParams
-from quadriga.rollout.loaded import LoadedEngine
+from quadriga.rollout.interface import Completion, SamplingParams
 from quadriga.rollout.manifest import Manifest
-from quadriga.weight_sync import InProcessWeights
+from quadriga.rollout.third_party import ThirdPartyEngine
+from quadriga.weight_sync import CopiedWeights
 from quadriga.weight_sync.fingerprint import fingerprint
 
 Weights = Iterator[tuple[str, torch.Tensor]]
 
 
-class TwoProcesses(LoadedEngine):
+class TwoProcesses(ThirdPartyEngine):
     """The second one gets what `meddle` makes of a weight."""
 
     name, title = "two", "TwoLM"
 
-    def __init__(self, *, has_weights: bool = True) -> None:
-        super().__init__(Manifest.of(nn.Linear(2, 3)), 10, has_weights=has_weights)
+    def __init__(self, weight_version: int = 0) -> None:
+        super().__init__(Manifest.of(nn.Linear(2, 3)), 10)
+        self.weight_version = weight_version
         self.meddle: Callable[[torch.Tensor], torch.Tensor] = torch.clone
 
-    def generate_batch(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> list[Completion]:
-        self._require_ready(prompts, sampling)
+    def generate_batch(
+        self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams], images: Any = None
+    ) -> list[Completion]:
+        self._require_ready(prompts, sampling, images)
         return [Completion([1], [0.0], "stop", self.weight_version) for _ in prompts]
 
     def _receive(self, weights: Weights) -> list[dict[str, str]]:
@@ -44,10 +48,10 @@ def breaking(error: Exception) -> Weights:
 
 def test_a_load_is_vouched_for() -> None:
     """Without weights of its own it refuses until then."""
-    engine, sent = TwoProcesses(has_weights=False), nn.Linear(2, 3)
+    engine, sent = TwoProcesses(weight_version=-1), nn.Linear(2, 3)
     with pytest.raises(RolloutError, match="not loaded completely"):
         engine.generate_batch([[1]], [SamplingParams(1)])
-    InProcessWeights().publish(sent.named_parameters(), engine, 4)
+    CopiedWeights().publish(sent.named_parameters(), engine, 4)
     assert engine.weight_version == 4
     assert not engine.fingerprint().differences(fingerprint(sent.named_parameters()))
     assert engine.generate_batch([[1]], [SamplingParams(1)])[0].weight_version == 4
@@ -56,7 +60,7 @@ def test_a_load_is_vouched_for() -> None:
 @pytest.mark.parametrize(
     ("raised", "expected", "told"),
     [
-        (OSError("no\nspace\nleft"), WeightSyncError, r"TwoLM, which does not take them: OSError: no: space, .*abort"),
+        (OSError("no\nspace\nleft"), WeightSyncError, r"TwoLM rejected the weights: OSError: no: space, .*abort"),
         (
             RolloutError("call", got="status 400"),
             WeightSyncError,

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rollout engine is made from: the configuration, the tokenizer, the device, the model."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from quadriga.config import Config, RolloutConfig
+from quadriga.errors import ConfigError
+from quadriga.models.load import load_causal_lm, skeleton_causal_lm
+
+
+@dataclass(frozen=True)
+class EngineSetup:
+    """What an engine's `from_config` gets. Each engine reads what it needs of the configuration.
+
+    Attributes:
+        config: configuration; `actor_rollout_ref.rollout` is the section of rollout engines.
+        tokenizer: of the model.
+        options: of this engine, out of `rollout.engine_kwargs`.
+        device, dtype: of the computation.
+        actor: the actor's own module, where this process has all of its weights.
+    """
+
+    config: Config
+    tokenizer: PreTrainedTokenizerBase
+    options: dict[str, Any]
+    device: torch.device
+    dtype: torch.dtype
+    actor: PreTrainedModel | None = None
+
+    @property
+    def rollout(self) -> RolloutConfig:
+        """The section `actor_rollout_ref.rollout`."""
+        return self.config.actor_rollout_ref.rollout
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt and response together, in tokens."""
+        data = self.config.data
+        return self.rollout.max_model_len or data.max_prompt_length + data.max_response_length
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Memory in which weights travel to one engine: all of a process get them at the same time."""
+        return (self.rollout.update_weights_bucket_megabytes << 20) // self.rollout.data_parallel_size
+
+    def require_no_options(self) -> None:
+        """Refuse `rollout.engine_kwargs`, for an engine without options."""
+        if self.options:
+            raise ConfigError(
+                "actor_rollout_ref.rollout.engine_kwargs",
+                got=f"{self.rollout.engine_kwargs}",
+                expected=f"nothing: the engine {self.rollout.name} has no options of its own",
+                fix="Leave it out.",
+            )
+
+    def skeleton(self) -> PreTrainedModel:
+        """The model on "meta": its configuration, and names and shapes of its weights."""
+        section = self.config.actor_rollout_ref.model
+        return skeleton_causal_lm(
+            section.path, trust_remote_code=section.trust_remote_code, override_config=section.override_config
+        )
+
+    def load_copy(self, attention: str) -> PreTrainedModel:
+        """The model that the actor started from, with all of its weights."""
+        section = self.config.actor_rollout_ref.model
+        return load_causal_lm(
+            section.path,
+            dtype=self.dtype,
+            device=self.device,
+            attention=attention,
+            trust_remote_code=section.trust_remote_code,
+            override_config=section.override_config,
+        )

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Base class of engines that are third-party libraries (vLLM, SGLang), which repack weights as they load them.
+
+load_weights ── the model's weights, checked ──> _receive ──> fingerprints of what each process of the engine got
+"""
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Literal
+
+import torch
+
+from quadriga.errors import QuadrigaError, RolloutError, WeightSyncError, first_line
+from quadriga.observe.probe import release_numbers
+from quadriga.rollout.interface import EngineBase, Images, SamplingParams, require_length
+from quadriga.rollout.manifest import Manifest
+from quadriga.weight_sync.fingerprint import Fingerprint
+from quadriga.weight_sync.publish import name_some
+
+LogProbsOf = Literal["processed_logprobs", "raw_logprobs"]
+"""`processed_logprobs` are those of the distribution that tokens are drawn from, after temperature and filters;
+`raw_logprobs` those of the model, before both. The words are vLLM's."""
+
+
+class ThirdPartyEngine(EngineBase):
+    """An engine that generates with what was loaded into it; it starts without weights, and the first load brings them.
+
+    Args:
+        manifest: the weights that make the model complete.
+        max_model_len: longest prompt and response together, in tokens.
+    """
+
+    title: str
+    """What its authors call it."""
+
+    def __init__(self, manifest: Manifest, max_model_len: int) -> None:
+        super().__init__()
+        self.weight_version = -1
+        self._manifest, self._max_model_len = manifest, max_model_len
+        self._arrived = Fingerprint({})
+        self._frozen = Fingerprint({})
+        """Of weights that later loads may leave out. Engines that apply adapters have some."""
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Load a complete set of weights. What was computed with the weights before is dropped.
+
+        Raises:
+            WeightSyncError: the stream is not the model's set of weights, the engine does not take it, or its
+                processes received different ones.
+        """
+        self._require_open("load_weights")
+        self.weight_version = -1
+        where = f"rollout.name={self.name}, weights of version {version}"
+        try:
+            received = self._receive(self._manifest.checked(weights, self._frozen.tensors))
+        except Exception as error:  # failures of third-party engines have no class in common
+            if isinstance(error, QuadrigaError) and not isinstance(error, RolloutError):
+                raise
+            reason = error.got if isinstance(error, RolloutError) else first_line(error)
+            raise WeightSyncError(
+                where,
+                got=f"{self.title} rejected the weights: {reason}",
+                expected="a load",
+                fix="Its own message stands in the log above. Responses that are under way have to end before weights "
+                "are published: wait for them, or call abort().",
+            ) from error
+        first = Fingerprint(received[0])
+        for rank, other in enumerate(received[1:], start=1):
+            if differing := first.differences(Fingerprint(other)):
+                raise WeightSyncError(
+                    where,
+                    got=f"{len(differing)} weights that differ between process 0 and {rank}: {name_some(differing)}",
+                    expected="the same in each process",
+                )
+        self._arrived = self._frozen.updated(first)
+        self._frozen = Fingerprint({name: mark for name, mark in self._arrived.tensors.items() if self._stays(name)})
+        self.weight_version = version
+
+    @property
+    def has_frozen_weights(self) -> bool:
+        """Whether a load may bring the adapter alone."""
+        return bool(self._frozen.tensors)
+
+    @abstractmethod
+    def _receive(self, weights: Iterator[tuple[str, torch.Tensor]]) -> Sequence[Mapping[str, str]]:
+        """Hand the weights over, and drop what was computed with others. Returns the fingerprints of each process.
+
+        Before a frozen weight is written to, `_frozen` is emptied.
+        """
+
+    def _stays(self, name: str) -> bool:
+        """Whether a weight that has come need not come again."""
+        return False
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """None: the engine fuses and packs its weights. `fingerprint` says what reached it."""
+        return iter(())
+
+    def fingerprint(self) -> Fingerprint:
+        """Of each weight of the last load, taken of what was given to the engine's model; empty before the first."""
+        return self._arrived
+
+    def _require_ready(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sequence[SamplingParams],
+        images: Sequence[Images | None] | None = None,
+    ) -> None:
+        super()._require_ready(prompts, sampling, images)
+        require_length(self.name, prompts, sampling, self._max_model_len, "actor_rollout_ref.rollout.max_model_len")
+
+
+def refused(name: str, title: str, what: str) -> RolloutError:
+    """The error of an engine that cannot be made."""
+    return RolloutError(
+        f"rollout.name={name}, at its start",
+        got=what,
+        expected=f"a model and settings that {title} takes",
+        fix=f"See max_model_len, cache_gigabytes and engine_kwargs.{name} of actor_rollout_ref.rollout; "
+        f"{title}'s own traceback stands above.",
+    )
+
+
+def died(name: str, title: str, what: str) -> RolloutError:
+    """The error of requests that an engine will not serve any more."""
+    return RolloutError(
+        f"{name}.generate",
+        got=f"{title}, which {what}",
+        expected="responses",
+        fix="Its own message stands in the log above. Less memory: lower actor_rollout_ref.rollout.max_num_seqs, "
+        "max_num_batched_tokens or gpu_memory_utilization.",
+    )
+
+
+def require_release(title: str, found: str, least: str, *, where: str, fix: str) -> None:
+    """Refuse a version of an engine that the code was not written for.
+
+    Args:
+        title: what its authors call it.
+        found: the version that is installed, or "".
+        least: the oldest that will do.
+        where, fix: for the error.
+
+    Raises:
+        RolloutError: it is missing, or older.
+    """
+    if not found:
+        raise RolloutError(where, got=f"no {title} in this environment", expected=f"{least} or newer", fix=fix)
+    if release_numbers(found) < release_numbers(least):
+        raise RolloutError(where, got=f"{title} {found}", expected=f"{least} or newer", fix=fix)
+
+
+def has_filters(sampling: SamplingParams) -> bool:
+    """Whether some tokens cannot be drawn; the likeliest one always can."""
+    return not sampling.is_greedy and (sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0)
+
+
+def split_log_probs(
+    reported: list[float], sampling: SamplingParams, log_probs_of: LogProbsOf
+) -> tuple[list[float], list[float]]:
+    """`Completion.log_probs` and `Completion.sampling_log_probs`, of an engine that reports one number for each token.
+
+    Where it does not report the first one, that is NaN: unknown, rather than nearly right. The second is then empty.
+    """
+    is_scaled = not sampling.is_greedy and sampling.temperature != 1
+    if log_probs_of == "processed_logprobs":
+        return ([math.nan] * len(reported) if has_filters(sampling) else reported), list(reported)
+    if is_scaled:
+        return [math.nan] * len(reported), []
+    return reported, [] if has_filters(sampling) else list(reported)

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's own engine, in this process or in processes of its own, behind one interface.
+
+in this process       the caller's thread steps it; tensors are handed to the model as they are
+in its own processes  vLLM's front end runs in a thread here; requests join and leave while others run
+
+    caller's loop ── generate(a) ──┐                      ┌──────────────────┐ msgpack ┌─────────────────┐
+    caller's loop ── generate(b) ──┼─> loop of a thread ──│ vLLM's front end │ <─────> │ its engine core │
+    any thread ──── ask ───────────┘      of our own      └──────────────────┘         └─────────────────┘
+
+consumes: requests from any thread and any event loop; each is a coroutine on the thread's loop.
+waits for: the engine core's process; its death ends every call with an error that says so.
+unblocked by: the end of a response, `abort`, the caller's cancellation, `close`.
+"""
+
+import asyncio
+import itertools
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from quadriga.rollout.vllm.library import Library, started
+from quadriga.rollout.vllm.requests import Request, Response
+
+_END_S = 30.0
+
+
+class Core(ABC):
+    """vLLM's engine.
+
+    Args:
+        library: vLLM.
+        arguments: of its engine.
+    """
+
+    is_in_process: ClassVar[bool]
+
+    @abstractmethod
+    def __init__(self, library: Library, arguments: dict[str, Any]) -> None: ...
+
+    @abstractmethod
+    def ask(self, method: str, *args: Any, **options: Any) -> Any:
+        """Call a method of vLLM's engine and wait for what it returns."""
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of `WorkerExtension` in each process that holds the model."""
+        return self.ask("collective_rpc", method, args=args)
+
+    @abstractmethod
+    def generate_batch(self, requests: Sequence[Request]) -> list[Response]:
+        """The responses, in the order of the requests."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """End every unfinished response; from any thread."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the engine."""
+
+
+class InProcessCore(Core):
+    """vLLM's engine in this process."""
+
+    is_in_process = True
+    # Engines of this process share vLLM's process groups, which end with the first engine that is shut down or
+    # collected as garbage, and torch's own process group with them, whoever made it. So closed ones are kept until the
+    # last one is.
+    _open: ClassVar[set[int]] = set()
+    _closed: ClassVar[list[Any]] = []
+    _has_foreign_group: ClassVar[bool] = False
+
+    def __init__(self, library: Library, arguments: dict[str, Any]) -> None:
+        if not (InProcessCore._open or InProcessCore._closed):
+            InProcessCore._has_foreign_group = dist.is_available() and dist.is_initialized()
+        self._ids, self._aborted = itertools.count(1), threading.Event()
+        self._stance = "force_eager" if arguments["enforce_eager"] else "default"
+        with started(is_beside=False), torch.compiler.set_stance("force_eager"):
+            self.engine: Any = library.engine(arguments)
+        InProcessCore._open.add(id(self))
+
+    def ask(self, method: str, *args: Any, **options: Any) -> Any:
+        owner = self.engine if hasattr(self.engine, method) else self.engine.engine_core
+        return getattr(owner, method)(*args, **options)
+
+    def generate_batch(self, requests: Sequence[Request]) -> list[Response]:
+        self._aborted.clear()
+        responses: dict[str, Response] = {}
+        try:
+            with torch.compiler.set_stance(self._stance):
+                for request in requests:
+                    request_id = str(next(self._ids))
+                    self.engine.add_request(request_id, request.prompt, request.sampling, lora_request=request.adapter)
+                    responses[request_id] = Response(request.expanded)
+                while self.engine.has_unfinished_requests() and not self._aborted.is_set():
+                    for output in self.engine.step():
+                        responses[output.request_id].add(output)
+        finally:
+            if unfinished := [name for name, response in responses.items() if response.reason is None]:
+                self.engine.abort_request(unfinished)
+        return list(responses.values())
+
+    def abort(self) -> None:
+        self._aborted.set()
+
+    def close(self) -> None:
+        InProcessCore._open.discard(id(self))
+        InProcessCore._closed.append(self.engine)
+        if not (InProcessCore._open or InProcessCore._has_foreign_group):
+            for engine in InProcessCore._closed:
+                engine.engine_core.shutdown()
+            InProcessCore._closed.clear()
+
+
+class ProcessCore(Core):
+    """vLLM's engine in processes of its own."""
+
+    is_in_process = False
+
+    def __init__(self, library: Library, arguments: dict[str, Any]) -> None:
+        self._ids = itertools.count(1)
+        self._running: set[str] = set()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
+        self._thread.start()
+
+        async def make() -> Any:
+            return library.async_engine(arguments)
+
+        try:
+            with started(is_beside=True):
+                self.engine: Any = self._submit(make()).result()
+        except BaseException:
+            self._end_loop()
+            raise
+
+    def ask(self, method: str, *args: Any, **options: Any) -> Any:
+        return self._submit(getattr(self.engine, method)(*args, **options)).result()
+
+    async def generate(self, request: Request) -> Response:
+        """One response. Cancelled here, it is cancelled there, and vLLM drops the request."""
+        return await asyncio.wrap_future(self._submit(self._respond(request)))
+
+    def generate_batch(self, requests: Sequence[Request]) -> list[Response]:
+        futures = [self._submit(self._respond(request)) for request in requests]
+        try:
+            for future in wait(futures, return_when=FIRST_EXCEPTION).done:
+                future.result()
+            return [future.result() for future in futures]
+        finally:
+            for future in futures:
+                future.cancel()
+
+    def abort(self) -> None:
+        self.ask("abort", sorted(self._running))
+
+    def close(self) -> None:
+        async def shut_down() -> None:
+            self.engine.shutdown(timeout=_END_S)
+
+        self._submit(shut_down()).result()
+        # vLLM shuts down once more where its engine is collected as garbage, and fails at that if the interpreter is
+        # ending: the last reference goes here.
+        del self.engine
+        self._end_loop()
+
+    async def _respond(self, request: Request) -> Response:
+        response, request_id = Response(request.expanded), str(next(self._ids))
+        self._running.add(request_id)
+        try:
+            stream = self.engine.generate(request.prompt, request.sampling, request_id, lora_request=request.adapter)
+            async for output in stream:
+                response.add(output)
+        finally:
+            self._running.discard(request_id)
+        return response
+
+    def _submit(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def _end_loop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_END_S)

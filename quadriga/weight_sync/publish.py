@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weight sync within a process: trainer and rollout share the parameters, or the rollout has a copy of them.
+
+Weights are streams of `(name, tensor)`: what model, engine or framework stands behind them is not known here.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Protocol, TypeAlias
+
+import torch
+
+from quadriga.errors import WeightSyncError
+from quadriga.weight_sync.fingerprint import Fingerprint, tensor_fingerprint
+
+NamedWeights: TypeAlias = Iterable[tuple[str, torch.Tensor]]
+
+_NUM_NAMED = 5
+
+
+class WeightTarget(Protocol):
+    """What receives weights: a rollout engine."""
+
+    weight_version: int
+
+    def load_weights(self, weights: NamedWeights, version: int) -> None:
+        """Load a complete set of weights; each tensor is lent until the next one is requested."""
+        ...
+
+    def named_weights(self) -> NamedWeights:
+        """The weights that it computes with; none if it keeps them in another form."""
+        ...
+
+    def fingerprint(self) -> Fingerprint:
+        """Of the weights that it computes with; if it keeps them in another form, of what reached it."""
+        ...
+
+
+class WeightSync(Protocol):
+    """One way of weight sync within a process."""
+
+    def publish(self, weights: NamedWeights, target: WeightTarget, version: int) -> None:
+        """Afterwards the target computes with exactly these weights, or a WeightSyncError names those that differ."""
+        ...
+
+    def verify(self, target: WeightTarget, version: int) -> None:
+        """Raise a WeightSyncError unless the target still has what was published under this version."""
+        ...
+
+
+class SharedWeights:
+    """Trainer and rollout hold the same parameters: only the version travels.
+
+    What was published is known by the address of each tensor and by torch's count of writes to it: an update of the
+    trainer changes the rollout's weights at once, so the rollout must not go on under the old version.
+    """
+
+    def __init__(self) -> None:
+        self._published: dict[str, tuple[object, ...]] = {}
+
+    def publish(self, weights: NamedWeights, target: WeightTarget, version: int) -> None:
+        """Check that each weight is the target's own memory, then pass on the version.
+
+        Raises:
+            WeightSyncError: some are not.
+        """
+        offered, held = dict(weights), dict(target.named_weights())
+        addresses = {_address(tensor) for tensor in offered.values()}
+        apart = [
+            name for name, tensor in offered.items() if name not in held or _address(tensor) != _address(held[name])
+        ]
+        apart += [name for name, tensor in held.items() if name not in offered and _address(tensor) not in addresses]
+        if apart:
+            raise WeightSyncError(
+                f"shared weights, version {version}",
+                got=f"{len(apart)} of {len(held)} weights that are not the trainer's own: {name_some(apart)}",
+                expected="one set of parameters for both",
+                fix="Give the rollout the trainer's module, or publish by CopiedWeights.",
+            )
+        target.load_weights(offered.items(), version)
+        self._published = _states(target)
+
+    def verify(self, target: WeightTarget, version: int) -> None:
+        """Compare addresses and counts of writes; no tensor is read.
+
+        Raises:
+            WeightSyncError: the version is another, or a weight was written to since.
+        """
+        require_version(target, version)
+        held = _states(target)
+        changed = [name for name, state in self._published.items() if held.get(name) != state]
+        if changed:
+            raise WeightSyncError(
+                f"shared weights, version {version}",
+                got=f"{len(changed)} of {len(held)} weights that were written to since: {name_some(changed)}",
+                expected="weights as they were published",
+                fix="Publish the weights after each update.",
+            )
+
+
+class CopiedWeights:
+    """The rollout has a copy of the model: each tensor is copied in the rollout's dtype, and compared afterwards."""
+
+    def __init__(self) -> None:
+        self._published = Fingerprint({})
+
+    def publish(
+        self, weights: NamedWeights, target: WeightTarget, version: int, known: Mapping[str, str] | None = None
+    ) -> None:
+        """Copy the weights, one tensor at a time, and compare what the target holds with what was sent.
+
+        Args:
+            weights: a complete set, or what is new of one that the target has (see `RolloutEngine.load_weights`).
+            target: its `weight_version` is -1 after an error.
+            version: of the weights.
+            known: fingerprints of tensors that have one already, by name; may be filled while the stream runs.
+
+        Raises:
+            WeightSyncError: the target refused the weights, holds others afterwards, or another version. It then
+                generates nothing until a complete set has come.
+        """
+        dtypes = {name: tensor.dtype for name, tensor in target.named_weights()}
+        sent: dict[str, str] = {}
+
+        def stream() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in weights:
+                fitted = tensor.detach().to(dtypes.get(name, tensor.dtype))
+                mark = known.get(name) if known is not None and fitted.dtype == tensor.dtype else None
+                sent[name] = mark or tensor_fingerprint(fitted)
+                yield name, fitted
+
+        running = stream()
+        try:
+            target.load_weights(running, version)
+            for _ in running:  # a target that did not take all of them does not hold up the sender of the rest
+                pass
+            _require_held(Fingerprint(sent), target, version)
+        except BaseException:
+            target.weight_version = -1
+            raise
+        self._published = self._published.updated(Fingerprint(sent))
+
+    def verify(self, target: WeightTarget, version: int) -> None:
+        """Compare the fingerprint of every tensor anew.
+
+        Raises:
+            WeightSyncError: the version is another, or a weight differs.
+        """
+        _require_held(self._published, target, version)
+
+
+def require_version(target: WeightTarget, version: int) -> None:
+    """Raise a WeightSyncError unless the target's weights are of this version."""
+    if target.weight_version != version:
+        raise WeightSyncError(
+            "weights of the rollout",
+            got=f"version {target.weight_version}",
+            expected=f"version {version}, the trainer's",
+            fix="Publish the weights before the next generation.",
+        )
+
+
+def name_some(names: Iterable[str]) -> str:
+    """The first names of a list and how many more there are."""
+    names = list(names)
+    rest = len(names) - _NUM_NAMED
+    return ", ".join(names[:_NUM_NAMED]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _require_held(expected: Fingerprint, target: WeightTarget, version: int) -> None:
+    """Names that are in the target only are not compared: a tied weight comes under one of its names."""
+    require_version(target, version)
+    held = target.fingerprint().tensors
+    differing = [name for name, mark in expected.tensors.items() if held.get(name) != mark]
+    if differing:
+        raise WeightSyncError(
+            f"weights of version {version}",
+            got=f"{len(differing)} of {len(expected.tensors)} weights that differ: {name_some(sorted(differing))}",
+            expected="in the rollout what the trainer sent",
+            fix="The rollout's engine did not take them over as they are; it generates nothing until it does.",
+        )
+
+
+def _address(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _states(target: WeightTarget) -> dict[str, tuple[object, ...]]:
+    return {name: (*_address(tensor), tensor._version) for name, tensor in target.named_weights()}

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engines that `actor_rollout_ref.rollout.name` can name. A new one is a line here."""
+
+from difflib import get_close_matches
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from quadriga.config import Config, problem_of_several_engines
+from quadriga.errors import ConfigError
+from quadriga.rollout.hf import HFEngine
+from quadriga.rollout.http import HTTPEngine
+from quadriga.rollout.interface import EngineBase, RolloutEngine
+from quadriga.rollout.native import NativeEngine
+from quadriga.rollout.scripted import ScriptedEngine
+from quadriga.rollout.setup import EngineSetup
+from quadriga.rollout.sglang.engine import SGLangEngine
+from quadriga.rollout.vllm.engine import VLLMEngine
+
+ENGINES: dict[str, type[EngineBase]] = {
+    engine.name: engine for engine in (NativeEngine, VLLMEngine, SGLangEngine, HFEngine, HTTPEngine, ScriptedEngine)
+}
+
+
+def rollout_engine_class(config: Config) -> type[EngineBase]:
+    """The class of the engine that the configuration names.
+
+    Raises:
+        ConfigError: there is none of this name, or there cannot be as many as `rollout.data_parallel_size` says.
+    """
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.name not in ENGINES:
+        near = get_close_matches(rollout.name, ENGINES, 1)
+        raise ConfigError(
+            "actor_rollout_ref.rollout.name",
+            got=rollout.name,
+            expected=f"one of {', '.join(ENGINES)}",
+            fix=f"Did you mean {near[0]}?" if near else "native generates in the trainer's process, on its weights.",
+        )
+    if problem := problem_of_several_engines(rollout):
+        raise problem
+    return ENGINES[rollout.name]
+
+
+def make_rollout_engine(
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    actor: PreTrainedModel | None = None,
+) -> RolloutEngine:
+    """The engine that the configuration names.
+
+    Args:
+        config: configuration.
+        tokenizer: of the model.
+        device, dtype: of the computation.
+        actor: the actor's own module, where this process has all of its weights.
+    """
+    engine, given = rollout_engine_class(config), config.actor_rollout_ref.rollout.engine_kwargs
+    options = {name: value for name, value in given.items() if name not in ENGINES} | dict(given.get(engine.name) or {})
+    return engine.from_config(EngineSetup(config, tokenizer, options, device, dtype, actor))
