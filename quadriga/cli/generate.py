@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`quadriga generate`: ask a model, a run or a checkpoint."""
+"""`quadriga generate`: responses of a model, a run or a checkpoint to prompts."""
 
 import argparse
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from quadriga.trainer.evaluate import answer
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the answers to one or more prompts."""
+    """Print the responses to one or more prompts."""
     parser = argparse.ArgumentParser(prog="quadriga generate", description=__doc__)
     parser.add_argument("model", help="a Hugging Face folder or name, a run's directory, or one of its global_step_N")
     parser.add_argument("--prompt", action="append", required=True, help="what the user says; may be repeated")

@@ -20,8 +20,8 @@ from quadriga.errors import ConfigError, QuadrigaError
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("quadriga.cli.train", "train a model with rewards"),
-    "generate": ("quadriga.cli.generate", "answer prompts with a model or a checkpoint"),
-    "sft": ("quadriga.cli.sft", "teach a model given answers, or a reward model which answers are better"),
+    "generate": ("quadriga.cli.generate", "generate responses to prompts with a model or a checkpoint"),
+    "sft": ("quadriga.cli.sft", "supervised fine-tuning on given responses, or a reward model on pairs of them"),
     "eval": ("quadriga.cli.eval", "grade a model or a checkpoint on a data set"),
     "prepare": ("quadriga.cli.prepare", "write data and models that training reads"),
     "config": ("quadriga.cli.config", "show, explain or list the configuration"),

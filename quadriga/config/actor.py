@@ -47,7 +47,7 @@ class OptimConfig(Section):
     eps: PositiveFloat = 1e-8
     """Added to the root of the running square."""
     lr_warmup_steps: Annotated[int, Meaning("-1, 0 or a larger whole number"), Field(ge=-1)] = -1
-    """Training steps over which the learning rate rises from zero. -1: `lr_warmup_steps_ratio` of the run."""
+    """Training steps over which the learning rate rises from zero. -1: as `lr_warmup_steps_ratio` says."""
     lr_warmup_steps_ratio: Share = 0.0
     """Share of the run's training steps spent in warm-up when `lr_warmup_steps` is -1, in [0, 1]."""
     lr_scheduler_type: Literal["constant", "cosine", "linear"] = "constant"

@@ -230,8 +230,12 @@ class _Reading:
     def _problems_of(self, error: ValidationError, values: dict[str, Any]) -> dict[str, ConfigError]:
         """By its key, each thing that pydantic refuses."""
         problems: dict[str, ConfigError] = {}
+        known = section_keys(self.task) | leaf_keys(self.task).keys()
         for one in error.errors(include_url=False):
-            key = self._key_of(one["loc"])
+            # pydantic's places have list positions and names of union members at their end.
+            place = one["loc"]
+            keys = (spelled(".".join(map(str, place[:depth])), self.task) for depth in range(len(place), 0, -1))
+            key = next((key for key in keys if key in known), "")
             value = _lookup(values, full_key(key, self.task).split("."))
             # A key that follows another one (clip_ratio) fails with it; only the one that was written is named.
             if key in problems or value is _MISSING:
@@ -245,12 +249,6 @@ class _Reading:
             problems[key] = ConfigError(where, got=as_text(value), expected=expected, fix=fix)
         assert problems, f"pydantic refuses what was not given: {error}"
         return problems
-
-    def _key_of(self, location: tuple[int | str, ...]) -> str:
-        """The key of a place inside pydantic's error, which also has list positions and names of union members."""
-        known = section_keys(self.task) | leaf_keys(self.task).keys()
-        keys = (spelled(".".join(map(str, location[:depth])), self.task) for depth in range(len(location), 0, -1))
-        return next((key for key in keys if key in known), "")
 
     def notices(self) -> list[str]:
         """What was taken without effect, and why."""
