@@ -233,7 +233,7 @@ class WorkerProcess:
         try:
             return work()
         except BaseException as error:
-            # SystemExit and KeyboardInterrupt too: what a worker raises is its answer, and the driver's to judge.
+            # SystemExit and KeyboardInterrupt too: what a worker raises is its result, and the driver's to judge.
             name = self._names.get(role) or WorkerName(role, self._rank, self._rank + 1, pid=os.getpid())
             return Failure.of(error, name, method, describe(), time.monotonic() - running.start)
         finally:

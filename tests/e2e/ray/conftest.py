@@ -21,6 +21,7 @@ ray = pytest.importorskip("ray")
 from ray.cluster_utils import Cluster  # noqa: E402
 
 from quadriga.cli.main import main  # noqa: E402
+from quadriga.single_controller.ray.cluster import OWN_CLUSTER  # noqa: E402
 from tests.e2e.conftest import command_line, end_with_the_tests  # noqa: E402
 
 SECOND_NODE = "127.0.0.2"
@@ -64,6 +65,7 @@ def ray_cluster(ray_folder: Path) -> Iterator[str]:
         object_store_memory=256 * 2**20,
         log_to_driver=False,
         _temp_dir=str(ray_folder / "one"),
+        _system_config=OWN_CLUSTER,
     )
     yield context.address_info["gcs_address"]
     ray.shutdown()
