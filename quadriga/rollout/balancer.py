@@ -23,7 +23,17 @@ from typing import Generic, TypeVar
 import torch
 
 from quadriga.errors import QuadrigaError, RolloutError, WeightSyncError
-from quadriga.rollout.interface import Completion, Images, RolloutEngine, SamplingParams, require_loaded
+from quadriga.rollout.interface import (
+    BatchImages,
+    Completion,
+    Images,
+    Prompt,
+    Prompts,
+    RolloutEngine,
+    Sampling,
+    SamplingParams,
+    require_loaded,
+)
 from quadriga.weight_sync.fingerprint import Fingerprint
 
 logger = logging.getLogger(__name__)
@@ -31,7 +41,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 R = TypeVar("R")
 E = TypeVar("E", bound=RolloutEngine)
-Prompt = Sequence[int]
 
 
 def start_engines(makers: Sequence[Callable[[], E]]) -> list[E]:
@@ -113,12 +122,7 @@ class Balancer:
                 self.in_flight[number] -= tokens
         raise self._none_left(failed)
 
-    def generate_batch(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: Sequence[SamplingParams],
-        images: Sequence[Images | None] | None = None,
-    ) -> list[Completion]:
+    def generate_batch(self, prompts: Prompts, sampling: Sampling, images: BatchImages = None) -> list[Completion]:
         """Samples of one prompt stay together where that delays no others."""
         require_loaded(self.weight_version, "Balancer.generate")
         if len(prompts) != len(sampling):
@@ -289,9 +293,7 @@ def _tokens(prompt: Prompt, sampling: SamplingParams) -> int:
     return len(prompt) + sampling.max_tokens
 
 
-def _shares(
-    prompts: Sequence[Prompt], sampling: Sequence[SamplingParams], rows: Sequence[int], count: int
-) -> list[list[int]]:
+def _shares(prompts: Prompts, sampling: Sampling, rows: Sequence[int], count: int) -> list[list[int]]:
     """Rows for each of `count` engines, of about as many tokens: costly groups first, each to the least loaded."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for row in rows:

@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from quadriga.models.load import stop_token_ids
-from quadriga.rollout.interface import EngineBase, SamplingParams, require_length
+from quadriga.rollout.interface import EngineBase, Prompts, Sampling, require_length
 from quadriga.rollout.manifest import Manifest
 from quadriga.weight_sync.fingerprint import Fingerprint, fingerprint
 
@@ -53,7 +53,7 @@ class CausalModelEngine(EngineBase):
     def fingerprint(self) -> Fingerprint:
         return fingerprint(self.named_weights())
 
-    def _require_room(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> None:
+    def _require_room(self, prompts: Prompts, sampling: Sampling) -> None:
         """Refuse requests that may run past the positions that the model knows, or past `max_model_len`."""
         positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         limits = [

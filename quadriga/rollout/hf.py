@@ -24,7 +24,7 @@ from quadriga.errors import RolloutError
 from quadriga.models.attention import ATTENTION_NAME
 from quadriga.models.load import stop_token_ids
 from quadriga.rollout.causal_model import CausalModelEngine
-from quadriga.rollout.interface import Completion, FinishReason, Images, SamplingParams
+from quadriga.rollout.interface import BatchImages, Completion, FinishReason, Images, Prompts, Sampling
 from quadriga.rollout.sampler import Draws, SamplingRules, StopStrings, require_tokenizer, sample
 from quadriga.rollout.setup import EngineSetup
 
@@ -80,12 +80,7 @@ class HFEngine(CausalModelEngine):
             max_model_len=setup.rollout.max_model_len,
         )
 
-    def generate_batch(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sequence[SamplingParams],
-        images: Sequence[Images | None] | None = None,
-    ) -> list[Completion]:
+    def generate_batch(self, prompts: Prompts, sampling: Sampling, images: BatchImages = None) -> list[Completion]:
         """Requests with the same limit and stop tokens are computed together."""
         given = images or [None] * len(prompts)
         self._require_ready(prompts, sampling, given)
@@ -113,12 +108,7 @@ class HFEngine(CausalModelEngine):
         return [completions[row] for row in range(len(prompts))]
 
     @torch.no_grad()
-    def _generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sequence[SamplingParams],
-        images: Sequence[Images | None],
-    ) -> list[Completion]:
+    def _generate(self, prompts: Prompts, sampling: Sampling, images: Sequence[Images | None]) -> list[Completion]:
         """Responses to requests with the same stop tokens and length, prompts padded on the left."""
         width, device = max(map(len, prompts)), self.model.device
         stops = sampling[0].stops(self.eos_token_ids)
@@ -160,7 +150,7 @@ class HFEngine(CausalModelEngine):
 
 
 def _image_arguments(
-    prompts: Sequence[Sequence[int]], images: Sequence[Images | None], width: int, device: torch.device
+    prompts: Prompts, images: Sequence[Images | None], width: int, device: torch.device
 ) -> dict[str, torch.Tensor]:
     """Arguments of the model: images of all rows concatenated, and positions on every axis; none without images."""
     given = [one for one in images if one is not None]
@@ -178,7 +168,7 @@ def _image_arguments(
 class _Chooser(LogitsProcessor):
     """Chooses a token by our sampler and leaves `generate` no other choice."""
 
-    def __init__(self, sampling: Sequence[SamplingParams], device: torch.device) -> None:
+    def __init__(self, sampling: Sampling, device: torch.device) -> None:
         self.rules = SamplingRules.from_params(sampling, device)
         self.draws = [Draws(params.seed) for params in sampling]
         self.token_ids: list[list[int]] = [[] for _ in sampling]

@@ -20,7 +20,17 @@ import torch
 from quadriga.errors import ConfigError, RolloutError, WeightSyncError
 from quadriga.http_client import HTTPClient, ServerLostError
 from quadriga.models.load import stop_token_ids
-from quadriga.rollout.interface import Completion, EngineBase, FinishReason, Images, SamplingParams
+from quadriga.rollout.interface import (
+    BatchImages,
+    Completion,
+    EngineBase,
+    FinishReason,
+    Images,
+    Prompt,
+    Prompts,
+    Sampling,
+    SamplingParams,
+)
 from quadriga.rollout.setup import EngineSetup
 from quadriga.rollout.third_party import LogProbsOf, split_log_probs
 from quadriga.weight_sync.fingerprint import Fingerprint, fingerprint
@@ -98,18 +108,13 @@ class HTTPEngine(EngineBase):
         return cls(urls, model, eos_token_ids=eos_token_ids, max_num_seqs=setup.rollout.max_num_seqs, **options)
 
     async def generate(
-        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, images: Images | None = None
+        self, prompt_token_ids: Prompt, sampling: SamplingParams, images: Images | None = None
     ) -> Completion:
         """One response. A caller that is cancelled ends the connection, and so the request."""
         self._require_ready([prompt_token_ids], [sampling], [images])
         return await asyncio.wrap_future(self._submit(self._respond(prompt_token_ids, sampling)))
 
-    def generate_batch(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sequence[SamplingParams],
-        images: Sequence[Images | None] | None = None,
-    ) -> list[Completion]:
+    def generate_batch(self, prompts: Prompts, sampling: Sampling, images: BatchImages = None) -> list[Completion]:
         """The first request that fails ends those that are under way."""
         self._require_ready(prompts, sampling, images)
         futures = [self._submit(self._respond(*one)) for one in zip(prompts, sampling, strict=True)]

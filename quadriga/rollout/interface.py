@@ -9,7 +9,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import torch
 
@@ -146,6 +146,13 @@ class Images:
         return replace(self, position_ids=positions, short_prompt=(*self.short_prompt, *token_ids))
 
 
+Prompt: TypeAlias = Sequence[int]
+Prompts: TypeAlias = Sequence[Prompt]
+Sampling: TypeAlias = Sequence[SamplingParams]
+BatchImages: TypeAlias = Sequence[Images | None] | None
+"""Images of each prompt; None where no prompt has any."""
+
+
 class RolloutEngine(Protocol):
     """Generates responses with weights of a known version.
 
@@ -164,17 +171,12 @@ class RolloutEngine(Protocol):
     def has_frozen_weights(self) -> bool: ...
 
     async def generate(
-        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, images: Images | None = None
+        self, prompt_token_ids: Prompt, sampling: SamplingParams, images: Images | None = None
     ) -> Completion:
         """One response; the engine decides what is batched together. A caller that is cancelled aborts its request."""
         ...
 
-    def generate_batch(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sequence[SamplingParams],
-        images: Sequence[Images | None] | None = None,
-    ) -> list[Completion]:
+    def generate_batch(self, prompts: Prompts, sampling: Sampling, images: BatchImages = None) -> list[Completion]:
         """One response for each prompt, in order. Prompts with equal tokens and equal `Images.key` may share work.
 
         Raises:
@@ -261,7 +263,7 @@ class EngineBase(ABC):
         return False
 
     async def generate(
-        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, images: Images | None = None
+        self, prompt_token_ids: Prompt, sampling: SamplingParams, images: Images | None = None
     ) -> Completion:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Completion] = loop.create_future()
@@ -271,12 +273,7 @@ class EngineBase(ABC):
         return await future
 
     @abstractmethod
-    def generate_batch(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sequence[SamplingParams],
-        images: Sequence[Images | None] | None = None,
-    ) -> list[Completion]: ...
+    def generate_batch(self, prompts: Prompts, sampling: Sampling, images: BatchImages = None) -> list[Completion]: ...
 
     def abort(self) -> None:
         """End unfinished responses. From another thread it ends the batch that is under way there."""
@@ -319,12 +316,7 @@ class EngineBase(ABC):
         if self._state == "closed":
             raise RolloutError(f"{self.name}.{action}", got="a closed engine", fix="Make a new one.")
 
-    def _require_ready(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sequence[SamplingParams],
-        images: Sequence[Images | None] | None = None,
-    ) -> None:
+    def _require_ready(self, prompts: Prompts, sampling: Sampling, images: BatchImages = None) -> None:
         """What every engine checks before it generates."""
         self._require_open("generate")
         where = f"{self.name}.generate"
@@ -356,9 +348,7 @@ def require_loaded(weight_version: int, where: str) -> None:
         )
 
 
-def require_length(
-    name: str, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams], limit: int, whose: str
-) -> None:
+def require_length(name: str, prompts: Prompts, sampling: Sampling, limit: int, whose: str) -> None:
     """Refuse requests that may become longer than a limit.
 
     Args:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from quadriga.errors import RolloutError
-from quadriga.rollout.interface import SamplingParams
+from quadriga.rollout.interface import Sampling, SamplingParams
 
 _BLOCK = 256
 NUM_DRAWS = 24  # numbers for a token: one for each halving, so enough for 2**24 tokens
@@ -210,7 +210,7 @@ class StopStrings:
         return next((end for end in ends if self.is_reached(token_ids[:end])), None)
 
 
-def require_tokenizer(name: str, sampling: Sequence[SamplingParams], tokenizer: Any) -> None:
+def require_tokenizer(name: str, sampling: Sampling, tokenizer: Any) -> None:
     """Refuse stop strings where no tokenizer is there to decode tokens."""
     if tokenizer is None and any(params.stop for params in sampling):
         raise RolloutError(

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias, cast
 import torch
 
 from quadriga.errors import ConfigError, RolloutError
-from quadriga.rollout.interface import Completion, EngineBase, Images, SamplingParams
+from quadriga.rollout.interface import BatchImages, Completion, EngineBase, Prompts, Sampling, SamplingParams
 from quadriga.rollout.sampler import StopStrings, require_tokenizer
 from quadriga.rollout.setup import EngineSetup
 from quadriga.weight_sync.fingerprint import Fingerprint, fingerprint
@@ -81,12 +81,7 @@ class ScriptedEngine(EngineBase):
         engine.description = f"scripted, responses from {responses}"
         return engine
 
-    def generate_batch(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sequence[SamplingParams],
-        images: Sequence[Images | None] | None = None,
-    ) -> list[Completion]:
+    def generate_batch(self, prompts: Prompts, sampling: Sampling, images: BatchImages = None) -> list[Completion]:
         self._require_ready(prompts, sampling, images)
         require_tokenizer(self.name, sampling, self.tokenizer)
         return [self._complete(list(prompt), params) for prompt, params in zip(prompts, sampling, strict=True)]

@@ -44,7 +44,7 @@ def generate_sequences(
         config: of the rollout.
         response_length: T; also the longest response, in tokens.
         pad_token_id: fills the responses.
-        seed: of the run. A sequence's own seed comes from it, the step, the uid and the number of the sample.
+        seed: `trainer.seed`. A sequence's own seed comes from it, the step, the uid and the number of the sample.
 
     Returns:
         batch `prompts` [B, P], `responses`, `response_mask`, `rollout_log_probs` [B, T], `input_ids`,

@@ -13,7 +13,14 @@ import torch
 
 from quadriga.errors import QuadrigaError, RolloutError, WeightSyncError, first_line
 from quadriga.observe.probe import release_numbers
-from quadriga.rollout.interface import EngineBase, Images, SamplingParams, require_length
+from quadriga.rollout.interface import (
+    BatchImages,
+    EngineBase,
+    Prompts,
+    Sampling,
+    SamplingParams,
+    require_length,
+)
 from quadriga.rollout.manifest import Manifest
 from quadriga.weight_sync.fingerprint import Fingerprint
 from quadriga.weight_sync.publish import name_some
@@ -101,12 +108,7 @@ class ThirdPartyEngine(EngineBase):
         """Of each weight of the last load, taken of what was given to the engine's model; empty before the first."""
         return self._arrived
 
-    def _require_ready(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sequence[SamplingParams],
-        images: Sequence[Images | None] | None = None,
-    ) -> None:
+    def _require_ready(self, prompts: Prompts, sampling: Sampling, images: BatchImages = None) -> None:
         super()._require_ready(prompts, sampling, images)
         require_length(self.name, prompts, sampling, self._max_model_len, "actor_rollout_ref.rollout.max_model_len")
 

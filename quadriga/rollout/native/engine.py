@@ -28,7 +28,7 @@ from quadriga.models.attention import ATTENTION_NAME
 from quadriga.models.load import stop_token_ids
 from quadriga.models.vision import ImageTokens
 from quadriga.rollout.causal_model import CausalModelEngine, cache_bytes_per_token
-from quadriga.rollout.interface import Completion, Images, SamplingParams
+from quadriga.rollout.interface import BatchImages, Completion, Images, Prompt, Prompts, Sampling, SamplingParams
 from quadriga.rollout.native.attention import cache_dtype
 from quadriga.rollout.native.generation import Generation, Request
 from quadriga.rollout.native.network import Network, PlainNetwork, description_of, is_plain, state_of
@@ -103,19 +103,14 @@ class NativeEngine(CausalModelEngine):
         engine.description = f"native, on {where}, {description_of(model)}"
         return engine
 
-    def generate_batch(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sequence[SamplingParams],
-        images: Sequence[Images | None] | None = None,
-    ) -> list[Completion]:
+    def generate_batch(self, prompts: Prompts, sampling: Sampling, images: BatchImages = None) -> list[Completion]:
         requests = self._requests(prompts, sampling, images)
         if self._submit(requests):
             self._run()
         return [request.future.result() for request in requests]
 
     async def generate(
-        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, images: Images | None = None
+        self, prompt_token_ids: Prompt, sampling: SamplingParams, images: Images | None = None
     ) -> Completion:
         """One response; the request joins those that run, and the event loop stays free."""
         (request,) = self._requests([prompt_token_ids], [sampling], [images])
@@ -153,12 +148,7 @@ class NativeEngine(CausalModelEngine):
             self._worker.shutdown()
             self._worker = None
 
-    def _requests(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sequence[SamplingParams],
-        images: Sequence[Images | None] | None,
-    ) -> list[Request]:
+    def _requests(self, prompts: Prompts, sampling: Sampling, images: BatchImages) -> list[Request]:
         self._require_ready(prompts, sampling, images)
         self._require_room(prompts, sampling)
         require_tokenizer(self.name, sampling, self.tokenizer)

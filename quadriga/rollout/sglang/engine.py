@@ -24,7 +24,17 @@ from quadriga.models.load import stop_token_ids
 from quadriga.partition import buckets
 from quadriga.rollout.balancer import Balancer, start_engines
 from quadriga.rollout.causal_model import cache_bytes_per_token
-from quadriga.rollout.interface import Completion, FinishReason, Images, RolloutEngine, SamplingParams
+from quadriga.rollout.interface import (
+    BatchImages,
+    Completion,
+    FinishReason,
+    Images,
+    Prompt,
+    Prompts,
+    RolloutEngine,
+    Sampling,
+    SamplingParams,
+)
 from quadriga.rollout.manifest import Manifest
 from quadriga.rollout.setup import EngineSetup
 from quadriga.rollout.sglang.process import SGLangProcess
@@ -157,7 +167,7 @@ class SGLangEngine(ThirdPartyEngine):
         return Balancer(engines, what + "".join(unseeded.partition("; ")[1:]))
 
     async def generate(
-        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, images: Images | None = None
+        self, prompt_token_ids: Prompt, sampling: SamplingParams, images: Images | None = None
     ) -> Completion:
         self._require_ready([prompt_token_ids], [sampling], [images])
         request_id, future = self._start(prompt_token_ids, sampling)
@@ -169,12 +179,7 @@ class SGLangEngine(ThirdPartyEngine):
         finally:
             self._forget(request_id)
 
-    def generate_batch(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sequence[SamplingParams],
-        images: Sequence[Images | None] | None = None,
-    ) -> list[Completion]:
+    def generate_batch(self, prompts: Prompts, sampling: Sampling, images: BatchImages = None) -> list[Completion]:
         """The first request that fails ends those that are under way."""
         self._require_ready(prompts, sampling, images)
         started = [self._start(*one) for one in zip(prompts, sampling, strict=True)]
@@ -260,12 +265,7 @@ class SGLangEngine(ThirdPartyEngine):
         self._running.pop(request_id, None)
         self._aborted.discard(request_id)
 
-    def _require_ready(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sequence[SamplingParams],
-        images: Sequence[Images | None] | None = None,
-    ) -> None:
+    def _require_ready(self, prompts: Prompts, sampling: Sampling, images: BatchImages = None) -> None:
         super()._require_ready(prompts, sampling, images)
         for row, params in enumerate(sampling):
             where = f"{self.name}.generate, prompt {row}"

@@ -15,7 +15,16 @@ from quadriga.models.adapter_files import is_factor
 from quadriga.models.load import stop_token_ids
 from quadriga.models.lora import add_adapter
 from quadriga.rollout.balancer import Balancer, start_engines
-from quadriga.rollout.interface import Completion, Images, RolloutEngine, SamplingParams
+from quadriga.rollout.interface import (
+    BatchImages,
+    Completion,
+    Images,
+    Prompt,
+    Prompts,
+    RolloutEngine,
+    Sampling,
+    SamplingParams,
+)
 from quadriga.rollout.manifest import Manifest
 from quadriga.rollout.setup import EngineSetup
 from quadriga.rollout.third_party import LogProbsOf, ThirdPartyEngine, died, refused
@@ -94,7 +103,7 @@ class VLLMEngine(ThirdPartyEngine):
         return engines[0] if len(engines) == 1 else Balancer(engines)
 
     async def generate(
-        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, images: Images | None = None
+        self, prompt_token_ids: Prompt, sampling: SamplingParams, images: Images | None = None
     ) -> Completion:
         if not isinstance(self.core, ProcessCore):
             return await super().generate(prompt_token_ids, sampling, images)
@@ -103,12 +112,7 @@ class VLLMEngine(ThirdPartyEngine):
             response = await self.core.generate(request)
         return response.completion(sampling, self.log_probs_of, self.weight_version)
 
-    def generate_batch(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sequence[SamplingParams],
-        images: Sequence[Images | None] | None = None,
-    ) -> list[Completion]:
+    def generate_batch(self, prompts: Prompts, sampling: Sampling, images: BatchImages = None) -> list[Completion]:
         requests = self._requests(prompts, sampling, images or [None] * len(prompts))
         with self._explained():
             responses: list[Response] = self.core.generate_batch(requests)
@@ -206,12 +210,7 @@ class VLLMEngine(ThirdPartyEngine):
             f"{'' if self.can_sleep else '; memory is kept while training'}{missing}"
         )
 
-    def _requests(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sequence[SamplingParams],
-        images: Sequence[Images | None],
-    ) -> list[Request]:
+    def _requests(self, prompts: Prompts, sampling: Sampling, images: Sequence[Images | None]) -> list[Request]:
         self._require_ready(prompts, sampling, images)
         if any(images) and not self.is_vision:
             raise RolloutError(
