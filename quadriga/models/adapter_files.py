@@ -89,7 +89,7 @@ def merged(weights: Iterable[tuple[str, torch.Tensor]], scale: float) -> Iterato
 
 
 class AdapterFiles(RenamedFiles):
-    """An adapter that PEFT's names stand for, under the names of a model; see `WeightFiles`.
+    """An adapter that PEFT's names stand for, under the names of a model.
 
     Args:
         folder: with `adapter_model.safetensors`.
@@ -101,7 +101,7 @@ class AdapterFiles(RenamedFiles):
 
 
 class MergedFiles:
-    """The weights of a model with an adapter merged into them, in float32 where it reaches; see `WeightFiles`.
+    """The weights of a model with an adapter merged into them, in float32 where it reaches.
 
     Args:
         base: weights without it.
@@ -127,15 +127,12 @@ class MergedFiles:
             )
 
     def names(self) -> list[str]:
-        """See `WeightFiles.names`."""
         return self.base.names()
 
     def shape(self, name: str) -> torch.Size:
-        """See `WeightFiles.shape`."""
         return self.base.shape(name)
 
     def read(self, name: str) -> torch.Tensor:
-        """See `WeightFiles.read`."""
         weight = self.base.read(name)
         if name not in self._merged:
             return weight

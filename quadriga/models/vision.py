@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that see: a language model, and a vision tower that makes embeddings of images for it.
+"""Vision-language models: a language model, and a vision encoder that makes embeddings of images for it.
 
     prompt tokens   <start> <image> <image> <image> <image> <end> which color ?
-    the tower       patches ───> one embedding for each <image>
+    the encoder     patches ───> one embedding for each <image>
     language model  reads the embeddings in their places; positions have three axes: time, height, width
 
-In transformers the tower is `model.visual`, the decoder `model.language_model`, and the projection onto the vocabulary
-stands beside both. The decoder's attention goes through our door, the tower's is torch's own.
+There the encoder is `model.visual`, the decoder `model.language_model`, and the projection onto the vocabulary
+stands beside both. The decoder's attention is a plan of ours, the encoder's is torch's own.
 
 Legend: N packed tokens, I images, S patches of all of them, X values of a patch, E embeddings, D hidden size.
 """
@@ -33,12 +33,12 @@ _PARTS = (("visual.", "model.visual."), ("model.", "model.language_model."))
 
 
 def is_vision(config: PreTrainedConfig) -> bool:
-    """Whether a model with this configuration sees."""
+    """Whether this is the configuration of a vision-language model."""
     return config.model_type in VISION_TYPES
 
 
 def attention_of(config: PreTrainedConfig, attention: str) -> str | dict[str, str]:
-    """The implementation of attention by part of the model: `attention` for the decoder, torch's for a vision tower."""
+    """Attention by part of the model: `attention` for the decoder, torch's for a vision encoder."""
     if not is_vision(config):
         return attention
     return {"": attention, "text_config": attention, "vision_config": "sdpa"}
@@ -81,7 +81,7 @@ class ImageTokens:
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> "ImageTokens | None":
-        """Those of a model; None: it does not see."""
+        """Those of a model; None: a text model."""
         if not is_vision(config):
             return None
         settings = cast(Any, config)
@@ -142,7 +142,7 @@ def decoder_inputs(model: PreTrainedModel, input_ids: torch.Tensor, images: Pack
     """What the decoder takes instead of tokens: their embeddings, and in the places of images those of the tower.
 
     Args:
-        model: that sees.
+        model: a vision-language model.
         input_ids: [1, N]
         images: of these tokens.
 
@@ -196,7 +196,7 @@ class TowerCost:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "TowerCost | None":
-        """That of a model; None: it does not see."""
+        """That of a model; None: a text model."""
         if not is_vision(model.config):
             return None
         settings, body = cast(Any, model.config).vision_config, vision_encoder(model)
@@ -226,7 +226,7 @@ class TowerCost:
         return float(total)
 
     def update_flops(self, grids: torch.Tensor) -> float:
-        """Operations of a forward and a backward pass; a frozen tower has no backward pass."""
+        """Operations of a forward and a backward pass; a frozen encoder has no backward pass."""
         return self.forward_flops(grids) * (1 if self.is_frozen else 3)
 
 

@@ -85,7 +85,7 @@ def distributed_folder(folder: str | Path) -> Path | None:
 
 
 class SafetensorFiles:
-    """See `WeightFiles`.
+    """Weights of Hugging Face, in one safetensors file or several.
 
     Args:
         folder: the files are in.
@@ -97,15 +97,12 @@ class SafetensorFiles:
         self._file, self._open = "", None
 
     def names(self) -> list[str]:
-        """See `WeightFiles.names`."""
         return list(self._where)
 
     def shape(self, name: str) -> torch.Size:
-        """See `WeightFiles.shape`."""
         return torch.Size(self._slice(name).get_shape())
 
     def read(self, name: str) -> torch.Tensor:
-        """See `WeightFiles.read`."""
         return self._slice(name)[...]
 
     def _slice(self, name: str) -> Any:
@@ -120,7 +117,7 @@ class SafetensorFiles:
 
 
 class DistributedFiles:
-    """See `WeightFiles`; each tensor is put together from the chunks of all who wrote it.
+    """A distributed checkpoint; each tensor is put together from the chunks of all ranks that wrote it.
 
     Args:
         folder: of a distributed checkpoint.
@@ -137,15 +134,12 @@ class DistributedFiles:
         }
 
     def names(self) -> list[str]:
-        """See `WeightFiles.names`."""
         return list(self._sizes)
 
     def shape(self, name: str) -> torch.Size:
-        """See `WeightFiles.shape`."""
         return self._sizes[name]
 
     def read(self, name: str) -> torch.Tensor:
-        """See `WeightFiles.read`."""
         name = f"{self._prefix}{name}"
         entry = self.reader.tensors[name]
         tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -154,7 +148,7 @@ class DistributedFiles:
 
 
 class RenamedFiles:
-    """See `WeightFiles`: other files, under other names.
+    """The tensors of other files, under other names.
 
     Args:
         files: the tensors are in.
@@ -165,15 +159,12 @@ class RenamedFiles:
         self._files, self._names = files, {rename(name): name for name in files.names()}
 
     def names(self) -> list[str]:
-        """See `WeightFiles.names`."""
         return list(self._names)
 
     def shape(self, name: str) -> torch.Size:
-        """See `WeightFiles.shape`."""
         return self._files.shape(self._names[name])
 
     def read(self, name: str) -> torch.Tensor:
-        """See `WeightFiles.read`."""
         return self._files.read(self._names[name])
 
 

@@ -35,7 +35,7 @@ OPTIMIZER, FROZEN = "optimizer", "frozen"
 
 
 class RoleCheckpoint:
-    """See the module. All processes of the role call the same methods in turn.
+    """Writes and reads one role's part. All ranks of the role call the same methods in turn.
 
     Args:
         engine: of the role.

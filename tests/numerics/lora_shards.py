@@ -37,7 +37,7 @@ def make_config(folder: Path, dtype: str, use_checkpointing: bool) -> Config:
                 "use_kl_loss": True,
                 "kl_loss_coef": 0.1,
                 "fsdp_config": {"model_dtype": dtype},
-                "optim": {"lr": 30.0, "eps": 1.0},
+                "optim": {"lr": 3.0, "eps": 1.0},
                 "grad_clip": 0.05,
                 "checkpoint": {"save_contents": ["model", "optimizer", "hf_model"]},
             },

@@ -11,9 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from tests.numerics.head_shards import HIDDEN, ROWS
 from tests.numerics.launching import run_ranks
 
 PROGRAM = Path(__file__).with_name("head_shards.py")
+# A float32 sum of n terms is off by about sqrt(n) roundings, in an order that differs by CPU; a score is a sum over the
+# hidden size and one over the vocabulary, on either side of the comparison: 2e-6.
+ROUNDING = 2 * math.sqrt(HIDDEN + ROWS) * torch.finfo(torch.float32).eps
 
 
 @pytest.fixture(scope="module")
@@ -25,14 +29,14 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 
 def test_parts_say_what_the_whole_says(results: list[Any]) -> None:
-    """Log-probs, entropies, squares, top tokens and all gradients to 1e-6, with uneven and empty parts, bias and
-    temperature; in bfloat16 the outputs to 1e-6 and the gradients to its rounding."""
+    """Log-probs, entropies, squares, top tokens and all gradients to the rounding of their sums, with uneven and empty
+    parts, bias and temperature; in bfloat16 the outputs likewise, and the gradients to its own rounding."""
     cases = [(key, found) for differences, *_ in results for key, found in differences.items()]
     assert len(cases) == (3 * 2 + 3 * 3) * 2 * 2
     for (sizes, temperature, dtype), found in cases:
         for name, error in found.items():
             is_rounded = dtype == "torch.bfloat16" and name in ("hidden", "weight", "bias")
-            assert error <= (0.01 if is_rounded else 1e-6), (sizes, temperature, dtype, name, error)
+            assert error <= (0.01 if is_rounded else ROUNDING), (sizes, temperature, dtype, name, error)
 
 
 def test_all_ranks_get_the_same_bits(results: list[Any]) -> None:
