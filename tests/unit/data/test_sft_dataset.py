@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversation data sets: rows from files, lengths, and what is said of rows that are too long or wrong."""
+"""Conversations as tokens, which of them are learned, and the dataset that yields them."""
 
 from typing import Any
 
@@ -7,10 +7,122 @@ import pytest
 
 from quadriga.config import DataConfig
 from quadriga.data import MultiTurnSFTDataset, SFTDataset
+from quadriga.data.sft_dataset import chat_of_row, conversation, text_parts
+from quadriga.data.tokenizing import ChatEncoder
 from quadriga.errors import DataError
 
+# Turns end as in ChatML, with a line break behind the end of sequence.
+CLOSED = (
+    "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} <eos> ! {% endfor %}"
+    "{% if add_generation_prompt %}<assistant> {% endif %}"
+)
+# Earlier answers lose their first word once another turn follows.
+FORGETFUL = (
+    "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] if loop.last else m['content'][3:] }} {% endfor %}"
+    "{% if add_generation_prompt %}<assistant> {% endif %}"
+)
 
-def chat(*contents: str) -> dict[str, Any]:
+
+def chat(*contents: str) -> list[dict[str, str]]:
+    """Question, answer, question, answer, ..."""
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)]
+
+
+def tokens_of(tokenizer, messages, template: str | None = None, **kwargs):
+    encoder = ChatEncoder(tokenizer, {"chat_template": template} if template else {})
+    parts = text_parts(messages, encoder, where="f row 3", **kwargs)
+    ids = encoder.encode([part.text for part in parts])
+    return conversation(ids, [part.is_learned for part in parts], tokenizer.eos_token_id)
+
+
+def marked(tokenizer, made) -> list[str]:
+    return [
+        f"{tokenizer.decode([i])}{'*' if learned else ''}" for i, learned in zip(made.ids, made.is_learned, strict=True)
+    ]
+
+
+def test_every_answer_is_learned_up_to_its_end(tokenizer) -> None:
+    made = tokens_of(tokenizer, chat("w1", "w2 w3", "w4", "w5"), CLOSED)
+    assert marked(tokenizer, made) == [
+        *["<user>", "w1", "<eos>", "!", "<assistant>", "w2*", "w3*", "<eos>*", "!"],
+        *["<user>", "w4", "<eos>", "!", "<assistant>", "w5*", "<eos>*"],
+    ]
+
+
+def test_a_template_that_never_ends_a_turn_gets_an_end_behind_the_last(tokenizer) -> None:
+    made = tokens_of(tokenizer, chat("w1", "w2", "w3", "w4"))
+    assert marked(tokenizer, made) == [
+        *["<user>", "w1", "<assistant>", "w2*", "<user>", "w3", "<assistant>", "w4*", "<eos>*"]
+    ]
+
+
+def test_what_follows_the_last_answer_is_left_out(tokenizer) -> None:
+    whole, cut = (tokens_of(tokenizer, messages, CLOSED) for messages in (chat("w1", "w2", "w3"), chat("w1", "w2")))
+    assert whole.ids.tolist() == cut.ids.tolist()
+
+
+def test_tokens_are_those_of_the_whole_text(tokenizer) -> None:
+    messages = chat("w1", "w2 w3", "w4", "w5")
+    whole = tokenizer.apply_chat_template(messages, chat_template=CLOSED, tokenize=False)
+    made = tokens_of(tokenizer, messages, CLOSED)
+    assert made.ids.tolist() == tokenizer(whole, add_special_tokens=False)["input_ids"][:-1]
+
+
+@pytest.mark.parametrize("content", ["", "  ", None])
+def test_an_empty_answer_is_refused(tokenizer, content) -> None:
+    messages = [*chat("w1", "w2", "w3"), {"role": "assistant", "content": content}]
+    with pytest.raises(DataError, match="f row 3, message 3: got an empty turn of the assistant"):
+        tokens_of(tokenizer, messages)
+
+
+def test_an_answer_of_tool_calls_alone_is_not_empty(tokenizer) -> None:
+    template = (
+        "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] or '' }}"
+        "{% for c in m['tool_calls'] or [] %} {{ c['function']['name'] }}{% endfor %} <eos> {% endfor %}"
+        "{% if add_generation_prompt %}<assistant> {% endif %}"
+    )
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "w9"}}]}
+    assert "w9*" in marked(tokenizer, tokens_of(tokenizer, [*chat("w1"), call], template))
+
+
+def test_the_template_is_told_of_tools(tokenizer) -> None:
+    template = "{% for t in tools or [] %}{{ t['name'] }} {% endfor %}" + CLOSED
+    made = tokens_of(tokenizer, chat("w1", "w2"), template, tools=[{"name": "w7"}])
+    assert marked(tokenizer, made)[0] == "w7"
+
+
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [
+        (chat("w1"), "none of them by the assistant"),
+        (chat("w1", "w2")[1:], "begins with the assistant"),
+    ],
+)
+def test_a_chat_without_question_or_answer_is_refused(tokenizer, messages, said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        tokens_of(tokenizer, messages)
+
+
+def test_a_template_that_changes_earlier_turns_is_refused_with_what_changed(tokenizer) -> None:
+    with pytest.raises(DataError, match="changes earlier turns: '2 w3 ' became '3 <user>") as caught:
+        tokens_of(
+            tokenizer, chat("w1 w1", "w2 w3", "w4", "w5"), FORGETFUL.replace("loop.last", "loop.first or loop.last")
+        )
+    assert "custom_chat_template" in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [None, []])
+def test_a_row_without_messages_is_refused(value) -> None:
+    with pytest.raises(DataError, match=r"x.jsonl row 2: got no messages.*data.messages_key"):
+        chat_of_row(value, where="x.jsonl row 2")
+
+
+def test_a_row_that_is_no_chat_is_refused() -> None:
+    with pytest.raises(DataError, match="a list of messages"):
+        chat_of_row([{"text": "w1"}], where="x.jsonl row 2")
+
+
+def chat_dataset(*contents: str) -> dict[str, Any]:
     return {"messages": [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)]}
 
 
@@ -22,7 +134,7 @@ def data(tmp_path):
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.jsonl", "a.json"])
 def test_a_row_is_padded_on_the_right_and_says_what_is_learned(write, data, tokenizer, name: str) -> None:
-    row = MultiTurnSFTDataset(write(name, [chat("w1", "w2 w3")]), tokenizer, data())[0]
+    row = MultiTurnSFTDataset(write(name, [chat_dataset("w1", "w2 w3")]), tokenizer, data())[0]
     assert {key: values.shape for key, values in row.items()} == dict.fromkeys(row, (10,))
     assert tokenizer.decode(row["input_ids"]).split() == [
         "<user>",
@@ -41,18 +153,18 @@ def test_a_row_is_padded_on_the_right_and_says_what_is_learned(write, data, toke
 @pytest.mark.parametrize("prompt", ["w1", [{"role": "user", "content": "w1"}]])
 def test_one_turn_in_two_columns_is_the_same_row(write, data, tokenizer, prompt) -> None:
     single = SFTDataset(write("a.jsonl", [{"prompt": prompt, "response": "w2 w3"}]), tokenizer, data())[0]
-    multi = MultiTurnSFTDataset(write("b.jsonl", [chat("w1", "w2 w3")]), tokenizer, data())[0]
+    multi = MultiTurnSFTDataset(write("b.jsonl", [chat_dataset("w1", "w2 w3")]), tokenizer, data())[0]
     assert all(single[key].equal(multi[key]) for key in multi)
 
 
 def test_only_the_response_of_two_columns_is_learned(write, data, tokenizer) -> None:
-    rows = [{"prompt": chat("w1", "w2", "w3")["messages"], "response": "w4"}]
+    rows = [{"prompt": chat_dataset("w1", "w2", "w3")["messages"], "response": "w4"}]
     row = SFTDataset(write("a.jsonl", rows), tokenizer, data())[0]
     assert tokenizer.decode(row["input_ids"][row["loss_mask"].bool()]) == "w4 <eos>"
 
 
 def test_too_long_is_an_error_that_names_row_and_ways_out(write, data, tokenizer) -> None:
-    file = write("a.jsonl", [chat("w1", "w2"), chat("w1 w1 w1 w1", "w2 w2 w2 w2")])
+    file = write("a.jsonl", [chat_dataset("w1", "w2"), chat_dataset("w1 w1 w1 w1", "w2 w2 w2 w2")])
     with pytest.raises(
         DataError, match=r"a\.jsonl row 1: got 11 tokens, expected at most data\.max_length=10"
     ) as caught:
@@ -61,7 +173,7 @@ def test_too_long_is_an_error_that_names_row_and_ways_out(write, data, tokenizer
 
 
 def test_too_long_is_left_out_and_counted(write, data, tokenizer, capsys) -> None:
-    file = write("a.jsonl", [chat("w1", "w2"), chat("w1 w1 w1 w1", "w2 w2 w2 w2")])
+    file = write("a.jsonl", [chat_dataset("w1", "w2"), chat_dataset("w1 w1 w1 w1", "w2 w2 w2 w2")])
     assert len(MultiTurnSFTDataset(file, tokenizer, data(filter_overlong_prompts=True))) == 1
     assert "1 of 2 rows are over 10 tokens" in capsys.readouterr().out
     with pytest.raises(DataError, match=r"at least one of at most data\.max_length=2"):
@@ -70,7 +182,7 @@ def test_too_long_is_left_out_and_counted(write, data, tokenizer, capsys) -> Non
 
 @pytest.mark.parametrize(("side", "kept"), [("left", "w1 <assistant> w2 <eos>"), ("right", "<user> w1 w1 <assistant>")])
 def test_too_long_is_cut_at_the_side_that_is_named(write, data, tokenizer, side: str, kept: str) -> None:
-    file = write("a.jsonl", [chat("w1 w1", "w2")])
+    file = write("a.jsonl", [chat_dataset("w1 w1", "w2")])
     config = data(max_length=4, truncation=side)
     if side == "left":
         assert tokenizer.decode(MultiTurnSFTDataset(file, tokenizer, config)[0]["input_ids"]) == kept
@@ -85,12 +197,12 @@ def test_too_long_is_cut_at_the_side_that_is_named(write, data, tokenizer, side:
     [
         ({"messages": None, "id": 1}, "row 1: got no messages"),
         ({"messages": [{"role": "user", "content": "w1"}]}, "none of them by the assistant"),
-        (chat("w1", ""), "row 1, message 1: got an empty turn"),
+        (chat_dataset("w1", ""), "row 1, message 1: got an empty turn"),
     ],
 )
 def test_a_bad_row_is_found_before_the_first_step(write, data, tokenizer, row, said: str) -> None:
     with pytest.raises(DataError, match=said):
-        MultiTurnSFTDataset(write("a.jsonl", [chat("w1", "w2"), row]), tokenizer, data())
+        MultiTurnSFTDataset(write("a.jsonl", [chat_dataset("w1", "w2"), row]), tokenizer, data())
 
 
 def test_a_response_that_is_no_text_is_refused(write, data, tokenizer) -> None:
@@ -104,8 +216,8 @@ def test_a_missing_column_is_named_with_the_keys_that_name_columns(write, data, 
 
 
 def test_a_position_in_other_rows_is_refused(write, data, tokenizer) -> None:
-    one = MultiTurnSFTDataset(write("a.jsonl", [chat("w1", "w2")]), tokenizer, data())
-    other = MultiTurnSFTDataset(write("b.jsonl", [chat("w1", "w3")]), tokenizer, data())
+    one = MultiTurnSFTDataset(write("a.jsonl", [chat_dataset("w1", "w2")]), tokenizer, data())
+    other = MultiTurnSFTDataset(write("b.jsonl", [chat_dataset("w1", "w3")]), tokenizer, data())
     one.load_state_dict(one.state_dict())
     with pytest.raises(DataError, match="not the 1 rows of the checkpoint"):
         other.load_state_dict(one.state_dict())

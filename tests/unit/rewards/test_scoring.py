@@ -1,14 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data source -> grader."""
+"""Data source -> grader, and score functions from files."""
 
+import pickle
 from pathlib import Path
 
 import pytest
 
 import quadriga.rewards.graders as graders
-from quadriga.errors import RewardError
+from quadriga.errors import ConfigError, RewardError
 from quadriga.rewards import scoring
-from quadriga.rewards.scoring import GRADERS, GRADERS_BY_PREFIX, default_compute_score, grader_name, load_grader
+from quadriga.rewards.scoring import (
+    GRADERS,
+    GRADERS_BY_PREFIX,
+    ScoreFunction,
+    default_compute_score,
+    grader_name,
+    load_grader,
+)
 
 
 def test_every_name_in_the_table_has_a_grader_and_the_other_way_round():
@@ -74,3 +82,87 @@ def test_a_missing_library_is_named(monkeypatch):
     monkeypatch.setattr(scoring, "import_module", missing)
     with pytest.raises(RewardError, match="pip install math-verify"):
         load_grader.__wrapped__("math")
+
+
+ROW = {"data_source": "mine", "solution_str": "four", "ground_truth": "four", "extra_info": {"weight": 2}}
+
+
+@pytest.fixture
+def function_file(tmp_path):
+    def write(text):
+        path = tmp_path / "my_reward.py"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        "data_source, solution_str, ground_truth, extra_info=None",
+        "data_source, solution_str, ground_truth, extra_info",
+        "solution_str, ground_truth, **kwargs",
+        "data_source=None, *, solution_str, ground_truth, extra_info, method='strict'",
+    ],
+)
+def test_functions_written_for_verl_run_unchanged(function_file, parameters):
+    path = function_file(f"def compute_score({parameters}):\n    return float(solution_str == ground_truth)\n")
+    assert ScoreFunction(path).load()(**ROW) == 1.0
+
+
+def test_reward_kwargs_are_passed_and_survive_the_way_to_a_process(function_file):
+    path = function_file("def grade(solution_str, bonus, **kwargs):\n    return bonus\n")
+    function = pickle.loads(pickle.dumps(ScoreFunction(path, "grade", {"bonus": 0.25})))
+    assert function.load()(**ROW) == 0.25
+
+
+def test_a_reward_kwarg_cannot_replace_a_column():
+    with pytest.raises(ConfigError, match="got ground_truth, expected names that a sample's own columns do not have"):
+        ScoreFunction(reward_kwargs={"ground_truth": "5", "bonus": 1})
+
+
+def test_a_function_can_use_dataclasses_and_the_files_beside_it(function_file, tmp_path):
+    (tmp_path / "beside_my_reward.py").write_text("VALUE = 3.0\n")
+    path = function_file(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\nfrom beside_my_reward import VALUE\n"
+        "@dataclass\nclass Rule:\n    value: float\n    def __call__(self, **kwargs):\n        return self.value\n"
+        "compute_score = Rule(VALUE)\n"
+    )
+    assert ScoreFunction(path).load()(**ROW) == 3.0
+
+
+def test_a_missing_file_is_found_at_once(tmp_path):
+    with pytest.raises(ConfigError, match=r"custom_reward_function\.path: got .*nowhere\.py"):
+        ScoreFunction(str(tmp_path / "nowhere.py"))
+
+
+def test_a_missing_name_is_answered_with_those_there_are(function_file):
+    path = function_file("from json import dumps\ndef grade(**kwargs):\n    return 1\ncompute_score = 5\n")
+    with pytest.raises(ConfigError, match=r"name: got no function 'reward', expected a function in .*\(grade\)"):
+        ScoreFunction(path, "reward").load()
+    with pytest.raises(ConfigError, match="compute_score, which is a int"):
+        ScoreFunction(path).load()
+
+
+def test_a_function_with_other_parameters_is_shown_what_is_passed(function_file):
+    path = function_file("def compute_score(solution_str, ground_truth):\n    return 1\n")
+    with pytest.raises(
+        ConfigError, match=r"got compute_score\(solution_str, ground_truth\).*data_source, solution_str"
+    ):
+        ScoreFunction(path).load()
+    with pytest.raises(ConfigError, match="data_sources, solution_strs"):
+        ScoreFunction(path, is_batch=True).load()
+
+
+def test_a_reward_kwarg_that_the_function_lacks_is_named(function_file):
+    path = function_file("def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 1\n")
+    with pytest.raises(ConfigError, match=r"bonus.*and reward_kwargs \(bonus\)"):
+        ScoreFunction(path, reward_kwargs={"bonus": 1}).load()
+
+
+@pytest.mark.parametrize("text", ["def compute_score(:\n", "import no_such_module_at_all\n", "raise SystemExit(3)\n"])
+def test_a_file_that_fails_is_shown_with_its_own_error(function_file, text):
+    path = function_file(text)
+    with pytest.raises(ConfigError, match=r"(?s)my_reward\.py, which raised \w+ while it was loaded:\n"):
+        ScoreFunction(path).load()
