@@ -126,7 +126,7 @@ def test_a_step_that_fails_leaves_no_grader(
     left: list[int] = []
 
     def fail(trainer: RayPPOTrainer, batch: Any) -> None:
-        assert not trainer.rewards.is_joined
+        assert "token_level_scores" not in batch.batch.keys()
         deadline = time.monotonic() + 60
         while not (tmp_path / "grades").exists() and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -169,7 +169,7 @@ def test_answers_of_conversations_are_graded_where_they_are_generated(
     # The rollout's own numbers depend, in their last bits, on which conversations were computed together.
     of_step = {name for name in early if not name.startswith("rollout/")}
     assert {name: both[name] for name in of_step} == {name: early[name] for name in of_step}
-    assert "grade each answer while more are being generated" in capsys.readouterr().err
+    assert "grade each response while more are being generated" in capsys.readouterr().err
     groups = ("algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=score")
     train(*groups, MEANWHILE, "trainer.total_training_steps=1", run="filtered")
     assert "algorithm.filter_groups asks for rewards before the batch of a step is full" in capsys.readouterr().err
