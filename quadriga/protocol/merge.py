@@ -204,8 +204,8 @@ def merge_meta_info(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                     "expected the same value in every part",
                     fix="Report what differs between parts as a metric or as a column.",
                 )
-        told = part.get(METRICS) or {}
-        for entries in told if isinstance(told, list) else [told]:
+        measured = part.get(METRICS) or {}
+        for entries in measured if isinstance(measured, list) else [measured]:
             for name, value in entries.items():
                 metrics.setdefault(name, []).extend(value if isinstance(value, list) else [value])
     return merged | ({METRICS: metrics} if METRICS in merged else {})

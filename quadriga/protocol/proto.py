@@ -241,7 +241,7 @@ class DataProto:
         )
 
     def is_padding_enabled(self) -> bool:
-        """Whether `auto_padding=True` asked the dispatch for chunks of equal size."""
+        """Whether `auto_padding=True` requests chunks of equal size from the dispatch."""
         return bool(self.meta_info.get(AUTO_PADDING, False))
 
     def padding(self, padding_size: int, padding_candidate: str = "") -> None:

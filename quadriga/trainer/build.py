@@ -65,8 +65,8 @@ def build_run(config: Config, timeline: Timeline) -> Run:
     Where the workers are beside this process, they load their models while it prepares the data.
 
     Args:
-        config: of the run.
-        timeline: is told where the start-up spends its time.
+        config: with the task `rl`.
+        timeline: records where the start-up spends its time.
     """
     needs = Needs.of(config)
     UpdateInputs(config)  # refuses a loss or an option that does not exist, before a process starts
@@ -129,7 +129,7 @@ def _worker_class(role: Role, config: Config, tokenizer: Any) -> ClassWithInitAr
 
 
 def load_models(team: WorkerGroups, timeline: Timeline) -> dict[str, str]:
-    """Have all workers load their models, all at once where they can. Returns what was chosen, for people to read."""
+    """Have all workers load their models, all at once where they can. Returns what was chosen, to be printed."""
     with timeline.part("models"):
         futures = [group.method("init_model")() for group in team.groups.values()]
         chosen = [_of_all_ranks(future.get()) for future in futures]

@@ -39,7 +39,7 @@ class Checkpoints:
     """The checkpoints of one run.
 
     Args:
-        directory: of the run.
+        directory: where the run writes.
         max_to_keep: how many stay; None keeps all.
 
     Attributes:

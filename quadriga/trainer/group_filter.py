@@ -37,7 +37,7 @@ class GroupFilter:
     """The groups of a step while its batch fills.
 
     Args:
-        config: of the run.
+        config: `algorithm.filter_groups`, and the size of a batch.
 
     Attributes:
         num_groups: prompts that were responded to.

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the loops of `quadriga train` and `quadriga sft` share: at which step they are, what is due after it, whether
-they must end before the last one, and who is told.
+they must end before the last one, and where progress and metrics go.
 
 A subclass counts `global_steps` and measures each step, by a `timer` with the phase `step`.
 """
@@ -21,10 +21,10 @@ from quadriga.trainer.saving import CheckpointSaver
 
 
 class TrainingLoop(ABC):
-    """See the module.
+    """A training loop with checkpoints.
 
     Args:
-        config: of the run, as its trackers show it.
+        config: the resolved configuration, which trackers store.
         settings: its section `trainer`.
         learners: the worker groups that checkpoints are made of, by the names of their parts.
         total_training_steps: where the run ends.
@@ -33,7 +33,7 @@ class TrainingLoop(ABC):
         global_steps: number of the step that has begun; 0 before the first.
         metrics: of that step.
         timer: of that step.
-        is_stopping: whether the run was asked to end before its last step, as of the last `save_where_due`.
+        is_stopping: whether a stop before the last step was requested, as of the last `save_where_due`.
     """
 
     progress: Progress
@@ -44,7 +44,7 @@ class TrainingLoop(ABC):
     ) -> None:
         self.settings, self.total_training_steps = settings, total_training_steps
         self.checkpoints = Checkpoints(settings.directory, settings.max_ckpt_to_keep)
-        self.saver = CheckpointSaver(self.checkpoints, learners, tell=lambda text: self.progress.message(text))
+        self.saver = CheckpointSaver(self.checkpoints, learners, report=lambda text: self.progress.message(text))
         self.global_steps, self.is_stopping = 0, False
         self.metrics: dict[str, float] = {}
         self.timer = PhaseTimer()
@@ -56,12 +56,12 @@ class TrainingLoop(ABC):
         """The driver's own part of a checkpoint."""
 
     def close(self) -> None:
-        """Stop what the loop itself has started. The workers end with their team."""
+        """Stop what the loop itself has started. The workers end with their groups."""
         self.saver.settle(can_ask=False)
 
     @property
     def is_last_step(self) -> bool:
-        """Whether the step that has begun is the last of the run."""
+        """Whether the step that has begun is the last one."""
         return self.global_steps >= self.total_training_steps
 
     def is_due(self, frequency: int) -> bool:
@@ -82,7 +82,7 @@ class TrainingLoop(ABC):
         self.saver.start(self.global_steps, self.write_run_state)
 
     def open_progress(self) -> Progress:
-        """Where the run stands, for people."""
+        """The bar or the log lines of the run."""
         total = self.total_training_steps
         return Progress(total, initial=self.global_steps, activity=lambda: self.timer.current)
 
@@ -99,7 +99,7 @@ class TrainingLoop(ABC):
         )
 
     def _may_be_last_step(self) -> bool:
-        """Whether the run was asked to stop, or the machine may be taken back before another step is saved."""
+        """Whether a stop was requested, or the machine may be taken back before another step is saved."""
         # The last step is the end anyway.
         self.is_stopping = is_stop_requested() and not self.is_last_step
         self._longest_step_s = max(self._longest_step_s, self.timer.seconds["step"])

@@ -4,6 +4,7 @@
 A step may take one batch or several; a checkpoint keeps the place after the last one that was taken.
 """
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,21 +13,26 @@ import numpy as np
 from quadriga.errors import CheckpointError, DataError
 from quadriga.protocol import DataProto
 
+logger = logging.getLogger(__name__)
+
 
 class PromptStream:
     """Batches of prompts.
 
     Args:
         loader: stateful; its batches are dictionaries of columns, and one pass over it is an epoch.
+        is_saved: whether checkpoints are written; a sampler that cannot be resumed is then warned of.
 
     Attributes:
         num_taken: batches that were taken since the run began, in whatever process.
     """
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Any, *, is_saved: bool = False) -> None:
         self.loader = loader
         self.num_taken = 0
         self._batches: Iterator[dict[str, Any]] | None = None
+        if is_saved and self.cannot_resume:
+            logger.warning("data.sampler: no run can resume from the checkpoints: got %s.", self.cannot_resume)
 
     @property
     def cannot_resume(self) -> str:

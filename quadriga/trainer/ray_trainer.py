@@ -11,7 +11,6 @@ Each step of the algorithm is one call. What a step needs follows from the estim
 that no branch here names an algorithm, an engine or a backend.
 """
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -47,8 +46,6 @@ from quadriga.trainer.saving import load_run_state, save_run_state
 from quadriga.trainer.validate import Validator
 from quadriga.workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker, RolloutWorker
 from quadriga.workers.base import UpdateInputs, model_inputs
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -95,9 +92,8 @@ class RayPPOTrainer(TrainingLoop):
         learners = {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
         super().__init__(config, config.trainer, learners, total_training_steps)
         self.weights = workers.weights
-        self.train_dataloader, self.prompts = train_dataloader, PromptStream(train_dataloader)
-        if self.prompts.cannot_resume and config.trainer.save_freq > 0:
-            logger.warning("data.sampler: no run can resume from the checkpoints: got %s.", self.prompts.cannot_resume)
+        self.train_dataloader = train_dataloader
+        self.prompts = PromptStream(train_dataloader, is_saved=config.trainer.save_freq > 0)
         self.needs = Needs.of(config)
         self.inputs = UpdateInputs(config)
         algorithm = config.algorithm

@@ -32,7 +32,7 @@ def generate_responses(
 
     Args:
         rollout: worker group that generates.
-        config: of the run.
+        config: says which columns the agent loop reads.
         prompts: with a `uid` each; meta_info has the step and how to sample. They stay as they are.
         num_samples: responses to each prompt.
 

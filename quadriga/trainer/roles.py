@@ -63,7 +63,7 @@ class Needs:
         )
 
     def describe(self) -> dict[str, str]:
-        """The passes that are made or left out, each with its reason, for people to read."""
+        """The passes that are made or left out, each with its reason, to be printed."""
         if self.old_log_probs:
             old = "a pass of their own: they are read before the update, or several updates learn from one batch"
         else:

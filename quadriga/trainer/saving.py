@@ -54,14 +54,14 @@ class CheckpointSaver:
     Args:
         checkpoints: on disk.
         workers: by the name of their part: worker groups with `save_checkpoint` and `checkpoint_written`.
-        tell: is told of each that is complete.
+        report: called with a sentence about each that is complete.
 
     Attributes:
         longest_s: that one took so far, from its beginning until it was complete.
     """
 
-    def __init__(self, checkpoints: Checkpoints, workers: Mapping[str, Any], tell: Callable[[str], None]) -> None:
-        self.checkpoints, self.workers, self.tell = checkpoints, workers, tell
+    def __init__(self, checkpoints: Checkpoints, workers: Mapping[str, Any], report: Callable[[str], None]) -> None:
+        self.checkpoints, self.workers, self.report = checkpoints, workers, report
         self.longest_s = 0.0
         self._pending: _Pending | None = None
 
@@ -109,7 +109,7 @@ class CheckpointSaver:
         if is_complete:
             self._pending = None
             self.longest_s = max(self.longest_s, time.monotonic() - pending.begun)
-            self.tell(f"checkpoint: {self.checkpoints.path(pending.step)}")
+            self.report(f"checkpoint: {self.checkpoints.path(pending.step)}")
         return is_complete
 
     def finish(self) -> None:
@@ -119,7 +119,7 @@ class CheckpointSaver:
             CheckpointError: it cannot be written.
         """
         if self._pending is not None:
-            with waiting(f"the checkpoint of step {self._pending.step} to be written", emit=self.tell):
+            with waiting(f"the checkpoint of step {self._pending.step} to be written", emit=self.report):
                 self.poll(wait=True)
 
     def settle(self, *, can_ask: bool) -> None:
@@ -145,7 +145,7 @@ class CheckpointSaver:
     def _advance(self, pending: _Pending, is_awaited: bool) -> bool:
         if pending.completion is None:
             with self.checkpoints.guarded(pending.step):
-                # Each is asked, and not only until one says no: those of several ranks go on together.
+                # All are called, not only until one is not through: those of several ranks go on together.
                 outputs = [worker.checkpoint_written(wait=is_awaited) for worker in self.workers.values()]
                 if not all(is_written for ranks in outputs for is_written in ranks):
                     return False

@@ -1,10 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loop of `quadriga sft`: rows -> a batch -> one optimizer step; validation, checkpoints and tracking as in the
-loop of `quadriga train`.
+"""The loops of `quadriga sft`: rows -> a batch -> one optimizer step; validation, checkpoints and tracking as in
+`quadriga train`.
 
     SupervisedTrainer     the loop
       SFTTrainer          conversations: the likelihood of the assistant's tokens
-      RewardModelTrainer  pairs: the order of their scores (reward_modeling.py)
+      RewardModelTrainer  pairs of responses to a prompt: the better one is to get the higher score
+
+Reward models: Bradley, Terry, 1952; arXiv:2203.02155, equation 1. The probability that the first of two responses is
+the better one is sigmoid(score of the first - score of the second); the loss is the negative log of it, averaged over
+pairs.
+
+    scores, without gradients  ->  on the driver: loss of each pair, and its slope by each score  ->  slope x score
+                                                                                                       with gradients
+
+The second pass has the gradient of the loss, exactly, and pairs need not stay together on the way: a response may be in
+another micro-batch, or on another rank, than the one that it is compared with. The price is the first pass.
 """
 
 import shutil
@@ -15,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.functional import logsigmoid
 
 from quadriga.config import Config
 from quadriga.data.files import written_aside
@@ -27,6 +38,8 @@ from quadriga.trainer.checkpoint import step_of
 from quadriga.trainer.loop import TrainingLoop
 from quadriga.trainer.saving import load_run_state, save_run_state
 from quadriga.workers.checkpoint import HF_FOLDER
+from quadriga.workers.reward_model import SequenceTokens, sequences_batch
+from quadriga.workers.sft import SCORE_SLOPE
 
 MODEL_FOLDER = "model"
 """Where a run's directory has the model that it ended with: an ordinary Hugging Face folder."""
@@ -41,10 +54,10 @@ class Loaders:
 
 
 class SupervisedTrainer(TrainingLoop):
-    """See the module.
+    """The loop; an objective says what a step does.
 
     Args:
-        config: of the run.
+        config: with a supervised `task`.
         learner: worker group that holds the model.
         loaders: of the rows.
     """
@@ -58,11 +71,11 @@ class SupervisedTrainer(TrainingLoop):
 
     @abstractmethod
     def step(self, rows: DataProto) -> int:
-        """Learn from a batch of rows, and add to `metrics`. Returns the tokens that it has."""
+        """Update the model on a batch of rows, and add to `metrics`. Returns the number of its tokens."""
 
     @abstractmethod
     def judge(self, rows: DataProto) -> dict[str, tuple[float, float]]:
-        """What the model makes of validation rows: sum and count of each metric."""
+        """Sum and count of each metric of validation rows."""
 
     def fit(self) -> None:
         """Train from the newest checkpoint, or from the start, to the last step, and write the model."""
@@ -103,10 +116,10 @@ class SupervisedTrainer(TrainingLoop):
         }
 
     def finish_step(self) -> None:
-        """Validate, tell, and begin to save."""
+        """Validate, report, and begin to save."""
         self.saver.poll()
-        is_last_look = self.is_last_step and self.val_dataloader is not None
-        if is_last_look or self.is_due(self.settings.test_freq):
+        is_at_end = self.is_last_step and self.val_dataloader is not None
+        if is_at_end or self.is_due(self.settings.test_freq):
             self.metrics |= self.validate()
         self.progress.update(self.global_steps, step_fields(self.metrics))
         self.tracking.log(self.metrics, self.global_steps)
@@ -129,8 +142,8 @@ class SupervisedTrainer(TrainingLoop):
                     entry = sums.setdefault(f"val/{name}", [0.0, 0.0])
                     entry[0], entry[1] = entry[0] + total, entry[1] + count
         metrics = {name: total / count for name, (total, count) in sums.items()}
-        told = "   ".join(f"{name.removeprefix('val/')} {value:.4f}" for name, value in metrics.items())
-        self.progress.message(f"validation at step {self.global_steps}: {told}")
+        shown = "   ".join(f"{name.removeprefix('val/')} {value:.4f}" for name, value in metrics.items())
+        self.progress.message(f"validation at step {self.global_steps}: {shown}")
         return metrics
 
     def write_model(self) -> None:
@@ -147,7 +160,6 @@ class SupervisedTrainer(TrainingLoop):
         self.progress.message(f"model: {target}")
 
     def write_run_state(self, directory: Path) -> None:
-        """See `TrainingLoop.write_run_state`."""
         contents = self.config.actor_rollout_ref.actor.checkpoint.save_contents
         save_run_state(
             directory,
@@ -172,16 +184,14 @@ class SupervisedTrainer(TrainingLoop):
 
 
 class SFTTrainer(SupervisedTrainer):
-    """Learns the tokens under `loss_mask`. Arguments: see `SupervisedTrainer`."""
+    """Supervised fine-tuning: the tokens under `loss_mask`. Validation has `loss`, nats for each of them."""
 
     def step(self, rows: DataProto) -> int:
-        """See `SupervisedTrainer.step`."""
-        self.update(answers_batch(rows))
+        self.update(conversations_batch(rows))
         return int(rows.batch["attention_mask"].sum())
 
     def judge(self, rows: DataProto) -> dict[str, tuple[float, float]]:
-        """See `SupervisedTrainer.judge`: `loss`, nats for each learned token."""
-        batch = answers_batch(rows)
+        batch = conversations_batch(rows)
         log_probs = self.learner.predict(batch).batch["old_log_probs"]
         loss, num_tokens = -float(log_probs.double().sum()), float(batch.batch["response_mask"].sum())
         if not torch.isfinite(torch.tensor(loss)):
@@ -189,7 +199,7 @@ class SFTTrainer(SupervisedTrainer):
         return {"loss": (loss, num_tokens)}
 
 
-def answers_batch(rows: DataProto) -> DataProto:
+def conversations_batch(rows: DataProto) -> DataProto:
     """Rows of a conversation data set as the engine reads them: a first token, and all behind it as its response.
 
     Args:
@@ -203,3 +213,69 @@ def answers_batch(rows: DataProto) -> DataProto:
         raise DataError("a batch", got="rows of one token", expected="a question and an answer")
     tensors = {key: rows.batch[key][:, :width] for key in ("input_ids", "attention_mask", "position_ids")}
     return DataProto.from_dict(tensors=tensors | {"response_mask": rows.batch["loss_mask"][:, 1:width]})
+
+
+class RewardModelTrainer(SupervisedTrainer):
+    """Training of reward models. Validation has `loss`, and `accuracy`, the share of pairs in the right order."""
+
+    def step(self, rows: DataProto) -> int:
+        batch = pairs_batch(rows)
+        with self.timer.phase("scores"):
+            scores = self._scores(batch)
+        losses, slopes = bradley_terry(scores)
+        margins = scores[:, 0] - scores[:, 1]
+        self.metrics |= {
+            "train/loss": float(losses.mean()),
+            "train/accuracy": float((margins > 0).float().mean()),
+            "train/margin": float(margins.mean()),
+            "train/score": float(scores.mean()),
+        }
+        batch.batch[SCORE_SLOPE] = slopes.flatten()
+        self.update(batch)
+        return int(rows.batch["attention_mask"].sum())
+
+    def judge(self, rows: DataProto) -> dict[str, tuple[float, float]]:
+        scores = self._scores(pairs_batch(rows))
+        losses, _ = bradley_terry(scores)
+        num_right = float((scores[:, 0] > scores[:, 1]).sum())
+        return {"loss": (float(losses.sum()), len(losses)), "accuracy": (num_right, len(losses))}
+
+    def _scores(self, batch: DataProto) -> torch.Tensor:
+        """[pairs, 2], the better response's first."""
+        scores = self.learner.predict(batch).batch["rm_scores"].sum(-1)
+        if not torch.isfinite(scores).all():
+            count = int((~torch.isfinite(scores)).sum())
+            raise EngineError(
+                f"reward model: got {count} of {len(scores)} scores that are not finite, expected finite scores",
+                fix="Lower optim.lr, or set engine.fsdp_config.model_dtype=float32.",
+            )
+        return scores.view(-1, 2)
+
+
+def bradley_terry(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Loss of each pair, and the slopes of their mean.
+
+    Args:
+        scores: [pairs, 2], the better response's first.
+
+    Returns:
+        losses [pairs]; slopes [pairs, 2], the derivative of the mean loss by each score.
+    """
+    margins = scores[:, 0] - scores[:, 1]
+    wrong = torch.sigmoid(-margins) / len(margins)
+    return -logsigmoid(margins), torch.stack([-wrong, wrong], dim=-1)
+
+
+def pairs_batch(rows: DataProto) -> DataProto:
+    """Pairs as the engine reads them: two rows each, the better response first.
+
+    Args:
+        rows: `input_ids` and `attention_mask` [B, 2, L], and `num_prompt_tokens` [B].
+    """
+    sequences = []
+    columns = (rows.batch.get(key) for key in ("input_ids", "attention_mask", "num_prompt_tokens"))
+    for tokens, valid, num_prompt in zip(*columns, strict=True):
+        for row, mask in zip(tokens, valid.bool(), strict=True):
+            ids, start = row[mask].tolist(), int(num_prompt)
+            sequences.append(SequenceTokens(ids[:start], ids[start:]))
+    return sequences_batch(sequences)

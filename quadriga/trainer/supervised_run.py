@@ -11,8 +11,7 @@ from quadriga.data.sft_dataset import MultiTurnSFTDataset, SFTDataset, Tokenized
 from quadriga.observe.timing import Timeline
 from quadriga.single_controller import ClassWithInitArgs, WorkerGroups
 from quadriga.trainer.build import TEAMS, Run, build_tokenizer, load_models, print_choices
-from quadriga.trainer.reward_modeling import RewardModelTrainer
-from quadriga.trainer.sft import Loaders, SFTTrainer
+from quadriga.trainer.sft import Loaders, RewardModelTrainer, SFTTrainer
 from quadriga.workers.models import check_models, require_text
 from quadriga.workers.sft import RewardModelTrainingWorker, SFTWorker, SupervisedWorker
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a tracking backend is, and what it is told about the run."""
+"""What a tracking backend is, and the facts about a run that it gets."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class TrackingBackend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a backend is told about the run it records.
+    """The facts about the run that a backend records.
 
     `resume_step` is the last step that counts: 0 for a run from the start. What was recorded behind it by a process
     that died is recorded again.

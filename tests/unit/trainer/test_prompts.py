@@ -97,9 +97,15 @@ class Resumable(Curriculum):
 
 
 @pytest.mark.parametrize(("sampler", "is_refused"), [(Curriculum(), True), (Resumable(), False)])
-def test_a_sampler_that_forgets_what_it_learned_is_not_resumed(sampler: Sampler, is_refused: bool) -> None:
-    """A resumed run would take other rows than the run that was cut short."""
-    prompts = PromptStream(create_dataloader(Numbers(), DataConfig(), batch_size=3, sampler=sampler, drop_last=True))
+def test_a_sampler_that_forgets_what_it_learned_is_not_resumed(
+    sampler: Sampler, is_refused: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A resumed run would take other rows than the run that was cut short: it is said at start, and refused later."""
+    loader = create_dataloader(Numbers(), DataConfig(), batch_size=3, sampler=sampler, drop_last=True)
+    prompts = PromptStream(loader)
+    assert not caplog.text
+    PromptStream(loader, is_saved=True)
+    assert ("no run can resume from the checkpoints: got Curriculum" in caplog.text) == is_refused
     assert bool(prompts.cannot_resume) == is_refused
     state = prompts.state_dict()
     if is_refused:

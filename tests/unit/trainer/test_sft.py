@@ -5,13 +5,12 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quadriga.errors import DataError
 from quadriga.protocol import DataProto
-from quadriga.trainer.reward_modeling import bradley_terry, pairs_batch
-from quadriga.trainer.sft import answers_batch
+from quadriga.trainer.sft import bradley_terry, conversations_batch, pairs_batch
 
 
 def test_the_loss_of_a_pair_by_hand() -> None:
@@ -22,6 +21,7 @@ def test_the_loss_of_a_pair_by_hand() -> None:
     assert slopes.tolist() == [pytest.approx([-0.125, 0.125]), pytest.approx([-0.375, 0.375])]
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(-30, 30), st.floats(-30, 30)), min_size=1, max_size=9))
 def test_slopes_are_the_derivative_of_the_mean_loss(scores: list[tuple[float, float]]) -> None:
     """Against torch's own derivative of -log sigmoid, written out; what a model makes of them is not shown here."""
@@ -57,7 +57,7 @@ def test_conversations_lose_the_padding_that_all_share() -> None:
     mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 0, 0, 0]])
     columns = {"input_ids": ids, "attention_mask": mask, "position_ids": torch.arange(5) * mask}
     loss_mask = torch.tensor([[0, 0, 1, 0, 0], [0, 1, 0, 0, 0]])
-    batch = answers_batch(DataProto.from_single_dict(columns | {"loss_mask": loss_mask})).batch
+    batch = conversations_batch(DataProto.from_single_dict(columns | {"loss_mask": loss_mask})).batch
     assert batch["input_ids"].tolist() == [[3, 4, 5], [3, 6, 0]]
     assert batch["response_mask"].tolist() == [[0, 1], [1, 0]]
 
@@ -66,4 +66,4 @@ def test_a_batch_of_single_tokens_is_refused() -> None:
     ids = torch.tensor([[3]])
     columns = dict.fromkeys(("input_ids", "attention_mask", "position_ids", "loss_mask"), ids // 3)
     with pytest.raises(DataError, match="rows of one token"):
-        answers_batch(DataProto.from_single_dict(columns))
+        conversations_batch(DataProto.from_single_dict(columns))
