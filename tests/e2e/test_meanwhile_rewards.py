@@ -172,4 +172,4 @@ def test_answers_of_conversations_are_graded_where_they_are_generated(
     assert "grade each response while more are being generated" in capsys.readouterr().err
     groups = ("algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=score")
     train(*groups, MEANWHILE, "trainer.total_training_steps=1", run="filtered")
-    assert "algorithm.filter_groups asks for rewards before the batch of a step is full" in capsys.readouterr().err
+    assert "algorithm.filter_groups needs rewards before the batch of a step is full" in capsys.readouterr().err
