@@ -2,22 +2,24 @@
 """`actor_rollout_ref.rollout`: the rollout engine, how it samples, and what each engine can do."""
 
 from collections.abc import Iterator
+from difflib import get_close_matches
 from importlib.util import find_spec
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from quadriga.config.actor import LogProbConfig
 from quadriga.config.base import (
     Count,
     Finding,
+    Meaning,
     MinusOneOrCount,
-    Name,
     NonNegativeFloat,
     PathText,
     PositiveFloat,
     Section,
     Share,
+    refuse,
     unused,
     wrong,
 )
@@ -25,12 +27,24 @@ from quadriga.config.multi_turn import AgentConfig, MultiTurnConfig
 from quadriga.errors import ConfigError
 
 ROLLOUT = "actor_rollout_ref.rollout"
+ENGINES = ["native", "hf", "vllm", "sglang", "http", "scripted"]
+"""Names of rollout engines. Their classes stand in the table of `workers/rollout_engines.py`."""
 _OF_LIBRARIES = ("gpu_memory_utilization", "enforce_eager")
 _NOT_OF_SERVERS = ("max_num_batched_tokens", "cache_gigabytes", "max_model_len", "tensor_model_parallel_size")
 _MORE_PROCESSES = (
     "Set it to 1. More engines: more processes that generate, by trainer.n_gpus_per_node, or with trainer.backend=ray "
     "by a pool of their own in trainer.placement; or generate with vllm and mode=async."
 )
+
+
+def _known_engine(name: str) -> str:
+    if name not in ENGINES:
+        near = get_close_matches(name, ENGINES, 1) or ["native"]
+        why = (
+            "it generates in the trainer's process and shares its weights" if near == ["native"] else "the nearest name"
+        )
+        raise refuse(f"one of {', '.join(ENGINES)}", f"Set {ROLLOUT}.name={near[0]}: {why}.")
+    return name
 
 
 class SamplingConfig(Section):
@@ -82,7 +96,7 @@ class SkipConfig(Section):
 class RolloutConfig(LogProbConfig):
     """Generation in training."""
 
-    name: Name = "native"
+    name: Annotated[str, Meaning(f"one of {', '.join(ENGINES)}"), AfterValidator(_known_engine)] = "native"
     """Rollout engine: `native` is ours and fast, `hf` is transformers' generate, `vllm` and `sglang` are those, `http`
     a server that runs already, `scripted` gives canned responses."""
     mode: Literal["sync", "async"] = "sync"

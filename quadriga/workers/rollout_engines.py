@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engines that `actor_rollout_ref.rollout.name` can name. A new one is a line here."""
-
-from difflib import get_close_matches
+"""The classes of the rollout engines that the configuration names (`ENGINES` of `config/rollout.py`)."""
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from quadriga.config import Config, problem_of_several_engines
-from quadriga.errors import ConfigError
 from quadriga.rollout.hf import HFEngine
 from quadriga.rollout.http import HTTPEngine
 from quadriga.rollout.interface import EngineBase, RolloutEngine
@@ -26,17 +23,9 @@ def rollout_engine_class(config: Config) -> type[EngineBase]:
     """The class of the engine that the configuration names.
 
     Raises:
-        ConfigError: there is none of this name, or there cannot be as many as `rollout.data_parallel_size` says.
+        ConfigError: there cannot be as many as `rollout.data_parallel_size` says.
     """
     rollout = config.actor_rollout_ref.rollout
-    if rollout.name not in ENGINES:
-        near = get_close_matches(rollout.name, ENGINES, 1)
-        raise ConfigError(
-            "actor_rollout_ref.rollout.name",
-            got=rollout.name,
-            expected=f"one of {', '.join(ENGINES)}",
-            fix=f"Did you mean {near[0]}?" if near else "native generates in the trainer's process, on its weights.",
-        )
     if problem := problem_of_several_engines(rollout):
         raise problem
     return ENGINES[rollout.name]

@@ -131,6 +131,7 @@ def test_a_wrong_key_is_not_said_to_be_missing_too() -> None:
         ("actor_rollout_ref.actor.clip_ratio_c=1.0", "above 1"),
         ("actor_rollout_ref.rollout.top_p=0", "above 0"),
         ("actor_rollout_ref.rollout.top_k=0", "-1 or"),
+        ("actor_rollout_ref.rollout.name=trtllm", "one of native"),
         ("actor_rollout_ref.actor.strategy=megatron", "fsdp"),
         ("trainer.logger=[consle]", "console"),
         ("trainer.default_local_dir=out/{run}", "{experiment_name}"),

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from quadriga.cli.config import main
+from quadriga.config import rollout as names
 from quadriga.config import load_config
 from quadriga.errors import ConfigError
 from quadriga.workers.rollout_engines import ENGINES, make_rollout_engine
@@ -64,19 +65,23 @@ def engine(kind: Any) -> Any:
     return kind(weights, eos_token_ids=(CONTRACT.EOS,), tokenizer=CONTRACT.Pairs())
 
 
-def test_one_line_names_it(kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """CONTRIBUTING's recipe: a configuration can name what is in the table of engines, and nothing else."""
+def test_names_and_classes() -> None:
+    """Each engine that a configuration can name has a class, and the other way round."""
+    assert set(names.ENGINES) == set(ENGINES)
+
+
+def test_two_lines_name_it(kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CONTRIBUTING's recipe: a configuration can name what is in both tables, and nothing else."""
     model = CONTRACT._model("sdpa")
     model.save_pretrained(tmp_path)
     model.generation_config.save_pretrained(tmp_path)
-    config = load_config(
-        [f"actor_rollout_ref.model.path={tmp_path}", "actor_rollout_ref.rollout.name=last_token"]
-    ).config
-    place = {"device": torch.device("cpu"), "dtype": torch.float32}
-    with pytest.raises(ConfigError, match=r"rollout\.name: got last_token, expected one of native, "):
-        make_rollout_engine(config, CONTRACT.Pairs(), **place)
+    overrides = [f"actor_rollout_ref.model.path={tmp_path}", "actor_rollout_ref.rollout.name=last_token"]
+    with pytest.raises(ConfigError, match=r"rollout\.name: got 'last_token', expected one of native, "):
+        load_config(overrides)
+    monkeypatch.setattr(names, "ENGINES", [*names.ENGINES, kind.name])
     monkeypatch.setitem(ENGINES, kind.name, kind)
-    engine = make_rollout_engine(config, CONTRACT.Pairs(), **place)
+    place = {"device": torch.device("cpu"), "dtype": torch.float32}
+    engine = make_rollout_engine(load_config(overrides).config, CONTRACT.Pairs(), **place)
     wanted = kind(model.named_parameters(), eos_token_ids=(CONTRACT.EOS,)).generate_batch(
         CONTRACT.PROMPTS, CONTRACT._params()
     )
