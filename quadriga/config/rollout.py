@@ -39,7 +39,7 @@ _MORE_PROCESSES = (
 
 def _known_engine(name: str) -> str:
     if name not in ENGINES:
-        near = get_close_matches(name, ENGINES, 1) or ["native"]
+        near = get_close_matches(name, ENGINES, 1, cutoff=0.7) or ["native"]
         why = (
             "it generates in the trainer's process and shares its weights" if near == ["native"] else "the nearest name"
         )
@@ -195,7 +195,7 @@ class RolloutConfig(LogProbConfig):
         names += _NOT_OF_SERVERS if self.name == "http" else ()
         because = f"{at}.name is {self.name}"
         yield from unused([f"{at}.{one}" for one in names if one in self.model_fields_set], because)
-        for engine in ("native", "vllm", "sglang", "hf", "http", "scripted"):
+        for engine in ENGINES:
             if engine != self.name and isinstance(self.engine_kwargs.get(engine), dict):
                 yield from unused([f"{at}.engine_kwargs.{engine}"], because)
         if problem := problem_of_several_engines(self):

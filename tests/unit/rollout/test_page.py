@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from quadriga.cli.config import main
-from quadriga.config import rollout as names
 from quadriga.config import load_config
+from quadriga.config import rollout as names
 from quadriga.errors import ConfigError
 from quadriga.workers.rollout_engines import ENGINES, make_rollout_engine
 
