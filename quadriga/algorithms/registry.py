@@ -156,7 +156,7 @@ class Registry(dict[str, Callable[..., Any]]):
             if homes[0] != homes[1]:
                 raise ConfigError(
                     where,
-                    got=f"{homes[0]} beside {homes[1]}",
+                    got=f"{homes[0]} and {homes[1]}",
                     expected="one function per name",
                     fix="Register yours under another name.",
                 )

@@ -202,7 +202,7 @@ def make_directory(path: Path, *, where: str) -> Path:
 
 @contextmanager
 def written_aside(target: Path, *, where: str) -> Iterator[Path]:
-    """Yield a path beside `target` for a file or a folder; on success it is renamed to `target`, on failure removed.
+    """Yield a path next to `target` for a file or a folder; on success it is renamed to `target`, on failure removed.
 
     Args:
         target: the final path; what stands there is replaced.

@@ -141,7 +141,7 @@ def create_dataloader(
             fix="Lower it, or add data: not one full batch could be made.",
         )
     with warnings.catch_warnings():
-        # torchdata calls a function that newer versions of torch only keep for its sake; it tells a user nothing.
+        # torchdata calls a function that newer versions of torch only keep for its sake; the warning is of no use.
         warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
         return StatefulDataLoader(
             dataset,

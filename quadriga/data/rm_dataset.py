@@ -85,7 +85,7 @@ class RMDataset(TokenizedRows[Pair]):
                 raise DataError(
                     where,
                     got="a response in text, without a prompt",
-                    expected="a prompt beside it, or a whole chat",
+                    expected="a prompt in the same row, or a whole chat",
                     fix="Name the column of the prompts with data.prompt_key.",
                 )
             return [*before, {"role": ASSISTANT, "content": response}]

@@ -46,7 +46,7 @@ class VisionPrompt:
     inputs: dict[str, torch.Tensor]
 
     def columns(self) -> dict[str, Any]:
-        """The non-tensor columns of the batch beside tokens and positions."""
+        """The non-tensor columns of the batch, in addition to tokens and positions."""
         return {
             "raw_prompt_ids": self.short_ids,
             "multi_modal_data": {"images": list(self.pictures)} if self.pictures else {},

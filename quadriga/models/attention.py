@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of every Hugging Face model, and exact attention over packed sequences with shared prompts.
 
-A model whose attention implementation is `ATTENTION_NAME` hands queries, keys and values of each layer to
+A model whose attention implementation is `ATTENTION_NAME` passes query, key and value of each layer to
 the `AttentionPlan` that travels with the call: `model(..., attention_plan=plan)`. Training passes a plan over
 packed sequences, decoding one over a KV cache; the model code in between is Hugging Face's, untouched.
 

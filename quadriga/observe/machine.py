@@ -65,7 +65,7 @@ def _dtype_for(device: torch.device) -> Choice:
 
 
 def cpu_flags(cpuinfo: Path = _CPUINFO) -> frozenset[str]:
-    """The CPU's feature flags as Linux names them; empty where the system does not tell."""
+    """The CPU's feature flags as Linux names them; empty where the system does not have them."""
     return frozenset((_field(cpuinfo, "flags") or _field(cpuinfo, "Features")).split())
 
 

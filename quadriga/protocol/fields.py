@@ -130,7 +130,7 @@ turn_scores | (B,) | object: list[float] | rollout | rewards
 reward_outcome | (B,) | object: Outcome | rollout | trainer
     the grade of a response that was graded while others were still being written
 reward_extra | (B,) | object: dict | trainer | trainer algorithms
-    what graders return beside the score, `reward_error` among it
+    what graders return in addition to the score, `reward_error` among it
 reward_error | (B,) | object: str | rewards | trainer
     why the grader failed; empty where it did not
 """

@@ -24,7 +24,7 @@ class RewardOutput:
         scores: [B, T] float32, zero but for the last valid token of each response, where its score stands.
         extra: further facts about each sample, object arrays [B]: "reward_error" (why there is no score; "" where
             there is one),
-            and what the score function returned beside the score, None where a sample has no such entry.
+            and what the score function returned in addition to the score, None where a sample has no such entry.
         metrics: "reward/errors", "reward/timeouts", "reward/error_rate", and "reward/extra/NAME", the mean of each
             numeric entry.
     """

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 def weighted(components: Mapping[str, float], weights: Mapping[str, float]) -> dict[str, float]:
     """The weighted sum as "score", and each component under its own name, unweighted.
 
-    A reward manager logs every number that a score function returns beside the score as reward/extra/NAME, and stores
-    it with the sample: so the parts of a reward can be read apart, and `gdpo` can normalise them apart.
+    A reward manager logs every number that a score function returns in addition to the score as reward/extra/NAME, and
+    stores it with the sample: so the parts of a reward can be read apart, and `gdpo` can normalise them apart.
 
     Args:
         components: name -> value.

@@ -14,7 +14,7 @@ function does.
       | -- [arguments, ...] ----------> |  the next samples, once all are graded
 
 It ends when the driver does, in two ways: between samples it sees the end of the pipe; in the middle of a sample
-that hangs, even inside C code that holds the interpreter, the kernel ends it by a signal that it asked for: the
+that hangs, even inside C code that holds the interpreter, the kernel ends it by the signal that was set for that: the
 other end of the lifeline has closed.
 """
 

@@ -131,7 +131,7 @@ class GradingProcess:
         """Kill, and free what the driver holds of the process. Returns how it ended.
 
         Args:
-            is_ending: the process has closed its pipe; it may first end by itself and tell its own exit status.
+            is_ending: the process has closed its pipe; it may first end by itself, with its own exit status.
         """
         if not self.is_stopped:
             self.is_stopped = True

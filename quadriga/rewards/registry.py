@@ -24,7 +24,7 @@ class RewardManagerRegistry:
     """A name for each reward manager class.
 
     Args:
-        modules: name -> module that registers it, loaded when the name is first asked for.
+        modules: name -> module that registers it, loaded when the name is first used.
     """
 
     def __init__(self, modules: dict[str, str] | None = None) -> None:
@@ -94,7 +94,7 @@ def load_reward_manager(config: "Config", tokenizer: Any) -> RewardManager:
 
 
 def early_grader(config: "Config", tokenizer: Any, num_processes: int = 1) -> RewardManager | None:
-    """A manager to grade single responses beside a rollout engine, or None where all are graded together afterwards.
+    """A manager to grade single responses in the rollout's process, or None where all are graded together afterwards.
 
     They are with `rollout.mode=sync`, with a manager that grades batches only or is registered on the driver alone, and
     where a reward model alone grades.

@@ -165,7 +165,7 @@ def read_samples(data: DataProto, tokenizer: Any, reward_fn_key: str, *, needs_t
 
 
 def _facts(data: DataProto, row: int) -> Any:
-    """What is known of a row beside its texts, with how its conversation went where it is one."""
+    """The `extra_info` of a row; for a conversation with its number of turns and its end."""
     columns = data.non_tensor_batch
     known = columns["extra_info"][row] if "extra_info" in columns else None
     told = {name: columns[name][row] for name in OF_CONVERSATION if name in columns}

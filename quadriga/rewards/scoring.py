@@ -181,7 +181,7 @@ class ScoreFunction:
         try:
             signature = inspect.signature(function)
         except (TypeError, ValueError):
-            # Some callables written in C do not tell their arguments; then the first call has to show it.
+            # Some callables written in C have no signature; then the first call has to show it.
             return
         try:
             signature.bind(**{**dict.fromkeys(self.arguments), **self.reward_kwargs})

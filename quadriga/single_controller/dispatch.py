@@ -68,7 +68,7 @@ class MeshLayout:
 
 
 class GroupLayout(Protocol):
-    """What dispatch and collect functions may ask of a group."""
+    """What dispatch and collect functions may use of a group."""
 
     @property
     def world_size(self) -> int:
@@ -292,7 +292,7 @@ def outputs_of_mesh(mesh_name: str, group: GroupLayout, outputs: list[Any]) -> l
 def pad_arguments(
     chunks: int, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any], int, int]:
-    """Pad every DataProto to a multiple of `chunks` rows if one of them asks for it.
+    """Pad every DataProto to a multiple of `chunks` rows if one of them has `auto_padding`.
 
     Returns:
         the arguments (those of the caller stay as they are), rows added, and rows then.

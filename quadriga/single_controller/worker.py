@@ -112,7 +112,7 @@ class Worker:
     def register_mesh(self, mesh_name: str, dp_rank: int, is_collect: bool) -> None:
         """Say which chunk of the data this rank works on, and whether its output is the one to collect.
 
-        `make_nd_compute_dataproto_dispatch_fn(mesh_name)` asks for it. Each data-parallel rank needs
+        `make_nd_compute_dataproto_dispatch_fn(mesh_name)` reads it. Each data-parallel rank needs
         exactly one worker that is collected.
         """
         self._meshes[mesh_name] = (dp_rank, is_collect)

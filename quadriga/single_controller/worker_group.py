@@ -39,7 +39,7 @@ Arguments = tuple[Sequence[Any], Mapping[str, Any]]
 
 
 class NotRegisteredError(WorkerError, AttributeError):
-    """A group was asked for a method that its workers do not have, or have without `@register`."""
+    """A method that the workers of a group do not have, or have without `@register`."""
 
 
 class ClassWithInitArgs(Generic[W]):

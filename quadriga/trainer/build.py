@@ -189,7 +189,7 @@ def build_tokenizer(config: Config) -> Any:
 
 
 def build_processor(config: Config) -> Any:
-    """The image processor of a model that sees; None of one that reads text."""
+    """The image processor of a vision-language model; None for a language model."""
     model = config.actor_rollout_ref.model
     trusts = config.data.trust_remote_code or model.trust_remote_code
     return load_processor(model.path, trust_remote_code=trusts, options=config.data.mm_processor_kwargs.given)

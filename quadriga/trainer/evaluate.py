@@ -121,7 +121,7 @@ def _row(
 ) -> VisionPrompt:
     """One prompt; without a processor it has no positions of its own."""
     if processor is None and images:
-        fix = "Take a model that sees, or leave out the images."
+        fix = "Take a vision-language model, or leave out the images."
         raise DataError(where, got="images, for a model that reads text", expected="text", fix=fix)
     pictures = [
         read_picture(file, folder=Path(), where=f"{where}, image {number}") for number, file in enumerate(images)

@@ -82,7 +82,7 @@ class TrainingLoop(ABC):
         self.saver.start(self.global_steps, self.write_run_state)
 
     def open_progress(self) -> Progress:
-        """The bar or the log lines of the run."""
+        """The progress bar, or log lines where there is no terminal."""
         total = self.total_training_steps
         return Progress(total, initial=self.global_steps, activity=lambda: self.timer.current)
 

@@ -63,7 +63,7 @@ def build_loaders(config: Config, tokenizer: Any) -> Loaders:
 
 
 def build_team(config: Config, tokenizer: Any) -> WorkerGroups:
-    """The worker group that holds the model, on the backend of the run."""
+    """The worker group that holds the model, on the backend that `trainer.backend` names."""
     learner: type[SupervisedWorker] = RewardModelTrainingWorker if config.task == "reward_model" else SFTWorker
     placement = place_roles(config.trainer, has_reference=False, has_critic=False, has_reward_model=False)
     classes = {ROLE: ClassWithInitArgs(learner, config, tokenizer)}

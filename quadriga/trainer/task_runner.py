@@ -21,7 +21,7 @@ class TaskRunner:
         """Build everything, say where the time went, train, and close what was opened.
 
         Args:
-            config: of the run.
+            config: the resolved configuration.
             start_up: what happened before, each part with the time of the wall clock at which it began.
 
         Raises:

@@ -22,7 +22,7 @@ class Problem:
 
     Attributes:
         text: the user's message.
-        ground_truth: the right answer; None where only a scorer can tell.
+        ground_truth: the right answer; None where only a scorer knows it.
         extra: further entries of `extra_info`.
     """
 

@@ -42,7 +42,7 @@ def gdpo(
     Args:
         token_level_rewards, response_mask: [B, T].
         uid: [B], equal for responses to the same prompt.
-        reward_extra: [B], what the grader gave beside each score, numbers among it, by name.
+        reward_extra: [B], what the grader returned in addition to each score, by name; some of it numbers.
         gdpo_reward_keys: which of them count; `score` is the response's reward itself.
         gdpo_reward_weights: a factor for each; 1 by default.
         epsilon: added to the deviation of a group.

@@ -10,8 +10,8 @@ prompt, in which a response weighs as much as its gradient is large up to there:
 probability of the sampled token and sum p^2 that of drawing the same token twice.
 
 `tir_optimal_token_baseline` is the form for responses of several turns (tool-integrated reasoning): the tokens that
-the policy wrote are moved together before responses are compared, so that its n-th token stands beside the n-th of the
-others, however long the tools' output in between is. On responses of one turn the two are the same.
+the policy wrote are moved together before responses are compared, so that its n-th token is compared with the n-th of
+the others, however long the tools' output in between is. On responses of one turn the two are the same.
 
 Only responses that have a token at a place are compared there. Groups may have any size and order; a group of one keeps
 its reward. At a place where one response of several is left, its advantage is 0, or its reward with `handle_zero_tail`.

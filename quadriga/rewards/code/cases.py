@@ -21,7 +21,7 @@ _is_close = partial(math.isclose, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
 
 
 class Case(NamedTuple):
-    """One test: what the program is given, and what it should give back (which it is never told)."""
+    """One test: what the program is given, and the output that is expected (which it never gets)."""
 
     given: dict[str, Any]
     expected: Any

@@ -124,7 +124,7 @@ class Limits:
         output_megabytes: each of its streams, and each file it writes.
         folder_megabytes: everything in its folder together; looked at 20 times a second.
         num_files: files in its folder, and files open at the same time.
-        num_threads: threads; processes beside the program's own are never made.
+        num_threads: threads; no other process than the program's own is ever made.
     """
 
     time_s: float = 4.0

@@ -2,7 +2,7 @@
 """The program of one supervisor: it runs the tests of one problem, each in a contained process of its own.
 
 It is a fresh interpreter without the site's start-up files (`COMMAND`), with an empty environment. It never runs a
-line of the model's, and it is told the inputs only: what a program should answer never comes near it.
+line of the model's, and it gets the inputs only: the expected outputs never reach it.
 
     grader                       supervisor                    process of a test
       | -- the job, as JSON -----> |                              |
@@ -92,7 +92,7 @@ def _as_json(value: Any) -> Any:
 
 
 class Supervisor:
-    """Runs the tests of one job; see the module."""
+    """Runs the tests of one job, each in a contained process, and returns their results."""
 
     def __init__(self, job: dict[str, Any]) -> None:
         self._cases = job["cases"]

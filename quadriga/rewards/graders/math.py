@@ -4,7 +4,7 @@
 The last `\\boxed{...}` of a response counts, and nothing else of it; without a box, the answer that math-verify finds
 at the end of the text. (math-verify itself would read the boxes of one line as one answer of several parts.)
 
-math-verify says "wrong" when it fails or runs out of time, unless it is told to raise, as it is here. Its own time
+math-verify says "wrong" when it fails or runs out of time, unless it is set to raise, as it is here. Its own time
 limit is an alarm signal, which exists in a process's main thread only (where graders run); elsewhere it is off and
 the caller must bring a limit. Its exception for a limit passes by `except Exception`, so it is translated.
 """
@@ -58,7 +58,7 @@ def _parse_truth(ground_truth: str, limit_s: int | None) -> list[Any]:
 def _is_same(truth: list[Any], answers: list[Any]) -> bool:
     """Whether some reading of the answer equals some reading of the truth.
 
-    Each pair is asked on its own: one pair that sympy cannot compare must not hide the next pair that is equal.
+    Each pair is compared on its own: one pair that sympy cannot compare must not hide the next pair that is equal.
     """
     first_failure: Exception | None = None
     for true_reading, reading in product(truth, answers):

@@ -4,7 +4,7 @@
 Where there is no such line, the last `\\boxed{...}` counts. Two answers are the same
 
 1. if their texts are, blanks, `$`, units of text, `\\left` and the like aside, or their numbers are; and if not,
-2. if they mean the same to math-verify (`graders/math.py`), which is asked in a process of its own with a time limit:
+2. if they mean the same to math-verify (`graders/math.py`), which runs in a process of its own with a time limit:
    an expression such as 9^{9^9} holds an interpreter where no alarm reaches it. Without the package, or with
    `use_symbols=False`, only 1 counts.
 

@@ -3,8 +3,8 @@
 
 The scorer wants the entry that the task generated. A row carries it in `extra_info`: as "entry", or as "metadata"
 (with the ground truth as the entry's answer). Either may be JSON text, which is how a parquet file keeps entries of
-different shapes; {"__tuple__": [...]} in that text stands for a tuple, which some scorers tell from a list. The answer
-is what stands in the last `<answer>` tags of the response, or the whole response where there are none.
+different shapes; {"__tuple__": [...]} in that text stands for a tuple, which some scorers distinguish from a list. The
+answer is what stands in the last `<answer>` tags of the response, or the whole response where there are none.
 
 Some of the library's scorers raise on an answer that they cannot parse: prime_factorization on "foo bar", coin_flip on
 "1e400", game_of_life on "{}", boxnet on "[[1]]". That is a wrong answer. A scorer that cannot judge the entry's own
@@ -35,7 +35,7 @@ class MissingKeyError(KeyError):
 
 
 class _Record(dict[str, Any]):
-    """A dict that tells its own missing keys from those of a parsed answer."""
+    """A dict whose missing keys raise another error than those of a parsed answer."""
 
     def __missing__(self, key: str) -> Any:
         raise MissingKeyError(f"extra_info: the entry has no {key!r}, which the scorer of its task wants")

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model on another server grades: it is asked in words, and the number that it gives is the score.
+"""A model on another server grades: it gets a prompt, and the number in its reply is the score.
 
 Any server with OpenAI's chat completions will do. Options (`reward_model.reward_kwargs`): those of `JudgeSettings`
 (`url`, `model`, `api_key_env`, `requests_per_minute`, `max_concurrency`, `timeout_s`, ...) and what is asked:
 
     prompt      text with {solution_str}, {ground_truth}, {data_source} and {extra_info.NAME} to be filled in
     pattern     regular expression; its first group is the number, the last match counts ("Score: 0.8" by default)
-    components  instead of one prompt, several named ones, each asked apart: {NAME: {prompt, pattern, weight}}
+    components  instead of one prompt, several named ones, each a request: {NAME: {prompt, pattern, weight}}
 
 With components the score is their weighted sum, and each is logged as reward/extra/NAME.
 
@@ -112,7 +112,7 @@ class RateLimit:
 
 @dataclass(frozen=True)
 class JudgeSettings:
-    """Who judges, and at what rate it may be asked.
+    """The model that judges, and how many requests it may get.
 
     Attributes:
         url: of the API, as in "http://host:8000/v1"; "/chat/completions" is added if it is not there.
@@ -244,7 +244,7 @@ def read_score(reply: str, pattern: str) -> float:
 
 
 class Question(NamedTuple):
-    """One thing that the judge is asked about a sample."""
+    """One prompt about a sample, for the judge."""
 
     name: str
     prompt: str

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The naive manager for slow graders, programs above all: as many processes as cores, and "acc" beside the score.
+"""The naive manager for slow graders, programs above all: as many processes as cores, and "acc" with the score.
 
 Options (`reward_model.reward_kwargs`): `num_processes`, samples graded at the same time (all cores of the machine if it
 is not given), and `timeout_s`, seconds for one of them (`reward_model.timeout_s` if it is not given).

@@ -222,7 +222,7 @@ def generate_conversations(
         tokenizer: of the model.
         prompt_length: P.
         response_length: T; also the longest conversation behind the prompt, in tokens.
-        seed: of the run.
+        seed: `trainer.seed`; each sequence's own is derived from it.
         grade: grades a conversation that has ended, while others go on.
 
     Returns:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The KV cache, and attention over it: prefill of packed prefixes, and decode of one new token per slot.
 
-A slot sees its prefix, whose keys and values it shares with the other slots of that prefix (prefix sharing), and the
+A slot sees its prefix, whose KV cache it shares with the other slots of that prefix (prefix sharing), and the
 tokens of its own response. The KV cache has a part for each: prefixes once, responses in rows written in place.
 Attention over either is computed apart, with the logarithm of its sum of exponentials, by which the two are put
 together. For the prefix the queries of all its slots are folded into one matrix, so its keys are read once for all
@@ -31,7 +31,7 @@ def cache_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 
 
 class PrefixCache:
-    """[P, K, S, D] keys and values for each layer, padded on the right, and the last hidden state of each prefix.
+    """[P, K, S, D] key and value for each layer, padded on the right, and the last hidden state of each prefix.
 
     Args:
         prefixes: what stands for the prefix in each place.
@@ -103,7 +103,7 @@ class PrefixCache:
 
 
 class ResponseCache:
-    """[C, K, T, D] keys and values for each layer; the first R slots are in use.
+    """[C, K, T, D] key and value for each layer; the first R slots are in use.
 
     What was never written is zero, so that a weight of zero makes nothing of it.
     """
@@ -167,10 +167,10 @@ class ResponseCache:
 
 
 class PrefillPlan:
-    """Causal attention over packed prefixes; their keys and values go into a cache on the way.
+    """Causal attention over packed prefixes; it fills the KV cache on the way.
 
     Args:
-        cache: takes the keys and values.
+        cache: is filled.
         places: of the prefixes in the cache, in the order in which they are packed.
     """
 

@@ -2,7 +2,7 @@
 """The model as generation computes it: from tokens to hidden states, and from these to logits.
 
 Decoders of the plain kind, which are listed in `PLAIN`, are computed here, layer by layer, with the same arithmetic as
-in training and about half the operations: queries, keys and values come from one product, and so do gate and up. All
+in training and about half the operations: query, key and value come from one product, and so do gate and up. All
 other models are computed by their own module.
 
 On a CPU the weights are taken in the forms of `products`, most of which are copies. These belong to one state of the

@@ -39,7 +39,7 @@ POLL_S = 0.25
 LOOK_AT_NODES_S = 5.0
 
 GRACE_S = 1.0
-"""After a failure, time for the others to fail as well, so that the first one can be told from its consequences."""
+"""After a failure, time for the others to fail as well, so that the cause is distinguished from its consequences."""
 
 PEER_LOST_GRACE_S = 8.0
 """The same where all that failed did so for the lack of a peer: the peer's end is still to be noticed."""
@@ -286,7 +286,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _error_of_loss(loss: _Loss) -> WorkerError:
-    """The error for a process that is gone: why, as far as Ray and its node can tell, and the end of its log."""
+    """The error for a process that is gone: why, as far as Ray and its node know, and the end of its log."""
     call, error, address = loss.call, loss.error, loss.call.address
     is_unreadable = isinstance(error, RaySystemError) and bool(error.traceback_str)
     if is_unreadable or isinstance(error, RayTaskError):
@@ -320,7 +320,7 @@ def _error_of_loss(loss: _Loss) -> WorkerError:
 
 
 def _asked_again(call: Call) -> RayError | None:
-    """What Ray says of a process when it is asked again: right after a death it may only know of a lost connection."""
+    """What Ray says of a process at a second call: right after a death it may only know of a lost connection."""
     if call.address and is_lost(call.address.node, call.address.raylet_port):
         return NodeDiedError("its node has died")
     try:

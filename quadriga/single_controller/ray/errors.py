@@ -4,8 +4,8 @@
 A method that raises returns a `Failure`, an ordinary value of strings: Ray sees a call that worked, so no wrapper of
 Ray's stands around the error, and an exception that cannot be pickled travels like any other.
 
-Of a process that is gone Ray tells that it has ended and, if it exited by itself, its exit status. Signals it does not
-tell: those that Python's fault handler reports stand at the end of the process's standard error; a SIGKILL leaves
+Of a process that is gone Ray reports that it has ended and, if it exited by itself, its exit status. It does not report
+signals: those that Python's fault handler reports stand at the end of the process's standard error; a SIGKILL leaves
 nothing there, but the kernel counts the processes that it kills for lack of memory.
 """
 

@@ -137,7 +137,7 @@ class RayResourcePool(ResourcePool):
         if full:
             raise WorkerError(
                 f"resource pool {self.name}",
-                got=f"{group} as one more group beside {', '.join(full.groups)}",
+                got=f"{group} as one more group with {', '.join(full.groups)}",
                 expected=f"at most {self.max_colocate_count} groups",
                 fix="Raise max_colocate_count, or put the roles into one process with create_colocated_worker_cls.",
             )

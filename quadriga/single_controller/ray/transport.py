@@ -409,7 +409,7 @@ def release_pages() -> None:
     would seem to hold all of them. The bytes stay in the store, and the next access finds them again.
 
     The same advice given to private memory would wipe it. So a mapping qualifies only if it is shared and belongs to
-    the store, and the kernel is asked before each release whether that mapping is still there.
+    the store, and before each release it is checked in /proc that the mapping is still there.
     """
     if sys.platform != "linux":
         return

@@ -45,7 +45,7 @@ def test_a_pool_gives_back_what_it_took(ray_cluster: str) -> None:
 def test_no_place_for_one_more_group(ray_cluster: str) -> None:
     small = RayResourcePool([1], name_prefix="small", max_colocate_count=1)
     small.take_share("first")
-    with pytest.raises(WorkerError, match=r"pool small: got second as one more group beside first, expected at most 1"):
+    with pytest.raises(WorkerError, match=r"pool small: got second as one more group with first, expected at most 1"):
         RayWorkerGroup(small, RayClassWithInitArgs(Counter), name="second")
     small.close()
 

@@ -94,8 +94,8 @@ def problems(*overrides: str) -> dict[str, str]:
         ((VLLM, RANK_ROUTE, f"{KEY}=false"), True, "vLLM applies it beside the weights"),
         ((VLLM, RANK_ROUTE, f"{KEY}=true"), False, "lora_merge=true"),
         ((f"{NAME}=hf", RANK_ROUTE, f"{KEY}=true"), False, "lora_merge=true"),
-        ((f"{NAME}=sglang", RANK_ROUTE), False, "sglang takes whole weights only"),
-        ((RANK_ROUTE,), False, "native takes whole weights only"),
+        ((f"{NAME}=sglang", RANK_ROUTE), False, "sglang takes merged weights only"),
+        ((RANK_ROUTE,), False, "native takes merged weights only"),
         (
             (VLLM, "actor_rollout_ref.model.lora_rank=513"),
             False,
@@ -118,8 +118,8 @@ def test_ways(overrides: tuple[str, ...], is_alone: bool, reason: str) -> None:
         ),
         ((f"{NAME}=native", f"{KEY}=true"), "expected null: on the actor's own modules it computes with the adapter"),
         ((f"{NAME}=http", f"{KEY}=true"), "expected null: its servers keep the weights that they have"),
-        ((f"{NAME}=sglang", f"{KEY}=false"), "expected null or true: this engine takes whole weights only"),
-        ((f"{NAME}=hf", f"{KEY}=false"), "expected null or true: this engine takes whole weights only"),
+        ((f"{NAME}=sglang", f"{KEY}=false"), "expected null or true: this engine takes merged weights only"),
+        ((f"{NAME}=hf", f"{KEY}=false"), "expected null or true: this engine takes merged weights only"),
         (
             (VLLM, f"{KEY}=false", "actor_rollout_ref.model.lora_rank=600"),
             "up to 512 beside the weights, and this one is 600",
