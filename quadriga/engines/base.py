@@ -3,7 +3,8 @@
 
 The loop over epochs, mini-batches and micro-batches stands above it, once, in `engines/step.py`.
 
-Legend: M predicted tokens of a packed micro-batch.
+Legend: M predicted tokens of a packed micro-batch; [out, in] a projection, [V, D] the embedding and
+the head, r the rank of an adapter.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from quadriga.models.scorers import Question
 from quadriga.models.vision import ImageTokens
 
 Outputs = Mapping[str, torch.Tensor]
-"""The model's outputs for each predicted token, float32 [M] each: `values`, or `log_probs` and what else was asked."""
+"""Outputs for each predicted token, float32 [M] each: `values`, or `log_probs` and what else the question names."""
 
 LossFunction = Callable[[Outputs], torch.Tensor]
 """From outputs to a scalar that is already normalised over the whole mini-batch."""
@@ -43,10 +44,10 @@ class TrainEngine(Protocol):
         device, dtype: where it computes, and in what.
         cost: of a token.
         model: as this rank has it; its configuration is that of the whole.
-        has_whole_weights: whether `model` has all weights on this rank, so that others in the process can compute with
-            it.
+        has_replicated_weights: whether `model` has all weights on this rank, so that other roles of the process
+            can compute with it.
         image_tokens: how images stand in prompts; None: a text model.
-        output_names: the names of the outputs that a question asks for.
+        output_names: the names of the outputs that a question wants.
     """
 
     replicas: ProcessGroup
@@ -55,7 +56,7 @@ class TrainEngine(Protocol):
     dtype: torch.dtype
     cost: ModelCost
     model: PreTrainedModel
-    has_whole_weights: bool
+    has_replicated_weights: bool
     image_tokens: ImageTokens | None
     output_names: Callable[[Question], tuple[str, ...]]
 
@@ -64,7 +65,7 @@ class TrainEngine(Protocol):
         ...
 
     def backward(self, batches: Sequence[PackedBatch], losses: Sequence[LossFunction], *, temperature: float) -> None:
-        """Outputs with gradients, the loss of each micro-batch, and its gradients added to those already there."""
+        """Outputs [M] with gradients, the loss of each micro-batch, and its gradients added to those already there."""
         ...
 
     def optimizer_step(self, lr: float) -> OptimizerStep:
@@ -72,7 +73,7 @@ class TrainEngine(Protocol):
         ...
 
     def weights(self, *, is_merged: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-        """Full tensors under the model's own names, in the compute dtype.
+        """Full tensors ([out, in], [V, D] ...) under the model's own names, in the compute dtype.
 
         Args:
             is_merged: whether an adapter is merged into the weights beside it, as if it had been trained in them;
@@ -81,7 +82,7 @@ class TrainEngine(Protocol):
         ...
 
     def adapter_weights(self, *, with_frozen: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        """An adapter's full matrices, in the compute dtype.
+        """An adapter's full matrices A [r, in] and B [out, r], in the compute dtype.
 
         Args:
             with_frozen: whether the weights below come too, under the names that they have without an adapter.
@@ -90,6 +91,8 @@ class TrainEngine(Protocol):
 
     def state(self, contents: frozenset[str]) -> dict[str, torch.Tensor]:
         """The tensors of a checkpoint, in the engine's own memory; DTensors where several ranks hold a tensor.
+
+        Masters and moments have the shape of the whole parameter ([out, in], [V, D] ...), numbers of steps are scalars.
 
         Args:
             contents: `model` (`model.NAME`, float32), `optimizer` (`optimizer.exp_avg.NAME`,

@@ -142,7 +142,7 @@ def micro_batches(
     """Indices of the rows of each micro-batch; every row is in exactly one, and none is empty.
 
     Args:
-        rows: of a mini-batch.
+        rows: [b] of a mini-batch.
         how: it is cut.
         num_at_least: micro-batches, or as many as there are rows if these are fewer. Ranks that must make equally
             many passes cut once, agree on the largest number, and cut again.

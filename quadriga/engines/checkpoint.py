@@ -13,6 +13,8 @@
 
 Threads call no collective, so they cannot get in the way of those of training. What is equal on several ranks is
 written by one of them. Without the list of chunks, written last, a folder is no checkpoint.
+
+Legend: [...] is the shape of a parameter, or of a rank's part of it.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -36,7 +38,7 @@ from quadriga.errors import CheckpointError
 from quadriga.models.weight_files import METADATA, ChunkReader
 
 State = Mapping[str, torch.Tensor]
-"""Tensors by name, plain where one process holds them whole, DTensors where several do."""
+"""Tensors by name, plain where one rank holds them whole, DTensors where several do."""
 
 _OTHER_MODEL = "Resume with the model that the checkpoint was made of."
 
@@ -51,10 +53,10 @@ class _Outcome:
 
 
 class StateWriter:
-    """Writes states in the background, one after the other. All processes of an engine call the same in turn.
+    """Writes states in the background, one after the other. All ranks of an engine call the same in turn.
 
     Args:
-        world: all processes of the engine.
+        world: all ranks of the engine.
     """
 
     def __init__(self, world: ProcessGroup) -> None:
@@ -65,10 +67,10 @@ class StateWriter:
         self._rest: Future[list[list[WriteResult]]] | None = None
 
     def start(self, states: Mapping[Path, State], afterwards: Callable[[], None] | None = None) -> None:
-        """Copy what this process is to write, and begin to write it. The state may be changed when this returns.
+        """Copy what this rank is to write, and begin to write it. The state may be changed when this returns.
 
         Args:
-            states: what goes into which folder; the folders are made. The same on all processes but for the tensors.
+            states: the tensors [...] of each folder; the folders are made. The same on all ranks but for the tensors.
             afterwards: called in a thread of rank 0 when all folders are complete.
 
         Raises:
@@ -83,7 +85,7 @@ class StateWriter:
             self._rest = in_background(lambda: self._complete([self._write()]), "checkpoint")
 
     def is_written(self, *, wait: bool = False) -> bool:
-        """Whether the last state is complete on disk, on all processes.
+        """Whether the last state is complete on disk, on all ranks.
 
         Args:
             wait: until it is.
@@ -115,7 +117,7 @@ class StateWriter:
         return []
 
     def _outcomes(self, future: Future[list[list[WriteResult]]], wait: bool) -> list[list[list[WriteResult]]] | None:
-        """What all processes have written, if all are through."""
+        """What all ranks have written, if all are through."""
         outcomes = self.world.gather(_look(future, wait))
         try:
             _raise_first(outcomes)
@@ -171,11 +173,11 @@ def _make(folder: Path) -> _Outcome:
 
 
 class _Folder:
-    """One distributed checkpoint in the making, and this process's part of it.
+    """One distributed checkpoint in the making, and this rank's part of it.
 
     Args:
         folder: is made.
-        state: what this process holds.
+        state: what this rank holds.
         world: all who write.
     """
 
@@ -187,13 +189,13 @@ class _Folder:
         self._planner.set_up_planner(dict(state), is_coordinator=world.is_first)
         _raise_first(world.gather(_make(folder)))
         plans = world.gather(self._writer.prepare_local_plan(self._planner.create_local_plan()))
-        # Every process makes the same plan of all plans, so that nothing need be sent back.
+        # Every rank makes the same plan of all plans, so that nothing need be sent back.
         plans, self._listed = self._planner.create_global_plan(plans)
         self._plan: SavePlan = self._planner.finish_plan(self._writer.prepare_global_plan(plans)[world.rank])
         self._planner.copy({item.index.fqn for item in self._plan.items})
 
     def write(self) -> list[WriteResult]:
-        """Write this process's chunks. Called in a thread."""
+        """Write this rank's chunks. Called in a thread."""
         if not self._plan.items:
             return []
         with explained(self.folder):
@@ -230,7 +232,7 @@ class _Copies(DefaultSavePlanner):
         self.copies: dict[str, torch.Tensor] = {}
 
     def copy(self, names: Collection[str]) -> None:
-        """Copy what this process holds of these tensors into main memory, and let go of the tensors."""
+        """Copy what this rank holds of these tensors into main memory, and let go of the tensors."""
         for name in sorted(names):
             tensor = self.state_dict[name].detach()
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -242,15 +244,15 @@ class _Copies(DefaultSavePlanner):
 
 
 def load_state(folder: Path, state: State, world: ProcessGroup) -> None:
-    """Fill the tensors of a state in place, whatever layout wrote them. All processes of the engine call it.
+    """Fill the tensors [...] of a state in place, whatever layout wrote them. All ranks of the engine call it.
 
     Args:
         folder: what `StateWriter` has written.
-        state: room for all of it; of DTensors each process reads the part that it holds.
-        world: all processes of the engine.
+        state: room for all of it; of DTensors each rank reads the part that it holds.
+        world: all ranks of the engine.
 
     Raises:
-        CheckpointError: on all processes alike: there is no such state, it is damaged, or is that of another model or
+        CheckpointError: on all ranks alike: there is no such state, it is damaged, or is that of another model or
             optimizer. Nothing was changed then, unless a file turns out to be damaged while it is read.
     """
     reader, outcome = None, _Outcome(is_over=True)
@@ -313,4 +315,4 @@ def _kinds(names: Collection[str]) -> set[str]:
 
 
 def _nothing() -> None:
-    """What is done afterwards where nothing is asked for."""
+    """What is done afterwards where nothing else is to be done."""

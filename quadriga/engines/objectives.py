@@ -3,7 +3,7 @@
 
 Every loss is normalised by counts of the whole mini-batch, so the losses of its micro-batches add up to it.
 
-Legend: b rows of a micro-batch, T response positions.
+Legend: B rows of a batch, b of a micro-batch, T response positions.
 """
 
 from collections.abc import Mapping
@@ -51,7 +51,7 @@ SCORE_SLOPE = "score_slope"
 
 
 def policy_loss_of(config: ActorConfig, correction: RolloutCorrectionConfig | None = None) -> Algorithm:
-    """The policy loss that a configuration chose, its options bound.
+    """The policy loss that a configuration chose, its options bound: from columns [b, T] to losses [b, T].
 
     Args:
         config: of the actor; every setting of it is offered to the loss.
@@ -96,7 +96,8 @@ class PolicyObjective:
         return tuple(names | optional | ({"ref_log_prob"} if self.config.use_kl_loss else set()))
 
     def add_batch_columns(self, data: DataProto) -> None:
-        """Compute what the loss reads of the whole batch, and add it to `data`, before its rows are split over ranks.
+        """Compute the columns [B, ...] that the loss reads of the whole batch, before its rows are split over ranks,
+        and add them to `data`.
 
         Raises:
             EngineError: a column that it is computed from is not there.
@@ -121,7 +122,7 @@ class PolicyObjective:
         )
 
     def rows_with_gradient(self, data: DataProto) -> torch.Tensor:
-        """Most losses move a row without an advantage by a divergence or an entropy bonus only."""
+        """[B] bool: most losses move a row without an advantage by a divergence or an entropy bonus only."""
         mask = data.batch["response_mask"].bool()
         if self.config.use_kl_loss or self.config.entropy_coeff or not self.policy_loss.needs_advantage:
             return mask.any(-1)
@@ -182,7 +183,7 @@ class ValueObjective:
         return ("response_mask", "values", "returns")
 
     def rows_with_gradient(self, data: DataProto) -> torch.Tensor:
-        """All rows with a response."""
+        """[B] bool: all rows with a response."""
         return data.batch["response_mask"].bool().any(-1)
 
     def __call__(self, rows: DataProto, outputs: Mapping[str, torch.Tensor], counts: LossCounts) -> LossAndMetrics:
@@ -221,7 +222,7 @@ class LikelihoodObjective:
         return ("response_mask",)
 
     def rows_with_gradient(self, data: DataProto) -> torch.Tensor:
-        """All rows with something to learn."""
+        """[B] bool: all rows with something to learn."""
         return data.batch["response_mask"].bool().any(-1)
 
     def __call__(self, rows: DataProto, outputs: Mapping[str, torch.Tensor], counts: LossCounts) -> LossAndMetrics:
@@ -255,7 +256,7 @@ class ScoreObjective:
         return ("response_mask", SCORE_SLOPE)
 
     def rows_with_gradient(self, data: DataProto) -> torch.Tensor:
-        """Rows whose score matters to the loss."""
+        """[B] bool: rows whose score matters to the loss."""
         return data.batch["response_mask"].bool().any(-1) & (data.batch[SCORE_SLOPE] != 0)
 
     def __call__(self, rows: DataProto, outputs: Mapping[str, torch.Tensor], counts: LossCounts) -> LossAndMetrics:

@@ -120,7 +120,7 @@ def _prompt_images(
 
 
 def pack(rows: Sequence[RowTokens], num_columns: int, *, share_prompts: bool, device: torch.device) -> PackedBatch:
-    """Pack rows; rows without a trained token are left out and unpack to zeros.
+    """Pack rows into tokens [1, N] and targets [M]; rows without a trained token are left out and unpack to zeros.
 
     Args:
         rows: b of them.

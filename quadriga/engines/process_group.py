@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the processes that hold replicas of one model meet, and the few things that they do together.
+"""Where the ranks that hold replicas of one model meet, and the few things that they do together.
 
     rank 0      rank 1      rank 2
       | join      | join      | join        once per process; the roles in it share the group
@@ -7,8 +7,10 @@
       |-- sums of the gradients -----|      `add_up`: large, once per optimizer step
       | leave     | leave     | leave       the last role in the process to leave ends the group
 
-Every process calls the same collectives in the same order, also one that has no rows. A process alone has no group
-and pays nothing: its collectives return what they were given.
+Every rank calls the same collectives in the same order, also one that has no rows. A rank alone has no group and pays
+nothing: its collectives return what they were given.
+
+Legend: S ranks; [...] is the shape of a parameter.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,14 +26,14 @@ from quadriga.errors import EngineError, PeerLostError
 from quadriga.observe.watchdog import waiting
 from quadriga.partition import buckets
 
-# A process may wait for one that is still loading its model, or has the longer half of a batch.
+# A rank may wait for one that is still loading its model, or has the longer half of a batch.
 TIMEOUT = timedelta(minutes=30)
 # Large enough that a collective's latency does not count, small enough not to double the memory of the gradients.
 BUCKET_BYTES = 256 << 20
 
 
 class Place(Protocol):
-    """Where a process stands; a worker's place is one."""
+    """Where a rank stands; a worker's place is one."""
 
     rank: int
     world_size: int
@@ -40,10 +42,10 @@ class Place(Protocol):
 
 
 class ProcessGroup:
-    """The processes that hold the same model, seen from one of them.
+    """The ranks that hold the same model, seen from one of them.
 
     Args:
-        rank, size: number of this process, and how many there are.
+        rank, size: number of this rank, and how many there are.
         device: where tensors must lie to be sent.
         group: torch's group of them; None: its default one.
     """
@@ -60,11 +62,11 @@ class ProcessGroup:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the process that writes and tells what is the same everywhere."""
+        """Whether this is the rank that writes and reports what is the same everywhere."""
         return self.rank == 0
 
     def totals(self, *counts: int) -> list[int]:
-        """Each count's sum over all processes."""
+        """Each count's sum over all ranks: int64 [counts] -> [counts]."""
         if self.size == 1:
             return list(counts)
         numbers = torch.tensor(counts, dtype=torch.int64, device=self.device)
@@ -73,7 +75,7 @@ class ProcessGroup:
             return numbers.tolist()
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all processes in rank order; for small things that can be pickled."""
+        """The values [S] of all ranks in their order; for small things that can be pickled."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -82,9 +84,9 @@ class ProcessGroup:
         return values
 
     def add_up(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Replace each tensor by its sum over all processes, in place; all float32, the same shapes everywhere.
+        """Replace each tensor [...] by its sum over all ranks, in place; all float32, the same shapes everywhere.
 
-        All processes receive the same bits: each element is added up in one place and sent from there.
+        All ranks receive the same bits: each element is added up in one place and sent from there.
         """
         if self.size == 1:
             return
@@ -93,11 +95,11 @@ class ProcessGroup:
                 _add_up_bucket(bucket, self.group)
 
     def require_alike(self, what: str, tensors: Sequence[torch.Tensor]) -> None:
-        """Raise an EngineError, on every process, unless all of them hold the same numbers.
+        """Raise an EngineError, on every rank, unless all of them hold the same numbers.
 
         Args:
             what: names the tensors in the error.
-            tensors: compared by the sums of their bits, which no order of additions changes.
+            tensors: [...] each, compared by the sums of their bits, which no order of additions changes.
         """
         if self.size == 1:
             return
@@ -113,7 +115,7 @@ class ProcessGroup:
 
     @contextmanager
     def _meeting(self, what: str) -> Iterator[None]:
-        """A collective that fails because another process is gone says so."""
+        """A collective that fails because another rank is gone says so."""
         try:
             yield
         except torch.OutOfMemoryError:

@@ -177,7 +177,7 @@ def _optimizer_step(
     # After the look: momentum moves the weights even where no row does.
     result = engine.optimizer_step(lr)
     prefix, merged = objective.name, merge_metrics(parts)
-    told_once = {
+    of_first_rank = {
         f"{prefix}/grad_norm": Metric(result.grad_norm),
         f"{prefix}/lr": Metric(lr, "last"),
         f"{prefix}/nonfinite_steps": Metric(float(not result.is_applied), "sum"),
@@ -185,7 +185,7 @@ def _optimizer_step(
     return _StepOutcome(
         shares={name: Metric(metric.value) for name, metric in merged.items() if metric.reduction == "sum"},
         others={name: metric for name, metric in merged.items() if metric.reduction != "sum"}
-        | (told_once if engine.replicas.is_first else {})
+        | (of_first_rank if engine.replicas.is_first else {})
         | {
             f"{prefix}/packed_tokens": Metric(sum(loss.packed.num_tokens for loss in losses), "sum"),
             f"{prefix}/computed_sequences": Metric(len(rows), "sum"),
@@ -259,7 +259,7 @@ def _packed(engine: TrainEngine, data: DataProto, micro: MicroBatching) -> Itera
     num_columns = data.batch["response_mask"].shape[1]
     lengths = [tokens[number] for number in wanted]
     batches = micro_batches(lengths, micro, attention_tokens=engine.cost.attention_tokens)
-    if not engine.has_whole_weights:
+    if not engine.has_replicated_weights:
         # Ranks that share weights wait for each other at each micro-batch: all make as many, if there are the rows.
         most = max(engine.replicas.gather(len(batches)))
         if most > len(batches):

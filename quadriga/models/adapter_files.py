@@ -6,6 +6,8 @@
     L.q_proj.lora_A.default.weight   A [r, in]     base_model.model.L.q_proj.lora_A.weight            W + scale B A
     L.q_proj.lora_B.default.weight   B [out, r]    base_model.model.L.q_proj.lora_B.weight
 
+Legend: r rank of the adapter, in and out the sizes of a linear module.
+
 Nothing here needs PEFT: what has an adapter is read and merged without it.
 """
 
@@ -28,7 +30,7 @@ _BASE = ".base_layer."
 
 
 def is_factor(name: str) -> bool:
-    """Whether a parameter of a model is an adapter's."""
+    """Whether a parameter of a model is an adapter's: A [r, in] or B [out, r]."""
     return _FACTOR.fullmatch(name) is not None
 
 
@@ -50,7 +52,7 @@ def base_name(name: str) -> str:
 
 
 def factor_names(weight: str) -> tuple[str, str]:
-    """The names of A and B for a weight without an adapter."""
+    """The names of A [r, in] and B [out, r] for a weight [out, in] without an adapter."""
     module = weight.removesuffix(".weight")
     return f"{module}.lora_A.{ADAPTER_NAME}.weight", f"{module}.lora_B.{ADAPTER_NAME}.weight"
 
@@ -60,8 +62,8 @@ def merge(weight: torch.Tensor, factor_a: torch.Tensor, factor_b: torch.Tensor, 
 
     Args:
         weight: [out, in]
-        factor_a: [rank, in]
-        factor_b: [out, rank]
+        factor_a: [r, in]
+        factor_b: [out, r]
         scale: see `AdapterShape.scale`.
 
     Returns:
@@ -73,6 +75,7 @@ def merge(weight: torch.Tensor, factor_a: torch.Tensor, factor_b: torch.Tensor, 
 def merged(weights: Iterable[tuple[str, torch.Tensor]], scale: float) -> Iterator[tuple[str, torch.Tensor]]:
     """A stream of a model's parameters, in its order, as that of the model into which the adapter is merged.
 
+    Of W [out, in], A [r, in] and B [out, r] one weight [out, in] comes.
     One weight and its adapter are held at a time: the modules of a model have them side by side.
     """
     held: dict[str, torch.Tensor] = {}
@@ -162,12 +165,12 @@ def open_model(folder: str | Path) -> WeightFiles:
 
 
 def write_adapter(folder: Path, adapter: WeightFiles, dtype: torch.dtype = torch.float32) -> None:
-    """Write `adapter_model.safetensors` as PEFT does."""
+    """Write `adapter_model.safetensors`, A [r, in] and B [out, r] of each module, as PEFT does."""
     write_factors(folder, {name: adapter.read(name).to(dtype) for name in adapter.names()})
 
 
 def write_factors(folder: Path, factors: Mapping[str, torch.Tensor]) -> None:
-    """Write `adapter_model.safetensors` of tensors, under their names in a model."""
+    """Write `adapter_model.safetensors` of A [r, in] and B [out, r], given under their names in a model."""
     tensors = {_peft_name(name): tensor.contiguous() for name, tensor in factors.items()}
     save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
 

@@ -127,17 +127,17 @@ class PackedBatch:
 
     @classmethod
     def filler(cls, device: torch.device) -> "PackedBatch":
-        """A micro-batch for a rank that has no rows left while others have: one token that predicts one."""
+        """A micro-batch for a rank that has no rows left while others have: tokens [1, 1] and targets [1]."""
         nothing = torch.zeros(1, dtype=torch.int64, device=device)
         return cls(nothing[None], nothing[None], (Segment(0, 1),), nothing, nothing, nothing, nothing, (1, 1), 1)
 
     @cached_property
     def plan(self) -> "PackedAttention":
-        """How its tokens attend."""
+        """How its tokens [1, N] attend."""
         return PackedAttention(self.segments, self.input_ids.device)
 
     def extended(self, num_tokens: int) -> "PackedBatch":
-        """The same with N brought to `num_tokens`, by a segment that nothing is predicted from."""
+        """The same with tokens [1, num_tokens] instead of [1, N], by a segment that nothing is predicted from."""
         missing = num_tokens - self.num_tokens
         if missing == 0:
             return self
@@ -150,7 +150,7 @@ class PackedBatch:
 
     @property
     def num_tokens(self) -> int:
-        """N"""
+        """N of [1, N]."""
         return self.input_ids.shape[1]
 
     def unpack(self, values: torch.Tensor) -> torch.Tensor:

@@ -8,9 +8,9 @@ workspace; the last chunk's logits are in it when the backward pass begins, whic
 What a part of the vocabulary says of a token is four numbers: the logarithm of its sum of exponentials, the entropy
 within the part, the target's logit, and the sum of squared probabilities within the part. Parts are put together by the
 chain rule of the entropy and by squared shares; all terms are positive, so nothing cancels. Parts are the blocks of a
-GPU kernel (heads_triton.py) and the rows of the weight that other processes hold (`VocabularyShard`).
+GPU kernel (heads_triton.py) and the rows of the weight that other ranks hold (`VocabularyShard`).
 
-Legend: M tokens to predict, D hidden size, V vocabulary, V' rows of it in this process, C tokens in a chunk,
+Legend: M tokens to predict, D hidden size, V vocabulary, V' rows of it in this rank, C tokens in a chunk,
 P parts, k likeliest tokens.
 """
 
@@ -37,9 +37,9 @@ _VOCABULARY_BLOCK = 4096  # rows of the weight that are widened at a time
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """This process holds the rows [start, start + V') of the weight, the others of `group` hold the rest.
+    """This rank holds the rows [start, start + V') of the weight, the others of `group` hold the rest.
 
-    V' may differ between processes, and be 0. All processes of the group call with the same tokens.
+    V' may differ between ranks, and be 0. All ranks of the group call with the same tokens.
     """
 
     group: dist.ProcessGroup
@@ -52,7 +52,7 @@ class TokenScores:
 
     Attributes:
         log_probs: [M] float32.
-        entropy: [M] float32 in nats, or None where it was not asked for.
+        entropy: [M] float32 in nats, or None where it was not wanted.
         top_log_probs: [M, k] float32, the largest log-probabilities in descending order, without gradient, or None.
         top_ids: [M, k] int64, their tokens, or None.
         sum_pi_squared: [M] float32, the probability of drawing the same token twice, without gradient, or None.
@@ -84,7 +84,7 @@ def token_scores(
     because they never write the logits. Everything else goes through chunks in plain torch: CPUs; float32, whose exact
     products are left to cuBLAS, as tensor cores would round the factors; and `top_k`, which needs the logits.
 
-    With a shard, all outputs are the same on all processes; the gradient of `hidden` is this process's part, which the
+    With a shard, all outputs are the same on all ranks; the gradient of `hidden` is this rank's part, which the
     caller sums over the group, and those of `weight` and `bias` are complete. One collective per call (three with
     `top_k`), of a few numbers for each token. The backward pass has none.
 
@@ -92,14 +92,14 @@ def token_scores(
         hidden: [M, D], the states that predict the targets.
         weight: [V, D], or with a shard [V', D].
         bias: [V] or [V'], or None.
-        targets: [M] token ids. With a shard, one that no process holds has log-probability -inf.
+        targets: [M] token ids. With a shard, one that no rank holds has log-probability -inf.
         temperature: the logits are divided by it.
         with_entropy: whether to compute entropies too, in nats.
         with_sum_pi_squared: whether to sum the squared probabilities too.
         top_k: how many of the likeliest tokens to return, for distillation and diagnostics; None: none. Where the
             vocabulary has fewer, the rest is -inf with id -1.
         chunk_tokens: C.
-        shard: which rows of the vocabulary this process holds; None: all.
+        shard: which rows of the vocabulary this rank holds; None: all.
     """
     use_triton = _use_triton(hidden, weight, top_k)
     call = _Call(temperature, with_entropy, with_sum_pi_squared, top_k, chunk_tokens, shard, use_triton)
@@ -251,14 +251,14 @@ def _combine(parts: torch.Tensor) -> torch.Tensor:
 
 
 def _gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """[...] of every process -> [processes, ...]: everyone then does the same arithmetic, so results are equal."""
+    """[...] of every rank -> [ranks, ...]: everyone then does the same arithmetic, so results are equal."""
     gathered = tensor.new_empty(group.size() * len(tensor), *tensor.shape[1:])
     all_gather_single(gathered, tensor.contiguous(), group=group)
     return gathered.view(group.size(), *tensor.shape)
 
 
 def _top(values: torch.Tensor, ids: torch.Tensor, call: _Call) -> tuple[torch.Tensor, torch.Tensor]:
-    """The likeliest tokens over all processes: [M, k] each, out of this process's."""
+    """The likeliest tokens over all ranks: [M, k] each, out of this rank's."""
     if call.shard is None or not len(ids):
         return values, ids
     values, ids = (_gather(one, call.shard.group).transpose(0, 1).flatten(1) for one in (values, ids))
@@ -287,7 +287,7 @@ def _statistics(
     *,
     keep: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None, _Top]:
-    """The four numbers of this process's vocabulary [1, 4, M]; the workspace with the last chunk's logits where it
+    """The four numbers of this rank's vocabulary [1, 4, M]; the workspace with the last chunk's logits where it
     is to be kept; and the top tokens with their logits, [M, k] each, or None twice."""
     num_tokens, num_rows = hidden.shape[0], weight.shape[0]
     result = hidden.new_zeros(4, num_tokens, dtype=torch.float32)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loading Hugging Face causal models and vision-language models, with errors that say what to do."""
+"""Loading Hugging Face causal models and vision-language models, with errors that say what to do.
+
+Legend: B rows, N tokens of each, D hidden size, V vocabulary.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,7 +42,9 @@ def load_causal_lm(
     trust_remote_code: bool = False,
     override_config: dict[str, Any] | None = None,
 ) -> PreTrainedModel:
-    """A causal language model in evaluation mode, with its attention behind our door.
+    """A causal language model in evaluation mode, whose attention is an `AttentionPlan`.
+
+    From tokens [B, N] its backbone makes hidden states [B, N, D], and its head logits [B, N, V].
 
     Args:
         path: a folder with config.json and safetensors, or a name that transformers can resolve.

@@ -3,6 +3,8 @@
 
 The model stays the transformers model that it is: some of its linear modules get a neighbour, and only the neighbours
 learn. With their neighbours off, they are the model that training started from, bit for bit.
+
+Legend: r rank of the adapter, in and out the sizes of a linear module.
 """
 
 import hashlib
@@ -37,7 +39,7 @@ def add_adapter(model: PreTrainedModel, section: ModelConfig, seed: int) -> Call
         seed: of a new one. Its values depend on this and on the parameter's name, and on nothing else.
 
     Returns:
-        The adapter's values by the parameter's name, float32.
+        The adapter's values by the parameter's name, A [r, in] and B [out, r] in float32.
 
     Raises:
         EngineError: it reaches no module, or one that cannot have it.
@@ -76,7 +78,7 @@ def adapter_of(model: nn.Module) -> AdapterShape | None:
 def describe_adapter(model: PreTrainedModel) -> str:
     """The adapter of a model in words."""
     shape = adapter_of(model)
-    assert shape is not None, "asked only of a model with one"
+    assert shape is not None, "only a model with an adapter is described"
     num_learned = sum(parameter.numel() for name, parameter in model.named_parameters() if is_factor(name))
     return (
         f"LoRA of rank {shape.rank}, alpha {shape.alpha:g}, in {len(_layers(model))} modules: "
@@ -119,7 +121,7 @@ def _inject(model: PreTrainedModel, shape: AdapterShape) -> None:
         base_model_name_or_path=shape.base,
     )
     try:
-        # On "meta", for PEFT would draw other values in each process.
+        # On "meta", for PEFT would draw other values in each rank.
         peft.inject_adapter_in_model(config, model, ADAPTER_NAME, low_cpu_mem_usage=True)
     except ValueError as error:
         raise _no_module(linear, shape.target_modules, str(error).partition("\n")[0].rstrip("( ")) from error

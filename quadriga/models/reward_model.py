@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reward models: a sequence classifier with one label, to score with or to be trained."""
+"""Reward models: a sequence classifier with one label, to score with or to be trained.
+
+Legend: D hidden size.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +24,7 @@ _FIX = "Set reward_model.model.path to a model that was trained to score: a sequ
 def load_reward_model(
     path: str | Path, *, dtype: torch.dtype, device: torch.device | str = "cpu", trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """A sequence classifier in evaluation mode, with its attention behind our door.
+    """A sequence classifier in evaluation mode: its head `score` is [1, D], its attention an `AttentionPlan`.
 
     Args:
         path: a folder with config.json and weights, or a name that transformers can resolve.
@@ -108,7 +111,7 @@ def fresh_reward_model(
 ) -> PreTrainedModel:
     """A sequence classifier with one label in float32, as `load_reward_model` gives it.
 
-    The head of a causal model's classifier is new and zero: all scores are 0 at first, so that the first loss is ln 2.
+    The head [1, D] of a causal model's classifier is new and zero: scores are 0 at first, so the first loss is ln 2.
 
     Args:
         path: a causal model or a sequence classifier with one label: a folder, or a name that transformers can resolve.

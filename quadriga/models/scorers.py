@@ -66,7 +66,7 @@ class Sharing:
     vocabulary: VocabularyShard | None = None
 
     def inputs(self, batch: PackedBatch) -> ModelInputs:
-        """The tokens of this rank."""
+        """The tokens [1, n] of this rank."""
         return ModelInputs(batch.input_ids, batch.position_ids, batch.plan)
 
     def scored(self, hidden: torch.Tensor, batch: PackedBatch, *, is_vocabulary: bool) -> Scored:
@@ -99,7 +99,7 @@ class Scorer(nn.Module, ABC):
 
     @abstractmethod
     def output_names(self, question: Question) -> tuple[str, ...]:
-        """The names of the outputs."""
+        """The names of the outputs, which are [M] each."""
 
     @abstractmethod
     def score(self, hidden: torch.Tensor, batch: PackedBatch, question: Question) -> dict[str, torch.Tensor]:
@@ -133,7 +133,7 @@ class Scorer(nn.Module, ABC):
 
 
 class PolicyScorer(Scorer):
-    """`log_probs` of the response tokens under the model, and where asked for `entropy` and `sum_pi_squared`."""
+    """`log_probs` of the response tokens under the model, and where wanted `entropy` and `sum_pi_squared`."""
 
     def output_names(self, question: Question) -> tuple[str, ...]:
         entropy = ("entropy",) if question.with_entropy else ()

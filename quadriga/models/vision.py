@@ -63,7 +63,7 @@ def file_name(config: PreTrainedConfig, name: str) -> str:
 
 
 def vision_encoder(model: PreTrainedModel) -> Any:
-    """The part of a vision-language model that makes embeddings of images."""
+    """The part of a vision-language model that makes embeddings [E, D] of the patches [S, X] of images."""
     return cast(Any, model.base_model).visual
 
 
@@ -73,7 +73,7 @@ class ImageTokens:
 
     Attributes:
         token_id: stands once for each embedding of an image.
-        patches_per_token: patches of which the tower makes one embedding.
+        patches_per_token: patches of which the encoder makes one embedding.
     """
 
     token_id: int
@@ -110,7 +110,7 @@ class PackedImages:
 def packed_images(
     images: Sequence[tuple[Mapping[str, torch.Tensor], np.ndarray]], device: torch.device
 ) -> PackedImages | None:
-    """The images of several prompts; None: there are none.
+    """The images of several prompts as patches [S, X], grids [I, 3] and places [E]; None: there are none.
 
     Args:
         images: of each prompt that has some, as the model takes them, and the packed places of their tokens.
@@ -126,8 +126,10 @@ def packed_images(
 
 
 def unseen_image(model: PreTrainedModel, device: torch.device) -> PackedImages:
-    """The smallest image, which stands nowhere. Processes that share a tower's weights compute it at the same times,
-    those without an image too."""
+    """The smallest image, for ranks without one: those that share the encoder's weights compute at the same times.
+
+    Its pixels are zeros [side^2, X], its grid [1, 3], and its places none: [0].
+    """
     settings = cast(Any, model.config).vision_config
     side = settings.spatial_merge_size
     num_values = settings.in_channels * settings.temporal_patch_size * settings.patch_size**2
@@ -139,7 +141,7 @@ def unseen_image(model: PreTrainedModel, device: torch.device) -> PackedImages:
 
 
 def decoder_inputs(model: PreTrainedModel, input_ids: torch.Tensor, images: PackedImages) -> dict[str, Any]:
-    """What the decoder takes instead of tokens: their embeddings, and in the places of images those of the tower.
+    """What the decoder takes instead of tokens: their embeddings, and in the places of images those of the encoder.
 
     Args:
         model: a vision-language model.
@@ -147,10 +149,10 @@ def decoder_inputs(model: PreTrainedModel, input_ids: torch.Tensor, images: Pack
         images: of these tokens.
 
     Returns:
-        `inputs_embeds` [1, N, D]. For Qwen3-VL also what the tower adds to the states after the first layers.
+        `inputs_embeds` [1, N, D]. For Qwen3-VL also what the encoder adds to the states after the first layers.
 
     Raises:
-        EngineError: the tower makes more or fewer embeddings than there are places.
+        EngineError: the encoder makes more or fewer embeddings than there are places.
     """
     body = cast(Any, model.base_model)
     embeddings = model.get_input_embeddings()(input_ids)
@@ -158,7 +160,7 @@ def decoder_inputs(model: PreTrainedModel, input_ids: torch.Tensor, images: Pack
     features = torch.cat(seen.pooler_output).to(embeddings.dtype)
     added = [torch.cat(tuple(layer)) for layer in getattr(seen, "deepstack_features", None) or ()]
     if not len(images.places):
-        # Nothing of it is read, but each process has a gradient for the tower: zero.
+        # Nothing of it is read, but each rank has a gradient for the encoder: zero.
         nothing = torch.stack([part.sum() for part in (features, *added)]).sum() * 0.0
         return {"inputs_embeds": embeddings + nothing}
     if len(images.places) != len(features):
@@ -176,8 +178,8 @@ def decoder_inputs(model: PreTrainedModel, input_ids: torch.Tensor, images: Pack
 
 
 @dataclass(frozen=True)
-class TowerCost:
-    """What a vision tower computes of an image.
+class VisionEncoderCost:
+    """What a vision encoder computes of an image.
 
     Attributes:
         num_patch_parameters, num_token_parameters: that multiply each patch, and each embedding.
@@ -195,7 +197,7 @@ class TowerCost:
     is_frozen: bool
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> "TowerCost | None":
+    def of(cls, model: PreTrainedModel) -> "VisionEncoderCost | None":
         """That of a model; None: a text model."""
         if not is_vision(model.config):
             return None
@@ -226,7 +228,7 @@ class TowerCost:
         return float(total)
 
     def update_flops(self, grids: torch.Tensor) -> float:
-        """Operations of a forward and a backward pass; a frozen encoder has no backward pass."""
+        """Operations of both passes over images [I, 3]; a frozen encoder has no backward pass."""
         return self.forward_flops(grids) * (1 if self.is_frozen else 3)
 
 

@@ -7,9 +7,11 @@
       folder/.metadata                      torch's distributed checkpoint
       folder/model/.metadata                the same, in a role's part of a checkpoint
 
-A distributed checkpoint is read by its own list of chunks, so it does not matter how many processes wrote it, nor how
+A distributed checkpoint is read by its own list of chunks, so it does not matter how many ranks wrote it, nor how
 the tensors were cut. Nothing that a file could name is called while it is read: the list of chunks is a pickle, and
 only the classes that it is made of are let through.
+
+Legend: [...] is the shape of a parameter.
 """
 
 import json
@@ -37,18 +39,18 @@ _UNSHARDED = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
 
 
 class WeightFiles(Protocol):
-    """Tensors by name; each is read when it is asked for."""
+    """Tensors by name; each is read when it is needed."""
 
     def names(self) -> list[str]:
         """The names of all tensors, in the order of the files."""
         ...
 
     def shape(self, name: str) -> torch.Size:
-        """The whole shape of a tensor."""
+        """The whole shape of a tensor, [...] however it was cut."""
         ...
 
     def read(self, name: str) -> torch.Tensor:
-        """A whole tensor, in the dtype in which it was written.
+        """A whole tensor [...], in the dtype in which it was written.
 
         Raises:
             CheckpointError: its file is missing, cut or damaged.
@@ -194,7 +196,7 @@ class ChunkReader(FileSystemReader):
         self.set_up_storage_reader(self.listed, is_coordinator=True)
 
     def read_into(self, state: dict[str, torch.Tensor]) -> None:
-        """Fill tensors in place, of DTensors the part that this process holds.
+        """Fill tensors [...] in place, of DTensors the part that this rank holds.
 
         Raises:
             CheckpointError: a file is missing, cut or damaged.
@@ -276,7 +278,7 @@ class _MetadataUnpickler(pickle.Unpickler):
             ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
             ("torch.serialization", "_get_layout"),
             ("torch", "Size"),
-            # Where torch's own writer was told to write to. Python 3.13 has the classes in another module.
+            # Where torch's own writer wrote to. Python 3.13 has the classes in another module.
             *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")),
         }
     )

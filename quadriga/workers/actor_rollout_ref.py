@@ -82,7 +82,7 @@ class ActorRolloutRefWorker(Learner):
                 self.tokenizer,
                 device=self.engine.device,
                 dtype=self.engine.dtype,
-                actor=self.engine.model if self.engine.has_whole_weights else None,
+                actor=self.engine.model if self.engine.has_replicated_weights else None,
             )
             self.generation = Generation(
                 self.config, self.tokenizer, rollout, is_beside_training=True, num_processes=self.world_size
@@ -122,7 +122,7 @@ class ActorRolloutRefWorker(Learner):
 
     @register(dispatch_mode=BY_REPLICA)
     def compute_log_prob(self, data: DataProto, with_sum_pi_squared: bool = False) -> DataProto:
-        """`old_log_probs`, `entropys` and, where asked for, `sum_pi_squared` [B, T] of the actor as it is."""
+        """`old_log_probs`, `entropys` and, where wanted, `sum_pi_squared` [B, T] of the actor as it is."""
         wanted = {"with_entropy": True, "with_sum_pi_squared": with_sum_pi_squared}
         scores = self._infer(self.engine, data, self.rollout_config, **wanted)
         found = DataProto.from_dict(tensors={"old_log_probs": scores["log_probs"], "entropys": scores["entropy"]})

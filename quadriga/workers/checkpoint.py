@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A role's part of a checkpoint: what its processes write and read.
+"""A role's part of a checkpoint: what its ranks write and read.
 
     actor/
       config.json, generation_config.json, the tokenizer's files      with `model`; the processor's, where it sees
@@ -8,8 +8,8 @@
       optimizer/     distributed checkpoint: moments and step counts
       huggingface/   with `hf_model`: safetensors of the whole model, and the small files above
 
-The folders are written by all processes of the role, the rest by its first. `huggingface` is put together from the
-files of `model`, tensor by tensor, after all have written theirs: no process holds more of it than one shard. Of a
+The folders are written by all ranks of the role, the rest by its first. `huggingface` is put together from the
+files of `model`, tensor by tensor, after all have written theirs: no rank holds more of it than one shard. Of a
 model with an adapter `model` is the adapter alone; for `huggingface` it is merged into the frozen weights, which are
 written beside it for that long.
 """
@@ -30,7 +30,7 @@ from quadriga.models.vision import copy_processor, file_name
 from quadriga.models.weight_files import MODEL, DistributedFiles, RenamedFiles, open_weights, write_safetensors
 
 HF_FOLDER = "huggingface"
-"""Where a role's part of a checkpoint has the model that `hf_model` asks for."""
+"""Where a role's part of a checkpoint has the model of `hf_model`."""
 OPTIMIZER, FROZEN = "optimizer", "frozen"
 
 
@@ -48,7 +48,7 @@ class RoleCheckpoint:
         self._writer = StateWriter(engine.world)
 
     def start(self, folder: Path, contents: frozenset[str]) -> None:
-        """Copy what is asked for out of the engine, and begin to write it.
+        """Copy what `contents` names out of the engine, and begin to write it.
 
         Args:
             folder: of the role; is made.
@@ -110,7 +110,7 @@ class RoleCheckpoint:
 
 
 def _complete(folder: Path, contents: frozenset[str], adapter: AdapterShape | None, config: PreTrainedConfig) -> None:
-    """Write what is put together from the files that all processes have written."""
+    """Write what is put together from the files that all ranks have written."""
     if adapter and MODEL in contents:
         with explained(folder):
             write_adapter(folder, open_weights(folder / MODEL))

@@ -168,10 +168,10 @@ def _check_vision(config: Config, policy: Any, *, has_critic: bool) -> None:
 
 def layout_tables(config: Config, *, has_critic: bool) -> Iterator[str]:
     """For each role with several ranks, which rank has which rows."""
-    told = set()
+    warned = set()
     for where, section, size in arranged_roles(config, has_critic=has_critic):
-        if size > 1 and where not in told:
-            told.add(where)
+        if size > 1 and where not in warned:
+            warned.add(where)
             layout = layout_of(section, size, where)
             table = layout.table().replace("\n", "\n    ")
             yield f"  {where}: {layout.describe()}\n    {table}"

@@ -77,7 +77,7 @@ class FSDPEngine:
         self.training, self.memory = training, memory or Memory()
         self.model: PreTrainedModel = scorer.model
         model = self.model
-        self.has_whole_weights = processes.layout.is_whole
+        self.has_replicated_weights = processes.layout.is_whole
         self.cost, self.image_tokens = model_cost(model), ImageTokens.of(model.config)
         self.output_names = scorer.output_names
         self.num_nonfinite_steps = torch.zeros((), dtype=torch.int64)
@@ -87,7 +87,7 @@ class FSDPEngine:
                 module.p = 0.0
         if training is None:
             model.requires_grad_(False)
-        if self.has_whole_weights:
+        if self.has_replicated_weights:
             self.parameters: ReplicatedWeights | ShardedWeights = ReplicatedWeights(
                 scorer, model, dtype, processes.replicas
             )
@@ -114,7 +114,7 @@ class FSDPEngine:
     @torch.no_grad()
     def forward(self, batches: Sequence[PackedBatch], question: Question) -> list[Outputs]:
         work = list(batches)
-        if not self.has_whole_weights:
+        if not self.has_replicated_weights:
             work = [batch for batch, _ in self._in_step([(batch, _nothing) for batch in batches])]
         if self.pipeline is not None:
             outputs = self.pipeline.run([(batch, None) for batch in work], question) if work else []
@@ -128,7 +128,7 @@ class FSDPEngine:
     ) -> None:
         model, question = self.scorer.model, Question(temperature, with_entropy=True)
         work = list(zip(batches, losses, strict=True))
-        if not self.has_whole_weights:
+        if not self.has_replicated_weights:
             work = self._in_step(work)
         offloads = self.memory.activation_offload and self.device.type == "cuda"
         model.train(self.memory.gradient_checkpointing)  # Hugging Face checkpoints layers in training mode only

@@ -3,6 +3,8 @@
 
 With bfloat16 compute weights an update of 1e-5 is lost in a weight of 1: the optimizer works on float32 masters,
 and gradients are added up in float32 over micro-batches. With float32 compute weights both are the same tensors.
+
+Legend: [...] is the shape of a parameter, and of its master, gradient and moments.
 """
 
 from collections.abc import Callable, Iterator
@@ -46,7 +48,7 @@ class ReplicatedWeights:
         return [name for name, parameter in self.compute.items() if parameter.requires_grad]
 
     def attach_gradients(self) -> None:
-        """Give the gradients of all ranks, added up, to the masters, where the optimizer looks for them.
+        """Give the gradients [...] of all ranks, added up, to the masters, where the optimizer looks for them.
 
         A parameter without a gradient gets zeros, so that a mini-batch from which nothing can be learned is a
         step with a zero gradient, whether or not its sequences were computed.
@@ -63,7 +65,7 @@ class ReplicatedWeights:
         self.replicas.add_up([self.masters[name].grad for name in self.trained()])
 
     def grad_norm(self) -> torch.Tensor:
-        """The norm of the whole gradient."""
+        """The norm [] of the whole gradient, float32."""
         return torch.nn.utils.get_total_norm([self.masters[name].grad for name in self.trained()])
 
     def clear_gradients(self) -> None:
@@ -80,7 +82,7 @@ class ReplicatedWeights:
 
     @torch.no_grad()
     def refresh_compute(self) -> None:
-        """Round the masters into the compute weights, in place."""
+        """Round the masters [...] into the compute weights [...], in place."""
         # The fused optimizer does not count its writes, by which a rollout on these weights knows that they changed.
         torch.autograd.graph.increment_version([self.compute[name] for name in self.trained() if self._is_shared(name)])
         apart = [name for name in self.trained() if not self._is_shared(name)]
@@ -99,11 +101,11 @@ class ReplicatedWeights:
         return name
 
     def distributed(self, name: str, local: torch.Tensor) -> torch.Tensor:
-        """A master, or a moment of it, as the tensor that it is a part of: itself."""
+        """A master, or a moment of it, as the tensor that it is a part of: [...], itself."""
         return local
 
     def whole(self, wanted: Callable[[str], bool] = lambda name: True) -> Iterator[tuple[str, torch.Tensor]]:
-        """The parameters in the compute dtype; those whose names are `wanted`."""
+        """The parameters [...] in the compute dtype; those whose names are `wanted`."""
         for name, parameter in self.compute.items():
             if wanted(name):
                 yield name, parameter.detach()

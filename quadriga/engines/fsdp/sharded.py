@@ -9,6 +9,8 @@
 afterwards, each rank receiving the sum of its part. The masters here are these parts as plain tensors, so the
 optimizer is the same as for replicated weights; what they are parts of is said once, for checkpoints and rollouts.
 
+Legend: [V, D] an embedding, as one parameter for all; tp, fsdp the ranks that share it.
+
 arXiv:2304.11277
 """
 
@@ -71,7 +73,7 @@ class Part:
 
     Attributes:
         name: in the whole model.
-        tensor_dimension: cut by tensor parallelism; None: whole in every process of a tp group.
+        tensor_dimension: cut by tensor parallelism; None: whole on every rank of a tp group.
         is_copy: the first stage has the same parameter.
     """
 
@@ -153,7 +155,7 @@ class ShardedWeights:
         return [name for name, parameter in self.parameters.items() if parameter.requires_grad]
 
     def attach_gradients(self) -> None:
-        """Hand the gradients to the masters; zeros where there are none."""
+        """Hand the gradients [V/tp/fsdp, D] to the masters; zeros where there are none."""
         for name in self.trained():
             parameter, master = self.parameters[name], self.masters[name]
             local = parameter.to_local()
@@ -171,7 +173,7 @@ class ShardedWeights:
                 _add_up_of_two(self.masters[name].grad, self.processes)
 
     def grad_norm(self) -> torch.Tensor:
-        """The norm of the whole gradient, the same in all processes."""
+        """The norm [] of the whole gradient, float32, the same on all ranks."""
         layout = self.processes.layout
         total = torch.zeros((), dtype=torch.float64, device=self.processes.world.device)
         for name in self.trained():
@@ -209,7 +211,7 @@ class ShardedWeights:
         return self.parts[name].name
 
     def distributed(self, name: str, local: torch.Tensor) -> torch.Tensor:
-        """A part of this process, a master or a moment of it, as the tensor that it is a part of."""
+        """A part [V/tp/fsdp, D] of this rank, a master or a moment, as the DTensor [V, D] that it is a part of."""
         part, shape = self.parts[name], self.all[self.parts[name].name].shape
         tensor = Replicate() if part.tensor_dimension is None else Shard(part.tensor_dimension)
         stride = torch.empty(shape, device="meta").stride()
@@ -219,7 +221,7 @@ class ShardedWeights:
         )
 
     def whole(self, wanted: Callable[[str], bool] = lambda name: True) -> Iterator[tuple[str, torch.Tensor]]:
-        """Parameters of the whole model in the compute dtype, one after the other, in every process.
+        """Parameters [V, D] of the whole model in the compute dtype, one after the other, on every rank.
 
         No more than one of them and its parts are held here at a time; those whose names are not `wanted` are not
         gathered.
@@ -260,7 +262,7 @@ def _cut(whole: torch.Tensor, dimension: int, parts: int, number: int) -> torch.
 
 
 def _joined(part: torch.Tensor, mesh: DeviceMesh, dimension: int, shape: Sequence[int]) -> torch.Tensor:
-    """A tensor from the parts that the processes of a mesh have, sent to where they belong in it."""
+    """A tensor from the parts that the ranks of a mesh have, sent to where they belong in it."""
     group, number = mesh.get_group(), mesh.get_local_rank()
     if mesh.size() == 1:
         return part
@@ -312,7 +314,8 @@ def shard(
     processes: Processes,
     memory: Memory,
 ) -> ShardedWeights:
-    """The parameters of a scorer's model as its ranks hold them; the scorer computes with them afterwards.
+    """The parameters of a scorer's model as its ranks hold them: [V/tp/fsdp, D] of [V, D]. The scorer computes with
+    them afterwards.
 
     Args:
         scorer: the model and its head, whole, with float32 values or on "meta".

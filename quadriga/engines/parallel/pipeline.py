@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pipeline parallelism: each process has some of the layers, and micro-batches pass from one to the next.
+"""Pipeline parallelism: each rank has some of the layers, and micro-batches pass from one to the next.
 
     stage 0        embedding, layers 0-3     hidden states  --->
     stage 1                   layers 4-7, norm, head: outputs and loss; gradients of hidden states  <---
 
-The schedules are torch's: one forward, one backward (arXiv:2104.04473) for training; forward only for asking. They
+The schedules are torch's: one forward, one backward (arXiv:2104.04473) for training; forward only for inference. They
 want tensors of one shape, so the micro-batches of a step are extended to the longest of them.
 
 A stage keeps the model whole in name: layers of other stages pass on what they get, so that the architecture's own
 forward runs, and a parameter has one name wherever it lives.
 
-Legend: n packed tokens of a micro-batch in this process, D hidden size.
+Legend: n packed tokens of a micro-batch in this rank, D hidden size.
 """
 
 from collections.abc import Mapping, Sequence
@@ -123,7 +123,7 @@ class Pipeline:
     """One stage and its way to the others.
 
     Args:
-        stage: the module of this process, sharded or not.
+        stage: the module of this rank, sharded or not.
         processes: of the engine.
         dtype: of hidden states.
     """

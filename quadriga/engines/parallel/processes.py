@@ -5,6 +5,8 @@ Two views of the same ranks: `storage` says where parameters lie, `work` who com
 
     storage   (pp, dp_replicate, tp, fsdp)     a parameter is cut by tp, and each part by fsdp = dp_shard x sp
     work      (pp, dp, sp, tp)                 dp = dp_replicate x dp_shard; the order of the ranks
+
+Legend: N packed tokens, V vocabulary, D hidden size.
 """
 
 import functools
@@ -30,7 +32,7 @@ class Processes:
         place: of this one.
         world: all of them.
         replicas: those with other rows, at the same place otherwise.
-        storage, work: the meshes; None where every process has everything.
+        storage, work: the meshes; None where every rank has everything.
     """
 
     layout: Layout
@@ -42,33 +44,36 @@ class Processes:
 
     @classmethod
     def arrange(cls, world: ProcessGroup, layout: Layout) -> "Processes":
-        """Form the groups of a layout; every process of the world calls it, in the same order of layouts."""
+        """Form the groups of a layout; every rank of the world calls it, in the same order of layouts.
+
+        Meshes are [pp, dp_replicate, tp, fsdp] and [pp, dp, sp, tp].
+        """
         place = layout.place(world.rank)
         if layout.is_whole:
             return cls(layout, place, world, world)
-        # Roles with the same layout in the same processes share their groups; those of an earlier meeting are gone.
+        # Roles with the same layout on the same ranks share their groups; those of an earlier meeting are gone.
         storage, work = _meshes_of(layout, world.device.type, num_meetings())
         replicas = ProcessGroup(place.dp_rank, layout.dp_size, world.device, work.get_group("dp"))
         return cls(layout, place, world, replicas, storage, work)
 
     def group(self, name: str) -> dist.ProcessGroup:
         """The process group along one direction of `work`."""
-        assert self.work is not None, "only asked where there are meshes"
+        assert self.work is not None, "one rank has no meshes"
         return self.work.get_group(name)
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether this process has the embedding."""
+        """Whether this rank has the embedding [V, D]."""
         return self.place.pp == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this process has the head."""
+        """Whether this rank has the head, [V, D] of a policy."""
         return self.place.pp == self.layout.pp - 1
 
     @property
     def token_multiple(self) -> int:
-        """Packed tokens come in multiples of this, so that all processes get as many."""
+        """Packed tokens [1, N] come in multiples of this, so that all ranks get as many."""
         return self.layout.sp * self.layout.tp
 
 
@@ -76,7 +81,7 @@ ONE_PROCESS = Processes(Layout(), Layout().place(0), ALONE, ALONE)
 
 
 def alike(replicas: ProcessGroup) -> Processes:
-    """Processes that each have whole weights, and rows of their own."""
+    """Ranks that each have replicated weights, and rows of their own."""
     return Processes.arrange(replicas, Layout(dp_replicate=replicas.size))
 
 

@@ -73,7 +73,7 @@ class SharedTokens(Sharing):
             start += inside
         here = (batch.predictors >= start) & (batch.predictors < start + size)
         places = here.nonzero()[:, 0]
-        # With the vocabulary shared, all processes of a tp group have scored the same tokens.
+        # With the vocabulary shared, all ranks of a tp group have scored the same tokens.
         is_joined = {"sp": layout.sp > 1, "tp": layout.tp > 1 and not is_vocabulary}
         groups = [self.processes.group(name) for name, is_shared in is_joined.items() if is_shared]
         return Scored(
@@ -84,7 +84,7 @@ class SharedTokens(Sharing):
 
 
 def part_sizes(total: int, parts: int) -> list[int]:
-    """Sizes of the parts of a dimension that is shared as `torch.chunk` cuts it: the last may be smaller, or empty."""
+    """Sizes [parts] of a dimension that is shared as `torch.chunk` cuts it: the last may be smaller, or empty."""
     size = -(-total // parts)
     return [max(0, min(size, total - part * size)) for part in range(parts)]
 
@@ -121,7 +121,7 @@ class UlyssesAttention:
         if copies > 1:
             key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
         heads = [part.shape[1] // self.size for part in (query, key, value)]
-        # [1, H, n, D] -> [S, H/S, n, D]: the heads of process s in part s; queries, keys and values in one exchange.
+        # [1, H, n, D] -> [S, H/S, n, D]: the heads of rank s in part s; queries, keys and values in one exchange.
         parts = torch.cat([part[0].unflatten(0, (self.size, -1)) for part in (query, key, value)], 1)
         all_tokens = all_to_all(parts, self.group).transpose(0, 1).flatten(1, 2)  # [heads, N, D]
         queries, keys, values = (part[None] for part in all_tokens.split(heads))
@@ -146,7 +146,7 @@ class _ThereAndBack(torch.autograd.Function):
 
 
 def all_to_all(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Part s of [S, ...] goes to process s; returns the parts for this one, in the order of the senders.
+    """Part s of [S, ...] goes to rank s; returns the parts for this one, in the order of the senders.
 
     The gradient of what was received goes back to its sender.
     """
@@ -154,15 +154,15 @@ def all_to_all(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def gather(piece: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """[n, ...] of each process -> [S * n, ...] on all; each computes its part of the result's gradient.
+    """[n, ...] of each rank -> [S * n, ...] on all; each computes its part of the result's gradient.
 
-    The gradients of the copies are parts of a sum: they are added up, and each process gets its piece.
+    The gradients of the copies are parts of a sum: they are added up, and each rank gets its piece.
     """
     return _ThereAndBack.apply(piece, group, _gather, _scatter_sum)
 
 
 def scatter_sum(whole: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """[S * n, ...] of each process, parts of a sum -> the sum's piece [n, ...] of this one.
+    """[S * n, ...] of each rank, parts of a sum -> the sum's piece [n, ...] of this one.
 
     The way back of `gather`: the gradients of the pieces are put together.
     """
@@ -190,7 +190,7 @@ def _scatter_sum(whole: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 class _Fill(torch.autograd.Function):
-    """All processes compute the same of the result, so the gradient of this one's entries is what it has of them."""
+    """All ranks compute the same of the result, so the gradient of this one's entries is what it has of them."""
 
     @staticmethod
     def forward(
@@ -210,5 +210,5 @@ class _Fill(torch.autograd.Function):
 
 
 def fill(values: torch.Tensor, places: torch.Tensor, size: int, groups: Sequence[dist.ProcessGroup]) -> torch.Tensor:
-    """One vector [size] out of the processes' `values`, each at its own `places`; the same on all of them."""
+    """One vector [size] out of the ranks' `values`, each at its own `places`; the same on all of them."""
     return _Fill.apply(values, places, size, groups)

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensor parallelism, arXiv:1909.08053, with the tokens parted between the layers, arXiv:2205.05198.
 
-    norm      n tokens            every process its own
+    norm      n tokens            every rank its own
     gather    N tokens            before attention and MLP
-    colwise   rows of a weight    each process computes some heads, some of the MLP's width
+    colwise   rows of a weight    each rank computes some heads, some of the MLP's width
     rowwise   columns of it       each has a part of every token's sum
     scatter   n tokens            added up, and parted again
 
-Parameters become plain tensors that hold this process's part; those that all processes have alike (norms, the bias of
+Parameters become plain tensors that hold this rank's part; those that all ranks have alike (norms, the bias of
 a rowwise projection) see only some of the tokens or heads, so their gradients are added up before a step
 (`ShardedWeights.attach_gradients`). Which projection is shared how is what transformers declares for the architecture.
 
-Legend: n tokens of this process, N = n x tp, D hidden size, V' entries of the vocabulary in this process.
+Legend: n tokens of this rank, N = n x tp, D hidden size, V' entries of the vocabulary in this rank.
 """
 
 import re
@@ -31,14 +31,17 @@ _SPLIT_DIMENSION = {"colwise": 0, "rowwise": 1}
 
 
 def share_layers(model: PreTrainedModel, group: dist.ProcessGroup) -> dict[str, int]:
-    """Cut a model's projections, embedding and head, and let their modules talk. Parameters may be on "meta".
+    """Cut a model's projections, embedding and head, and join their modules by collectives.
+
+    A column-wise projection [out, in] becomes [out / tp, in], a row-wise one [out, in / tp]; the vocabulary [V', D].
+    Parameters may be on "meta".
 
     Args:
-        model: whole; it computes with the tokens of this process afterwards.
-        group: the processes.
+        model: whole; it computes with the tokens of this rank afterwards.
+        group: the ranks.
 
     Returns:
-        by name, the dimension in which a parameter is cut; every process has the others whole.
+        by name, the dimension in which a parameter is cut; every rank has the others whole.
     """
     cut: dict[str, int] = {}
     base = backbone(model)

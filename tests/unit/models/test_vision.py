@@ -15,7 +15,7 @@ from quadriga.models.attention import ATTENTION_NAME
 from quadriga.models.flops import model_cost
 from quadriga.models.fused import fuse
 from quadriga.models.load import backbone, head_of, load_causal_lm, skeleton_causal_lm
-from quadriga.models.vision import ImageTokens, TowerCost, file_name, parameter_name, vision_encoder
+from quadriga.models.vision import ImageTokens, VisionEncoderCost, file_name, parameter_name, vision_encoder
 from quadriga.protocol.memory import images_key
 from tests.tiny_vision import FAMILIES, IMAGE, image_tokens, joined, random_image, save_vision_model, vision_model
 
@@ -28,7 +28,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def test_a_loaded_model_is_that_of_transformers(folder: Path) -> None:
-    """In transformers' own attention it says what transformers' says; in ours the tower keeps torch's."""
+    """In transformers' own attention it says what transformers' says; in ours the vision encoder keeps torch's."""
     image = random_image(torch.Generator().manual_seed(0), 4, 6)
     ids = torch.tensor([[*image_tokens(image), 9, 10]])
     inputs = {"input_ids": ids, "mm_token_type_ids": (ids == IMAGE).int(), **image}
@@ -80,10 +80,10 @@ def test_the_tokens_of_images() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_cost_of_images(family: str) -> None:
-    """What torch counts while the tower runs, to one operation; images with windows that are cut, and without."""
+    """What torch counts while the vision encoder runs, to one operation; with windows that are cut, and without."""
     model = vision_model(family=family)
     grids = torch.tensor([[1, 4, 6], [1, 10, 4], [1, 2, 2]])
-    cost = TowerCost.of(model)
+    cost = VisionEncoderCost.of(model)
     assert cost is not None
     pixels = torch.randn(int(grids.prod(-1).sum()), 96)
     # Of the fused attention on a CPU the counter knows nothing.
@@ -93,7 +93,7 @@ def test_the_cost_of_images(family: str) -> None:
     assert cost.update_flops(grids) == 3 * cost.forward_flops(grids)
     vision_encoder(model).requires_grad_(False)
     frozen = model_cost(model)
-    assert frozen.tower is not None and frozen.tower.update_flops(grids) == cost.forward_flops(grids)
-    # The decoder's matrices are counted apart from the tower's.
+    assert frozen.vision_encoder is not None and frozen.vision_encoder.update_flops(grids) == cost.forward_flops(grids)
+    # The decoder's matrices are counted apart from the vision encoder's.
     linears = [one for name, one in model.named_modules() if isinstance(one, nn.Linear) and "language_model" in name]
     assert frozen.num_block_parameters == sum(one.weight.numel() for one in linears)
