@@ -33,7 +33,6 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-from quadriga.background import result_of
 from quadriga.errors import RewardError
 from quadriga.rewards.grading_process import COMMAND, GRADED, LOADING, READY, UNUSABLE, Arguments
 from quadriga.rewards.outcome import Outcome, failure
@@ -174,7 +173,7 @@ class Round:
         """
         try:
             for thread in self.threads:
-                result_of(thread)
+                thread.result()
         except BaseException:
             # Ctrl-C above all: what is in work then is of no use.
             self.cancel()

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a configuration to the objects of a run: the one place where a name becomes a class."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from typing import Any
 
-from quadriga.background import in_background, result_of
-from quadriga.config import Config, DataConfig, place_roles
+from quadriga.background import in_background
+from quadriga.config import Config, DataConfig, Placement, place_roles
 from quadriga.data import (
     create_dataloader,
     create_rl_dataset,
@@ -17,24 +17,27 @@ from quadriga.data import (
     load_processor,
     load_tokenizer,
 )
+from quadriga.data.rm_dataset import RMDataset
+from quadriga.data.sft_dataset import MultiTurnSFTDataset, SFTDataset, TokenizedRows
 from quadriga.observe.timing import Timeline
 from quadriga.rewards import RewardManager, load_reward_manager
 from quadriga.single_controller import ClassWithInitArgs, LocalWorkerGroup, WorkerGroups
-from quadriga.trainer.publishing import WeightPublisher
-from quadriga.trainer.ray_trainer import RayPPOTrainer, Workers
+from quadriga.trainer.ray_trainer import RayPPOTrainer, WeightPublisher, Workers
 from quadriga.trainer.rewards import ModelReward
 from quadriga.trainer.roles import Needs, Role
-from quadriga.trainer.sft import SupervisedTrainer
+from quadriga.trainer.sft import Loaders, RewardModelTrainer, SFTTrainer, SupervisedTrainer
 from quadriga.workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker, RolloutWorker
 from quadriga.workers.base import UpdateInputs
-from quadriga.workers.models import check_models, layout_tables
+from quadriga.workers.models import check_models, layout_tables, require_text
 from quadriga.workers.rollout_engines import rollout_engine_class
+from quadriga.workers.sft import RewardModelTrainingWorker, SFTWorker
 
 # Import strings: Ray is imported only where the configuration names it.
 TEAMS = {
     "local": "quadriga.single_controller.local:LocalWorkerGroups",
     "ray": "quadriga.single_controller.ray:RayWorkerGroups",
 }
+SFT_DATASETS: dict[str, type[TokenizedRows]] = {"messages": MultiTurnSFTDataset, "prompt_response": SFTDataset}
 
 
 @dataclass(frozen=True)
@@ -60,14 +63,17 @@ class Run:
 
 
 def build_run(config: Config, timeline: Timeline) -> Run:
-    """Everything a run needs, loaded and checked.
-
-    Where the workers are beside this process, they load their models while it prepares the data.
+    """Everything a run needs, loaded and checked, whatever its `task`.
 
     Args:
-        config: with the task `rl`.
+        config: the resolved configuration.
         timeline: records where the start-up spends its time.
     """
+    return _build_rl_run(config, timeline) if config.task == "rl" else _build_supervised_run(config, timeline)
+
+
+def _build_rl_run(config: Config, timeline: Timeline) -> Run:
+    """Reinforcement learning: workers that are other processes load their models while this one prepares the data."""
     needs = Needs.of(config)
     UpdateInputs(config)  # refuses a loss or an option that does not exist, before a process starts
     rollout_engine_class(config)  # likewise an engine
@@ -78,7 +84,7 @@ def build_run(config: Config, timeline: Timeline) -> Run:
     try:
         models: Callable[[], dict[str, str]] = partial(load_models, team, timeline)
         if team.is_remote:
-            models = partial(result_of, in_background(models, "loading models"))
+            models = in_background(models, "loading models").result
         with timeline.part("data"):
             train, val = build_dataloaders(config, tokenizer)
         choices = models()
@@ -92,6 +98,29 @@ def build_run(config: Config, timeline: Timeline) -> Run:
         raise
     print_choices(choices | needs.describe(), config, has_critic=needs.critic)
     return Run(trainer, team)
+
+
+def _build_supervised_run(config: Config, timeline: Timeline) -> Run:
+    """SFT, or the training of a reward model."""
+    require_text(config, "quadriga sft")
+    check_models(config, has_critic=False)
+    with timeline.part("tokenizer"):
+        tokenizer = build_tokenizer(config)
+    with timeline.part("data"):
+        loaders = build_supervised_loaders(config, tokenizer)
+    is_reward_model = config.task == "reward_model"
+    role, learner = Role.ActorRollout, RewardModelTrainingWorker if is_reward_model else SFTWorker
+    placement = place_roles(config.trainer, has_reference=False, has_critic=False, has_reward_model=False)
+    team = start_team(config, placement, {role: ClassWithInitArgs(learner, config, tokenizer)})
+    try:
+        choices = load_models(team, timeline)
+        trainer = RewardModelTrainer if is_reward_model else SFTTrainer
+        run = Run(trainer(config, team.groups[role].as_worker(), loaders), team)
+    except BaseException:
+        team.end()
+        raise
+    print_choices(choices, config, has_critic=False)
+    return run
 
 
 def print_choices(choices: dict[str, str], config: Config, *, has_critic: bool) -> None:
@@ -111,7 +140,13 @@ def build_team(config: Config, tokenizer: Any, needs: Needs) -> WorkerGroups:
         has_critic=needs.critic,
         has_reward_model=needs.reward_model,
     )
-    classes = {role: _worker_class(Role(role), config, tokenizer) for role in placement.roles}
+    return start_team(
+        config, placement, {role: _worker_class(Role(role), config, tokenizer) for role in placement.roles}
+    )
+
+
+def start_team(config: Config, placement: Placement, classes: Mapping[str, ClassWithInitArgs[Any]]) -> WorkerGroups:
+    """A worker group of each of these classes, by role, on the backend that `trainer.backend` names."""
     module, _, name = TEAMS[config.trainer.backend].partition(":")
     return getattr(import_module(module), name)(classes, placement.roles, placement.pools, config.trainer.device)
 
@@ -204,6 +239,24 @@ def build_dataloaders(config: Config, tokenizer: Any) -> tuple[Any, Any]:
     sampler = create_rl_sampler(data, train)
     train_loader = create_dataloader(train, data, batch_size=data.train_batch_size, sampler=sampler, drop_last=True)
     return train_loader, build_val_dataloader(config, tokenizer) if data.val_files else None
+
+
+def build_supervised_loaders(config: Config, tokenizer: Any) -> Loaders:
+    """Loaders of the rows of training, whole batches only, and of validation."""
+    data = config.data
+    kind = RMDataset if config.task == "reward_model" else SFT_DATASETS[data.format]
+    train = kind(data.train_files, tokenizer, data)
+    size = min(data.train_batch_size, len(train))
+    if size < data.train_batch_size:
+        print(f"data.train_batch_size: there are {size} rows; a batch has all of them.")
+    sampler = create_rl_sampler(data, train)
+    train_loader = create_dataloader(train, data, batch_size=size, sampler=sampler, drop_last=True)
+    if not data.val_files:
+        return Loaders(train_loader, None)
+    val = kind(data.val_files, tokenizer, data, is_train=False)
+    in_order = create_rl_sampler(data.model_copy(update={"shuffle": False}), val)
+    val_loader = create_dataloader(val, data, batch_size=data.val_batch_size, sampler=in_order, drop_last=False)
+    return Loaders(train_loader, val_loader)
 
 
 def _data_config(config: Config) -> DataConfig:

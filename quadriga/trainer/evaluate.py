@@ -14,7 +14,6 @@ from quadriga.data.pictures import read_picture
 from quadriga.data.tokenizing import ChatEncoder
 from quadriga.data.vision import VisionProcessor, VisionPrompt, with_parts
 from quadriga.errors import DataError
-from quadriga.observe.progress import Progress
 from quadriga.protocol import DataProto
 from quadriga.protocol.columns import object_array
 from quadriga.trainer.build import (
@@ -43,8 +42,7 @@ def evaluate(config: Config) -> tuple[dict[str, float], list[dict[str, Any]]]:
     reward_model = build_reward_model(config, tokenizer)
     reward = build_reward(config, tokenizer, reward_model)
     try:
-        with Progress(len(loader), description="batch"):
-            return Validator(config, tokenizer, policy, reward, loader).run(0)
+        return Validator(config, tokenizer, policy, reward, loader).run(0)
     finally:
         reward.close()
         policy.close()

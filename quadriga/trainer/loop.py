@@ -10,14 +10,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from quadriga.config.base import Section
-from quadriga.config.trainer import TrainerConfig
+from quadriga.config import Config
 from quadriga.observe.progress import Progress
 from quadriga.observe.stopping import expires_within, expiry, is_stop_requested
 from quadriga.observe.timing import PhaseTimer
 from quadriga.observe.tracking import Tracking
-from quadriga.trainer.checkpoint import Checkpoints
-from quadriga.trainer.saving import CheckpointSaver
+from quadriga.trainer.checkpoint import Checkpoints, step_of
+from quadriga.trainer.saving import CheckpointSaver, load_run_state, save_run_state
 
 
 class TrainingLoop(ABC):
@@ -25,7 +24,6 @@ class TrainingLoop(ABC):
 
     Args:
         config: the resolved configuration, which trackers store.
-        settings: its section `trainer`.
         learners: the worker groups that checkpoints are made of, by the names of their parts.
         total_training_steps: where the run ends.
 
@@ -39,21 +37,39 @@ class TrainingLoop(ABC):
     progress: Progress
     tracking: Tracking
 
-    def __init__(
-        self, config: Section, settings: TrainerConfig, learners: Mapping[str, Any], total_training_steps: int
-    ) -> None:
-        self.settings, self.total_training_steps = settings, total_training_steps
-        self.checkpoints = Checkpoints(settings.directory, settings.max_ckpt_to_keep)
+    def __init__(self, config: Config, learners: Mapping[str, Any], total_training_steps: int) -> None:
+        self.config, self.settings, self.total_training_steps = config, config.trainer, total_training_steps
+        self.checkpoints = Checkpoints(self.settings.directory, self.settings.max_ckpt_to_keep)
         self.saver = CheckpointSaver(self.checkpoints, learners, report=lambda text: self.progress.message(text))
         self.global_steps, self.is_stopping = 0, False
         self.metrics: dict[str, float] = {}
         self.timer = PhaseTimer()
-        self._config = config
         self._expires_at, self._longest_step_s = expiry(), 0.0
 
     @abstractmethod
+    def run_state(self) -> dict[str, dict[str, Any]]:
+        """What the driver must keep in a checkpoint beside its step and random states: `loader`, `kl_controller`."""
+
+    @abstractmethod
+    def restore(self, state: dict[str, dict[str, Any]]) -> None:
+        """Put back what `run_state` gave, once the workers have loaded their parts."""
+
     def write_run_state(self, directory: Path) -> None:
-        """The driver's own part of a checkpoint."""
+        """Write the driver's own part of a checkpoint into its folder."""
+        with_random_states = "extra" in self.config.actor_rollout_ref.actor.checkpoint.save_contents
+        save_run_state(directory, step=self.global_steps, **self.run_state(), with_random_states=with_random_states)
+
+    def load_checkpoint(self) -> None:
+        """Go on from the checkpoint that the configuration asks for, if there is one."""
+        path = self.checkpoints.to_resume(self.settings)
+        if path is None:
+            return
+        self.global_steps = step_of(path)
+        for learner in self.saver.workers.values():
+            learner.load_checkpoint(path.absolute())
+        contents = self.config.actor_rollout_ref.actor.checkpoint.load_contents
+        self.restore(load_run_state(path, with_random_states="extra" in contents))
+        print(f"resumed from {path}")
 
     def close(self) -> None:
         """Stop what the loop itself has started. The workers end with their groups."""
@@ -73,13 +89,9 @@ class TrainingLoop(ABC):
         save_freq = self.settings.save_freq
         may_be_last = self._may_be_last_step() and save_freq > 0
         if may_be_last or self.is_due(save_freq):
-            self.save_checkpoint()
+            self.saver.start(self.global_steps, self.write_run_state)
         if may_be_last:
             self.saver.finish()
-
-    def save_checkpoint(self) -> None:
-        """Copy all that is needed to go on from here as if nothing had happened; it is written in the background."""
-        self.saver.start(self.global_steps, self.write_run_state)
 
     def open_progress(self) -> Progress:
         """The progress bar, or log lines where there is no terminal."""
@@ -92,7 +104,7 @@ class TrainingLoop(ABC):
             self.settings.loggers,
             project_name=self.settings.project_name,
             experiment_name=self.settings.experiment_name,
-            config=self._config.model_dump(mode="json"),
+            config=self.config.model_dump(mode="json"),
             directory=self.settings.directory,
             resume_step=self.global_steps,
             progress=self.progress,

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,21 +30,53 @@ from quadriga.observe.progress import step_fields
 from quadriga.observe.timing import PhaseTimer
 from quadriga.protocol import DataProto
 from quadriga.rewards import RewardManager
+from quadriga.single_controller.worker_group import WorkerGroup
 from quadriga.trainer.balance import SequenceCost, in_first_order, order_for_ranks
-from quadriga.trainer.checkpoint import step_of
 from quadriga.trainer.group_filter import GroupFilter
 from quadriga.trainer.loop import TrainingLoop
 from quadriga.trainer.metrics import check_log_probs, data_metrics, performance_metrics
 from quadriga.trainer.prompts import PromptStream, assign_uids
-from quadriga.trainer.publishing import WeightPublisher
 from quadriga.trainer.responses import generate_responses, sample_rows, write_samples
 from quadriga.trainer.rewards import BatchRewards, grade, joins_late
 from quadriga.trainer.roles import Needs
 from quadriga.trainer.rollout_cache import RolloutCache
-from quadriga.trainer.saving import load_run_state, save_run_state
 from quadriga.trainer.validate import Validator
 from quadriga.workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker, RolloutWorker
 from quadriga.workers.base import UpdateInputs, model_inputs
+
+
+class WeightPublisher:
+    """Gives the rollout the actor's weights.
+
+    Where the rollout has processes of its own, weights of version 0 are sent at once:
+
+        driver     publish(v) ────┬──────────────┬───────────────────────> both are done
+        actor                     └ send_weights │ ── buckets ──┐      without frozen weights that the rollout has
+        rollout                                  └ receive_weights ── compare fingerprints
+
+    Args:
+        actor: worker group with the actor.
+        rollout: worker group of the rollout; None: it is in the actor's processes.
+    """
+
+    def __init__(self, actor: WorkerGroup[Any], rollout: WorkerGroup[Any] | None = None) -> None:
+        self._actor, self._rollout, self._has_frozen = actor, rollout, False
+        if rollout is not None:
+            address, *_ = actor.method("offer_weights")(rollout.world_size)
+            rollout.method("expect_weights")(address)
+            self.publish(0)
+
+    def publish(self, version: int) -> None:
+        """Afterwards the rollout generates with the actor's weights, under this version; else a WeightSyncError."""
+        if self._rollout is None:
+            self._actor.method("publish_weights")(version)
+            return
+        has_frozen, self._has_frozen = self._has_frozen, False
+        sent = self._actor.method("send_weights")(version, has_frozen)
+        received = self._rollout.method("receive_weights")(version)
+        sent.get()
+        received.get()
+        self._has_frozen = True
 
 
 @dataclass(frozen=True)
@@ -86,11 +117,11 @@ class RayPPOTrainer(TrainingLoop):
         val_dataloader: Any,
         total_training_steps: int,
     ) -> None:
-        self.config, self.tokenizer, self.reward = config, tokenizer, reward
+        self.tokenizer, self.reward = tokenizer, reward
         self.joins_late = joins_late(reward, config)
         self.actor, self.reference, self.critic = workers.actor, workers.reference, workers.critic
         learners = {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
-        super().__init__(config, config.trainer, learners, total_training_steps)
+        super().__init__(config, learners, total_training_steps)
         self.weights = workers.weights
         self.train_dataloader = train_dataloader
         self.prompts = PromptStream(train_dataloader, is_saved=config.trainer.save_freq > 0)
@@ -301,30 +332,13 @@ class RayPPOTrainer(TrainingLoop):
         self.tracking.log_samples(rows, self.global_steps)
         return metrics
 
-    def write_run_state(self, directory: Path) -> None:
-        save_run_state(
-            directory,
-            step=self.global_steps,
-            loader=self.prompts.state_dict(),
-            kl_controller=self.kl_controller.state_dict(),
-            with_random_states="extra" in self.config.actor_rollout_ref.actor.checkpoint.save_contents,
-        )
+    def run_state(self) -> dict[str, dict[str, Any]]:
+        return {"loader": self.prompts.state_dict(), "kl_controller": self.kl_controller.state_dict()}
 
-    def load_checkpoint(self) -> None:
-        """Go on from the checkpoint that the configuration asks for, if there is one."""
-        path = self.checkpoints.to_resume(self.config.trainer)
-        if path is None:
-            return
-        self.global_steps = step_of(path)
-        self.actor.load_checkpoint(path.absolute())
+    def restore(self, state: dict[str, dict[str, Any]]) -> None:
         self.weights.publish(self.global_steps)
-        if self.critic:
-            self.critic.load_checkpoint(path.absolute())
-        contents = self.config.actor_rollout_ref.actor.checkpoint.load_contents
-        state = load_run_state(path, with_random_states="extra" in contents)
         self.prompts.load_state_dict(state["loader"])
         self.kl_controller.load_state_dict(state["kl_controller"])
-        print(f"resumed from {path}")
 
     @property
     def epoch(self) -> int:

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from quadriga.background import in_background, result_of
+from quadriga.background import in_background
 from quadriga.errors import CheckpointError, QuadrigaError
 from quadriga.observe.watchdog import waiting
 from quadriga.trainer.checkpoint import Checkpoints, require_parts
@@ -153,7 +153,7 @@ class CheckpointSaver:
             pending.completion = in_background(lambda: self.checkpoints.complete(pending.step), "checkpoint")
         if not is_awaited and not pending.completion.done():
             return False
-        result_of(pending.completion)
+        pending.completion.result()
         return True
 
 

@@ -21,7 +21,6 @@ import shutil
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,9 +33,7 @@ from quadriga.observe.metrics import reduce_metrics
 from quadriga.observe.progress import step_fields
 from quadriga.observe.timing import PhaseTimer
 from quadriga.protocol import DataProto
-from quadriga.trainer.checkpoint import step_of
 from quadriga.trainer.loop import TrainingLoop
-from quadriga.trainer.saving import load_run_state, save_run_state
 from quadriga.workers.checkpoint import HF_FOLDER
 from quadriga.workers.reward_model import SequenceTokens, sequences_batch
 from quadriga.workers.sft import SCORE_SLOPE
@@ -63,11 +60,11 @@ class SupervisedTrainer(TrainingLoop):
     """
 
     def __init__(self, config: Config, learner: Any, loaders: Loaders) -> None:
-        self.config, self.learner = config, learner
+        self.learner = learner
         self.train_dataloader, self.val_dataloader = loaders.train, loaders.val
-        settings = config.trainer
-        total_training_steps = settings.total_training_steps or settings.total_epochs * max(1, len(loaders.train))
-        super().__init__(config, settings, {"actor": learner}, total_training_steps)
+        trainer = config.trainer
+        total_training_steps = trainer.total_training_steps or trainer.total_epochs * max(1, len(loaders.train))
+        super().__init__(config, {"actor": learner}, total_training_steps)
 
     @abstractmethod
     def step(self, rows: DataProto) -> int:
@@ -159,28 +156,11 @@ class SupervisedTrainer(TrainingLoop):
                 shutil.rmtree(aside, ignore_errors=True)
         self.progress.message(f"model: {target}")
 
-    def write_run_state(self, directory: Path) -> None:
-        contents = self.config.actor_rollout_ref.actor.checkpoint.save_contents
-        save_run_state(
-            directory,
-            step=self.global_steps,
-            loader=self.train_dataloader.state_dict(),
-            kl_controller={},
-            with_random_states="extra" in contents,
-        )
+    def run_state(self) -> dict[str, dict[str, Any]]:
+        return {"loader": self.train_dataloader.state_dict(), "kl_controller": {}}
 
-    def load_checkpoint(self) -> None:
-        """Go on from the checkpoint that the configuration asks for, if there is one."""
-        path = self.checkpoints.to_resume(self.settings)
-        if path is None:
-            return
-        self.global_steps = step_of(path)
-        self.learner.load_checkpoint(path.absolute())
-        state = load_run_state(
-            path, with_random_states="extra" in self.config.actor_rollout_ref.actor.checkpoint.load_contents
-        )
+    def restore(self, state: dict[str, dict[str, Any]]) -> None:
         self.train_dataloader.load_state_dict(state["loader"])
-        print(f"resumed from {path}")
 
 
 class SFTTrainer(SupervisedTrainer):

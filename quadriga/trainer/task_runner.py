@@ -11,7 +11,6 @@ from quadriga.observe.timing import Timeline
 from quadriga.trainer.build import build_run
 from quadriga.trainer.checkpoint import Checkpoints, write_configuration
 from quadriga.trainer.saving import random_states, restore_random_states
-from quadriga.trainer.supervised_run import build_supervised_run
 
 
 class TaskRunner:
@@ -46,7 +45,7 @@ class TaskRunner:
             config, timeline = self._going_on(config), Timeline("restart")
 
     def _train(self, config: Config, timeline: Timeline) -> None:
-        run = build_run(config, timeline) if config.task == "rl" else build_supervised_run(config, timeline)
+        run = build_run(config, timeline)
         trainer = run.trainer
         is_cut_short = True
         try:

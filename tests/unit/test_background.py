@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from quadriga.background import in_background, result_of
+from quadriga.background import in_background
 
 
 def test_the_caller_goes_on_while_the_work_does() -> None:
@@ -14,10 +14,10 @@ def test_the_caller_goes_on_while_the_work_does() -> None:
     future = in_background(lambda: goes_on.wait(20), "test")
     assert not future.done()
     goes_on.set()
-    assert result_of(future)
+    assert future.result()
 
 
 def test_an_error_is_raised_by_the_wait() -> None:
     """What the work raises is raised where the result is asked for."""
     with pytest.raises(ZeroDivisionError):
-        result_of(in_background(lambda: 1 // 0, "test"))
+        in_background(lambda: 1 // 0, "test").result()

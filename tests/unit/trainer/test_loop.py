@@ -4,6 +4,7 @@
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,6 +31,12 @@ class Counting(TrainingLoop):
 
     step_s = 0.0
 
+    def run_state(self) -> dict[str, dict[str, Any]]:
+        return {}
+
+    def restore(self, state: dict[str, dict[str, Any]]) -> None:
+        pass
+
     def write_run_state(self, directory: Path) -> None:
         (directory / "trainer").mkdir()
         (directory / "trainer" / "state").write_text(str(self.global_steps))
@@ -52,7 +59,7 @@ def make(tmp_path: Path) -> Make:
 
     def build(**changes: int) -> Counting:
         settings = TrainerConfig(default_local_dir=str(tmp_path / "run"), **changes)
-        return Counting(Config.model_construct(trainer=settings), settings, {"actor": Learner()}, 5)
+        return Counting(Config.model_construct(trainer=settings), {"actor": Learner()}, 5)
 
     return build
 

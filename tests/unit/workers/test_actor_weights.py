@@ -15,7 +15,7 @@ from quadriga.config import Config
 from quadriga.errors import WeightSyncError
 from quadriga.models.adapter_files import is_factor
 from quadriga.protocol import DataProto
-from quadriga.trainer.publishing import WeightPublisher
+from quadriga.trainer.ray_trainer import WeightPublisher
 from quadriga.workers import ActorRolloutRefWorker, RolloutWorker, rollout_engines
 from tests.unit.rollout.vllm.stand_in import StandIn, stand_in_for_vllm
 
