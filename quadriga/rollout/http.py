@@ -24,7 +24,6 @@ from quadriga.rollout.interface import (
     BatchImages,
     Completion,
     EngineBase,
-    FinishReason,
     Images,
     Prompt,
     Prompts,
@@ -32,14 +31,12 @@ from quadriga.rollout.interface import (
     SamplingParams,
 )
 from quadriga.rollout.setup import EngineSetup
-from quadriga.rollout.third_party import LogProbsOf, split_log_probs
+from quadriga.rollout.third_party import FINISH_REASONS, SEED_BITS, LogProbsOf, split_log_probs
 from quadriga.weight_sync.fingerprint import Fingerprint, fingerprint
 
 _WHERE = "rollout.name=http"
 _KWARGS = "actor_rollout_ref.rollout.engine_kwargs"
-_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 _AS_TEXT = "token_id:"
-_SEED_BITS = 63
 _OPTIONS = ("logprobs_mode", "timeout_s", "num_tries", "headers")
 
 
@@ -214,7 +211,7 @@ class HTTPEngine(EngineBase):
             "top_p": 1.0 if greedy else sampling.top_p,
             "top_k": -1 if greedy else (sampling.top_k or -1),
             "min_p": 0.0 if greedy else sampling.min_p,
-            "seed": sampling.seed % (1 << _SEED_BITS),
+            "seed": sampling.seed % (1 << SEED_BITS),
             "stop": list(sampling.stop) or None,
             "include_stop_str_in_output": True,
             "stop_token_ids": sorted(sampling.stops(self.eos_token_ids)),
@@ -237,7 +234,7 @@ class HTTPEngine(EngineBase):
         token_ids = choice.get("token_ids")
         if token_ids is None and tokens and all(str(token).startswith(_AS_TEXT) for token in tokens):
             token_ids = [int(token.removeprefix(_AS_TEXT)) for token in tokens]
-        reason = _REASONS.get(choice.get("finish_reason"))
+        reason = FINISH_REASONS.get(choice.get("finish_reason"))
         problem = ""
         if token_ids is None:
             problem = "a response without token ids"

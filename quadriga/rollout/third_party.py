@@ -16,6 +16,7 @@ from quadriga.observe.probe import release_numbers
 from quadriga.rollout.interface import (
     BatchImages,
     EngineBase,
+    FinishReason,
     Prompts,
     Sampling,
     SamplingParams,
@@ -25,6 +26,10 @@ from quadriga.rollout.manifest import Manifest
 from quadriga.weight_sync.fingerprint import Fingerprint
 from quadriga.weight_sync.publish import name_some
 
+FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+"""Those of the servers' and libraries' responses that are known."""
+SEED_BITS = 63
+"""A seed of theirs is a signed number of 64 bits."""
 LogProbsOf = Literal["processed_logprobs", "raw_logprobs"]
 """`processed_logprobs` are those of the distribution that tokens are drawn from, after temperature and filters;
 `raw_logprobs` those of the model, before both. The words are vLLM's."""

@@ -163,8 +163,9 @@ class Meddling(VLLMEngine):
         plain = core.ask
 
         def ask(method: str, *args: Any, **given: Any) -> Any:
-            if args[:1] == ("load_tensor",) and given["args"][0] == "model.layers.1.mlp.down_proj.weight":
-                given["args"][1][3, 5] += 1e-3
+            for name, tensor in given["args"][0] if args[:1] == ("load_bucket",) else ():
+                if name == "model.layers.1.mlp.down_proj.weight":
+                    tensor[3, 5] += 1e-3
             return plain(method, *args, **given)
 
         core.ask = ask  # pyrefly: ignore[bad-assignment]

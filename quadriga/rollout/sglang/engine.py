@@ -27,7 +27,6 @@ from quadriga.rollout.causal_model import cache_bytes_per_token
 from quadriga.rollout.interface import (
     BatchImages,
     Completion,
-    FinishReason,
     Images,
     Prompt,
     Prompts,
@@ -40,11 +39,9 @@ from quadriga.rollout.setup import EngineSetup
 from quadriga.rollout.sglang.process import SGLangProcess
 from quadriga.rollout.sglang.receiver import FINGERPRINTS, LOADER
 from quadriga.rollout.sglang.server import SGLangServer
-from quadriga.rollout.third_party import ThirdPartyEngine, has_filters
+from quadriga.rollout.third_party import FINISH_REASONS, SEED_BITS, ThirdPartyEngine, has_filters
 
 _GIB = 1 << 30
-_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
-_SEED_BITS = 63
 _ABORT_AGAIN_S = 0.2
 # A bucket exists this many times at once on its way: as tensors, as bytes here, as bytes there, as tensors there.
 _COPIES = 4
@@ -280,7 +277,7 @@ class SGLangEngine(ThirdPartyEngine):
 
     def _sampling(self, sampling: SamplingParams) -> dict[str, Any]:
         greedy = sampling.is_greedy
-        seed = {"sampling_seed": sampling.seed % (1 << _SEED_BITS)} if self.connection.has_seeds else {}
+        seed = {"sampling_seed": sampling.seed % (1 << SEED_BITS)} if self.connection.has_seeds else {}
         return seed | {
             "max_new_tokens": sampling.max_tokens,
             "temperature": 0.0 if greedy else sampling.temperature,
@@ -303,7 +300,7 @@ class SGLangEngine(ThirdPartyEngine):
         meta = reply["meta_info"]
         tokens, ended = list(reply.get("output_ids") or ()), meta["finish_reason"] or {}
         numbers = [one[0] for one in meta.get("output_token_logprobs") or ()]
-        reason = _REASONS.get(ended.get("type", ""))
+        reason = FINISH_REASONS.get(ended.get("type", ""))
         if reason == "abort":  # the last token of an aborted response may lack its number
             tokens, numbers = tokens[: len(numbers)], numbers[: len(tokens)]
         if reason is None or (reason == "abort" and request_id not in self._aborted):

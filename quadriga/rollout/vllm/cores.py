@@ -14,10 +14,11 @@ unblocked by: the end of a response, `abort`, the caller's cancellation, `close`
 """
 
 import asyncio
+import inspect
 import itertools
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any, ClassVar
 
@@ -128,26 +129,22 @@ class ProcessCore(Core):
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
         self._thread.start()
-
-        async def make() -> Any:
-            return library.async_engine(arguments)
-
         try:
             with started(is_beside=True):
-                self.engine: Any = self._submit(make()).result()
+                self.engine: Any = self._submit(library.async_engine, arguments).result()
         except BaseException:
             self._end_loop()
             raise
 
     def ask(self, method: str, *args: Any, **options: Any) -> Any:
-        return self._submit(getattr(self.engine, method)(*args, **options)).result()
+        return self._submit(getattr(self.engine, method), *args, **options).result()
 
     async def generate(self, request: Request) -> Response:
         """One response. Cancelled here, it is cancelled there, and vLLM drops the request."""
-        return await asyncio.wrap_future(self._submit(self._respond(request)))
+        return await asyncio.wrap_future(self._submit(self._respond, request))
 
     def generate_batch(self, requests: Sequence[Request]) -> list[Response]:
-        futures = [self._submit(self._respond(request)) for request in requests]
+        futures = [self._submit(self._respond, request) for request in requests]
         try:
             for future in wait(futures, return_when=FIRST_EXCEPTION).done:
                 future.result()
@@ -160,10 +157,7 @@ class ProcessCore(Core):
         self.ask("abort", sorted(self._running))
 
     def close(self) -> None:
-        async def shut_down() -> None:
-            self.engine.shutdown(timeout=_END_S)
-
-        self._submit(shut_down()).result()
+        self.ask("shutdown", timeout=_END_S)
         # vLLM shuts down once more where its engine is collected as garbage, and fails at that if the interpreter is
         # ending: the last reference goes here.
         del self.engine
@@ -180,8 +174,14 @@ class ProcessCore(Core):
             self._running.discard(request_id)
         return response
 
-    def _submit(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+    def _submit(self, function: Callable[..., Any], *args: Any, **options: Any) -> Future[Any]:
+        """Call a function on the thread's loop; a coroutine that it returns runs there to its end."""
+
+        async def call() -> Any:
+            result = function(*args, **options)
+            return await result if inspect.isawaitable(result) else result
+
+        return asyncio.run_coroutine_threadsafe(call(), self._loop)
 
     def _end_loop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)

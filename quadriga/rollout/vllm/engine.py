@@ -27,11 +27,11 @@ from quadriga.rollout.interface import (
 )
 from quadriga.rollout.manifest import Manifest
 from quadriga.rollout.setup import EngineSetup
-from quadriga.rollout.third_party import LogProbsOf, ThirdPartyEngine, died, refused
+from quadriga.rollout.third_party import LogProbsOf, ThirdPartyEngine, died, refused, require_release
 from quadriga.rollout.vllm.adapter import Adapter, AdapterSlot, separated
 from quadriga.rollout.vllm.cores import Core, InProcessCore, ProcessCore
-from quadriga.rollout.vllm.library import WHERE, load, require_adapters
-from quadriga.rollout.vllm.requests import Request, Response, to_prompt, to_sampling
+from quadriga.rollout.vllm.library import LEAST_OF_ADAPTERS, WHERE, load
+from quadriga.rollout.vllm.requests import Request, Response, to_sampling
 from quadriga.weight_sync.buckets import pack_shared
 from quadriga.weight_sync.fingerprint import Fingerprint
 
@@ -75,7 +75,9 @@ class VLLMEngine(ThirdPartyEngine):
         self.log_probs_of: LogProbsOf = "raw_logprobs" if is_filtered else "processed_logprobs"
         self.library = load()
         if adapter is not None:
-            require_adapters(self.library.version)
+            fix = f"pip install 'vllm>={LEAST_OF_ADAPTERS}', or set actor_rollout_ref.model.lora_merge=true."
+            where = f"{WHERE}, an adapter by itself"
+            require_release(self.title, self.library.version, LEAST_OF_ADAPTERS, where=where, fix=fix)
         self.arguments = self._arguments()
         self.log_probs_of = self.arguments["logprobs_mode"]
         try:
@@ -219,16 +221,15 @@ class VLLMEngine(ThirdPartyEngine):
                 expected="a vision-language model",
                 fix="Leave out the images, or take another actor_rollout_ref.model.path.",
             )
-        streams, adapter = self.core.is_in_process, None if self._slot is None else self._slot.request
-        return [
-            Request(
-                to_prompt(prompt, one),
-                to_sampling(self.library, params, self.eos_token_ids, streams=streams),
-                adapter,
-                None if one is None else prompt,
-            )
-            for prompt, params, one in zip(prompts, sampling, images, strict=True)
-        ]
+        adapter = None if self._slot is None else self._slot.request
+        requests = []
+        for prompt, params, one in zip(prompts, sampling, images, strict=True):
+            given: dict[str, Any] = {"prompt_token_ids": list(prompt)}
+            if one is not None:  # one token for each image, which vLLM repeats by itself
+                given = {"prompt_token_ids": list(one.short_prompt), "multi_modal_data": {"image": list(one.pictures)}}
+            settings = to_sampling(self.library, params, self.eos_token_ids, streams=self.core.is_in_process)
+            requests.append(Request(given, settings, adapter, None if one is None else prompt))
+        return requests
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -243,17 +244,15 @@ class VLLMEngine(ThirdPartyEngine):
         is_asleep = self._state == "asleep" and self.can_sleep
         if is_asleep:
             self.core.ask("wake_up", tags=["weights"])
-        if self._slot is None:
-            received = self._send(weights)
-            self._forget(is_asleep)
-            return received
         factors: dict[str, torch.Tensor] = {}
-        below = separated(weights, factors)
+        below = weights if self._slot is None else separated(weights, factors)
         received: list[dict[str, str]] = []
         for first in below:  # none, where the adapter comes alone
             self._frozen = Fingerprint({})
             received = self._send(chain([first], below))
         self._forget(is_asleep)
+        if self._slot is None:
+            return received
         return [one | other for one, other in zip_longest(self._slot.replace(factors), received, fillvalue={})]
 
     def _send(self, weights: Iterator[tuple[str, torch.Tensor]]) -> list[dict[str, str]]:
@@ -262,7 +261,7 @@ class VLLMEngine(ThirdPartyEngine):
         try:
             if self.core.is_in_process:
                 for name, tensor in weights:
-                    self.core.call("load_tensor", name, tensor.detach().clone())
+                    self.core.call("load_bucket", [(name, tensor.detach().clone())])
             else:
                 with closing(pack_shared(weights, self.bucket_bytes)) as buckets:
                     for bucket in buckets:

@@ -62,12 +62,6 @@ def require_version(found: str) -> None:
     require_release("vLLM", found, LEAST, where=WHERE, fix=_INSTALL)
 
 
-def require_adapters(found: str) -> None:
-    """Refuse a version of vLLM with which adapters were not run."""
-    fix = f"pip install 'vllm>={LEAST_OF_ADAPTERS}', or set actor_rollout_ref.model.lora_merge=true."
-    require_release("vLLM", found, LEAST_OF_ADAPTERS, where=f"{WHERE}, an adapter by itself", fix=fix)
-
-
 def load() -> Library:
     """Import vLLM, which takes seconds, with settings that keep its log and its threads small.
 
@@ -176,19 +170,4 @@ def adapter_layers(worker: Any) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
     for module in worker.model_runner.get_model().modules():
         pairs = zip(getattr(module, "lora_a_stacked", ()), getattr(module, "lora_b_stacked", ()), strict=False)
         found += [(a[0, 0], b[0, 0]) for a, b in pairs if a.dim() == b.dim() == 4]
-    return found
-
-
-def probe_private(worker: Any) -> list[tuple[str, bool, str]]:
-    """What is used of vLLM beyond its public interface: name, whether this version has it, and a reason."""
-    cache = cache_tensors(worker)
-    found = [("KV cache", bool(cache), f"{len(cache)} tensors" if cache else "model_runner.kv_caches")]
-    try:
-        Reload.functions()
-        found.append(("layerwise reload", True, "vllm.model_executor.model_loader.reload"))
-    except RolloutError as error:
-        found.append(("layerwise reload", False, str(error)))
-    if worker.vllm_config.lora_config is not None:
-        layers = adapter_layers(worker)
-        found.append(("layers with adapters", bool(layers), f"{len(layers)}" if layers else "lora_a_stacked"))
     return found

@@ -7,12 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from quadriga.errors import RolloutError
-from quadriga.rollout.interface import Completion, FinishReason, Images, SamplingParams
-from quadriga.rollout.third_party import LogProbsOf, split_log_probs
+from quadriga.rollout.interface import Completion, SamplingParams
+from quadriga.rollout.third_party import FINISH_REASONS, SEED_BITS, LogProbsOf, split_log_probs
 from quadriga.rollout.vllm.library import WHERE, Library
-
-_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
-_SEED_BITS = 63
 
 
 class Request(NamedTuple):
@@ -28,13 +25,6 @@ class Request(NamedTuple):
     sampling: Any
     adapter: Any
     expanded: Sequence[int] | None
-
-
-def to_prompt(prompt: Sequence[int], images: Images | None) -> dict[str, Any]:
-    """A prompt of vLLM. With images it has one token for each, which vLLM repeats by itself."""
-    if images is None:
-        return {"prompt_token_ids": list(prompt)}
-    return {"prompt_token_ids": list(images.short_prompt), "multi_modal_data": {"image": list(images.pictures)}}
 
 
 def to_sampling(library: Library, sampling: SamplingParams, eos_token_ids: Sequence[int], *, streams: bool) -> Any:
@@ -54,7 +44,7 @@ def to_sampling(library: Library, sampling: SamplingParams, eos_token_ids: Seque
         top_p=1.0 if greedy else sampling.top_p,
         top_k=0 if greedy else max(sampling.top_k, 0),
         min_p=0.0 if greedy else sampling.min_p,
-        seed=sampling.seed % (1 << _SEED_BITS),
+        seed=sampling.seed % (1 << SEED_BITS),
         stop_token_ids=sorted(sampling.stops(eos_token_ids)),
         ignore_eos=True,
         stop=list(sampling.stop),
@@ -113,9 +103,10 @@ class Response:
         Raises:
             RolloutError: its finish reason is not known, or a log-probability is not a number.
         """
-        reason = "abort" if self.reason is None else _REASONS.get(self.reason)
+        reason = "abort" if self.reason is None else FINISH_REASONS.get(self.reason)
         if reason is None:
-            raise RolloutError(WHERE, got=f"a response that ended with {self.reason!r}", expected=", ".join(_REASONS))
+            got = f"a response that ended with {self.reason!r}"
+            raise RolloutError(WHERE, got=got, expected=", ".join(FINISH_REASONS))
         if any(math.isnan(number) for number in self.log_probs):
             raise RolloutError(
                 WHERE,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What runs in the processes that hold vLLM's model, called by name from the engine.
 
-begin_weights ─> load_tensor / load_bucket, as often as needed ─> end_weights ─> clear_cache
+begin_weights ─> load_bucket, as often as needed ─> end_weights ─> clear_cache
 adapter_marks ─> vLLM's own add_lora ─> missing_factors
 """
 
@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from quadriga.config.adapter import read_adapter
+from quadriga.errors import RolloutError
 from quadriga.models.adapter_files import AdapterFiles, is_factor_a
-from quadriga.rollout.vllm.library import Reload, adapter_layers, cache_tensors, probe_private, repack_tied
+from quadriga.rollout.vllm.library import Reload, adapter_layers, cache_tensors, repack_tied
 from quadriga.weight_sync.buckets import open_shared
 from quadriga.weight_sync.fingerprint import tensor_fingerprint
 
@@ -30,16 +31,16 @@ class WorkerExtension:
         with self.quadriga_reload.within(self.vllm_config):
             self.quadriga_reload.begin(self.model_runner.get_model())
 
-    def load_bucket(self, bucket: dict[str, Any]) -> None:
-        """Weights that another process has put into shared memory."""
-        for name, tensor in open_shared(bucket):
-            self.load_tensor(name, tensor)
+    def load_bucket(self, bucket: dict[str, Any] | list[tuple[str, torch.Tensor]]) -> None:
+        """Some weights; vLLM keeps each until its layer is complete. Fingerprints are of the very tensors that it gets.
 
-    def load_tensor(self, name: str, tensor: torch.Tensor) -> None:
-        """One weight, which vLLM keeps until its layer is complete. The fingerprint is of the very tensor it gets."""
-        self.quadriga_marks[name] = tensor_fingerprint(tensor)
-        with self.quadriga_reload.within(self.vllm_config), torch.no_grad():
-            self.model_runner.get_model().load_weights(iter([(name, tensor)]))
+        Args:
+            bucket: names with tensors, or where another process has put them into shared memory (`pack_shared`).
+        """
+        for name, tensor in open_shared(bucket) if isinstance(bucket, dict) else bucket:
+            self.quadriga_marks[name] = tensor_fingerprint(tensor)
+            with self.quadriga_reload.within(self.vllm_config), torch.no_grad():
+                self.model_runner.get_model().load_weights(iter([(name, tensor)]))
 
     def end_weights(self) -> dict[str, str]:
         """Put together what is left, also after a stream that broke off. Returns the fingerprint of each weight."""
@@ -87,5 +88,15 @@ class WorkerExtension:
         return missing
 
     def private_parts(self) -> list[tuple[str, bool, str]]:
-        """What is used of vLLM beyond its public interface: name, whether this version has it, and why not."""
-        return probe_private(self)
+        """What is used of vLLM beyond its public interface: name, whether this version has it, and a reason."""
+        cache = cache_tensors(self)
+        found = [("KV cache", bool(cache), f"{len(cache)} tensors" if cache else "model_runner.kv_caches")]
+        try:
+            Reload.functions()
+            found.append(("layerwise reload", True, "vllm.model_executor.model_loader.reload"))
+        except RolloutError as error:
+            found.append(("layerwise reload", False, str(error)))
+        if self.vllm_config.lora_config is not None:
+            layers = adapter_layers(self)
+            found.append(("layers with adapters", bool(layers), f"{len(layers)}" if layers else "lora_a_stacked"))
+        return found

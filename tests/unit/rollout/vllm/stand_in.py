@@ -60,8 +60,8 @@ class Process(WorkerExtension):
     def begin_weights(self) -> None:
         self.weights.clear()
 
-    def load_tensor(self, name: str, tensor: torch.Tensor) -> None:
-        self.weights[name] = tensor.clone()
+    def load_bucket(self, bucket: Any) -> None:
+        self.weights |= {name: tensor.clone() for name, tensor in bucket}
 
     def end_weights(self) -> dict[str, str]:
         return {name: tensor_fingerprint(tensor) for name, tensor in self.weights.items()}
