@@ -5,7 +5,7 @@
       start                         start                       the callers, together:
         plans  <---------------------->                           who writes which chunk
         copies of its chunks          copies of its chunks        from here on the engine may change them
-          | thread: its file            | thread: its file      nobody
+          | thread: its file            | thread: its file      no rank
       is_written <---- outcomes ----> is_written                only with `wait`
           | thread: list of chunks,
           |         then `afterwards`
@@ -62,7 +62,7 @@ class StateWriter:
     def __init__(self, world: ProcessGroup) -> None:
         self.world = world
         self._folders: list[_Folder] = []
-        self._afterwards: Callable[[], None] = _nothing
+        self._afterwards: Callable[[], None] | None = None
         self._chunks: Future[list[list[WriteResult]]] | None = None
         self._rest: Future[list[list[WriteResult]]] | None = None
 
@@ -77,7 +77,7 @@ class StateWriter:
             CheckpointError: a folder cannot be made, or the last state could not be written.
         """
         self.is_written(wait=True)
-        self._afterwards = afterwards or _nothing
+        self._afterwards = afterwards
         self._folders = [_Folder(folder, state, self.world) for folder, state in states.items()]
         if self.world.size > 1:
             self._chunks = in_background(self._write, "checkpoint")
@@ -103,7 +103,7 @@ class StateWriter:
             if self._outcomes(self._rest, wait) is None:
                 return False
             self._rest = None
-        self._folders, self._afterwards = [], _nothing
+        self._folders, self._afterwards = [], None
         return True
 
     def _write(self) -> list[list[WriteResult]]:
@@ -113,7 +113,8 @@ class StateWriter:
         if self.world.is_first:
             for number, folder in enumerate(self._folders):
                 folder.complete([of_rank[number] for of_rank in written])
-            self._afterwards()
+            if self._afterwards is not None:
+                self._afterwards()
         return []
 
     def _outcomes(self, future: Future[list[list[WriteResult]]], wait: bool) -> list[list[list[WriteResult]]] | None:
@@ -123,7 +124,7 @@ class StateWriter:
             _raise_first(outcomes)
         except CheckpointError:
             self._chunks = self._rest = None
-            self._folders, self._afterwards = [], _nothing
+            self._folders, self._afterwards = [], None
             raise
         return [outcome.written for outcome in outcomes] if all(outcome.is_over for outcome in outcomes) else None
 
@@ -312,7 +313,3 @@ def _require_fit(folder: Path, listed: Metadata, shapes: Mapping[str, torch.Size
 def _kinds(names: Collection[str]) -> set[str]:
     """What an optimizer keeps: `exp_avg` of `optimizer.exp_avg.lm_head.weight`."""
     return {name.split(".")[1] for name in names if name.startswith("optimizer.")}
-
-
-def _nothing() -> None:
-    """What is done afterwards where nothing else is to be done."""

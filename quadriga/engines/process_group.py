@@ -103,7 +103,9 @@ class ProcessGroup:
         """
         if self.size == 1:
             return
-        of_ranks = self.gather([_sum_of_bits(tensor) for tensor in tensors])
+        words = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+        bits = [tensor.detach().view(words[tensor.element_size()]) for tensor in tensors]
+        of_ranks = self.gather([int(one.sum(dtype=torch.int64)) for one in bits])
         others = [rank for rank, other in enumerate(of_ranks) if other != of_ranks[0]]
         if others:
             raise EngineError(
@@ -204,11 +206,6 @@ def _meet(place: Place, device: torch.device) -> None:
             expected="all ranks to meet there",
             fix="Check that the address can be reached from every node and that no other program uses the port.",
         ) from error
-
-
-def _sum_of_bits(tensor: torch.Tensor) -> int:
-    words = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return int(tensor.detach().view(words[tensor.element_size()]).sum(dtype=torch.int64))
 
 
 def _add_up_bucket(bucket: list[torch.Tensor], group: dist.ProcessGroup | None) -> None:

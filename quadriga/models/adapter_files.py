@@ -171,7 +171,8 @@ def write_adapter(folder: Path, adapter: WeightFiles, dtype: torch.dtype = torch
 
 def write_factors(folder: Path, factors: Mapping[str, torch.Tensor]) -> None:
     """Write `adapter_model.safetensors` of A [r, in] and B [out, r], given under their names in a model."""
-    tensors = {_peft_name(name): tensor.contiguous() for name, tensor in factors.items()}
+    own, peft = f".{ADAPTER_NAME}.weight", ".weight"
+    tensors = {f"{_PREFIX}{name.replace(own, peft)}": tensor.contiguous() for name, tensor in factors.items()}
     save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
 
 
@@ -194,10 +195,6 @@ def write_adapter_shape(folder: Path, shape: AdapterShape, modules: Sequence[str
         "base_model_name_or_path": shape.base,
     }
     (folder / ADAPTER_CONFIG).write_text(json.dumps(facts, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def _peft_name(name: str) -> str:
-    return f"{_PREFIX}{name.replace(f'.{ADAPTER_NAME}.weight', '.weight')}"
 
 
 def _own_name(name: str) -> str:

@@ -209,7 +209,7 @@ class _TokenScores(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, bias, places, normalizer, entropy)
         ctx.call = call
         ctx.set_materialize_grads(False)
-        # What is saved is nobody else's to change.
+        # What is saved for the backward pass must not be changed by the caller.
         return chosen - normalizer, entropy.clone(), without_gradient[0], *top
 
     @staticmethod

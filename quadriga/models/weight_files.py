@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weights of a model on disk, read one tensor at a time, whoever wrote them.
+"""The weights of a model on disk, read one tensor at a time, from any of these layouts.
 
     open_weights(folder)
       folder/model.safetensors.index.json   Hugging Face, in shards

@@ -140,7 +140,7 @@ def _require_same_kind(folder: Path, adapter: AdapterShape | None) -> None:
         raise CheckpointError(
             str(folder / ADAPTER_CONFIG if saved else folder),
             got=names[0],
-            expected=f"{names[1]}, as actor_rollout_ref.model asks for",
+            expected=f"{names[1]}, as actor_rollout_ref.model says",
             fix="Resume with the lora_rank and lora_alpha of the run that wrote it.",
         )
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reward model: one score for each response, by a classifier that was trained to tell good from bad.
+"""The reward model: one score for each response, by a classifier that was trained to score responses.
 
 It reads the policy's own tokens, or the chat rendered by its own template and tokenizer:
 
