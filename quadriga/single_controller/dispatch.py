@@ -200,9 +200,8 @@ def take_per_rank(group: GroupLayout, /, *args: Any, **kwargs: Any) -> PerRank:
         if not isinstance(value, (list, tuple)) or len(value) != group.world_size:
             length = f" of {len(value)}" if isinstance(value, (list, tuple)) else ""
             raise DispatchError(
-                f"per-rank argument {name}",
-                got=f"{type(value).__name__}{length}",
-                expected=f"a list of {group.world_size}, one entry per rank",
+                f"per-rank argument {name}: got {type(value).__name__}{length}, expected a list of "
+                f"{group.world_size}, one entry per rank",
                 fix="Dispatch.ONE_TO_ALL sends one value to every rank.",
             )
     return list(args), dict(kwargs)
@@ -248,9 +247,8 @@ def _split(chunks: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> PerRa
             parts[name] = [value] * chunks
         else:
             raise DispatchError(
-                f"argument {name}",
-                got=type(value).__name__,
-                expected="a DataProto, the future of one, or a plain number, string or None, which every rank gets",
+                f"argument {name}: got {type(value).__name__}, expected a DataProto, the future of one, or a plain "
+                "number, string or None, which every rank gets",
                 fix="What holds for all rows belongs into meta_info.",
             )
     return [parts[str(position)] for position in range(len(args))], {name: parts[name] for name in kwargs}
@@ -273,9 +271,8 @@ def collect_rows(group: GroupLayout, outputs: list[Any], mesh_name: str = "") ->
     for rank, output in enumerate(outputs):
         if not isinstance(output, DataProto):
             raise DispatchError(
-                f"output {rank} of {len(outputs)}",
-                got=type(output).__name__,
-                expected="a DataProto from each rank that is collected, or None from all",
+                f"output {rank} of {len(outputs)}: got {type(output).__name__}, expected a DataProto from each rank "
+                "that is collected, or None from all",
                 fix="Dispatch.DP_COMPUTE_METRIC collects outputs of any type in a list.",
             )
     return DataProto.concat(outputs)
@@ -316,9 +313,8 @@ def remove_padding(result: Any, pad_size: int, padded_rows: int) -> Any:
         return result
     if len(result) % padded_rows:
         raise DispatchError(
-            "result of padded rows",
-            got=f"{len(result)} rows from {padded_rows}",
-            expected="the same number of rows for each row",
+            f"result of padded rows: got {len(result)} rows from {padded_rows}, expected the same number of rows for "
+            "each row",
             fix="Send the data without auto_padding: chunks are then ragged.",
         )
     return unpad_dataproto(result, pad_size * (len(result) // padded_rows))
@@ -403,9 +399,8 @@ def register(
         mode = DispatchFunctions(**mode)
     if not isinstance(mode, (Dispatch, DispatchFunctions)):
         raise WorkerError(
-            "@register: dispatch_mode",
-            got=repr(mode),
-            expected=f"one of {list(Dispatch)}, or a dictionary of dispatch_fn and collect_fn",
+            f"@register: dispatch_mode: got {mode!r}, expected one of {list(Dispatch)}, or a dictionary of "
+            "dispatch_fn and collect_fn",
         )
     if not isinstance(execute_mode, Execute):
         raise WorkerError("@register: execute_mode", got=repr(execute_mode), expected=f"one of {list(Execute)}")

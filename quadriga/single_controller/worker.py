@@ -45,9 +45,8 @@ class WorkerPlace:
     def __post_init__(self) -> None:
         if not (0 <= self.rank < self.world_size and 0 <= self.local_rank < self.local_world_size):
             raise WorkerError(
-                "worker's place",
-                got=f"rank {self.rank}/{self.world_size}, local rank {self.local_rank}/{self.local_world_size}",
-                expected="ranks from 0 to below the world sizes",
+                f"worker's place: got rank {self.rank}/{self.world_size}, local rank "
+                f"{self.local_rank}/{self.local_world_size}, expected ranks from 0 to below the world sizes",
             )
 
     @classmethod
@@ -122,8 +121,8 @@ class Worker:
         """Data-parallel rank in the mesh, and whether this rank is collected."""
         if mesh_name not in self._meshes:
             raise WorkerError(
-                f"{type(self).__name__}: mesh {mesh_name!r}",
-                got=f"rank {self.rank} registered {sorted(self._meshes) or 'no mesh'}",
+                f"{type(self).__name__}: mesh {mesh_name!r}: got rank {self.rank} registered "
+                f"{sorted(self._meshes) or 'no mesh'}",
                 fix=f"Call self.register_mesh({mesh_name!r}, ...) where the worker builds its model.",
             )
         return self._meshes[mesh_name]

@@ -152,9 +152,8 @@ class WorkerGroup(ABC, Generic[W]):
             collected = [mesh.dp_ranks[rank] for rank in mesh.collecting_ranks()]
             if min(mesh.dp_ranks) < 0 or collected != list(range(mesh.dp_size)):
                 raise WorkerError(
-                    f"{self.name}: mesh {name!r}",
-                    got=f"data-parallel ranks {mesh.dp_ranks}, of which {collected} are collected",
-                    expected=f"one collected rank for each of 0 to {mesh.dp_size - 1}",
+                    f"{self.name}: mesh {name!r}: got data-parallel ranks {mesh.dp_ranks}, of which {collected} are "
+                    f"collected, expected one collected rank for each of 0 to {mesh.dp_size - 1}",
                 )
             self._meshes[name] = mesh
         return self._meshes[name]
@@ -169,9 +168,8 @@ class WorkerGroup(ABC, Generic[W]):
             return partial(self._call, name, self.methods[name])
         if callable(getattr(self.worker_class, name, None)):
             raise NotRegisteredError(
-                f"{self.worker_class.__name__}.{name}",
-                got="a method without @register",
-                expected="one that says how its arguments reach the ranks",
+                f"{self.worker_class.__name__}.{name}: got a method without @register, expected one that says how its "
+                "arguments reach the ranks",
                 fix="Add @register(dispatch_mode=...) to it; an override needs it again.",
             )
         known = ", ".join(sorted(self.methods))

@@ -92,10 +92,15 @@ class Checkpoints:
             _write_manifest(aside)
             _sync(aside)
             verify(aside)
-            self._replace(aside, self.path(step))
+            if self.path(step).exists():
+                self._discard(self.path(step))
+            aside.rename(self.path(step))
+            _sync(self.directory)
             write_atomically(self.directory / LATEST, f"{step}\n")
             self.last_written = step
-            self._retain(step)
+            if self.max_to_keep is not None:
+                for older in [each for each in self.steps() if each <= step][: -self.max_to_keep]:
+                    self._discard(self.path(older))
 
     def abandon(self, step: int) -> None:
         """Take away what was written of a checkpoint that will not be one."""
@@ -112,11 +117,13 @@ class Checkpoints:
             yield
         except (OSError, CheckpointError) as error:
             self.abandon(step)
+            left = self.newest()
+            rest = "There is no earlier checkpoint." if left is None else f"Step {left} is still there to resume from."
             raise CheckpointError(
                 f"checkpoint of step {step} in {self.directory}",
                 got=_reason(error),
                 expected="room and permission to write it",
-                fix=f"Free space or set trainer.default_local_dir. {self._remaining()}",
+                fix=f"Free space or set trainer.default_local_dir. {rest}",
             ) from error
         except Exception:
             self.abandon(step)
@@ -124,16 +131,6 @@ class Checkpoints:
 
     def _aside(self, step: int) -> Path:
         return self.directory / f"{_UNFINISHED}{step}_{os.getpid()}"
-
-    def _remaining(self) -> str:
-        step = self.newest()
-        return "There is no earlier checkpoint." if step is None else f"Step {step} is still there to resume from."
-
-    def _replace(self, aside: Path, target: Path) -> None:
-        if target.exists():
-            self._discard(target)
-        aside.rename(target)
-        _sync(self.directory)
 
     def _discard(self, checkpoint: Path) -> None:
         """Take its name first: half a checkpoint must not look like a whole one."""
@@ -147,11 +144,6 @@ class Checkpoints:
                 shutil.rmtree(leftover)
             else:
                 leftover.unlink()
-
-    def _retain(self, newest: int) -> None:
-        if self.max_to_keep is not None:
-            for step in [step for step in self.steps() if step <= newest][: -self.max_to_keep]:
-                self._discard(self.path(step))
 
     def to_resume(self, config: TrainerConfig) -> Path | None:
         """The checkpoint that a run with this configuration goes on from, verified; None to start anew."""

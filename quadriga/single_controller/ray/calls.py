@@ -201,9 +201,8 @@ class _Wait:
         host, port = head_address()
         if is_lost(host, port):
             raise WorkerError(
-                f"Ray cluster at {host}:{port}",
-                got=f"no answer from its head while waiting for {self.what}",
-                expected="a cluster that stays up until the run ends",
+                f"Ray cluster at {host}:{port}: got no answer from its head while waiting for {self.what}, expected a "
+                "cluster that stays up until the run ends",
                 fix="Start it again; a run that wrote checkpoints goes on from the last one.",
             )
         addresses = {ref: address for ref in self.pending() if (address := self.calls[ref].address)}
@@ -293,9 +292,8 @@ def _error_of_loss(loss: _Loss) -> WorkerError:
         # The process lives: Ray could not bring the arguments there or the output back.
         told = str(error.client_exc) if is_unreadable else f"{type(error.cause).__name__}: {error.cause}"
         failed = WorkerError(
-            f"{call.worker} failed in {call.method}",
-            got=f"{told} (called with {call.described()})",
-            expected="arguments and a result that can be pickled here and unpickled there",
+            f"{call.worker} failed in {call.method}: got {told} (called with {call.described()}), expected arguments "
+            "and a result that can be pickled here and unpickled there",
         )
         failed.worker = str(call.worker)
         failed.add_note(f"\nRay says:\n{error}")
@@ -367,9 +365,8 @@ def end_processes(actors: Sequence[Any], address_refs: Sequence[Any]) -> None:
         left += [f"process {pid} on {node}" for pid in alive]
     if left:
         raise WorkerError(
-            "closing a worker group",
-            got=f"{', '.join(left)} alive {END_LIMIT_S:g} s after SIGKILL",
-            expected="no process left",
+            f"closing a worker group: got {', '.join(left)} alive {END_LIMIT_S:g} s after SIGKILL, expected no "
+            "process left",
             fix="Such a process waits for a device or a file system; the node's `dmesg` may say why.",
         )
 

@@ -129,18 +129,14 @@ def _check_address(where: str, address: str) -> None:
         return
     if "://" in address or not address.rpartition(":")[2].isdecimal() or ":" not in address:
         raise WorkerError(
-            where,
-            got=f"'{address}'",
-            expected="HOST:PORT, auto or local",
+            f"{where}: got '{address}', expected HOST:PORT, auto or local",
             fix="`ray start --head` prints the address; run the command on a machine of the cluster, or with "
             "`ray job submit`.",
         )
     # Ray itself has two minutes' patience with an address where nothing is.
     if not responds(*_host_and_port(address)):
         raise WorkerError(
-            where,
-            got=f"'{address}', where nothing answers",
-            expected="the address of a Ray cluster that is up",
+            f"{where}: got '{address}', where nothing answers, expected the address of a Ray cluster that is up",
             fix="`ray start --head --port=PORT` starts one; without an address one is started for the run.",
         )
 
@@ -235,9 +231,8 @@ def await_lost_nodes(limit_s: float = 30.0) -> None:
             return
         if time.monotonic() > deadline:
             raise WorkerError(
-                "nodes of the Ray cluster",
-                got=f"no answer from {', '.join(lost)}, which Ray counts on",
-                expected="nodes that answer, or that Ray has given up",
+                f"nodes of the Ray cluster: got no answer from {', '.join(lost)}, which Ray counts on, expected nodes "
+                "that answer, or that Ray has given up",
                 fix="`ray status` shows what Ray counts on; end Ray on that node (`ray stop`).",
             )
         time.sleep(SECOND_LOOK_S)

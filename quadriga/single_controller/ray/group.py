@@ -61,9 +61,8 @@ class RayClassWithInitArgs(ClassWithInitArgs[W]):
         taken = ", ".join(sorted(_OF_THE_GROUP & set(self.options)))
         if taken:
             raise WorkerError(
-                "RayClassWithInitArgs",
-                got=f"a class with the options {taken} of ray.remote",
-                expected="options that the pool and the group do not decide",
+                f"RayClassWithInitArgs: got a class with the options {taken} of ray.remote, expected options that the "
+                "pool and the group do not decide",
                 fix="Shares of a device follow from RayResourcePool.max_colocate_count.",
             )
         if not (isinstance(cls, type) and issubclass(cls, Worker)):
@@ -102,9 +101,8 @@ def create_colocated_worker_cls(
         for key, value in entry.options.items():
             if together.options.setdefault(key, value) != value:
                 raise WorkerError(
-                    f"create_colocated_worker_cls: option {key}",
-                    got=f"{value!r} of {role}, {together.options[key]!r} before it",
-                    expected="one value, for the roles share their processes",
+                    f"create_colocated_worker_cls: option {key}: got {value!r} of {role}, {together.options[key]!r} "
+                    "before it, expected one value, for the roles share their processes",
                 )
     return together
 

@@ -136,9 +136,8 @@ class RayResourcePool(ResourcePool):
         full = next((bundle for bundle in bundles if len(bundle.groups) >= self.max_colocate_count), None)
         if full:
             raise WorkerError(
-                f"resource pool {self.name}",
-                got=f"{group} as one more group with {', '.join(full.groups)}",
-                expected=f"at most {self.max_colocate_count} groups",
+                f"resource pool {self.name}: got {group} as one more group with {', '.join(full.groups)}, expected at "
+                f"most {self.max_colocate_count} groups",
                 fix="Raise max_colocate_count, or put the roles into one process with create_colocated_worker_cls.",
             )
         for bundle in bundles:
@@ -177,9 +176,9 @@ class RayResourcePool(ResourcePool):
             for group in groups:
                 remove_placement_group(group)
             raise WorkerError(
-                f"resource pool {self.name} {self.process_on_nodes}",
-                got=f"{len(late)} of {len(groups)} placement groups after {PLACEMENT_S:.0f} s still {states}; {found}",
-                expected="the resources that were free before",
+                f"resource pool {self.name} {self.process_on_nodes}: got {len(late)} of {len(groups)} placement "
+                f"groups after {PLACEMENT_S:.0f} s still {states}; {found}, expected the resources that were free "
+                "before",
                 fix="Another program took them at the same moment: `ray list placement-groups` shows it.",
             )
         self._bundles = [
@@ -223,17 +222,14 @@ class ResourcePoolManager:
         for role, pool in self.mapping.items():
             if pool not in self.resource_pool_spec:
                 raise WorkerError(
-                    f"pool of the role {role}",
-                    got=f"{pool!r}",
-                    expected=f"one of {', '.join(self.resource_pool_spec) or 'the pools, of which there are none'}",
+                    f"pool of the role {role}: got {pool!r}, expected one of "
+                    f"{', '.join(self.resource_pool_spec) or 'the pools, of which there are none'}",
                     fix="Name the pool in trainer.resource_pools, or map the role to one that is there.",
                 )
         unused = [name for name in self.resource_pool_spec if name not in self.mapping.values()]
         if unused:
             raise WorkerError(
-                f"resource pool {unused[0]}",
-                got=f"no role on it; roles: {self._roles}",
-                expected="at least one",
+                f"resource pool {unused[0]}: got no role on it; roles: {self._roles}, expected at least one",
                 fix="Leave the pool out, or map a role to it.",
             )
         self.pools = {
@@ -260,9 +256,7 @@ class ResourcePoolManager:
         """The pool of a role."""
         if role not in self.mapping:
             raise WorkerError(
-                f"role {role}",
-                got="no pool",
-                expected=f"one of the roles with a pool: {self._roles}",
+                f"role {role}: got no pool, expected one of the roles with a pool: {self._roles}",
                 fix=f"Map it to one of the pools {', '.join(self.pools)}.",
             )
         return self.pools[self.mapping[role]]
