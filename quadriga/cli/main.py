@@ -91,23 +91,17 @@ def _run(command: str, arguments: list[str], has_traceback: bool) -> int:
     except QuadrigaError as error:
         if has_traceback:
             raise
-        _report(command, error)
+        print(f"quadriga {command}: {error}", file=sys.stderr)
+        if not isinstance(error, ConfigError):
+            print(f"({type(error).__name__}; {_TRACEBACK_OPTION} shows where it arose)", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     except ModuleNotFoundError as error:
         if has_traceback or (error.name or "quadriga").split(".")[0] == "quadriga":
             raise
-        print(
-            f"quadriga {command}: the package {error.name} is not installed. `quadriga doctor` says what is missing.",
-            file=sys.stderr,
-        )
+        missing = f"the package {error.name} is not installed. `quadriga doctor` says what is missing."
+        print(f"quadriga {command}: {missing}", file=sys.stderr)
         return 1
     return status
-
-
-def _report(command: str, error: QuadrigaError) -> None:
-    print(f"quadriga {command}: {error}", file=sys.stderr)
-    if not isinstance(error, ConfigError):
-        print(f"({type(error).__name__}; {_TRACEBACK_OPTION} shows where it arose)", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -39,14 +39,9 @@ def main(argv: list[str]) -> int:
             print(f"{name:<{width}}  {path}")
         print(_NEXT.format(folder=options.output))
         return 0
-    files = _recipe("tasks").prepare_data(
-        options.name,
-        options.output,
-        num_train=options.num_train,
-        num_val=options.num_val,
-        seed=options.seed,
-        source=options.source,
-    )
+    sizes = {"num_train": options.num_train, "num_val": options.num_val}
+    prepare_data = _recipe("tasks").prepare_data
+    files = prepare_data(options.name, options.output, **sizes, seed=options.seed, source=options.source)
     for split, path in files.items():
         print(f"{split}: {path}")
     return 0
@@ -59,12 +54,9 @@ def _recipe(name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name != "quadriga_recipes":
             raise
-        raise DataError(
-            "quadriga prepare",
-            got="no package quadriga_recipes",
-            expected="it, in the wheel of quadriga or in the folder recipes/ of its repository",
-            fix="Install quadriga again; in its repository scripts/install does.",
-        ) from error
+        expected = "it, in the wheel of quadriga or in the folder recipes/ of its repository"
+        fix = "Install quadriga again; in its repository scripts/install does."
+        raise DataError("quadriga prepare", got="no package quadriga_recipes", expected=expected, fix=fix) from error
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """From files and a command line to a configuration, or to one error that names everything that is wrong.
 
-files, `a.b=c`  ->  dotted keys, each with its place  ->  OmegaConf: one tree  ->  pydantic: `Config`  ->  checks
+files, `a.b=c`  ->  dotted keys, each with its place  ->  one tree  ->  pydantic: `Config`  ->  checks
 """
 
 import re
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
 from pydantic import ValidationError
 
+from quadriga.config.base import filled
 from quadriga.config.checks import training_findings
 from quadriga.config.keys import KeyInfo, leaf_keys, leaf_of, nearest_keys, section_keys
 from quadriga.config.root import Config
@@ -136,7 +137,7 @@ class _Reading:
     """What was read so far. Keys are spelled as the task does; `values` is a tree of the schema's own names."""
 
     task: str
-    values: DictConfig = field(default_factory=OmegaConf.create)
+    values: dict[str, Any] = field(default_factory=dict)
     places: dict[str, str] = field(default_factory=dict)
     problems: list[ConfigError] = field(default_factory=list)
     repeated: list[str] = field(default_factory=list)
@@ -180,16 +181,17 @@ class _Reading:
             self.problems.append(problem)
             self.wrong_keys.add(key)
             return
-        full = full_key(key, self.task)
-        above, node = "", self.values
-        for name in full.split(".")[:-1]:
-            above = f"{above}.{name}".lstrip(".")
-            node = node[name] if name in node else OmegaConf.create()
-            if not isinstance(node, DictConfig):
-                above = spelled(above, self.task)
+        *path, last = full_key(key, self.task).split(".")
+        node = self.values
+        for depth, name in enumerate(path, start=1):
+            node = node.setdefault(name, {})
+            if not isinstance(node, dict):
+                above = spelled(".".join(path[:depth]), self.task)
                 self._refuse(key, place, got=f"a key under {above}", expected=f"none, for {above} is {as_text(node)}")
                 return
-        OmegaConf.update(self.values, full, value, merge=isinstance(value, dict))
+        # An entry of a dictionary goes over what is there. Copied: an anchor in YAML is one object in two places.
+        is_merged = isinstance(value, dict) and isinstance(node.get(last), dict)
+        node[last] = deepcopy(filled(value, node[last]) if is_merged else value)
         self.places[key] = place or ""
 
     def _take_foreign(self, key: str, value: Any, place: str | None) -> None:
@@ -213,21 +215,19 @@ class _Reading:
 
     def validate(self) -> Config | None:
         """The configuration, with defaults where keys are wrong, so that the checks between keys can go on."""
-        values: Any = OmegaConf.to_container(self.values)
         for _ in range(2):
             try:
-                return Config.model_validate(values)
+                return Config.model_validate(self.values)
             except ValidationError as error:
-                wrong = self._problems_of(error, values)
+                wrong = self._problems_of(error)
             self.problems += wrong.values()
             self.wrong_keys |= wrong.keys()
             for key in wrong:
-                path = full_key(key, self.task).split(".")
-                node = _lookup(values, path[:-1])
-                node.pop(path[-1], None)
+                *path, last = full_key(key, self.task).split(".")
+                _lookup(self.values, path).pop(last, None)
         return None
 
-    def _problems_of(self, error: ValidationError, values: dict[str, Any]) -> dict[str, ConfigError]:
+    def _problems_of(self, error: ValidationError) -> dict[str, ConfigError]:
         """By its key, each thing that pydantic refuses."""
         problems: dict[str, ConfigError] = {}
         known = section_keys(self.task) | leaf_keys(self.task).keys()
@@ -236,7 +236,7 @@ class _Reading:
             place = one["loc"]
             keys = (spelled(".".join(map(str, place[:depth])), self.task) for depth in range(len(place), 0, -1))
             key = next((key for key in keys if key in known), "")
-            value = _lookup(values, full_key(key, self.task).split("."))
+            value = _lookup(self.values, full_key(key, self.task).split("."))
             # A key that follows another one (clip_ratio) fails with it; only the one that was written is named.
             if key in problems or value is _MISSING:
                 continue

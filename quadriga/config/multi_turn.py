@@ -15,7 +15,7 @@ A class is `file.py:Name`, the file seen from the folder of the YAML file, or `p
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -90,7 +90,7 @@ class InteractionFile(Section):
 
 
 def read_tool_file(path: str, section: type[FileSection] = ToolFile) -> FileSection:
-    """The tools of a file.
+    """The tools of a file, or its user simulators with `section=InteractionFile`.
 
     Raises:
         ConfigError: with everything that is wrong in it.
@@ -103,15 +103,6 @@ def read_tool_file(path: str, section: type[FileSection] = ToolFile) -> FileSect
         return section.model_validate(tree)
     except ValidationError as error:
         raise combined([_problem(one, path, places) for one in error.errors(include_url=False)]) from error
-
-
-def read_interaction_file(path: str) -> InteractionFile:
-    """The user simulators of a file.
-
-    Raises:
-        ConfigError: with everything that is wrong in it.
-    """
-    return read_tool_file(path, InteractionFile)
 
 
 def _problem(one: Any, path: str, places: dict[str, str]) -> ConfigError:
@@ -162,19 +153,15 @@ class MultiTurnConfig(Section):
             yield wrong(f"{at}.format", f"'{self.format}'", f"one of {', '.join(FORMATS)}", fix)
         if self.function_tool_path is not None:
             yield from missing_file(f"{at}.function_tool_path", self.function_tool_path, "a Python file")
-        readers: tuple[tuple[str, str | None, Callable[[str], Any]], ...] = (
-            ("tool_config_path", self.tool_config_path, read_tool_file),
-            ("interaction_config_path", self.interaction_config_path, read_interaction_file),
-        )
-        for name, path, read in readers:
-            if path is None:
+        for name, section in (("tool_config_path", ToolFile), ("interaction_config_path", InteractionFile)):
+            if (path := getattr(self, name)) is None:
                 continue
-            problems = list(missing_file(f"{at}.{name}", path, "a YAML file"))
+            missing = list(missing_file(f"{at}.{name}", path, "a YAML file"))
+            yield from missing
             try:
-                problems or read(path)
+                missing or read_tool_file(path, section)
             except ConfigError as error:
-                problems.append(error)
-            yield from problems
+                yield error
 
 
 class AgentConfig(Section):

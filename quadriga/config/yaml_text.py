@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """YAML in and out, with numbers and words as people mean them, and errors with file and line.
 
-Scalars follow YAML 1.2: `1e-6` is a number, `yes`, `12:30` and `2026-01-31` are text. YAML 1.1, the rule of PyYAML and
-of OmegaConf's own reader, takes the first for text (PyYAML alone) and the others for true, 750 and a date.
+Scalars follow YAML 1.2: `1e-6` is a number, `yes`, `12:30` and `2026-01-31` are text. YAML 1.1, the rule of PyYAML,
+takes the first for text and the others for true, 750 and a date.
 """
 
 import re

@@ -14,11 +14,11 @@ from arch_tree import REPOSITORY, tracked_files
 
 PAGES = sorted(name for name in tracked_files() if name.endswith(".md"))
 CONFIGS = sorted(name for name in tracked_files() if re.fullmatch(r"(configs|examples)/.*\.ya?ml", name))
-# What reads a file, by its name; the first that fits. The last is the tree of `quadriga train`.
+# The class of its sections, by a file's name; the first that fits. The last is the tree of `quadriga train`.
 READERS = (
-    (r"examples/tools/interactions\.yaml", "quadriga.config.multi_turn:read_interaction_file"),
-    (r"examples/tools/.*", "quadriga.config.multi_turn:read_tool_file"),
-    (r".*", "quadriga.config:load_config"),
+    (r"examples/tools/interactions\.yaml", "InteractionFile"),
+    (r"examples/tools/.*", "ToolFile"),
+    (r".*", "Config"),
 )
 MAX_DOC_PAGES = 16
 MAX_CONTRIBUTING_LINES = 100
@@ -54,13 +54,13 @@ def paths_of(command: str) -> list[str]:
 
 def read_configuration(name: str) -> None:
     """Reads a YAML file of the repository as the command does that it is written for."""
-    module, _, function = next(reader for pattern, reader in READERS if re.fullmatch(pattern, name)).partition(":")
+    section = next(reader for pattern, reader in READERS if re.fullmatch(pattern, name))
     # Imported here, so that the other rules are tested even when this import fails.
-    read = getattr(import_module(module), function)
-    if module.endswith("multi_turn"):
-        read(str(REPOSITORY / name))
+    if section == "Config":
+        import_module("quadriga.config").load_config(files=[REPOSITORY / name])
     else:
-        read(files=[REPOSITORY / name])
+        multi_turn = import_module("quadriga.config.multi_turn")
+        multi_turn.read_tool_file(str(REPOSITORY / name), getattr(multi_turn, section))
 
 
 def subcommand_of(command: str) -> str | None:

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from quadriga.config.multi_turn import read_interaction_file
+from quadriga.config.multi_turn import InteractionFile, read_tool_file
 from quadriga.errors import ConfigError, RolloutError
 from quadriga.rollout.agent_loop.tool_calls import ToolFailedError, ToolThread, as_text
 from quadriga.rollout.agent_loop.tools import ToolError, class_named
@@ -126,7 +126,7 @@ def load_interactions(path: str) -> dict[str, Callable[[], Interaction]]:
     where = "actor_rollout_ref.rollout.multi_turn.interaction_config_path"
     folder = Path(path).expanduser().resolve().parent
     found: dict[str, Callable[[], Interaction]] = {}
-    for entry in read_interaction_file(path).interaction:
+    for entry in read_tool_file(path, InteractionFile).interaction:
         if entry.name in found:
             raise ConfigError(where, got=f"two interactions with the name {entry.name!r}", expected="a name for each")
         found[entry.name] = partial(class_named(entry.class_name, folder, Interaction, where), **entry.config)
