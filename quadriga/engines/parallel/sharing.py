@@ -100,7 +100,7 @@ class UlyssesAttention:
     of one. A rank has some tokens of all heads, but for attention, where it has all tokens of some heads.
 
         all but attention   [N/S tokens, H heads]
-        attention           [N tokens, H/S heads]      one all-to-all before, for queries, keys and values; one after
+        attention           [N tokens, H/S heads]      one all-to-all before, for the inputs of attention; one after
 
     Args:
         plan: of all N tokens.
@@ -121,7 +121,7 @@ class UlyssesAttention:
         if copies > 1:
             key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
         heads = [part.shape[1] // self.size for part in (query, key, value)]
-        # [1, H, n, D] -> [S, H/S, n, D]: the heads of rank s in part s; queries, keys and values in one exchange.
+        # [1, H, n, D] -> [S, H/S, n, D]: the heads of rank s in part s; the inputs of attention in one exchange.
         parts = torch.cat([part[0].unflatten(0, (self.size, -1)) for part in (query, key, value)], 1)
         all_tokens = all_to_all(parts, self.group).transpose(0, 1).flatten(1, 2)  # [heads, N, D]
         queries, keys, values = (part[None] for part in all_tokens.split(heads))

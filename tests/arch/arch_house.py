@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules about the package as a whole: its size, functions that only cost a name, and the words it is written in."""
+
+import ast
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from arch_tree import FunctionNode, Source
+
+MAX_SHORT_LINES = 3
+
+
+class Size(NamedTuple):
+    """How large a package is."""
+
+    lines: int
+    files: int
+    functions: int
+
+
+# The most that each package may have. Lower a row freely. Raise one only together with a reason in REASONS: what the
+# package can do now that it could not, and why no existing file, class or key could carry it.
+SIZES: dict[str, Size] = {
+    "algorithms": Size(2613, 33, 92),
+    "cli": Size(670, 10, 32),
+    "config": Size(3604, 22, 164),
+    "data": Size(2117, 12, 107),
+    "engines": Size(3045, 17, 184),
+    "models": Size(2758, 13, 175),
+    "observe": Size(1644, 14, 116),
+    "protocol": Size(1639, 9, 106),
+    "rewards": Size(3565, 31, 187),
+    "rollout": Size(8328, 43, 516),
+    "single_controller": Size(3432, 14, 206),
+    "trainer": Size(3270, 20, 200),
+    "weight_sync": Size(659, 5, 46),
+    "workers": Size(1695, 12, 103),
+    "": Size(550, 6, 23),
+}
+REASONS: dict[str, str] = {}
+
+# Short functions with one caller that are worth their name: "file:function" and why.
+SHORT_AND_WORTH_IT: dict[str, str] = {}
+MAX_SHORT_USED_ONCE = 70
+
+# Words of a dialect of our own, each with the word that the field uses.
+PRIVATE_WORDS = {
+    r"models? that sees?": "vision-language model",
+    r"seeing engine": "engine with multimodal support",
+    r"vision tower": "vision encoder",
+    r"keys and values": "KV cache",
+    r"shared context": "shared prefix",
+    r"stop texts?": "stop strings",
+    r"answers? (that|which) another policy": "off-policy samples",
+    r"answers? kept|kept answers?": "rollout cache",
+    r"asked and taught": "inference and update",
+    r"teach(es|ing)?": "train, update",
+    r"cut by (tensors|sequences|layers)": "tensor, sequence (Ulysses) or pipeline parallelism",
+    r"whole weights": "replicated weights",
+    r"process(es)? for a layer": "tensor-parallel ranks",
+    r"processes? with a share|share of each weight": "FSDP shard",
+    r"dealt out|deal rows": "balanced over data-parallel ranks",
+    r"crew": "worker processes",
+    r"parcels?": "shared-memory buckets",
+    r"outgoing": "weight sync",
+    r"last words": "crash log",
+    r"bur(y|ied)": "mark dead",
+    r"beside the actor": "colocated with the actor, out of process",
+    r"partners?": "user simulator (an interaction)",
+    r"others wrote": "third-party",
+    r"of the run\.": "say what it is for",
+    r"see the module": "say it here, or leave it out",
+}
+_PRIVATE = {word: re.compile(rf"(?<![\w`.])(?:{word})(?![\w`])", re.IGNORECASE) for word in PRIVATE_WORDS}
+
+# Parts of names that stood for an idea for which the field has a name.
+PRIVATE_NAMES = re.compile(
+    r"crew|outgoing|parcel|kept_?answers|seeing|stop_?texts|last_?words|letters?\b|partners?|deal_rows", re.IGNORECASE
+)
+
+
+def package_of(source: Source) -> str:
+    """`data` for `quadriga/data/loading.py`, empty for a module directly under quadriga/."""
+    parts = source.name.split("/")
+    return parts[1] if len(parts) > 2 else ""
+
+
+def sizes(sources: Iterable[Source]) -> dict[str, Size]:
+    """The size of each package."""
+    found: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
+    for source in sources:
+        if not source.name.startswith("quadriga/"):
+            continue  # recipes/ is a package of its own
+        counts = found[package_of(source)]
+        counts[0] += len(source.text.splitlines())
+        counts[1] += 1
+        counts[2] += sum(1 for _ in source.functions())
+    return {name: Size(*counts) for name, counts in found.items()}
+
+
+def grown_package(sources: Iterable[Source]) -> Iterator[str]:
+    """A package that is larger than its row in the table."""
+    for name, size in sorted(sizes(sources).items()):
+        allowed = SIZES.get(name, Size(0, 0, 0))
+        if any(now > most for now, most in zip(size, allowed, strict=True)):
+            yield (
+                f"quadriga/{name}: got {size}, expected at most {allowed}. Find what can go, or edit SIZES in "
+                "tests/arch/arch_house.py and say why in REASONS"
+            )
+
+
+def body_of(function: FunctionNode) -> list[ast.stmt]:
+    """The statements of a function below its docstring."""
+    return function.body[1:] if ast.get_docstring(function, clean=False) is not None else function.body
+
+
+def short_functions_used_once(sources: Iterable[Source]) -> Iterator[tuple[str, str]]:
+    """Functions of at most three lines that are named in one place only: "file:function", and where it stands."""
+    listed = list(sources)
+    uses: Counter[str] = Counter()
+    for source in listed:
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.Name):
+                uses[node.id] += 1
+            elif isinstance(node, ast.Attribute):
+                uses[node.attr] += 1
+    functions = [(source, name, node) for source in listed for name, node in source.functions()]
+    defined = Counter(node.name for _, _, node in functions)
+    for source, name, node in functions:
+        body = body_of(node)
+        lines = (node.end_lineno or 0) - body[0].lineno + 1 if body else 0
+        is_single = uses[node.name] == 1 == defined[node.name] and not node.decorator_list
+        if lines <= MAX_SHORT_LINES and is_single and not node.name.startswith("__"):
+            yield f"{source.name}:{name}", source.at(node.lineno, f"{name} has {lines} lines and one caller; inline it")
+
+
+def see_docstring(source: Source) -> Iterator[str]:
+    """A docstring that only sends the reader elsewhere."""
+    for name, node in source.functions():
+        if (ast.get_docstring(node) or "").startswith("See "):
+            yield source.at(node.lineno, f"{name}: say what it does, or inherit the docstring by writing none")
+
+
+def prose_of(source: Source) -> Iterator[tuple[int, str]]:
+    """Lines that people read, numbered: docstrings, and strings with a space in them."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
+            yield from enumerate(node.value.splitlines(), start=node.lineno)
+
+
+def private_words(name: str, lines: Iterable[tuple[int, str]]) -> Iterator[str]:
+    """Words of our own where the field has one."""
+    for number, line in lines:
+        for word, pattern in _PRIVATE.items():
+            if pattern.search(line):
+                yield f"{name}:{number}: {pattern.search(line)[0]!r}: the field says {PRIVATE_WORDS[word]}"
+
+
+def private_names(source: Source) -> Iterator[str]:
+    """Files, classes and functions that are named by a word of our own."""
+    names = [(1, source.name.rpartition("/")[2])]
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    names += [(node.lineno, node.name) for node in ast.walk(source.tree) if isinstance(node, kinds)]
+    for line, name in names:
+        if PRIVATE_NAMES.search(name):
+            yield source.at(line, f"{name!r} is a private word; use the field's")
