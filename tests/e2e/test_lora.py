@@ -91,7 +91,7 @@ def test_choices_and_refusals_of_resume(
     resumed = train(*LORA, "trainer.total_training_steps=2", run="resumed")
     for change, said in (
         (f"{MODEL}.lora_rank=8", "got an adapter of rank 4 and scale 2, expected an adapter of rank 8 and scale 1"),
-        (f"{MODEL}.lora_alpha=4", "expected an adapter of rank 4 and scale 1, as actor_rollout_ref.model asks for"),
+        (f"{MODEL}.lora_alpha=4", "expected an adapter of rank 4 and scale 1, as actor_rollout_ref.model says"),
         (f"{MODEL}.lora_rank=0", "got an adapter of rank 4 and scale 2, expected all weights"),
     ):
         words = arguments(*LORA, "trainer.total_training_steps=3", change, run="resumed")
