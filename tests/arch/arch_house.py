@@ -32,7 +32,7 @@ SIZES: dict[str, Size] = {
     "observe": Size(1644, 14, 116),
     "protocol": Size(1639, 9, 106),
     "rewards": Size(3565, 31, 187),
-    "rollout": Size(8328, 43, 516),
+    "rollout": Size(8329, 43, 516),
     "single_controller": Size(3432, 14, 206),
     "trainer": Size(3270, 20, 200),
     "weight_sync": Size(659, 5, 46),

@@ -72,6 +72,7 @@ class NativeEngine(CausalModelEngine):
     ) -> None:
         _require_supported(model)
         super().__init__(model, eos_token_ids, max_num_seqs, max_model_len)
+        self.description = f"native, {description_of(model)}"
         self.tokenizer = tokenizer
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_cache_tokens: int | None = None
