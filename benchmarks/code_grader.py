@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many ordinary programming problems the code grader grades in a minute.
+"""How many ordinary programming problems the code grader grades in a minute, and how long short answers take.
 
     python benchmarks/code_grader.py --problems 200 --tests 5 --workers 2
+    python benchmarks/code_grader.py --quick 1024          # that many answers to sums (gsm8k) instead
 
 Each problem has a program of its own that reads its standard input and prints, and `--tests` tests; nothing is shared
 between problems. Printed: problems a minute by the clock, and CPU time a problem, which a busy machine does not change
@@ -12,8 +13,7 @@ import argparse
 import resource
 import time
 
-from quadriga.rewards import GradingPool
-from quadriga.rewards.scoring import ScoreFunction
+from quadriga.rewards import GradingPool, ScoreFunction
 
 PROGRAM = """```python
 import sys
@@ -42,7 +42,11 @@ def main() -> None:
     parser.add_argument("--problems", type=int, default=200)
     parser.add_argument("--tests", type=int, default=5)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--quick", type=int, metavar="N", help="grade N short answers instead of programs")
     arguments = parser.parse_args()
+    if arguments.quick:
+        quick(arguments.quick, arguments.workers)
+        return
     rows = [_row(number, arguments.tests) for number in range(arguments.problems)]
     options = {"code": {"total_s": 100.0, "wall_s": 60.0, "parallel": 1}}
     with GradingPool(ScoreFunction(reward_kwargs=options), num_workers=arguments.workers) as pool:
@@ -57,6 +61,21 @@ def main() -> None:
     print(f"{len(rows)} problems of {arguments.tests} tests, {arguments.workers} workers, all right")
     print(f"{60 * len(rows) / wall_s:.0f} problems a minute by the clock ({wall_s:.1f} s)")
     print(f"{1000 * cpu_s:.0f} ms of CPU time a problem: two free cores make {120 / cpu_s:.0f} a minute")
+
+
+def quick(num_rows: int, num_workers: int) -> None:
+    """Grade sums and print the seconds, the start of the processes aside."""
+    rows: list[dict[str, object]] = [
+        {"data_source": "openai/gsm8k", "solution_str": f"#### {n}", "ground_truth": str(n), "extra_info": {}}
+        for n in range(num_rows)
+    ]
+    with GradingPool(ScoreFunction(), num_workers=num_workers) as pool:
+        pool.grade(rows[:num_workers], timeout_s=60)
+        begun = time.monotonic()
+        outcomes = pool.grade(rows, timeout_s=60)
+        wall_s = time.monotonic() - begun
+    assert all(outcome.score == 1.0 for outcome in outcomes)
+    print(f"{num_rows} short answers, {num_workers} workers, all right ({wall_s:.3f} s)")
 
 
 def _row(number: int, num_tests: int) -> dict[str, object]:

@@ -2,12 +2,13 @@
 """Times the same work in two checkouts, in turn, in one run: how much slower or faster a change made it.
 
     .venv/bin/python benchmarks/two_checkouts.py step --before ../checkout-of-another-commit      # 8 pairs
-    .venv/bin/python benchmarks/two_checkouts.py rollout train code --before ../other --pairs 9
+    .venv/bin/python benchmarks/two_checkouts.py rollout train code quick --before ../other --pairs 9
 
     step      a GRPO step of the quickstart's shape (quadriga_side.py)
     rollout   the engine `native`, responses of many lengths (rollout.py)
     train     forward and backward passes of an update, 2 prompts x 8 (train_engine.py, path `shared`)
     code      60 programs graded (code_grader.py)
+    quick     1,024 short answers graded (the same, --quick)
 
 Each pair is one measurement of either checkout, the other one first in every second pair; the first pair is left out.
 Printed: medians in seconds, and the median, lowest and highest ratio of a pair, after over before. Run it on an idle
@@ -20,7 +21,6 @@ import re
 import subprocess
 import sys
 import tempfile
-import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -80,15 +80,20 @@ def train(checkout: Path, args: Namespace) -> Measure:
 
 
 def code(checkout: Path, args: Namespace) -> Measure:
-    """Seconds of grading programs, start of the pool included."""
+    """Seconds of grading programs."""
+    return lambda: graded(checkout, "--problems=60")
 
-    def measure() -> float:
-        start = time.perf_counter()
-        printed = once(checkout, ["code_grader.py", "--problems", "60"])
-        assert re.search(r"\d", printed), printed
-        return time.perf_counter() - start
 
-    return measure
+def quick(checkout: Path, args: Namespace) -> Measure:
+    """Seconds of grading short answers."""
+    return lambda: graded(checkout, "--quick=1024")
+
+
+def graded(checkout: Path, words: str) -> float:
+    """The seconds that code_grader.py prints; this checkout's file, with the other one's package."""
+    command = [sys.executable, f"{REPOSITORY}/benchmarks/code_grader.py", words]
+    printed = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE, env=environment(checkout)).stdout
+    return float(re.findall(r"\(([\d.]+) s\)", printed)[-1])
 
 
 def once(checkout: Path, words: list[str]) -> str:
@@ -99,7 +104,7 @@ def once(checkout: Path, words: list[str]) -> str:
     ).stdout
 
 
-WORK = {"step": step, "rollout": rollout, "train": train, "code": code}
+WORK = {"step": step, "rollout": rollout, "train": train, "code": code, "quick": quick}
 
 
 def main() -> None:
