@@ -42,9 +42,8 @@ class LossCounts:
         return cls(int(mask.sum()), int(mask.any(-1).sum()))
 
     def __add__(self, other: "LossCounts") -> "LossCounts":
-        return LossCounts(
-            self.batch_num_tokens + other.batch_num_tokens, self.global_batch_size + other.global_batch_size
-        )
+        num_tokens, num_sequences = other.batch_num_tokens, other.global_batch_size
+        return LossCounts(self.batch_num_tokens + num_tokens, self.global_batch_size + num_sequences)
 
 
 def agg_loss(
@@ -73,8 +72,8 @@ def agg_loss(
     Raises:
         ConfigError: an unknown mode.
     """
-    counts = LossCounts.of(loss_mask) if batch_num_tokens is None or global_batch_size is None else None
-    if counts is not None:
+    if batch_num_tokens is None or global_batch_size is None:
+        counts = LossCounts.of(loss_mask)
         batch_num_tokens = counts.batch_num_tokens if batch_num_tokens is None else batch_num_tokens
         global_batch_size = counts.global_batch_size if global_batch_size is None else global_batch_size
     weights = token_weights(

@@ -216,28 +216,22 @@ def keep_mask(log_ratio: Tensor, response_mask: Tensor, rules: Sequence[Rejectio
         if rule.level == "seq_max":
             passes = passes.all(-1, keepdim=True).expand(mask.shape)
         kept = kept & passes
-        metrics |= _rule_metrics(rule, judged, passes, mask)
+        if mask.any():
+            values = judged[:, 0][mask.any(-1)] if rule.level in ("seq_sum", "seq_mean") else judged[mask]
+            statistics = {
+                "mean": values.mean(),
+                "std": values.std(correction=0),
+                "max": values.max(),
+                "min": values.min(),
+                "fraction_high": (values > high).float().mean(),
+                "fraction_low": (values < low).float().mean(),
+            }
+            prefix = f"rollout_rs_{rule.level}_{rule.kind}"
+            metrics |= {f"{prefix}_{name}": float(value) for name, value in statistics.items()}
+            metrics |= _masked_fractions(prefix, passes & mask, mask)
     if rules and mask.any():
         metrics |= _masked_fractions("rollout_rs", kept, mask)
     return response_mask * kept, metrics
-
-
-def _rule_metrics(rule: Rejection, judged: Tensor, passes: Tensor, mask: Tensor) -> dict[str, float]:
-    if not mask.any():
-        return {}
-    low, high = rule.limits
-    values = judged[:, 0][mask.any(-1)] if rule.level in ("seq_sum", "seq_mean") else judged[mask]
-    statistics = {
-        "mean": values.mean(),
-        "std": values.std(correction=0),
-        "max": values.max(),
-        "min": values.min(),
-        "fraction_high": (values > high).float().mean(),
-        "fraction_low": (values < low).float().mean(),
-    }
-    prefix = f"rollout_rs_{rule.level}_{rule.kind}"
-    named = {f"{prefix}_{name}": float(value) for name, value in statistics.items()}
-    return named | _masked_fractions(prefix, passes & mask, mask)
 
 
 def _masked_fractions(prefix: str, kept: Tensor, mask: Tensor) -> dict[str, float]:

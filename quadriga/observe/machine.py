@@ -11,8 +11,6 @@ from pathlib import Path
 
 import torch
 
-from quadriga.errors import ConfigError
-
 GIB = 1024**3
 _CPUINFO = Path("/proc/cpuinfo")
 # CPU flags (Linux names) of units that multiply bfloat16 matrices: Intel and AMD, then Arm.
@@ -31,54 +29,39 @@ def choose_dtype(requested: str, device: torch.device | str) -> Choice:
     """The data type of the compute weights.
 
     Args:
-        requested: "auto", "bfloat16" or "float32", as in `fsdp_config.model_dtype`.
+        requested: "auto" (bfloat16 where the hardware multiplies it), "bfloat16" or "float32".
         device: where the weights will live.
     """
     device = torch.device(device)
-    if requested == "auto":
-        return _dtype_for(device)
     if requested == "float32":
         return Choice(torch.float32, "float32: asked for")
-    if requested == "bfloat16":
-        natural = _dtype_for(device)
-        slow = "" if natural.value == torch.bfloat16 else f" (slow here: {natural.reason})"
-        return Choice(torch.bfloat16, f"bfloat16: asked for{slow}")
-    found = f"fsdp_config.model_dtype: got {requested!r}, expected auto, bfloat16 or float32"
-    raise ConfigError(found, fix="auto takes bfloat16 where the hardware multiplies it.")
-
-
-def _dtype_for(device: torch.device) -> Choice:
     if device.type == "cpu":
-        flag = next((flag for flag in BF16_CPU_FLAGS if flag in cpu_flags()), None)
-        if flag:
-            return Choice(torch.bfloat16, f"bfloat16: this CPU multiplies it in hardware ({flag})")
-        return Choice(torch.float32, f"float32: this CPU has none of {', '.join(BF16_CPU_FLAGS)}")
-    if device.type == "cuda":
+        flags = (_field(_CPUINFO, "flags") or _field(_CPUINFO, "Features")).split()
+        unit = next((flag for flag in BF16_CPU_FLAGS if flag in flags), None)
+        has_bf16, fast = unit is not None, f"this CPU multiplies it in hardware ({unit})"
+        slow = f"this CPU has none of {', '.join(BF16_CPU_FLAGS)}"
+    elif device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         # Emulated bfloat16 is slower than float32, so it does not count.
         with torch.cuda.device(device):
             has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-        if has_bf16:
-            return Choice(torch.bfloat16, f"bfloat16: {name} multiplies it in hardware")
-        return Choice(torch.float32, f"float32: {name} has no bfloat16 units")
-    return Choice(torch.float32, f"float32: nothing is known about bfloat16 on {device.type} devices")
+        fast, slow = f"{name} multiplies it in hardware", f"{name} has no bfloat16 units"
+    else:
+        has_bf16, fast, slow = False, "", f"nothing is known about bfloat16 on {device.type} devices"
+    if requested == "bfloat16":
+        return Choice(torch.bfloat16, f"bfloat16: asked for{'' if has_bf16 else f' (slow here: float32: {slow})'}")
+    if has_bf16:
+        return Choice(torch.bfloat16, f"bfloat16: {fast}")
+    return Choice(torch.float32, f"float32: {slow}")
 
 
-def cpu_flags(cpuinfo: Path = _CPUINFO) -> frozenset[str]:
-    """The CPU's feature flags as Linux names them; empty where the system does not have them."""
-    return frozenset((_field(cpuinfo, "flags") or _field(cpuinfo, "Features")).split())
-
-
-def resident_bytes() -> int:
-    """Memory of this process in RAM; without /proc (macOS) its peak, which is an upper bound."""
-    return _status_bytes("VmRSS") or peak_resident_bytes()
-
-
-def peak_resident_bytes() -> int:
-    """The most memory this process has held in RAM since it started."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def resident_bytes() -> tuple[int, int]:
+    """Memory of this process in RAM, and the most it has held; without /proc (macOS) twice the latter."""
     # Linux counts in KiB, macOS in bytes.
-    return _status_bytes("VmHWM") or (peak if sys.platform == "darwin" else peak * 1024)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    fields = (_field(Path("/proc/self/status"), key) for key in ("VmRSS", "VmHWM"))
+    held, most = (int(field.split()[0]) * 1024 if field else peak for field in fields)
+    return held, most
 
 
 def release_free_memory() -> bool:
@@ -100,17 +83,14 @@ def num_usable_cores() -> int:
     return cores
 
 
-def usable_memory_bytes() -> int:
-    """Memory of the machine, or of the control group where that is less."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = _read(Path("/sys/fs/cgroup/memory.max"))
-    return min(total, int(limit)) if limit.isdigit() else total
-
-
 def describe_machine() -> str:
     """One line for logs and reports: cores, memory, accelerators, system, versions."""
     cpu = _field(_CPUINFO, "model name") or platform.processor() or platform.machine()
     num_cores = num_usable_cores()
+    # The memory of the control group, where that is less.
+    num_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = _read(Path("/sys/fs/cgroup/memory.max"))
+    num_bytes = min(num_bytes, int(limit)) if limit.isdigit() else num_bytes
     accelerators = "no GPU"
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
@@ -118,16 +98,11 @@ def describe_machine() -> str:
         accelerators = f"{torch.cuda.device_count()} x {properties.name} with {memory}"
     parts = [
         f"{num_cores} core{'s' if num_cores != 1 else ''} of {cpu} ({torch.backends.cpu.get_cpu_capability()})",
-        f"{usable_memory_bytes() / GIB:.0f} GiB memory",
+        f"{num_bytes / GIB:.0f} GiB memory",
         accelerators,
         f"{platform.system()}, Python {platform.python_version()}, torch {torch.__version__}",
     ]
     return ", ".join(parts)
-
-
-def _status_bytes(key: str) -> int:
-    """A size in /proc/self/status; 0 where there is none."""
-    return int((_field(Path("/proc/self/status"), key) or "0").split()[0]) * 1024
 
 
 def _field(path: Path, key: str) -> str:

@@ -69,12 +69,15 @@ def _combine(name: str, metrics: Sequence[Metric]) -> Metric:
         raise ValueError(f"metric {name}: got the reductions {', '.join(sorted(kinds))}, expected one for all parts.")
     reduction, weight = metrics[0].reduction, math.fsum(metric.weight for metric in metrics)
     values = [metric.value for metric in metrics]
-    if reduction == "mean":
-        # A part of weight 0 says nothing, even where its own value is NaN; the mean of nothing is NaN and not 0.
-        total = _sum([metric.value * metric.weight for metric in metrics if metric.weight > 0])
-        value = total / weight if weight else math.nan
-    elif reduction == "sum":
-        value = _sum(values)
+    if reduction in ("mean", "sum"):
+        if reduction == "mean":
+            # A part of weight 0 says nothing, even where its own value is NaN.
+            values = [metric.value * metric.weight for metric in metrics if metric.weight > 0]
+        # fsum is exact in any order, but it refuses to add opposite infinities; plain addition gives the NaN they are.
+        value = math.fsum(values) if all(map(math.isfinite, values)) else sum(values)
+        if reduction == "mean":
+            # The mean of nothing is NaN and not 0.
+            value = value / weight if weight else math.nan
     elif reduction == "last":
         value = values[-1]
     elif any(math.isnan(value) for value in values):
@@ -83,8 +86,3 @@ def _combine(name: str, metrics: Sequence[Metric]) -> Metric:
     else:
         value = max(values) if reduction == "max" else min(values)
     return Metric(value, reduction, weight)
-
-
-def _sum(values: Sequence[float]) -> float:
-    # fsum is exact in any order, but it refuses to add opposite infinities; plain addition gives the NaN they are.
-    return math.fsum(values) if all(math.isfinite(value) for value in values) else sum(values)

@@ -99,10 +99,18 @@ def _probe(extra: Extra, timeout_s: float, is_tried: bool) -> Capability:
         problem = f"not installed; pip install -e '{extra.install}'"
     elif release_numbers(found) < release_numbers(extra.least):
         problem = f"too old; {extra.least} or later is needed: pip install -U -e '{extra.install}'"
-    elif is_tried:
-        problem = _import_problem(extra.module, timeout_s)
-    else:
+    elif not is_tried:
         problem = _unmet_problem(extra.module, distribution)
+    else:
+        command = [sys.executable, "-c", f"import {extra.module}"]
+        try:
+            done = subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s, check=False
+            )
+            last_line = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+            problem = f"does not import: {last_line}" if done.returncode else ""
+        except subprocess.TimeoutExpired:
+            problem = f"its import took more than {timeout_s:.0f} s"
     fine = "imports" if is_tried else NOT_TRIED
     return Capability(extra.package, found, not problem, problem or fine, extra.purpose)
 
@@ -132,18 +140,3 @@ def _unmet_problem(module: str, distribution: str) -> str:
         if not wanted.specifier.contains(found, prereleases=True):
             return f"{NOT_TRIED}: it requires {wanted.name}{wanted.specifier}, and {found} is installed"
     return ""
-
-
-def _import_problem(module: str, timeout_s: float) -> str:
-    """Why the module does not import, in one line; empty if it does."""
-    command = [sys.executable, "-c", f"import {module}"]
-    try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return f"its import took more than {timeout_s:.0f} s"
-    if done.returncode == 0:
-        return ""
-    last_line = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-    return f"does not import: {last_line}"

@@ -53,8 +53,15 @@ class Profiler:
             yield
             return
         if self._first is None:
-            self._start()
             self._first = step
+            if self._is_of_memory:
+                torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
+            else:
+                activities = [torch.profiler.ProfilerActivity.CPU]
+                if torch.cuda.is_available():
+                    activities.append(torch.profiler.ProfilerActivity.CUDA)
+                self._trace = torch.profiler.profile(activities=activities, profile_memory=True, record_shapes=True)
+                self._trace.start()
         self._last = step
         goes_on = False
         try:
@@ -63,16 +70,6 @@ class Profiler:
         finally:
             if not goes_on:
                 self.close()
-
-    def _start(self) -> None:
-        if self._is_of_memory:
-            torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
-            return
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
-        self._trace = torch.profiler.profile(activities=activities, profile_memory=True, record_shapes=True)
-        self._trace.start()
 
     def close(self) -> None:
         """Write a profile that is still open (a run that ended between two neighbouring steps)."""

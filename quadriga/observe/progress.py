@@ -14,11 +14,11 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from types import TracebackType
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 from rich.console import Console
-from rich.progress import BarColumn, ProgressColumn, Task, TextColumn
+from rich.progress import BarColumn, RenderableColumn, TextColumn
 from rich.progress import Progress as RichProgress
 from rich.text import Text
 
@@ -110,7 +110,7 @@ def validation_results(metrics: Mapping[str, float]) -> list[ValidationResult]:
     return results
 
 
-class Progress:
+class Progress(AbstractContextManager["Progress"]):
     """The state of `total` steps, shown to a person.
 
     Args:
@@ -134,9 +134,11 @@ class Progress:
     ) -> None:
         # Long lines in a log stay whole: a log has no edge.
         self._console = console or Console(highlight=False, soft_wrap=True)
-        self._total, self._description = total, description
-        self._columns = AlignedLine()
-        self._pace = _Pace(initial, clock)
+        self._total, self._description, self._initial = total, description, initial
+        self._activity, self._clock = activity or str, clock
+        self._widths: dict[str, int] = {}
+        # Steps that are done, and when.
+        self._marks: deque[tuple[int, float]] = deque([(initial, clock())], maxlen=PACE_STEPS + 1)
         self._bar: RichProgress | None = None
         if self._console.is_interactive:
             self._bar = RichProgress(
@@ -144,25 +146,35 @@ class Progress:
                 TextColumn(f"{{task.completed:>{len(str(total))}.0f}}/{{task.total:.0f}}"),
                 BarColumn(bar_width=24),
                 TextColumn("{task.fields[fields]}", markup=False),
-                _TimeLeft(self._pace, total, activity or str),
+                RenderableColumn(self),
                 console=self._console,
                 refresh_per_second=4,
             )
             self._task = self._bar.add_task(description, total=total, completed=initial, fields="")
             self._bar.start()
 
-    def __enter__(self) -> "Progress":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     @property
     def left_s(self) -> float | None:
         """Seconds until the last step at the present pace; None before the first step."""
-        return self._pace.left_s(self._total)
+        (first_step, first_s), (last_step, last_s) = self._marks[0], self._marks[-1]
+        if last_step == first_step:
+            return None
+        per_step_s = (last_s - first_s) / (last_step - first_step)
+        return max(0.0, (self._total - last_step) * per_step_s)
+
+    def __rich__(self) -> Text:
+        """What stands behind the bar: the time left, and what is being done at the moment."""
+        step, marked_s = self._marks[-1]
+        if step >= self._total:
+            return Text("done", style="green")
+        # Between two steps the time since the last one is taken off.
+        left_s, since_s = self.left_s, self._clock() - marked_s
+        left = "" if left_s is None else f"{clock_text(max(0.0, left_s - since_s))} left"
+        doing = self._activity()
+        return Text(left, style="cyan").append(f"{' · ' if left and doing else ''}{doing}", style="dim")
 
     def update(self, step: int, fields: Mapping[str, str]) -> None:
         """Show that `step` steps are done, and the numbers of the last one.
@@ -171,14 +183,17 @@ class Progress:
             step: steps done so far, counted from 1.
             fields: label -> text, as `step_fields` makes them. A label with a slash is a unit and stands behind.
         """
-        self._pace.record(step)
+        self._marks.append((step, self._clock()))
+        if len(self._marks) == 3 and self._marks[0][0] == self._initial:
+            # The first step carries what happens only once (a validation before it, kernels that warm up).
+            self._marks.popleft()
         if self._bar is not None:
             shown = [name for name in BAR_FIELDS if name in fields] or fields
             text = GAP.join(join_field(name, fields[name]) for name in shown)
             self._bar.update(self._task, completed=step, fields=text)
             return
         position = f"{step:>{len(str(self._total))}}/{self._total}"
-        line, left_s = self._columns.render({self._description: position, **fields}), self.left_s
+        line, left_s = aligned({self._description: position, **fields}, self._widths), self.left_s
         self.message(f"{line}{GAP}{clock_text(left_s)} left" if left_s else line)
 
     def message(self, text: str) -> None:
@@ -192,21 +207,20 @@ class Progress:
             self._bar.stop()
 
 
-class AlignedLine:
-    """Lines whose fields stand below each other; a column grows when a value needs it and never shrinks."""
+def aligned(fields: Mapping[str, str], widths: dict[str, int]) -> str:
+    """One of several lines whose fields stand below each other. A field that is missing leaves its place empty.
 
-    def __init__(self) -> None:
-        self._widths: dict[str, int] = {}
-
-    def render(self, fields: Mapping[str, str]) -> str:
-        """One line. A known field that is missing leaves its place empty, so that the others stay in line."""
-        for label, value in fields.items():
-            self._widths[label] = max(self._widths.get(label, 0), len(value))
-        cells = []
-        for label, width in self._widths.items():
-            cell = join_field(label, fields.get(label, "").rjust(width))
-            cells.append(cell if label in fields else " " * len(cell))
-        return GAP.join(cells).rstrip()
+    Args:
+        fields: label -> text.
+        widths: of the columns, kept from line to line; one grows when a value needs it and never shrinks.
+    """
+    for label, value in fields.items():
+        widths[label] = max(widths.get(label, 0), len(value))
+    cells = []
+    for label, width in widths.items():
+        cell = join_field(label, fields.get(label, "").rjust(width))
+        cells.append(cell if label in fields else " " * len(cell))
+    return GAP.join(cells).rstrip()
 
 
 def clock_text(seconds: float) -> str:
@@ -216,44 +230,3 @@ def clock_text(seconds: float) -> str:
     if hours >= 48:
         return f"{hours // 24} d {hours % 24:02d} h"
     return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
-
-
-class _Pace:
-    """Seconds per step over the last few steps."""
-
-    def __init__(self, initial: int, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._marks: deque[tuple[int, float]] = deque([(initial, clock())], maxlen=PACE_STEPS + 1)
-        self._is_warm = False
-
-    def record(self, step: int) -> None:
-        self._marks.append((step, self._clock()))
-        if not self._is_warm and len(self._marks) > 2:
-            # The first step carries what happens only once (a validation before it, kernels that warm up).
-            self._marks.popleft()
-            self._is_warm = True
-
-    def left_s(self, total: int) -> float | None:
-        (first_step, first_s), (last_step, last_s) = self._marks[0], self._marks[-1]
-        if last_step == first_step:
-            return None
-        per_step_s = (last_s - first_s) / (last_step - first_step)
-        return max(0.0, (total - last_step) * per_step_s)
-
-    def since_last_s(self) -> float:
-        return self._clock() - self._marks[-1][1]
-
-
-class _TimeLeft(ProgressColumn):
-    def __init__(self, pace: _Pace, total: int, activity: Callable[[], str]) -> None:
-        super().__init__()
-        self._pace, self._total, self._activity = pace, total, activity
-
-    def render(self, task: Task) -> Text:
-        if task.finished:
-            return Text("done", style="green")
-        # Between two steps the time since the last one is taken off.
-        left_s = self._pace.left_s(self._total)
-        left = "" if left_s is None else f"{clock_text(max(0.0, left_s - self._pace.since_last_s()))} left"
-        doing = self._activity()
-        return Text(left, style="cyan").append(f"{' · ' if left and doing else ''}{doing}", style="dim")

@@ -5,12 +5,12 @@ A first SIGTERM is a request: the step in work is finished and saved, and the ru
 ends the process at once.
 """
 
+import math
 import os
 import signal
 import sys
 import threading
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -23,17 +23,8 @@ EXPIRY_VARIABLES = (
 """Each holds, where a provider sets it, the second since 1970 at which it takes the machine back."""
 
 STOP_NOTICE = "SIGTERM: the run ends after this step, with a checkpoint if it writes any; once more ends it at once."
-_requested = threading.Event()
-
-
-def request_stop() -> None:
-    """Have the run of this process end after the step in work."""
-    _requested.set()
-
-
-def is_stop_requested() -> bool:
-    """Whether a stop was requested."""
-    return _requested.is_set()
+stop_requested = threading.Event()
+"""Where it is set, the training of this process ends after the step in work."""
 
 
 @contextmanager
@@ -51,7 +42,7 @@ def heeding_sigterm() -> Iterator[None]:
             # A fork of this process, say one that loads data: it is to end as if this handler were not there.
             os.kill(os.getpid(), number)
             return
-        request_stop()
+        stop_requested.set()
         # Not print: the signal may have come in the midst of one.
         os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"{STOP_NOTICE}\n".encode())
 
@@ -60,30 +51,21 @@ def heeding_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-        _requested.clear()
+        stop_requested.clear()
 
 
-def expiry(environment: Mapping[str, str] | None = None) -> float | None:
-    """The second since 1970 at which this machine is taken back, if the environment says so; the earliest of several.
+def expiry() -> float:
+    """The second since 1970 at which this machine is taken back, the earliest of several; infinity if none is known.
 
     Raises:
         ConfigError: a variable holds something else.
     """
-    environment = os.environ if environment is None else environment
-    seconds = []
+    seconds = [math.inf]
     for name in EXPIRY_VARIABLES:
-        if environment.get(name):
+        if text := os.environ.get(name):
             try:
-                seconds.append(float(int(environment[name])))
+                seconds.append(float(int(text)))
             except ValueError as error:
-                found = f"{name}: got {environment[name]!r}, expected a whole number of seconds since 1970"
+                found = f"{name}: got {text!r}, expected a whole number of seconds since 1970"
                 raise ConfigError(found, fix="Take the variable away where no provider sets it.") from error
-    return min(seconds, default=None)
-
-
-def expires_within(at_s: float | None, duration_s: float) -> bool:
-    """Whether the machine is taken back within `duration_s` from now, where `at_s` is what `expiry` returned.
-
-    A second that has passed was meant for an earlier machine.
-    """
-    return at_s is not None and 0 < at_s - time.time() <= duration_s
+    return min(seconds)

@@ -6,8 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-
-Clock = Callable[[], float]
+from itertools import pairwise
 
 BAR_WIDTH = 32
 # A gap between two parts is shown when it is long enough for a person to wonder about.
@@ -21,7 +20,7 @@ class PhaseTimer:
     one thread; `current` may be read from another (a watchdog, a progress bar).
     """
 
-    def __init__(self, clock: Clock = time.perf_counter) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._open: list[str] = []
         self.seconds: dict[str, float] = {}
@@ -68,19 +67,19 @@ class Timeline:
     """
 
     def __init__(
-        self, title: str = "start-up", clock: Clock = time.perf_counter, earlier: Sequence[tuple[str, float]] = ()
+        self,
+        title: str = "start-up",
+        clock: Callable[[], float] = time.perf_counter,
+        earlier: Sequence[tuple[str, float]] = (),
     ) -> None:
         self._title, self._clock = title, clock
         # Clocks of two machines may differ a little; no part is shorter than nothing.
         now_s = time.time()
-        ages_s = [max(0.0, now_s - began_s) for _, began_s in earlier]
-        before_s = max(ages_s, default=0.0)
+        ages_s = [*(max(0.0, now_s - began_s) for _, began_s in earlier), 0.0]
+        before_s = max(ages_s)
         self._origin = clock() - before_s
-        ends_s = [before_s - age_s for age_s in [*ages_s[1:], 0.0]]
-        self._parts = [
-            _Part(name, 0, before_s - age_s, end_s)
-            for (name, _), age_s, end_s in zip(earlier, ages_s, ends_s, strict=False)
-        ]
+        spans = zip(earlier, pairwise(ages_s), strict=True)
+        self._parts = [_Part(name, 0, before_s - began, before_s - ended) for (name, _), (began, ended) in spans]
         self._open = threading.local()
 
     @contextmanager

@@ -39,10 +39,16 @@ def waiting(
 
     def watch() -> None:
         while not is_over.wait(every_s):
-            report = f"waiting {_duration(time.monotonic() - start)} for {what}{_detail(detail)}"
+            seconds = round(time.monotonic() - start)
+            duration = f"{seconds} s" if seconds < 120 else f"{seconds // 60} min {seconds % 60:02d} s"
+            try:
+                state = f": {detail()}" if detail else ""
+            except Exception as error:
+                # The wait matters more than its description: the report goes on and says why it is short.
+                state = f" (its detail failed: {type(error).__name__}: {error})"
             # What was waited for may have come while the detail was made.
             if not is_over.is_set():
-                emit(report)
+                emit(f"waiting {duration} for {what}{state}")
 
     watcher = threading.Thread(target=watch, name=f"waiting for {what}", daemon=True)
     watcher.start()
@@ -51,18 +57,3 @@ def waiting(
     finally:
         is_over.set()
         watcher.join(LAST_REPORT_S)
-
-
-def _detail(detail: Callable[[], str] | None) -> str:
-    if detail is None:
-        return ""
-    try:
-        return f": {detail()}"
-    except Exception as error:
-        # The wait matters more than its description; the report goes on and says why it is short.
-        return f" (its detail failed: {type(error).__name__}: {error})"
-
-
-def _duration(seconds: float) -> str:
-    whole = round(seconds)
-    return f"{whole} s" if whole < 120 else f"{whole // 60} min {whole % 60:02d} s"

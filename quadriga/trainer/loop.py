@@ -5,6 +5,7 @@ they must end before the last one, and where progress and metrics go.
 A subclass counts `global_steps` and measures each step, by a `timer` with the phase `step`.
 """
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,9 +13,9 @@ from typing import Any
 
 from quadriga.config import Config
 from quadriga.observe.progress import Progress
-from quadriga.observe.stopping import expires_within, expiry, is_stop_requested
+from quadriga.observe.stopping import expiry, stop_requested
 from quadriga.observe.timing import PhaseTimer
-from quadriga.observe.tracking import Tracking
+from quadriga.observe.tracking import RunFacts, Tracking
 from quadriga.trainer.checkpoint import Checkpoints, step_of
 from quadriga.trainer.saving import CheckpointSaver, load_run_state, save_run_state
 
@@ -100,20 +101,15 @@ class TrainingLoop(ABC):
 
     def open_tracking(self) -> Tracking:
         """The trackers of the run, beside its `progress`."""
-        return Tracking(
-            self.settings.loggers,
-            project_name=self.settings.project_name,
-            experiment_name=self.settings.experiment_name,
-            config=self.config.model_dump(mode="json"),
-            directory=self.settings.directory,
-            resume_step=self.global_steps,
-            progress=self.progress,
-        )
+        settings, config = self.settings, self.config.model_dump(mode="json")
+        facts = RunFacts(settings.project_name, settings.experiment_name, config, settings.directory, self.global_steps)
+        return Tracking(settings.loggers, facts, self.progress)
 
     def _may_be_last_step(self) -> bool:
         """Whether a stop was requested, or the machine may be taken back before another step is saved."""
         # The last step is the end anyway.
-        self.is_stopping = is_stop_requested() and not self.is_last_step
+        self.is_stopping = stop_requested.is_set() and not self.is_last_step
         self._longest_step_s = max(self._longest_step_s, self.timer.seconds["step"])
         needed_s = self._longest_step_s + self.saver.longest_s + self.settings.esi_redundant_time
-        return self.is_stopping or expires_within(self._expires_at, needed_s)
+        # A second that has passed was meant for an earlier machine.
+        return self.is_stopping or 0 < self._expires_at - time.time() <= needed_s

@@ -12,7 +12,7 @@ import torch
 
 from quadriga.config import RolloutConfig
 from quadriga.errors import RolloutError
-from quadriga.observe.machine import peak_resident_bytes, resident_bytes
+from quadriga.observe.machine import resident_bytes
 from quadriga.protocol import DataProto
 
 logger = logging.getLogger(__name__)
@@ -81,8 +81,8 @@ def performance_metrics(
     metrics["perf/throughput"] = num_tokens / seconds["step"]
     if seconds.get("gen") and num_generated and not measured.get("rollout/replayed"):
         metrics["perf/generated_tokens_per_s"] = num_generated / seconds["gen"]
-    metrics["perf/memory_resident_gib"] = resident_bytes() / 2**30
-    metrics["perf/memory_peak_gib"] = peak_resident_bytes() / 2**30
+    resident, peak = resident_bytes()
+    metrics["perf/memory_resident_gib"], metrics["perf/memory_peak_gib"] = resident / 2**30, peak / 2**30
     return metrics
 
 

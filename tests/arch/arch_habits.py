@@ -14,7 +14,7 @@ BROAD = frozenset({"Exception", "BaseException"})
 # Where anything may be raised and every one of it is passed on in another form: "file:function" and that form.
 CATCHES_ANYTHING: dict[str, str] = {
     "quadriga/observe/tracking/__init__.py:Tracking._each": "all trackers are served, then the first error is raised",
-    "quadriga/observe/watchdog.py:_detail": "a description that fails is reported inside the report of the wait",
+    "quadriga/observe/watchdog.py:waiting.watch": "a description that fails is reported inside the report of the wait",
     "quadriga/rewards/graders/math.py:_is_same": "every pair is compared first, then the first failure is raised",
     "quadriga/rewards/grading_process.py:_grade": "what a grader raises is its outcome: counted and stored",
     "quadriga/single_controller/ray/process.py:WorkerProcess._run": "what a worker raises is its answer to the driver",

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from quadriga.errors import DataError, QuadrigaError
-from quadriga.observe.tracking.base import Run, Sample, TrackingBackend
+from quadriga.observe.tracking.base import RunFacts, Sample, TrackingBackend
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
@@ -28,16 +28,16 @@ class JsonlBackend(TrackingBackend):
     A run that starts anew in a directory with files of another keeps those under a numbered name.
     """
 
-    def __init__(self, run: Run) -> None:
-        self._metrics = _LineFile(run.directory / METRICS_FILE, run.resume_step)
-        self._samples = _LineFile(run.directory / SAMPLES_FILE, run.resume_step)
+    def __init__(self, facts: RunFacts) -> None:
+        self._metrics = _LineFile(facts.directory / METRICS_FILE, facts.resume_step)
+        self._samples = _LineFile(facts.directory / SAMPLES_FILE, facts.resume_step)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self._metrics.append({"step": step, **{name: float(value) for name, value in metrics.items()}})
 
-    def log_samples(self, rows: Sequence[Sample], step: int) -> None:
-        for row in rows:
-            self._samples.append({"step": step, **row})
+    def log_samples(self, samples: Sequence[Sample], step: int) -> None:
+        for sample in samples:
+            self._samples.append({"step": step, **sample})
 
     def close(self, *, has_failed: bool = False) -> None:
         self._metrics.close()
@@ -87,7 +87,8 @@ class _LineFile:
             if self._descriptor is None:
                 self._descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
             size = os.fstat(self._descriptor).st_size
-            _write_all(self._descriptor, line)
+            while line:
+                line = line[os.write(self._descriptor, line) :]
         except OSError as error:
             if self._descriptor is not None and size is not None:
                 # Part of the line may be in the file; the next one must not be glued to it.
@@ -101,12 +102,6 @@ class _LineFile:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
-
-
-def _write_all(descriptor: int, line: bytes) -> None:
-    written = 0
-    while written < len(line):
-        written += os.write(descriptor, line[written:])
 
 
 def _complete_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:

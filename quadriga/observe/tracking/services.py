@@ -15,13 +15,14 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 from quadriga.errors import ConfigError
-from quadriga.observe.tracking.base import Run, Sample, TrackingBackend, sample_columns
+from quadriga.observe.tracking.base import RunFacts, Sample, TrackingBackend, sample_columns
+from quadriga.observe.tracking.jsonl import jsonable
 
 STEP_AXIS = "step"
 # Limits of MLflow: entries of one request, characters of a parameter's value.
@@ -51,15 +52,15 @@ class TensorboardBackend(TrackingBackend):
     The format has no place for how a run ended.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, facts: RunFacts) -> None:
         module = require("torch.utils.tensorboard", logger="tensorboard", install="tensorboard")
         # TensorBoard hides every event from purge_step on that an earlier process wrote.
-        purge_step = run.resume_step + 1 if run.resume_step > 0 else 0
-        self._writer = module.SummaryWriter(log_dir=str(run.directory / "tensorboard"), purge_step=purge_step)
-        config = json.dumps(run.config, indent=2, default=str)
+        purge_step = facts.resume_step + 1 if facts.resume_step > 0 else 0
+        self._writer = module.SummaryWriter(log_dir=str(facts.directory / "tensorboard"), purge_step=purge_step)
+        config = json.dumps(facts.config, indent=2, default=str)
         # A Markdown code block by four spaces, because the text may itself contain fences.
         code = "\n".join(f"    {line}" for line in config.splitlines())
-        self._writer.add_text("config", code, run.resume_step)
+        self._writer.add_text("config", code, facts.resume_step)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         for name, value in metrics.items():
@@ -67,18 +68,11 @@ class TensorboardBackend(TrackingBackend):
         # At once, since a killed process cannot do it later.
         self._writer.flush()
 
-    def log_samples(self, rows: Sequence[Sample], step: int) -> None:
-        if not rows:
-            return
-
-        def line(cells: Iterable[object]) -> str:
-            escaped = (str(cell).replace("|", "\\|").replace("\n", "<br>") for cell in cells)
-            return f"| {' | '.join(escaped)} |"
-
-        columns = sample_columns(rows)
-        lines = [line(columns), line("---" for _ in columns)]
-        lines += [line(row.get(name, "") for name in columns) for row in rows]
-        self._writer.add_text("samples", "\n".join(lines), step)
+    def log_samples(self, samples: Sequence[Sample], step: int) -> None:
+        columns = sample_columns(samples)
+        table = [columns, ["---"] * len(columns), *([sample.get(name, "") for name in columns] for sample in samples)]
+        cells = [[str(cell).replace("|", "\\|").replace("\n", "<br>") for cell in row] for row in table]
+        self._writer.add_text("samples", "\n".join(f"| {' | '.join(row)} |" for row in cells), step)
         self._writer.flush()
 
     def close(self, *, has_failed: bool = False) -> None:
@@ -93,32 +87,31 @@ class WandbBackend(TrackingBackend):
     lies on top of its first version.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, facts: RunFacts) -> None:
         self._wandb = require("wandb", logger="wandb", install="wandb")
-        identity = run.load_id("wandb")
+        identity = facts.load_id("wandb")
         self._run = self._wandb.init(
-            project=run.project_name,
-            name=run.experiment_name,
-            config=dict(run.config),
-            dir=str(run.directory),
+            project=facts.project_name,
+            name=facts.experiment_name,
+            config=dict(facts.config),
+            dir=str(facts.directory),
             id=identity,
             resume="allow" if identity else None,
         )
-        run.save_id("wandb", self._run.id)
+        facts.save_id("wandb", self._run.id)
         self._run.define_metric(STEP_AXIS)
         self._run.define_metric("*", step_metric=STEP_AXIS)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self._run.log({**metrics, STEP_AXIS: step})
 
-    def log_samples(self, rows: Sequence[Sample], step: int) -> None:
-        if rows:
-            columns = sample_columns(rows)
-            plain = (str, int, float, type(None))
-            # A table column holds one type; anything but numbers and text goes in as its text.
-            found = [[row.get(name) for name in columns] for row in rows]
-            cells = [[cell if isinstance(cell, plain) else str(cell) for cell in row] for row in found]
-            self._run.log({"samples": self._wandb.Table(columns=columns, data=cells), STEP_AXIS: step})
+    def log_samples(self, samples: Sequence[Sample], step: int) -> None:
+        columns = sample_columns(samples)
+        plain = (str, int, float, type(None))
+        # A table column holds one type; anything but numbers and text goes in as its text.
+        found = [[sample.get(name) for name in columns] for sample in samples]
+        cells = [[cell if isinstance(cell, plain) else str(cell) for cell in row] for row in found]
+        self._run.log({"samples": self._wandb.Table(columns=columns, data=cells), STEP_AXIS: step})
 
     def close(self, *, has_failed: bool = False) -> None:
         self._run.finish(exit_code=1 if has_failed else 0)
@@ -131,29 +124,29 @@ class MlflowBackend(TrackingBackend):
     refuses in a name are written out: "mean@8" becomes "mean_at_8".
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, facts: RunFacts) -> None:
         self._mlflow = require("mlflow", logger="mlflow", install="mlflow-skinny")
         uri = os.environ.get("MLFLOW_TRACKING_URI")
         if not uri:
             # MLflow wants this consent before it writes plain files; they are what a run's own directory wants.
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
-            uri = (run.directory / "mlruns").resolve().as_uri()
+            uri = (facts.directory / "mlruns").resolve().as_uri()
         self._client = self._mlflow.MlflowClient(tracking_uri=uri)
-        identity = run.load_id("mlflow")
+        identity = facts.load_id("mlflow")
         if identity is not None:
             self._client.update_run(identity, status="RUNNING")
-        self._run_id = identity or self._begin(run)
-        self._client.log_dict(self._run_id, _plain(run.config), f"config/step_{run.resume_step}.json")
+        self._run_id = identity or self._begin(facts)
+        self._client.log_dict(self._run_id, jsonable(facts.config), f"config/step_{facts.resume_step}.json")
 
-    def _begin(self, run: Run) -> str:
-        experiment = self._client.get_experiment_by_name(run.project_name)
-        experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(run.project_name)
-        run_id = self._client.create_run(experiment_id, run_name=run.experiment_name).info.run_id
-        run.save_id("mlflow", run_id)
+    def _begin(self, facts: RunFacts) -> str:
+        experiment = self._client.get_experiment_by_name(facts.project_name)
+        experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(facts.project_name)
+        run_id = self._client.create_run(experiment_id, run_name=facts.experiment_name).info.run_id
+        facts.save_id("mlflow", run_id)
         # Parameters cannot change within a run; a continued one has those it began with, and a configuration file more.
         params = [
             self._mlflow.entities.Param(metric_name(name), str(value)[:PARAM_CHARACTERS])
-            for name, value in flatten(run.config)
+            for name, value in flatten(facts.config)
         ]
         for start in range(0, len(params), PARAMS_PER_REQUEST):
             self._client.log_batch(run_id, params=params[start : start + PARAMS_PER_REQUEST])
@@ -168,10 +161,9 @@ class MlflowBackend(TrackingBackend):
         for start in range(0, len(entries), METRICS_PER_REQUEST):
             self._client.log_batch(self._run_id, metrics=entries[start : start + METRICS_PER_REQUEST])
 
-    def log_samples(self, rows: Sequence[Sample], step: int) -> None:
-        if rows:
-            samples = {"step": step, "samples": [_plain(row) for row in rows]}
-            self._client.log_dict(self._run_id, samples, f"samples/step_{step}.json")
+    def log_samples(self, samples: Sequence[Sample], step: int) -> None:
+        record = {"step": step, "samples": jsonable(list(samples))}
+        self._client.log_dict(self._run_id, record, f"samples/step_{step}.json")
 
     def close(self, *, has_failed: bool = False) -> None:
         self._client.set_terminated(self._run_id, status="FAILED" if has_failed else "FINISHED")
@@ -183,29 +175,28 @@ class SwanlabBackend(TrackingBackend):
     The service knows the identity of a continued run only in its online mode; a run kept on disk begins a new one.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, facts: RunFacts) -> None:
         self._swanlab = require("swanlab", logger="swanlab", install="swanlab")
         is_online = os.environ.get("SWANLAB_MODE", "online") in ("online", "cloud")
-        identity = run.load_id("swanlab") if is_online else None
+        identity = facts.load_id("swanlab") if is_online else None
         continued = {"id": identity, "resume": "allow"} if identity else {}
         self._run = self._swanlab.init(
-            project=run.project_name,
-            experiment_name=run.experiment_name,
-            config=dict(run.config),
-            logdir=str(run.directory / "swanlog"),
+            project=facts.project_name,
+            experiment_name=facts.experiment_name,
+            config=dict(facts.config),
+            logdir=str(facts.directory / "swanlog"),
             **continued,
         )
         if self._run.id:
-            run.save_id("swanlab", self._run.id)
+            facts.save_id("swanlab", self._run.id)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self._swanlab.log(dict(metrics), step=step)
 
-    def log_samples(self, rows: Sequence[Sample], step: int) -> None:
-        columns = sample_columns(rows)
-        texts = ["\n".join(f"{name}: {row[name]}" for name in columns if name in row) for row in rows]
-        if texts:
-            self._swanlab.log({"samples": [self._swanlab.Text(text) for text in texts]}, step=step)
+    def log_samples(self, samples: Sequence[Sample], step: int) -> None:
+        columns = sample_columns(samples)
+        texts = ["\n".join(f"{name}: {one[name]}" for name in columns if name in one) for one in samples]
+        self._swanlab.log({"samples": [self._swanlab.Text(text) for text in texts]}, step=step)
 
     def close(self, *, has_failed: bool = False) -> None:
         how = {"state": "crashed", "error": "the run ended in an error"} if has_failed else {}
@@ -225,12 +216,3 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield from flatten(value, path)
         else:
             yield path, value
-
-
-def _plain(value: Any) -> Any:
-    """Values that a JSON file holds; others as their text."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(entry) for entry in value]
-    return value if value is None or isinstance(value, str | int | float) else str(value)

@@ -2,10 +2,12 @@
 """A long wait speaks, a short one does not."""
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 
-from quadriga.observe.watchdog import _duration, waiting
+from quadriga.observe import watchdog
+from quadriga.observe.watchdog import waiting
 
 
 class Ear:
@@ -67,5 +69,9 @@ def test_an_interval_of_zero_is_refused():
 @pytest.mark.parametrize(
     ("seconds", "text"), [(30.2, "30 s"), (119, "119 s"), (120, "2 min 00 s"), (3725, "62 min 05 s")]
 )
-def test_durations(seconds, text):
-    assert _duration(seconds) == text
+def test_durations(seconds, text, monkeypatch):
+    ear, readings = Ear(), iter([0.0])
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: next(readings, seconds)))
+    with waiting("x", every_s=0.01, emit=ear):
+        ear.wait_for(1)
+    assert ear.reports[0] == f"waiting {text} for x"

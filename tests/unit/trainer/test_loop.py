@@ -10,8 +10,7 @@ import pytest
 
 from quadriga.config import Config
 from quadriga.config.trainer import TrainerConfig
-from quadriga.observe import stopping
-from quadriga.observe.stopping import EXPIRY_VARIABLES, request_stop
+from quadriga.observe.stopping import EXPIRY_VARIABLES, stop_requested
 from quadriga.trainer.loop import TrainingLoop
 
 
@@ -67,9 +66,9 @@ def make(tmp_path: Path) -> Make:
 @pytest.fixture
 def asked_to_stop() -> Iterator[None]:
     """As after a SIGTERM."""
-    request_stop()
+    stop_requested.set()
     yield
-    stopping._requested.clear()
+    stop_requested.clear()
 
 
 def saved(loop: Counting) -> list[int]:
@@ -116,13 +115,20 @@ def test_without_checkpoints_a_stop_saves_none(make: Make, asked_to_stop: None) 
 
 
 @pytest.mark.parametrize(
-    ("step_s", "spare_s", "expected"), [(0.0, 0, [5]), (500.0, 0, [1, 2, 3, 4, 5]), (0.0, 500, [1, 2, 3, 4, 5])]
+    ("left_s", "step_s", "spare_s", "expected"),
+    [
+        (400, 0.0, 0, [5]),
+        (400, 500.0, 0, [1, 2, 3, 4, 5]),
+        (400, 0.0, 500, [1, 2, 3, 4, 5]),
+        (3600, 500.0, 500, [5]),
+        (-5, 0.0, 500, [5]),
+    ],
 )
 def test_each_step_is_saved_where_the_machine_may_be_gone_before_the_next(
-    step_s: float, spare_s: int, expected: list[int], make: Make, monkeypatch: pytest.MonkeyPatch
+    left_s: int, step_s: float, spare_s: int, expected: list[int], make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is taken back in 400 seconds, after the longest step and what is to spare; the run goes on until then."""
-    monkeypatch.setenv(EXPIRY_VARIABLES[0], str(int(time.time()) + 400))
+    """It is taken back after so long; a step and what is to spare must fit. A past second was an earlier machine's."""
+    monkeypatch.setenv(EXPIRY_VARIABLES[0], str(int(time.time()) + left_s))
     loop = make(save_freq=9, esi_redundant_time=spare_s)
     loop.step_s = step_s
     loop.run()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from quadriga.observe.tracking.base import Run
+from quadriga.observe.tracking.base import RunFacts
 
 CONFIG = {"trainer": {"project_name": "numbers", "logger": ["x"]}, "data": {"train_files": None, "sampler": {}}}
 SAMPLES = [
@@ -16,11 +16,11 @@ SAMPLES = [
 
 
 @pytest.fixture
-def make_run(tmp_path: Path) -> Callable[..., Run]:
+def make_run(tmp_path: Path) -> Callable[..., RunFacts]:
     """A run in this test's directory, new or continued."""
 
-    def make(resume_step: int = 0) -> Run:
-        return Run("numbers", "largest", CONFIG, tmp_path, resume_step)
+    def make(resume_step: int = 0) -> RunFacts:
+        return RunFacts("numbers", "largest", CONFIG, tmp_path, resume_step)
 
     return make
 

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quadriga.errors import DataError, QuadrigaError
-from quadriga.observe.tracking import jsonl
-from quadriga.observe.tracking.base import Run
+from quadriga.observe.tracking.base import RunFacts
 from quadriga.observe.tracking.jsonl import JsonlBackend, read_metrics
 
 
@@ -28,7 +27,7 @@ def record(run, steps) -> None:
 @given(st.dictionaries(st.text(max_size=8).filter(lambda name: name != "step"), st.floats()))
 def test_every_number_comes_back_bit_for_bit(tmp_path_factory, metrics):
     directory = tmp_path_factory.mktemp("run")
-    backend = JsonlBackend(Run("p", "e", {}, directory))
+    backend = JsonlBackend(RunFacts("p", "e", {}, directory))
     backend.log(metrics, 3)
     back = read_metrics(directory / "metrics.jsonl")[3]
     assert {name: np.float64(value).tobytes() for name, value in back.items() if not math.isnan(value)} == {
@@ -75,12 +74,12 @@ def test_a_continued_run_drops_what_it_does_again_and_a_half_written_line(make_r
 
 
 def test_a_killed_and_continued_run_leaves_the_same_bytes_as_one_left_alone(tmp_path):
-    alone, killed = (Run("p", "e", {}, tmp_path / name) for name in ("alone", "killed"))
+    alone, killed = (RunFacts("p", "e", {}, tmp_path / name) for name in ("alone", "killed"))
     for run in (alone, killed):
         run.directory.mkdir()
     record(alone, range(1, 7))
     record(killed, range(1, 6))
-    record(Run("p", "e", {}, killed.directory, resume_step=4), range(5, 7))
+    record(RunFacts("p", "e", {}, killed.directory, resume_step=4), range(5, 7))
     assert (alone.directory / "metrics.jsonl").read_bytes() == (killed.directory / "metrics.jsonl").read_bytes()
 
 
@@ -97,12 +96,15 @@ def test_a_full_disk_is_one_clear_error_and_leaves_whole_lines(make_run, monkeyp
     backend = JsonlBackend(run)
     backend.log({"x": 1.0}, 1)
 
+    write = os.write
+
     def half_then_full(descriptor, line):
-        os.write(descriptor, line[:7])
-        raise OSError(errno.ENOSPC, "No space left on device")
+        if len(line) < len(b'{"step": 2, "x": 2.0}\n'):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(descriptor, line[:7])
 
     with monkeypatch.context() as patch:
-        patch.setattr(jsonl, "_write_all", half_then_full)
+        patch.setattr(os, "write", half_then_full)
         with pytest.raises(QuadrigaError, match=r"metrics\.jsonl: got No space left on device"):
             backend.log({"x": 2.0}, 2)
     backend.log({"x": 3.0}, 3)

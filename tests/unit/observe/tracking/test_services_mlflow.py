@@ -28,7 +28,6 @@ def test_a_run_and_its_continuation(make_run, samples, own_environment):
     for step in (1, 2):
         first.log({"val-core/a/reward/mean@8": step / 4, "actor/lr": 2e-5}, step)
     first.log_samples(samples, 2)
-    first.log_samples([], 3)
     first.close(has_failed=True)
     stored = first._client.get_run(first._run_id)
     assert stored.info.status == "FAILED" and stored.info.run_name == "largest"

@@ -17,7 +17,6 @@ def test_an_offline_run_and_a_second_one(make_run, samples, monkeypatch):
     first = SwanlabBackend(run)
     first.log({"critic/rewards/mean": 0.25}, 1)
     first.log_samples(samples, 1)
-    first.log_samples([], 2)
     first.close()
     second = SwanlabBackend(make_run(resume_step=1))
     second.log({"critic/rewards/mean": 0.5}, 2)

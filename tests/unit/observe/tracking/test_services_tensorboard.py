@@ -36,7 +36,6 @@ def test_samples_and_configuration_are_text(make_run, samples):
     run = make_run()
     backend = TensorboardBackend(run)
     backend.log_samples(samples, 5)
-    backend.log_samples([], 6)
     backend.close()
     events = read(run.directory)
     (event,) = events.Tensors("samples/text_summary")

@@ -58,7 +58,6 @@ def test_an_offline_run_and_its_continuation(make_run, samples, monkeypatch):
     for step in (1, 2, 3):
         first.log({"critic/rewards/mean": step / 4}, step)
     first.log_samples(samples, 3)
-    first.log_samples([], 3)
     first.close(has_failed=True)
     second = WandbBackend(make_run(resume_step=2))
     assert second._run.id == identity
