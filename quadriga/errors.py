@@ -18,6 +18,7 @@ Each says *where: got what, expected what. How to fix.*
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from functools import partial
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -43,22 +44,18 @@ class QuadrigaError(Exception):
     worker: str = ""
 
     def __init__(self, where: str, *, got: str = "", expected: str = "", fix: str = "") -> None:
-        found = f"got {got}" if got else ""
-        wanted = f"expected {expected}" if expected else ""
-        facts = ", ".join(part for part in (found, wanted) if part)
-        message = f"{where}: {facts}." if facts else f"{where}."
-        super().__init__(f"{message} {fix}".strip())
         self.where, self.got, self.expected, self.fix = where, got, expected, fix
+
+    def __str__(self) -> str:
+        parts = {"got": self.got, "expected": self.expected}
+        facts = ", ".join(f"{name} {said}" for name, said in parts.items() if said)
+        return f"{self.where}{f': {facts}' if facts else ''}. {self.fix}".strip()
 
     def __reduce__(self):
         fields = {"got": self.got, "expected": self.expected, "fix": self.fix}
-        # The message is made anew; what was attached later travels as it is.
+        # What was attached later travels as it is.
         attached = {name: vars(self)[name] for name in ("worker", "__notes__") if name in vars(self)}
-        return _rebuild, (type(self), self.where, fields), attached or None
-
-
-def _rebuild(cls: type[QuadrigaError], where: str, fields: dict[str, str]) -> QuadrigaError:
-    return cls(where, **fields)
+        return partial(type(self), **fields), (self.where,), attached or None
 
 
 class ConfigError(QuadrigaError):

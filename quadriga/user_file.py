@@ -86,10 +86,6 @@ def member_of(module: ModuleType, name: str, where: str, *, base: type | None = 
 def _told(error: BaseException) -> str:
     """The error as Python prints it, from the user's file on."""
     trace = error.__traceback__
-    while trace is not None and _is_ours(trace.tb_frame.f_code.co_filename):
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith((__file__, "<frozen importlib")):
         trace = trace.tb_next
     return "".join(traceback.format_exception(type(error), error, trace)).rstrip()
-
-
-def _is_ours(filename: str) -> bool:
-    return filename == __file__ or filename.startswith("<frozen importlib")

@@ -6,10 +6,10 @@ Also how every command reads its configuration: `--config FILE` and `key=value`.
 
 import argparse
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from quadriga.config import Loaded, explain, keys_text, load_config, show, training_findings
+from quadriga.config import Config, explain, keys_text, load_config, show, training_findings
 from quadriga.errors import ConfigError
 
 _DESCRIPTION = """\
@@ -37,13 +37,12 @@ def main(argv: Sequence[str]) -> int:
             raise ConfigError("quadriga config keys", got=got, expected=expected, fix="No key has it.")
         print(text, end="")
         return 0
-    loaded = load_from(options)
-    print_notices(loaded.notices)
+    config = load_from(options)
     if options.action == "show":
-        print(show(loaded.config), end="")
+        print(show(config), end="")
         return 0
-    print(explain(loaded.config), end="")
-    problems, notices = training_findings(loaded.config)
+    print(explain(config), end="")
+    problems, notices = training_findings(config)
     for title, lines in (("Before training", problems), ("To know", notices)):
         if lines:
             print(f"\n{title}", *lines, sep="\n  ")
@@ -67,10 +66,14 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="a key of the tree, such as trainer.seed=2")
 
 
-def load_from(options: argparse.Namespace, *, for_training: bool = False, task: str = "rl") -> Loaded:
-    """Loads the configuration that parsed arguments name, for a task unless they name one."""
+def load_from(options: argparse.Namespace, *, for_training: bool = False, task: str = "rl") -> Config:
+    """The configuration that parsed arguments name, for a task unless they name one.
+
+    Notices are printed on standard error, so that what is on standard output stays YAML.
+    """
     files, notices = list(options.config_files), []
     overrides = [*options.overrides, *(["trainer.backend=ray"] if getattr(options, "ray", False) else [])]
+    fix = "Name a file with --config."
     if options.config_name is not None:
         name = options.config_name.removesuffix(".yaml")
         file = (options.config_path or Path()) / f"{name}.yaml"
@@ -79,16 +82,10 @@ def load_from(options: argparse.Namespace, *, for_training: bool = False, task: 
         elif file.is_file():
             files.insert(0, file)
         else:
-            fix = "Name a file with --config."
             raise ConfigError("--config-name", got=f"'{name}'", expected="a YAML file that exists", fix=fix)
     elif options.config_path is not None:
-        fix = "Name a file with --config."
         raise ConfigError("--config-path", got=f"'{options.config_path}'", expected="--config-name with it", fix=fix)
     loaded = load_config(overrides, files, for_training=for_training, task=task)
-    return Loaded(loaded.config, notices + loaded.notices)
-
-
-def print_notices(notices: Iterable[str]) -> None:
-    """Prints notices on standard error, so that what is on standard output stays YAML."""
-    for notice in notices:
+    for notice in notices + loaded.notices:
         print(f"notice: {notice}", file=sys.stderr)
+    return loaded.config

@@ -4,6 +4,7 @@
 import argparse
 import os
 import platform
+import re
 import shutil
 import sys
 import tomllib
@@ -36,10 +37,27 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--try-all", action="store_true", help="import every extra, also those that take seconds")
     options = parser.parse_args(list(argv))
-    print(f"quadriga {quadriga.__version__}, in {Path(quadriga.__file__).parent}")
-    is_sound = _report_core(core_requirements())
-    _report_extras(options.try_all)
-    is_sound = _report_machine() and is_sound
+    print(f"quadriga {quadriga.__version__}, in {Path(quadriga.__file__).parent}\n\nCore")
+    is_sound = sys.version_info[:2] >= LEAST_PYTHON
+    least = ".".join(map(str, LEAST_PYTHON))
+    _line(is_sound, "python", platform.python_version(), "" if is_sound else f"{least} or later is needed")
+    for one in core_requirements():
+        found = installed_version(one.name)
+        problem = requirement_problem(one, found)
+        _line(not problem, one.name, found, problem)
+        is_sound = is_sound and not problem
+    print("\nExtras", flush=True)
+    package = next((name for name in _VLLM if installed_version(name)), "vllm")
+    vllm = Extra(package, "vllm", _LEAST_VLLM, "generates: rollout.name=vllm", ".[vllm]")
+    for one in probe_capabilities((*EXTRAS, vllm, _SGLANG), try_all=options.try_all):
+        remark = f"{one.purpose} ({one.reason})" if one.is_usable else f"{one.purpose}: {one.reason}"
+        _line(one.is_usable, one.package, one.version, remark, no="no")
+    print("\nMachine", flush=True)
+    try:
+        print(*(f"  {line}" for line in _machine_lines()), sep="\n")
+    except (ImportError, OSError) as error:
+        is_sound = False
+        print(f"  NO   torch does not load: {error}")
     print()
     print("Everything that the core needs is here." if is_sound else "The core cannot run here: see the lines with NO.")
     return 0 if is_sound else 1
@@ -76,42 +94,8 @@ def requirement_problem(requirement: Requirement, found: str) -> str:
     return ""
 
 
-def _report_core(requirements: Sequence[Requirement]) -> bool:
-    print("\nCore")
-    is_sound = sys.version_info[:2] >= LEAST_PYTHON
-    least = ".".join(map(str, LEAST_PYTHON))
-    _line(is_sound, "python", platform.python_version(), "" if is_sound else f"{least} or later is needed")
-    for one in requirements:
-        found = installed_version(one.name)
-        problem = requirement_problem(one, found)
-        _line(not problem, one.name, found, problem)
-        is_sound = is_sound and not problem
-    return is_sound
-
-
-def _report_extras(try_all: bool) -> None:
-    print("\nExtras", flush=True)
-    package = next((name for name in _VLLM if installed_version(name)), "vllm")
-    vllm = Extra(package, "vllm", _LEAST_VLLM, "generates: rollout.name=vllm", ".[vllm]")
-    for one in probe_capabilities((*EXTRAS, vllm, _SGLANG), try_all=try_all):
-        remark = f"{one.purpose} ({one.reason})" if one.is_usable else f"{one.purpose}: {one.reason}"
-        _line(one.is_usable, one.package, one.version, remark, no="no")
-
-
 def _line(is_fine: bool, name: str, found: str, remark: str, *, no: str = "NO") -> None:
     print(f"  {'yes' if is_fine else no:3}  {name:14} {found or '-':12} {remark}".rstrip())
-
-
-def _report_machine() -> bool:
-    """What the machine has and what is chosen for it; False where torch cannot be loaded."""
-    print("\nMachine", flush=True)
-    try:
-        lines = _machine_lines()
-    except (ImportError, OSError) as error:
-        print(f"  NO   torch does not load: {error}")
-        return False
-    print(*(f"  {line}" for line in lines), sep="\n")
-    return True
 
 
 def _machine_lines() -> list[str]:
@@ -119,19 +103,13 @@ def _machine_lines() -> list[str]:
     torch = import_module("torch")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     threads = [f"{name}={os.environ[name]}" for name in _THREAD_VARIABLES if name in os.environ]
-    disk = shutil.disk_usage(Path.cwd())
+    meminfo, disk = Path("/proc/meminfo"), shutil.disk_usage(Path.cwd())
+    # Memory that can be had without swapping, of the machine as a whole.
+    available = re.search(r"MemAvailable:\s+(\d+)", meminfo.read_text()) if meminfo.exists() else None
+    free = int(available[1]) * 1024 if available else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return [
         observe.machine.describe_machine(),
         f"dtype on {device}: {observe.machine.choose_dtype('auto', device).reason}",
         f"threads: {torch.get_num_threads()} ({', '.join(threads) or 'no variable sets them'})",
-        f"free: {_free_memory_bytes() / GIB:.1f} GiB memory, {disk.free / GIB:.1f} GiB disk in {Path.cwd()}",
+        f"free: {free / GIB:.1f} GiB memory, {disk.free / GIB:.1f} GiB disk in {Path.cwd()}",
     ]
-
-
-def _free_memory_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
-    """Memory that can be had without swapping, of the machine as a whole."""
-    if meminfo.exists():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

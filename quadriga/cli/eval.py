@@ -4,7 +4,7 @@
 import argparse
 from collections.abc import Sequence
 
-from quadriga.cli.config import add_config_arguments, load_from, print_notices
+from quadriga.cli.config import add_config_arguments, load_from
 from quadriga.trainer.checkpoint import model_folder
 from quadriga.trainer.evaluate import evaluate
 
@@ -16,9 +16,8 @@ def main(argv: Sequence[str]) -> int:
     add_config_arguments(parser)
     arguments = parser.parse_intermixed_args(list(argv))
     arguments.overrides.append(f"actor_rollout_ref.model.path={model_folder(arguments.model)}")
-    loaded = load_from(arguments)
-    print_notices(loaded.notices)
-    metrics, rows = evaluate(loaded.config)
+    config = load_from(arguments)
+    metrics, rows = evaluate(config)
     for row in rows:
         print(f"  {row['input']!r}\n    -> {row['output']!r} (score {row['score']:g}, truth {row['ground_truth']!r})")
     width = max((len(name) for name in metrics), default=0)

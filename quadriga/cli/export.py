@@ -43,27 +43,22 @@ def main(argv: list[str]) -> int:
     if arguments.output.resolve() == folder.resolve():
         got, fix = "the folder that is exported", "Writing would replace its weights by rounded ones."
         raise CheckpointError(f"--output {arguments.output}", got=got, expected="another one", fix=fix)
-    disable_progress_bar()
     dtype = arguments.dtype or ("float32" if arguments.adapter else "bfloat16")
-    if arguments.adapter:
-        _save_adapter(folder, getattr(torch, dtype), arguments.output)
-    else:
-        model, tokenizer = _load(folder, getattr(torch, dtype))
-        _save(model, tokenizer, arguments.output)
-        with _writing(arguments.output):
-            copy_processor(model.config, arguments.output, folder)
-    print(f"{folder} -> {arguments.output} ({dtype})")
-    return 0
-
-
-def _save_adapter(folder: Path, dtype: torch.dtype, output: Path) -> None:
-    if not is_adapter(folder):
+    if arguments.adapter and not is_adapter(folder):
         got, expected = "no adapter: all weights were trained", "a checkpoint with an adapter, or PEFT's folder of one"
         raise CheckpointError(str(folder), got=got, expected=expected, fix="Leave --adapter out.")
-    with _writing(output):
-        output.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(folder / ADAPTER_CONFIG, output / ADAPTER_CONFIG)
-        write_adapter(output, AdapterFiles(folder), dtype)
+    disable_progress_bar()
+    parts = None if arguments.adapter else _load(folder, getattr(torch, dtype))
+    with _writing(arguments.output):
+        arguments.output.mkdir(parents=True, exist_ok=True)
+        if parts is None:
+            shutil.copyfile(folder / ADAPTER_CONFIG, arguments.output / ADAPTER_CONFIG)
+            write_adapter(arguments.output, AdapterFiles(folder), getattr(torch, dtype))
+        else:
+            _save(*parts, arguments.output)
+            copy_processor(parts[0].config, arguments.output, folder)
+    print(f"{folder} -> {arguments.output} ({dtype})")
+    return 0
 
 
 def _load(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -78,11 +73,9 @@ def _load(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrained
 def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     # Written by itself: save_pretrained refuses sampling settings that models on the hub come with.
     generation_config, model.generation_config = model.generation_config, GenerationConfig()
-    with _writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        generation_config.to_json_file(folder / "generation_config.json")
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    generation_config.to_json_file(folder / "generation_config.json")
 
 
 @contextmanager

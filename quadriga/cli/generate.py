@@ -4,7 +4,7 @@
 import argparse
 from collections.abc import Sequence
 
-from quadriga.cli.config import add_config_arguments, load_from, print_notices
+from quadriga.cli.config import add_config_arguments, load_from
 from quadriga.data.vision import IMAGE
 from quadriga.errors import ConfigError
 from quadriga.trainer.checkpoint import model_folder
@@ -24,12 +24,11 @@ def main(argv: Sequence[str]) -> int:
     add_config_arguments(parser)
     arguments = parser.parse_intermixed_args(list(argv))
     arguments.overrides.append(f"actor_rollout_ref.model.path={model_folder(arguments.model)}")
-    loaded = load_from(arguments)
-    print_notices(loaded.notices)
+    config = load_from(arguments)
     system = [{"role": "system", "content": arguments.system}] if arguments.system else []
     prompts, images = dealt(arguments.prompt, arguments.image)
     chats = [[*system, {"role": "user", "content": prompt}] for prompt in prompts]
-    for prompt, texts in zip(arguments.prompt, answer(loaded.config, chats, images), strict=True):
+    for prompt, texts in zip(arguments.prompt, answer(config, chats, images), strict=True):
         print(f"> {prompt}")
         for text in texts:
             print(text)

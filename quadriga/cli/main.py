@@ -21,14 +21,14 @@ from quadriga.errors import ConfigError, QuadrigaError
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("quadriga.cli.train", "train a model with rewards"),
     "generate": ("quadriga.cli.generate", "generate responses to prompts with a model or a checkpoint"),
-    "sft": ("quadriga.cli.sft", "supervised fine-tuning on given responses, or a reward model on pairs of them"),
+    "sft": ("quadriga.cli.train:sft", "supervised fine-tuning on given responses, or a reward model on pairs of them"),
     "eval": ("quadriga.cli.eval", "grade a model or a checkpoint on a data set"),
     "prepare": ("quadriga.cli.prepare", "write data and models that training reads"),
     "config": ("quadriga.cli.config", "show, explain or list the configuration"),
     "doctor": ("quadriga.cli.doctor", "say what is installed and usable here, and what is not and why"),
     "export": ("quadriga.cli.export", "turn a checkpoint into a Hugging Face folder"),
 }
-"""Command -> its module and what it does; a module is imported when its command is called."""
+"""Command -> its module, whose `main` (or what is named behind a colon) is called, and what it does."""
 
 _TRACEBACK_OPTION = "--traceback"
 
@@ -42,19 +42,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     # It may stand anywhere, also behind the keys of a long command line.
     has_traceback = _TRACEBACK_OPTION in arguments or os.environ.get("QUADRIGA_TRACEBACK") == "1"
     arguments = [one for one in arguments if one != _TRACEBACK_OPTION]
-    parser = _parser()
-    options = parser.parse_args(arguments)
-    if options.command is None:
-        parser.print_help(sys.stderr)
-        return 2
-    if options.command not in COMMANDS:
-        close = get_close_matches(options.command, COMMANDS, n=1, cutoff=0.5)
-        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(COMMANDS)}"
-        parser.error(f"no command '{options.command}'; {hint}")
-    return _run(options.command, options.arguments, has_traceback)
-
-
-def _parser() -> argparse.ArgumentParser:
     width = max(map(len, COMMANDS))
     parser = argparse.ArgumentParser(
         prog="quadriga",
@@ -71,12 +58,21 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("command", nargs="?", metavar="COMMAND", help="one of those below")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    return parser
+    options = parser.parse_args(arguments)
+    if options.command is None:
+        parser.print_help(sys.stderr)
+        return 2
+    if options.command not in COMMANDS:
+        close = get_close_matches(options.command, COMMANDS, n=1, cutoff=0.5)
+        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(COMMANDS)}"
+        parser.error(f"no command '{options.command}'; {hint}")
+    return _run(options.command, options.arguments, has_traceback)
 
 
 def _run(command: str, arguments: list[str], has_traceback: bool) -> int:
     try:
-        status = import_module(COMMANDS[command][0]).main(arguments)
+        module, _, function = COMMANDS[command][0].partition(":")
+        status = getattr(import_module(module), function or "main")(arguments)
         # A pipe that was closed is noticed here, inside the try, and not in the interpreter's last breath.
         sys.stdout.flush()
     except KeyboardInterrupt:

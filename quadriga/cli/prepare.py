@@ -24,7 +24,24 @@ def main(argv: list[str]) -> int:
     Args:
         argv: what follows `quadriga prepare` on the command line.
     """
-    options = _parser().parse_args(argv)
+    parser = argparse.ArgumentParser(prog="quadriga prepare", description="Write data or a model as a run reads them.")
+    kinds = parser.add_subparsers(dest="what", required=True, metavar="{data,model,playground}")
+    rows = kinds.add_parser("data", help="write train.parquet and val.parquet")
+    rows.add_argument("name", help=_DATA_HELP)
+    rows.add_argument("--num-train", type=int, metavar="N", help="training rows (default: the task's own number)")
+    rows.add_argument("--num-val", type=int, metavar="N", help="validation rows (default: the task's own number)")
+    rows.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the training rows (default: 0)")
+    rows.add_argument("--source", metavar="PATH", help="local file or folder to read instead of the hub (gsm8k)")
+    model = kinds.add_parser("model", help="write a model folder: safetensors, tokenizer, chat template")
+    model.add_argument("name", help=_MODEL_HELP)
+    for command in (rows, model):
+        command.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder to write")
+    playground = kinds.add_parser("playground", help="write a tiny model, two tasks and configurations for them")
+    playground.add_argument("--seed", type=int, default=0, metavar="S", help="seed of weights and rows (default: 0)")
+    playground.add_argument(
+        "--output", type=Path, default=Path("outputs/playground"), metavar="DIR", help="default: outputs/playground"
+    )
+    options = parser.parse_args(argv)
     if not sys.stderr.isatty():
         # Progress bars of the libraries that are loaded from here on: in a log they would be one endless line.
         os.environ.setdefault("TQDM_DISABLE", "1")
@@ -57,24 +74,3 @@ def _recipe(name: str) -> ModuleType:
         expected = "it, in the wheel of quadriga or in the folder recipes/ of its repository"
         fix = "Install quadriga again; in its repository scripts/install does."
         raise DataError("quadriga prepare", got="no package quadriga_recipes", expected=expected, fix=fix) from error
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="quadriga prepare", description="Write data or a model as a run reads them.")
-    kinds = parser.add_subparsers(dest="what", required=True, metavar="{data,model,playground}")
-    rows = kinds.add_parser("data", help="write train.parquet and val.parquet")
-    rows.add_argument("name", help=_DATA_HELP)
-    rows.add_argument("--num-train", type=int, metavar="N", help="training rows (default: the task's own number)")
-    rows.add_argument("--num-val", type=int, metavar="N", help="validation rows (default: the task's own number)")
-    rows.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the training rows (default: 0)")
-    rows.add_argument("--source", metavar="PATH", help="local file or folder to read instead of the hub (gsm8k)")
-    model = kinds.add_parser("model", help="write a model folder: safetensors, tokenizer, chat template")
-    model.add_argument("name", help=_MODEL_HELP)
-    for command in (rows, model):
-        command.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder to write")
-    playground = kinds.add_parser("playground", help="write a tiny model, two tasks and configurations for them")
-    playground.add_argument("--seed", type=int, default=0, metavar="S", help="seed of weights and rows (default: 0)")
-    playground.add_argument(
-        "--output", type=Path, default=Path("outputs/playground"), metavar="DIR", help="default: outputs/playground"
-    )
-    return parser

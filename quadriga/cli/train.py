@@ -1,38 +1,57 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`quadriga train`: train a policy. A run that was interrupted goes on from its newest checkpoint."""
+"""`quadriga train` and `quadriga sft`. A run that was interrupted goes on from its newest checkpoint."""
 
 import argparse
 from collections.abc import Sequence
 
-from quadriga.cli.config import add_config_arguments, load_from, print_notices
-from quadriga.config import Loaded
-from quadriga.config.tasks import respell
-from quadriga.errors import QuadrigaError
+from quadriga.cli.config import add_config_arguments, load_from
+from quadriga.config import Config, keys_text, show
+from quadriga.config.root import respell
+from quadriga.errors import ConfigError, QuadrigaError
 from quadriga.trainer.launch import run_ppo
+
+_RAY = "the same as trainer.backend=ray: worker processes, on Ray"
+_SFT = """Supervised fine-tuning on given responses, or a reward model on pairs of a better and a worse one.
+
+A run that was interrupted goes on from its newest checkpoint. At the end the run's directory has a folder `model`."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs `quadriga train` and returns its exit status."""
-    parser = argparse.ArgumentParser(
-        prog="quadriga train", description=__doc__, epilog="`quadriga config explain` says what a run will do."
-    )
-    add_run_arguments(parser)
-    options = parser.parse_intermixed_args(list(argv))
-    return start(load_from(options, for_training=True))
-
-
-def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what a command that trains takes; parse with `parse_intermixed_args`."""
-    parser.add_argument("--ray", action="store_true", help="the same as trainer.backend=ray: worker processes, on Ray")
+    """Runs `quadriga train`, a policy by rewards, and returns its exit status."""
+    about = "Train a policy by rewards. A run that was interrupted goes on from its newest checkpoint."
+    epilog = "`quadriga config explain` says what a run will do."
+    parser = argparse.ArgumentParser(prog="quadriga train", description=about, epilog=epilog)
+    parser.add_argument("--ray", action="store_true", help=_RAY)
     add_config_arguments(parser)
+    return _start(load_from(parser.parse_intermixed_args(list(argv)), for_training=True))
 
 
-def start(loaded: Loaded) -> int:
-    """Trains with a configuration that was read; what goes wrong is said with the spellings of its task."""
-    print_notices(loaded.notices)
+def sft(argv: Sequence[str]) -> int:
+    """Runs `quadriga sft` and returns its exit status."""
+    parser = argparse.ArgumentParser(prog="quadriga sft", description=_SFT)
+    parser.add_argument("--ray", action="store_true", help=_RAY)
+    add_config_arguments(parser)
+    parser.add_argument("--keys", action="store_true", help="list every key with its default and meaning, and end")
+    parser.add_argument("--show", action="store_true", help="print the resolved configuration, and end")
+    options = parser.parse_intermixed_args(list(argv))
+    if options.keys:
+        print(keys_text(options.overrides, task="sft"), end="")
+        return 0
+    config = load_from(options, for_training=not options.show, task="sft")
+    if config.task == "rl":
+        fix = "Train a policy by rewards with `quadriga train`."
+        raise ConfigError("objective", got="'rl'", expected="sft or reward_model", fix=fix)
+    if options.show:
+        print(show(config), end="")
+        return 0
+    return _start(config)
+
+
+def _start(config: Config) -> int:
+    """Trains; what goes wrong is said with the spellings of the task."""
     try:
-        run_ppo(loaded.config)
+        run_ppo(config)
     except QuadrigaError as error:
-        respell(error, loaded.config.task)
+        respell(error, config.task)
         raise
     return 0

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`actor_rollout_ref.actor` and `.ref`, `critic`: what is trained, how, and on how many processes."""
+"""`actor_rollout_ref.model`, `.actor` and `.ref`, `critic`: the models, how they are trained, on how many processes."""
 
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
+from annotated_types import Ge, Gt, Lt
 from pydantic import BeforeValidator, Field, model_validator
 
 from quadriga.config.base import (
@@ -15,24 +16,76 @@ from quadriga.config.base import (
     MinusOneOrCount,
     Name,
     NonNegativeFloat,
+    NonNegativeInt,
     PathText,
     PositiveFloat,
+    ReadIf,
     Section,
     Share,
     also_named,
     filled,
     refuse,
+    unused,
+    wrong,
 )
 from quadriga.config.layout import Layout
 
+VISION_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+"""Vision-language models, as the `model_type` of their config.json names them."""
+ADAPTER_DETAILS = ("lora_alpha", "target_modules", "exclude_modules")
+"""Keys of a new adapter beside its rank; one that is started from brings them."""
 CheckpointPart = Literal["model", "optimizer", "extra", "hf_model"]
-Beta = Annotated[float, Field(ge=0, lt=1)]
+Beta = Annotated[float, Ge(0), Lt(1)]
 
 
 def _known_strategy(value: Any) -> Any:
     if value in ("megatron", "veomni", "torchtitan", "automodel", "mindspeed"):
         raise refuse("fsdp or fsdp2", "Set actor_rollout_ref.actor.strategy=fsdp: it trains any Hugging Face model.")
     return value
+
+
+class ModelConfig(Section):
+    """The pretrained model that actor, rollout and reference start from."""
+
+    path: PathText = ""
+    """Folder with a Hugging Face model, or its name on the hub."""
+    override_config: dict[str, Any] = Field(default_factory=dict)
+    """Open dictionary: entries that replace those of the model's `config.json`."""
+    enable_gradient_checkpointing: bool = False
+    """Gradient (activation) checkpointing: recomputes activations backward, for less memory and a third more time."""
+    enable_activation_offload: bool = False
+    """Whether activations are offloaded to the memory of the CPU until the backward pass; with CUDA."""
+    trust_remote_code: bool = False
+    """Whether code that comes with the model may be run."""
+    custom_chat_template: str | None = None
+    """Jinja text of a chat template. null: the tokenizer's own."""
+    lora_rank: NonNegativeInt = 0
+    """Rank of the LoRA adapter that is trained in place of the weights. 0: no adapter, all weights are trained."""
+    lora_alpha: Count = 16
+    """What the adapter adds is multiplied by this over its rank."""
+    target_modules: str | list[str] = "all-linear"
+    """Modules with an adapter: names or ends of names, or a regular expression. all-linear: all but the head."""
+    exclude_modules: str | list[str] | None = None
+    """Modules of `target_modules` without one: names or ends of names, or a regular expression."""
+    lora_adapter_path: PathText | None = None
+    """Folder of an adapter, as PEFT writes it, to start from; it brings its own rank, alpha and modules."""
+    lora_merge: bool | None = None
+    """Whether a rollout engine with a copy of the weights gets the adapter merged into them. false: alone, weight sync
+    sends its matrices only; `vllm` can apply it so. null: alone where the engine can, else merged."""
+
+    @property
+    def has_adapter(self) -> bool:
+        """Whether an adapter is trained, and the weights are not."""
+        return self.lora_rank > 0 or self.lora_adapter_path is not None
+
+    def findings(self, at: str) -> Iterator[Finding]:
+        if not self.has_adapter:
+            names = [f"{at}.{one}" for one in (*ADAPTER_DETAILS, "lora_merge") if one in self.model_fields_set]
+            yield from unused(names, f"{at}.lora_rank is 0")
+            return
+        for name in ("target_modules", "exclude_modules"):
+            if getattr(self, name) in ([], ""):
+                yield wrong(f"{at}.{name}", "nothing", "names of modules", "Leave the key out.")
 
 
 class OptimConfig(Section):
@@ -46,22 +99,18 @@ class OptimConfig(Section):
     """Decay of the running mean and of the running square of the gradient, each in [0, 1)."""
     eps: PositiveFloat = 1e-8
     """Added to the root of the running square."""
-    lr_warmup_steps: Annotated[int, Meaning("-1, 0 or a larger whole number"), Field(ge=-1)] = -1
+    lr_warmup_steps: Annotated[int, Meaning("-1, 0 or a larger whole number"), Ge(-1)] = -1
     """Training steps over which the learning rate rises from zero. -1: as `lr_warmup_steps_ratio` says."""
-    lr_warmup_steps_ratio: Share = 0.0
+    lr_warmup_steps_ratio: Annotated[Share, ReadIf("lr_warmup_steps", (-1,))] = 0.0
     """Share of the run's training steps spent in warm-up when `lr_warmup_steps` is -1, in [0, 1]."""
     lr_scheduler_type: Literal["constant", "cosine", "linear"] = "constant"
     """Shape of the schedule after warm-up."""
-    min_lr_ratio: Share = 0.0
+    min_lr_ratio: Annotated[Share, ReadIf("lr_scheduler_type", ("cosine", "linear"))] = 0.0
     """Where cosine and linear schedules end, as a share of `lr`, in [0, 1]."""
     num_cycles: PositiveFloat = 0.5
     """Waves of the cosine schedule; 0.5 falls once from top to bottom."""
 
     def findings(self, at: str) -> Iterator[Finding]:
-        if self.lr_warmup_steps >= 0 and self.lr_warmup_steps_ratio > 0:
-            yield f"{at}.lr_warmup_steps_ratio: not used, for lr_warmup_steps is {self.lr_warmup_steps}."
-        if self.lr_scheduler_type == "constant" and self.min_lr_ratio > 0:
-            yield f"{at}.min_lr_ratio: not used, for the rate stays constant after warm-up."
         if self.lr == 0:
             yield f"{at}.lr: at 0 nothing is learned."
 
@@ -77,8 +126,7 @@ class FSDPConfig(Section):
     """FSDP2 of one role: sharding, mixed precision, offload to the CPU."""
 
     model_dtype: Annotated[Literal["auto", "bfloat16", "float32"], also_named(fp32="float32", bf16="bfloat16")] = "auto"
-    """Dtype of the weights that compute (mixed precision); the master weights are always float32. auto: what the
-    machine is fast at."""
+    """Dtype that computes (mixed precision; the master weights are float32). auto: what the machine is fast at."""
     fsdp_size: MinusOneOrCount = -1
     """Ranks that shard one copy of the weights, of those with the same place in tensor and pipeline parallelism. -1:
     all; 1: no sharding."""
@@ -100,9 +148,8 @@ class CheckpointConfig(Section):
     @classmethod
     def _load_what_is_saved(cls, given: Any) -> Any:
         saved = given.get("save_contents") if isinstance(given, dict) else None
-        if not isinstance(saved, list):
-            return given
-        return filled(given, {"load_contents": [part for part in saved if part != "hf_model"]})
+        is_list = isinstance(saved, list)
+        return filled(given, {"load_contents": [part for part in saved if part != "hf_model"]}) if is_list else given
 
 
 class ParallelConfig(Section):
@@ -115,30 +162,24 @@ class ParallelConfig(Section):
     pipeline_model_parallel_size: Count = 1
     """Pipeline parallelism: stages that have some of the layers each."""
 
-    def layout(self, world_size: int, fsdp_size: int, where: str) -> Layout:
-        """The layout of a role's ranks.
-
-        Args:
-            world_size: of the role.
-            fsdp_size: of its `fsdp_config`.
-            where: dotted key of this section, for errors.
+    def layout(self, world_size: int, where: str) -> Layout:
+        """The layout of a role's ranks, by these sizes and its `fsdp_config`.
 
         Raises:
-            ConfigError: the sizes do not divide the ranks.
+            ConfigError: the sizes do not divide the ranks; it names `where`, the dotted key of this section.
         """
         sp, tp = self.ulysses_sequence_parallel_size, self.tensor_model_parallel_size
-        return Layout.of(world_size, where, fsdp=fsdp_size, sp=sp, tp=tp, pp=self.pipeline_model_parallel_size)
+        fsdp, pp = self.fsdp_config.fsdp_size, self.pipeline_model_parallel_size
+        return Layout.of(world_size, where, fsdp=fsdp, sp=sp, tp=tp, pp=pp)
 
 
 class BatchingConfig(ParallelConfig):
-    """How a mini-batch is cut into micro-batches that fit in memory (gradient accumulation); the gradient does not
-    depend on it."""
+    """How a mini-batch is cut into micro-batches (gradient accumulation); the gradient does not depend on it."""
 
     ppo_mini_batch_size: Count = 256
     """Prompts an optimizer step takes (each with its `rollout.n` responses)."""
-    ppo_micro_batch_size_per_gpu: Count | None = None
-    """Sequences in one micro-batch: a forward and backward pass. null: as many as `ppo_max_token_len_per_gpu`
-    allows."""
+    ppo_micro_batch_size_per_gpu: Annotated[Count | None, ReadIf("use_dynamic_bsz", (False,))] = None
+    """Sequences of a micro-batch (a forward and backward pass). null: as `ppo_max_token_len_per_gpu` allows."""
     use_dynamic_bsz: bool = False
     """Whether micro-batches are cut by tokens even when a number of sequences is given."""
     ppo_max_token_len_per_gpu: Count = 16384
@@ -151,7 +192,7 @@ class BatchingConfig(ParallelConfig):
     """Seed of that shuffle."""
     loss_agg_mode: LossAggMode = "token-mean"
     """How per-token losses of a mini-batch become one number."""
-    loss_scale_factor: PositiveFloat | None = None
+    loss_scale_factor: Annotated[PositiveFloat | None, ReadIf("loss_agg_mode", ("seq-mean-token-sum-norm",))] = None
     """Divisor of `seq-mean-token-sum-norm`, in tokens. null: `data.max_response_length`."""
     grad_clip: PositiveFloat = 1.0
     """Largest norm of the gradient; a longer one is scaled down to it."""
@@ -159,10 +200,6 @@ class BatchingConfig(ParallelConfig):
     """Optimizer steps in a row with a gradient that is not finite (each is skipped) after which the run stops."""
     fsdp_config: FSDPConfig = Field(default_factory=FSDPConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
-
-    def findings(self, at: str) -> Iterator[Finding]:
-        if self.loss_agg_mode != "seq-mean-token-sum-norm" and self.loss_scale_factor is not None:
-            yield f"{at}.loss_scale_factor: not used with loss_agg_mode={self.loss_agg_mode}."
 
 
 class PolicyLossConfig(Section):
@@ -176,13 +213,11 @@ class PolicyLossConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _others_are_options(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
+        if not isinstance(given, dict) or not isinstance(options := given.get("options", {}), dict):
             return given
-        others = {name: value for name, value in given.items() if name not in ("loss_mode", "options")}
-        if not others or not isinstance(given.get("options", {}), dict):
-            return given
-        own = {name: value for name, value in given.items() if name == "loss_mode"}
-        return {**own, "options": {**others, **given.get("options", {})}}
+        others = {name: value for name, value in given.items() if name not in cls.model_fields}
+        own = {name: value for name, value in given.items() if name in cls.model_fields}
+        return {**own, "options": {**others, **options}} if others else given
 
 
 class ActorConfig(BatchingConfig):
@@ -196,7 +231,7 @@ class ActorConfig(BatchingConfig):
     """How far the probability ratio (importance weight of a token) counts below 1."""
     clip_ratio_high: NonNegativeFloat = 0.2
     """How far the probability ratio counts above 1."""
-    clip_ratio_c: Annotated[float, Field(gt=1)] = 3.0
+    clip_ratio_c: Annotated[float, Gt(1)] = 3.0
     """Dual clip: largest ratio that counts for a negative advantage, above 1."""
     entropy_coeff: float = 0.0
     """Weight of the entropy bonus, per nat."""
@@ -221,7 +256,6 @@ class ActorConfig(BatchingConfig):
         return filled(given, {"clip_ratio_low": given["clip_ratio"], "clip_ratio_high": given["clip_ratio"]})
 
     def findings(self, at: str) -> Iterator[Finding]:
-        yield from super().findings(at)
         if self.use_kl_loss and self.kl_loss_coef == 0:
             yield f"{at}.kl_loss_coef: at 0 the reference model is computed only to report the KL divergence."
 
@@ -229,7 +263,7 @@ class ActorConfig(BatchingConfig):
 class LogProbConfig(Section):
     """How the passes that only compute log-probabilities are cut; the numbers do not depend on it."""
 
-    log_prob_micro_batch_size_per_gpu: Count | None = None
+    log_prob_micro_batch_size_per_gpu: Annotated[Count | None, ReadIf("log_prob_use_dynamic_bsz", (False,))] = None
     """Sequences in one pass. null: as many as `log_prob_max_token_len_per_gpu` allows."""
     log_prob_use_dynamic_bsz: bool = False
     """Whether passes are cut by tokens even when a number of sequences is given."""
@@ -247,8 +281,7 @@ class CriticModelConfig(Section):
     path: PathText | None = None
     """Folder or hub name of a model. null: `actor_rollout_ref.model.path`, with a new value head."""
     enable_gradient_checkpointing: bool = False
-    """Gradient (activation) checkpointing: activations are computed again in the backward pass: less memory, about a
-    third more time."""
+    """Gradient (activation) checkpointing: recomputes activations backward, for less memory and a third more time."""
     enable_activation_offload: bool = False
     """Whether activations are offloaded to the memory of the CPU until the backward pass; with CUDA."""
 

@@ -7,14 +7,13 @@ or, with rslora, alpha / sqrt(rank).
 
 import json
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
+from quadriga.config.actor import ADAPTER_DETAILS, ModelConfig
 from quadriga.config.base import Finding, wrong
-from quadriga.config.model import ADAPTER_DETAILS, ModelConfig
 from quadriga.config.root import Config
 from quadriga.errors import ConfigError
 
@@ -43,22 +42,18 @@ _DECIDES = {
 
 @dataclass(frozen=True)
 class AdapterShape:
-    """An adapter without its values.
-
-    Attributes:
-        rank, alpha: r and alpha of the paper.
-        target_modules: names or ends of names, a regular expression, or `all-linear`.
-        exclude_modules: those of them that get none.
-        use_rslora: whether the scale is alpha / sqrt(rank).
-        base: folder or hub name of the model that it belongs to.
-    """
+    """An adapter without its values: r and alpha of the paper, which modules have one, and how it is scaled."""
 
     rank: int
     alpha: float
     target_modules: str | list[str]
+    """Names or ends of names, a regular expression, or `all-linear`."""
     exclude_modules: str | list[str] | None
+    """Those of them that get none."""
     use_rslora: bool
+    """Whether the scale is alpha / sqrt(rank)."""
     base: str
+    """Folder or hub name of the model that it belongs to."""
 
     @property
     def scale(self) -> float:
@@ -72,11 +67,11 @@ def adapter_shape(model: ModelConfig) -> AdapterShape:
     Raises:
         ConfigError: the adapter to start from cannot be read.
     """
-    base = str(Path(model.path).expanduser().resolve()) if Path(model.path).expanduser().is_dir() else model.path
-    if model.lora_adapter_path is None:
-        return AdapterShape(model.lora_rank, model.lora_alpha, model.target_modules, model.exclude_modules, False, base)
-    found = read_adapter(Path(model.lora_adapter_path).expanduser())
-    return AdapterShape(found.rank, found.alpha, found.target_modules, found.exclude_modules, found.use_rslora, base)
+    folder = Path(model.path).expanduser()
+    base = str(folder.resolve()) if folder.is_dir() else model.path
+    if model.lora_adapter_path is not None:
+        return replace(read_adapter(Path(model.lora_adapter_path).expanduser()), base=base)
+    return AdapterShape(model.lora_rank, model.lora_alpha, model.target_modules, model.exclude_modules, False, base)
 
 
 def is_adapter(folder: str | Path) -> bool:
@@ -99,7 +94,10 @@ def read_adapter(folder: Path) -> AdapterShape:
         facts = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(str(file), got=f"no JSON ({error})", expected="JSON", fix=fix) from error
-    if unlike := list(_unlike(facts)):
+    unlike = [f"{name}={facts[name]}" for name, values in _PLAIN.items() if facts.get(name, values[0]) not in values]
+    unlike += [f"no {name}" for name in ("r", "lora_alpha", "target_modules") if not facts.get(name)]
+    unlike += [f"{name}={facts[name]}" for name in _NOT_PLAIN if facts.get(name)]
+    if unlike:
         expected = "plain LoRA: one rank and scale for all of its modules, and nothing beside it"
         fix = "Merge it into its base model with PEFT, and name the result in actor_rollout_ref.model.path."
         raise ConfigError(str(file), got=", ".join(unlike), expected=expected, fix=fix)
@@ -111,15 +109,6 @@ def read_adapter(folder: Path) -> AdapterShape:
         use_rslora=bool(facts.get("use_rslora")),
         base=facts.get("base_model_name_or_path") or "",
     )
-
-
-def _unlike(facts: Mapping[str, Any]) -> Iterator[str]:
-    """What is not plain about an adapter."""
-    for name, values in _PLAIN.items():
-        if facts.get(name, values[0]) not in values:
-            yield f"{name}={facts[name]}"
-    yield from (f"no {name}" for name in ("r", "lora_alpha", "target_modules") if not facts.get(name))
-    yield from (f"{name}={facts[name]}" for name in _NOT_PLAIN if facts.get(name))
 
 
 @dataclass(frozen=True)
@@ -147,16 +136,15 @@ def adapter_route(config: Config, *, is_wide_on_accelerator: bool = False) -> Ad
         raise wrong(key, got, f"null: {_DECIDES[engine]}", "Leave the key out, or generate with vllm.")
     if model.lora_merge:
         return AdapterRoute(False, "lora_merge=true")
-    reason, expected, fix = "", "", "Leave the key out, and the adapter is merged before weight sync."
+    reason, fix = "", "Leave the key out, and the adapter is merged before weight sync"
     if engine != "vllm":
-        reason, expected = f"{engine} takes merged weights only", "this engine takes merged weights only"
-        fix = "Leave the key out, and the adapter is merged before weight sync; vllm applies it beside the weights."
+        reason, fix = f"{engine} takes merged weights only", f"{fix}; vllm applies it beside the weights"
     elif (rank := adapter_shape(model).rank) > MAX_RANK:
         reason = f"vLLM applies ranks up to {MAX_RANK} beside the weights, and this one is {rank}"
     elif is_wide_on_accelerator:
         reason = "on an accelerator vLLM applies adapters of 16 bits only, and these weights are float32"
     if reason and model.lora_merge is not None:
-        raise wrong(key, got, f"null or true: {expected or reason}", fix)
+        raise wrong(key, got, f"null or true: {reason}", f"{fix}.")
     return AdapterRoute(not reason, reason or "vLLM applies it beside the weights")
 
 
@@ -178,22 +166,17 @@ def check_adapter(config: Config) -> Iterator[Finding]:
         except ConfigError as error:
             yield wrong(f"{_MODEL}.lora_adapter_path", f"{error.where}: {error.got}", error.expected, error.fix)
             return
-        yield from _check_against(model, shape)
-    if config.task != "rl":
-        return
+        # The adapter to start from says itself what it is.
+        if model.lora_rank not in (0, shape.rank):
+            got = f"{model.lora_rank}, with an adapter of rank {shape.rank} in lora_adapter_path"
+            yield wrong(f"{_MODEL}.lora_rank", got, f"0 or {shape.rank}", "Leave lora_rank out.")
+        for name in ADAPTER_DETAILS:
+            value, own = getattr(model, name), getattr(shape, name.removeprefix("lora_"))
+            if name in model.model_fields_set and value != own:
+                got = f"{value}, with {own} in the adapter of lora_adapter_path"
+                yield wrong(f"{_MODEL}.{name}", got, "one of the two", f"Leave {name} out.")
     try:
-        adapter_route(config)
+        if config.task == "rl":
+            adapter_route(config)
     except ConfigError as error:
         yield error
-
-
-def _check_against(model: ModelConfig, shape: AdapterShape) -> Iterator[Finding]:
-    """The adapter to start from says itself what it is."""
-    if model.lora_rank not in (0, shape.rank):
-        got = f"{model.lora_rank}, with an adapter of rank {shape.rank} in lora_adapter_path"
-        yield wrong(f"{_MODEL}.lora_rank", got, f"0 or {shape.rank}", "Leave lora_rank out.")
-    for name in ADAPTER_DETAILS:
-        value, own = getattr(model, name), getattr(shape, "alpha" if name == "lora_alpha" else name)
-        if name in model.model_fields_set and value != own:
-            got = f"{value}, with {own} in the adapter of lora_adapter_path"
-            yield wrong(f"{_MODEL}.{name}", got, "one of the two", f"Leave {name} out.")

@@ -6,13 +6,31 @@ from dataclasses import dataclass
 from os import PathLike, fspath
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from annotated_types import Ge, Gt, Le, MinLen
+from pydantic import BaseModel, BeforeValidator, ConfigDict
 from pydantic_core import PydanticCustomError
 
+from quadriga.config.yaml_text import as_text
 from quadriga.errors import ConfigError
 
 Finding = ConfigError | str
 """What a check yields: an error that keeps a training run from starting, or a notice."""
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """Says in words what a type with a hand-written check accepts."""
+
+    words: str
+
+
+@dataclass(frozen=True)
+class ReadIf:
+    """Marks a field that is read only where another one of its section has one of some values, or none of them."""
+
+    name: str
+    values: tuple[Any, ...]
+    is_one: bool = True
 
 
 class Section(BaseModel):
@@ -28,12 +46,21 @@ class Section(BaseModel):
         """
         return iter(())
 
+    def changed(self, at: str) -> list[str]:
+        """Dotted keys of the fields that do not have their default; `at` is the section's own."""
+        default = type(self)()
+        return [f"{at}.{name}" for name, value in self if value != getattr(default, name)]
 
-@dataclass(frozen=True)
-class Meaning:
-    """Says in words what a type with a hand-written check accepts."""
-
-    words: str
+    def unread(self, at: str) -> Iterator[str]:
+        """The notices about fields that were set and, marked by a `ReadIf`, are not read."""
+        found: dict[str, list[str]] = {}
+        for name, field in type(self).model_fields.items():
+            for rule in field.metadata:
+                if isinstance(rule, ReadIf) and (getattr(self, rule.name) in rule.values) != rule.is_one:
+                    found.setdefault(rule.name, []).append(f"{at}.{name}")
+        changed = self.changed(at) if found else []
+        for name, keys in found.items():
+            yield from unused([key for key in keys if key in changed], f"{at}.{name} is {as_text(getattr(self, name))}")
 
 
 def refuse(expected: str, fix: str = "") -> PydanticCustomError:
@@ -78,13 +105,13 @@ def _path_text(value: Any) -> Any:
     return fspath(value) if isinstance(value, PathLike) else value
 
 
-Count = Annotated[int, Field(ge=1)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Ge(1)]
+NonNegativeInt = Annotated[int, Ge(0)]
 MinusOneOrCount = Annotated[Literal[-1] | Count, Meaning("-1 or a whole number of at least 1")]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
-Share = Annotated[float, Field(ge=0, le=1)]
-Name = Annotated[str, Field(min_length=1)]
+PositiveFloat = Annotated[float, Gt(0)]
+NonNegativeFloat = Annotated[float, Ge(0)]
+Share = Annotated[float, Ge(0), Le(1)]
+Name = Annotated[str, MinLen(1)]
 PathText = Annotated[str, BeforeValidator(_path_text)]
 PathTexts = Annotated[str | list[str], BeforeValidator(_path_text)]
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]

@@ -8,11 +8,13 @@ import glob
 import os
 import re
 from collections.abc import Callable, Iterator
+from difflib import get_close_matches
 from pathlib import Path
 
 from quadriga.config.adapter import check_adapter
 from quadriga.config.base import Finding, Section, unused, wrong
 from quadriga.config.explain import batch_plan
+from quadriga.config.multi_turn import LOOPS, InteractionFile, ToolFile, read_tool_file
 from quadriga.config.placement import ACTOR, check_layouts, check_placement
 from quadriga.config.reward import check_classifier
 from quadriga.config.rollout import ROLLOUT
@@ -20,6 +22,7 @@ from quadriga.config.root import Config
 from quadriga.config.yaml_text import combined
 from quadriga.errors import ConfigError
 
+_CUT_BY = ("micro_batch_size_per_gpu", "use_dynamic_bsz", "max_token_len_per_gpu")
 _HUB_NAME = re.compile(r"[\w\-]+(?:/[\w.\-]+)?")
 
 
@@ -51,70 +54,83 @@ def check_sections(config: Config) -> Iterator[Finding]:
     sections: list[tuple[str, Section]] = [("", config)]
     while sections:
         at, section = sections.pop(0)
+        yield from section.unread(at)
         yield from section.findings(at)
         sections += [(f"{at}.{name}".lstrip("."), value) for name, value in section if isinstance(value, Section)]
 
 
 def check_paths(config: Config) -> Iterator[Finding]:
     """Yields paths that are missing, and directories that cannot be written."""
-    trainer, data = config.trainer, config.data
-    yield from _check_data_files("data.train_files", data.train_files, is_needed=True, without="")
-    needs_validation = (trainer.val_before_train and config.task == "rl") or trainer.test_freq > 0
-    without = " To train without validation set trainer.val_before_train=False and leave trainer.test_freq at -1."
-    yield from _check_data_files("data.val_files", data.val_files, is_needed=needs_validation, without=without)
-    yield from _check_models(config)
-    scripted = config.actor_rollout_ref.rollout.engine_kwargs.get("responses_file")
-    key = f"{ROLLOUT}.engine_kwargs.responses_file"
-    is_scripted = config.actor_rollout_ref.rollout.name == "scripted"
-    if is_scripted and not isinstance(scripted, str):
-        yield wrong(key, "nothing", "a file", "The scripted engine reads its responses from it.")
+    trainer, data, rollout = config.trainer, config.data, config.actor_rollout_ref.rollout
+    responses, key = None, f"{ROLLOUT}.engine_kwargs.responses_file"
+    if rollout.name == "scripted":
+        responses = rollout.engine_kwargs.get("responses_file")
+        if not isinstance(responses, str):
+            yield wrong(key, "nothing", "a file", "The scripted engine reads its responses from it.")
+    resumed_from = trainer.resume_from_path if trainer.resume_mode == "resume_path" else None
     for name, path, what in (
         ("custom_reward_function.path", config.custom_reward_function.path, "a Python file"),
         ("data.custom_cls.path", data.custom_cls.path, "a Python file"),
         ("data.sampler.class_path", data.sampler.class_path, "a Python file"),
-        (key, scripted if is_scripted and isinstance(scripted, str) else None, "a file"),
-        (
-            "trainer.resume_from_path",
-            trainer.resume_from_path if trainer.resume_mode == "resume_path" else None,
-            "a checkpoint's directory",
-        ),
+        (key, responses if isinstance(responses, str) else None, "a file"),
+        ("trainer.resume_from_path", resumed_from, "a checkpoint's directory"),
     ):
-        if path is not None:
-            yield from _check_exists(name, path, what)
+        yield from _check_exists(name, path, what)
     for name, path in (
         ("trainer.default_local_dir", str(trainer.directory)),
         ("trainer.rollout_data_dir", trainer.rollout_data_dir),
-        (f"{ROLLOUT}.trace_dir", config.actor_rollout_ref.rollout.trace_dir),
+        (f"{ROLLOUT}.trace_dir", rollout.trace_dir),
         ("trainer.validation_data_dir", trainer.validation_data_dir),
         ("global_profiler.save_path", config.global_profiler.save_path if config.global_profiler.tool else None),
     ):
-        if path is not None:
-            yield from _check_writable(name, path)
+        if path is None:
+            continue
+        # The nearest directory above that exists must be one that we may write in.
+        place = Path(path).expanduser().absolute()
+        while not place.exists():
+            place = place.parent
+        if "://" in path:
+            yield wrong(name, f"'{path}'", "a local directory", "Write locally, and copy it from there.")
+        elif not place.is_dir():
+            yield wrong(name, f"'{path}'", "a directory", f"{place} is a file.")
+        elif not os.access(place, os.W_OK | os.X_OK):
+            yield wrong(name, f"'{path}'", "a directory that can be written", f"{place} cannot be.")
 
 
-def _check_data_files(key: str, files: str | list[str], *, is_needed: bool, without: str) -> Iterator[Finding]:
-    paths = [one for one in ([files] if isinstance(files, str) else files) if one]
-    if not paths and is_needed:
-        fix = f"Set {key} to a parquet, json or jsonl file (`quadriga prepare data` writes some).{without}"
-        yield wrong(key, "nothing", "a file", fix)
-    # Files behind a URL are looked for when the data are loaded.
-    for path in (one for one in paths if "://" not in one):
-        full = os.path.expanduser(path)
-        if not glob.has_magic(full) or os.path.exists(full):
-            yield from _check_exists(key, path, "a file")
-        elif not glob.glob(full, recursive=True):
-            yield wrong(key, f"'{path}'", "a pattern that fits a file", "No file fits it.")
+def _check_exists(key: str, path: str | None, what: str) -> Iterator[Finding]:
+    is_there = os.path.isfile if what in ("a Python file", "a YAML file") else os.path.exists
+    if path is not None and not is_there(os.path.expanduser(path)):
+        fix = f"There is no such {what.split()[-1]}; relative paths start where the command is run."
+        yield wrong(key, f"'{path}'", what, fix)
 
 
-def _check_models(config: Config) -> Iterator[Finding]:
-    policy, reward = config.actor_rollout_ref.model.path, config.reward_model
+def check_files(config: Config) -> Iterator[Finding]:
+    """Yields data files and models that are missing."""
+    trainer, data, policy = config.trainer, config.data, config.actor_rollout_ref.model.path
+    needs_validation = (trainer.val_before_train and config.task == "rl") or trainer.test_freq > 0
+    without = " To train without validation set trainer.val_before_train=False and leave trainer.test_freq at -1."
+    for key, files, is_needed, alternative in (
+        ("data.train_files", data.train_files, True, ""),
+        ("data.val_files", data.val_files, needs_validation, without),
+    ):
+        paths = [one for one in ([files] if isinstance(files, str) else files) if one]
+        if not paths and is_needed:
+            fix = f"Set {key} to a parquet, json or jsonl file (`quadriga prepare data` writes some).{alternative}"
+            yield wrong(key, "nothing", "a file", fix)
+        # Files behind a URL are looked for when the data are loaded.
+        for path in (one for one in paths if "://" not in one):
+            full = os.path.expanduser(path)
+            if not glob.has_magic(full) or os.path.exists(full):
+                yield from _check_exists(key, path, "a file")
+            elif not glob.glob(full, recursive=True):
+                yield wrong(key, f"'{path}'", "a pattern that fits a file", "No file fits it.")
     if not policy:
         fix = "Set it to a folder or a name on the hub (`quadriga prepare model` writes a folder)."
         yield wrong("actor_rollout_ref.model.path", "nothing", "a model", fix)
     for key, path in (
         ("actor_rollout_ref.model.path", policy),
         ("critic.model.path", config.critic.model.path),
-        ("reward_model.model.path", reward.model.path if reward.enable else None),
+        ("reward_model.model.path", config.reward_model.model.path if config.reward_model.enable else None),
     ):
         folder = Path(path or "").expanduser()
         if path and folder.is_dir() and not (folder / "config.json").is_file():
@@ -123,25 +139,6 @@ def _check_models(config: Config) -> Iterator[Finding]:
         elif path and not folder.is_dir() and not _HUB_NAME.fullmatch(path):
             fix = "There is no such folder, and it is not a name on the hub."
             yield wrong(key, f"'{path}'", "a model's folder", fix)
-
-
-def _check_exists(key: str, path: str, what: str) -> Iterator[Finding]:
-    if not os.path.exists(os.path.expanduser(path)):
-        yield wrong(key, f"'{path}'", what, "It does not exist; relative paths start where the command is run.")
-
-
-def _check_writable(key: str, path: str) -> Iterator[Finding]:
-    """The nearest directory above that exists must be one that we may write in."""
-    if "://" in path:
-        yield wrong(key, f"'{path}'", "a local directory", "Write locally, and copy it from there.")
-        return
-    place = Path(path).expanduser().absolute()
-    while not place.exists():
-        place = place.parent
-    if not place.is_dir():
-        yield wrong(key, f"'{path}'", "a directory", f"{place} is a file.")
-    elif not os.access(place, os.W_OK | os.X_OK):
-        yield wrong(key, f"'{path}'", "a directory that can be written", f"{place} cannot be.")
 
 
 def check_batches(config: Config) -> Iterator[Finding]:
@@ -156,45 +153,27 @@ def check_batches(config: Config) -> Iterator[Finding]:
     if 0 < limit < prompts:
         got, fix = f"{prompts}, with data.train_max_samples={limit}", "Not one batch would be full: take more samples"
         yield wrong("data.train_batch_size", got, f"at most {limit}", f"{fix}, or a smaller batch.")
-    policy, reward = config.actor_rollout_ref, config.reward_model
-    actor, log_prob = policy.actor, [("rollout", policy.rollout), ("ref", policy.ref)]
-    for key, size, by_tokens, tokens in (
-        (f"{ACTOR}.ppo", actor.ppo_micro_batch_size_per_gpu, actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu),
-        *(
-            (
-                f"actor_rollout_ref.{name}.log_prob",
-                one.log_prob_micro_batch_size_per_gpu,
-                one.log_prob_use_dynamic_bsz,
-                one.log_prob_max_token_len_per_gpu,
-            )
-            for name, one in log_prob
-        ),
-    ):
-        if size is not None and by_tokens:
-            because = f"micro-batches are cut by {key}_max_token_len_per_gpu"
-            yield from unused([f"{key}_micro_batch_size_per_gpu"], because)
-        if (size is None or by_tokens) and tokens < longest:
-            yield (
-                f"{key}_max_token_len_per_gpu: {tokens} tokens, but a sequence may have {longest}: "
-                "a longer one is a micro-batch of its own."
-            )
-    tokens, is_by_tokens = reward.forward_max_token_len_per_gpu, not reward.micro_batch_size_per_gpu
-    if reward.enable and (is_by_tokens or reward.use_dynamic_bsz) and tokens < longest:
-        yield (
-            f"reward_model.forward_max_token_len_per_gpu: {tokens} tokens, but a sequence may have {longest}: "
-            "a longer one is a pass of its own."
-        )
+    policy, reward = config.actor_rollout_ref, [("reward_model", config.reward_model)]
+    sections: list[tuple[str, Section]] = [
+        (ACTOR, policy.actor), (ROLLOUT, policy.rollout), ("actor_rollout_ref.ref", policy.ref),
+        *(reward if config.reward_model.enable else []),
+    ]  # fmt: skip
+    for at, section in sections:
+        # The three fields have the same ends in every section.
+        cut = {end: (name, value) for name, value in section for end in _CUT_BY if name.endswith(end)}
+        (_, size), (_, is_by_tokens), (name, tokens) = (cut[end] for end in _CUT_BY)
+        if (size is None or is_by_tokens) and tokens < longest:
+            yield f"{at}.{name}: {tokens} tokens, but a sequence may have {longest}: a longer one is computed alone."
 
 
 def check_rollout(config: Config) -> Iterator[Finding]:
     """Yields lengths, dynamic sampling and rewards that the rollout cannot serve."""
     rollout, groups, trainer = config.actor_rollout_ref.rollout, config.algorithm.filter_groups, config.trainer
-    longest = batch_plan(config).max_sequence_tokens
+    longest, reward = batch_plan(config).max_sequence_tokens, config.reward_model
     if rollout.max_model_len is not None and rollout.max_model_len < longest:
         expected = f"at least {longest}, data.max_prompt_length and data.max_response_length together"
-        yield wrong(
-            f"{ROLLOUT}.max_model_len", f"{rollout.max_model_len} tokens", expected, "Leave it out, or lower those."
-        )
+        got, fix = f"{rollout.max_model_len} tokens", "Leave it out, or lower those."
+        yield wrong(f"{ROLLOUT}.max_model_len", got, expected, fix)
     key = "algorithm.filter_groups"
     if groups.enable and rollout.n == 1:
         fix = f"Nothing would be kept: raise {ROLLOUT}.n, or turn the filter off."
@@ -208,14 +187,13 @@ def check_rollout(config: Config) -> Iterator[Finding]:
             f"{trainer.total_epochs} go over the data more often; trainer.total_training_steps sets their number."
         )
     key = "reward_model.launch_reward_fn_async"
-    if config.reward_model.launch_reward_fn_async and groups.enable:
+    if reward.launch_reward_fn_async and groups.enable:
         yield f"{key}: not used: algorithm.filter_groups needs rewards before the batch of a step is full."
-    elif config.reward_model.launch_reward_fn_async and rollout.mode == "async":
+    elif reward.launch_reward_fn_async and rollout.mode == "async":
         yield (
             f"{key}: used by reward managers that grade whole batches only: with {ROLLOUT}.mode=async the others "
             "grade each response while more are being generated."
         )
-    reward = config.reward_model
     if reward.enable and reward.model.path is not None:
         yield from check_classifier(reward, longest)
     if reward.enable and config.custom_reward_function.path is not None:
@@ -226,10 +204,8 @@ def check_update(config: Config) -> Iterator[Finding]:
     """Yields what actor, critic, their schedules and checkpoints do not agree about."""
     actor, critic, steps = config.actor_rollout_ref.actor, config.critic, config.trainer.total_training_steps
     if actor.use_kl_loss and config.algorithm.use_kl_in_reward:
-        yield (
-            f"{ACTOR}.use_kl_loss, algorithm.use_kl_in_reward: the divergence from the reference counts twice, "
-            "in the loss and in the reward."
-        )
+        keys = f"{ACTOR}.use_kl_loss, algorithm.use_kl_in_reward"
+        yield f"{keys}: the divergence from the reference counts twice, in the loss and in the reward."
     for key, section in ((ACTOR, actor), ("critic", critic)):
         optim, parts = section.optim, section.checkpoint
         if section.loss_agg_mode == "seq-mean-token-sum-norm" and section.loss_scale_factor is None:
@@ -247,7 +223,7 @@ def check_update(config: Config) -> Iterator[Finding]:
 
 
 def check_multi_turn(config: Config) -> Iterator[Finding]:
-    """Yields what does not fit together in `multi_turn`, `agent`, `mode` and `data`."""
+    """Yields what does not fit together in `multi_turn`, `agent`, `mode` and `data`, and files that are missing."""
     rollout, key = config.actor_rollout_ref.rollout, ROLLOUT
     turns, agent = rollout.multi_turn, rollout.agent
     if rollout.mode == "sync":
@@ -256,36 +232,39 @@ def check_multi_turn(config: Config) -> Iterator[Finding]:
             yield wrong(f"{key}.multi_turn.enable", "true, with rollout.mode=sync", "rollout.mode=async", fix)
             return
         trace = [f"{key}.trace_dir"] if rollout.trace_dir else []
-        for names in (_changed(turns, f"{key}.multi_turn"), _changed(agent, f"{key}.agent"), trace):
+        for names in (turns.changed(f"{key}.multi_turn"), agent.changed(f"{key}.agent"), trace):
             yield from unused(names, f"{key}.mode is sync")
         return
-    yield from agent.problems(f"{key}.agent")
-    is_tool_agent = agent.default_agent_loop == "tool_agent"
+    loop, at = agent.default_agent_loop, f"{key}.agent.default_agent_loop"
+    yield from _check_exists(f"{key}.agent.agent_loop_path", agent.agent_loop_path, "a Python file")
+    if agent.agent_loop_path is None and loop not in LOOPS:
+        close = get_close_matches(loop, LOOPS, n=1)
+        fix = f"Did you mean {close[0]}?" if close else f"A loop of your own needs {key}.agent.agent_loop_path."
+        yield wrong(at, f"'{loop}'", f"one of {', '.join(LOOPS)}", fix)
     if not turns.enable:
-        if is_tool_agent:
-            expected, fix = "several turns to be allowed", f"Set {key}.multi_turn.enable=True."
-            yield wrong(f"{key}.agent.default_agent_loop", "tool_agent", expected, fix)
-        yield from unused(_changed(turns, f"{key}.multi_turn"), f"{key}.multi_turn.enable is false")
+        if loop == "tool_agent":
+            yield wrong(at, loop, "several turns to be allowed", f"Set {key}.multi_turn.enable=True.")
+        yield from unused(turns.changed(f"{key}.multi_turn"), f"{key}.multi_turn.enable is false")
         return
-    yield from turns.problems(f"{key}.multi_turn")
+    yield from _check_exists(f"{key}.multi_turn.function_tool_path", turns.function_tool_path, "a Python file")
+    for name, section in (("tool_config_path", ToolFile), ("interaction_config_path", InteractionFile)):
+        path = getattr(turns, name)
+        yield from (missing := list(_check_exists(f"{key}.multi_turn.{name}", path, "a YAML file")))
+        try:
+            missing or path is None or read_tool_file(path, section)
+        except ConfigError as error:
+            yield error
     if not config.data.return_raw_chat:
         fix = "The prompt is rendered with its tools, out of its messages."
         yield wrong("data.return_raw_chat", f"false, with {key}.multi_turn.enable=True", "true", fix)
-    if is_tool_agent and not (turns.function_tool_path or turns.tool_config_path or turns.interaction_config_path):
+    files = (turns.function_tool_path, turns.tool_config_path, turns.interaction_config_path)
+    if loop == "tool_agent" and not any(files):
         got = "neither tools nor user simulators, with agent.default_agent_loop=tool_agent"
         expected = "function_tool_path, tool_config_path or interaction_config_path"
         fix = f"Set {key}.multi_turn.function_tool_path to a Python file with @function_tool functions."
         yield wrong(f"{key}.multi_turn", got, expected, fix)
-    if agent.default_agent_loop == "single_turn_agent":
-        yield (
-            f"{key}.agent.default_agent_loop: only rows whose column agent_name says so take several turns; "
-            "tool_agent would be all of them."
-        )
-
-
-def _changed(section: Section, key: str) -> list[str]:
-    default = type(section)()
-    return [f"{key}.{name}" for name, value in section if value != getattr(default, name)]
+    if loop == "single_turn_agent":
+        yield f"{at}: only rows whose column agent_name says so take several turns; tool_agent would be all of them."
 
 
 def check_supervised(config: Config) -> Iterator[Finding]:
@@ -300,9 +279,7 @@ def check_supervised(config: Config) -> Iterator[Finding]:
     if config.task != "reward_model":
         return
     if data.truncation == "right":
-        fix = (
-            "Set data.truncation=left, which takes from the prompt, or leave long pairs out with data.filter_overlong."
-        )
+        fix = "Set data.truncation=left, which takes from the prompt, or leave them out with data.filter_overlong."
         yield wrong("data.truncation", "'right', for pairs", "error or left", fix)
     if model.has_adapter:
         fix = "Leave lora_rank and lora_adapter_path out: a reward model is trained as a whole."
@@ -314,9 +291,9 @@ def check_supervised(config: Config) -> Iterator[Finding]:
 
 
 _SUPERVISED_CHECKS: tuple[Callable[[Config], Iterator[Finding]], ...] = (
-    check_paths, check_layouts, check_adapter, check_supervised,
+    check_files, check_paths, check_layouts, check_adapter, check_supervised,
 )  # fmt: skip
 _CHECKS: tuple[Callable[[Config], Iterator[Finding]], ...] = (
-    check_paths, check_sections, check_batches, check_rollout, check_update, check_multi_turn, check_placement,
-    check_layouts, check_adapter,
+    check_files, check_paths, check_sections, check_batches, check_rollout, check_update, check_multi_turn,
+    check_placement, check_layouts, check_adapter,
 )  # fmt: skip

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The schema seen as a table of dotted keys: what each is called, takes, defaults to and means; search in it.
 
-Each task has a table of its own: the keys that it reads, as it spells them (`tasks.py`).
+Each task has a table of its own: the keys that it reads, as it spells them (`root.py`). Two further tables are data:
+`key_aliases.tsv`, by which names keys are found as well, and `verl_keys.tsv`, what becomes of verl's keys without a
+field here.
 """
 
 import ast
 import inspect
+import json
+import re
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,19 +19,33 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from textwrap import fill
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import BaseModel
-from pydantic.fields import FieldInfo
 
 from quadriga.config.base import Meaning, Section
-from quadriga.config.root import Config
-from quadriga.config.tasks import is_read, spelled, spelled_text
+from quadriga.config.root import Config, is_read, spelled, spelled_text
 from quadriga.config.yaml_text import as_text
 
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", types.NoneType: "null"}
 _LIMITS = {Ge: "at least {0.ge}", Gt: "above {0.gt}", Le: "at most {0.le}", Lt: "below {0.lt}", MinLen: "not empty"}
+VERL_SECTIONS = {
+    "<engine>": r"(?:actor_rollout_ref\.actor|actor_rollout_ref\.ref|critic(?:\.model)?|reward_model(?:\.model)?)",
+    "<role>": r"(?:actor_rollout_ref\.(?:actor|ref|rollout|model)|actor_rollout_ref|critic|reward_model|reward)",
+    "<rollout>": r"actor_rollout_ref\.rollout",
+    "<model>": r"(?:actor_rollout_ref|critic)\.model",
+}
+"""What the names in angle brackets stand for in the patterns of `verl_keys.tsv`."""
+
+
+class VerlRule(NamedTuple):
+    """What becomes of the keys of verl that fit one pattern."""
+
+    pattern: re.Pattern[str]
+    accepted: list[Any] | None
+    """Values that are taken without effect; None: every value is."""
+    sentence: str
 
 
 @dataclass(frozen=True)
@@ -68,70 +86,43 @@ def _notes(section: type[Section]) -> dict[str, str]:
     return above | own
 
 
-def _constraints(metadata: list[Any]) -> str:
-    parts = [
-        _constraints(one.metadata) if isinstance(one, FieldInfo) else _LIMITS.get(type(one), "").format(one)
-        for one in metadata
-    ]
-    return " and ".join(part for part in parts if part)
-
-
-def _describe(annotation: Any, metadata: list[Any]) -> str:
-    """The words for a type: "a whole number, at least 1, or null"."""
-    for one in metadata:
-        if isinstance(one, Meaning):
-            return one.words
+def _described(annotation: Any, metadata: Sequence[Any] = ()) -> tuple[str, set[Any]]:
+    """The words for a type, "a whole number, at least 1, or null", and the types that a value may have."""
     origin: Any = get_origin(annotation)
     arguments: tuple[Any, ...] = get_args(annotation)
+    kinds = {origin or annotation}
     if origin is Annotated:
-        words = _describe(arguments[0], list(arguments[1:]))
+        words, kinds = _described(arguments[0], arguments[1:])
     elif origin in (Union, types.UnionType):
-        words = ", or ".join(_describe(one, []) for one in arguments)
+        parts = [_described(one) for one in arguments]
+        words, kinds = ", or ".join(words for words, _ in parts), set().union(*(one for _, one in parts))
     elif origin is Literal:
-        words = f"one of {', '.join(arguments)}" if len(arguments) > 1 else "".join(arguments)
+        one_of = "one of " if len(arguments) > 1 else ""
+        words, kinds = f"{one_of}{', '.join(map(str, arguments))}", {type(arguments[0])}
     elif origin in (list, tuple):
         count = f" of {len(arguments)}" if origin is tuple else ""
-        words = f"a list{count}, each {_describe(arguments[0], [])}"
+        words = f"a list{count}, each {_described(arguments[0])[0]}"
     else:
         words = "an open dictionary" if origin is dict else _WORDS[annotation]
-    limits = _constraints(metadata)
-    return f"{words}, {limits}" if limits else words
+    limits = [_LIMITS[type(one)].format(one) for one in metadata if type(one) in _LIMITS]
+    said = [one.words for one in metadata if isinstance(one, Meaning)]
+    return said[0] if said else ", ".join([words, *([" and ".join(limits)] if limits else [])]), kinds
 
 
-def _alternatives(annotation: Any) -> Iterator[Any]:
-    """The types that a value may have, each without its range."""
-    if get_origin(annotation) in (Annotated, Union, types.UnionType):
-        for one in get_args(annotation):
-            yield from _alternatives(one)
-    elif get_origin(annotation) is Literal:
-        yield type(get_args(annotation)[0])
-    else:
-        yield get_origin(annotation) or annotation
-
-
-def _leaves(section: type[Section], default: Section, prefix: str, task: str) -> Iterator[KeyInfo]:
-    for name, field in section.model_fields.items():
-        value = getattr(default, name)
+def _leaves(section: Section, prefix: str, task: str) -> Iterator[KeyInfo]:
+    for name, field in type(section).model_fields.items():
+        key, value = f"{prefix}{name}", getattr(section, name)
         if isinstance(value, Section):
-            yield from _leaves(type(value), value, f"{prefix}{name}.", task)
-        elif is_read(f"{prefix}{name}", task):
-            kinds = set(_alternatives(field.annotation))
-            yield KeyInfo(
-                key=spelled(f"{prefix}{name}", task),
-                kind=_describe(field.annotation, field.metadata),
-                default=value,
-                section=section,
-                name=name,
-                task=task,
-                is_open=dict in kinds,
-                is_text=str in kinds,
-            )
+            yield from _leaves(value, f"{key}.", task)
+        elif is_read(key, task):
+            words, kinds = _described(field.annotation, field.metadata)
+            yield KeyInfo(spelled(key, task), words, value, type(section), name, task, dict in kinds, str in kinds)
 
 
 @cache
 def leaf_keys(task: str = "rl") -> Mapping[str, KeyInfo]:
     """Every key that a task reads, by its dotted name, in the order of the schema."""
-    return {leaf.key: leaf for leaf in _leaves(Config, Config.model_validate({"task": task}), "", task)}
+    return {leaf.key: leaf for leaf in _leaves(Config.model_validate({"task": task}), "", task)}
 
 
 @cache
@@ -166,12 +157,32 @@ def nearest_keys(key: str, task: str = "rl") -> list[str]:
     return list(dict.fromkeys(tail + moved + close))[:3]
 
 
+def _rows(table: str) -> list[list[str]]:
+    lines = Path(__file__).with_name(table).read_text(encoding="utf-8").splitlines()
+    return [line.split("\t") for line in lines if not line.startswith("#")]
+
+
 @cache
 def aliases() -> Mapping[str, tuple[str, ...]]:
     """The field's words, and the names of other trainers -> patterns of the keys that they mean."""
-    lines = Path(__file__).with_name("key_aliases.tsv").read_text(encoding="utf-8").splitlines()
-    pairs = [line.split("\t") for line in lines if not line.startswith("#")]
-    return {word: tuple(keys.split()) for word, keys in pairs}
+    return {word: tuple(keys.split()) for word, keys in _rows("key_aliases.tsv")}
+
+
+@cache
+def verl_rules() -> tuple[VerlRule, ...]:
+    """The table, read on first use: many command lines never need it."""
+    found = []
+    for pattern, accepted, sentence in _rows("verl_keys.tsv")[1:]:
+        text = re.escape(pattern).replace(r"\*", ".*")
+        for name, alternatives in VERL_SECTIONS.items():
+            text = text.replace(re.escape(name), alternatives)
+        found.append(VerlRule(re.compile(text), None if accepted == "any" else json.loads(accepted), sentence))
+    return tuple(found)
+
+
+def verl_rule(key: str) -> VerlRule | None:
+    """The first rule whose pattern fits a dotted key without a field, if any."""
+    return next((rule for rule in verl_rules() if rule.pattern.fullmatch(key)), None)
 
 
 def keys_text(words: Sequence[str] = (), task: str = "rl") -> str:

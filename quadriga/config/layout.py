@@ -13,7 +13,6 @@ One data-parallel rank is the pp x sp x tp ranks that get the same rows; the fir
 outputs. One copy of the weights is sharded over dp_shard x sp ranks (times pp and tp, which have different weights).
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from quadriga.errors import ConfigError
@@ -64,12 +63,9 @@ class Layout:
         num_data = world_size // shared
         holders = num_data * sp if fsdp == -1 else fsdp
         if holders % sp or num_data % (holders // sp or 1) or holders < sp:
-            raise ConfigError(
-                f"{where}.fsdp_config.fsdp_size",
-                got=str(fsdp),
-                expected=f"-1, or a multiple of {sp} that divides {num_data * sp}",
-                fix=f"{world_size} processes with {named} leave {num_data} data-parallel ranks.",
-            )
+            fix = f"{world_size} processes with {named} leave {num_data} data-parallel ranks."
+            expected = f"-1, or a multiple of {sp} that divides {num_data * sp}"
+            raise ConfigError(f"{where}.fsdp_config.fsdp_size", got=str(fsdp), expected=expected, fix=fix)
         return cls(pp, num_data // (holders // sp), holders // sp, sp, tp)
 
     @property
@@ -120,19 +116,14 @@ class Layout:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What of a model has to be divisible.
-
-    Attributes:
-        name: of the architecture, for errors.
-        num_layers, num_heads, num_kv_heads: of the model.
-        tensor_plan: style by module name, as transformers declares it; None: it declares none.
-    """
+    """What of a model has to be divisible; `name` is its architecture's, for errors."""
 
     name: str
     num_layers: int
     num_heads: int
     num_kv_heads: int
     tensor_plan: dict[str, str] | None
+    """Style by module name, as transformers declares it; None: it declares none."""
 
 
 TENSOR_STYLES = frozenset({"colwise", "rowwise", "replicated_with_grad_allreduce", "embedding_rowwise"})
@@ -141,24 +132,20 @@ TENSOR_STYLES = frozenset({"colwise", "rowwise", "replicated_with_grad_allreduce
 
 def check_model(layout: Layout, model: ModelShape, where: str) -> None:
     """Raise one ConfigError with everything about a model that does not fit a layout."""
-    problems = list(_problems(layout, model))
+    problems, tp, heads = [], layout.tp, model.num_heads
+    if layout.pp > model.num_layers:
+        problems.append(f"{model.num_layers} layers for {layout.pp} pipeline stages")
+    if tp > 1:
+        styles = sorted(set((model.tensor_plan or {}).values()) - TENSOR_STYLES)
+        if model.tensor_plan is None:
+            problems.append("an architecture without a plan for tensor parallelism in transformers")
+        elif styles:
+            problems.append(f"a plan for tensor parallelism with {', '.join(styles)}, which are not known here")
+        if heads % tp or model.num_kv_heads % tp:
+            problems.append(f"{heads} heads and {model.num_kv_heads} key-value heads for tensor parallelism over {tp}")
+    if heads // tp % layout.sp:
+        problems.append(f"{heads // tp} heads for sequence parallelism over {layout.sp}")
     if problems:
         expected = f"a model that {layout.describe()} can divide"
         fix = "Choose sizes that divide these numbers; fsdp_size has no such limits."
         raise ConfigError(f"{where}: {model.name}", got="; ".join(problems), expected=expected, fix=fix)
-
-
-def _problems(layout: Layout, model: ModelShape) -> Iterator[str]:
-    tp, heads = layout.tp, model.num_heads
-    if layout.pp > model.num_layers:
-        yield f"{model.num_layers} layers for {layout.pp} pipeline stages"
-    if tp > 1:
-        styles = sorted(set((model.tensor_plan or {}).values()) - TENSOR_STYLES)
-        if model.tensor_plan is None:
-            yield "an architecture without a plan for tensor parallelism in transformers"
-        elif styles:
-            yield f"a plan for tensor parallelism with {', '.join(styles)}, which are not known here"
-        if heads % tp or model.num_kv_heads % tp:
-            yield f"{heads} heads and {model.num_kv_heads} key-value heads for tensor parallelism over {tp}"
-    if heads // tp % layout.sp:
-        yield f"{heads // tp} heads for sequence parallelism over {layout.sp}"

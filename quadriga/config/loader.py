@@ -5,9 +5,10 @@ files, `a.b=c`  ->  dotted keys, each with its place  ->  one tree  ->  pydantic
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,8 @@ from pydantic import ValidationError
 
 from quadriga.config.base import filled
 from quadriga.config.checks import training_findings
-from quadriga.config.keys import KeyInfo, leaf_keys, leaf_of, nearest_keys, section_keys
-from quadriga.config.root import Config
-from quadriga.config.tasks import PRESETS, full_key, respell, spelled, spelled_text
-from quadriga.config.verl_keys import rule_for
+from quadriga.config.keys import leaf_keys, leaf_of, nearest_keys, section_keys, verl_rule
+from quadriga.config.root import PRESETS, Config, respell, spelled, spelled_text
 from quadriga.config.yaml_text import as_text, combined, parse_yaml, read_yaml
 from quadriga.errors import ConfigError
 
@@ -61,18 +60,19 @@ def load_config(
     named += [one.partition("=")[2] for one in overrides if re.match(r"\s*\+*(task|objective)=", one)]
     chosen = [one for one in [task, *named] if isinstance(one, str) and one in PRESETS][-1]
     reading = _Reading(chosen, problems=problems)
-    reading.assign("task", chosen, {})
-    for tree, places in trees:
+    for tree, places in [({"task": chosen}, {}), *trees]:
         for key, value in tree.items():
             reading.assign(str(key), value, places)
-    reading.take_overrides(overrides)
-    config, notices = reading.validate(), reading.notices()
+    notices = list(reading.take_overrides(overrides))
+    config = reading.validate()
+    notices += [f"{', '.join(keys)}: {sentence}" for sentence, keys in reading.noted.items()]
     if for_training and config is not None:
+        named_already = {one.where.partition(" (")[0] for one in problems}
         wrong, further = training_findings(config)
-        reading.problems += [one for one in wrong if spelled(one.where, chosen) not in reading.wrong_keys]
+        problems += [one for one in wrong if spelled(one.where, chosen) not in named_already]
         notices += further
-    if reading.problems or config is None:
-        raise combined([respell(one, chosen) for one in reading.problems])
+    if problems or config is None:
+        raise combined([respell(one, chosen) for one in problems])
     return Loaded(config, [spelled_text(one, chosen) for one in notices])
 
 
@@ -88,7 +88,14 @@ def parse_override(argument: str, task: str = "rl") -> tuple[str, Any]:
     """
     match = _OVERRIDE.fullmatch(argument)
     if match is None:
-        raise _not_an_override(argument)
+        fix = "Write the key, an equals sign and the value, without spaces around the sign."
+        if argument.startswith("~"):
+            fix = "A key cannot be removed: leave it out, or set it to null."
+        elif argument.startswith("-"):
+            fix = "Keys are written without dashes; --config FILE stands before them."
+        elif argument.endswith((".yaml", ".yml")):
+            fix = f"To read a configuration file write --config {argument}."
+        raise ConfigError("command line", got=f"'{argument}'", expected="key=value", fix=fix)
     key, text = spelled(match["key"], task), match["value"].strip()
     leaf = leaf_of(key, task)
     # A text may begin with a brace (a directory of "{project_name}"), unless a dictionary may stand in its place.
@@ -108,55 +115,28 @@ def parse_override(argument: str, task: str = "rl") -> tuple[str, Any]:
     return key, value
 
 
-def _not_an_override(argument: str) -> ConfigError:
-    fix = "Write the key, an equals sign and the value, without spaces around the sign."
-    if argument.startswith("~"):
-        fix = "A key cannot be removed: leave it out, or set it to null."
-    elif argument.startswith("-"):
-        fix = "Keys are written without dashes; --config FILE stands before them."
-    elif argument.endswith((".yaml", ".yml")):
-        fix = f"To read a configuration file write --config {argument}."
-    return ConfigError("command line", got=f"'{argument}'", expected="key=value", fix=fix)
-
-
-def interpolation_problem(where: str, value: Any) -> ConfigError | None:
-    """The error for a value that holds `${...}`, which is not filled in: a text key takes its text as it stands."""
-    if isinstance(value, dict | list):
-        named = isinstance(value, dict)
-        items = [(f"{where}.{name}", value[name]) for name in value] if named else [(where, one) for one in value]
-        found = (interpolation_problem(at, one) for at, one in items)
-        return next((problem for problem in found if problem is not None), None)
-    if not isinstance(value, str) or "${" not in value:
-        return None
-    fix = "References are not filled in: write the value."
-    return ConfigError(where, got=as_text(value), expected="a value", fix=fix)
-
-
 @dataclass
 class _Reading:
     """What was read so far. Keys are spelled as the task does; `values` is a tree of the schema's own names."""
 
     task: str
+    problems: list[ConfigError]
     values: dict[str, Any] = field(default_factory=dict)
     places: dict[str, str] = field(default_factory=dict)
-    problems: list[ConfigError] = field(default_factory=list)
-    repeated: list[str] = field(default_factory=list)
     noted: dict[str, list[str]] = field(default_factory=dict)
-    neutral: list[str] = field(default_factory=list)
-    wrong_keys: set[str] = field(default_factory=set)
+    """Why keys were taken without effect -> these keys."""
 
-    def take_overrides(self, overrides: Sequence[str]) -> None:
-        """Assigns what the command line sets, and notes what it sets twice."""
+    def take_overrides(self, overrides: Sequence[str]) -> Iterator[str]:
+        """Assigns what the command line sets; yields notices of what it sets twice."""
         seen: set[str] = set()
         for argument in overrides:
             try:
                 key, value = parse_override(argument, self.task)
             except ConfigError as problem:
                 self.problems.append(problem)
-                self.wrong_keys.add(problem.where)
                 continue
             if key in seen:
-                self.repeated.append(f"{key} stands twice on the command line; the last value holds: {as_text(value)}.")
+                yield f"{key} stands twice on the command line; the last value holds: {as_text(value)}."
             seen.add(key)
             self.assign(key, value, {})
 
@@ -177,11 +157,11 @@ class _Reading:
             self._refuse(key, place, got=as_text(value), expected="a section", fix=f"It holds {', '.join(inside)}.")
 
     def _set(self, key: str, value: Any, place: str | None) -> None:
-        if problem := interpolation_problem(_where(key, place), value):
-            self.problems.append(problem)
-            self.wrong_keys.add(key)
+        if "${" in str(value):
+            fix = "References are not filled in: write the value."
+            self._refuse(key, place, got=as_text(value), expected="a value", fix=fix)
             return
-        *path, last = full_key(key, self.task).split(".")
+        *path, last = spelled(key, self.task, in_full=True).split(".")
         node = self.values
         for depth, name in enumerate(path, start=1):
             node = node.setdefault(name, {})
@@ -195,84 +175,66 @@ class _Reading:
         self.places[key] = place or ""
 
     def _take_foreign(self, key: str, value: Any, place: str | None) -> None:
-        rule = rule_for(key) if self.task == "rl" else None
+        rule = verl_rule(key) if self.task == "rl" else None
         if rule is None:
             close = nearest_keys(key, self.task)
             command = "quadriga config keys" if self.task == "rl" else "quadriga sft --keys"
             fix = f"Did you mean {' or '.join(close)}?" if close else f"`{command}` lists them all."
-            self._refuse(key, place, got="a key that does not exist", expected="", fix=fix)
-        elif not rule.accepts(value):
-            known = [as_text(one) for one in rule.accepted or [] if one is not None][:1]
-            expected = known[0] if known else "the key left out"
-            self._refuse(key, place, got=as_text(value), expected=expected, fix=rule.sentence)
+            self._refuse(key, place, got="a key that does not exist", fix=fix)
         elif rule.accepted is None:
             self.noted.setdefault(rule.sentence, []).append(key)
+        # 1 == True in Python; `use_x=1` and `size=True` are not the same wish.
+        elif any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in rule.accepted):
+            self.noted.setdefault("not needed, the value is what holds here anyway.", []).append(key)
         else:
-            self.neutral.append(key)
+            known = [as_text(one) for one in rule.accepted if one is not None]
+            expected = known[0] if known else "the key left out"
+            self._refuse(key, place, got=as_text(value), expected=expected, fix=rule.sentence)
 
-    def _refuse(self, key: str, place: str | None, *, got: str, expected: str, fix: str = "") -> None:
-        self.problems.append(ConfigError(_where(key, place), got=got, expected=expected, fix=fix))
+    def _refuse(self, key: str, place: str | None, *, got: str, expected: str = "", fix: str = "") -> None:
+        self.problems.append(ConfigError(f"{key} ({place})" if place else key, got=got, expected=expected, fix=fix))
 
     def validate(self) -> Config | None:
         """The configuration, with defaults where keys are wrong, so that the checks between keys can go on."""
+        known = section_keys(self.task) | leaf_keys(self.task).keys()
         for _ in range(2):
             try:
                 return Config.model_validate(self.values)
             except ValidationError as error:
-                wrong = self._problems_of(error)
-            self.problems += wrong.values()
-            self.wrong_keys |= wrong.keys()
+                errors = error.errors(include_url=False)
+            wrong: set[str] = set()
+            for one in errors:
+                # pydantic's places have list positions and names of union members at their end.
+                place = one["loc"]
+                keys = (spelled(".".join(map(str, place[:depth])), self.task) for depth in range(len(place), 0, -1))
+                key = next((key for key in keys if key in known), "")
+                value, leaf = self._value(key), leaf_keys(self.task).get(key)
+                # A key that follows another one (clip_ratio) fails with it; only the one that was written is named.
+                if key in wrong or value is _MISSING:
+                    continue
+                wrong.add(key)
+                expected, fix = leaf.kind if leaf else "a section", ""
+                if one["type"] == "refused":
+                    expected, fix = one["ctx"]["expected"], one["ctx"]["fix"]
+                elif value in ("None", "none") and leaf is not None and leaf.kind.endswith("null"):
+                    fix = "Write null."
+                elif isinstance(value, int | float) and leaf is not None and leaf.is_text:
+                    fix = "Put text that looks like a number in quotes."
+                elif isinstance(value, str) and expected.startswith("one of "):
+                    near = get_close_matches(value, expected.removeprefix("one of ").split(", "), n=1)
+                    fix = f"Did you mean {near[0]}?" if near else ""
+                self._refuse(key, self.places.get(key), got=as_text(value), expected=expected, fix=fix)
+            assert wrong, f"pydantic refuses what was not given: {errors}"
             for key in wrong:
-                *path, last = full_key(key, self.task).split(".")
-                _lookup(self.values, path).pop(last, None)
+                self._value(key, remove=True)
         return None
 
-    def _problems_of(self, error: ValidationError) -> dict[str, ConfigError]:
-        """By its key, each thing that pydantic refuses."""
-        problems: dict[str, ConfigError] = {}
-        known = section_keys(self.task) | leaf_keys(self.task).keys()
-        for one in error.errors(include_url=False):
-            # pydantic's places have list positions and names of union members at their end.
-            place = one["loc"]
-            keys = (spelled(".".join(map(str, place[:depth])), self.task) for depth in range(len(place), 0, -1))
-            key = next((key for key in keys if key in known), "")
-            value = _lookup(self.values, full_key(key, self.task).split("."))
-            # A key that follows another one (clip_ratio) fails with it; only the one that was written is named.
-            if key in problems or value is _MISSING:
-                continue
-            leaf = leaf_keys(self.task).get(key)
-            expected, fix = leaf.kind if leaf else "a section", _hint(value, leaf)
-            if one["type"] == "refused":
-                said = one.get("ctx", {})
-                expected, fix = said["expected"], said["fix"]
-            where = _where(key, self.places.get(key))
-            problems[key] = ConfigError(where, got=as_text(value), expected=expected, fix=fix)
-        assert problems, f"pydantic refuses what was not given: {error}"
-        return problems
-
-    def notices(self) -> list[str]:
-        """What was taken without effect, and why."""
-        notes = [f"{', '.join(keys)}: {sentence}" for sentence, keys in self.noted.items()]
-        if self.neutral:
-            notes.append(f"{', '.join(self.neutral)}: not needed, the value is what holds here anyway.")
-        return self.repeated + notes
-
-
-def _where(key: str, place: str | None) -> str:
-    return f"{key} ({place})" if place else key
-
-
-def _lookup(values: Any, path: Sequence[str]) -> Any:
-    for name in path:
-        if not isinstance(values, Mapping) or name not in values:
+    def _value(self, key: str, *, remove: bool = False) -> Any:
+        """What stands under a key, `_MISSING` for nothing."""
+        *path, last = spelled(key, self.task, in_full=True).split(".")
+        node: Any = self.values
+        for name in path:
+            node = node.get(name) if isinstance(node, dict) else None
+        if not isinstance(node, dict) or last not in node:
             return _MISSING
-        values = values[name]
-    return values
-
-
-def _hint(value: Any, leaf: KeyInfo | None) -> str:
-    if value in ("None", "none") and leaf is not None and leaf.kind.endswith("null"):
-        return "Write null."
-    if isinstance(value, int | float) and leaf is not None and leaf.is_text:
-        return "Put text that looks like a number in quotes."
-    return ""
+        return node.pop(last) if remove else node[last]

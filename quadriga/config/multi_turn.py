@@ -14,19 +14,17 @@ Two files of their own stand beside the configuration, tools (`tool_config_path`
 A class is `file.py:Name`, the file seen from the folder of the YAML file, or `package.module.Name`.
 """
 
-import os
-from collections.abc import Iterator
-from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from pydantic import Field, ValidationError, model_validator
 
-from quadriga.config.base import Count, Finding, Name, PathText, PositiveFloat, Section, refuse, wrong
+from quadriga.config.base import Count, Name, PathText, PositiveFloat, Section, refuse
 from quadriga.config.yaml_text import combined, read_yaml
 from quadriga.errors import ConfigError
 
-FORMATS = ("hermes", "qwen3_coder", "glm", "gpt-oss")
+Format = Literal["hermes", "qwen3_coder", "glm", "gpt-oss"]
+FORMATS: tuple[str, ...] = get_args(Format)
 LOOPS = ("single_turn_agent", "tool_agent")
 FileSection = TypeVar("FileSection", bound=Section)
 
@@ -102,17 +100,16 @@ def read_tool_file(path: str, section: type[FileSection] = ToolFile) -> FileSect
     try:
         return section.model_validate(tree)
     except ValidationError as error:
-        raise combined([_problem(one, path, places) for one in error.errors(include_url=False)]) from error
-
-
-def _problem(one: Any, path: str, places: dict[str, str]) -> ConfigError:
-    parts = [str(part) for part in one["loc"]]
-    known = [place for end in range(len(parts), 0, -1) if (place := places.get(".".join(parts[:end])))]
-    got = "nothing" if one["type"] == "missing" else repr(one["input"])[:120]
-    expected = one["msg"].removeprefix("expected ").rstrip(". ")
-    if one["type"] == "extra_forbidden":
-        expected = "a key that this file may have"
-    return ConfigError(f"{known[0] if known else path}, {'.'.join(parts)}", got=got, expected=expected)
+        for one in error.errors(include_url=False):
+            parts = [str(part) for part in one["loc"]]
+            known = (places.get(".".join(parts[:end])) for end in range(len(parts), 0, -1))
+            where = next((place for place in known if place), path)
+            got = "nothing" if one["type"] == "missing" else repr(one["input"])[:120]
+            expected = one["msg"].removeprefix("expected ").rstrip(". ")
+            if one["type"] == "extra_forbidden":
+                expected = "a key that this file may have"
+            problems.append(ConfigError(f"{where}, {'.'.join(parts)}", got=got, expected=expected))
+        raise combined(problems) from error
 
 
 class MultiTurnConfig(Section):
@@ -138,30 +135,8 @@ class MultiTurnConfig(Section):
     """YAML file with tools that are classes, and with MCP servers."""
     interaction_config_path: PathText | None = None
     """YAML file with the user simulators that `interaction_kwargs` of a row may name."""
-    format: Name = "hermes"
-    """How the model writes tool calls: `hermes`, `qwen3_coder`, `glm`, `gpt-oss`."""
-
-    def problems(self, at: str) -> Iterator[Finding]:
-        """What of an enabled section names nothing that exists.
-
-        Args:
-            at: dotted key of the section.
-        """
-        if self.format not in FORMATS:
-            close = get_close_matches(self.format, FORMATS, n=1)
-            fix = f"Did you mean {close[0]}?" if close else ""
-            yield wrong(f"{at}.format", f"'{self.format}'", f"one of {', '.join(FORMATS)}", fix)
-        if self.function_tool_path is not None:
-            yield from missing_file(f"{at}.function_tool_path", self.function_tool_path, "a Python file")
-        for name, section in (("tool_config_path", ToolFile), ("interaction_config_path", InteractionFile)):
-            if (path := getattr(self, name)) is None:
-                continue
-            missing = list(missing_file(f"{at}.{name}", path, "a YAML file"))
-            yield from missing
-            try:
-                missing or read_tool_file(path, section)
-            except ConfigError as error:
-                yield error
+    format: Format = "hermes"
+    """How the model writes tool calls."""
 
 
 class AgentConfig(Section):
@@ -171,23 +146,3 @@ class AgentConfig(Section):
     """Agent loop of rows that name none in the column `agent_name`: `single_turn_agent`, `tool_agent`, or your own."""
     agent_loop_path: PathText | None = None
     """Python file that registers agent loops of your own."""
-
-    def problems(self, at: str) -> Iterator[Finding]:
-        """What names no file and no agent loop.
-
-        Args:
-            at: dotted key of the section.
-        """
-        if self.agent_loop_path is not None:
-            yield from missing_file(f"{at}.agent_loop_path", self.agent_loop_path, "a Python file")
-        elif self.default_agent_loop not in LOOPS:
-            close = get_close_matches(self.default_agent_loop, LOOPS, n=1)
-            fix = f"Did you mean {close[0]}?" if close else "A loop of your own needs rollout.agent.agent_loop_path."
-            expected = f"one of {', '.join(LOOPS)}"
-            yield wrong(f"{at}.default_agent_loop", f"'{self.default_agent_loop}'", expected, fix)
-
-
-def missing_file(key: str, path: str, what: str) -> Iterator[Finding]:
-    """Yields the error for a path that is not a file."""
-    if not os.path.isfile(os.path.expanduser(path)):
-        yield wrong(key, f"'{path}'", what, "There is no such file; relative paths start where the command is run.")

@@ -13,10 +13,8 @@ one's own the policy may also be two roles in two pools, `actor` and `rollout`: 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from quadriga.config.actor import ActorConfig, CriticConfig
+from quadriga.config.actor import ParallelConfig
 from quadriga.config.base import Finding, unused, wrong
-from quadriga.config.layout import Layout
-from quadriga.config.reward import RewardModelConfig
 from quadriga.config.root import Config
 from quadriga.config.trainer import TrainerConfig
 from quadriga.errors import ConfigError
@@ -26,8 +24,6 @@ POLICIES = ("actor_rollout_ref", "actor_rollout", "actor")
 """The roles with the actor in them; a run has one of them."""
 ACTOR = "actor_rollout_ref.actor"
 CRITIC = "critic"
-REWARD_MODEL = "reward_model"
-Arranged = ActorConfig | CriticConfig | RewardModelConfig
 _ARRANGEMENTS: dict[str, dict[str, str]] = {
     "together": {"actor_rollout_ref": "all", "critic": "all", "reward_model": "all"},
     "grouped": {"actor_rollout": "policy", "ref": "scoring", "critic": "scoring", "reward_model": "scoring"},
@@ -48,11 +44,6 @@ class Placement:
     roles: Mapping[str, str]
     pools: Mapping[str, list[int]]
 
-    @property
-    def num_processes(self) -> int:
-        """Processes of all pools."""
-        return sum(sum(counts) for counts in self.pools.values())
-
 
 def role_pools(trainer: TrainerConfig, *, has_reward_model: bool = False) -> dict[str, str]:
     """Role -> pool as `trainer.placement` has it, whether or not a run needs the role (a reward model: if it does)."""
@@ -64,13 +55,7 @@ def role_pools(trainer: TrainerConfig, *, has_reward_model: bool = False) -> dic
 def place_roles(
     trainer: TrainerConfig, *, has_reference: bool, has_critic: bool, has_reward_model: bool = False
 ) -> Placement:
-    """The pool of each role that a run needs.
-
-    Args:
-        trainer: says where each role runs.
-        has_reference: whether there is a frozen reference model.
-        has_critic: whether there is a critic.
-        has_reward_model: whether a model grades.
+    """The pool of each role that a run needs: the policy, and those models of the others that it has.
 
     Raises:
         ConfigError: a role has no pool.
@@ -78,22 +63,23 @@ def place_roles(
     given = role_pools(trainer, has_reward_model=has_reward_model)
     policy = next((role for role in POLICIES if role in given), "actor_rollout")
     is_inside = has_reference and policy == "actor_rollout_ref"
-    wanted = {
-        "actor_rollout" if policy == "actor_rollout_ref" and not is_inside else policy: given.get(policy),
-        **({"rollout": given.get("rollout")} if policy == "actor" else {}),
-        **({"ref": given.get("ref")} if has_reference and not is_inside else {}),
-        **({"critic": given.get("critic")} if has_critic else {}),
-        **({"reward_model": given.get("reward_model")} if has_reward_model else {}),
+    needed = {
+        "actor_rollout" if policy == "actor_rollout_ref" and not is_inside else policy: True,
+        "rollout": policy == "actor",
+        "ref": has_reference and not is_inside,
+        "critic": has_critic,
+        "reward_model": has_reward_model,
     }
-    roles = {role: pool for role, pool in wanted.items() if pool is not None}
-    if homeless := [role for role in wanted if role not in roles]:
+    roles = {role: given.get(policy if role in POLICIES else role) for role, is_needed in needed.items() if is_needed}
+    if homeless := [role for role, pool in roles.items() if pool is None]:
         fix = f"Add {' and '.join(f'{_KEY}.{role}=NAME' for role in homeless)}."
         raise wrong(_KEY, f"no pool for {' and '.join(homeless)}", "a pool for each role of the run", fix)
-    return Placement(roles, {pool: trainer.processes_of(pool) for pool in dict.fromkeys(roles.values())})
+    found = {role: pool for role, pool in roles.items() if pool is not None}
+    return Placement(found, {pool: trainer.processes_of(pool) for pool in dict.fromkeys(found.values())})
 
 
-def arranged_roles(config: Config, *, has_critic: bool) -> Iterator[tuple[str, Arranged, int]]:
-    """The roles of a run whose ranks are arranged: the section that says how, by its name, and how many there are.
+def arranged_roles(config: Config, *, has_critic: bool) -> Iterator[tuple[str, ParallelConfig, int]]:
+    """The roles whose ranks are arranged: the section that says how, by its dotted key, and how many ranks there are.
 
     The reference is arranged as the actor is, also in a pool of its own.
 
@@ -101,24 +87,14 @@ def arranged_roles(config: Config, *, has_critic: bool) -> Iterator[tuple[str, A
         config: the configuration.
         has_critic: whether the run has a critic, which the advantage estimator decides.
     """
-    actor = (ACTOR, config.actor_rollout_ref.actor)
-    sections: dict[str, tuple[str, Arranged]] = dict.fromkeys((*POLICIES, "ref"), actor)
-    sections |= {"critic": (CRITIC, config.critic)} if has_critic else {}
-    sections |= {"reward_model": (REWARD_MODEL, config.reward_model)}
+    sections: dict[str, tuple[str, ParallelConfig]] = {
+        **dict.fromkeys((*POLICIES, "ref"), (ACTOR, config.actor_rollout_ref.actor)),
+        **({"critic": (CRITIC, config.critic)} if has_critic else {}),
+        "reward_model": ("reward_model", config.reward_model),
+    }
     for role, pool in role_pools(config.trainer, has_reward_model=config.reward_model.enable).items():
         if role in sections:
-            size = sum(config.trainer.processes_of(pool)) if config.trainer.backend == "ray" else 1
-            yield *sections[role], size
-
-
-def layout_of(section: Arranged, world_size: int, where: str) -> Layout:
-    """The layout of a role's ranks.
-
-    Raises:
-        ConfigError: the sizes do not divide them.
-    """
-    fsdp = section.model.fsdp_config if isinstance(section, RewardModelConfig) else section.fsdp_config
-    return section.layout(world_size, fsdp.fsdp_size, where)
+            yield *sections[role], sum(config.trainer.processes_of(pool)) if config.trainer.backend == "ray" else 1
 
 
 def check_layouts(config: Config) -> Iterator[Finding]:
@@ -131,7 +107,7 @@ def check_layouts(config: Config) -> Iterator[Finding]:
     told: dict[str, ConfigError] = {}
     for where, section, size in arranged_roles(config, has_critic=has_critic):
         try:
-            layout_of(section, size, where)
+            section.layout(size, where)
         except ConfigError as error:
             told.setdefault(where, error)
     yield from told.values()
@@ -139,9 +115,20 @@ def check_layouts(config: Config) -> Iterator[Finding]:
 
 def check_placement(config: Config) -> Iterator[Finding]:
     """Yields what cannot be placed, and which keys are read on Ray only."""
-    trainer = config.trainer
+    trainer, ray = config.trainer, config.ray_kwargs
     if trainer.backend == "local":
-        yield from _check_local(config)
+        for name in ("nnodes", "n_gpus_per_node"):
+            if (value := getattr(trainer, name)) != 1:
+                fix = "Several processes run on Ray: set trainer.backend=ray (`quadriga train --ray`)."
+                yield wrong(f"trainer.{name}", f"{value}, with trainer.backend=local", "1", fix)
+        changed = {
+            _KEY: trainer.placement != "together",
+            "trainer.resource_pools": trainer.resource_pools,
+            "trainer.max_worker_restarts": trainer.max_worker_restarts,
+            "ray_kwargs.ray_init": ray.arguments,
+            "ray_kwargs.timeline_json_file": ray.timeline_json_file,
+        }
+        yield from unused([key for key, is_changed in changed.items() if is_changed], "trainer.backend is local")
         return
     if trainer.device not in ("auto", "cpu", "cuda"):
         got, fix = f"'{trainer.device}', with trainer.backend=ray", "Ray gives each process a device of its own."
@@ -173,19 +160,3 @@ def _check_policy(given: Mapping[str, str]) -> Iterator[Finding]:
         pool = given["actor"]
         fix = f"In one pool they are one role: set {_KEY}.actor_rollout={pool} instead of both."
         yield wrong(_KEY, f"actor and rollout in one pool, {pool}", "a pool for each", fix)
-
-
-def _check_local(config: Config) -> Iterator[Finding]:
-    trainer, ray = config.trainer, config.ray_kwargs
-    for name in ("nnodes", "n_gpus_per_node"):
-        if (value := getattr(trainer, name)) != 1:
-            fix = "Several processes run on Ray: set trainer.backend=ray (`quadriga train --ray`)."
-            yield wrong(f"trainer.{name}", f"{value}, with trainer.backend=local", "1", fix)
-    changed = {
-        _KEY: trainer.placement != "together",
-        "trainer.resource_pools": trainer.resource_pools,
-        "trainer.max_worker_restarts": trainer.max_worker_restarts,
-        "ray_kwargs.ray_init": ray.arguments,
-        "ray_kwargs.timeline_json_file": ray.timeline_json_file,
-    }
-    yield from unused([key for key, is_changed in changed.items() if is_changed], "trainer.backend is local")

@@ -4,15 +4,16 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from quadriga.config.actor import FSDPConfig, ParallelConfig
-from quadriga.config.base import Count, Finding, Name, PathText, PositiveFloat, Section, Share, unused, wrong
+from quadriga.config.base import Count, Finding, Name, PathText, PositiveFloat, ReadIf, Section, Share, unused, wrong
 
 # What a configuration of transformers means that says nothing of labels.
 _DEFAULT_LABELS = 2
+_PASSES = ("micro_batch_size_per_gpu", "use_dynamic_bsz", "forward_max_token_len_per_gpu", "max_length")
 
 
 class RewardClassifierConfig(Section):
@@ -22,8 +23,8 @@ class RewardClassifierConfig(Section):
     """Folder or hub name of the classifier, with its tokenizer. It is needed where `reward_model.enable`."""
     input_tokenizer: PathText | None = "auto"
     """Folder or hub name of the policy's tokenizer: the chat is rendered again by the reward model's own template and
-    tokenizer. null: the policy's tokens are used as they are. auto: as they are where both tokenizers have one
-    vocabulary and one template, rendered again where not."""
+    tokenizer. null: the policy's tokens are used as they are. auto: rendered again where vocabulary or template differ.
+    """
     trust_remote_code: bool = False
     """Whether code that comes with the reward model may be run."""
     fsdp_config: FSDPConfig = Field(default_factory=FSDPConfig)
@@ -33,10 +34,9 @@ class RewardModelConfig(ParallelConfig):
     """Rewards: a reward model where one is enabled, and a reward manager with its graders."""
 
     enable: bool = False
-    """Whether a reward model grades. A function of `custom_reward_function.path` is added to it; built-in graders are
-    then not used."""
+    """Whether a reward model grades. A `custom_reward_function` is added to it; built-in graders are then not used."""
     model: RewardClassifierConfig = Field(default_factory=RewardClassifierConfig)
-    micro_batch_size_per_gpu: Count | None = None
+    micro_batch_size_per_gpu: Annotated[Count | None, ReadIf("use_dynamic_bsz", (False,))] = None
     """Sequences in one pass of the reward model. null: as many as `forward_max_token_len_per_gpu` allows."""
     use_dynamic_bsz: bool = False
     """Whether its passes are cut by tokens even when a number of sequences is given."""
@@ -50,9 +50,9 @@ class RewardModelConfig(ParallelConfig):
     num_workers: Count = 2
     """Processes that grade."""
     launch_reward_fn_async: bool = False
-    """Whether graders work while log-probabilities, reference and values are computed, and are waited for before the
-    advantages. No number depends on it. It changes nothing where responses are graded earlier (`rollout.mode=async`,
-    `algorithm.filter_groups`), where a reward model alone grades, and for a manager that cannot be started."""
+    """Whether graders work while log-probabilities, reference and values are computed; no number depends on it. It
+    changes nothing where responses are graded earlier (`rollout.mode=async`, `algorithm.filter_groups`), where a reward
+    model alone grades, and for a manager that cannot be started."""
     timeout_s: PositiveFloat = 10.0
     """Seconds that grading one response may take; then it is stopped and counted as an error."""
     max_error_rate: Share = 0.5
@@ -60,24 +60,19 @@ class RewardModelConfig(ParallelConfig):
     reward_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Open dictionary: options of the reward manager."""
 
+    @property
+    def fsdp_config(self) -> FSDPConfig:
+        """The sharding of its ranks."""
+        return self.model.fsdp_config
+
     def findings(self, at: str) -> Iterator[Finding]:
         if not self.enable:
-            yield from unused(self._changed(at), f"{at}.enable is false")
+            names = {f"{at}.{name}" for name in (*_PASSES, *ParallelConfig.model_fields)}
+            changed = [*self.model.changed(f"{at}.model"), *(key for key in self.changed(at) if key in names)]
+            yield from unused(changed, f"{at}.enable is false")
         elif self.model.path is None:
             fix = "Set it to a folder or a hub name of a sequence classifier with one label."
             yield wrong(f"{at}.model.path", f"null, with {at}.enable=True", "a reward model", fix)
-        elif self.micro_batch_size_per_gpu is not None and self.use_dynamic_bsz:
-            key = f"{at}.forward_max_token_len_per_gpu"
-            yield f"{at}.micro_batch_size_per_gpu: not used, for passes are cut by {key}."
-
-    def _changed(self, at: str) -> list[str]:
-        """Keys of the reward model that do not have their default."""
-        passes = ("micro_batch_size_per_gpu", "use_dynamic_bsz", "forward_max_token_len_per_gpu", "max_length")
-        default = RewardModelConfig()
-        names = [*passes, *ParallelConfig.model_fields]
-        changed = [f"{at}.{name}" for name in names if getattr(self, name) != getattr(default, name)]
-        of_model = sorted(self.model.model_fields_set) if self.model != default.model else []
-        return [f"{at}.model.{key}" for key in of_model] + changed
 
 
 class CustomRewardFunctionConfig(Section):
@@ -87,21 +82,12 @@ class CustomRewardFunctionConfig(Section):
     """Python file that holds the function. null: the built-in grader of the row's data source."""
     name: Name = "compute_score"
     """Name of the function in that file: `f(data_source, solution_str, ground_truth, extra_info=None)`."""
-    reward_kwargs: dict[str, Any] = Field(default_factory=dict)
+    reward_kwargs: Annotated[dict[str, Any], ReadIf("path", (None,), is_one=False)] = Field(default_factory=dict)
     """Open dictionary: further keyword arguments for the function."""
-
-    def findings(self, at: str) -> Iterator[Finding]:
-        if self.path is None and self.reward_kwargs:
-            yield f"{at}.reward_kwargs: not used, for {at}.path is null."
 
 
 def check_classifier(reward: RewardModelConfig, max_sequence_tokens: int) -> Iterator[Finding]:
-    """Yields what config.json of a local reward model says against it: its head, its labels, its positions.
-
-    Args:
-        reward: an enabled reward model with a path.
-        max_sequence_tokens: of the policy's sequences.
-    """
+    """Yields what config.json of a local reward model says against it: its head, its labels, its positions."""
     path, key = reward.model.path or "", "reward_model.model.path"
     file = Path(path).expanduser() / "config.json"
     if not file.is_file():

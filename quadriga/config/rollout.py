@@ -6,6 +6,7 @@ from difflib import get_close_matches
 from importlib.util import find_spec
 from typing import Annotated, Any, Literal
 
+from annotated_types import Gt, Le
 from pydantic import AfterValidator, Field
 
 from quadriga.config.actor import LogProbConfig
@@ -17,6 +18,7 @@ from quadriga.config.base import (
     NonNegativeFloat,
     PathText,
     PositiveFloat,
+    ReadIf,
     Section,
     Share,
     refuse,
@@ -29,21 +31,20 @@ from quadriga.errors import ConfigError
 ROLLOUT = "actor_rollout_ref.rollout"
 ENGINES = ["native", "hf", "vllm", "sglang", "http", "scripted"]
 """Names of rollout engines. Their classes stand in the table of `workers/rollout_engines.py`."""
-_OF_LIBRARIES = ("gpu_memory_utilization", "enforce_eager")
-_NOT_OF_SERVERS = ("max_num_batched_tokens", "cache_gigabytes", "max_model_len", "tensor_model_parallel_size")
+_OF_LIBRARIES = ReadIf("name", ("vllm", "sglang"))
+_NOT_OF_SERVERS = ReadIf("name", ("http",), is_one=False)
 _MORE_PROCESSES = (
     "Set it to 1. More engines: more processes that generate, by trainer.n_gpus_per_node, or with trainer.backend=ray "
     "by a pool of their own in trainer.placement; or generate with vllm and mode=async."
 )
+TopShare = Annotated[float, Gt(0), Le(1)]
 
 
 def _known_engine(name: str) -> str:
     if name not in ENGINES:
-        near = get_close_matches(name, ENGINES, 1, cutoff=0.7) or ["native"]
-        why = (
-            "it generates in the trainer's process and shares its weights" if near == ["native"] else "the nearest name"
-        )
-        raise refuse(f"one of {', '.join(ENGINES)}", f"Set {ROLLOUT}.name={near[0]}: {why}.")
+        near = (get_close_matches(name, ENGINES, 1, cutoff=0.7) or ["native"])[0]
+        why = "it generates in the trainer's process and shares its weights" if near == "native" else "the nearest name"
+        raise refuse(f"one of {', '.join(ENGINES)}", f"Set {ROLLOUT}.name={near}: {why}.")
     return name
 
 
@@ -52,9 +53,9 @@ class SamplingConfig(Section):
 
     n: Count = 1
     """Responses for each prompt."""
-    temperature: NonNegativeFloat = 0.0
+    temperature: Annotated[NonNegativeFloat, ReadIf("do_sample", (True,))] = 0.0
     """Divides the logits; 0 takes the likeliest token."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_p: TopShare = 1.0
     """Keeps the likeliest tokens up to this much probability, in (0, 1]. 1: all."""
     top_k: MinusOneOrCount = -1
     """Keeps this many of the likeliest tokens. -1: all."""
@@ -64,12 +65,9 @@ class SamplingConfig(Section):
     """Whether tokens are drawn; false takes the likeliest one, whatever the temperature."""
 
     def findings(self, at: str) -> Iterator[Finding]:
-        is_greedy = not self.do_sample or self.temperature == 0
-        if not self.do_sample and self.temperature > 0:
-            yield f"{at}.temperature: not used, for {at}.do_sample is false: validation takes the likeliest token."
         if self.do_sample and self.temperature == 0:
             yield f"{at}.do_sample: at temperature 0 validation takes the likeliest token all the same."
-        if self.n > 1 and is_greedy:
+        if self.n > 1 and (not self.do_sample or self.temperature == 0):
             yield f"{at}.n: validation takes the likeliest token, so the {self.n} responses to a prompt are equal."
 
 
@@ -85,12 +83,10 @@ class SkipConfig(Section):
 
     def findings(self, at: str) -> Iterator[Finding]:
         if self.enable:
-            yield (
-                f"{at}: steps whose responses are in {self.dump_dir} do not generate, whatever the weights are by "
-                "then; the others keep theirs there."
-            )
-            if self.action == "repeat":
-                yield f"{at}.action: repeat: every step learns from the same responses."
+            kept = f"steps whose responses are in {self.dump_dir} do not generate, whatever the weights are by then"
+            yield f"{at}: {kept}; the others keep theirs there."
+        if self.enable and self.action == "repeat":
+            yield f"{at}.action: repeat: every step learns from the same responses."
 
 
 class RolloutConfig(LogProbConfig):
@@ -106,7 +102,7 @@ class RolloutConfig(LogProbConfig):
     """Responses for each training prompt; they form the group that some estimators compare."""
     temperature: NonNegativeFloat = 1.0
     """Divides the logits, in generation and in every log-probability of training alike."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_p: TopShare = 1.0
     """Keeps the likeliest tokens up to this much probability, in (0, 1]. 1: all."""
     top_k: MinusOneOrCount = -1
     """Keeps this many of the likeliest tokens. -1: all."""
@@ -122,25 +118,22 @@ class RolloutConfig(LogProbConfig):
     """Token ids that end a response, besides the model's own."""
     stop: list[str] = Field(default_factory=list)
     """Stop strings: texts that end a response; the token that completes one is kept."""
-    max_model_len: Count | None = None
-    """Longest prompt and response together, in tokens, that the engine takes. null: `data.max_prompt_length` and
-    `data.max_response_length`, added."""
-    max_num_batched_tokens: Count = 8192
+    max_model_len: Annotated[Count | None, _NOT_OF_SERVERS] = None
+    """Longest sequence that the engine takes, in tokens. null: `data.max_prompt_length + data.max_response_length`."""
+    max_num_batched_tokens: Annotated[Count, _NOT_OF_SERVERS] = 8192
     """Tokens that the engine computes in one forward pass, at most."""
-    cache_gigabytes: PositiveFloat | None = None
+    cache_gigabytes: Annotated[PositiveFloat | None, _NOT_OF_SERVERS] = None
     """Memory of the KV cache, in GiB, of each engine. null: `native` takes what the running sequences need; `vllm` and
     `sglang` what `gpu_memory_utilization` leaves on an accelerator, 1 GiB on a CPU."""
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """Share of the accelerator's memory that `vllm` or `sglang` may use, weights included; several engines of a process
-    divide it."""
-    tensor_model_parallel_size: Count = 1
+    gpu_memory_utilization: Annotated[TopShare, _OF_LIBRARIES] = 0.5
+    """Share of an accelerator's memory for all engines of a process, weights included; `vllm` and `sglang`."""
+    tensor_model_parallel_size: Annotated[Count, _NOT_OF_SERVERS] = 1
     """Tensor parallelism of generation: processes that hold one engine of `vllm` or `sglang` together."""
     data_parallel_size: Count = 1
     """Data parallelism of generation: engine replicas of each process that generates; a request goes to the one with
     the fewest tokens in flight. Above 1 for `sglang`, and for `vllm` with mode=async."""
-    enforce_eager: bool = False
-    """`vllm`, `sglang`: whether no CUDA graph is captured, and by `vllm` nothing compiled: a faster start, slower
-    steps."""
+    enforce_eager: Annotated[bool, _OF_LIBRARIES] = False
+    """Whether `vllm` and `sglang` capture no CUDA graph, and `vllm` compiles nothing: a faster start, slower steps."""
     free_cache_engine: bool = True
     """Whether the engine gives back its memory (weights, KV cache) while the models train."""
     update_weights_bucket_megabytes: Count = 512
@@ -175,68 +168,51 @@ class RolloutConfig(LogProbConfig):
         stop, warn = self.log_prob_diff_stop, self.log_prob_diff_warn
         if stop is not None and stop < warn:
             yield f"{at}.log_prob_diff_warn: the run stops at {stop:g} before it would warn at {warn:g}."
-        yield from self._engine_findings(at)
-
-    def _engine_findings(self, at: str) -> Iterator[Finding]:
-        """What the engine named cannot do in training, and what it does not read."""
         if self.name == "http":
-            yield wrong(
-                f"{at}.name",
-                "http, whose servers keep the weights they were started with",
-                "an engine that takes new weights after each step",
-                f"Train with {at}.name=native or vllm; http is for generate and eval.",
-            )
-        if self.name == "vllm":
-            yield from self._vllm_findings(at)
-        if self.name == "sglang":
-            yield from self._sglang_findings(at)
-        is_library = self.name in ("vllm", "sglang")
-        names = () if is_library else _OF_LIBRARIES
-        names += _NOT_OF_SERVERS if self.name == "http" else ()
-        because = f"{at}.name is {self.name}"
-        yield from unused([f"{at}.{one}" for one in names if one in self.model_fields_set], because)
+            got, expected = "http, whose servers keep their weights", "an engine that takes new weights after each step"
+            fix = f"Train with {at}.name=native or vllm; http is for generate and eval."
+            yield wrong(f"{at}.name", got, expected, fix)
+        yield from self._library_findings(at)
         for engine in ENGINES:
             if engine != self.name and isinstance(self.engine_kwargs.get(engine), dict):
-                yield from unused([f"{at}.engine_kwargs.{engine}"], because)
+                yield from unused([f"{at}.engine_kwargs.{engine}"], f"{at}.name is '{self.name}'")
         if problem := problem_of_several_engines(self):
             yield problem
-        if self.tensor_model_parallel_size > 1 and not is_library and self.name != "http":
+        if self.tensor_model_parallel_size > 1 and self.name not in ("vllm", "sglang", "http"):
             got = f"{self.tensor_model_parallel_size}, with {at}.name={self.name}"
             fix = "Set it to 1, or generate with vllm."
             yield wrong(f"{at}.tensor_model_parallel_size", got, "1: each process generates with the whole model", fix)
 
-    def _vllm_findings(self, at: str) -> Iterator[Finding]:
-        if find_spec("vllm") is None:
-            fix = "pip install 'vllm>=0.30'; on a machine without an accelerator: scripts/install-vllm."
-            yield wrong(f"{at}.name", "vllm, which this environment does not have", "vLLM 0.30 or newer", fix)
-        if _filters(self) and self.temperature != 1:
-            yield wrong(
-                f"{at}.temperature",
-                f"{self.temperature:g}, with {_filters(self)}",
-                "1, or no filter",
-                "vLLM reports log-probabilities before both or after both, and training needs those after the "
-                "temperature and before the filter: change one of them, or generate with native.",
-            )
-        val = self.val_kwargs
-        is_filtered = _filters(val) or (_filters(self) and val.temperature != 1)
-        if val.do_sample and val.temperature > 0 and is_filtered:
-            yield (
-                f"{at}.val_kwargs: vLLM does not report what these log-probabilities would be without the filter: "
-                "rollout/log_prob of validation is nan; its responses and scores are not concerned."
-            )
-
-    def _sglang_findings(self, at: str) -> Iterator[Finding]:
-        if not _sglang_servers(self) and find_spec("sglang") is None:
-            fix = "pip install 'sglang>=0.5.23'; on a machine without an accelerator: scripts/install-sglang."
-            yield wrong(f"{at}.name", "sglang, which this environment does not have", "SGLang 0.5.23 or newer", fix)
-        for key, sampling in ((at, self), (f"{at}.val_kwargs", self.val_kwargs)):
-            if sampling.min_p > 0:
-                got, expected = f"{sampling.min_p:g}, with {at}.name=sglang", "0: SGLang cannot draw by a seed with it"
-                yield wrong(f"{key}.min_p", got, expected, "Use top_p or top_k, or generate with native or vllm.")
-        if self.ignore_eos and self.stop_token_ids:
-            got, expected = f"{self.stop_token_ids}, with ignore_eos=true", "one of the two"
-            fix = "SGLang leaves out both or neither: leave one out, or generate with native or vllm."
-            yield wrong(f"{at}.stop_token_ids", got, expected, fix)
+    def _library_findings(self, at: str) -> Iterator[Finding]:
+        """What vLLM or SGLang cannot do in training, where one of them is named."""
+        val, install = self.val_kwargs, "on a machine without an accelerator: scripts/install"
+        if self.name == "vllm":
+            if find_spec("vllm") is None:
+                fix = f"pip install 'vllm>=0.30'; {install}-vllm."
+                yield wrong(f"{at}.name", "vllm, which this environment does not have", "vLLM 0.30 or newer", fix)
+            if _filters(self) and self.temperature != 1:
+                got = f"{self.temperature:g}, with {_filters(self)}"
+                why = "vLLM reports log-probabilities before both or after both, and training needs those after the"
+                fix = f"{why} temperature and before the filter: change one of them, or generate with native."
+                yield wrong(f"{at}.temperature", got, "1, or no filter", fix)
+            is_filtered = _filters(val) or (_filters(self) and val.temperature != 1)
+            if val.do_sample and val.temperature > 0 and is_filtered:
+                yield (
+                    f"{at}.val_kwargs: vLLM does not report what these log-probabilities would be without the filter: "
+                    "rollout/log_prob of validation is nan; its responses and scores are not concerned."
+                )
+        if self.name == "sglang":
+            if not _sglang_servers(self) and find_spec("sglang") is None:
+                fix = f"pip install 'sglang>=0.5.23'; {install}-sglang."
+                yield wrong(f"{at}.name", "sglang, which this environment does not have", "SGLang 0.5.23 or newer", fix)
+            for key, sampling in ((at, self), (f"{at}.val_kwargs", val)):
+                if sampling.min_p > 0:
+                    got, fix = f"{sampling.min_p:g}, with {at}.name=sglang", "Use top_p or top_k, or native or vllm."
+                    yield wrong(f"{key}.min_p", got, "0: SGLang cannot draw by a seed with it", fix)
+            if self.ignore_eos and self.stop_token_ids:
+                got, expected = f"{self.stop_token_ids}, with ignore_eos=true", "one of the two"
+                fix = "SGLang leaves out both or neither: leave one out, or generate with native or vllm."
+                yield wrong(f"{at}.stop_token_ids", got, expected, fix)
 
 
 def problem_of_several_engines(rollout: RolloutConfig) -> ConfigError | None:

@@ -1,19 +1,65 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole tree: one for reinforcement learning, SFT and reward models."""
+"""The whole tree, one for all tasks, and what differs between tasks: defaults, the keys that are read, their spelling.
 
-from typing import Any
+A key of a supervised task has a short spelling, `optim.lr` for `actor_rollout_ref.actor.optim.lr`; both are taken, and
+messages use the short one.
+"""
+
+from fnmatch import fnmatchcase
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from quadriga.config.actor import ActorConfig, CriticConfig, RefConfig
+from quadriga.config.actor import ActorConfig, CriticConfig, ModelConfig, RefConfig
 from quadriga.config.algorithm import AlgorithmConfig
 from quadriga.config.base import Section, filled
 from quadriga.config.data import DataConfig
-from quadriga.config.model import ModelConfig
 from quadriga.config.reward import CustomRewardFunctionConfig, RewardModelConfig
 from quadriga.config.rollout import RolloutConfig
-from quadriga.config.tasks import PRESETS, Task
 from quadriga.config.trainer import ProfilerConfig, RayConfig, TrainerConfig
+from quadriga.errors import QuadrigaError
+
+_SUPERVISED: dict[str, dict[str, Any]] = {
+    "data": {"train_batch_size": 256, "val_batch_size": 256, "max_length": 1024},
+    "trainer": {"experiment_name": "sft"},
+}
+# Pairs share their prompt; conversations are packed as they are.
+PRESETS: dict[str, dict[str, Any]] = {
+    "rl": {},
+    "sft": _SUPERVISED | {"actor_rollout_ref": {"actor": {"optim": {"lr": 1e-5}, "use_prefix_sharing": False}}},
+    "reward_model": _SUPERVISED | {"actor_rollout_ref": {"actor": {"optim": {"lr": 1e-5}, "use_prefix_sharing": True}}},
+}
+"""Defaults of a task where they are not those of the schema."""
+
+_SFT_DATA = ("format", "messages_key", "tools_key", "response_key", "chosen_key", "rejected_key", "max_length")
+_SHARED_DATA = (
+    "train_files", "val_files", "prompt_key", "truncation", "filter_overlong_prompts", "train_batch_size",
+    "val_batch_size", "tokenizer", "apply_chat_template_kwargs", "shuffle", "seed", "cache_dir",
+)  # fmt: skip
+_RL_TRAINER = (
+    "log_val_generations", "placement", "resource_pools", "max_worker_restarts", "balance_batch", "val_only",
+    "critic_warmup", "rollout_data_dir", "validation_data_dir",
+)  # fmt: skip
+_ACTOR = "actor_rollout_ref.actor"
+_READ = (
+    "task",
+    *(f"data.{name}" for name in (*_SHARED_DATA, *_SFT_DATA)),
+    *("actor_rollout_ref.model.*", f"{_ACTOR}.optim.*", f"{_ACTOR}.checkpoint.*", f"{_ACTOR}.fsdp_config.*"),
+    *(f"{_ACTOR}.ppo_m*_per_gpu", f"{_ACTOR}.*_parallel_size", f"{_ACTOR}.loss_agg_mode", f"{_ACTOR}.grad_clip"),
+    *(f"{_ACTOR}.max_nonfinite_steps", "trainer.*", "ray_kwargs.*"),
+)
+"""Patterns of the keys that a supervised task reads."""
+_SHORT = {
+    "task": "objective",
+    "data.filter_overlong_prompts": "data.filter_overlong",
+    "actor_rollout_ref.model": "model",
+    f"{_ACTOR}.optim": "optim",
+    f"{_ACTOR}.checkpoint": "checkpoint",
+    f"{_ACTOR}.ppo_micro_batch_size_per_gpu": "engine.micro_batch_size_per_gpu",
+    f"{_ACTOR}.ppo_max_token_len_per_gpu": "engine.max_token_len_per_gpu",
+    _ACTOR: "engine",
+}
+"""Beginning of a key -> its spelling in a supervised task; the first that fits holds."""
 
 
 class ActorRolloutRefConfig(Section):
@@ -28,7 +74,7 @@ class ActorRolloutRefConfig(Section):
 class Config(Section):
     """Everything that a run is configured by."""
 
-    task: Task = "rl"
+    task: Literal["rl", "sft", "reward_model"] = "rl"
     """What is trained: rl, a policy by rewards; sft, a model by given responses (supervised fine-tuning); reward_model,
     a reward model that scores the better response of a pair higher."""
     data: DataConfig = Field(default_factory=DataConfig)
@@ -51,10 +97,41 @@ class Config(Section):
         given = filled(given, PRESETS[task])
         data = dict(given["data"]) if isinstance(given["data"], dict | DataConfig) else {}
         rows, length = data.get("train_batch_size"), data.get("max_length")
-        follow: dict[str, dict[str, Any]] = {"data": {}, "actor": {}}
-        if isinstance(rows, int):
-            follow["actor"]["ppo_mini_batch_size"] = rows
+        lengths, actor = {}, {"ppo_mini_batch_size": rows} if isinstance(rows, int) else {}
         if isinstance(length, int):
-            follow["data"] = {"max_prompt_length": 1, "max_response_length": max(1, length - 1)}
-            follow["actor"]["loss_scale_factor"] = float(length)
-        return filled(given, {"data": follow["data"], "actor_rollout_ref": {"actor": follow["actor"]}})
+            lengths = {"max_prompt_length": 1, "max_response_length": max(1, length - 1)}
+            actor["loss_scale_factor"] = float(length)
+        return filled(given, {"data": lengths, "actor_rollout_ref": {"actor": actor}})
+
+
+def is_read(key: str, task: str) -> bool:
+    """Whether a task reads a key of the schema."""
+    if task == "rl":
+        return key not in {f"data.{name}" for name in _SFT_DATA}
+    return any(fnmatchcase(key, one) for one in _READ) and key not in {f"trainer.{name}" for name in _RL_TRAINER}
+
+
+def spelled(key: str, task: str, *, in_full: bool = False) -> str:
+    """A dotted key as the task spells it; with `in_full` as the schema does."""
+    for full, short in _SHORT.items() if task != "rl" else ():
+        old, new = (short, full) if in_full else (full, short)
+        if key == old or key.startswith(f"{old}."):
+            return new + key[len(old) :]
+    return key
+
+
+def spelled_text(text: str, task: str) -> str:
+    """A message about keys of the schema, with the task's spellings."""
+    if task == "rl":
+        return text
+    text = text.replace("data.max_prompt_length + data.max_response_length", "data.max_length")
+    for full, short in list(_SHORT.items())[1:]:
+        text = text.replace(full, short)
+    return text.replace("`ppo_m", "`m")
+
+
+def respell(error: QuadrigaError, task: str) -> QuadrigaError:
+    """The same error object, with the task's spellings in its message."""
+    for name in ("where", "got", "expected", "fix"):
+        setattr(error, name, spelled_text(getattr(error, name), task))
+    return error

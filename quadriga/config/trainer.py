@@ -7,6 +7,7 @@ from pathlib import Path
 from string import Formatter
 from typing import Annotated, Any, Literal
 
+from annotated_types import MinLen
 from pydantic import AfterValidator, Field
 
 from quadriga.config.base import (
@@ -17,6 +18,7 @@ from quadriga.config.base import (
     Name,
     NonNegativeInt,
     PathText,
+    ReadIf,
     Section,
     also_named,
     refuse,
@@ -25,8 +27,9 @@ from quadriga.config.base import (
 
 Tracker = Literal["console", "jsonl", "tensorboard", "wandb", "mlflow", "swanlab"]
 Arrangement = Literal["together", "grouped", "apart"]
-_PLACEMENT = "together, grouped, apart, or a dictionary of role: pool"
+Placed = Annotated[Arrangement | dict[str, Name], Meaning("together, grouped, apart, or a dictionary of role: pool")]
 _POOLS = "a dictionary of pool: list, each list a whole number of at least 1 for each machine"
+Pools = Annotated[dict[str, Annotated[list[Count], MinLen(1)]], Meaning(_POOLS)]
 # Arguments of ray.init that say where a cluster is or what it has. Those about printing are the command line's own.
 RAY_INIT_KEYS = frozenset((
     "address", "num_cpus", "num_gpus", "resources", "labels", "object_store_memory",
@@ -48,8 +51,7 @@ def _known_places(value: str) -> str:
 
 
 def _known_arguments(value: dict[str, Any]) -> dict[str, Any]:
-    unknown = [name for name in value if name not in RAY_INIT_KEYS]
-    if unknown:
+    if unknown := [name for name in value if name not in RAY_INIT_KEYS]:
         close = get_close_matches(unknown[0], RAY_INIT_KEYS, n=1, cutoff=0.6)
         fix = f"Did you mean {close[0]}?" if close else ""
         raise refuse(f"keys out of {', '.join(sorted(RAY_INIT_KEYS))}", fix)
@@ -82,29 +84,26 @@ class TrainerConfig(Section):
     save_freq: MinusOneOrCount = -1
     """Training steps between checkpoints; the last step has one too. -1: no checkpoints."""
     esi_redundant_time: NonNegativeInt = 0
-    """Seconds to spare when the machine is taken back at a time that the environment names: a checkpoint is written
-    after each step that may be the last but for this, if `save_freq` asks for any."""
+    """Seconds to spare before the time at which the machine is taken back, as the environment says: a checkpoint is
+    written after a step that may be the last one before it, if `save_freq` asks for any."""
     test_freq: MinusOneOrCount = -1
-    """Training steps between validations; the last step has one too. -1: none while training (a supervised task: only
-    before and after it)."""
+    """Training steps between validations; the last one has one too. -1: none (a supervised task: before and after)."""
     val_before_train: bool = True
     """Whether the untrained model is validated first, where there are validation files."""
     default_local_dir: Annotated[PathText, AfterValidator(_known_places)] = "outputs/{project_name}/{experiment_name}"
     """Directory of the run: checkpoints, metrics, the resolved configuration, and after a supervised task `model`."""
     resume_mode: Annotated[Literal["auto", "disable", "resume_path"], also_named(path="resume_path")] = "auto"
     """auto: resume from the run's newest checkpoint, if any; disable: start anew; resume_path: from the given one."""
-    resume_from_path: PathText | None = None
+    resume_from_path: Annotated[PathText | None, ReadIf("resume_mode", ("resume_path",))] = None
     """Checkpoint to resume from, with `resume_mode=resume_path`."""
-    max_ckpt_to_keep: Count | None = None
+    max_ckpt_to_keep: Annotated[Count | None, ReadIf("save_freq", (-1,), is_one=False)] = None
     """Checkpoints that stay on disk; older ones are deleted. null: all."""
     log_val_generations: NonNegativeInt = 0
     """Validation responses to show in each tracker. 0: none."""
-    placement: Annotated[Arrangement | dict[str, Name], Meaning(_PLACEMENT)] = "together"
-    """Which roles are colocated in one resource pool. together: all; grouped: actor and rollout, critic and reference;
+    placement: Placed = "together"
+    """Roles that are colocated in one resource pool. together: all; grouped: actor with rollout, critic with reference;
     apart: none. Or the pool of each role by name: {actor_rollout: one, ref: two, critic: two}."""
-    resource_pools: Annotated[dict[str, Annotated[list[Count], Field(min_length=1)]], Meaning(_POOLS)] = Field(
-        default_factory=dict
-    )
+    resource_pools: Pools = Field(default_factory=dict)
     """Pools of another shape than `nnodes` and `n_gpus_per_node` say: name -> processes on each machine."""
     max_worker_restarts: NonNegativeInt = 0
     """Times that the workers are started again after one of them failed; the run resumes from its last checkpoint."""
@@ -136,20 +135,13 @@ class TrainerConfig(Section):
 
     def findings(self, at: str) -> Iterator[Finding]:
         if self.val_only and not self.val_before_train:
-            got, fix = (
-                f"true, with {at}.val_before_train=False",
-                "Nothing would run: set trainer.val_before_train=True.",
-            )
-            yield wrong(f"{at}.val_only", got, "the first validation", fix)
+            fix = f"Nothing would run: set {at}.val_before_train=True."
+            yield wrong(f"{at}.val_only", f"true, with {at}.val_before_train=False", "the first validation", fix)
         if self.resume_mode == "resume_path" and self.resume_from_path is None:
             fix = f"Name its directory, or set {at}.resume_mode=auto."
             yield wrong(f"{at}.resume_from_path", f"null, with {at}.resume_mode=resume_path", "a checkpoint", fix)
-        if self.resume_mode != "resume_path" and self.resume_from_path is not None:
-            yield f"{at}.resume_from_path: not used, for {at}.resume_mode is {self.resume_mode}."
         if self.save_freq == -1 and not self.val_only:
             yield f"{at}.save_freq: no checkpoint is written; the trained weights end with the run."
-        if self.save_freq == -1 and self.max_ckpt_to_keep is not None:
-            yield f"{at}.max_ckpt_to_keep: not used, for {at}.save_freq is -1."
         steps = self.total_training_steps
         if steps is not None and self.critic_warmup >= steps:
             got = f"{self.critic_warmup}, with {at}.total_training_steps={steps}"
@@ -174,17 +166,11 @@ class RayConfig(Section):
 class ProfilerConfig(Section):
     """The profiler."""
 
-    tool: Literal["torch", "torch_memory"] | None = None
+    tool: Annotated[Literal["torch", "torch_memory"] | None, ReadIf("steps", ([],), is_one=False)] = None
     """`torch` writes a timeline, `torch_memory` a memory snapshot (CUDA). null: no profile."""
-    steps: list[Count] = Field(default_factory=list)
+    steps: Annotated[list[Count], ReadIf("tool", (None,), is_one=False)] = Field(default_factory=list)
     """Training steps to profile, counted from 1."""
     save_path: PathText = "outputs/profile"
     """Directory for profiles."""
     profile_continuous_steps: bool = False
     """Whether neighbouring steps share one profile instead of having one each."""
-
-    def findings(self, at: str) -> Iterator[Finding]:
-        if self.tool is not None and not self.steps:
-            yield f"{at}.steps: no step is listed, so nothing is profiled."
-        if self.tool is None and self.steps:
-            yield f"{at}.tool: not set, so the steps listed are not profiled."

@@ -7,6 +7,7 @@ takes the first for text and the others for true, 750 and a date.
 
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,15 +21,14 @@ _BaseLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _BaseDumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 _MERGE = "tag:yaml.org,2002:merge"
 _INT = "tag:yaml.org,2002:int"
+_FLOAT = r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
 _SCALARS = {
     "tag:yaml.org,2002:null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     "tag:yaml.org,2002:bool": (r"true|True|TRUE|false|False|FALSE", list("tTfF")),
     _INT: (r"[-+]?[0-9][0-9_]*|0x[0-9a-fA-F]+|0o[0-7]+", list("-+0123456789")),
-    "tag:yaml.org,2002:float": (
-        r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
-        list("-+.0123456789"),
-    ),
+    "tag:yaml.org,2002:float": (_FLOAT, list("-+.0123456789")),
 }
+"""Tag -> what a plain scalar with it looks like, and its possible first characters."""
 
 
 class _Loader(_BaseLoader):
@@ -58,15 +58,10 @@ _Dumper.add_representer(
     list, lambda dumper, value: dumper.represent_sequence("tag:yaml.org,2002:seq", value, flow_style=True)
 )
 
-
-def parse_yaml(text: str) -> Any:
-    """The value that a piece of YAML stands for; raises `yaml.YAMLError`."""
-    return yaml.load(text, _Loader)
-
-
-def to_yaml(tree: Any) -> str:
-    """YAML text, sections in blocks and lists on one line."""
-    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10_000)
+parse_yaml = partial(yaml.load, Loader=_Loader)
+"""The value that a piece of YAML stands for; raises `yaml.YAMLError`."""
+to_yaml = partial(yaml.dump, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10_000)
+"""YAML text, sections in blocks and lists on one line."""
 
 
 def as_text(value: Any) -> str:
@@ -92,46 +87,40 @@ def read_yaml(path: Path, problems: list[ConfigError]) -> tuple[dict[str, Any], 
     Returns:
         Its tree, and for every dotted key the file and line it stands in. What is wrong is added to `problems`.
     """
-    try:
-        text = path.expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        got = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        problems.append(ConfigError(str(path), got=f"'{got}'", expected="a YAML file that can be read"))
-        return {}, {}
     places: dict[str, str] = {}
-    loader = _Loader(text)
+    where, expected = str(path), "YAML"
     try:
-        node = loader.get_single_node()
-        if node is None:
-            return {}, {}
-        _walk(node, "", path, places, problems)
-        tree = loader.construct_document(node)
+        loader = _Loader(path.expanduser().read_text(encoding="utf-8"))
+        try:
+            if (node := loader.get_single_node()) is None:
+                return {}, {}
+            _note_places(node, "", path, places, problems)
+            tree = loader.construct_document(node)
+        finally:
+            loader.dispose()
+        if isinstance(tree, dict):
+            return tree, places
+        got, expected = repr(tree), "sections such as data, trainer"
+    except (OSError, UnicodeDecodeError) as error:
+        got, expected = f"'{getattr(error, 'strerror', None) or error}'", "a YAML file that can be read"
     except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-        what = " ".join(part for part in (getattr(error, "context", ""), getattr(error, "problem", "")) if part)
-        where = f"{path}, line {mark.line + 1}" if mark else str(path)
-        problems.append(ConfigError(where, got=what or str(error), expected="YAML"))
-        return {}, {}
-    finally:
-        loader.dispose()
-    if not isinstance(tree, dict):
-        problems.append(ConfigError(str(path), got=f"{tree!r}", expected="sections such as data, trainer"))
-        return {}, {}
-    return tree, places
+        if mark := getattr(error, "problem_mark", None) or getattr(error, "context_mark", None):
+            where = f"{path}, line {mark.line + 1}"
+        got = " ".join(filter(None, (getattr(error, "context", ""), getattr(error, "problem", "")))) or str(error)
+    problems.append(ConfigError(where, got=got, expected=expected))
+    return {}, {}
 
 
-def _walk(node: Node, key: str, path: Path, places: dict[str, str], problems: list[ConfigError]) -> None:
+def _note_places(node: Node, key: str, path: Path, places: dict[str, str], problems: list[ConfigError]) -> None:
     """Notes where each key stands, and which stand there twice (PyYAML would let the last win unseen)."""
-    if not isinstance(node, MappingNode):
-        return
     seen: dict[str, int] = {}
-    for name, value in node.value:
+    for name, value in node.value if isinstance(node, MappingNode) else ():
         if not isinstance(name, ScalarNode) or name.tag == _MERGE:
             continue
-        dotted, line = f"{key}.{name.value}" if key else name.value, name.start_mark.line + 1
+        dotted, line = f"{key}.{name.value}".lstrip("."), name.start_mark.line + 1
         if name.value in seen:
             got = f"it twice, in lines {seen[name.value]} and {line}"
             problems.append(ConfigError(f"{dotted} ({path})", got=got, expected="it once", fix="Remove one of them."))
         seen[name.value] = line
         places[dotted] = f"{path}, line {line}"
-        _walk(value, dotted, path, places, problems)
+        _note_places(value, dotted, path, places, problems)

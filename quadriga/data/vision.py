@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoImageProcessor, PretrainedConfig, ProcessorMixin
 
-from quadriga.config.model import VISION_TYPES
+from quadriga.config.actor import VISION_TYPES
 from quadriga.data.pictures import require_pillow
 from quadriga.data.tokenizing import Messages
 from quadriga.errors import DataError

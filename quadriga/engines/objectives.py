@@ -19,7 +19,7 @@ from quadriga.algorithms.losses import clipped_value_loss
 from quadriga.algorithms.registry import Algorithm, choose_policy_loss
 from quadriga.algorithms.rollout_correction import log_prob_mismatch
 from quadriga.config import ActorConfig, CriticConfig
-from quadriga.config.rollout_correction import RolloutCorrectionConfig
+from quadriga.config.algorithm import RolloutCorrectionConfig
 from quadriga.errors import ConfigError, EngineError
 from quadriga.observe.metrics import Metric
 from quadriga.protocol import DataProto

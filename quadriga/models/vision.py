@@ -23,7 +23,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import cached_file
 
-from quadriga.config.model import VISION_TYPES
+from quadriga.config.actor import VISION_TYPES
 from quadriga.errors import EngineError
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")

@@ -19,15 +19,8 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from quadriga.config import (
-    ActorConfig,
-    Config,
-    CriticConfig,
-    CriticModelConfig,
-    FSDPConfig,
-    ModelConfig,
-)
-from quadriga.config.actor import ParallelConfig
+from quadriga.config import ActorConfig, Config, CriticConfig, ModelConfig
+from quadriga.config.actor import CriticModelConfig, FSDPConfig, ParallelConfig
 from quadriga.engines import process_group
 from quadriga.engines.batches import Passes
 from quadriga.engines.fsdp.engine import FSDPEngine, Memory, Training
@@ -152,7 +145,7 @@ class EngineWorker(Worker):
         """
         self.device: torch.device = choose_device(self.config.trainer.device, self.local_rank)
         world = process_group.join(self.place, self.device)
-        self.processes = Processes.arrange(world, sizes.layout(world.size, fsdp.fsdp_size, where))
+        self.processes = Processes.arrange(world, sizes.layout(world.size, where))
         self.register_mesh(MESH, self.processes.place.dp_rank, self.processes.place.is_collected)
         self.dtype: Choice = choose_dtype(fsdp.model_dtype, self.device)
 

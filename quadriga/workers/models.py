@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from quadriga.config import Config, ModelShape, check_model
-from quadriga.config.model import VISION_TYPES
-from quadriga.config.placement import ACTOR, CRITIC, arranged_roles, layout_of
+from quadriga.config.actor import VISION_TYPES
+from quadriga.config.placement import ACTOR, CRITIC, arranged_roles
 from quadriga.engines.fsdp.sharded import ReadWeight
 from quadriga.engines.parallel.processes import Processes
 from quadriga.errors import ConfigError, EngineError
@@ -101,7 +101,7 @@ def check_models(config: Config, *, has_critic: bool) -> None:
             fix="Lower one of them, or give the model more with actor_rollout_ref.model.override_config.",
         )
     for where, section, size in arranged_roles(config, has_critic=has_critic):
-        layout = layout_of(section, size, where)
+        layout = section.layout(size, where)
         if (layout.sp, layout.tp, layout.pp) != (1, 1, 1):
             check_model(layout, shape_of(_model_config(config, where)), where)
 
@@ -148,7 +148,7 @@ def _check_vision(config: Config, policy: Any, *, has_critic: bool) -> None:
             fix="Grade with a function: custom_reward_function.path.",
         )
     for where, section, size in arranged_roles(config, has_critic=has_critic):
-        layout = layout_of(section, size, where)
+        layout = section.layout(size, where)
         if where == CRITIC and not is_vision(_model_config(config, CRITIC)):
             raise ConfigError(
                 "critic.model.path",
@@ -172,7 +172,7 @@ def layout_tables(config: Config, *, has_critic: bool) -> Iterator[str]:
     for where, section, size in arranged_roles(config, has_critic=has_critic):
         if size > 1 and where not in warned:
             warned.add(where)
-            layout = layout_of(section, size, where)
+            layout = section.layout(size, where)
             table = layout.table().replace("\n", "\n    ")
             yield f"  {where}: {layout.describe()}\n    {table}"
 

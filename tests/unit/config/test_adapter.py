@@ -118,8 +118,8 @@ def test_ways(overrides: tuple[str, ...], is_alone: bool, reason: str) -> None:
         ),
         ((f"{NAME}=native", f"{KEY}=true"), "expected null: on the actor's own modules it computes with the adapter"),
         ((f"{NAME}=http", f"{KEY}=true"), "expected null: its servers keep the weights that they have"),
-        ((f"{NAME}=sglang", f"{KEY}=false"), "expected null or true: this engine takes merged weights only"),
-        ((f"{NAME}=hf", f"{KEY}=false"), "expected null or true: this engine takes merged weights only"),
+        ((f"{NAME}=sglang", f"{KEY}=false"), "expected null or true: sglang takes merged weights only"),
+        ((f"{NAME}=hf", f"{KEY}=false"), "expected null or true: hf takes merged weights only"),
         (
             (VLLM, f"{KEY}=false", "actor_rollout_ref.model.lora_rank=600"),
             "up to 512 beside the weights, and this one is 600",

@@ -77,7 +77,7 @@ def test_refused(changes: list[str], key: str) -> None:
     ("changes", "words"),
     [
         (["gpu_memory_utilization=0.6"], "gpu_memory_utilization: not used, for"),
-        (["enforce_eager=False", "name=hf"], "rollout.name is hf"),
+        (["enforce_eager=True", "name=hf"], "rollout.name is 'hf'"),
         (["name=http", "cache_gigabytes=2"], "cache_gigabytes: not used"),
         (["name=vllm", "val_kwargs.do_sample=True", "val_kwargs.temperature=1", "val_kwargs.top_p=0.7"], "is nan"),
         (["name=vllm", "top_p=0.9", "val_kwargs.do_sample=True", "val_kwargs.temperature=0.6"], "is nan"),
@@ -152,7 +152,6 @@ def test_tools_that_are_all_there(files: dict[str, str]) -> None:
         ({"mode": "async", "agent": {"default_agent_loop": "tol_agent"}}, "Did you mean tool_agent?"),
         ({"mode": "async", "agent": {"default_agent_loop": "zzz"}}, "agent.agent_loop_path"),
         ({"mode": "async", "agent": {"agent_loop_path": "no.py"}}, "There is no such file"),
-        ({"mode": "async", "multi_turn": {"enable": True, "format": "qwen3"}}, "Did you mean qwen3_coder?"),
         ({"mode": "async", "multi_turn": {"enable": True, "function_tool_path": "no.py"}}, "There is no such file"),
         (
             {"mode": "async", "multi_turn": {"enable": True}, "agent": {"default_agent_loop": "tool_agent"}},
@@ -164,6 +163,12 @@ def test_what_is_refused(rollout: dict[str, Any], expected: str) -> None:
     """One problem each, which says what to set."""
     (problem,) = _check(rollout)[0]
     assert expected in str(problem)
+
+
+def test_a_format_that_does_not_exist() -> None:
+    """The nearest one is named."""
+    with pytest.raises(ConfigError, match=r"multi_turn\.format: got 'qwen3', .* Did you mean qwen3_coder\?"):
+        load_config([f"{ROLLOUT}.multi_turn.format=qwen3"])
 
 
 def test_the_messages_of_prompts_are_needed() -> None:

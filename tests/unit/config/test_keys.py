@@ -11,17 +11,16 @@ from pydantic import ValidationError
 
 from quadriga.config import (
     ActorConfig,
-    CheckpointConfig,
     Config,
     CriticConfig,
     DataConfig,
-    FSDPConfig,
     OptimConfig,
     TrainerConfig,
     keys_text,
     leaf_keys,
     load_config,
 )
+from quadriga.config.actor import CheckpointConfig, FSDPConfig
 from quadriga.config.keys import aliases, leaf_of, nearest_keys, section_keys
 from quadriga.errors import ConfigError
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quadriga.config import Config, leaf_keys, load_config, show
-from quadriga.config.loader import interpolation_problem, parse_override
+from quadriga.config.loader import parse_override
 from quadriga.errors import ConfigError
 
 FILES = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
@@ -312,5 +312,8 @@ def test_whole_numbers_stay_whole(number: int) -> None:
 
 
 def test_references_are_found_wherever_they_hide() -> None:
-    assert interpolation_problem("a", {"b": ["x", "${c.d}"]}).where == "a.b"
-    assert interpolation_problem("a", {"b": ["$x", "{c}", "$ {c}"]}) is None
+    kwargs = "actor_rollout_ref.rollout.engine_kwargs"
+    with pytest.raises(ConfigError, match="References are not filled in") as caught:
+        load_config([kwargs + "={b: [x, '${c.d}']}"])
+    assert caught.value.where == kwargs and "${c.d}" in caught.value.got
+    assert load_config([kwargs + "={b: [$x, '{c}', '$ {c}']}"]).config

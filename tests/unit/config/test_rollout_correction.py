@@ -6,13 +6,13 @@ from typing import get_args
 import pytest
 from pydantic import ValidationError
 
-from quadriga.config.rollout_correction import Preset, RolloutCorrectionConfig
+from quadriga.config.algorithm import Preset, RolloutCorrectionConfig
 
 
 def test_off_by_default() -> None:
     """Nothing is corrected, and no pass is asked for."""
     settings = RolloutCorrectionConfig()
-    assert not settings.is_active and not settings.needs_old_log_probs and settings.rejections == ()
+    assert not settings.needs_old_log_probs and settings.rejections == ()
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_presets(name: str) -> None:
         settings.rollout_rs_threshold,
     )
     assert not settings.rollout_is_batch_normalize
-    assert settings.is_active == (name != "disabled")
+    assert any((settings.bypass_mode, settings.rollout_is, settings.rollout_rs)) == (name != "disabled")
 
 
 def test_a_key_holds_against_its_preset() -> None:

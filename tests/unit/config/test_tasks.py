@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from quadriga.config import Config, DataConfig, Loaded, leaf_keys, load_config, show
-from quadriga.config.tasks import full_key, spelled, spelled_text
+from quadriga.config.root import spelled, spelled_text
 from quadriga.errors import ConfigError
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -157,7 +157,7 @@ def test_a_step_is_one_update_on_sequences_with_one_limit() -> None:
 def test_a_key_has_two_spellings_and_messages_the_short_one(tmp_path: Path) -> None:
     actor = "actor_rollout_ref.actor"
     for key in (f"{actor}.optim.lr", f"{actor}.ppo_max_token_len_per_gpu", f"{actor}.grad_clip", "task"):
-        assert full_key(spelled(key, "sft"), "sft") == key
+        assert spelled(spelled(key, "sft"), "sft", in_full=True) == key
         assert spelled(key, "rl") == key
     file = tmp_path / "run.yaml"
     file.write_text(f"task: sft\n{actor.replace('.', ': {')}: {{optim: {{lr: 2e-5}}}}}}\n")

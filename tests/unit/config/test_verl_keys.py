@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from quadriga.config import leaf_keys, load_config
-from quadriga.config.keys import leaf_of
-from quadriga.config.verl_keys import rule_for, rules
+from quadriga.config.keys import leaf_of, verl_rule, verl_rules
 from quadriga.errors import ConfigError
 
 PUBLISHED = [
@@ -62,7 +61,7 @@ COMMAND_LINE = [
 
 @pytest.mark.parametrize(("key", "value"), PUBLISHED, ids=[key for key, _ in PUBLISHED])
 def test_a_published_key_is_a_field_or_is_met_by_a_sentence(key: str, value: str) -> None:
-    assert leaf_of(key) is not None or rule_for(key) is not None
+    assert leaf_of(key) is not None or verl_rule(key) is not None
     try:
         load_config([f"{key}={value}"])
     except ConfigError as error:
@@ -139,7 +138,7 @@ def test_open_dictionaries_take_anything() -> None:
 
 
 def test_no_rule_hides_a_field_and_every_sentence_is_one() -> None:
-    assert not [key for key in leaf_keys() if rule_for(key) is not None and rule_for(key).accepted is not None]
-    for rule in rules():
+    assert not [key for key in leaf_keys() if verl_rule(key) is not None and verl_rule(key).accepted is not None]
+    for rule in verl_rules():
         assert rule.sentence.endswith(".")
         assert ". " not in rule.sentence

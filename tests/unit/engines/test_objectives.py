@@ -14,7 +14,7 @@ from quadriga.algorithms.registry import POLICY_LOSSES
 from quadriga.algorithms.rollout_correction import correct_rollout
 from quadriga.config import ActorConfig
 from quadriga.config.actor import PolicyLossConfig
-from quadriga.config.rollout_correction import RolloutCorrectionConfig
+from quadriga.config.algorithm import RolloutCorrectionConfig
 from quadriga.engines.objectives import PolicyObjective
 from quadriga.errors import ConfigError, EngineError
 from quadriga.protocol import DataProto
