@@ -106,29 +106,22 @@ class HTTPClient:
 
         try:
             with httpx2.Client(**self._options) as client:
-                reply = client.request(method, **self._request(path, body, timeout_s))
+                limit_s = self.timeout_s if timeout_s is None else timeout_s
+                reply = client.request(method, **self._request(path, body, limit_s))
         except httpx2.HTTPError as error:
             raise ServerLostError(_no_reply(error)) from error
         return self._content(reply, path, needs_object)
 
-    async def call_async(
-        self,
-        path: str = "",
-        body: Mapping[str, Any] | None = None,
-        *,
-        method: str = "POST",
-        timeout_s: float | None = None,
-        needs_object: bool = True,
-    ) -> Any:
+    async def call_async(self, path: str = "", body: Mapping[str, Any] | None = None) -> Any:
         """As `call`. A task that is cancelled closes its connection, by which the server learns of it."""
         import httpx2
 
         try:
             async with httpx2.AsyncClient(**self._options) as client:
-                reply = await client.request(method, **self._request(path, body, timeout_s))
+                reply = await client.request("POST", **self._request(path, body, self.timeout_s))
         except httpx2.HTTPError as error:
             raise ServerLostError(_no_reply(error)) from error
-        return self._content(reply, path, needs_object)
+        return self._content(reply, path, needs_object=True)
 
     def call_until(
         self,
@@ -182,13 +175,9 @@ class HTTPClient:
             sleep(pause_s)
         raise TimeoutError(f"{self.where}: no reply within {timeout_s:g} s; {trouble}")
 
-    def _request(self, path: str, body: Mapping[str, Any] | None, timeout_s: float | None) -> dict[str, Any]:
-        return {
-            "url": f"{self.url}/{path}" if path else self.url,
-            "content": None if body is None else json.dumps(body).encode(),
-            "headers": self._headers,
-            "timeout": self.timeout_s if timeout_s is None else timeout_s,
-        }
+    def _request(self, path: str, body: Mapping[str, Any] | None, timeout_s: float) -> dict[str, Any]:
+        url, content = f"{self.url}/{path}" if path else self.url, None if body is None else json.dumps(body).encode()
+        return {"url": url, "content": content, "headers": self._headers, "timeout": timeout_s}
 
     def _content(self, reply: "httpx2.Response", path: str, needs_object: bool) -> Any:
         status, text = reply.status_code, reply.content.decode("utf-8", "replace")

@@ -8,18 +8,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from quadriga.data.loading import (
-        create_dataloader,
-        create_rl_dataset,
-        create_rl_sampler,
-        create_validation_sampler,
-    )
+    from quadriga.data.loading import create_dataloader, create_rl_dataset, create_rl_sampler
     from quadriga.data.padding import (
         collate_fn,
         compute_position_id_with_mask,
         extend_position_ids,
         pad_left,
-        pad_right,
         postprocess_data,
         truncate,
     )
@@ -30,9 +24,8 @@ if TYPE_CHECKING:
     from quadriga.data.vision import VisionProcessor, load_processor
 
 _HOMES = {
-    "loading": "create_dataloader create_rl_dataset create_rl_sampler create_validation_sampler",
-    "padding": "collate_fn compute_position_id_with_mask extend_position_ids pad_left pad_right postprocess_data "
-    "truncate",
+    "loading": "create_dataloader create_rl_dataset create_rl_sampler",
+    "padding": "collate_fn compute_position_id_with_mask extend_position_ids pad_left postprocess_data truncate",
     "rl_dataset": "RLHFDataset",
     "rm_dataset": "RMDataset",
     "sft_dataset": "MultiTurnSFTDataset SFTDataset",
@@ -41,25 +34,10 @@ _HOMES = {
 }
 
 __all__ = [
-    "MultiTurnSFTDataset",
-    "RLHFDataset",
-    "RMDataset",
-    "SFTDataset",
-    "VisionProcessor",
-    "collate_fn",
-    "compute_position_id_with_mask",
-    "create_dataloader",
-    "create_rl_dataset",
-    "create_rl_sampler",
-    "create_validation_sampler",
-    "extend_position_ids",
-    "load_processor",
-    "load_tokenizer",
-    "pad_left",
-    "pad_right",
-    "postprocess_data",
-    "truncate",
-]
+    "MultiTurnSFTDataset", "RLHFDataset", "RMDataset", "SFTDataset", "VisionProcessor", "collate_fn",
+    "compute_position_id_with_mask", "create_dataloader", "create_rl_dataset", "create_rl_sampler",
+    "extend_position_ids", "load_processor", "load_tokenizer", "pad_left", "postprocess_data", "truncate",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

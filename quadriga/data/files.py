@@ -75,7 +75,14 @@ def read_table(path: Path) -> RowTable:
     """
     suffix = path.suffix.lower()
     if suffix in (".parquet", ".pq"):
-        parquet = _read_parquet(path)
+        try:
+            # One file is read as one file: a folder name such as `split=train` above it adds no column.
+            parquet = pq.ParquetFile(path).read()
+        except (pa.ArrowException, OSError) as error:
+            reason, size = str(error).strip().partition("\n")[0], path.stat().st_size
+            got = f"{size} bytes that are no whole parquet file ({reason})" if size else "an empty file"
+            fix = "Write or download it again."
+            raise DataError(str(path), got=got, expected="a parquet file", fix=fix) from error
         table = RowTable(path, parquet.column_names, parquet)
     elif suffix in (".json", ".jsonl", ".ndjson"):
         rows = _read_json(path, is_lines=suffix != ".json")
@@ -85,20 +92,6 @@ def read_table(path: Path) -> RowTable:
     if len(table) == 0:
         raise DataError(str(path), got="no rows", expected="at least one", fix="Write the file again or leave it out.")
     return table
-
-
-def _read_parquet(path: Path) -> pa.Table:
-    try:
-        # One file is read as one file: a folder name such as `split=train` above it adds no column.
-        return pq.ParquetFile(path).read()
-    except (pa.ArrowException, OSError) as error:
-        reason, size = str(error).strip().partition("\n")[0], path.stat().st_size
-        raise DataError(
-            str(path),
-            got=f"{size} bytes that are no whole parquet file ({reason})" if size else "an empty file",
-            expected="a parquet file",
-            fix="Write or download it again.",
-        ) from error
 
 
 def _read_json(path: Path, *, is_lines: bool) -> list[dict[str, Any]]:

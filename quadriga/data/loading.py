@@ -68,8 +68,10 @@ def create_rl_dataset(
     return cls(data_files=data_paths, tokenizer=tokenizer, config=data_config, processor=processor, **taken)
 
 
-def create_rl_sampler(data_config: DataConfig, dataset: Dataset) -> Sampler:
+def create_rl_sampler(data_config: DataConfig, dataset: Dataset, is_train: bool = True) -> Sampler:
     """The order of the training rows: the user's own sampler, a seeded shuffle, new in each epoch, or file order.
+
+    Those of validation are in file order, or shuffled with `data.validation_shuffle`.
 
     A class of your own derives from `torch.utils.data.Sampler` and has
 
@@ -86,7 +88,7 @@ def create_rl_sampler(data_config: DataConfig, dataset: Dataset) -> Sampler:
         DataError: it has `update`, and worker processes would fetch rows ahead of it.
     """
     custom = data_config.sampler
-    if custom.class_path is not None:
+    if is_train and custom.class_path is not None:
         assert custom.class_name is not None
         module = import_file(custom.class_path, "data.sampler")
         cls: type[Any] = member_of(module, custom.class_name, "data.sampler", base=Sampler)
@@ -104,14 +106,9 @@ def create_rl_sampler(data_config: DataConfig, dataset: Dataset) -> Sampler:
                 flush=True,
             )
         return cls(data_source=dataset, data_config=data_config)
-    if data_config.shuffle:
-        return _shuffled(dataset, data_config.seed)
+    if data_config.shuffle if is_train else data_config.validation_shuffle:
+        return RandomSampler(dataset, generator=torch.Generator().manual_seed(data_config.seed))
     return SequentialSampler(dataset)
-
-
-def create_validation_sampler(data_config: DataConfig, dataset: Dataset) -> Sampler:
-    """File order, or with `data.validation_shuffle` a seeded shuffle."""
-    return _shuffled(dataset, data_config.seed) if data_config.validation_shuffle else SequentialSampler(dataset)
 
 
 def create_dataloader(
@@ -154,7 +151,3 @@ def create_dataloader(
             # once more than the run that was not interrupted.
             generator=torch.Generator().manual_seed(config.seed),
         )
-
-
-def _shuffled(dataset: Dataset, seed: int) -> RandomSampler:
-    return RandomSampler(dataset, generator=torch.Generator().manual_seed(seed))

@@ -42,11 +42,6 @@ def pad_left(values: Tensor, length: int, fill: int) -> Tensor:
     return F.pad(values, (max(length - values.shape[-1], 0), 0), value=fill)
 
 
-def pad_right(values: Tensor, length: int, fill: int) -> Tensor:
-    """[..., L] -> [..., length] with `fill` behind; what is already that long stays as it is."""
-    return F.pad(values, (0, max(length - values.shape[-1], 0)), value=fill)
-
-
 def postprocess_data(
     input_ids: Tensor,
     attention_mask: Tensor,
@@ -80,8 +75,9 @@ def postprocess_data(
         input_ids, attention_mask = (
             torch.cat([rows[:, :head], rows[:, length - tail :]], dim=-1) for rows in (input_ids, attention_mask)
         )
-    pad = pad_left if left_pad else pad_right
-    return pad(input_ids, max_length, pad_token_id), pad(attention_mask, max_length, 0)
+    num_padding = max(max_length - length, 0)
+    padding = (num_padding, 0) if left_pad else (0, num_padding)
+    return F.pad(input_ids, padding, value=pad_token_id), F.pad(attention_mask, padding)
 
 
 def _kept_ends(length: int, max_length: int, mode: str, where: str) -> tuple[int, int]:
@@ -156,22 +152,19 @@ def collate_fn(data_list: Sequence[Mapping[str, Any]]) -> dict[str, Tensor | np.
                 expected="the same keys in every row",
                 fix="Let the data set give each row every key, with None where there is no value.",
             )
-    return {key: _column(key, [row[key] for row in data_list]) for key in keys}
-
-
-def _column(key: str, values: list[Any]) -> Tensor | np.ndarray:
-    if all(isinstance(value, Tensor) for value in values):
-        shapes = {tuple(value.shape) for value in values}
-        if len(shapes) > 1:
-            raise DataError(
-                f"collate_fn, key {key!r}",
-                got=f"tensors of the shapes {sorted(shapes)}",
-                expected="one shape",
-                fix="Pad them in the data set.",
-            )
-        return torch.stack(values)
-    # Assigned element by element: numpy would otherwise make a matrix of lists that happen to be of equal length.
-    column = np.empty(len(values), dtype=object)
-    for position, value in enumerate(values):
-        column[position] = value
-    return column
+    columns: dict[str, Tensor | np.ndarray] = {}
+    for key in keys:
+        values = [row[key] for row in data_list]
+        if all(isinstance(value, Tensor) for value in values):
+            shapes = {tuple(value.shape) for value in values}
+            if len(shapes) > 1:
+                got = f"tensors of the shapes {sorted(shapes)}"
+                fix = "Pad them in the data set."
+                raise DataError(f"collate_fn, key {key!r}", got=got, expected="one shape", fix=fix)
+            columns[key] = torch.stack(values)
+        else:
+            # Assigned one by one: numpy would otherwise make a matrix of lists that happen to be of equal length.
+            columns[key] = np.empty(len(values), dtype=object)
+            for position, value in enumerate(values):
+                columns[key][position] = value
+    return columns

@@ -79,18 +79,15 @@ def _opened(value: Any, folder: Path, where: str) -> Iterator[Any]:
                 yield picture
     except DataError:
         raise
-    except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
-        raise DataError(
-            where,
-            got=f"an image that is too large ({_line(error)})",
-            expected=f"at most {Image.MAX_IMAGE_PIXELS} pixels",
-            fix="Make it smaller.",
-        ) from error
     except Exception as error:  # decoders raise what they like about a damaged file
+        reason = (str(error) or type(error).__name__).strip().partition("\n")[0]
+        if isinstance(error, Image.DecompressionBombWarning | Image.DecompressionBombError):
+            got, limit = f"an image that is too large ({reason})", f"at most {Image.MAX_IMAGE_PIXELS} pixels"
+            raise DataError(where, got=got, expected=limit, fix="Make it smaller.") from error
         described = f"{source.getbuffer().nbytes} bytes" if isinstance(source, io.BytesIO) else str(source)
         raise DataError(
             where,
-            got=f"{described}, which is no image that can be read ({_line(error)})",
+            got=f"{described}, which is no image that can be read ({reason})",
             expected="a whole image file of a format that Pillow knows",
             fix="Correct or leave out the row.",
         ) from error
@@ -105,17 +102,14 @@ def _source(value: Any, folder: Path, where: str) -> Any:
         return value
     if isinstance(value, bytes):
         return io.BytesIO(value)
-    if isinstance(value, str | Path):
-        return _path(str(value), folder, where)
-    raise DataError(
-        where,
-        got=f"the image {shortened(value)}",
-        expected='a path, the bytes of an image file, {"bytes": ...}, {"path": ...} or a PIL image',
-        fix="Correct the row, or set data.image_key to the column that holds the images.",
-    )
-
-
-def _path(text: str, folder: Path, where: str) -> Path:
+    if not isinstance(value, str | Path):
+        raise DataError(
+            where,
+            got=f"the image {shortened(value)}",
+            expected='a path, the bytes of an image file, {"bytes": ...}, {"path": ...} or a PIL image',
+            fix="Correct the row, or set data.image_key to the column that holds the images.",
+        )
+    text = str(value)
     plain = text.removeprefix(_FILE_URL)
     if "://" in plain or plain.startswith("data:"):
         raise DataError(
@@ -135,7 +129,3 @@ def _path(text: str, folder: Path, where: str) -> Path:
         expected=f"a file, here: {' or '.join(str(one) for one in candidates)}",
         fix="Correct the path; one that is not absolute starts at the data file's folder, or else the working one.",
     )
-
-
-def _line(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).strip().partition("\n")[0]

@@ -96,9 +96,18 @@ class RLHFDataset(FileDataset):
         where = f"{table.path} row {own_number}"
         row = dict.fromkeys(self._columns) | table[own_number]
         messages = as_messages(row.pop(self.config.prompt_key), where=where)
-        pictures = self._pictures(row, table.path.parent, where)
+        key, folder, pictures = self.config.image_key or "", table.path.parent, []
         if self.processor is not None:
+            values = as_list(row.pop(key, None))
+            pictures = [read_picture(one, folder=folder, where=f"{where}, image {i}") for i, one in enumerate(values)]
             messages = with_parts(messages, len(pictures), where=where)
+        elif as_list(row.get(key)):
+            raise DataError(
+                where,
+                got=f"images in the column {key!r}, for a text-only model",
+                expected="a vision-language model",
+                fix="Take one, or set data.image_key=null to train on the text alone.",
+            )
         text = self.encoder.render(messages, where=where)
         row |= self._tokens(text, pictures, where)
         if self.config.return_raw_chat:
@@ -118,23 +127,6 @@ class RLHFDataset(FileDataset):
         digest = hashlib.sha256("".join(table.digest for table in self._tables).encode())
         digest.update(self._rows.tobytes())
         return digest.hexdigest()
-
-    def _pictures(self, row: dict[str, Any], folder: Path, where: str) -> list[Any]:
-        """The images of a row; with a processor their column is removed."""
-        key = self.config.image_key
-        if key is None:
-            return []
-        if self.processor is not None:
-            values = as_list(row.pop(key, None))
-            return [read_picture(one, folder=folder, where=f"{where}, image {i}") for i, one in enumerate(values)]
-        if as_list(row.get(key)):
-            raise DataError(
-                where,
-                got=f"images in the column {key!r}, for a text-only model",
-                expected="a vision-language model",
-                fix="Take one, or set data.image_key=null to train on the text alone.",
-            )
-        return []
 
     def _tokens(self, text: str, pictures: list[Any], where: str) -> dict[str, Any]:
         """The columns of a rendered prompt."""

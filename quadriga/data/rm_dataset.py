@@ -22,7 +22,7 @@ from quadriga.data.sft_dataset import (
     conversation,
     prompt_and_response,
 )
-from quadriga.data.tokenizing import Messages, as_messages
+from quadriga.data.tokenizing import as_messages
 from quadriga.errors import DataError
 
 
@@ -50,25 +50,29 @@ class RMDataset(TokenizedRows[Pair]):
             `input_ids`, `attention_mask` and `position_ids`, int64 [2, L], the better response first; and
             `num_prompt_tokens`, int64 [], with which both begin.
         """
-        pair, length = self.rows[item], self.config.max_length
-        input_ids = torch.full((2, length), int(self.tokenizer.pad_token_id), dtype=torch.int64)
-        attention_mask = torch.zeros_like(input_ids)
-        for number, response in enumerate((pair.chosen, pair.rejected)):
-            tokens = np.concatenate([pair.prompt, response])
-            input_ids[number, : len(tokens)] = torch.from_numpy(tokens)
-            attention_mask[number, : len(tokens)] = 1
-        return {
-            "input_ids": input_ids,
-            "attention_mask": attention_mask,
-            "position_ids": torch.arange(length) * attention_mask,
-            "num_prompt_tokens": torch.tensor(len(pair.prompt)),
-        }
+        pair = self.rows[item]
+        sequences = [np.concatenate([pair.prompt, response]) for response in (pair.chosen, pair.rejected)]
+        return {**self.padded(sequences), "num_prompt_tokens": torch.tensor(len(pair.prompt))}
 
     def parts_of(self, row: dict[str, Any], where: str) -> list[TextPart]:
         parts: list[TextPart] = []
         for key in (self.config.chosen_key, self.config.rejected_key):
-            messages = self._chat(row.get(self.config.prompt_key), row[key], f"{where}, {key}")
-            parts += prompt_and_response(messages, self.encoder, where=f"{where}, {key}")
+            place, prompt, response = f"{where}, {key}", row.get(self.config.prompt_key), row[key]
+            before = [] if prompt is None else as_messages(prompt, where=place)
+            if isinstance(response, str):
+                if not before:
+                    raise DataError(
+                        place,
+                        got="a response in text, without a prompt",
+                        expected="a prompt in the same row, or a whole chat",
+                        fix="Name the column of the prompts with data.prompt_key.",
+                    )
+                messages = [*before, {"role": ASSISTANT, "content": response}]
+            else:
+                chat = chat_of_row(response, where=place)
+                # Some data sets repeat the prompt in front of each response.
+                messages = chat if chat[: len(before)] == before else [*before, *chat]
+            parts += prompt_and_response(messages, self.encoder, where=place)
         if parts[0].text != parts[2].text:
             raise DataError(
                 where,
@@ -77,21 +81,6 @@ class RMDataset(TokenizedRows[Pair]):
                 fix="Correct the row.",
             )
         return parts
-
-    def _chat(self, prompt: Any, response: Any, where: str) -> Messages:
-        before = [] if prompt is None else as_messages(prompt, where=where)
-        if isinstance(response, str):
-            if not before:
-                raise DataError(
-                    where,
-                    got="a response in text, without a prompt",
-                    expected="a prompt in the same row, or a whole chat",
-                    fix="Name the column of the prompts with data.prompt_key.",
-                )
-            return [*before, {"role": ASSISTANT, "content": response}]
-        chat = chat_of_row(response, where=where)
-        # Some data sets repeat the prompt in front of each response.
-        return chat if chat[: len(before)] == before else [*before, *chat]
 
     def made(self, parts: Sequence[TextPart], tokens: Sequence[list[int]], where: str) -> Pair:
         eos = self.tokenizer.eos_token_id

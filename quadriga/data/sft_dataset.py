@@ -17,7 +17,7 @@ Shapes: L tokens of one sequence.
 
 import hashlib
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -25,6 +25,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from transformers import PreTrainedTokenizerBase
 
 from quadriga.config import DataConfig
@@ -57,11 +58,7 @@ class TextPart:
 class TokenizedRows(FileDataset, Generic[Row]):
     """Rows of files that are tokenized at once; a row is a tuple of arrays, which a subclass defines.
 
-    Args:
-        data_files: a path, a glob, a URL, or a list of these.
-        tokenizer: renders and tokenizes.
-        config: the section `data`.
-        is_train: decides whether errors name `data.train_files` or `data.val_files`.
+    Arguments as for `FileDataset`.
 
     Raises:
         DataError: a file that is missing, empty or damaged, or a row that cannot be learned from, by file and number.
@@ -80,14 +77,28 @@ class TokenizedRows(FileDataset, Generic[Row]):
     ) -> None:
         super().__init__(data_files, tokenizer, config, is_train=is_train)
         tables, self._tables = self._tables, []  # the tokens are kept, the files are not
+        required = {getattr(config, key): f"data.{key}" for key in self.columns}
         for table in tables:
-            self._require_columns(table)
-        self.rows: list[Row] = []
-        num_rows = sum(map(len, tables))
-        with waiting(f"the tokens of {self._key}", lambda: f"{len(self.rows)} of {num_rows} rows are there"):
+            if missing := [name for name in required if name not in table.columns]:
+                raise DataError(
+                    str(table.path),
+                    got=f"the columns {', '.join(table.columns)}",
+                    expected=f"{' and '.join(map(repr, missing))} among them",
+                    fix=f"Name its columns with {', '.join(required.values())}"
+                    + (", or set data.format to what its rows are." if "chosen_key" not in self.columns else "."),
+                )
+        rows: list[Row] = []
+        num_rows, limit = sum(map(len, tables)), config.max_length
+        with waiting(f"the tokens of {self._key}", lambda: f"{len(rows)} of {num_rows} rows are there"):
             for table in tables:
-                self._read(table)
-        self._leave_out_overlong(num_rows)
+                rows.extend(self._read(table))
+        lengths = [self.num_tokens(row) for row in rows]
+        self.rows = [row for row, length in zip(rows, lengths, strict=True) if length <= limit]
+        if not self.rows:
+            got, expected = f"rows of {min(lengths)} to {max(lengths)} tokens", f"at most data.max_length={limit}"
+            raise DataError(self._key, got=got, expected=f"at least one of {expected}", fix="Raise that length.")
+        if left_out := num_rows - len(self.rows):
+            print(f"{self._key}: {left_out} of {num_rows} rows are over {limit} tokens and left out.", flush=True)
 
     @abstractmethod
     def parts_of(self, row: dict[str, Any], where: str) -> list[TextPart]:
@@ -117,63 +128,49 @@ class TokenizedRows(FileDataset, Generic[Row]):
                 digest.update(len(values).to_bytes(4, "little") + values.tobytes())
         return digest.hexdigest()
 
-    def _require_columns(self, table: RowTable) -> None:
-        missing = [name for name in (getattr(self.config, key) for key in self.columns) if name not in table.columns]
-        if missing:
-            keys = ", ".join(f"data.{key}" for key in self.columns)
-            raise DataError(
-                str(table.path),
-                got=f"the columns {', '.join(table.columns)}",
-                expected=f"{' and '.join(map(repr, missing))} among them",
-                fix=f"Name its columns with {keys}"
-                + (", or set data.format to what its rows are." if "chosen_key" not in self.columns else "."),
-            )
+    def padded(self, sequences: Sequence[np.ndarray]) -> dict[str, torch.Tensor]:
+        """`input_ids`, `attention_mask`, `position_ids`: int64 [sequences, `data.max_length`], padded on the right."""
+        length = self.config.max_length
+        input_ids = torch.full((len(sequences), length), int(self.tokenizer.pad_token_id), dtype=torch.int64)
+        attention_mask = torch.zeros_like(input_ids)
+        for number, tokens in enumerate(sequences):
+            input_ids[number, : len(tokens)] = torch.from_numpy(tokens)
+            attention_mask[number, : len(tokens)] = 1
+        position_ids = torch.arange(length) * attention_mask
+        return {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
 
-    def _read(self, table: RowTable) -> None:
+    def _read(self, table: RowTable) -> Iterator[Row]:
         for start in range(0, len(table), BATCH_ROWS):
             numbers = range(start, min(start + BATCH_ROWS, len(table)))
             places = [f"{table.path} row {number}" for number in numbers]
             parts = [self.parts_of(table[number], where) for number, where in zip(numbers, places, strict=True)]
             tokens = iter(self.encoder.encode([part.text for row in parts for part in row]))
             for row, where in zip(parts, places, strict=True):
-                self._take(self.made(row, [next(tokens) for _ in row], where), where)
+                yield self._fitted(self.made(row, [next(tokens) for _ in row], where), where)
 
-    def _take(self, row: Row, where: str) -> None:
-        length, limit = self.num_tokens(row), self.config.max_length
-        if length > limit and not self.config.filter_overlong_prompts:
-            if self.config.truncation == "error":
-                raise DataError(
-                    where,
-                    got=f"{length} tokens",
-                    expected=f"at most data.max_length={limit}",
-                    fix="Raise that length, leave such rows out with data.filter_overlong=true, or cut them with "
-                    "data.truncation=left or right.",
-                )
-            shorter = self.cut(row)
-            if shorter is None:
-                raise DataError(
-                    where,
-                    got=f"{length} tokens, of which data.truncation={self.config.truncation} leaves {limit} without "
-                    "a response among them",
-                    expected="something to learn",
-                    fix="Raise data.max_length, or leave such rows out with data.filter_overlong=true.",
-                )
-            row = shorter
-        self.rows.append(row)
-
-    def _leave_out_overlong(self, num_rows: int) -> None:
-        limit = self.config.max_length
-        lengths = [self.num_tokens(row) for row in self.rows]
-        self.rows = [row for row, length in zip(self.rows, lengths, strict=True) if length <= limit]
-        if not self.rows:
+    def _fitted(self, row: Row, where: str) -> Row:
+        """The row, cut where it is too long and is to be cut."""
+        length, limit, truncation = self.num_tokens(row), self.config.max_length, self.config.truncation
+        if length <= limit or self.config.filter_overlong_prompts:
+            return row
+        if truncation == "error":
             raise DataError(
-                self._key,
-                got=f"rows of {min(lengths)} to {max(lengths)} tokens",
-                expected=f"at least one of at most data.max_length={limit}",
-                fix="Raise that length.",
+                where,
+                got=f"{length} tokens",
+                expected=f"at most data.max_length={limit}",
+                fix="Raise that length, leave such rows out with data.filter_overlong=true, or cut them with "
+                "data.truncation=left or right.",
             )
-        if left_out := num_rows - len(self.rows):
-            print(f"{self._key}: {left_out} of {num_rows} rows are over {limit} tokens and left out.", flush=True)
+        shorter = self.cut(row)
+        if shorter is None:
+            raise DataError(
+                where,
+                got=f"{length} tokens, of which data.truncation={truncation} leaves {limit} without a response among "
+                "them",
+                expected="something to learn",
+                fix="Raise data.max_length, or leave such rows out with data.filter_overlong=true.",
+            )
+        return shorter
 
 
 class MultiTurnSFTDataset(TokenizedRows[Conversation]):
@@ -187,19 +184,10 @@ class MultiTurnSFTDataset(TokenizedRows[Conversation]):
         Returns:
             `input_ids`, `attention_mask`, `position_ids` and `loss_mask` (1 on tokens that are learned), int64 [L].
         """
-        row, length = self.rows[item], self.config.max_length
-        num_tokens = len(row.ids)
-        input_ids = torch.full((length,), int(self.tokenizer.pad_token_id), dtype=torch.int64)
-        attention_mask, loss_mask = torch.zeros_like(input_ids), torch.zeros_like(input_ids)
-        input_ids[:num_tokens] = torch.from_numpy(row.ids)
-        attention_mask[:num_tokens] = 1
-        loss_mask[:num_tokens] = torch.from_numpy(row.is_learned)
-        return {
-            "input_ids": input_ids,
-            "attention_mask": attention_mask,
-            "position_ids": torch.arange(length) * attention_mask,
-            "loss_mask": loss_mask,
-        }
+        row = self.rows[item]
+        columns = {name: values[0] for name, values in self.padded([row.ids]).items()}
+        is_learned = torch.from_numpy(row.is_learned).long()
+        return {**columns, "loss_mask": F.pad(is_learned, (0, self.config.max_length - len(row.ids)))}
 
     def parts_of(self, row: dict[str, Any], where: str) -> list[TextPart]:
         messages = chat_of_row(row[self.config.messages_key], where=where)
@@ -268,7 +256,15 @@ def text_parts(
     parts: list[TextPart] = []
     written = ""
     for turn in turns:
-        _require_words(messages[turn], f"{where}, message {turn}")
+        content = messages[turn].get("content")
+        is_empty = not content.strip() if isinstance(content, str) else not content
+        if is_empty and not messages[turn].get("tool_calls"):
+            raise DataError(
+                f"{where}, message {turn}",
+                got="an empty turn of the assistant",
+                expected="something to learn: text, or tool_calls",
+                fix="Correct the row or leave it out: the model would learn to respond with nothing.",
+            )
         before = prompting.render(messages[:turn], where=where)
         after = complete.render(messages[: turn + 1], where=where)
         for shorter, longer in ((written, before), (before, after)):
@@ -325,18 +321,6 @@ def chat_of_row(value: Any, *, where: str) -> Messages:
             fix="Correct the row, or name the column that holds the chats with data.messages_key.",
         )
     return as_messages(value, where=where)
-
-
-def _require_words(message: Mapping[str, Any], where: str) -> None:
-    content = message.get("content")
-    is_empty = not content.strip() if isinstance(content, str) else not content
-    if is_empty and not message.get("tool_calls"):
-        raise DataError(
-            where,
-            got="an empty turn of the assistant",
-            expected="something to learn: text, or tool_calls",
-            fix="Correct the row or leave it out: the model would learn to respond with nothing.",
-        )
 
 
 def _rewritten(where: str, shorter: str, longer: str) -> DataError:

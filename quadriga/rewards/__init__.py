@@ -8,7 +8,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from quadriga.rewards.base import Grading, RewardManager, RewardOutput
     from quadriga.rewards.managers.batch import BatchRewardManager
     from quadriga.rewards.managers.dapo import DapoRewardManager
     from quadriga.rewards.managers.judge import JudgeRewardManager
@@ -16,46 +15,31 @@ if TYPE_CHECKING:
     from quadriga.rewards.managers.prime import PrimeRewardManager
     from quadriga.rewards.outcome import Outcome
     from quadriga.rewards.pool import GradingPool
-    from quadriga.rewards.registry import early_grader, get_reward_manager_cls, load_reward_manager, register
+    from quadriga.rewards.registry import (
+        Grading,
+        RewardManager,
+        RewardOutput,
+        early_grader,
+        get_reward_manager_cls,
+        load_reward_manager,
+        register,
+    )
     from quadriga.rewards.scoring import ScoreFunction, default_compute_score
 
 _HOMES = {
-    "BatchRewardManager": "managers.batch",
-    "DapoRewardManager": "managers.dapo",
-    "Grading": "base",
+    **{f"{name.title()}RewardManager": f"managers.{name}" for name in ("batch", "dapo", "judge", "naive", "prime")},
+    **dict.fromkeys(("Grading", "RewardManager", "RewardOutput", "early_grader"), "registry"),
+    **dict.fromkeys(("get_reward_manager_cls", "load_reward_manager", "register"), "registry"),
+    **dict.fromkeys(("ScoreFunction", "default_compute_score"), "scoring"),
     "GradingPool": "pool",
-    "JudgeRewardManager": "managers.judge",
-    "NaiveRewardManager": "managers.naive",
-    "PrimeRewardManager": "managers.prime",
     "Outcome": "outcome",
-    "RewardManager": "base",
-    "RewardOutput": "base",
-    "ScoreFunction": "scoring",
-    "default_compute_score": "scoring",
-    "early_grader": "registry",
-    "get_reward_manager_cls": "registry",
-    "load_reward_manager": "registry",
-    "register": "registry",
 }
 
 __all__ = [
-    "BatchRewardManager",
-    "DapoRewardManager",
-    "Grading",
-    "GradingPool",
-    "JudgeRewardManager",
-    "NaiveRewardManager",
-    "PrimeRewardManager",
-    "Outcome",
-    "RewardManager",
-    "RewardOutput",
-    "ScoreFunction",
-    "default_compute_score",
-    "early_grader",
-    "get_reward_manager_cls",
-    "load_reward_manager",
-    "register",
-]
+    "BatchRewardManager", "DapoRewardManager", "Grading", "GradingPool", "JudgeRewardManager", "NaiveRewardManager",
+    "Outcome", "PrimeRewardManager", "RewardManager", "RewardOutput", "ScoreFunction", "default_compute_score",
+    "early_grader", "get_reward_manager_cls", "load_reward_manager", "register",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -43,7 +43,11 @@ Arguments = dict[str, Any]
 
 def main(connection_fd: int, lifeline_fd: int) -> None:
     """Serve until the driver closes the pipe."""
-    _die_with(lifeline_fd)
+    # The kernel ends this process when the other end of the lifeline is closed, by a signal whose default is that;
+    # nothing is ever written to the lifeline, so only its end raises it.
+    signal.signal(signal.SIGIO, signal.SIG_DFL)
+    fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(lifeline_fd, fcntl.F_SETFL, fcntl.fcntl(lifeline_fd, fcntl.F_GETFL) | os.O_ASYNC)
     # Programs that a score function starts must not keep the pipe open after this process has died.
     os.set_inheritable(connection_fd, False)
     os.set_inheritable(lifeline_fd, False)
@@ -86,12 +90,3 @@ def _grade(function: ScoreFunction, compute_score: Callable[..., Any], arguments
     except BaseException as error:
         # A score function may call sys.exit, and libraries have limits that are not Exceptions.
         return [raised(error)] * num_samples if function.is_batch else raised(error)
-
-
-def _die_with(lifeline_fd: int) -> None:
-    """Ask the kernel to end this process when the other end of the lifeline is closed."""
-    # A signal whose default is to end the process; nothing is ever written to the lifeline, so only its end raises it.
-    signal.signal(signal.SIGIO, signal.SIG_DFL)
-    fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, os.getpid())
-    flags = fcntl.fcntl(lifeline_fd, fcntl.F_GETFL)
-    fcntl.fcntl(lifeline_fd, fcntl.F_SETFL, flags | os.O_ASYNC)

@@ -39,13 +39,21 @@ def raised(error: BaseException) -> Outcome:
 
 def read_outcome(returned: Any) -> Outcome:
     """What a score function returned for one sample: a number, or a dict with the number as "score"."""
-    if not isinstance(returned, Mapping):
-        return _scored(returned, {}, "the score function returned")
-    if "score" not in returned:
-        keys = ", ".join(map(str, returned)) or "no keys"
-        return failure("invalid", f"the score function returned a dict with {keys}, expected one with 'score'")
-    extra = {str(name): _plain(value) for name, value in returned.items() if name != "score"}
-    return _scored(returned["score"], extra, "the score function's dict has as 'score'")
+    value, extra, what = returned, {}, "the score function returned"
+    if isinstance(returned, Mapping):
+        if "score" not in returned:
+            keys = ", ".join(map(str, returned)) or "no keys"
+            return failure("invalid", f"{what} a dict with {keys}, expected one with 'score'")
+        value, what = returned["score"], "the score function's dict has as 'score'"
+        extra = {str(name): _plain(entry) for name, entry in returned.items() if name != "score"}
+    number = value.item() if hasattr(value, "item") else value
+    if not isinstance(number, Real):
+        text = repr(value)
+        shown = "None" if value is None else f"{type(value).__name__} {text if len(text) <= 80 else text[:80] + '...'}"
+        return failure("invalid", f"{what} {shown}, expected a number")
+    if not math.isfinite(number):
+        return failure("invalid", f"{what} {float(number)}, expected a finite number")
+    return Outcome(float(number), extra, "", "graded")
 
 
 def read_outcomes(returned: Any, num_samples: int) -> list[Outcome]:
@@ -58,23 +66,6 @@ def read_outcomes(returned: Any, num_samples: int) -> list[Outcome]:
         error = f"the batch score function returned {got}, expected a list of {num_samples} scores"
         return [failure("invalid", error)] * num_samples
     return [read_outcome(entry) for entry in returned]
-
-
-def _scored(value: Any, extra: dict[str, Any], what: str) -> Outcome:
-    number = value.item() if hasattr(value, "item") else value
-    if not isinstance(number, Real):
-        return failure("invalid", f"{what} {_named(value)}, expected a number")
-    score = float(number)
-    if not math.isfinite(score):
-        return failure("invalid", f"{what} {score}, expected a finite number")
-    return Outcome(score, extra, "", "graded")
-
-
-def _named(value: Any) -> str:
-    if value is None:
-        return "None"
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= 80 else text[:80] + '...'}"
 
 
 def _plain(value: Any) -> Any:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grading in separate processes, with a time limit for each sample and an end for all that a grader starts.
 
-    caller     begin(samples) ──> Round ── does something else ── result(), or await wait()
+    caller     begin(samples) ──> Round, a future each ── does something else ── result()
     a thread       └── leads one process: hands it a chunk of samples, waits for one outcome after the other
     a process          └── grades the samples of a chunk in turn (grading_process.py)
 
-    Round.result   waits for the threads of the round; unblocked by their ends, or by `cancel`
+    Round.result   waits for the futures of the round; unblocked by their outcomes, or by `cancel`
     a thread       waits for the next outcome; unblocked by it, by the end of its pipe, or by the time limit of a sample
 
 The first sample of a chunk without an outcome is the one in work, and its time began with the outcome before it. So a
@@ -15,7 +15,6 @@ The start methods of `multiprocessing` would run the user's script again, and th
 process alone, not what it has started.
 """
 
-import asyncio
 import math
 import os
 import select
@@ -28,8 +27,8 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, as_completed
+from contextlib import AbstractContextManager, suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -69,7 +68,7 @@ class GradingProcess:
         self._connection = Connection(ours.detach())
         self._messages = select.poll()
         self._messages.register(self._connection, select.POLLIN)
-        self.is_ready = self.is_stopped = False
+        self.is_ready = self.is_ended = False
         self.since = time.monotonic()
         self.send(function)
 
@@ -97,8 +96,8 @@ class GradingProcess:
             try:
                 kind, value = self._connection.recv()
             except (EOFError, OSError):
-                end = self.stop(is_ending=True)
-                if self.is_ready:
+                is_killed, end = self.is_ended, self.stop(is_ending=True)
+                if self.is_ready or is_killed:
                     return failure("died", f"the grading process ended with {end} while it graded this sample")
                 expected = "a process that starts and loads the score function"
                 raise RewardError(
@@ -122,6 +121,7 @@ class GradingProcess:
 
     def kill(self) -> None:
         """Kill the process and everything it has started; the thread that leads it sees its pipe end."""
+        self.is_ended = True
         # Where nothing of the group is left, there is nothing to kill.
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -132,8 +132,7 @@ class GradingProcess:
         Args:
             is_ending: the process has closed its pipe; it may first end by itself, with its own exit status.
         """
-        if not self.is_stopped:
-            self.is_stopped = True
+        if not self._connection.closed:
             if is_ending:
                 with suppress(subprocess.TimeoutExpired):
                     self.process.wait(timeout=1.0)
@@ -145,25 +144,44 @@ class GradingProcess:
         return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
 
 
+class _Sample(Future[Any]):
+    """One call of the score function, and its outcome. The pool's lock guards its state and the process that has it."""
+
+    def __init__(self, arguments: Arguments, timeout_s: float, round_: object, lock: threading.Lock) -> None:
+        super().__init__()
+        self.arguments, self.timeout_s, self.round, self._lock = arguments, timeout_s, round_, lock
+        self.process: GradingProcess | None = None
+
+    def cancel(self) -> bool:
+        """When this returns, no process grades it."""
+        with self._lock:
+            if self.done():
+                return self.cancelled()
+            super().cancel()
+            # Now, not when its turn comes: whoever waits for it goes on.
+            self.set_running_or_notify_cancel()
+            process, self.process = self.process, None
+            if process is not None:
+                process.kill()
+        if process is not None:
+            process.process.wait()
+        return True
+
+
 class Round:
-    """Samples that are being graded, and what has become of them. `GradingPool.begin` makes it."""
+    """Samples that are being graded, a future each.
+
+    Args:
+        futures: of the outcomes, in the order of the samples.
+        max_failures: stop once more than this many samples have failed; the rest is "skipped". None: never.
+        num_rows_of_call: samples of a function that grades all in one call, which is the only future then; else 0.
+    """
 
     def __init__(
-        self, rows: Sequence[Arguments], timeout_s: float, max_failures: int | None, *, is_batch: bool = False
+        self, futures: Sequence[Future[Any]], max_failures: int | None = None, num_rows_of_call: int = 0
     ) -> None:
-        items = rows
-        if is_batch and rows:
-            items, timeout_s = [{f"{name}s": [row[name] for row in rows] for name in rows[0]}], timeout_s * len(rows)
-        self.items, self.timeout_s = items, timeout_s
-        self._rows_of_call = len(rows) if is_batch else 0
-        self.outcomes: list[Any] = [None] * len(items)
-        self.num_failed = 0
-        self.is_ended = self._is_cancelled = False
-        self.threads: list[Future[None]] = []
-        self.processes: set[GradingProcess] = set()
+        self.futures, self._num_rows_of_call = futures, num_rows_of_call
         self._max_failures = math.inf if max_failures is None else max_failures
-        self._queue = deque(range(len(items)))
-        self._lock = threading.Lock()
 
     def result(self) -> list[Outcome]:
         """Wait for the outcomes, in order: those of samples that were not graded any more are "skipped".
@@ -171,81 +189,47 @@ class Round:
         Raises:
             QuadrigaError: the score function cannot be loaded, the pool was closed, or the round cancelled.
         """
+        num_failed = 0
         try:
-            for thread in self.threads:
-                thread.result()
+            for future in as_completed(self.futures):
+                outcome = future.result()
+                num_failed += isinstance(outcome, Outcome) and bool(outcome.error)
+                if num_failed > self._max_failures:
+                    break
+        except CancelledError as error:
+            raise RewardError("grading", got="cancel()", expected="samples to be graded first") from error
         except BaseException:
             # Ctrl-C above all: what is in work then is of no use.
             self.cancel()
             raise
-        return self._outcomes()
-
-    async def wait(self) -> list[Outcome]:
-        """As `result`, in an event loop."""
-        try:
-            for thread in self.threads:
-                await asyncio.wrap_future(thread)
-        except BaseException:
-            self.end()
-            raise
-        return self._outcomes()
+        outcomes: list[Any] = [future.result() if future.done() else None for future in self.futures]
+        self.cancel()
+        if self._num_rows_of_call:
+            # One call for all: where it hung or crashed its process, that is the outcome of each.
+            (outcome,) = outcomes
+            return [outcome] * self._num_rows_of_call if isinstance(outcome, Outcome) else outcome
+        skipped = failure("skipped", f"not graded, since {num_failed} other samples had failed")
+        return [skipped if outcome is None else outcome for outcome in outcomes]
 
     def cancel(self) -> None:
-        """End the round: when this returns, no process grades its samples."""
-        self._is_cancelled = True
-        self.end()
-        wait(self.threads)
+        """Grade no more: when this returns, no process grades samples of the round."""
+        # Those in work last, or the next in the queue would take their place.
+        for future in reversed(self.futures):
+            future.cancel()
 
     def progress(self) -> str:
         """What is done, for a report on a long wait."""
-        busy = [time.monotonic() - process.since for process in list(self.processes)]
-        slowest = f", the longest for {max(busy):.0f} s (limit {self.timeout_s:g} s)" if busy else ""
-        num_graded = sum(outcome is not None for outcome in self.outcomes)
-        return f"{num_graded} of {len(self.items)} graded, {self.num_failed} failed, {len(busy)} in work{slowest}"
-
-    def end(self) -> None:
-        """Hand out no more samples, and kill the processes that have some."""
-        with self._lock:
-            self.is_ended = True
-            self._queue.clear()
-        for process in list(self.processes):
-            process.kill()
-
-    def take(self, num_workers: int, item_s: float) -> list[int]:
-        """The next chunk: enough samples to make the round trip cheap, few enough for processes to end together."""
-        with self._lock:
-            fair = math.ceil(len(self._queue) / (2 * num_workers))
-            size = max(1, min(fair, MAX_CHUNK, int(CHUNK_S / item_s)))
-            return [self._queue.popleft() for _ in range(min(size, len(self._queue)))]
-
-    def record(self, key: int, outcome: Any, left: Sequence[int] = ()) -> None:
-        """What has become of a sample; after too many failures the round ends.
-
-        Args:
-            key: place of the sample.
-            outcome: its grade.
-            left: places of samples of the chunk that its process did not come to.
-        """
-        with self._lock:
-            if not self.is_ended:
-                self._queue.extendleft(reversed(left))
-            self.outcomes[key] = outcome
-            self.num_failed += isinstance(outcome, Outcome) and bool(outcome.error)
-        if self.num_failed > self._max_failures and None in self.outcomes:
-            self.end()
-
-    def _outcomes(self) -> list[Outcome]:
-        if self._is_cancelled:
-            raise RewardError("grading pool", got="cancel()", expected="samples to be graded first")
-        if self._rows_of_call:
-            # One call for all: where it hung or crashed its process, that is the outcome of each.
-            (outcome,) = self.outcomes
-            return [outcome] * self._rows_of_call if isinstance(outcome, Outcome) else outcome
-        skipped = failure("skipped", f"not graded, since {self.num_failed} other samples had failed")
-        return [skipped if outcome is None else outcome for outcome in self.outcomes]
+        graded = [future.result() for future in self.futures if future.done() and not future.cancelled()]
+        num_failed = sum(isinstance(outcome, Outcome) and bool(outcome.error) for outcome in graded)
+        samples = [future for future in self.futures if isinstance(future, _Sample)]
+        busy = {process for sample in samples if (process := sample.process) is not None}
+        num_busy = len(busy) + sum(future.running() for future in self.futures)
+        longest_s = max((time.monotonic() - process.since for process in busy), default=0.0)
+        slowest = f", the longest for {longest_s:.0f} s (limit {samples[0].timeout_s:g} s)" if busy else ""
+        return f"{len(graded)} of {len(self.futures)} graded, {num_failed} failed, {num_busy} in work{slowest}"
 
 
-class GradingPool:
+class GradingPool(AbstractContextManager["GradingPool"]):
     """Grades samples in separate processes, which are started when first needed and kept.
 
     Args:
@@ -256,29 +240,23 @@ class GradingPool:
     def __init__(self, function: ScoreFunction, *, num_workers: int) -> None:
         self._function, self._num_workers = function, num_workers
         self._threads = ThreadPoolExecutor(num_workers, "grading")
+        self._lock = threading.Lock()
+        self._queue: deque[_Sample] = deque()
         self._processes: set[GradingProcess] = set()
         self._idle: list[GradingProcess] = []
-        self._lock = threading.Lock()
         self._item_s = CHUNK_S
         self._is_closed = False
         # Without close(), the processes end with the pool or with the interpreter, whichever is first.
         self._finalizer = weakref.finalize(self, _stop_all, self._processes, os.getpid())
 
     def start(self) -> None:
-        """Start one process and wait until it has loaded the score function, to learn early that it can.
+        """Start one process, to learn early that it can load the score function.
 
         Raises:
             ConfigError: if the score function cannot be loaded.
             RewardError: if the process does not start.
         """
-        process = self._process()
-        try:
-            if not process.is_ready:
-                process.receive(LOADING_LIMIT_S, last=READY)
-        except BaseException:
-            self._remove(process)
-            raise
-        self._idle.append(process)
+        self._idle.append(self._process())
 
     def begin(self, rows: Sequence[Arguments], *, timeout_s: float, max_failures: int | None = None) -> Round:
         """Begin to grade while the caller does something else.
@@ -287,21 +265,26 @@ class GradingPool:
             rows: keyword arguments for the score function, one dict a sample; a function that grades batches gets
                 them all in one call.
             timeout_s: seconds for each sample; one call for all has so many for each of them together.
-            max_failures: stop once more than this many samples have failed; the rest is "skipped". None: never.
+            max_failures: see `Round`.
 
         Raises:
             RewardError: the pool is closed.
         """
         if self._is_closed:
             raise RewardError("grading pool", got="a sample", expected="none, since the pool is closed")
-        round_ = Round(rows, timeout_s, max_failures, is_batch=self._function.is_batch)
-        round_.threads += [
-            self._threads.submit(self._lead, round_) for _ in range(min(self._num_workers, len(round_.items)))
-        ]
-        return round_
+        calls, is_batch = rows, self._function.is_batch and bool(rows)
+        if is_batch:
+            calls, timeout_s = [{f"{name}s": [row[name] for row in rows] for name in rows[0]}], timeout_s * len(rows)
+        round_ = object()
+        samples = [_Sample(arguments, timeout_s, round_, self._lock) for arguments in calls]
+        with self._lock:
+            self._queue.extend(samples)
+        for _ in samples[: self._num_workers]:
+            self._threads.submit(self._lead)
+        return Round(samples, max_failures, len(rows) if is_batch else 0)
 
     def grade(self, rows: Sequence[Arguments], *, timeout_s: float, max_failures: int | None = None) -> list[Outcome]:
-        """The outcome of each sample, in order; see `begin`."""
+        """The outcome of each sample, in order; arguments and errors as for `begin`."""
         return self.begin(rows, timeout_s=timeout_s, max_failures=max_failures).result()
 
     def close(self) -> None:
@@ -313,64 +296,72 @@ class GradingPool:
         self._threads.shutdown()
         for process in list(self._processes):
             self._remove(process)
-
-    def __enter__(self) -> "GradingPool":
-        return self
+        self._fail(RewardError("grading pool", got="close()", expected="samples to be graded first"))
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _lead(self, round_: Round) -> None:
-        """One thread: has a process grade samples of the round until there are no more."""
+    def _lead(self) -> None:
+        """One thread: has a process grade samples until there are no more."""
         process: GradingProcess | None = None
         try:
-            while not round_.is_ended:
-                if process is None:
-                    process = self._process()
-                # Before samples are taken: the end of the round kills the process that has them.
-                round_.processes.add(process)
-                keys = round_.take(self._num_workers, self._item_s)
-                if not keys:
-                    break
-                if not self._grade(process, round_, keys):
-                    round_.processes.discard(process)
+            while self._queue and not self._is_closed:
+                process = process or self._process()
+                self._grade(process)
+                if process.is_ended:
                     self._remove(process)
                     process = None
         except Exception as error:
-            if self._is_closed:
-                raise _closed() from error
-            # Where the round has ended, its processes were killed, and what ended it says why.
-            if not round_.is_ended:
-                round_.end()
-                raise
-        finally:
+            # The score function cannot be loaded, or a sample cannot be sent: no other will fare better.
             if process is not None:
-                round_.processes.discard(process)
-                if round_.is_ended:
-                    self._remove(process)
-                else:
-                    self._idle.append(process)
+                self._remove(process)
+            self._fail(error)
+            raise
+        if process is not None:
+            self._idle.append(process)
 
-    def _grade(self, process: GradingProcess, round_: Round, keys: list[int]) -> bool:
-        """Have a process grade a chunk. Returns whether the process can go on."""
-        process.send([round_.items[key] for key in keys])
-        for position, key in enumerate(keys):
-            outcome = process.receive(round_.timeout_s)
-            if self._is_closed:
-                raise _closed()
-            if round_.is_ended:
-                break
-            round_.record(key, outcome, keys[position + 1 :] if process.is_stopped else ())
-            if process.is_stopped:
-                return False
-            self._item_s += 0.1 * (max(time.monotonic() - process.since, 1e-6) - self._item_s)
-        return True
+    def _grade(self, process: GradingProcess) -> None:
+        """Have a process grade the next chunk; what it does not come to goes back to the queue."""
+        chunk = self._take(process)
+        left = deque(chunk)
+        try:
+            process.send([sample.arguments for sample in chunk])
+            while left and not process.is_ended:
+                sample = left[0]
+                outcome = process.receive(sample.timeout_s)
+                with self._lock:
+                    if self._is_closed:
+                        break
+                    left.popleft()
+                    sample.process = None
+                    if not sample.done():
+                        sample.set_result(outcome)
+                if not process.is_ended:
+                    self._item_s += 0.1 * (max(time.monotonic() - process.since, 1e-6) - self._item_s)
+        finally:
+            with self._lock:
+                for sample in left:
+                    sample.process = None
+                self._queue.extendleft(reversed(left))
+
+    def _take(self, process: GradingProcess) -> list[_Sample]:
+        """A chunk of one round: enough samples to make the round trip cheap, few enough to end with the others'."""
+        chunk: list[_Sample] = []
+        with self._lock:
+            fair = math.ceil(len(self._queue) / (2 * self._num_workers))
+            size = 0 if self._is_closed else max(1, min(fair, MAX_CHUNK, int(CHUNK_S / self._item_s)))
+            while self._queue and len(chunk) < size:
+                if chunk and self._queue[0].round is not chunk[0].round:
+                    break
+                sample = self._queue.popleft()
+                if not sample.done():
+                    sample.process = process
+                    chunk.append(sample)
+        return chunk
 
     def _process(self) -> GradingProcess:
-        """An idle process, or a new one."""
+        """An idle process, or a new one that has loaded the score function."""
         with self._lock:
-            if self._is_closed:
-                raise _closed()
             while self._idle:
                 process = self._idle.pop()
                 if process.process.poll() is None:
@@ -379,15 +370,24 @@ class GradingPool:
                 self._remove(process)
             process = GradingProcess(self._function)
             self._processes.add(process)
-            return process
+        try:
+            process.receive(LOADING_LIMIT_S, last=READY)
+        except BaseException:
+            self._remove(process)
+            raise
+        return process
 
     def _remove(self, process: GradingProcess) -> None:
         process.stop()
         self._processes.discard(process)
 
-
-def _closed() -> RewardError:
-    return RewardError("grading pool", got="close()", expected="samples to be graded first")
+    def _fail(self, error: Exception) -> None:
+        """Raise the error where the outcomes of samples in the queue are waited for."""
+        with self._lock:
+            while self._queue:
+                sample = self._queue.popleft()
+                if not sample.done():
+                    sample.set_exception(error)
 
 
 def _stop_all(processes: set[GradingProcess], owner_pid: int) -> None:

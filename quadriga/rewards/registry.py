@@ -1,75 +1,150 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reward managers by name, and the one that a configuration names.
+"""Reward managers: what each takes and gives, their names, and the one that a configuration names.
 
 A built-in manager is a file in `managers/` and a name in `BUILT_IN`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from quadriga.errors import RewardError
-from quadriga.rewards.base import RewardManager, RewardOutput
+from quadriga.rewards.outcome import Outcome
 
 if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
     from quadriga.config import Config
+    from quadriga.observe.metrics import Metric
     from quadriga.protocol import DataProto
 
 ManagerClass = TypeVar("ManagerClass", bound=type)
 
 BUILT_IN = {name: f"quadriga.rewards.managers.{name}" for name in ("naive", "batch", "dapo", "prime", "judge")}
+_classes: dict[str, type] = {}
 
 
-class RewardManagerRegistry:
-    """A name for each reward manager class.
+@dataclass
+class RewardOutput:
+    """The rewards of a batch of `B` responses of up to `T` tokens.
 
-    Args:
-        modules: name -> module that registers it, loaded when the name is first used.
+    Attributes:
+        scores: [B, T] float32, zero but for the last valid token of each response, where its score stands.
+        extra: further facts about each sample, object arrays [B]: "reward_error" (why there is no score, else ""), and
+            what the score function returned in addition to the score, None where a sample has no such entry.
+        metrics: "reward/errors", "reward/timeouts", "reward/error_rate", and "reward/extra/NAME", the mean of each
+            numeric entry.
     """
 
-    def __init__(self, modules: dict[str, str] | None = None) -> None:
-        self._classes: dict[str, type] = {}
-        self._modules = dict(modules or {})
+    scores: "torch.Tensor"
+    extra: "dict[str, np.ndarray]" = field(default_factory=dict)
+    metrics: "dict[str, Metric]" = field(default_factory=dict)
 
-    def register(self, name: str) -> Callable[[ManagerClass], ManagerClass]:
-        """Class decorator: make a reward manager known as `reward_model.reward_manager=NAME`."""
 
-        def add(cls: ManagerClass) -> ManagerClass:
-            home = self._modules.get(name)
-            taken = self._classes.get(name)
-            if taken not in (None, cls) or (home is not None and home != cls.__module__):
-                owner = home if taken is None else f"{taken.__module__}.{taken.__qualname__}"
-                raise RewardError(f"register({name!r})", got=cls.__qualname__, expected=f"a free name, it is {owner}'s")
-            self._classes[name] = cls
-            return cls
+@dataclass(frozen=True)
+class Grading:
+    """Rewards that are being computed while their caller does something else.
 
-        return add
+    Attributes:
+        result: waits for the rewards. An error of a grader is raised here.
+        cancel: the rewards are not wanted any more: when it returns, no process of the manager grades them.
+    """
 
-    def get(self, name: str) -> type:
-        """The class registered as `name`.
+    result: Callable[[], RewardOutput]
+    cancel: Callable[[], object]
+
+
+class RewardManager:
+    """Turns responses into rewards. A subclass is registered by name; it has `begin`, or `__call__` alone.
+
+    The loop calls `begin` once the responses are there, and joins the `Grading` where it reads the rewards. With
+    `rollout.mode=async` each response is given to `grade_one` as soon as it is written, and `begin` gets the outcomes.
+
+    It is made from the configuration, and the tokenizer that decodes the responses.
+    """
+
+    grades_early: bool = False
+    """Whether there is a `grade_one`."""
+
+    has_grades: bool = False
+    """Whether `begin` leaves work to be done while its caller goes on."""
+
+    def __call__(self, data: "DataProto") -> RewardOutput:
+        """Grade the responses of a batch, and wait for their rewards; see `begin`."""
+        return self.begin(data).result()
+
+    def begin(self, data: "DataProto", outcomes: Sequence[Outcome | None] | None = None) -> Grading:
+        """Begin to grade the responses of a batch.
+
+        Args:
+            data: tensors `responses` [B, T] and `attention_mask` [B, P+T]; the data source's column, `reward_model`
+                with a "ground_truth" each, and `extra_info` (optional). It is read before this returns; its columns
+                may change afterwards, its rows may not.
+            outcomes: [B] those of `grade_one`, None for a response that is not graded yet.
+
+        Returns:
+            the rewards, to be joined. Joining raises RewardError if more than `reward_model.max_error_rate` of the
+            samples could not be graded.
 
         Raises:
-            RewardError: if there is none.
+            RewardError: a column or a ground truth is missing.
         """
-        if name not in self._classes and name in self._modules:
-            import_module(self._modules[name])
-        if name not in self._classes:
-            raise RewardError(
-                "reward_model.reward_manager",
-                got=name,
-                expected=f"one of {', '.join(self.names())}",
-                fix="Your own class needs @quadriga.rewards.register(name), in a module that has been imported.",
-            )
-        return self._classes[name]
+        done: Future[RewardOutput] = Future()
+        done.set_result(self(data))
+        return Grading(done.result, done.cancel)
 
-    def names(self) -> list[str]:
-        """Every name that `get` knows."""
-        return sorted({*self._classes, *self._modules})
+    async def grade_one(self, row: dict[str, Any]) -> Outcome:
+        """Grade one response. What is wrong with it or its grader is part of the outcome.
+
+        Args:
+            row: `data_source`, `solution_str`, `ground_truth`, `extra_info`.
+
+        Raises:
+            RewardError: no response of this data source can be graded.
+        """
+        raise NotImplementedError(f"{type(self).__name__} grades batches only")
+
+    def close(self) -> None:
+        """Free what the manager holds, above all its processes."""
 
 
-REGISTRY = RewardManagerRegistry(BUILT_IN)
-register = REGISTRY.register
-get_reward_manager_cls = REGISTRY.get
+def register(name: str) -> Callable[[ManagerClass], ManagerClass]:
+    """Class decorator: make a reward manager known as `reward_model.reward_manager=NAME`.
+
+    Raises:
+        RewardError: the name is another class's.
+    """
+
+    def add(cls: ManagerClass) -> ManagerClass:
+        taken, home = _classes.get(name), BUILT_IN.get(name, cls.__module__)
+        if taken not in (None, cls) or home != cls.__module__:
+            owner = home if taken is None else f"{taken.__module__}.{taken.__qualname__}"
+            raise RewardError(f"register({name!r})", got=cls.__qualname__, expected=f"a free name, it is {owner}'s")
+        _classes[name] = cls
+        return cls
+
+    return add
+
+
+def get_reward_manager_cls(name: str) -> type:
+    """The reward manager that is registered as `name`.
+
+    Raises:
+        RewardError: if there is none.
+    """
+    if name not in _classes and name in BUILT_IN:
+        import_module(BUILT_IN[name])
+    if name not in _classes:
+        raise RewardError(
+            "reward_model.reward_manager",
+            got=name,
+            expected=f"one of {', '.join(sorted({*_classes, *BUILT_IN}))}",
+            fix="Your own class needs @quadriga.rewards.register(name), in a module that has been imported.",
+        )
+    return _classes[name]
 
 
 class _Called(RewardManager):
@@ -94,26 +169,23 @@ def load_reward_manager(config: "Config", tokenizer: Any) -> RewardManager:
 
 
 def early_grader(config: "Config", tokenizer: Any, num_processes: int = 1) -> RewardManager | None:
-    """A manager to grade single responses in the rollout's process, or None where all are graded together afterwards.
-
-    They are with `rollout.mode=sync`, with a manager that grades batches only or is registered on the driver alone, and
-    where a reward model alone grades.
+    """A manager to grade single responses in the rollout's process; the caller closes it.
 
     Args:
-        config: the run's.
+        config: the whole configuration.
         tokenizer: decodes the responses.
         num_processes: how many processes generate: they share `reward_model.num_workers`, at least one each.
 
     Returns:
-        The manager; the caller closes it.
+        None where all are graded together afterwards: with `rollout.mode=sync`, with a manager that grades batches
+        only or is registered on the driver alone, and where a reward model alone grades.
     """
     settings = config.reward_model
     is_model_alone = settings.enable and config.custom_reward_function.path is None
-    if config.actor_rollout_ref.rollout.mode == "sync" or is_model_alone:
+    is_known = settings.reward_manager in {*_classes, *BUILT_IN}
+    if config.actor_rollout_ref.rollout.mode == "sync" or is_model_alone or not is_known:
         return None
-    is_known = settings.reward_manager in REGISTRY.names()
-    manager_class = get_reward_manager_cls(settings.reward_manager) if is_known else None
-    if not getattr(manager_class, "grades_early", False):
+    if not getattr(get_reward_manager_cls(settings.reward_manager), "grades_early", False):
         return None
     share = settings.model_copy(update={"num_workers": max(1, settings.num_workers // num_processes)})
     return load_reward_manager(config.model_copy(update={"reward_model": share}), tokenizer)

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a batch of token ids to samples that score functions read, and from their outcomes to the batch's rewards.
 
-    batch ── read_samples ──> samples ── submit ──> work elsewhere ── outcomes ──> collect ──> RewardOutput
+    batch ── read_samples ──> samples ── submit ──> Round, graded elsewhere ── outcomes ──> collect ──> RewardOutput
 
 Too many samples without a grade stop the run. B sequences, P prompt positions, T response positions.
 """
 
 import logging
 import math
+from asyncio import wrap_future
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import chain
 from numbers import Real
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from quadriga.config import Config
@@ -23,8 +23,9 @@ from quadriga.observe.watchdog import waiting
 from quadriga.protocol import DataProto
 from quadriga.protocol.columns import object_array
 from quadriga.protocol.fields import FIELDS
-from quadriga.rewards.base import Grading, RewardManager, RewardOutput
 from quadriga.rewards.outcome import Outcome
+from quadriga.rewards.pool import Round
+from quadriga.rewards.registry import Grading, RewardManager, RewardOutput
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +35,7 @@ OF_CONVERSATION = ("num_turns", "finish_reason", "tool_rewards", "turn_scores")
 ERROR_COLUMN = "reward_error"
 
 
-@dataclass(frozen=True)
-class Samples:
+class Samples(NamedTuple):
     """The responses of a batch, decoded, with the facts they are graded by.
 
     Attributes:
@@ -49,27 +49,11 @@ class Samples:
     response_length: int
 
 
-class Work(Protocol):
-    """Samples that are being graded elsewhere."""
-
-    def result(self) -> list[Outcome]:
-        """Wait for the outcomes, in the order of the samples."""
-        ...
-
-    def cancel(self) -> None:
-        """End it: when this returns, no process of ours grades the samples."""
-        ...
-
-    def progress(self) -> str:
-        """What is done, for a report on a long wait."""
-        ...
-
-
 class SampleManager(RewardManager):
     """Base of the managers that make a score of each response and put it on its last token.
 
     Args:
-        config: the run's; read are `reward_model`, `data.reward_fn_key`.
+        config: read are `reward_model` and `data.reward_fn_key`.
         tokenizer: decodes the responses; anything with `batch_decode`.
 
     Raises:
@@ -113,11 +97,14 @@ class SampleManager(RewardManager):
 
         return Grading(result, work.cancel)
 
-    def submit(self, rows: list[dict[str, Any]], max_failures: int | None = None) -> Work:
+    async def grade_one(self, row: dict[str, Any]) -> Outcome:
+        return await wrap_future(self.submit([row]).futures[0])
+
+    def submit(self, rows: list[dict[str, Any]], max_failures: int | None = None) -> Round:
         """Begin to grade samples.
 
         Args:
-            rows: see `Samples.rows`.
+            rows: those of `Samples`.
             max_failures: stop once more than this many have failed; the rest is "skipped". None: never.
         """
         raise NotImplementedError
@@ -131,19 +118,26 @@ def read_samples(data: DataProto, tokenizer: Any, reward_fn_key: str, *, needs_t
     """Decode the valid tokens of each response, special tokens left out, and gather its columns.
 
     Args:
-        data: see `RewardManager.begin`.
+        data: as for `RewardManager.begin`.
         tokenizer: anything with `batch_decode`.
         reward_fn_key: name of the data source's column.
-        needs_truths: whether each row must have a ground truth; None stands for one that is not needed.
+        needs_truths: whether each row must have a ground truth; else it is None in all.
 
     Raises:
         RewardError: if a column or a ground truth is missing.
     """
     for key in ("responses", "attention_mask"):
         if data.batch is None or key not in data.batch:
-            raise RewardError(
-                f"reward batch column {key}", got="nothing", expected="a tensor; generate_sequences writes it"
-            )
+            expected = "a tensor; generate_sequences writes it"
+            raise RewardError(f"reward batch column {key}", got="nothing", expected=expected)
+    columns = data.non_tensor_batch
+    origins = {reward_fn_key: "data.reward_fn_key names it"}
+    if needs_truths:
+        origins["reward_model"] = "the data set's rows bring it, as {'ground_truth': ...}"
+    for key, origin in origins.items():
+        if key not in columns:
+            got = f"only the columns {', '.join(sorted(columns)) or 'none'}"
+            raise RewardError(f"reward batch column {key}", got=got, expected=f"this one; {origin}")
     responses = data.batch["responses"].cpu()
     response_length = responses.shape[1]
     # The attention mask, not the response mask: what a tool or the user said in between belongs to the text that is
@@ -151,32 +145,16 @@ def read_samples(data: DataProto, tokenizer: Any, reward_fn_key: str, *, needs_t
     valid = data.batch["attention_mask"].cpu()[:, -response_length:] if response_length else responses
     lengths = valid.long().sum(dim=-1)
     token_ids = [row[:length] for row, length in zip(responses.tolist(), lengths.tolist(), strict=True)]
-    texts = tokenizer.batch_decode(token_ids, skip_special_tokens=True)
-    sources = _column(data, reward_fn_key, "data.reward_fn_key names it")
-    truths: list[Any] = [None] * len(texts)
-    if needs_truths:
-        column = _column(data, "reward_model", "the data set's rows bring it, as {'ground_truth': ...}")
-        truths = [_ground_truth(truth, row) for row, truth in enumerate(column)]
-    rows = [
-        {"data_source": source, "solution_str": text, "ground_truth": truth, "extra_info": _facts(data, row)}
-        for row, (source, text, truth) in enumerate(zip(sources, texts, truths, strict=True))
-    ]
+    rows = []
+    for row, text in enumerate(tokenizer.batch_decode(token_ids, skip_special_tokens=True)):
+        known = columns["extra_info"][row] if "extra_info" in columns else None
+        extra_info = {} if known is None else known
+        if of_conversation := {name: columns[name][row] for name in OF_CONVERSATION if name in columns}:
+            extra_info = {**extra_info, **of_conversation}
+        truth = _ground_truth(columns["reward_model"][row], row) if needs_truths else None
+        facts = {"data_source": columns[reward_fn_key][row], "solution_str": text, "ground_truth": truth}
+        rows.append({**facts, "extra_info": extra_info})
     return Samples(rows, lengths, response_length)
-
-
-def _facts(data: DataProto, row: int) -> Any:
-    """The `extra_info` of a row; for a conversation with its number of turns and its end."""
-    columns = data.non_tensor_batch
-    known = columns["extra_info"][row] if "extra_info" in columns else None
-    told = {name: columns[name][row] for name in OF_CONVERSATION if name in columns}
-    return {**(known or {}), **told} if told else ({} if known is None else known)
-
-
-def _column(data: DataProto, key: str, origin: str) -> Any:
-    if key not in data.non_tensor_batch:
-        there = ", ".join(sorted(data.non_tensor_batch)) or "none"
-        raise RewardError(f"reward batch column {key}", got=f"only the columns {there}", expected=f"this one; {origin}")
-    return data.non_tensor_batch[key]
 
 
 def _ground_truth(reward_model: Any, row: int) -> Any:
@@ -212,21 +190,31 @@ def collect(samples: Samples, outcomes: Sequence[Outcome], max_error_rate: float
         last = (samples.lengths - 1).clamp(min=0)
         found = torch.tensor([outcome.score for outcome in outcomes], dtype=torch.float32)
         scores[torch.arange(len(outcomes)), last] = found
-    names = dict.fromkeys(name for outcome in outcomes for name in outcome.extra)
-    taken = [name for name in names if name == ERROR_COLUMN or name in FIELDS]
-    if taken:
+    extra = {ERROR_COLUMN: object_array(outcome.error for outcome in outcomes)}
+    num_errors = sum(map(bool, extra[ERROR_COLUMN]))
+    metrics = {
+        "reward/errors": Metric(num_errors, "sum"),
+        "reward/timeouts": Metric(sum(outcome.kind == "timeout" for outcome in outcomes), "sum"),
+        "reward/error_rate": Metric(num_errors / max(len(outcomes), 1), "mean", weight=len(outcomes)),
+    }
+    names = dict.fromkeys(chain.from_iterable(outcome.extra for outcome in outcomes))
+    if taken := names.keys() & {ERROR_COLUMN, *FIELDS}:
         raise RewardError(
             "score function",
-            got=f"{', '.join(taken)} in the dict it returned",
+            got=f"{', '.join(sorted(taken))} in the dict it returned",
             expected="names that no column of the batch has",
             fix="Rename the entry, or leave it out.",
         )
-    extra = {name: object_array(outcome.extra.get(name) for outcome in outcomes) for name in names}
-    errors = {ERROR_COLUMN: object_array(outcome.error for outcome in outcomes)}
-    return RewardOutput(scores, {**errors, **extra}, _metrics(outcomes, extra))
+    for name in names:
+        extra[name] = object_array(outcome.extra.get(name) for outcome in outcomes)
+        values = [value for value in extra[name] if value is not None]
+        if values and all(isinstance(value, Real) for value in values):
+            metrics[f"reward/extra/{name}"] = Metric(math.fsum(values) / len(values), "mean", weight=len(values))
+    return RewardOutput(scores, extra, metrics)
 
 
 def _report_failures(samples: Samples, outcomes: Sequence[Outcome], max_error_rate: float) -> None:
+    """A warning where samples could not be graded, an error where too many could not."""
     failed = [row for row, outcome in enumerate(outcomes) if outcome.error and outcome.kind != "skipped"]
     if not failed:
         return
@@ -241,17 +229,3 @@ def _report_failures(samples: Samples, outcomes: Sequence[Outcome], max_error_ra
             fix=cause,
         )
     logger.warning("%s and count as 0. %s", found, cause)
-
-
-def _metrics(outcomes: Sequence[Outcome], extra: dict[str, np.ndarray]) -> dict[str, Metric]:
-    num_errors = sum(bool(outcome.error) for outcome in outcomes)
-    metrics = {
-        "reward/errors": Metric(num_errors, "sum"),
-        "reward/timeouts": Metric(sum(outcome.kind == "timeout" for outcome in outcomes), "sum"),
-        "reward/error_rate": Metric(num_errors / max(len(outcomes), 1), "mean", weight=len(outcomes)),
-    }
-    for name, column in extra.items():
-        values = [value for value in column if value is not None]
-        if values and all(isinstance(value, Real) for value in values):
-            metrics[f"reward/extra/{name}"] = Metric(math.fsum(values) / len(values), "mean", weight=len(values))
-    return metrics

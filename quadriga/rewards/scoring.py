@@ -84,12 +84,8 @@ def load_grader(name: str) -> Callable[..., Any]:
         package = _PACKAGES.get(error.name or "")
         if package is None:
             raise
-        raise RewardError(
-            f"grader {name}",
-            got=f"no module named {error.name}",
-            expected=f"the package {package}",
-            fix=f"Install it: pip install {package}.",
-        ) from error
+        got, fix = f"no module named {error.name}", f"Install it: pip install {package}."
+        raise RewardError(f"grader {name}", got=got, expected=f"the package {package}", fix=fix) from error
 
 
 def default_compute_score(
@@ -173,16 +169,13 @@ class ScoreFunction:
         function: Callable[..., Any] = default_compute_score
         if self.path is not None:
             function = member_of(import_file(self.path, f"{_SECTION}.path"), self.name, f"{_SECTION}.name")
-        self._check_signature(function)
         # A partial has no frame of its own: a traceback shows the user's function and nothing of ours.
-        return partial(function, **self.reward_kwargs)
-
-    def _check_signature(self, function: Callable[..., Any]) -> None:
+        loaded = partial(function, **self.reward_kwargs)
         try:
             signature = inspect.signature(function)
         except (TypeError, ValueError):
             # Some callables written in C have no signature; then the first call has to show it.
-            return
+            return loaded
         try:
             signature.bind(**{**dict.fromkeys(self.arguments), **self.reward_kwargs})
         except TypeError as error:
@@ -193,3 +186,4 @@ class ScoreFunction:
                 expected=f"a function that takes the keyword arguments {', '.join(self.arguments)}{fixed}",
                 fix="Change the function's parameters, or add **kwargs to them.",
             ) from error
+        return loaded

@@ -13,7 +13,6 @@ from quadriga.data import (
     create_dataloader,
     create_rl_dataset,
     create_rl_sampler,
-    create_validation_sampler,
     load_processor,
     load_tokenizer,
 )
@@ -270,7 +269,7 @@ def build_val_dataloader(config: Config, tokenizer: Any) -> Any:
     val = create_rl_dataset(
         data.val_files, data, tokenizer, processor, is_train=False, max_samples=data.val_max_samples
     )
-    sampler = create_validation_sampler(data, val)
+    sampler = create_rl_sampler(data, val, is_train=False)
     return create_dataloader(val, data, batch_size=data.val_batch_size, sampler=sampler, drop_last=False)
 
 

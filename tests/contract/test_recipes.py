@@ -66,8 +66,7 @@ def compute_score(solution_str, ground_truth, extra_info=None):
 
 import torch
 
-from quadriga.rewards.base import RewardManager, RewardOutput
-from quadriga.rewards.registry import register
+from quadriga.rewards.registry import RewardManager, RewardOutput, register
 
 
 @register("brief")

@@ -2,25 +2,23 @@
 """A service that is busy, down, or talks nonsense."""
 
 import asyncio
-import json
 import socket
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from quadriga.errors import RewardError
 from quadriga.http_client import HTTPClient, ServerLostError
+from tests.http_server import Handler, serving
 
 GOOD = (200, {}, b'{"ok": true}')
 
 
-class Scripted(BaseHTTPRequestHandler):
+class Scripted(Handler):
     """Answers what its server's script says, one entry a request; None: it hangs up."""
 
-    def do_POST(self):
-        self.server.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+    def answer(self, body):
+        self.server.bodies.append(body)
         entry = self.server.script.pop(0)
         if entry is None:
             self.connection.shutdown(socket.SHUT_RDWR)
@@ -29,29 +27,13 @@ class Scripted(BaseHTTPRequestHandler):
             time.sleep(entry)
             entry = GOOD
         status, headers, text = entry
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
-
-    def log_message(self, *_):
-        """Say nothing."""
+        self.reply(status, text, headers)
 
 
 @pytest.fixture
 def server():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Scripted)
-    server.daemon_threads = True
-    server.script, server.bodies = [], []
-    server.url = f"http://127.0.0.1:{server.server_port}/v1"
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with serving(Scripted, "/v1", script=[], bodies=[]) as server:
+        yield server
 
 
 def client(url, **options):
@@ -123,7 +105,7 @@ def test_an_address_that_is_none_is_refused(url):
 
 
 def test_an_event_loop_makes_the_same_requests(server):
-    server.script = [GOOD, (503, {"Retry-After": "3"}, b"busy"), (400, {}, b"too long"), (200, {}, b"done")]
+    server.script = [GOOD, (503, {"Retry-After": "3"}, b"busy"), (400, {}, b"too long")]
 
     async def calls():
         asked = client(server.url, where="judge", fix="Shorten it.")
@@ -133,9 +115,14 @@ def test_an_event_loop_makes_the_same_requests(server):
         assert lost.value.retry_after_s == 3.0
         with pytest.raises(RewardError, match=r"judge, http://.*/chat: got status 400: too long.* Shorten it\."):
             await asked.call_async("chat", {})
-        assert await asked.call_async(body={}, needs_object=False) is None
 
     asyncio.run(calls())
+
+
+def test_a_reply_need_not_be_an_object(server):
+    server.script = [(200, {}, b"[1]"), (200, {}, b"done")]
+    assert client(server.url).call(body={}, needs_object=False) == [1]
+    assert client(server.url).call(body={}, needs_object=False) is None
 
 
 def test_a_cancelled_request_ends_its_connection(server):

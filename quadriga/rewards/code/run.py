@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 from quadriga.errors import RewardError
 from quadriga.http_client import HTTPClient
 from quadriga.rewards.code import containment
-from quadriga.rewards.code.cases import Case
 from quadriga.rewards.code.containment import Limits
 from quadriga.rewards.code.supervisor import COMMAND
 
@@ -38,6 +37,18 @@ _QUEUE_S = 60.0
 # An error of the server's own may pass; then it is not the program's.
 _MAX_SANDBOX_ERRORS = 3
 _MAX_ATTEMPTS = 4
+
+
+class Case(NamedTuple):
+    """One test: what the program is given, and the output that is expected (which it never gets)."""
+
+    given: dict[str, Any]
+    expected: Any
+
+    @property
+    def is_call(self) -> bool:
+        """Whether a function is called; else the program reads its standard input."""
+        return "function" in self.given
 
 
 class Run(NamedTuple):
@@ -197,20 +208,20 @@ def _run_one(server: HTTPClient, program: str, index: int, case: Case, limits: L
             break
     else:
         raise RewardError(server.url, got=f"SandboxError: {reply.get('message')}", expected="Success or Failed")
-    for part in (reply.get("compile_result"), reply.get("run_result")):
-        if part and (part.get("status") != "Finished" or part.get("return_code") != 0):
-            return _as_run(index, part)
-    return _as_run(index, reply.get("run_result") or {"status": "Error", "stderr": "the server ran nothing"})
-
-
-def _as_run(index: int, part: dict[str, Any]) -> Run:
-    code = part.get("return_code")
-    status = _STATUS.get(str(part.get("status")), "error")
-    if status == "ok" and code:
-        status = "error"
+    # The first part that failed, or else the run itself.
+    part = reply.get("compile_result")
+    if not part or (part.get("status") == "Finished" and part.get("return_code") == 0):
+        part = reply.get("run_result") or {"status": "Error", "stderr": "the server ran nothing"}
+    code, status = part.get("return_code") or 0, _STATUS.get(str(part.get("status")), "error")
     stdout, _, result = (part.get("stdout") or "").partition(_MARK)
     return Run(
-        index, status, code or 0, part.get("execution_time") or 0.0, stdout, part.get("stderr") or "", result.strip()
+        index,
+        "error" if status == "ok" and code else status,
+        code,
+        part.get("execution_time") or 0.0,
+        stdout,
+        part.get("stderr") or "",
+        result.strip(),
     )
 
 

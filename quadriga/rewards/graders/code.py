@@ -1,28 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
 """Programs (CodeContests, APPS, Codeforces, TACO), run on their tests under limits, or on a Sandbox Fusion server.
 
-The last fenced block of the response is the program; the whole response where there is none. A ground truth holds the
-tests, see `quadriga.rewards.code.cases`. A test passes if the program ends by itself, with exit status 0, and prints
-(or its function returns) what is expected. A test that ends at a limit of time, and one that opens a socket, ends the
-problem: the tests after it are not run and have not passed.
+The last fenced block of the response is the program; the whole response where there is none. A ground truth is a dict,
+or JSON text of one, as the data sets have it:
+
+    {"inputs": ["1 2\\n", ...], "outputs": ["3\\n", ...]}                     standard input and output
+    {"inputs": [[1, 2], ...], "outputs": [3, ...], "fn_name": "add"}          a call of a function a test
+
+An input of a call is the list of its arguments, or text with one argument in JSON a line; an output is the result, or
+its JSON text, or (in APPS) the result in a list of one.
+
+A test passes if the program ends by itself, with exit status 0, and prints (or its function returns) what is expected.
+A test that ends at a limit of time, and one that opens a socket, ends the problem: the tests after it are not run and
+have not passed.
 
 Besides the score it returns "pass_rate" (share of the tests that passed), "num_tests", and "reason": in words, the
 first failure, "" where all passed.
 """
 
 import json
+import math
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
-from quadriga.rewards.code.cases import Case, is_same_result, is_same_text, read_cases
 from quadriga.rewards.code.containment import Limits
-from quadriga.rewards.code.run import Run, run_cases, run_remotely
+from quadriga.rewards.code.run import Case, Run, run_cases, run_remotely
 
 _FENCE = re.compile(r"^[ \t]*```[ \t]*(?P<language>[\w+#-]*)[^\n]*\n(?P<program>.*?)(?:^[ \t]*```|\Z)", re.M | re.S)
 _ENDS_PROBLEM = frozenset({"time", "wall", "network"})
 _LIMITS = tuple(entry.name for entry in fields(Limits))
 LONGEST_REASON = 300
+TOLERANCE = 1e-6
+_is_close = partial(math.isclose, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
 # A limit that a program meets as an error of its own, by the beginning of the last line that it leaves.
 _LIMIT_OF_ERROR = {
     "MemoryError": "memory limit, {0.memory_megabytes} MB",
@@ -145,3 +157,106 @@ def _graded(num_passed: int, num_tests: int, reason: str, use_partial_credit: bo
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+def read_cases(ground_truth: Any) -> list[Case]:
+    """The tests of a problem.
+
+    Raises:
+        ValueError: the ground truth is none of the forms that the top of the file lists.
+    """
+    tests = ground_truth
+    if isinstance(tests, str):
+        try:
+            tests = json.loads(tests)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"ground truth: got text that is not JSON ({error}), expected tests as JSON") from error
+    if not isinstance(tests, Mapping) or "inputs" not in tests or "outputs" not in tests:
+        got = f"the keys {sorted(map(str, tests))}" if isinstance(tests, Mapping) else type(tests).__name__
+        raise ValueError(f"ground truth: got {got}, expected a dict with 'inputs' and 'outputs'")
+    inputs, outputs = list(tests["inputs"]), list(tests["outputs"])
+    if len(inputs) != len(outputs) or not inputs:
+        raise ValueError(f"ground truth: got {len(inputs)} inputs and {len(outputs)} outputs, expected one of each")
+    name, pairs = tests.get("fn_name"), zip(inputs, outputs, strict=True)
+    if name:
+        return [Case({"function": name, "arguments": _arguments(given)}, output) for given, output in pairs]
+    return [Case({"input": _text(given)}, _text(output)) for given, output in pairs]
+
+
+def is_same_text(printed: str, expected: str) -> bool:
+    """Whether two outputs are the same, blanks at the ends of lines and empty lines at the end aside.
+
+    Where the expected word is a number with a decimal point, a number within 1e-6 of it (absolutely or relatively) is
+    the same.
+    """
+    lines, wanted = ([line.rstrip() for line in text.rstrip().splitlines()] for text in (printed, expected))
+    if lines == wanted:
+        return True
+    if len(lines) != len(wanted):
+        return False
+    words = [(line.split(), want.split()) for line, want in zip(lines, wanted, strict=True)]
+    return all(
+        len(got) == len(want) and all(_is_same_word(*pair) for pair in zip(got, want, strict=True))
+        for got, want in words
+    )
+
+
+def is_same_result(result: Any, expected: Any) -> bool:
+    """Whether a function's result is the expected one; numbers with a fraction within 1e-6."""
+    if isinstance(expected, str):
+        try:
+            if _is_same_value(result, json.loads(expected)):
+                return True
+        except json.JSONDecodeError:
+            # A plain text, which stands for itself.
+            return _is_same_value(result, expected)
+    if _is_same_value(result, expected):
+        return True
+    return isinstance(expected, Sequence) and len(expected) == 1 and _is_same_value(result, expected[0])
+
+
+def _is_same_word(word: str, expected: str) -> bool:
+    if word == expected:
+        return True
+    if not any(mark in expected for mark in ".eE"):
+        return False
+    try:
+        return _is_close(float(word), float(expected))
+    except ValueError:
+        # One of them is a word.
+        return False
+
+
+def _is_same_value(value: Any, expected: Any) -> bool:
+    if isinstance(expected, list | tuple):
+        is_list = isinstance(value, list) and len(value) == len(expected)
+        return is_list and all(_is_same_value(*pair) for pair in zip(value, expected, strict=True))
+    if isinstance(expected, Mapping):
+        keys = {str(key): entry for key, entry in expected.items()}
+        is_dict = isinstance(value, Mapping) and value.keys() == keys.keys()
+        return is_dict and all(_is_same_value(value[key], entry) for key, entry in keys.items())
+    if isinstance(value, bool) or isinstance(expected, bool):
+        return value is expected
+    if isinstance(value, float) or isinstance(expected, float):
+        are_numbers = isinstance(value, int | float) and isinstance(expected, int | float)
+        return are_numbers and _is_close(value, expected)
+    return value == expected
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list | tuple):
+        return "\n".join(map(str, value))
+    raise ValueError(f"ground truth: got {type(value).__name__} as a test's input or output, expected text or lines")
+
+
+def _arguments(given: Any) -> list[Any]:
+    if isinstance(given, str):
+        try:
+            return [json.loads(line) for line in given.splitlines() if line.strip()]
+        except json.JSONDecodeError as error:
+            raise ValueError(f"ground truth: got the arguments {given[:80]!r}, expected JSON, one a line") from error
+    if isinstance(given, list | tuple):
+        return list(given)
+    raise ValueError(f"ground truth: got {type(given).__name__} as a test's arguments, expected a list or JSON text")

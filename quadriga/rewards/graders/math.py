@@ -38,7 +38,12 @@ def compute_score(solution_str: str, ground_truth: str, extra_info: dict[str, An
         box = last_box(solution_str)
         text = f"\\boxed{{{box}}}" if box is not None else "" if "\\boxed{" in solution_str else solution_str
         answers = parse(text, _EXTRACTION, parsing_timeout=_limit_s(), raise_on_error=True)
-        return {"score": float(_is_same(truth, answers)), "pred": _vote(answers)}
+        # What majority voting counts: numbers by value, everything else by the text that was read. Expressions are not
+        # written out: for one such as 9^{9^9} that may never end.
+        vote = next((" ".join(answer.split()) for answer in answers if isinstance(answer, str)), None)
+        if answers and isinstance(answers[0], Number) and abs(answers[0]) < LARGEST_VOTE:
+            vote = f"{float(answers[0]):.12g}"
+        return {"score": float(_is_same(truth, answers)), "pred": vote}
     except TimeoutException as error:
         message = f"math-verify did not finish a step within its {STEP_LIMIT_S} s on ...{solution_str[-200:]!r}"
         raise TimeoutError(message) from error
@@ -74,14 +79,3 @@ def _is_same(truth: list[Any], answers: list[Any]) -> bool:
 
 def _limit_s() -> int | None:
     return STEP_LIMIT_S if threading.current_thread() is threading.main_thread() else None
-
-
-def _vote(answers: list[Any]) -> str | None:
-    """What majority voting counts: numbers by value, everything else by the text that was read.
-
-    Expressions are not written out: for one such as 9^{9^9} that may never end.
-    """
-    if answers and isinstance(answers[0], Number) and abs(answers[0]) < LARGEST_VOTE:
-        return f"{float(answers[0]):.12g}"
-    texts = [answer for answer in answers if isinstance(answer, str)]
-    return " ".join(texts[0].split()) if texts else None

@@ -26,6 +26,7 @@ _ANSWER = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
 _TEXT = re.compile(r"\\(?:text|mathrm|mbox|textbf)\{([^{}]*)\}")
 _LEFT_OUT = re.compile(r"\\left|\\right|\\[!,;: ]|\\%|%|\\\$|\$|\\degree|\^\\circ|\^\{\\circ\}|\s|\*\*")
 _FRACTION = re.compile(r"\\[dt]frac")
+_PLAIN_NUMBER = re.compile(r"[-+\u2212]?[0-9.,]+")
 
 
 def compute_score(
@@ -49,10 +50,14 @@ def compute_score(
     answer = extract_answer(solution_str)
     if answer is None:
         return {"score": wrong_score, "acc": 0.0, "pred": None}
-    is_right = _is_same_text(normal(answer), truth)
+    text = normal(answer)
+    is_right = text == truth
+    if not is_right and _PLAIN_NUMBER.fullmatch(text) and _PLAIN_NUMBER.fullmatch(truth):
+        numbers = find_numbers(text)
+        is_right = len(numbers) == 1 and numbers == find_numbers(truth)
     if not is_right and use_symbols and find_spec("math_verify") is not None:
         is_right = _is_same_meaning(answer, str(ground_truth))
-    return {"score": 1.0 if is_right else wrong_score, "acc": float(is_right), "pred": normal(answer)}
+    return {"score": 1.0 if is_right else wrong_score, "acc": float(is_right), "pred": text}
 
 
 def extract_answer(solution_str: str) -> str | None:
@@ -73,14 +78,6 @@ def normal(text: str) -> str:
     head, mark, rest = text.rpartition("=")
     text = rest if mark and len(head) <= 2 else text
     return text.rstrip(".").lower()
-
-
-def _is_same_text(answer: str, truth: str) -> bool:
-    if answer == truth:
-        return True
-    numbers, wanted = find_numbers(answer), find_numbers(truth)
-    plain = re.compile(r"[-+\u2212]?[0-9.,]+")
-    return bool(plain.fullmatch(answer) and plain.fullmatch(truth)) and len(numbers) == 1 and numbers == wanted
 
 
 def _is_same_meaning(answer: str, ground_truth: str) -> bool:

@@ -41,37 +41,28 @@ def compute_score(
     """
     if metric not in ("em", "sub_match", "f1"):
         raise ValueError(f"question answering metric: got {metric!r}, expected 'em', 'sub_match' or 'f1'")
-    accepted = [normal(text) for text in _accepted(ground_truth)]
+    target = ground_truth.get("target") if isinstance(ground_truth, Mapping) else ground_truth
+    if hasattr(target, "tolist"):
+        target = target.tolist()
+    texts = [target] if isinstance(target, str) else target
+    is_usable = isinstance(texts, list | tuple) and texts and all(isinstance(text, str) for text in texts)
+    accepted = [normal(text) for text in texts] if is_usable else [""]
+    if not all(accepted):
+        raise ValueError(f"ground truth: got {ground_truth!r}, expected a text, texts, or a dict with 'target'")
     found = _ANSWER.findall(solution_str)
     if not found:
         return {"score": 0.0, "em": 0.0, "sub_match": 0.0, "f1": 0.0, "pred": None}
     answer = normal(found[-1])
-    values = {
-        "em": float(answer in accepted),
-        "sub_match": float(any(f" {text} " in f" {answer} " for text in accepted)),
-        "f1": max(f1(answer, text) for text in accepted),
-    }
+    words, f1 = answer.split(), 0.0
+    for wanted in map(str.split, accepted):
+        # Harmonic mean of precision and recall over the words, repeated words counted.
+        num_common = (Counter(words) & Counter(wanted)).total()
+        f1 = max(f1, 2 * num_common / (len(words) + len(wanted)))
+    sub_match = any(f" {text} " in f" {answer} " for text in accepted)
+    values = {"em": float(answer in accepted), "sub_match": float(sub_match), "f1": f1}
     return {"score": values[metric] or format_score, **values, "pred": answer}
 
 
 def normal(text: str) -> str:
     """The text as it is compared."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
-
-
-def f1(answer: str, accepted: str) -> float:
-    """Harmonic mean of precision and recall over the words of two normal texts, repeated words counted."""
-    words, wanted = answer.split(), accepted.split()
-    num_common = sum((Counter(words) & Counter(wanted)).values())
-    return 2 * num_common / (len(words) + len(wanted)) if num_common else 0.0
-
-
-def _accepted(ground_truth: Any) -> list[str]:
-    target = ground_truth.get("target") if isinstance(ground_truth, Mapping) else ground_truth
-    if hasattr(target, "tolist"):
-        target = target.tolist()
-    texts = [target] if isinstance(target, str) else target
-    is_usable = isinstance(texts, list | tuple) and texts and all(isinstance(text, str) for text in texts)
-    if not is_usable or not all(normal(text) for text in texts):
-        raise ValueError(f"ground truth: got {ground_truth!r}, expected a text, texts, or a dict with 'target'")
-    return list(texts)

@@ -25,8 +25,7 @@ SOURCE_PREFIX = "reasoning_gym/"
 _MALFORMED = (ValueError, TypeError, ArithmeticError, LookupError, AttributeError, RecursionError)
 # The answer that says nothing, for entries without one of their own: no move, no colour.
 _EMPTY_ANSWER = "{}"
-
-
+# Each makes a data set of the task.
 _scorer: Callable[[str], Callable[..., float]] = cache(get_score_answer_fn)
 
 
@@ -61,41 +60,33 @@ def compute_score(
     answer = extract_answer(solution_str)
     if answer is None:
         answer = solution_str.strip()
-    return {"score": _score(_scorer(name), answer, entry), "pred": answer}
-
-
-def _score(scorer: Callable[..., float], answer: str, entry: _Record) -> float:
+    scorer, score = _scorer(name), 0.0
     try:
-        return float(scorer(answer=answer, entry=entry))
+        score = float(scorer(answer=answer, entry=entry))
     except MissingKeyError:
         raise
     except _MALFORMED:
         # Is the answer to blame, or the row? The row's own answer tells: this raises if it is the row.
         reference = entry.get("answer")
         scorer(answer=_EMPTY_ANSWER if reference is None else reference, entry=entry)
-        return 0.0
+    return {"score": score, "pred": answer}
 
 
 def _entry(ground_truth: str | None, extra_info: Mapping[str, Any]) -> _Record:
-    if extra_info.get("entry") is not None:
-        entry = _decoded(extra_info["entry"], "entry")
-        metadata = entry.get("metadata")
-        return _Record({**entry, "metadata": _Record(metadata)}) if isinstance(metadata, Mapping) else entry
-    if extra_info.get("metadata") is None:
+    """The entry of a row, in which a missing key is an error of its own."""
+    key = next((key for key in ("entry", "metadata") if extra_info.get(key) is not None), None)
+    if key is None:
         got = f"the keys {sorted(extra_info)}" if extra_info else "nothing"
         raise ValueError(f"extra_info: got {got}, expected the reasoning-gym 'entry' or its 'metadata'")
-    return _Record(
-        question=extra_info.get("question", ""),
-        answer=ground_truth,
-        metadata=_decoded(extra_info["metadata"], "metadata"),
-    )
-
-
-def _decoded(value: Any, key: str) -> _Record:
-    decoded = json.loads(value, object_hook=_tuples) if isinstance(value, str) else value
-    if not isinstance(decoded, Mapping):
-        raise ValueError(f"extra_info[{key!r}]: got {type(decoded).__name__}, expected a dict or a dict as JSON text")
-    return _Record(decoded)
+    found = extra_info[key]
+    if isinstance(found, str):
+        found = json.loads(found, object_hook=_tuples)
+    if not isinstance(found, Mapping):
+        raise ValueError(f"extra_info[{key!r}]: got {type(found).__name__}, expected a dict or a dict as JSON text")
+    if key == "metadata":
+        found = {"question": extra_info.get("question", ""), "answer": ground_truth, "metadata": found}
+    metadata = found.get("metadata")
+    return _Record({**found, "metadata": _Record(metadata)} if isinstance(metadata, Mapping) else found)
 
 
 def _tuples(value: dict[str, Any]) -> Any:

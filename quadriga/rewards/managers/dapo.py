@@ -20,7 +20,7 @@ from quadriga.rewards.registry import register
 from quadriga.rewards.samples import Samples
 
 _WHERE = "reward_model.reward_kwargs"
-_BUFFER_KEYS = ("enable", "len", "penalty_factor", "log")
+_BUFFER_DEFAULTS = {"enable": False, "len": 0, "penalty_factor": 1.0, "log": False}
 
 
 @register("dapo")
@@ -31,8 +31,20 @@ class DapoRewardManager(NaiveRewardManager):
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         kwargs = config.reward_model.reward_kwargs
-        self._buffer = _checked_buffer(dict(kwargs.get("overlong_buffer_cfg") or {}), kwargs.get("max_resp_len"))
-        self._max_length = kwargs.get("max_resp_len")
+        given, self._max_length = kwargs.get("overlong_buffer_cfg") or {}, kwargs.get("max_resp_len")
+        unknown = ", ".join(key for key in given if key not in _BUFFER_DEFAULTS)
+        if unknown:
+            expected = f"only {', '.join(_BUFFER_DEFAULTS)}"
+            raise ConfigError(f"{_WHERE}.overlong_buffer_cfg", got=unknown, expected=expected)
+        self._buffer = {**_BUFFER_DEFAULTS, **given}
+        length = self._buffer["len"]
+        if self._buffer["enable"]:
+            if not isinstance(self._max_length, int) or self._max_length < 1:
+                expected = "a number of tokens, usually data.max_response_length"
+                raise ConfigError(f"{_WHERE}.max_resp_len", got=repr(self._max_length), expected=expected)
+            if not isinstance(length, int) or not 0 < length <= self._max_length:
+                expected = f"a number of tokens from 1 to max_resp_len={self._max_length}"
+                raise ConfigError(f"{_WHERE}.overlong_buffer_cfg.len", got=repr(length), expected=expected)
         super().__init__(config, tokenizer)
 
     def shaped(self, outcomes: list[Outcome], samples: Samples) -> list[Outcome]:
@@ -49,20 +61,3 @@ class DapoRewardManager(NaiveRewardManager):
                 outcome = outcome._replace(score=outcome.score + punishment, extra={**outcome.extra, **told})
             shaped.append(outcome)
         return shaped
-
-
-def _checked_buffer(buffer: dict[str, Any], max_length: Any) -> dict[str, Any]:
-    unknown = [key for key in buffer if key not in _BUFFER_KEYS]
-    if unknown:
-        expected = f"only {', '.join(_BUFFER_KEYS)}"
-        raise ConfigError(f"{_WHERE}.overlong_buffer_cfg", got=", ".join(unknown), expected=expected)
-    buffer = {"enable": False, "len": 0, "penalty_factor": 1.0, "log": False, **buffer}
-    if not buffer["enable"]:
-        return buffer
-    if not isinstance(max_length, int) or max_length < 1:
-        expected = "a number of tokens, usually data.max_response_length"
-        raise ConfigError(f"{_WHERE}.max_resp_len", got=repr(max_length), expected=expected)
-    if not isinstance(buffer["len"], int) or not 0 < buffer["len"] <= max_length:
-        expected = f"a number of tokens from 1 to max_resp_len={max_length}"
-        raise ConfigError(f"{_WHERE}.overlong_buffer_cfg.len", got=repr(buffer["len"]), expected=expected)
-    return buffer

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model on another server grades: it gets a prompt, and the number in its reply is the score.
 
-Any server with OpenAI's chat completions will do. Options (`reward_model.reward_kwargs`): those of `JudgeSettings`
+Any server with OpenAI's chat completions will do. Options (`reward_model.reward_kwargs`): those of `Judge`
 (`url`, `model`, `api_key_env`, `requests_per_minute`, `max_concurrency`, `timeout_s`, ...) and what is asked:
 
     prompt      text with {solution_str}, {ground_truth}, {data_source} and {extra_info.NAME} to be filled in
@@ -23,10 +23,9 @@ import os
 import re
 import threading
 import time
-from asyncio import wrap_future
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -34,7 +33,8 @@ from quadriga.config import Config
 from quadriga.errors import ConfigError, RewardError
 from quadriga.http_client import HTTPClient
 from quadriga.rewards.components import weighted
-from quadriga.rewards.outcome import Outcome, failure, raised, read_outcome
+from quadriga.rewards.outcome import Outcome, raised, read_outcome
+from quadriga.rewards.pool import Round
 from quadriga.rewards.registry import register
 from quadriga.rewards.samples import SampleManager
 
@@ -44,8 +44,6 @@ DEFAULT_PATTERN = r"[Ss]core:?\**\s*(-?\d+(?:\.\d+)?)"
 _CHARS_PER_TOKEN = 3
 _WHERE = "reward_model.reward_kwargs"
 _PLACE = re.compile(r"\{(solution_str|ground_truth|data_source|extra_info\.\w+)\}")
-
-Message = dict[str, str]
 
 
 class RateLimit:
@@ -80,12 +78,19 @@ class RateLimit:
             TimeoutError: there is no room before the deadline, a time of the clock.
         """
         with self._changed:
-            while (pause_s := self._pause_s(num_tokens)) > 0:
-                left_s = deadline - self._clock()
-                if left_s <= 0:
+            while True:
+                now = self._clock()
+                while self._window and self._window[0][0] <= now - WINDOW_S:
+                    self._num_tokens -= self._window.popleft()[1]
+                has_requests = self._max_requests is None or len(self._window) < self._max_requests
+                has_tokens = self._max_tokens is None or self._num_tokens + num_tokens <= self._max_tokens
+                # A request larger than a minute's tokens goes alone: it would never fit.
+                if not self._window or (has_requests and has_tokens):
+                    break
+                if now >= deadline:
                     raise TimeoutError("the judge's limit on requests or tokens per minute left no room in time")
-                self._wait(self._changed, min(pause_s, left_s))
-            entry = [self._clock(), float(num_tokens)]
+                self._wait(self._changed, min(self._window[0][0] + WINDOW_S, deadline) - now)
+            entry = [now, float(num_tokens)]
             self._window.append(entry)
             self._num_tokens += num_tokens
             return entry
@@ -98,21 +103,10 @@ class RateLimit:
                 entry[1] = float(num_tokens)
                 self._changed.notify_all()
 
-    def _pause_s(self, num_tokens: int) -> float:
-        now = self._clock()
-        while self._window and self._window[0][0] <= now - WINDOW_S:
-            self._num_tokens -= self._window.popleft()[1]
-        if not self._window:
-            # A request larger than a minute's tokens goes alone: it would never fit.
-            return 0.0
-        has_requests = self._max_requests is None or len(self._window) < self._max_requests
-        has_tokens = self._max_tokens is None or self._num_tokens + num_tokens <= self._max_tokens
-        return 0.0 if has_requests and has_tokens else self._window[0][0] + WINDOW_S - now
 
-
-@dataclass(frozen=True)
-class JudgeSettings:
-    """The model that judges, and how many requests it may get.
+@dataclass
+class Judge:
+    """One model on one server, to which questions are put; threads may share it.
 
     Attributes:
         url: of the API, as in "http://host:8000/v1"; "/chat/completions" is added if it is not there.
@@ -120,7 +114,7 @@ class JudgeSettings:
         api_key_env: environment variable that holds the key. None: the server wants none.
         requests_per_minute: None: any number.
         tokens_per_minute: of prompts and replies together. None: any number.
-        max_concurrency: requests at the same time.
+        max_concurrency: samples judged at the same time.
         timeout_s: for one question, with all its waits and retries.
         max_attempts: requests for one question.
         backoff_s: pause after the first failure; it doubles with each.
@@ -128,7 +122,7 @@ class JudgeSettings:
         temperature: of the judge's sampling.
 
     Raises:
-        ConfigError: a number is out of range.
+        ConfigError: a number is out of range, or the environment variable for the key is not set.
     """
 
     url: str
@@ -152,37 +146,23 @@ class JudgeSettings:
             if not isinstance(number, wanted) or isinstance(number, bool) or number <= 0:
                 kind = "seconds" if entry.name.endswith("_s") else "a whole number"
                 raise ConfigError(f"judge {entry.name}", got=repr(number), expected=f"{kind} above 0")
-
-
-class Judge:
-    """One model on one server, to which questions are put; threads may share it.
-
-    Raises:
-        ConfigError: the environment variable for the key is not set.
-    """
-
-    def __init__(self, settings: JudgeSettings) -> None:
-        self.settings = settings
         headers: dict[str, str] = {}
-        if settings.api_key_env is not None:
-            key = os.environ.get(settings.api_key_env)
+        if self.api_key_env is not None:
+            key = os.environ.get(self.api_key_env)
             if not key:
                 raise ConfigError(
                     "judge api_key_env",
-                    got=f"{settings.api_key_env}, which is not set",
+                    got=f"{self.api_key_env}, which is not set",
                     expected="an environment variable that holds the server's key",
-                    fix=f"export {settings.api_key_env}=...",
+                    fix=f"export {self.api_key_env}=...",
                 )
             headers["Authorization"] = f"Bearer {key}"
-        path = "" if settings.url.endswith("/chat/completions") else "/chat/completions"
-        url = settings.url.rstrip("/") + path
+        path = "" if self.url.endswith("/chat/completions") else "/chat/completions"
+        url = self.url.rstrip("/") + path
         self._server = HTTPClient(url, RewardError, setting=f"{_WHERE}.url", headers=headers, use_proxies=True)
-        self._limit = RateLimit(
-            requests_per_minute=settings.requests_per_minute, tokens_per_minute=settings.tokens_per_minute
-        )
-        self._places = threading.BoundedSemaphore(settings.max_concurrency)
+        self._limit = RateLimit(requests_per_minute=self.requests_per_minute, tokens_per_minute=self.tokens_per_minute)
 
-    def ask(self, messages: Sequence[Message]) -> str:
+    def ask(self, messages: Sequence[Mapping[str, str]]) -> str:
         """The judge's reply.
 
         Args:
@@ -192,32 +172,22 @@ class Judge:
             TimeoutError: no reply within `timeout_s`.
             RewardError: the server refuses, no attempt brought a reply, or the reply holds no text.
         """
-        settings = self.settings
-        deadline = time.monotonic() + settings.timeout_s
-        estimate = sum(len(message["content"]) for message in messages) // _CHARS_PER_TOKEN + settings.max_tokens
+        deadline = time.monotonic() + self.timeout_s
+        estimate = sum(len(message["content"]) for message in messages) // _CHARS_PER_TOKEN + self.max_tokens
         entries: list[list[float]] = []
 
         def before_attempt() -> None:
             # Each attempt counts with the server, so each is counted here; only the last is settled.
             entries.append(self._limit.acquire(estimate, deadline))
 
-        if not self._places.acquire(timeout=settings.timeout_s):
-            raise TimeoutError(f"{self._server.url}: no free place within {settings.timeout_s:g} s (max_concurrency)")
-        try:
-            reply = self._server.call_until(
-                {
-                    "model": settings.model,
-                    "messages": list(messages),
-                    "max_tokens": settings.max_tokens,
-                    "temperature": settings.temperature,
-                },
-                timeout_s=max(0.0, deadline - time.monotonic()),
-                max_attempts=settings.max_attempts,
-                backoff_s=settings.backoff_s,
-                before_attempt=before_attempt,
-            )
-        finally:
-            self._places.release()
+        sampling = {"max_tokens": self.max_tokens, "temperature": self.temperature}
+        reply = self._server.call_until(
+            {"model": self.model, "messages": list(messages), **sampling},
+            timeout_s=self.timeout_s,
+            max_attempts=self.max_attempts,
+            backoff_s=self.backoff_s,
+            before_attempt=before_attempt,
+        )
         used = (reply.get("usage") or {}).get("total_tokens")
         if isinstance(used, int):
             self._limit.settle(entries[-1], used)
@@ -252,31 +222,6 @@ class Question(NamedTuple):
     weight: float
 
 
-class JudgedSamples:
-    """Samples that are being judged, one future each; see `samples.Work`."""
-
-    def __init__(self, futures: Sequence[Future[Outcome]], max_failures: int | None) -> None:
-        self.futures, self._max_failures = futures, max_failures
-
-    def result(self) -> list[Outcome]:
-        num_failed = 0
-        for future in as_completed(self.futures):
-            num_failed += bool(future.result().error)
-            if self._max_failures is not None and num_failed > self._max_failures:
-                break
-        graded = [future.result() if future.done() else None for future in self.futures]
-        self.cancel()
-        skipped = failure("skipped", "not graded, since too many other samples had failed")
-        return [outcome or skipped for outcome in graded]
-
-    def cancel(self) -> None:
-        for future in self.futures:
-            future.cancel()
-
-    def progress(self) -> str:
-        return f"{sum(future.done() for future in self.futures)} of {len(self.futures)} judged"
-
-
 @register("judge")
 class JudgeRewardManager(SampleManager):
     """Grades each sample by a model on another server, within that server's limits.
@@ -285,7 +230,7 @@ class JudgeRewardManager(SampleManager):
     """
 
     grades_early = True
-    options = (*(entry.name for entry in fields(JudgeSettings)), "prompt", "pattern", "components")
+    options = (*(entry.name for entry in fields(Judge)), "prompt", "pattern", "components")
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         super().__init__(config, tokenizer)
@@ -295,15 +240,12 @@ class JudgeRewardManager(SampleManager):
             raise ConfigError(_WHERE, got=f"no {' and no '.join(missing)}", expected="the judge's url and model")
         self._questions = _questions(kwargs)
         self.needs_truths = any("{ground_truth}" in question.prompt for question in self._questions)
-        known = {entry.name for entry in fields(JudgeSettings)}
-        self._judge = Judge(JudgeSettings(**{name: value for name, value in kwargs.items() if name in known}))
-        self._threads = ThreadPoolExecutor(self._judge.settings.max_concurrency, "judge")
+        of_judge = {entry.name for entry in fields(Judge)} & kwargs.keys()
+        self._judge = Judge(**{name: kwargs[name] for name in of_judge})
+        self._threads = ThreadPoolExecutor(self._judge.max_concurrency, "judge")
 
-    def submit(self, rows: list[dict[str, Any]], max_failures: int | None = None) -> JudgedSamples:
-        return JudgedSamples([self._threads.submit(self._grade, row) for row in rows], max_failures)
-
-    async def grade_one(self, row: dict[str, Any]) -> Outcome:
-        return await wrap_future(self.submit([row]).futures[0])
+    def submit(self, rows: list[dict[str, Any]], max_failures: int | None = None) -> Round:
+        return Round([self._threads.submit(self._grade, row) for row in rows], max_failures)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -335,26 +277,26 @@ def _questions(kwargs: dict[str, Any]) -> list[Question]:
         got = "neither" if components is None else "both"
         raise ConfigError(_WHERE, got=f"{got} of prompt and components", expected="one of them")
     if components is None:
-        return [_question("judge_score", {"prompt": kwargs["prompt"], "pattern": kwargs.get("pattern")})]
+        components = {"judge_score": {"prompt": kwargs["prompt"], "pattern": kwargs.get("pattern")}}
     if not isinstance(components, Mapping) or not components:
         raise ConfigError(f"{_WHERE}.components", got=repr(components), expected="names, each with a prompt")
-    return [_question(str(name), settings) for name, settings in components.items()]
-
-
-def _question(name: str, settings: Any) -> Question:
-    where = f"{_WHERE}.components.{name}"
-    if not isinstance(settings, Mapping) or not set(settings) <= {"prompt", "pattern", "weight"}:
-        raise ConfigError(where, got=repr(settings), expected="prompt, and if wanted pattern and weight")
-    pattern = settings.get("pattern") or DEFAULT_PATTERN
-    try:
-        num_groups = re.compile(pattern).groups
-    except re.error as error:
-        raise ConfigError(f"{where}.pattern", got=f"{pattern!r}: {error}", expected="a regular expression") from error
-    if num_groups < 1:
-        raise ConfigError(f"{where}.pattern", got=f"{pattern!r}", expected="a group (...) around the number")
-    prompt, weight = settings.get("prompt"), settings.get("weight", 1.0)
-    if not isinstance(prompt, str) or "{solution_str}" not in prompt:
-        raise ConfigError(f"{where}.prompt", got=repr(prompt), expected="text with {solution_str} in it")
-    if not isinstance(weight, int | float):
-        raise ConfigError(f"{where}.weight", got=repr(weight), expected="a number")
-    return Question(name, prompt, pattern, float(weight))
+    questions = []
+    for name, settings in components.items():
+        where = f"{_WHERE}.components.{name}"
+        if not isinstance(settings, Mapping) or not set(settings) <= {"prompt", "pattern", "weight"}:
+            raise ConfigError(where, got=repr(settings), expected="prompt, and if wanted pattern and weight")
+        pattern = settings.get("pattern") or DEFAULT_PATTERN
+        try:
+            num_groups = re.compile(pattern).groups
+        except re.error as error:
+            got = f"{pattern!r}: {error}"
+            raise ConfigError(f"{where}.pattern", got=got, expected="a regular expression") from error
+        if num_groups < 1:
+            raise ConfigError(f"{where}.pattern", got=f"{pattern!r}", expected="a group (...) around the number")
+        prompt, weight = settings.get("prompt"), settings.get("weight", 1.0)
+        if not isinstance(prompt, str) or "{solution_str}" not in prompt:
+            raise ConfigError(f"{where}.prompt", got=repr(prompt), expected="text with {solution_str} in it")
+        if not isinstance(weight, int | float):
+            raise ConfigError(f"{where}.weight", got=repr(weight), expected="a number")
+        questions.append(Question(str(name), prompt, pattern, float(weight)))
+    return questions

@@ -6,10 +6,9 @@ from typing import Any
 
 from quadriga.config import Config
 from quadriga.protocol import DataProto
-from quadriga.rewards.base import Grading
 from quadriga.rewards.outcome import Outcome
 from quadriga.rewards.pool import GradingPool, Round
-from quadriga.rewards.registry import register
+from quadriga.rewards.registry import Grading, register
 from quadriga.rewards.samples import SampleManager
 from quadriga.rewards.scoring import ScoreFunction, grader_name
 
@@ -24,7 +23,7 @@ class NaiveRewardManager(SampleManager):
     A user's score function is loaded at construction, so that a mistake in its file shows before a model is.
 
     Args:
-        config: the run's; read are `reward_model`, `custom_reward_function`, `data.reward_fn_key`.
+        config: read are `reward_model`, `custom_reward_function` and `data.reward_fn_key`.
         tokenizer: decodes the responses; anything with `batch_decode`.
     """
 
@@ -48,10 +47,7 @@ class NaiveRewardManager(SampleManager):
         return super().begin(data, outcomes if self.has_grades else [NO_GRADE] * len(data))
 
     async def grade_one(self, row: dict[str, Any]) -> Outcome:
-        if not self.has_grades:
-            return NO_GRADE
-        (outcome,) = await self.submit([row]).wait()
-        return outcome
+        return await super().grade_one(row) if self.has_grades else NO_GRADE
 
     def submit(self, rows: list[dict[str, Any]], max_failures: int | None = None) -> Round:
         if self.function.path is None:

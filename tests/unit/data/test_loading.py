@@ -13,7 +13,6 @@ from quadriga.data import (
     create_dataloader,
     create_rl_dataset,
     create_rl_sampler,
-    create_validation_sampler,
 )
 from quadriga.errors import ConfigError, DataError
 
@@ -116,8 +115,8 @@ def test_a_batch_larger_than_the_data(loader):
 
 def test_validation_order(path, tokenizer, config):
     dataset = RLHFDataset(path, tokenizer, config())
-    assert list(create_validation_sampler(config(), dataset)) == list(range(NUM_ROWS))
-    shuffled = list(create_validation_sampler(config(validation_shuffle=True), dataset))
+    assert list(create_rl_sampler(config(shuffle=True), dataset, is_train=False)) == list(range(NUM_ROWS))
+    shuffled = list(create_rl_sampler(config(validation_shuffle=True), dataset, is_train=False))
     assert sorted(shuffled) == list(range(NUM_ROWS)) != shuffled
 
 

@@ -12,7 +12,6 @@ from quadriga.data import (
     compute_position_id_with_mask,
     extend_position_ids,
     pad_left,
-    pad_right,
     postprocess_data,
     truncate,
 )
@@ -50,7 +49,6 @@ def test_unknown_mode_is_refused_even_when_nothing_is_too_long():
 def test_padding_sides():
     values = torch.tensor([[1, 2]])
     assert pad_left(values, 4, 9).tolist() == [[9, 9, 1, 2]]
-    assert pad_right(values, 4, 9).tolist() == [[1, 2, 9, 9]]
     assert pad_left(values, 1, 9).tolist() == [[1, 2]]
 
 

@@ -4,7 +4,8 @@
 import pytest
 
 from quadriga.errors import RewardError
-from quadriga.rewards.registry import BUILT_IN, RewardManagerRegistry, get_reward_manager_cls
+from quadriga.rewards import registry
+from quadriga.rewards.registry import BUILT_IN, get_reward_manager_cls, register
 
 
 class Mine:
@@ -15,27 +16,33 @@ class Other:
     pass
 
 
-def test_a_registered_class_is_found():
-    registry = RewardManagerRegistry()
-    assert registry.register("mine")(Mine) is Mine
-    assert registry.get("mine") is Mine
-    registry.register("mine")(Mine)
+@pytest.fixture
+def names(monkeypatch):
+    """Those that are registered, none at first."""
+    names = {}
+    monkeypatch.setattr(registry, "_classes", names)
+    return names
 
 
-def test_a_taken_name_is_refused():
-    registry = RewardManagerRegistry({"naive": "quadriga.rewards.managers.naive"})
-    registry.register("mine")(Mine)
+def test_a_registered_class_is_found(names):
+    assert register("mine")(Mine) is Mine
+    assert get_reward_manager_cls("mine") is Mine
+    register("mine")(Mine)
+    assert names == {"mine": Mine}
+
+
+def test_a_taken_name_is_refused(names):
+    register("mine")(Mine)
     with pytest.raises(RewardError, match=r"got Other, expected a free name, it is .*Mine's"):
-        registry.register("mine")(Other)
+        register("mine")(Other)
     with pytest.raises(RewardError, match=r"managers\.naive's"):
-        registry.register("naive")(Other)
+        register("naive")(Other)
 
 
-def test_an_unknown_name_is_answered_with_those_there_are():
-    registry = RewardManagerRegistry()
-    registry.register("mine")(Mine)
-    with pytest.raises(RewardError, match="got yours, expected one of mine"):
-        registry.get("yours")
+def test_an_unknown_name_is_answered_with_those_there_are(names):
+    register("mine")(Mine)
+    with pytest.raises(RewardError, match="got yours, expected one of batch, dapo, judge, mine, naive, prime"):
+        get_reward_manager_cls("yours")
 
 
 @pytest.mark.parametrize("name", BUILT_IN)

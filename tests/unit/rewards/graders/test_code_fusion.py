@@ -4,25 +4,22 @@
 Not shown here: the real server's own behaviour.
 """
 
-import json
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from quadriga.errors import RewardError
 from quadriga.rewards.graders.code import compute_score
+from tests.http_server import Handler, serving
 
 SUMS = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
 
 
-class Fusion(BaseHTTPRequestHandler):
+class Fusion(Handler):
     """POST /run_code: the program is run; `server.broken` answers with an error come first."""
 
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+    def answer(self, body):
         self.server.bodies.append((self.path, body))
         if self.server.broken:
             self.server.broken -= 1
@@ -40,28 +37,11 @@ class Fusion(BaseHTTPRequestHandler):
         is_right = result.get("return_code") == 0
         self.reply(200, {"status": "Success" if is_right else "Failed", "message": "", "run_result": result})
 
-    def reply(self, status, answer):
-        text = json.dumps(answer).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
-
-    def log_message(self, *_):
-        """Say nothing."""
-
 
 @pytest.fixture
 def server():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Fusion)
-    server.bodies, server.broken = [], 0
-    server.url = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with serving(Fusion, bodies=[], broken=0) as server:
+        yield server
 
 
 def test_programs_run_over_there(server):

@@ -3,7 +3,7 @@
 
 import pytest
 
-from quadriga.rewards.graders.question_answering import compute_score, f1, normal
+from quadriga.rewards.graders.question_answering import compute_score, normal
 
 
 def test_values_by_hand():
@@ -31,8 +31,8 @@ def test_matches(response, truth, em, sub_match):
 
 
 def test_words_are_counted():
-    assert f1("a a b", "a b b") == pytest.approx(2 * 2 / 6)
-    assert f1("x", "y") == 0.0
+    assert compute_score("<answer>c c b</answer>", "c b b")["f1"] == pytest.approx(2 * 2 / 6)
+    assert compute_score("<answer>x</answer>", "y")["f1"] == 0.0
     assert normal("The  U.S. of\nA") == "us of"
 
 

@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Judges: the limits by a clock of our own, and questions to a real server."""
+"""Judges: the limits by a clock of our own, questions to a real server, and batches that a judge grades."""
 
-import json
+import asyncio
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import numpy as np
 import pytest
+import torch
 
+from quadriga.config import Config, RewardModelConfig
 from quadriga.errors import ConfigError, RewardError
-from quadriga.rewards.managers.judge import Judge, JudgeSettings, RateLimit, read_score
+from quadriga.protocol import DataProto
+from quadriga.rewards.managers.judge import Judge, JudgeRewardManager, RateLimit, read_score
+from tests.http_server import Handler, serving
 
 
 class Clock:
@@ -68,68 +72,54 @@ def test_a_limit_that_leaves_no_room_in_time_is_an_error():
     assert clock.now == 30.0
 
 
-class Chat(BaseHTTPRequestHandler):
-    """Chat completions: the answer is the server's, which also counts who asks at the same time."""
+class Chat(Handler):
+    """Chat completions: `answer` of the server where it is set; else by the last message.
 
-    def do_POST(self):
-        server = self.server
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+    It gives 1 to what holds a 5, 0 to what does not, nonsense to what is empty, and refuses what says raise. More than
+    `num_free` questions wait for `goes_on`.
+    """
+
+    def answer(self, body):
+        server, question = self.server, body["messages"][0]["content"]
         with server.lock:
             server.asked.append((self.path, self.headers.get("Authorization"), body))
+            server.questions.append(question)
             server.num_inside += 1
             server.most_inside = max(server.most_inside, server.num_inside)
-        time.sleep(0.05)
+        time.sleep(server.pause_s)
+        if len(server.questions) > server.num_free:
+            assert server.goes_on.wait(20)
         with server.lock:
             server.num_inside -= 1
-        text = json.dumps(server.answer).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
-
-    def log_message(self, *_):
-        """Say nothing."""
+        reply = "no idea" if question.endswith("[]") else f"Score: {float('5' in question)}"
+        completion = {"choices": [{"message": {"content": reply}}], "usage": {"total_tokens": 7}}
+        self.reply(400 if "raise" in question else 200, completion if server.answer is None else server.answer)
 
 
 @pytest.fixture
 def server():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Chat)
-    server.lock, server.asked, server.num_inside, server.most_inside = threading.Lock(), [], 0, 0
-    server.answer = {"choices": [{"message": {"content": "Score: 0.5"}}], "usage": {"total_tokens": 7}}
-    server.url = f"http://127.0.0.1:{server.server_port}/v1"
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    counts = {"num_inside": 0, "most_inside": 0, "num_free": 10**6, "pause_s": 0.0}
+    state = {"lock": threading.Lock(), "goes_on": threading.Event(), "asked": [], "questions": [], "answer": None}
+    with serving(Chat, "/v1", **counts, **state) as server:
+        yield server
+
+
+def ask(judge, text="x"):
+    return judge.ask([{"role": "user", "content": text}])
 
 
 def test_a_question_and_its_answer(server, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "k")
-    judge = Judge(JudgeSettings(server.url, "m", api_key_env="JUDGE_KEY", max_tokens=9))
-    messages = [{"role": "user", "content": "good?"}]
-    assert judge.ask(messages) == "Score: 0.5"
-    body = {"model": "m", "messages": messages, "max_tokens": 9, "temperature": 0.0}
+    assert ask(Judge(server.url, "m", api_key_env="JUDGE_KEY", max_tokens=9), "good? 5") == "Score: 1.0"
+    body = {"model": "m", "messages": [{"role": "user", "content": "good? 5"}], "max_tokens": 9, "temperature": 0.0}
     assert server.asked == [("/v1/chat/completions", "Bearer k", body)]
 
 
-def test_no_more_at_the_same_time_than_allowed(server):
-    judge = Judge(JudgeSettings(server.url, "m", max_concurrency=3))
-    threads = [threading.Thread(target=judge.ask, args=([{"role": "user", "content": "x"}],)) for _ in range(12)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(server.asked) == 12
-    assert server.most_inside <= 3
-
-
 def test_a_rate_that_leaves_no_room_is_a_time_out(server):
-    judge = Judge(JudgeSettings(server.url, "m", requests_per_minute=1, timeout_s=0.3))
-    judge.ask([{"role": "user", "content": "x"}])
+    judge = Judge(server.url, "m", requests_per_minute=1, timeout_s=0.3)
+    ask(judge)
     with pytest.raises(TimeoutError, match="requests or tokens per minute"):
-        judge.ask([{"role": "user", "content": "x"}])
+        ask(judge)
     assert len(server.asked) == 1
 
 
@@ -137,7 +127,7 @@ def test_a_rate_that_leaves_no_room_is_a_time_out(server):
 def test_an_answer_without_text_is_an_error(server, answer):
     server.answer = answer
     with pytest.raises(RewardError, match="expected a chat completion"):
-        Judge(JudgeSettings(server.url, "m")).ask([{"role": "user", "content": "x"}])
+        ask(Judge(server.url, "m"))
 
 
 def test_scores_are_read_or_missed():
@@ -148,8 +138,133 @@ def test_scores_are_read_or_missed():
 
 def test_settings_that_cannot_be():
     with pytest.raises(ConfigError, match="judge max_concurrency: got 0"):
-        JudgeSettings("u", "m", max_concurrency=0)
+        Judge("u", "m", max_concurrency=0)
     with pytest.raises(ConfigError, match="judge timeout_s: got 'x'"):
-        JudgeSettings("u", "m", timeout_s="x")
+        Judge("u", "m", timeout_s="x")
     with pytest.raises(ConfigError, match="QUADRIGA_NO_KEY, which is not set"):
-        Judge(JudgeSettings("u", "m", api_key_env="QUADRIGA_NO_KEY"))
+        Judge("u", "m", api_key_env="QUADRIGA_NO_KEY")
+
+
+TEXTS = ["print(5)", "print(6)", "", "raise"]
+
+
+class Words:
+    """A tokenizer whose token ids are places in TEXTS; the id 99 pads."""
+
+    def batch_decode(self, token_ids, skip_special_tokens):
+        return [" ".join(TEXTS[token] for token in row if token < len(TEXTS)) for row in token_ids]
+
+
+def batch(rows, source, truth):
+    responses = torch.full((len(rows), 2), 99)
+    responses[:, 0] = torch.tensor(rows)
+    non_tensors = {
+        "data_source": np.array([source] * len(rows), dtype=object),
+        "reward_model": np.array([{"ground_truth": truth}] * len(rows), dtype=object),
+        "extra_info": np.array([{"question": f"q{row}"} for row in rows], dtype=object),
+    }
+    mask = torch.tensor([[1, 1, 0]] * len(rows))
+    return DataProto.from_dict({"responses": responses, "attention_mask": mask}, non_tensors)
+
+
+def config(**settings):
+    return Config(reward_model=RewardModelConfig(**settings))
+
+
+@pytest.fixture
+def judge(server):
+    made = []
+
+    def make(max_error_rate=0.5, **kwargs):
+        kwargs = {"url": server.url, "model": "m", "backoff_s": 0.01, **kwargs}
+        made.append(JudgeRewardManager(config(reward_kwargs=kwargs, max_error_rate=max_error_rate), Words()))
+        return made[-1]
+
+    yield make
+    for manager in made:
+        manager.close()
+
+
+PROMPT = "{extra_info.question} {ground_truth}? [{solution_str}]"
+
+
+def test_a_judge_grades_and_says_what_it_could_not_grade(judge, server):
+    output = judge(prompt=PROMPT)(batch([0, 1, 2, 3], "anything", "{x}"))
+    assert output.scores.sum(dim=1).tolist() == [1.0, 0.0, 0.0, 0.0]
+    errors = output.extra["reward_error"]
+    assert errors[0] == errors[1] == ""
+    assert "expected a match" in errors[2]
+    assert "status 400" in errors[3]
+    assert output.extra["judge_score"].tolist() == [1.0, 0.0, None, None]
+    assert "q0 {x}? [print(5)]" in server.questions
+
+
+def test_no_more_at_the_same_time_than_allowed(judge, server):
+    server.pause_s = 0.05
+    judge(prompt=PROMPT, max_concurrency=3)(batch([0] * 12, "x", ""))
+    assert len(server.asked) == 12
+    assert 1 < server.most_inside <= 3
+
+
+def test_named_components_are_weighed_and_logged_apart(judge):
+    components = {"right": {"prompt": "{solution_str}!", "weight": 2.0}, "kind": {"prompt": "5 {solution_str}"}}
+    output = judge(components=components)(batch([0, 1], "x", None))
+    assert output.scores.sum(dim=1).tolist() == [3.0, 1.0]
+    assert output.metrics["reward/extra/right"].value == 0.5
+    assert output.metrics["reward/extra/kind"].value == 1.0
+
+
+def test_too_many_failures_stop_the_asking(judge, server):
+    server.num_free = 1
+    with pytest.raises(RewardError, match="could not be graded"):
+        judge(prompt=PROMPT, max_concurrency=1, max_error_rate=0.0)(batch([3] * 50, "x", ""))
+    server.goes_on.set()
+    time.sleep(0.1)
+    assert 1 <= len(server.questions) <= 2  # the second one may have been on its way
+
+
+def test_a_judge_is_asked_meanwhile_and_no_more_once_it_is_cancelled(judge, server):
+    manager = judge(prompt=PROMPT, max_concurrency=1)
+    data = batch([0, 1, 2], "x", "{x}")
+    grading = manager.begin(data)
+    deadline = time.monotonic() + 20
+    while len(server.questions) < 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert grading.result().scores.tolist() == manager(data).scores.tolist()
+    server.num_free = num_asked = len(server.questions)
+    manager.begin(batch([0] * 200, "x", "{x}")).cancel()
+    server.goes_on.set()
+    time.sleep(0.1)
+    assert len(server.questions) <= num_asked + 1
+
+
+def test_one_sample_alone(judge):
+    manager = judge(prompt="{solution_str}")
+    row = {"data_source": "x", "solution_str": "5", "ground_truth": None, "extra_info": {}}
+    outcome = asyncio.run(manager.grade_one(row))
+    assert (outcome.score, outcome.error) == (1.0, "")
+    data = batch([0], "x", None)
+    assert manager.begin(data, [outcome]).result().scores.tolist() == [[1.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({}, "got neither of prompt and components"),
+        ({"prompt": "{solution_str}", "components": {"a": {}}}, "got both"),
+        ({"prompt": "how good?"}, r"expected text with \{solution_str\}"),
+        ({"prompt": "{solution_str}", "pattern": "("}, "expected a regular expression"),
+        ({"prompt": "{solution_str}", "pattern": "x"}, "a group"),
+        ({"components": {"a": {"text": 3}}}, "components.a"),
+        ({"prompt": "{solution_str}", "rpm": 3}, "rpm"),
+        ({"prompt": "{solution_str}", "requests_per_minute": 0}, "requests_per_minute"),
+    ],
+)
+def test_options_that_do_not_fit(judge, kwargs, message):
+    with pytest.raises(ConfigError, match=message):
+        judge(**kwargs)
+
+
+def test_url_and_model_are_needed():
+    with pytest.raises(ConfigError, match="no url and no model"):
+        JudgeRewardManager(config(reward_kwargs={"prompt": "{solution_str}"}), Words())

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The three managers on a batch, through their processes."""
+"""The managers that grade in processes of their own, on a batch."""
+
+import os
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from quadriga.errors import ConfigError, RewardError
 from quadriga.protocol import DataProto
 from quadriga.rewards import load_reward_manager
 
-TEXTS = ["it is 5", "5 or 6", "", "raise", "5"]
+TEXTS = ["it is 5", "5 or 6", "", "raise", "5", "print(5)", "print(6)"]
 
 
 class Words:
@@ -194,3 +196,38 @@ def test_dapo_without_the_buffer_is_naive(manager):
 def test_dapo_checks_its_options(manager, change, words):
     with pytest.raises(ConfigError, match=words):
         manager(**dapo(**change))
+
+
+def test_prime_runs_programs_and_adds_acc(manager):
+    data = batch([5, 6, 2])
+    data.non_tensor_batch["data_source"][:] = "apps"
+    data.non_tensor_batch["reward_model"][:] = [{"ground_truth": '{"inputs": [""], "outputs": ["5"]}'}] * 3
+    output = manager(reward_manager="prime", timeout_s=60.0)(data)
+    assert output.scores.sum(dim=1).tolist() == [1.0, 0.0, 0.0]
+    assert output.extra["acc"].tolist() == [1.0, 0.0, 0.0]
+    assert output.extra["reason"].tolist()[0] == ""
+    assert "wrong answer" in output.extra["reason"][1]
+    assert output.metrics["reward/extra/pass_rate"].value == pytest.approx(1 / 3)
+
+
+def test_prime_grades_side_by_side_and_keeps_its_own_time_limit(manager):
+    code = """
+import os, time
+
+def compute_score(solution_str, **kwargs):
+    time.sleep(60 if solution_str == "raise" else 0.3)
+    return {"score": 1, "process": os.getpid()}
+"""
+    kwargs = {"num_processes": 3, "timeout_s": 2.0}
+    grade = manager(code, reward_manager="prime", reward_kwargs=kwargs, timeout_s=999.0, max_error_rate=0.5)
+    output = grade(batch([0, 0, 0, 0, 0, 0, 3]))
+    assert output.metrics["reward/timeouts"].value == 1
+    assert output.extra["acc"].tolist() == [1.0] * 6 + [None]
+    assert len(set(output.extra["process"][:6])) > 1
+    assert os.getpid() not in output.extra["process"]
+
+
+@pytest.mark.parametrize("kwargs", [{"num_processes": 0}, {"timeout_s": -1}, {"num_workers": 3}])
+def test_prime_checks_its_options(manager, kwargs):
+    with pytest.raises(ConfigError, match=next(iter(kwargs))):
+        manager(reward_manager="prime", reward_kwargs=kwargs)

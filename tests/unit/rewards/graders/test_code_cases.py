@@ -5,7 +5,8 @@ import json
 
 import pytest
 
-from quadriga.rewards.code.cases import Case, is_same_result, is_same_text, read_cases
+from quadriga.rewards.code.run import Case
+from quadriga.rewards.graders.code import is_same_result, is_same_text, read_cases
 
 
 def test_standard_input_as_text_or_lines_or_json():
