@@ -129,24 +129,17 @@ class HFEngine(CausalModelEngine):
             logits_processor=LogitsProcessorList([chooser]),
             stopping_criteria=StoppingCriteriaList([_Ends(self, chooser, strings)]),
         )
-        return [self._complete(chooser, row, stops, strings[row]) for row in range(len(prompts))]
-
-    def _complete(self, chooser: "_Chooser", row: int, stops: frozenset[int], strings: StopStrings) -> Completion:
-        """What comes before and with the first end; `generate` goes on until every row of a batch has one."""
-        tokens = chooser.token_ids[row]
-        at_token = next((place + 1 for place, token in enumerate(tokens) if token in stops), None)
-        ends = [end for end in (at_token, strings.length(tokens)) if end is not None]
-        length = min(ends, default=len(tokens))
-        reason: FinishReason = "stop" if ends else "length"
-        if not ends and length < chooser.max_tokens:
-            reason = "abort"
-        return Completion(
-            tokens[:length],
-            chooser.log_probs[row][:length],
-            reason,
-            self.weight_version,
-            chooser.sampling_log_probs[row][:length],
-        )
+        completions = []
+        for row, tokens in enumerate(chooser.token_ids):
+            # What comes before and with the first end; `generate` goes on until every row of a batch has one.
+            at_token = next((place + 1 for place, token in enumerate(tokens) if token in stops), None)
+            ends = [end for end in (at_token, strings[row].length(tokens)) if end is not None]
+            length = min(ends, default=len(tokens))
+            unfinished: FinishReason = "abort" if length < chooser.max_tokens else "length"
+            log_probs, drawn = chooser.log_probs[row][:length], chooser.sampling_log_probs[row][:length]
+            reason = "stop" if ends else unfinished
+            completions.append(Completion(tokens[:length], log_probs, reason, self.weight_version, drawn))
+        return completions
 
 
 def _image_arguments(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 import torch
 
 from quadriga.errors import RolloutError
-from quadriga.weight_sync.fingerprint import Fingerprint
+from quadriga.weight_sync.publish import WeightTarget
 
 if TYPE_CHECKING:
     from quadriga.rollout.setup import EngineSetup
@@ -153,17 +153,15 @@ BatchImages: TypeAlias = Sequence[Images | None] | None
 """Images of each prompt; None where no prompt has any."""
 
 
-class RolloutEngine(Protocol):
+class RolloutEngine(WeightTarget, Protocol):
     """Generates responses with weights of a known version.
 
     Attributes:
-        weight_version: of the weights; -1: none that are complete.
         description: what was chosen at its start, for people to read.
         shares_weights: whether it computes with the actor's own parameters.
         has_frozen_weights: whether a load may leave out the weights below an adapter, which it has from an earlier one.
     """
 
-    weight_version: int
     description: str
     shares_weights: bool
 
@@ -186,22 +184,6 @@ class RolloutEngine(Protocol):
 
     def abort(self) -> None:
         """End every unfinished response: its caller gets what there is, with finish reason "abort"."""
-        ...
-
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Load a complete set of weights. Afterwards `weight_version` is `version`, or -1 if loading failed.
-
-        With `has_frozen_weights` the matrices of an adapter complete what is there.
-        A tensor is only lent: its memory is overwritten once the iterator goes on, so what is kept is copied.
-        """
-        ...
-
-    def named_weights(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """The weights that it generates with, under the trainer's names; none if it keeps them in another form."""
-        ...
-
-    def fingerprint(self) -> Fingerprint:
-        """Of the weights that it generates with; if it keeps them in another form, of what reached it."""
         ...
 
     def sleep(self) -> None:

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Base class of engines that are third-party libraries (vLLM, SGLang), which repack weights as they load them.
-
-load_weights ── the model's weights, checked ──> _receive ──> fingerprints of what each process of the engine got
-"""
+"""Base class of engines that are third-party libraries (vLLM, SGLang), which repack weights as they load them."""
 
 import math
-from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -38,6 +35,8 @@ LogProbsOf = Literal["processed_logprobs", "raw_logprobs"]
 class ThirdPartyEngine(EngineBase):
     """An engine that generates with what was loaded into it; it starts without weights, and the first load brings them.
 
+    A subclass loads them itself, within `_loading`.
+
     Args:
         manifest: the weights that make the model complete.
         max_model_len: longest prompt and response together, in tokens.
@@ -51,21 +50,23 @@ class ThirdPartyEngine(EngineBase):
         self.weight_version = -1
         self._manifest, self._max_model_len = manifest, max_model_len
         self._arrived = Fingerprint({})
-        self._frozen = Fingerprint({})
-        """Of weights that later loads may leave out. Engines that apply adapters have some."""
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Load a complete set of weights. What was computed with the weights before is dropped.
+    @contextmanager
+    def _loading(self, version: int) -> Iterator[list[Mapping[str, str]]]:
+        """A load: afterwards the engine has the version, or -1 and an error that says what its library said.
+
+        Yields:
+            An empty list, for the fingerprints of what each process of the engine received.
 
         Raises:
-            WeightSyncError: the stream is not the model's set of weights, the engine does not take it, or its
-                processes received different ones.
+            WeightSyncError: the engine did not take the weights, or its processes received different ones.
         """
         self._require_open("load_weights")
         self.weight_version = -1
         where = f"rollout.name={self.name}, weights of version {version}"
+        received: list[Mapping[str, str]] = []
         try:
-            received = self._receive(self._manifest.checked(weights, self._frozen.tensors))
+            yield received
         except Exception as error:  # failures of third-party engines have no class in common
             if isinstance(error, QuadrigaError) and not isinstance(error, RolloutError):
                 raise
@@ -77,40 +78,22 @@ class ThirdPartyEngine(EngineBase):
                 fix="Its own message stands in the log above. Responses that are under way have to end before weights "
                 "are published: wait for them, or call abort().",
             ) from error
-        first = Fingerprint(received[0])
-        for rank, other in enumerate(received[1:], start=1):
-            if differing := first.differences(Fingerprint(other)):
+        first, *others = map(Fingerprint, received)
+        for rank, other in enumerate(others, start=1):
+            if differing := first.differences(other):
                 raise WeightSyncError(
                     where,
                     got=f"{len(differing)} weights that differ between process 0 and {rank}: {name_some(differing)}",
                     expected="the same in each process",
                 )
-        self._arrived = self._frozen.updated(first)
-        self._frozen = Fingerprint({name: mark for name, mark in self._arrived.tensors.items() if self._stays(name)})
-        self.weight_version = version
-
-    @property
-    def has_frozen_weights(self) -> bool:
-        """Whether a load may bring the adapter alone."""
-        return bool(self._frozen.tensors)
-
-    @abstractmethod
-    def _receive(self, weights: Iterator[tuple[str, torch.Tensor]]) -> Sequence[Mapping[str, str]]:
-        """Hand the weights over, and drop what was computed with others. Returns the fingerprints of each process.
-
-        Before a frozen weight is written to, `_frozen` is emptied.
-        """
-
-    def _stays(self, name: str) -> bool:
-        """Whether a weight that has come need not come again."""
-        return False
+        self._arrived, self.weight_version = first, version
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """None: the engine fuses and packs its weights. `fingerprint` says what reached it."""
         return iter(())
 
     def fingerprint(self) -> Fingerprint:
-        """Of each weight of the last load, taken of what was given to the engine's model; empty before the first."""
+        """Of each weight, taken of what was given to the engine's model; empty before the first load."""
         return self._arrived
 
     def _require_ready(self, prompts: Prompts, sampling: Sampling, images: BatchImages = None) -> None:

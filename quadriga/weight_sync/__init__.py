@@ -10,7 +10,7 @@ Each publication has a version and a fingerprint of every tensor, taken on both 
 
 from quadriga.weight_sync.broadcast import Address, WeightReceiver, WeightSender
 from quadriga.weight_sync.fingerprint import Fingerprint, fingerprint, tensor_fingerprint
-from quadriga.weight_sync.publish import CopiedWeights, SharedWeights, WeightSync, WeightTarget
+from quadriga.weight_sync.publish import CopiedWeights, SharedWeights, WeightTarget
 
 __all__ = [
     "Address",
@@ -19,7 +19,6 @@ __all__ = [
     "SharedWeights",
     "WeightReceiver",
     "WeightSender",
-    "WeightSync",
     "WeightTarget",
     "fingerprint",
     "tensor_fingerprint",

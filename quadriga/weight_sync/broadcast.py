@@ -20,7 +20,7 @@ process, where the store is, the others are the rollout's.
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from quadriga.errors import WeightSyncError
 from quadriga.observe.watchdog import waiting
-from quadriga.weight_sync.buckets import Entry, pack, unpack
+from quadriga.weight_sync.buckets import pack, unpack
 from quadriga.weight_sync.fingerprint import Fingerprint, tensor_fingerprint
 from quadriga.weight_sync.publish import CopiedWeights, NamedWeights, WeightTarget, name_some
 
@@ -114,7 +114,15 @@ class Channel:
         """The group is there, and what goes wrong in it is explained."""
         try:
             if self._headers is None:
-                self._meet()
+                with waiting(f"all {self._size} processes of a weight sync, here {self._rank}"):
+                    address, place = self._address, (self._rank, self._size, TIMEOUT)
+                    store = self._store or dist.TCPStore(address.host, address.port, is_master=False, timeout=TIMEOUT)
+                    headers = dist.ProcessGroupGloo(dist.PrefixStore("headers", store), *place)
+                    self._contents = headers
+                    if self._device.type == "cuda":
+                        torch.cuda.set_device(self._device)
+                        self._contents = dist.ProcessGroupNCCL(dist.PrefixStore("contents", store), *place)
+                    self._headers = headers
             yield
         except torch.OutOfMemoryError:
             raise
@@ -125,17 +133,6 @@ class Channel:
                 expected="the trainer's first process and all of the rollout's",
                 fix="Look for the error of another process: this one was only left alone by it.",
             ) from error
-
-    def _meet(self) -> None:
-        with waiting(f"all {self._size} processes of a weight sync, here {self._rank}"):
-            address, place = self._address, (self._rank, self._size, TIMEOUT)
-            store = self._store or dist.TCPStore(address.host, address.port, is_master=False, timeout=TIMEOUT)
-            headers = dist.ProcessGroupGloo(dist.PrefixStore("headers", store), *place)
-            self._contents = headers
-            if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)
-                self._contents = dist.ProcessGroupNCCL(dist.PrefixStore("contents", store), *place)
-            self._headers = headers
 
 
 class WeightSender:
@@ -163,9 +160,8 @@ class WeightSender:
         sent: dict[str, str] = {}
         try:
             for entries, content in pack(_noted(weights, sent), self._bucket_bytes):
-                listed = [asdict(entry) for entry in entries]
                 room = max(content.numel(), self._bucket_bytes)
-                self.channel.send({"entries": listed, "num_bytes": content.numel(), "room_bytes": room}, content)
+                self.channel.send({"entries": entries, "num_bytes": content.numel(), "room_bytes": room}, content)
         except WeightSyncError:
             raise
         except Exception as error:
@@ -224,7 +220,7 @@ class WeightReceiver(CopiedWeights):
                 raise WeightSyncError(where, got=f"none: {header['failed']}", fix=fix)
             if content is None:
                 break
-            yield from _noted(unpack([Entry.from_json(fields) for fields in header["entries"]], content), arrived)
+            yield from _noted(unpack(header["entries"], content), arrived)
         sent, offered = header["fingerprints"], header["version"]
         if differing := Fingerprint(sent).differences(Fingerprint(arrived)):
             raise WeightSyncError(

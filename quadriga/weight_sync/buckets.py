@@ -2,13 +2,11 @@
 """Tensors in buckets: flat memory that is sent, or shared with other processes of the machine, as one.
 
 bucket    | embed_tokens .......... | q_proj .... | k_proj . |   free   |    uint8
-entries     name, shape, dtype, offset in bytes
+entries     [name, shape, dtype as torch names it, offset in bytes] of each tensor: JSON
 """
 
 import math
-import os
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,26 +17,16 @@ from quadriga.partition import buckets
 _ALIGNMENT = 64  # bytes; of every dtype, and of what vector instructions like
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A tensor in a bucket: its dtype as torch names it, and the byte where it begins."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    offset: int
-
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> "Entry":
-        """From a header; `dataclasses.asdict` makes one."""
-        return cls(fields["name"], tuple(fields["shape"]), fields["dtype"], fields["offset"])
+def num_bytes(weight: tuple[str, torch.Tensor]) -> int:
+    """Of a named tensor's content."""
+    return weight[1].nbytes
 
 
 def pack(
     weights: Iterable[tuple[str, torch.Tensor]],
     bucket_bytes: int,
     allocate: Callable[[int], torch.Tensor] | None = None,
-) -> Iterator[tuple[list[Entry], torch.Tensor]]:
+) -> Iterator[tuple[list[list[Any]], torch.Tensor]]:
     """The stream in buckets: entries, and [bytes] uint8 that is overwritten once the next bucket is requested.
 
     Args:
@@ -51,7 +39,7 @@ def pack(
     memory: torch.Tensor | None = None
     content = torch.empty(0)
 
-    def put(weight: tuple[str, torch.Tensor], offset: int) -> Entry:
+    def put(weight: tuple[str, torch.Tensor], offset: int) -> list[Any]:
         nonlocal memory, content
         name, tensor = weight
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
@@ -63,57 +51,29 @@ def pack(
                 memory = allocate(room) if allocate else torch.empty(room, dtype=torch.uint8, device=tensor.device)
             content = memory[: offset + flat.numel()]
             content[offset:].copy_(flat)
-        return Entry(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), offset)
+        return [name, list(tensor.shape), str(tensor.dtype).removeprefix("torch."), offset]
 
-    for entries in buckets(weights, lambda weight: weight[1].nbytes, size, put, alignment=_ALIGNMENT):
+    for entries in buckets(weights, num_bytes, size, put, alignment=_ALIGNMENT):
         yield entries, content
 
 
-def unpack(entries: Sequence[Entry], content: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+def unpack(entries: Iterable[Sequence[Any]], content: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a bucket, as views of its memory.
 
     Raises:
         WeightSyncError: the content is too short for an entry, or a dtype is unknown.
     """
-    for entry in entries:
-        dtype = getattr(torch, entry.dtype, None)
+    for name, shape, dtype_name, offset in entries:
+        dtype = getattr(torch, dtype_name, None)
         if not isinstance(dtype, torch.dtype):
-            raise WeightSyncError(f"weight {entry.name}", got=f"dtype {entry.dtype!r}", expected="a dtype of torch")
-        num_bytes = math.prod(entry.shape) * dtype.itemsize
-        piece = content[entry.offset : entry.offset + num_bytes]
-        if piece.numel() != num_bytes:
+            raise WeightSyncError(f"weight {name}", got=f"dtype {dtype_name!r}", expected="a dtype of torch")
+        size = math.prod(shape) * dtype.itemsize
+        piece = content[offset : offset + size]
+        if piece.numel() != size:
             raise WeightSyncError(
-                f"weight {entry.name}",
+                f"weight {name}",
                 got=f"{piece.numel()} bytes",
-                expected=f"{num_bytes}, for {entry.dtype} {entry.shape}",
+                expected=f"{size}, for {dtype_name} {tuple(shape)}",
                 fix="The bucket was cut short on its way.",
             )
-        yield entry.name, piece.view(dtype).view(entry.shape)
-
-
-def pack_shared(
-    weights: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int
-) -> Generator[dict[str, Any], None, None]:
-    """The stream in buckets of shared memory, one after the other in the same place.
-
-    Yields:
-        What `open_shared` in another process needs to read a bucket; it is overwritten once the next is requested.
-    """
-    file = os.memfd_create("quadriga-weights")  # ends with this process, however that ends
-    path = f"/proc/{os.getpid()}/fd/{file}"
-
-    def allocate(num_bytes: int) -> torch.Tensor:
-        return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
-
-    try:
-        for entries, content in pack(weights, bucket_bytes, allocate):
-            yield {"path": path, "num_bytes": content.numel(), "entries": [asdict(entry) for entry in entries]}
-    finally:
-        os.close(file)
-
-
-def open_shared(bucket: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a bucket that another process has packed by `pack_shared`, copied one by one."""
-    content = torch.from_file(bucket["path"], shared=True, size=bucket["num_bytes"], dtype=torch.uint8)
-    for name, tensor in unpack([Entry.from_json(fields) for fields in bucket["entries"]], content):
-        yield name, tensor.clone()
+        yield name, piece.view(dtype).view(shape)

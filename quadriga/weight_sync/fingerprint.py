@@ -24,16 +24,6 @@ class Fingerprint:
 
     tensors: Mapping[str, str]
 
-    @property
-    def digest(self) -> str:
-        """One word for all of them."""
-        lines = "".join(f"{name}={mark}\n" for name, mark in sorted(self.tensors.items()))
-        return hashlib.blake2b(lines.encode(), digest_size=8).hexdigest()
-
-    def updated(self, other: "Fingerprint") -> "Fingerprint":
-        """With the tensors of another one, which may bring some of them anew."""
-        return Fingerprint({**self.tensors, **other.tensors})
-
     def differences(self, other: "Fingerprint") -> list[str]:
         """Names that are in only one of the two, or differ, in alphabetical order."""
         names = self.tensors.keys() | other.tensors.keys()

@@ -18,32 +18,28 @@ _NUM_NAMED = 5
 
 
 class WeightTarget(Protocol):
-    """What receives weights: a rollout engine."""
+    """What receives weights: a rollout engine.
+
+    Attributes:
+        weight_version: of its weights; -1: none that are complete.
+    """
 
     weight_version: int
 
     def load_weights(self, weights: NamedWeights, version: int) -> None:
-        """Load a complete set of weights; each tensor is lent until the next one is requested."""
+        """Load a complete set of weights. Afterwards `weight_version` is `version`, or -1 if loading failed.
+
+        A tensor is only lent: its memory is overwritten once the iterator goes on, so what is kept is copied. An engine
+        with `has_frozen_weights` may get the matrices of an adapter alone, which complete what is there.
+        """
         ...
 
     def named_weights(self) -> NamedWeights:
-        """The weights that it computes with; none if it keeps them in another form."""
+        """The weights that it generates with, under the trainer's names; none if it keeps them in another form."""
         ...
 
     def fingerprint(self) -> Fingerprint:
-        """Of the weights that it computes with; if it keeps them in another form, of what reached it."""
-        ...
-
-
-class WeightSync(Protocol):
-    """One way of weight sync within a process."""
-
-    def publish(self, weights: NamedWeights, target: WeightTarget, version: int) -> None:
-        """Afterwards the target computes with exactly these weights, or a WeightSyncError names those that differ."""
-        ...
-
-    def verify(self, target: WeightTarget, version: int) -> None:
-        """Raise a WeightSyncError unless the target still has what was published under this version."""
+        """Of the weights that it generates with; if it keeps them in another form, of what reached it."""
         ...
 
 
@@ -101,7 +97,8 @@ class CopiedWeights:
     """The rollout has a copy of the model: each tensor is copied in the rollout's dtype, and compared afterwards."""
 
     def __init__(self) -> None:
-        self._published = Fingerprint({})
+        self._published: dict[str, str] = {}
+        """Fingerprints by name."""
 
     def publish(
         self, weights: NamedWeights, target: WeightTarget, version: int, known: Mapping[str, str] | None = None
@@ -133,19 +130,30 @@ class CopiedWeights:
             target.load_weights(running, version)
             for _ in running:  # a target that did not take all of them does not hold up the sender of the rest
                 pass
-            _require_held(Fingerprint(sent), target, version)
+            self._published |= sent
+            self.verify(target, version)
         except BaseException:
             target.weight_version = -1
             raise
-        self._published = self._published.updated(Fingerprint(sent))
 
     def verify(self, target: WeightTarget, version: int) -> None:
-        """Compare the fingerprint of every tensor anew.
+        """Compare the fingerprint of every tensor that was published with what the target has.
+
+        Names that are in the target only are not compared: a tied weight comes under one of its names.
 
         Raises:
             WeightSyncError: the version is another, or a weight differs.
         """
-        _require_held(self._published, target, version)
+        require_version(target, version)
+        held = target.fingerprint().tensors
+        differing = [name for name, mark in self._published.items() if held.get(name) != mark]
+        if differing:
+            raise WeightSyncError(
+                f"weights of version {version}",
+                got=f"{len(differing)} of {len(self._published)} weights that differ: {name_some(sorted(differing))}",
+                expected="in the rollout what the trainer sent",
+                fix="The rollout's engine did not take them over as they are; it generates nothing until it does.",
+            )
 
 
 def require_version(target: WeightTarget, version: int) -> None:
@@ -164,20 +172,6 @@ def name_some(names: Iterable[str]) -> str:
     names = list(names)
     rest = len(names) - _NUM_NAMED
     return ", ".join(names[:_NUM_NAMED]) + (f" and {rest} more" if rest > 0 else "")
-
-
-def _require_held(expected: Fingerprint, target: WeightTarget, version: int) -> None:
-    """Names that are in the target only are not compared: a tied weight comes under one of its names."""
-    require_version(target, version)
-    held = target.fingerprint().tensors
-    differing = [name for name, mark in expected.tensors.items() if held.get(name) != mark]
-    if differing:
-        raise WeightSyncError(
-            f"weights of version {version}",
-            got=f"{len(differing)} of {len(expected.tensors)} weights that differ: {name_some(sorted(differing))}",
-            expected="in the rollout what the trainer sent",
-            fix="The rollout's engine did not take them over as they are; it generates nothing until it does.",
-        )
 
 
 def _address(tensor: torch.Tensor) -> tuple[object, ...]:

@@ -39,6 +39,14 @@ def test_five_ways() -> None:
     assert len(WAYS) == 5 and all(len(names) > 8 for names in WAYS.values()), {way: len(WAYS[way]) for way in WAYS}
 
 
+def test_weight_sync_with_vllm_is_short() -> None:
+    """From the trainer to vLLM's own processes: functions to read, and files to open."""
+    other = re.compile(r"SharedWeights|causal_model|sglang|broadcast|send_weights|receive_weights")
+    way = [name for name in WAYS["A weight sync"] if not other.search(name)]
+    assert any(name.endswith("WorkerExtension.load_bucket") for name in way)
+    assert len(way) <= 9 and len({getattr(named(name), "__module__", name) for name in way}) <= 5, way
+
+
 @pytest.mark.parametrize("dotted", sorted({name for names in WAYS.values() for name in names}))
 def test_function_exists(dotted: str) -> None:
     """A function or class of that name stands in the module of that name."""

@@ -15,7 +15,7 @@ from quadriga.models.attention import ATTENTION_NAME
 from quadriga.rollout import NativeEngine, SamplingParams
 from quadriga.rollout.native import attention, kernels, network, products
 from quadriga.rollout.native.kernels import Kernels, KeysAndValues, SlotPlaces, about_kernels
-from quadriga.rollout.native.network import TorchElementwise, elementwise_for
+from quadriga.rollout.native.network import PlainNetwork, TorchElementwise
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
 NOT_FINITE = (float("nan"), float("inf"), -float("inf"))
@@ -173,10 +173,11 @@ def test_sizes_that_do_not_fit_are_not_taken(loops: Kernels) -> None:
         assert not loops.can_multiply(bad)
     assert loops.can_attend(80)
     assert not loops.can_attend(24)
-    cpu = torch.device("cpu")
-    assert isinstance(elementwise_for({torch.bfloat16}, cpu, 64, 32), Kernels)
-    for dtypes, size in (({torch.bfloat16}, 48), ({torch.float16}, 64), ({torch.bfloat16, torch.float32}, 64)):
-        assert isinstance(elementwise_for(dtypes, cpu, 64, size), TorchElementwise)
+    assert isinstance(PlainNetwork(_model(torch.bfloat16)).elementwise, Kernels)
+    mixed = _model(torch.bfloat16)
+    mixed.get_submodule("model.norm").float()
+    for model in (_model(torch.bfloat16, width=48), _model(torch.float16), mixed):
+        assert isinstance(PlainNetwork(model).elementwise, TorchElementwise)
 
 
 def test_tensors_that_are_not_what_they_are_taken_for(loops: Kernels) -> None:
@@ -204,9 +205,9 @@ def test_tensors_that_are_not_what_they_are_taken_for(loops: Kernels) -> None:
         attended.by(loops)
 
 
-def _model(dtype: torch.dtype) -> PreTrainedModel:
+def _model(dtype: torch.dtype, width: int = 96) -> PreTrainedModel:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 200}
+    sizes = {"hidden_size": 64, "intermediate_size": width, "num_hidden_layers": 2, "vocab_size": 200}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "initializer_range": 0.1}
     config = LlamaConfig(**sizes, **heads, eos_token_id=1)
     config._attn_implementation = ATTENTION_NAME

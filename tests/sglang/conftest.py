@@ -13,12 +13,13 @@ from transformers import AutoTokenizer
 from quadriga.config import load_config
 from quadriga.rollout.manifest import Manifest
 from quadriga.rollout.setup import EngineSetup
-from quadriga.rollout.sglang.engine import Limits, SGLangEngine, sglang_arguments
-from quadriga.rollout.sglang.process import SGLangProcess
+from quadriga.rollout.sglang.connections import SGLangProcess, SGLangServer
+from quadriga.rollout.sglang.engine import SGLangEngine, sglang_arguments
 from quadriga.rollout.sglang.receiver import LOADER
-from quadriga.rollout.sglang.server import SGLangServer
 from small_models import EOS, model, save
 from small_servers import Server, serving
+
+MAX_MODEL_LEN = 1000
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -35,26 +36,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save(model(0), tmp_path_factory.mktemp("tied"))
 
 
-@pytest.fixture(scope="session")
-def limits() -> Limits:
-    """Of the model of seed 0; its weights need several buckets."""
-    return Limits(max_model_len=1000, manifest=Manifest.of(model(0)), eos_token_ids=(EOS,), bucket_bytes=1 << 18)
+def engine_on(connection: SGLangProcess | SGLangServer) -> SGLangEngine:
+    """For the model of seed 0; its weights need several buckets."""
+    return SGLangEngine(connection, Manifest.of(model(0)), MAX_MODEL_LEN, (EOS,), bucket_bytes=1 << 18)
 
 
 @pytest.fixture(scope="session")
-def arguments(folder: str, limits: Limits) -> dict[str, Any]:
+def arguments(folder: str) -> dict[str, Any]:
     """Of a small engine without weights."""
-    sizes = {"max_num_seqs": 32, "max_num_batched_tokens": 1024, "enforce_eager": True}
+    sizes = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 32, "max_num_batched_tokens": 1024, "enforce_eager": True}
     words = [f"actor_rollout_ref.rollout.{key}={value}" for key, value in sizes.items()]
     config = load_config([f"actor_rollout_ref.model.path={folder}", *words]).config
     setup = EngineSetup(config, AutoTokenizer.from_pretrained(folder), {}, torch.device("cpu"), torch.float32)
-    return sglang_arguments(setup, limits, cache_tokens=8192)
+    return sglang_arguments(setup, cache_tokens=8192)
 
 
 @pytest.fixture(scope="session")
-def beside(limits: Limits, arguments: dict[str, Any]) -> Iterator[SGLangEngine]:
+def beside(arguments: dict[str, Any]) -> Iterator[SGLangEngine]:
     """An engine in processes of its own."""
-    one = SGLangEngine(limits, SGLangProcess(arguments))
+    one = engine_on(SGLangProcess(arguments))
     yield one
     one.close()
 
@@ -76,8 +76,8 @@ def process(folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 
 
 @pytest.fixture(scope="session")
-def at_server(process: Server, limits: Limits) -> Iterator[SGLangEngine]:
+def at_server(process: Server) -> Iterator[SGLangEngine]:
     """An engine at that server."""
-    one = SGLangEngine(limits, SGLangServer(process[0], max_model_len=limits.max_model_len))
+    one = engine_on(SGLangServer(process[0], max_model_len=MAX_MODEL_LEN))
     yield one
     one.close()

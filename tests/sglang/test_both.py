@@ -94,7 +94,7 @@ def test_incomplete_streams_are_refused(engine: SGLangEngine) -> None:
 
 def test_a_changed_tensor_is_named(engine: SGLangEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """One number of one tensor changes on its way: both sides' fingerprints differ, and nothing is generated."""
-    send = engine._ask
+    send = engine.connection.ask
     name = "model.layers.1.mlp.down_proj.weight"
 
     def meddle(method: str, **arguments: Any) -> Any:
@@ -104,7 +104,7 @@ def test_a_changed_tensor_is_named(engine: SGLangEngine, monkeypatch: pytest.Mon
             ]
         return send(method, **arguments)
 
-    monkeypatch.setattr(engine, "_ask", meddle)
+    monkeypatch.setattr(engine.connection, "ask", meddle)
     with pytest.raises(WeightSyncError, match=rf"1 of \d+ weights that differ: {name}"):
         publish(engine, 1, 6)
     with pytest.raises(RolloutError, match="not loaded completely"):

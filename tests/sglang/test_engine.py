@@ -15,9 +15,9 @@ from transformers import AutoTokenizer
 
 from quadriga.errors import RolloutError
 from quadriga.rollout.interface import Completion, SamplingParams
+from quadriga.rollout.sglang.connections import SGLangProcess
 from quadriga.rollout.sglang.engine import SGLangEngine
 from quadriga.rollout.sglang.host import require_version
-from quadriga.rollout.sglang.process import SGLangProcess
 from quadriga.weight_sync import CopiedWeights
 from small_models import greedy, model
 

@@ -3,14 +3,13 @@
 
 import os
 import signal
-from dataclasses import replace
 
 import pytest
 
 from quadriga.errors import RolloutError
 from quadriga.rollout.interface import SamplingParams
+from quadriga.rollout.sglang.connections import SGLangServer
 from quadriga.rollout.sglang.engine import SGLangEngine
-from quadriga.rollout.sglang.server import SGLangServer
 
 
 def test_what_the_server_says_of_itself(at_server: SGLangEngine) -> None:
@@ -27,10 +26,10 @@ def test_a_server_whose_limit_is_too_low(process) -> None:
 
 def test_memory_is_given_back_and_taken_again(at_server: SGLangEngine) -> None:
     """The calls are the server's; how much memory they free shows on accelerators only."""
-    at_server.limits, limits = replace(at_server.limits, can_sleep=True), at_server.limits
+    at_server.can_sleep = True
     at_server.sleep()
     at_server.wake()
-    at_server.limits = limits
+    at_server.can_sleep = False
 
 
 @pytest.mark.parametrize("url", ["localhost:30000", "http://", ""])

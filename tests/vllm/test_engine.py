@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from quadriga.errors import RolloutError, WeightSyncError
 from quadriga.rollout.interface import SamplingParams
-from quadriga.rollout.vllm.cores import Core
+from quadriga.rollout.vllm.cores import InProcessCore, ProcessCore
 from quadriga.rollout.vllm.engine import VLLMEngine
 from quadriga.rollout.vllm.library import require_version
 from quadriga.weight_sync import CopiedWeights
@@ -158,7 +158,7 @@ def test_a_prompt_that_is_too_long(engine: VLLMEngine) -> None:
 class Meddling(VLLMEngine):
     """Changes one number of one weight on its way."""
 
-    def _make_core(self) -> Core:
+    def _make_core(self) -> InProcessCore | ProcessCore:
         core = super()._make_core()
         plain = core.ask
 

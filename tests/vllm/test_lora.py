@@ -12,7 +12,7 @@ import torch
 from quadriga.errors import RolloutError, WeightSyncError
 from quadriga.models.adapter_files import AdapterFiles, write_factors
 from quadriga.rollout.interface import SamplingParams
-from quadriga.rollout.vllm.cores import Core
+from quadriga.rollout.vllm.cores import InProcessCore, ProcessCore
 from quadriga.rollout.vllm.engine import VLLMEngine
 from quadriga.weight_sync import CopiedWeights
 from small_adapters import LORA, adapted, by_peft, published
@@ -107,7 +107,7 @@ class Meddling(VLLMEngine):
 
     when = "adapter_marks"
 
-    def _make_core(self) -> Core:
+    def _make_core(self) -> InProcessCore | ProcessCore:
         core = super()._make_core()
         plain = core.ask
 

@@ -15,7 +15,8 @@ T tokens of a response that there is room for, t tokens of the longest response,
 G = H / K, D head size, N packed tokens.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -34,28 +35,25 @@ class PrefixCache:
     """[P, K, S, D] key and value for each layer, padded on the right, and the last hidden state of each prefix.
 
     Args:
-        prefixes: what stands for the prefix in each place.
-        lengths: tokens of each prefix.
-        next_positions: of the tokens that follow them; None: as many as there are tokens.
+        prefixes: what stands for the prefix in each place: it has a length in tokens and, unless that is the position
+            of the token that follows, a `next_position`.
     """
 
-    def __init__(
-        self,
-        prefixes: Sequence[Hashable] = (),
-        lengths: Sequence[int] = (),
-        next_positions: Sequence[int] | None = None,
-    ) -> None:
+    def __init__(self, prefixes: Iterable[Any] = ()) -> None:
         self.prefixes = list(prefixes)
-        self.lengths = list(lengths)
-        self.next_positions = list(lengths if next_positions is None else next_positions)
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
         self.last_hidden: torch.Tensor | None = None  # [P, hidden size]
 
     @property
-    def width(self) -> int:
-        """S"""
-        return max(self.lengths, default=0)
+    def lengths(self) -> list[int]:
+        """Tokens of each prefix; S is the largest."""
+        return [len(prefix) for prefix in self.prefixes]
+
+    @property
+    def next_positions(self) -> list[int]:
+        """Of the token that follows each prefix."""
+        return [getattr(prefix, "next_position", len(prefix)) for prefix in self.prefixes]
 
     def write(self, layer: int, places: slice, key: torch.Tensor, value: torch.Tensor) -> None:
         """`key` and `value` [p, K, S, D] of the prefixes in these places."""
@@ -70,26 +68,23 @@ class PrefixCache:
         """Drops all prefixes but those in these places."""
         if list(places) == list(range(len(self.prefixes))):
             return
-        old_width = self.width
         self.prefixes = [self.prefixes[place] for place in places]
-        self.lengths = [self.lengths[place] for place in places]
-        self.next_positions = [self.next_positions[place] for place in places]
         if self.last_hidden is None:
             return
         index = torch.tensor(places, dtype=torch.long, device=self.last_hidden.device)
+        width = max(self.lengths, default=0)
         self.last_hidden = self.last_hidden.index_select(0, index)
         for states in (self.keys, self.values):
             for layer, old in enumerate(states):
-                kept = old if self.width == old_width else old[:, :, : self.width]
-                states[layer] = kept.index_select(0, index)
+                states[layer] = old[:, :, :width].index_select(0, index)
 
     def extend(self, other: "PrefixCache") -> None:
         """Takes over the prefixes of `other`, which is empty afterwards."""
         if not self.prefixes:
-            self.prefixes, self.lengths, self.next_positions = other.prefixes, other.lengths, other.next_positions
-            self.keys, self.values, self.last_hidden = other.keys, other.values, other.last_hidden
+            self.prefixes, self.last_hidden = other.prefixes, other.last_hidden
+            self.keys, self.values = other.keys, other.values
             return
-        width = max(self.width, other.width)
+        width = max(self.lengths + other.lengths)
         for mine, theirs in ((self.keys, other.keys), (self.values, other.values)):
             for layer, added in enumerate(theirs):
                 first, num_first = mine[layer], mine[layer].shape[0]
@@ -97,8 +92,7 @@ class PrefixCache:
                 joined[:num_first, :, : first.shape[2]] = first
                 joined[num_first:, :, : added.shape[2]] = added
                 mine[layer], theirs[layer] = joined, added[:0]
-        self.prefixes, self.lengths = self.prefixes + other.prefixes, self.lengths + other.lengths
-        self.next_positions = self.next_positions + other.next_positions
+        self.prefixes = self.prefixes + other.prefixes
         self.last_hidden = torch.cat((self.last_hidden, other.last_hidden))
 
 
@@ -117,14 +111,7 @@ class ResponseCache:
         self._shape = (0, 0)
 
     def resize(self, capacity: int, room: int, num_slots: int, length: int) -> None:
-        """Moves to memory for `capacity` slots of `room` tokens.
-
-        Args:
-            capacity: C, from here on.
-            room: T, from here on.
-            num_slots: slots in use, which keep what they hold.
-            length: tokens of the longest of these.
-        """
+        """Moves to memory for C slots of T tokens; the first `num_slots` keep what they hold, up to `length` tokens."""
         if (capacity, room) == (self.capacity, self.room):
             return
         self.capacity, self.room = capacity, room
@@ -167,12 +154,7 @@ class ResponseCache:
 
 
 class PrefillPlan:
-    """Causal attention over packed prefixes; it fills the KV cache on the way.
-
-    Args:
-        cache: is filled.
-        places: of the prefixes in the cache, in the order in which they are packed.
-    """
+    """Causal attention over packed prefixes, which fills their places in the KV cache on the way."""
 
     def __init__(self, cache: PrefixCache, places: slice, device: torch.device) -> None:
         self.cache, self.places = cache, places
@@ -181,7 +163,7 @@ class PrefillPlan:
             segments.append(Segment(starts, length))
             starts += length
         self.packed = PackedAttention(segments, device)
-        columns = torch.arange(cache.width)
+        columns = torch.arange(max(cache.lengths))
         rows = [segment.start + columns.clamp(max=segment.length - 1) for segment in segments]
         self.padded = torch.stack(rows).to(device)  # [p, S] packed token in each place, the last one repeated
         self.last = torch.tensor([segment.start + segment.length - 1 for segment in segments], device=device)
@@ -199,39 +181,11 @@ class PrefillPlan:
         return self.packed.attend(layer, query, key, value, scale)
 
 
-class Groups:
-    """Slots by the prefix that they share.
-
-    Args:
-        places: of each slot's prefix in the prefix cache.
-        num_prefixes: P; one without a slot is computed with slot 0 and not looked at.
-    """
-
-    def __init__(self, places: Sequence[int], num_prefixes: int, device: torch.device) -> None:
-        members: list[list[int]] = [[] for _ in range(num_prefixes)]
-        cells = []
-        for slot, place in enumerate(places):
-            cells.append((place, len(members[place])))
-            members[place].append(slot)
-        self.num_prefixes, self.width = num_prefixes, max(map(len, members))
-        grid = [slot for group in members for slot in group + (group[:1] or [0]) * (self.width - len(group))]
-        self.is_even = grid == list(range(len(places)))
-        self.slot_of_cell = torch.tensor(grid, device=device)
-        self.cell_of_slot = torch.tensor([place * self.width + number for place, number in cells], device=device)
-
-    def fold(self, slots: torch.Tensor) -> torch.Tensor:
-        """[R, K, G, X] -> [P, K, n * G, X]; a cell without a slot repeats another one."""
-        cells = slots if self.is_even else slots.index_select(0, self.slot_of_cell)
-        return cells.unflatten(0, (self.num_prefixes, self.width)).transpose(1, 2).flatten(2, 3)
-
-    def unfold(self, folded: torch.Tensor) -> torch.Tensor:
-        """[P, K, n * G, ...] -> [R, K, G, ...]"""
-        cells = folded.unflatten(2, (self.width, -1)).transpose(1, 2).flatten(0, 1)
-        return cells if self.is_even else cells.index_select(0, self.cell_of_slot)
-
-
 class DecodePlan:
     """Attention of one new token per slot. It lasts as long as the slots of the batch stay what they are.
+
+    Slots of one prefix stand side by side in cells, [P, n]; a cell without a slot repeats another one, and is not
+    looked at.
 
     Args:
         prefixes, responses: the KV cache; the responses' part is written to.
@@ -242,10 +196,20 @@ class DecodePlan:
         self, prefixes: PrefixCache, responses: ResponseCache, places: Sequence[int], device: torch.device
     ) -> None:
         self.prefixes, self.responses, self.device = prefixes, responses, device
-        self.groups = Groups(places, len(prefixes.prefixes), device)
-        self.first_positions = [prefixes.next_positions[place] for place in places]
-        self.prefix_mask = self._mask(prefixes.lengths, prefixes.width)
+        lengths, next_positions = prefixes.lengths, prefixes.next_positions
+        self.first_positions = [next_positions[place] for place in places]
+        self.prefix_mask = self._mask(lengths, max(lengths))
         self.mask: torch.Tensor | None = None
+        members: list[list[int]] = [[] for _ in lengths]
+        cells = []
+        for slot, place in enumerate(places):
+            cells.append((place, len(members[place])))
+            members[place].append(slot)
+        self.group_size = max(map(len, members))
+        grid = [slot for group in members for slot in group + (group[:1] or [0]) * (self.group_size - len(group))]
+        self.is_even = grid == list(range(len(places)))
+        self.slot_of_cell = torch.tensor(grid, device=device)
+        self.cell_of_slot = torch.tensor([place * self.group_size + number for place, number in cells], device=device)
 
     def start_step(self, written: Sequence[int]) -> torch.Tensor:
         """Begins a step in which slot r writes its response token number `written[r]`; returns positions [R, 1]."""
@@ -262,10 +226,17 @@ class DecodePlan:
         own_keys, own_values = self.responses.write(layer, key, value)
         shared_keys, shared_values = self.prefixes.keys[layer], self.prefixes.values[layer]
         query = query.to(own_keys.dtype).reshape(num_slots, key.shape[1], -1, head_size)
-        shared, shared_sum = attend_part(self.groups.fold(query), shared_keys, shared_values, self.prefix_mask, scale)
+        cells = query if self.is_even else query.index_select(0, self.slot_of_cell)
+        folded = cells.unflatten(0, (-1, self.group_size)).transpose(1, 2).flatten(2, 3)  # [P, K, n * G, D]
+        shared, shared_sum = (  # back to [P * n, K, G, ...], and to slots
+            part.unflatten(2, (self.group_size, -1)).transpose(1, 2).flatten(0, 1)
+            for part in attend_part(folded, shared_keys, shared_values, self.prefix_mask, scale)
+        )
+        if not self.is_even:
+            shared, shared_sum = (part.index_select(0, self.cell_of_slot) for part in (shared, shared_sum))
         own, own_sum = attend_part(query, own_keys, own_values, self.mask, scale)
-        share = torch.sigmoid(own_sum - self.groups.unfold(shared_sum)).unsqueeze(-1)  # of the response's own tokens
-        mixed = torch.lerp(self.groups.unfold(shared), own, share.to(own.dtype))
+        share = torch.sigmoid(own_sum - shared_sum).unsqueeze(-1)  # of the response's own tokens
+        mixed = torch.lerp(shared, own, share.to(own.dtype))
         return mixed.reshape(num_slots, 1, num_heads, head_size).to(value.dtype)
 
     def _mask(self, lengths: Sequence[int], width: int) -> torch.Tensor | None:
@@ -277,22 +248,15 @@ class DecodePlan:
 
 
 class CompiledPlan:
-    """What `DecodePlan` computes, by the loop that was compiled on this machine.
-
-    Args:
-        loops: the compiled loops.
-        prefixes, responses: the KV cache; the responses' part is written to.
-        places: of each slot's prefix in the prefix cache.
-    """
+    """What `DecodePlan` computes, by the loops that were compiled on this machine."""
 
     def __init__(self, loops: Kernels, prefixes: PrefixCache, responses: ResponseCache, places: Sequence[int]) -> None:
         self.loops, self.prefixes, self.responses = loops, prefixes, responses
-        self.first_positions = torch.tensor([prefixes.next_positions[place] for place in places])
-        lengths = [prefixes.lengths[place] for place in places]
-        assert max(prefixes.lengths) == prefixes.keys[0].shape[2] and len(prefixes.lengths) == len(prefixes.keys[0])
-        self.places = SlotPlaces(
-            torch.tensor(places), torch.tensor(lengths), torch.zeros(len(places), dtype=torch.long)
-        )
+        lengths, next_positions = prefixes.lengths, prefixes.next_positions
+        assert max(lengths) == prefixes.keys[0].shape[2] and len(lengths) == len(prefixes.keys[0])
+        self.first_positions = torch.tensor([next_positions[place] for place in places])
+        lengths_of_slots = torch.tensor([lengths[place] for place in places])
+        self.places = SlotPlaces(torch.tensor(places), lengths_of_slots, torch.zeros(len(places), dtype=torch.long))
 
     def start_step(self, written: Sequence[int]) -> torch.Tensor:
         """Begins a step in which slot r writes its response token number `written[r]`; returns positions [R, 1]."""

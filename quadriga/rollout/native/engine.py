@@ -14,9 +14,8 @@ Unblocked by: the next request, which makes a new runner.
 
 import asyncio
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -70,7 +69,21 @@ class NativeEngine(CausalModelEngine):
         max_model_len: int | None = None,
         cache_gigabytes: float | None = None,
     ) -> None:
-        _require_supported(model)
+        if (found := model.config._attn_implementation) != ATTENTION_NAME:
+            raise RolloutError(
+                "rollout.name=native",
+                got=f"a model with {found} attention",
+                expected=f"one loaded with attention {ATTENTION_NAME}",
+                fix="Load it with quadriga.models.load.load_causal_lm.",
+            )
+        for option in _LOGIT_OPTIONS:
+            if (value := getattr(model.config, option, None)) not in (None, 1, 1.0):
+                raise RolloutError(
+                    "rollout.name=native",
+                    got=f"a model whose logits are changed by {option}={value}",
+                    expected="plain logits",
+                    fix="Use rollout.name=hf for this model.",
+                )
         super().__init__(model, eos_token_ids, max_num_seqs, max_model_len)
         self.description = f"native, {description_of(model)}"
         self.tokenizer = tokenizer
@@ -150,6 +163,7 @@ class NativeEngine(CausalModelEngine):
             self._worker = None
 
     def _requests(self, prompts: Prompts, sampling: Sampling, images: BatchImages) -> list[Request]:
+        image_tokens = ImageTokens.of(self.model.config)
         self._require_ready(prompts, sampling, images)
         self._require_room(prompts, sampling)
         require_tokenizer(self.name, sampling, self.tokenizer)
@@ -165,8 +179,17 @@ class NativeEngine(CausalModelEngine):
                     fix="Raise actor_rollout_ref.rollout.cache_gigabytes; a token takes "
                     f"{bytes_per_token(self.model)} bytes.",
                 )
-            if own is not None:
-                _require_image_tokens(where, self.model, prompt, own)
+            if own is not None and image_tokens is None:
+                raise RolloutError(where, got="images", expected="text: the model is no vision-language model")
+            if own is not None and image_tokens is not None:
+                expected = image_tokens.count(own.inputs["image_grid_thw"])
+                # There may be more: a model may write one in an earlier turn.
+                if (found := list(prompt).count(image_tokens.token_id)) < expected:
+                    raise RolloutError(
+                        where,
+                        got=f"{found} image tokens",
+                        expected=f"at least {expected}, one for each embedding of its images",
+                    )
             requests.append(Request(prompt, params, self.eos_token_ids, self.tokenizer, own))
         return requests
 
@@ -179,19 +202,30 @@ class NativeEngine(CausalModelEngine):
             return starts
 
     def _run(self) -> None:
-        """Generates until there is no request left."""
+        """Generates until there is no request left, without dropout and gradient checkpointing."""
+        was_training = self.model.training
         try:
-            with torch.inference_mode(), _evaluating(self.model):
-                scheduler: Scheduler[Request] = Scheduler(
-                    self.max_num_seqs, self.max_num_batched_tokens, self.max_cache_tokens
-                )
-                # A packed copy of earlier parameters is not used again.
-                if self._network is None or self._network.state != state_of(self.model):
-                    self._network = None
-                    self._network = (PlainNetwork if is_plain(self.model) else Network)(self.model)
-                generation = Generation(self._network, scheduler, self.weight_version)
-                while self._take(scheduler):
-                    generation.advance()
+            try:
+                self.model.eval()
+                with torch.inference_mode():
+                    # A packed copy of earlier parameters is not used again.
+                    if self._network is None or self._network.state != state_of(self.model):
+                        self._network = None
+                        self._network = (PlainNetwork if is_plain(self.model) else Network)(self.model)
+                    scheduler: Scheduler[Request] = Scheduler(
+                        self.max_num_seqs, self.max_num_batched_tokens, self.max_cache_tokens
+                    )
+                    generation = Generation(self._network, scheduler, self.weight_version)
+                    while True:
+                        with self._lock:
+                            scheduler.add(self._inbox)
+                            self._inbox, self._open = [], [*scheduler.running, *scheduler.waiting]
+                            self._is_running = not scheduler.is_done
+                        if scheduler.is_done:
+                            break
+                        generation.advance()
+            finally:
+                self.model.train(was_training)
         except BaseException as error:
             with self._lock:
                 failed = [request for request in (*self._open, *self._inbox) if not request.future.done()]
@@ -201,14 +235,6 @@ class NativeEngine(CausalModelEngine):
                     request.future.set_exception(error)
             if not isinstance(error, Exception):
                 raise
-
-    def _take(self, scheduler: Scheduler[Request]) -> bool:
-        """Moves the inbox to the scheduler; False, and the runner ends, where no request is left."""
-        with self._lock:
-            scheduler.add(self._inbox)
-            self._inbox, self._open = [], [*scheduler.running, *scheduler.waiting]
-            self._is_running = not scheduler.is_done
-            return self._is_running
 
     def _require_idle(self, action: str) -> None:
         with self._lock:
@@ -232,49 +258,3 @@ class NativeEngine(CausalModelEngine):
 def bytes_per_token(model: PreTrainedModel) -> int:
     """Memory of one token in the KV cache, all layers together."""
     return cache_bytes_per_token(model.config, cache_dtype(model.dtype, model.device))
-
-
-def _require_image_tokens(where: str, model: PreTrainedModel, prompt: Sequence[int], images: Images) -> None:
-    """Refuses images for a language model, and a prompt with fewer tokens than its images have embeddings."""
-    tokens = ImageTokens.of(model.config)
-    if tokens is None:
-        raise RolloutError(where, got="images", expected="text: the model is no vision-language model")
-    expected = tokens.count(images.inputs["image_grid_thw"])
-    # There may be more: a model may write one in an earlier turn.
-    if (found := list(prompt).count(tokens.token_id)) < expected:
-        raise RolloutError(
-            where,
-            got=f"{found} image tokens",
-            expected=f"at least {expected}, one for each embedding of its images",
-        )
-
-
-@contextmanager
-def _evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Without dropout and gradient checkpointing, for a while."""
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)
-
-
-def _require_supported(model: PreTrainedModel) -> None:
-    found = model.config._attn_implementation
-    if found != ATTENTION_NAME:
-        raise RolloutError(
-            "rollout.name=native",
-            got=f"a model with {found} attention",
-            expected=f"one loaded with attention {ATTENTION_NAME}",
-            fix="Load it with quadriga.models.load.load_causal_lm.",
-        )
-    for option in _LOGIT_OPTIONS:
-        value = getattr(model.config, option, None)
-        if value not in (None, 1, 1.0):
-            raise RolloutError(
-                "rollout.name=native",
-                got=f"a model whose logits are changed by {option}={value}",
-                expected="plain logits",
-                fix="Use rollout.name=hf for this model.",
-            )

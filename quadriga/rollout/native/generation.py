@@ -20,6 +20,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ import torch
 
 from quadriga.errors import RolloutError
 from quadriga.models.vision import PackedImages, packed_images
+from quadriga.partition import buckets
 from quadriga.rollout.interface import Completion, FinishReason, Images, SamplingParams
 from quadriga.rollout.native.attention import (
     CompiledPlan,
@@ -47,13 +49,7 @@ _KEPT_SHARE = 0.5  # of the prefixes in the KV cache are in use, or the others a
 
 @dataclass(frozen=True)
 class ImagePrefix:
-    """Tokens that begin with a prompt with images; what follows the prompt is text.
-
-    Attributes:
-        tokens: of the prompt, and of the response so far.
-        key: of the images: prefixes are equal whose tokens and keys are.
-        images: of the prompt.
-    """
+    """A prompt with images, and the response so far. Prefixes are equal whose tokens and `Images.key` are."""
 
     tokens: tuple[int, ...]
     key: str
@@ -65,7 +61,7 @@ class ImagePrefix:
     def __iter__(self) -> Iterator[int]:
         return iter(self.tokens)
 
-    @property
+    @cached_property
     def next_position(self) -> int:
         """Of the token that follows, on all axes."""
         prompt = self.images.position_ids
@@ -82,15 +78,7 @@ Prefix = tuple[int, ...] | ImagePrefix
 
 
 class Request:
-    """A prompt, and the response that is generated for it.
-
-    Args:
-        prompt: token ids.
-        sampling: how it is sampled.
-        eos_token_ids: the model's own end-of-text tokens.
-        tokenizer: needed where `sampling` has stop strings.
-        images: of the prompt.
-    """
+    """A prompt, and the response that is generated for it. The tokenizer is needed where there are stop strings."""
 
     def __init__(
         self,
@@ -159,13 +147,7 @@ class Request:
 
 
 class Generation:
-    """Requests that are generated together.
-
-    Args:
-        network: the model.
-        scheduler: without a request so far.
-        weight_version: of the model's weights.
-    """
+    """Requests that are generated together, with weights of one version."""
 
     def __init__(self, network: Network, scheduler: Scheduler[Request], weight_version: int) -> None:
         self.network, self.scheduler, self.weight_version = network, scheduler, weight_version
@@ -176,23 +158,21 @@ class Generation:
         self.rules: SamplingRules | None = None
 
     def advance(self) -> None:
-        """Starts what can be started, and computes one token of every slot."""
-        self._drop_cancelled()
-        if self.scheduler.waiting:
-            self._admit()
-        if self.scheduler.running:
-            self._step()
-
-    def _drop_cancelled(self) -> None:
+        """Drops what was cancelled, starts what can be started, and computes one token of every slot."""
         scheduler = self.scheduler
         for slot in reversed(range(len(scheduler.running))):
             if scheduler.running[slot].is_cancelled:
                 self._end(slot)
-        given_up = [request for request in scheduler.waiting if request.is_cancelled]
-        if given_up:
-            scheduler.waiting = [request for request in scheduler.waiting if not request.is_cancelled]
-        for request in given_up:
-            request.close(self.weight_version)
+        waiting, scheduler.waiting = scheduler.waiting, []
+        for request in waiting:
+            if request.is_cancelled:
+                request.close(self.weight_version)
+            else:
+                scheduler.waiting.append(request)
+        if scheduler.waiting:
+            self._admit()
+        if scheduler.running:
+            self._step()
 
     def _end(self, slot: int) -> None:
         """The request of this slot is done; that of the last slot takes its place."""
@@ -219,7 +199,14 @@ class Generation:
         if new:
             self.prefixes.extend(self._prefill(new))
         self.plan = None
-        self._start_slots(num_before)
+        # The first token of the slots that start.
+        places = self._places(started)
+        order = {place: number for number, place in enumerate(sorted(set(places)))}
+        assert self.prefixes.last_hidden is not None
+        logits = self.network.logits(self.prefixes.last_hidden[torch.tensor([*order], device=self.device)])  # [U, V]
+        logits = logits[torch.tensor([order[place] for place in places], device=self.device)]
+        rules = SamplingRules.from_params([request.sampling for request in started], self.device)
+        self._sample(logits, rules, num_before)
 
     def _limit(self) -> int:
         """Tokens that a response of this batch can come to hold."""
@@ -231,15 +218,13 @@ class Generation:
         self.prefixes.keep([place for place, prefix in enumerate(self.prefixes.prefixes) if prefix in needed])
 
     def _prefill(self, prefixes: Sequence[Prefix]) -> PrefixCache:
-        lengths = [len(prefix) for prefix in prefixes]
-        following = [one.next_position if isinstance(one, ImagePrefix) else len(one) for one in prefixes]
-        cache, last_hidden = PrefixCache(prefixes, lengths, following), []
-        for places in _portions(lengths, self.scheduler.max_num_batched_tokens):
+        """The KV cache of prefixes, computed by as many of them at a time as `max_num_batched_tokens` lets."""
+        cache, last_hidden = PrefixCache(prefixes), []
+        limit = self.scheduler.max_num_batched_tokens
+        for numbers in buckets(range(len(prefixes)), cache.lengths.__getitem__, limit, lambda number, _: number):
+            places = slice(numbers[0], numbers[-1] + 1)
             plan = PrefillPlan(cache, places, self.device)
-            packed = prefixes[places]
-            tokens = torch.tensor([[token for prefix in packed for token in prefix]], device=self.device)
-            positions, images = _packed_positions(packed, self.device), self._images(packed)
-            hidden = self.network.hidden(tokens, positions, plan, images)[0]
+            hidden = self.network.hidden(*self._packed(prefixes[places]), plan=plan)[0]
             last_hidden.append(hidden.index_select(0, plan.last))
         cache.last_hidden = torch.cat(last_hidden)
         if len(cache.keys) != self.network.num_layers:
@@ -251,32 +236,24 @@ class Generation:
             )
         return cache
 
-    def _images(self, prefixes: Sequence[Prefix]) -> PackedImages | None:
-        """Those of packed prefixes; None of a language model."""
-        tokens = self.network.image_tokens
-        if tokens is None:
-            return None
-        start, images = 0, []
+    def _packed(self, prefixes: Sequence[Prefix]) -> tuple[torch.Tensor, torch.Tensor, PackedImages | None]:
+        """Tokens [1, N], their positions [1, N], or [3, 1, N] where a prefix has images, and the images."""
+        start, rows, images = 0, [], []
         for prefix in prefixes:
             if isinstance(prefix, ImagePrefix):
+                tokens, inputs = self.network.image_tokens, prefix.images.inputs
+                assert tokens is not None, "the engine refuses images for a language model"
                 # The first tokens with their id stand for images; later ones were generated.
                 found = np.flatnonzero(np.array(prefix.tokens) == tokens.token_id)
-                inputs = prefix.images.inputs
                 images.append((inputs, start + found[: tokens.count(inputs["image_grid_thw"])]))
+                rows.append(prefix.positions())
+            else:
+                rows.append(torch.arange(len(prefix)).expand(3, -1))
             start += len(prefix)
-        return packed_images(images, self.device)
-
-    def _start_slots(self, first: int) -> None:
-        """Samples the first token of the slots from `first` on."""
-        requests = self.scheduler.running[first:]
-        places = self._places(requests)
-        started = sorted(set(places))
-        assert self.prefixes.last_hidden is not None
-        logits = self.network.logits(self.prefixes.last_hidden[torch.tensor(started, device=self.device)])  # [U, V]
-        order = {place: number for number, place in enumerate(started)}
-        logits = logits[torch.tensor([order[place] for place in places], device=self.device)]
-        rules = SamplingRules.from_params([request.sampling for request in requests], self.device)
-        self._sample(logits, rules, first)
+        packed = torch.tensor([[token for prefix in prefixes for token in prefix]], device=self.device)
+        positions = torch.cat(rows, 1)
+        positions = (positions[:, None] if images else positions[:1]).to(self.device)
+        return packed, positions, packed_images(images, self.device)
 
     def _places(self, requests: Sequence[Request]) -> list[int]:
         """The place of each request's prefix in the cache."""
@@ -285,12 +262,16 @@ class Generation:
 
     def _step(self) -> None:
         self._make_room()
-        plan, rules = self._prepare()
         requests = self.scheduler.running
-        positions = plan.start_step([request.num_written for request in requests])
+        if self.plan is None or self.rules is None:  # they last until a slot starts or ends
+            if len({request.prefix for request in requests}) <= _KEPT_SHARE * len(self.prefixes.prefixes):
+                self._keep_prefixes()
+            self.plan = plan_decoding(self.prefixes, self.responses, self._places(requests), self.device)
+            self.rules = SamplingRules.from_params([request.sampling for request in requests], self.device)
+        positions = self.plan.start_step([request.num_written for request in requests])
         inputs = torch.tensor([request.token_ids[-1] for request in requests], device=self.device)[:, None]
-        hidden = self.network.hidden(inputs, positions, plan)[:, 0]
-        self._sample(self.network.logits(hidden), rules, 0)
+        hidden = self.network.hidden(inputs, positions, plan=self.plan)[:, 0]
+        self._sample(self.network.logits(hidden), self.rules, 0)
 
     def _make_room(self) -> None:
         """Room for one more token of every slot; requests that find none are preempted."""
@@ -310,16 +291,6 @@ class Generation:
         self.plan = None
         self.responses.resize(len(running), max(room, longest + 1), len(running), longest)
 
-    def _prepare(self) -> tuple[DecodePlan | CompiledPlan, SamplingRules]:
-        """The plan and rules of these slots; they last until one starts or ends."""
-        if self.plan is None or self.rules is None:
-            requests = self.scheduler.running
-            if len({request.prefix for request in requests}) <= _KEPT_SHARE * len(self.prefixes.prefixes):
-                self._keep_prefixes()
-            self.plan = plan_decoding(self.prefixes, self.responses, self._places(requests), self.device)
-            self.rules = SamplingRules.from_params([request.sampling for request in requests], self.device)
-        return self.plan, self.rules
-
     def _sample(self, logits: torch.Tensor, rules: SamplingRules, first: int) -> None:
         """One token of each slot from `first` on."""
         requests = self.scheduler.running[first:]
@@ -332,25 +303,3 @@ class Generation:
         for slot in reversed(range(first, len(self.scheduler.running))):
             if self.scheduler.running[slot].finish_reason is not None:
                 self._end(slot)
-
-
-def _portions(lengths: Sequence[int], max_tokens: int) -> Iterator[slice]:
-    """Consecutive prefixes that have at most `max_tokens` together, or are one prefix."""
-    start, total = 0, 0
-    for index, length in enumerate(lengths):
-        if index > start and total + length > max_tokens:
-            yield slice(start, index)
-            start, total = index, 0
-        total += length
-    yield slice(start, len(lengths))
-
-
-def _packed_positions(prefixes: Sequence[Prefix], device: torch.device) -> torch.Tensor:
-    """[1, N], or [3, 1, N] where one of the prefixes has images."""
-    if not any(isinstance(prefix, ImagePrefix) for prefix in prefixes):
-        return torch.tensor([[place for prefix in prefixes for place in range(len(prefix))]], device=device)
-    rows = [
-        prefix.positions() if isinstance(prefix, ImagePrefix) else torch.arange(len(prefix)).expand(3, -1)
-        for prefix in prefixes
-    ]
-    return torch.cat(rows, 1)[:, None].to(device)

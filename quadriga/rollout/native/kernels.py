@@ -70,12 +70,7 @@ class SlotPlaces(NamedTuple):
 
 
 class Kernels:
-    """The compiled loops.
-
-    Args:
-        library: what was compiled from `kernels.c`.
-        compiler: its name and version, for people.
-    """
+    """The compiled loops of `kernels.c`."""
 
     def __init__(self, library: ctypes.CDLL, compiler: str) -> None:
         self.compiler = compiler
@@ -165,8 +160,10 @@ class Kernels:
         Returns:
             [R, K * G, D] in the same dtype.
         """
-        query, key, value = _with_rows_apart(query), _with_rows_apart(key), _with_rows_apart(value)
         num_rows, num_heads, size = query.shape
+        query, key, value = (  # only their rows may lie apart
+            states if states.stride()[1:] == (size, 1) else states.contiguous() for states in (query, key, value)
+        )
         num_key_heads = key.shape[1]
         for pair in (own, prefixes):
             for states in pair:
@@ -234,11 +231,6 @@ def _setting(states: torch.Tensor) -> tuple[bool, int]:
     return states.dtype == torch.bfloat16, torch.get_num_threads()
 
 
-def _with_rows_apart(states: torch.Tensor) -> torch.Tensor:
-    """[R, H, D] in which only the rows may lie apart."""
-    return states if states.stride()[1:] == (states.shape[2], 1) else states.contiguous()
-
-
 def kernels() -> Kernels | None:
     """The compiled loops, or None where this machine has none."""
     return _find()[0]
@@ -270,22 +262,17 @@ def _load() -> Kernels:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     processor = next((line for line in lines if line.startswith("flags")), "")
     depends_on = "\n".join((_SOURCE.read_text(), *_FLAGS, version, processor)).encode()
-    library = _own_folder() / f"kernels-{hashlib.sha256(depends_on).hexdigest()[:16]}.so"
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quadriga"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    state = folder.stat()
+    if state.st_uid != os.getuid() or state.st_mode & 0o022:  # what lies there is run
+        raise _UnavailableError(f"others may write to {folder} (chmod go-w, or another XDG_CACHE_HOME)")
+    library = folder / f"kernels-{hashlib.sha256(depends_on).hexdigest()[:16]}.so"
     try:
         return Kernels(ctypes.CDLL(str(library)), version)
     except OSError:  # there is none yet, or a broken one
         _compile(compiler, library)
     return Kernels(ctypes.CDLL(str(library)), version)
-
-
-def _own_folder() -> Path:
-    """Where compiled files are kept: what lies there is run, so nobody else may write to it."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quadriga"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    state = folder.stat()
-    if state.st_uid != os.getuid() or state.st_mode & 0o022:
-        raise _UnavailableError(f"others may write to {folder} (chmod go-w, or another XDG_CACHE_HOME)")
-    return folder
 
 
 def _compile(compiler: str, library: Path) -> None:

@@ -13,7 +13,7 @@ Legend: B rows, N tokens, D hidden size, H query heads, K key-value heads, d hea
 V vocabulary.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -61,24 +61,8 @@ class TorchElementwise:
         return silu(gate).mul_(up)
 
 
-def elementwise_for(dtypes: Collection[torch.dtype], device: torch.device, *sizes: int) -> TorchElementwise | Kernels:
-    """The faster way for a model.
-
-    Args:
-        dtypes, device: of its parameters.
-        sizes: D, d and F.
-    """
-    is_taken = device.type == "cpu" and set(dtypes) in ({torch.bfloat16}, {torch.float32})
-    loops = kernels() if is_taken and Kernels.can_compute(*sizes) else None
-    return TorchElementwise() if loops is None else loops
-
-
 class Network:
-    """A model by its own module, under the interface of generation.
-
-    Args:
-        model: a causal model of transformers with our attention.
-    """
+    """A causal model of transformers with our attention, by its own module."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model, self.image_tokens = model, ImageTokens.of(model.config)
@@ -93,7 +77,7 @@ class Network:
         return self.head.weight.device
 
     def hidden(
-        self, tokens: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan, images: PackedImages | None = None
+        self, tokens: torch.Tensor, positions: torch.Tensor, images: PackedImages | None = None, *, plan: AttentionPlan
     ) -> torch.Tensor:
         """[B, N] tokens and positions -> [B, N, D]; positions may be [3, B, N], and with images B is 1."""
         inputs = {"input_ids": tokens} if images is None else decoder_inputs(self.model, tokens, images)
@@ -115,14 +99,16 @@ class PlainNetwork(Network):
         forms, config = _forms_for(model), model.config.get_text_config()
         sizes = (config.hidden_size, config.intermediate_size, self.body.layers[0].self_attn.head_dim)
         dtypes = {parameter.dtype for parameter in self.body.parameters()}
-        self.elementwise = elementwise_for(dtypes, self.device, *sizes)
+        is_taken = self.device.type == "cpu" and dtypes in ({torch.bfloat16}, {torch.float32})
+        loops = kernels() if is_taken and Kernels.can_compute(*sizes) else None
+        self.elementwise = TorchElementwise() if loops is None else loops
         self.layers = [_Layer(layer, number, forms, self.elementwise) for number, layer in enumerate(self.body.layers)]
         if forms is not None:
             bias = getattr(self.head, "bias", None)
             self.exact_head = forms.make([self.head.weight.detach()], None if bias is None else [bias], is_head=True)
 
     def hidden(
-        self, tokens: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan, images: PackedImages | None = None
+        self, tokens: torch.Tensor, positions: torch.Tensor, images: PackedImages | None = None, *, plan: AttentionPlan
     ) -> torch.Tensor:
         if images is None:
             hidden = embedding(tokens, self.body.embed_tokens.weight)
@@ -139,12 +125,16 @@ class _Layer:
     """One layer of a plain decoder."""
 
     def __init__(self, layer: Any, number: int, forms: Forms | None, elementwise: TorchElementwise | Kernels) -> None:
-        self.layer, self.attention, self.number, self.elementwise = layer, layer.self_attn, number, elementwise
+        self.number, self.elementwise = number, elementwise
         attention, mlp = layer.self_attn, layer.mlp
         self.head_size, self.scale = attention.head_dim, attention.scaling
         self.num_key_heads = attention.config.num_key_value_heads
         self.num_heads = attention.config.num_attention_heads
-        self.has_head_norms = hasattr(attention, "q_norm")
+        norms = [layer.input_layernorm, layer.post_attention_layernorm]
+        if hasattr(attention, "q_norm"):
+            norms += [attention.q_norm, attention.k_norm]
+        self.first_norm, self.second_norm, *head_norms = [(norm.weight, norm.variance_epsilon) for norm in norms]
+        self.head_norms = head_norms or None
         self.project = _Projection((attention.q_proj, attention.k_proj, attention.v_proj), forms)
         self.merge = _Projection((attention.o_proj,), forms)
         self.widen = _Projection((mlp.gate_proj, mlp.up_proj), forms)
@@ -152,21 +142,18 @@ class _Layer:
 
     def __call__(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
         """`hidden` [B, N, D]; `cos` and `sin` [B, N, d]."""
-        heads, keys = self.num_heads, self.num_key_heads
-        states = self.project(self._normalize(hidden, self.layer.input_layernorm)).unflatten(-1, (-1, self.head_size))
-        if self.has_head_norms:
+        heads, keys, normalize = self.num_heads, self.num_key_heads, self.elementwise.normalize
+        states = self.project(normalize(hidden, *self.first_norm)).unflatten(-1, (-1, self.head_size))
+        if self.head_norms is not None:
             query, key, value = states.split((heads, keys, keys), 2)
-            query = self._normalize(query, self.attention.q_norm)
-            states = torch.cat((query, self._normalize(key, self.attention.k_norm), value), 2)
+            query_norm, key_norm = self.head_norms
+            states = torch.cat((normalize(query, *query_norm), normalize(key, *key_norm), value), 2)
         states = self.elementwise.rotate(states, heads + keys, cos, sin).transpose(1, 2)
         query, key, value = states.split((heads, keys, keys), 1)
         mixed = plan.attend(self.number, query, key, value, self.scale)
         hidden = hidden + self.merge(mixed.flatten(2))
-        states = self.widen(self._normalize(hidden, self.layer.post_attention_layernorm))
+        states = self.widen(normalize(hidden, *self.second_norm))
         return hidden + self.narrow(self.elementwise.gate(states))
-
-    def _normalize(self, states: torch.Tensor, norm: Any) -> torch.Tensor:
-        return self.elementwise.normalize(states, norm.weight, norm.variance_epsilon)
 
 
 class _Projection:

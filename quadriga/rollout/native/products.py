@@ -15,7 +15,7 @@ many rows, too.
 
 The factors are those of training, sums are float32, and a result is rounded once; only the order of summation differs.
 
-Legend: D inputs, O outputs of all weights of a form together.
+Legend: D inputs, O outputs of all weights of a form together, which are [., D] each, with biases [.] each or None.
 """
 
 from collections.abc import Sequence
@@ -34,13 +34,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 class OwnWeight:
-    """The bfloat16 parameters themselves, by a loop that was compiled here.
-
-    Args:
-        weights: [., D] each; see `takes`.
-        biases: [.] each, or None
-        dtype: of the result; bfloat16 or float32.
-    """
+    """The bfloat16 parameters themselves, by a loop that was compiled here; the result is bfloat16 or float32."""
 
     max_rows = 24  # up to here it is the fastest form
 
@@ -61,12 +55,7 @@ class OwnWeight:
 
 
 class PackedWeight:
-    """bfloat16, in oneDNN's order.
-
-    Args:
-        weights: [., D] bfloat16 each
-        biases: [.] each, or None
-    """
+    """bfloat16, in oneDNN's order."""
 
     max_rows = 16  # up to here it is as fast as float32, for it is half as much to read
 
@@ -80,12 +69,7 @@ class PackedWeight:
 
 
 class WideWeight:
-    """Float32, in MKL's order where this build of torch has MKL.
-
-    Args:
-        weights: [., D] each, bfloat16 or float32
-        biases: [.] each, or None
-    """
+    """Float32, in MKL's order where this build of torch has MKL."""
 
     def __init__(self, weights: Tensors, biases: Tensors | None) -> None:
         self.weight = torch.cat([weight.float() for weight in weights])
@@ -126,12 +110,7 @@ class Weight:
 
 
 class Forms:
-    """The forms for the weights of a model on this CPU.
-
-    Args:
-        dtype: of the model.
-        num_weights: of the model.
-    """
+    """The forms for the weights of a model on this CPU."""
 
     def __init__(self, dtype: torch.dtype, num_weights: int) -> None:
         is_half, widens = dtype == torch.bfloat16, has_mkl() and 4 * num_weights <= _MAX_WIDE_BYTES
@@ -152,13 +131,7 @@ class Forms:
         return "".join(f"; a copy of its weights in {name}" for name in dict.fromkeys(copies))
 
     def make(self, weights: Tensors, biases: Tensors | None, *, is_head: bool = False) -> Weight | None:
-        """For modules that have one input; None: no form is faster than the parameters.
-
-        Args:
-            weights: [., D] each
-            biases: [.] each, or None
-            is_head: whether results are float32 and never rounded.
-        """
+        """For modules with one input; None: no form is faster than the parameters. A head's results are float32."""
         if self.many is None:
             return None
         many = (WideWeight if is_head else self.many)(weights, biases)

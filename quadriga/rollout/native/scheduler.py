@@ -102,12 +102,6 @@ class Scheduler(Generic[R]):
         return request
 
     def _fit(self, prefixes: set[Any], num_slots: int, room: int) -> bool:
-        if self.max_cache_tokens is None:
-            return True
-        return cache_tokens(map(len, prefixes), num_slots, room) <= self.max_cache_tokens
-
-
-def cache_tokens(prefix_lengths: Iterable[int], num_slots: int, room: int) -> int:
-    """Tokens that a KV cache holds with padding: all prefixes are as long as the longest, all responses as the room."""
-    lengths = list(prefix_lengths)
-    return len(lengths) * max(lengths, default=0) + num_slots * room
+        """With padding: all prefixes are as long as the longest, all responses as the room."""
+        num_tokens = len(prefixes) * max(map(len, prefixes), default=0) + num_slots * room
+        return self.max_cache_tokens is None or num_tokens <= self.max_cache_tokens

@@ -11,11 +11,10 @@ import json
 import math
 import pickle
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -36,10 +35,10 @@ from quadriga.rollout.interface import (
 )
 from quadriga.rollout.manifest import Manifest
 from quadriga.rollout.setup import EngineSetup
-from quadriga.rollout.sglang.process import SGLangProcess
+from quadriga.rollout.sglang.connections import SGLangProcess, SGLangServer
 from quadriga.rollout.sglang.receiver import FINGERPRINTS, LOADER
-from quadriga.rollout.sglang.server import SGLangServer
 from quadriga.rollout.third_party import FINISH_REASONS, SEED_BITS, ThirdPartyEngine, has_filters
+from quadriga.weight_sync.buckets import num_bytes
 
 _GIB = 1 << 30
 _ABORT_AGAIN_S = 0.2
@@ -51,56 +50,35 @@ _SHARE_OF_HOST = 0.9
 _SPARE_TOKENS = 8
 
 
-class Connection(Protocol):
-    """SGLang in a process of its own, or at a server.
+class SGLangEngine(ThirdPartyEngine):
+    """An engine on SGLang. It generates with weights that were sent to it, whatever a server was started with.
 
-    Attributes:
-        version: of SGLang.
-        num_processes: that hold the model together.
-        has_seeds: whether a response's seed decides it: SGLang's "deterministic inference".
-    """
-
-    version: str
-    num_processes: int
-    has_seeds: bool
-
-    def ask(self, method: str, **arguments: Any) -> "Future[Any]":
-        """Send one of SGLang's requests. Its result is SGLang's; a refusal is a `RolloutError`."""
-        ...
-
-    def close(self) -> None:
-        """End it; a server goes on."""
-        ...
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What an engine on SGLang is made for.
-
-    Attributes:
-        max_model_len: longest prompt and response together, in tokens.
+    Args:
+        connection: to SGLang.
         manifest: the weights that make the model complete.
+        max_model_len: longest prompt and response together, in tokens.
         eos_token_ids: end-of-text tokens.
         bucket_bytes: memory in which weights travel.
         can_sleep: whether `sleep` gives back memory; accelerators only.
+        description: what was chosen, for people to read.
     """
-
-    max_model_len: int
-    manifest: Manifest
-    eos_token_ids: tuple[int, ...]
-    bucket_bytes: int = 512 << 20
-    can_sleep: bool = False
-
-
-class SGLangEngine(ThirdPartyEngine):
-    """An engine on SGLang. It generates with weights that were sent to it, whatever a server was started with."""
 
     name, title = "sglang", "SGLang"
 
-    def __init__(self, limits: Limits, connection: Connection, description: str = "sglang") -> None:
-        super().__init__(limits.manifest, limits.max_model_len)
-        self.limits, self.connection = limits, connection
-        self.description = description
+    def __init__(
+        self,
+        connection: SGLangProcess | SGLangServer,
+        manifest: Manifest,
+        max_model_len: int,
+        eos_token_ids: Sequence[int],
+        *,
+        bucket_bytes: int = 512 << 20,
+        can_sleep: bool = False,
+        description: str = "sglang",
+    ) -> None:
+        super().__init__(manifest, max_model_len)
+        self.connection, self.eos_token_ids = connection, tuple(eos_token_ids)
+        self.bucket_bytes, self.can_sleep, self.description = bucket_bytes, can_sleep, description
         if not connection.has_seeds:
             self.description += "; responses do not follow their seeds: no deterministic inference here"
         self._ids = (f"{uuid.uuid4().hex}-{number}" for number in itertools.count())
@@ -109,53 +87,47 @@ class SGLangEngine(ThirdPartyEngine):
 
     @classmethod
     def from_config(cls, setup: EngineSetup) -> RolloutEngine:
-        skeleton = setup.skeleton()
-        limits = Limits(
-            max_model_len=setup.max_model_len,
+        """Engines in processes of their own, or at the servers that `engine_kwargs.sglang` names."""
+        skeleton, rollout = setup.skeleton(), setup.rollout
+        is_on_cpu, options = setup.device.type == "cpu", dict(setup.options)
+        engine = partial(
+            cls,
             manifest=Manifest.of(skeleton),
+            max_model_len=setup.max_model_len,
             eos_token_ids=stop_token_ids(skeleton, setup.tokenizer.eos_token_id),
-            bucket_bytes=setup.bucket_bytes,
-            can_sleep=setup.rollout.free_cache_engine and setup.device.type != "cpu",
+            can_sleep=rollout.free_cache_engine and not is_on_cpu,
         )
-        if setup.options.keys() & {"url", "urls"}:
-            return cls._at_servers(setup, limits)
-        rollout = setup.rollout
-        gigabytes = 1.0 if rollout.cache_gigabytes is None and setup.device.type == "cpu" else rollout.cache_gigabytes
-        cache_tokens = None
-        if gigabytes is not None:
-            cache_tokens = int(gigabytes * _GIB) // cache_bytes_per_token(skeleton.config, setup.dtype)
-        arguments = sglang_arguments(setup, limits, cache_tokens)
-        cache = "as much KV cache as fits" if gigabytes is None else f"{gigabytes:g} GiB of KV cache"
-        sleep = "" if limits.can_sleep else "; memory is kept while training"
+        if not options.keys() & {"url", "urls"}:
+            gigabytes = 1.0 if rollout.cache_gigabytes is None and is_on_cpu else rollout.cache_gigabytes
+            cache_tokens = None
+            if gigabytes is not None:
+                cache_tokens = int(gigabytes * _GIB) // cache_bytes_per_token(skeleton.config, setup.dtype)
+            arguments = sglang_arguments(setup, cache_tokens)
+            cache = "as much KV cache as fits" if gigabytes is None else f"{gigabytes:g} GiB of KV cache"
+            sleep = "" if arguments["enable_memory_saver"] else "; memory is kept while training"
 
-        def make() -> "SGLangEngine":
-            process = SGLangProcess(arguments)
-            what = f"sglang {process.version} in processes of its own, on a copy of the weights; {cache}{sleep}"
-            return cls(limits, process, what)
+            def start() -> "SGLangEngine":
+                process = SGLangProcess(arguments)
+                what = f"sglang {process.version} in processes of its own, on a copy of the weights; {cache}{sleep}"
+                return engine(process, bucket_bytes=setup.bucket_bytes, description=what)
 
-        engines = start_engines([make] * rollout.data_parallel_size)
-        return engines[0] if len(engines) == 1 else Balancer(engines)
-
-    @classmethod
-    def _at_servers(cls, setup: EngineSetup, limits: Limits) -> RolloutEngine:
-        options = dict(setup.options)
+            engines = start_engines([start] * rollout.data_parallel_size)
+            return engines[0] if len(engines) == 1 else Balancer(engines)
         urls = [options.pop("url")] if "url" in options else options.pop("urls")
         is_list = isinstance(urls, list) and bool(urls) and all(isinstance(url, str) for url in urls)
         if not is_list or len({*urls}) < len(urls) or options.keys() - {"timeout_s", "headers"}:
             raise ConfigError(
                 "actor_rollout_ref.rollout.engine_kwargs.sglang",
-                got=f"{setup.rollout.engine_kwargs}",
+                got=f"{rollout.engine_kwargs}",
                 expected="url, or urls (a list, each once), perhaps timeout_s and headers: servers have own settings",
             )
-        limits = replace(limits, bucket_bytes=limits.bucket_bytes // len(urls))
 
-        def make(url: str) -> "SGLangEngine":
-            server = SGLangServer(
-                url, max_model_len=limits.max_model_len, max_num_seqs=setup.rollout.max_num_seqs, **options
-            )
-            return cls(limits, server, f"sglang {server.version} at {url}, which gets the weights over HTTP")
+        def connect(url: str) -> "SGLangEngine":
+            server = SGLangServer(url, max_model_len=setup.max_model_len, max_num_seqs=rollout.max_num_seqs, **options)
+            what = f"sglang {server.version} at {url}, which gets the weights over HTTP"
+            return engine(server, bucket_bytes=setup.bucket_bytes // len(urls), description=what)
 
-        engines = start_engines([partial(make, url) for url in urls])
+        engines = start_engines([partial(connect, url) for url in urls])
         if len(engines) == 1:
             return engines[0]
         versions = ", ".join(dict.fromkeys(engine.connection.version for engine in engines))
@@ -174,7 +146,8 @@ class SGLangEngine(ThirdPartyEngine):
             self.connection.ask("abort_request", rid=request_id)
             raise
         finally:
-            self._forget(request_id)
+            self._running.pop(request_id, None)
+            self._aborted.discard(request_id)
 
     def generate_batch(self, prompts: Prompts, sampling: Sampling, images: BatchImages = None) -> list[Completion]:
         """The first request that fails ends those that are under way."""
@@ -189,7 +162,8 @@ class SGLangEngine(ThirdPartyEngine):
             for request_id, future in started:
                 if not future.done():
                     self.connection.ask("abort_request", rid=request_id)
-                self._forget(request_id)
+                self._running.pop(request_id, None)
+                self._aborted.discard(request_id)
 
     def abort(self) -> None:
         """End unfinished responses, from any thread; those of requests that come meanwhile, too."""
@@ -204,11 +178,11 @@ class SGLangEngine(ThirdPartyEngine):
         """On a CPU SGLang keeps its memory."""
         super().sleep()
         self._resumed = False
-        if self.limits.can_sleep:
+        if self.can_sleep:
             self._call("release_memory_occupation", tags=["kv_cache", "weights"])
 
     def wake(self) -> None:
-        has_given_back = self._state == "asleep" and self.limits.can_sleep
+        has_given_back = self._state == "asleep" and self.can_sleep
         super().wake()
         if has_given_back:
             self._call("resume_memory_occupation", tags=["kv_cache"] if self._resumed else ["kv_cache", "weights"])
@@ -218,49 +192,60 @@ class SGLangEngine(ThirdPartyEngine):
             super().close()
             self.connection.close()
 
-    def _receive(self, weights: Iterator[tuple[str, torch.Tensor]]) -> list[dict[str, str]]:
-        if self._state == "asleep" and self.limits.can_sleep:
-            self._call("resume_memory_occupation", tags=["weights"])
-            self._resumed = True
-        self._call("begin_weight_update")
-        received: list[dict[str, str]] = []
-        num_sent = 0
-        try:
-            for bucket in buckets(weights, _num_bytes, self.limits.bucket_bytes // _COPIES, _copy):
-                self._call(
-                    "update_weights_from_tensor",
-                    serialized_named_tensors=[pickle.dumps(bucket)] * self.connection.num_processes,
-                    load_format=LOADER,
-                    flush_cache=False,
-                )
-                num_sent += 1
-        finally:
-            # Also after a stream that broke off: the next one begins anew, and with it the fingerprints.
-            self._call("end_weight_update")
-            if num_sent:
-                received = self._call("get_weights_by_name", name=FINGERPRINTS)
-        self._call("flush_cache")
-        return received
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Load a complete set of weights in buckets, and drop the KV cache that earlier ones made.
+
+        Raises:
+            WeightSyncError: the stream is not the model's set of weights, SGLang does not take it, or its processes
+                received different ones.
+        """
+        with self._loading(version) as received:
+            if self._state == "asleep" and self.can_sleep:
+                self._call("resume_memory_occupation", tags=["weights"])
+                self._resumed = True
+            self._call("begin_weight_update")
+            num_sent, checked = 0, self._manifest.checked(weights)
+            try:
+                for bucket in buckets(checked, num_bytes, self.bucket_bytes // _COPIES, _copy):
+                    self._call(
+                        "update_weights_from_tensor",
+                        serialized_named_tensors=[pickle.dumps(bucket)] * self.connection.num_processes,
+                        load_format=LOADER,
+                        flush_cache=False,
+                    )
+                    num_sent += 1
+            finally:
+                # Also after a stream that broke off: the next one begins anew, and with it the fingerprints.
+                self._call("end_weight_update")
+                if num_sent:
+                    received += self._call("get_weights_by_name", name=FINGERPRINTS)
+            self._call("flush_cache")
 
     def _call(self, method: str, **arguments: Any) -> Any:
         """A request whose end is waited for."""
         return self.connection.ask(method, **arguments).result()
 
     def _start(self, prompt: Sequence[int], sampling: SamplingParams) -> tuple[str, "Future[Any]"]:
-        request_id = next(self._ids)
+        """Send a request for a response. Returns its name and SGLang's reply."""
+        request_id, greedy = next(self._ids), sampling.is_greedy
+        seed = {"sampling_seed": sampling.seed % (1 << SEED_BITS)} if self.connection.has_seeds else {}
+        told = seed | {
+            "max_new_tokens": sampling.max_tokens,
+            "temperature": 0.0 if greedy else sampling.temperature,
+            "top_p": 1.0 if greedy else sampling.top_p,
+            "top_k": -1 if greedy else (sampling.top_k or -1),
+            "min_p": 0.0 if greedy else sampling.min_p,
+            "stop_token_ids": sorted(sampling.stops(self.eos_token_ids)),
+            "ignore_eos": sampling.ignore_eos,
+            "stop": list(sampling.stop) or None,
+            "no_stop_trim": True,
+            "skip_special_tokens": False,
+        }
         future = self.connection.ask(
-            "generate",
-            input_ids=list(prompt),
-            sampling_params=self._sampling(sampling),
-            return_logprob=True,
-            rid=request_id,
+            "generate", input_ids=list(prompt), sampling_params=told, return_logprob=True, rid=request_id
         )
         self._running[request_id] = future
         return request_id, future
-
-    def _forget(self, request_id: str) -> None:
-        self._running.pop(request_id, None)
-        self._aborted.discard(request_id)
 
     def _require_ready(self, prompts: Prompts, sampling: Sampling, images: BatchImages = None) -> None:
         super()._require_ready(prompts, sampling, images)
@@ -274,22 +259,6 @@ class SGLangEngine(ThirdPartyEngine):
                 )
             if params.min_p > 0 and self.connection.has_seeds and not params.is_greedy:
                 raise RolloutError(where, got="min_p", expected="0: SGLang cannot draw by a seed with it")
-
-    def _sampling(self, sampling: SamplingParams) -> dict[str, Any]:
-        greedy = sampling.is_greedy
-        seed = {"sampling_seed": sampling.seed % (1 << SEED_BITS)} if self.connection.has_seeds else {}
-        return seed | {
-            "max_new_tokens": sampling.max_tokens,
-            "temperature": 0.0 if greedy else sampling.temperature,
-            "top_p": 1.0 if greedy else sampling.top_p,
-            "top_k": -1 if greedy else (sampling.top_k or -1),
-            "min_p": 0.0 if greedy else sampling.min_p,
-            "stop_token_ids": sorted(sampling.stops(self.limits.eos_token_ids)),
-            "ignore_eos": sampling.ignore_eos,
-            "stop": list(sampling.stop) or None,
-            "no_stop_trim": True,
-            "skip_special_tokens": False,
-        }
 
     def _completion(self, request_id: str, reply: dict[str, Any], sampling: SamplingParams) -> Completion:
         """A reply as our completion. SGLang's log-probabilities are those before filters, at the temperature.
@@ -322,22 +291,28 @@ class SGLangEngine(ThirdPartyEngine):
         )
 
 
-def sglang_arguments(setup: EngineSetup, limits: Limits, cache_tokens: int | None) -> dict[str, Any]:
+def _copy(weight: tuple[str, torch.Tensor], offset: int) -> tuple[str, torch.Tensor]:
+    """On the host, in a memory of its own, or all that it is a part of would travel; without a gradient."""
+    name, tensor = weight
+    return name, tensor.detach().to("cpu", copy=True).contiguous()
+
+
+def sglang_arguments(setup: EngineSetup, cache_tokens: int | None) -> dict[str, Any]:
     """The arguments of SGLang's engine: those of the configuration, under SGLang's names; `engine_kwargs.sglang` wins.
 
     Args:
         setup: the configuration and what belongs to it.
-        limits: of the engine.
         cache_tokens: tokens that the KV cache holds; None: SGLang decides by `gpu_memory_utilization`.
     """
     rollout, model = setup.rollout, setup.config.actor_rollout_ref.model
     is_on_cpu = setup.device.type == "cpu"
+    can_sleep = rollout.free_cache_engine and not is_on_cpu
     own: dict[str, Any] = {
         "model_path": str(model.path),
         "tokenizer_path": str(setup.config.data.tokenizer or model.path),
         "dtype": str(setup.dtype).removeprefix("torch."),
         "device": setup.device.type,
-        "context_length": limits.max_model_len + _SPARE_TOKENS,
+        "context_length": setup.max_model_len + _SPARE_TOKENS,
         "max_running_requests": rollout.max_num_seqs,
         "chunked_prefill_size": rollout.max_num_batched_tokens,
         "mem_fraction_static": rollout.gpu_memory_utilization / rollout.data_parallel_size,
@@ -345,8 +320,8 @@ def sglang_arguments(setup: EngineSetup, limits: Limits, cache_tokens: int | Non
         "load_format": "dummy",
         "custom_weight_loader": [LOADER],
         "enable_deterministic_inference": not is_on_cpu,
-        "enable_memory_saver": limits.can_sleep,
-        "enable_weights_cpu_backup": limits.can_sleep,
+        "enable_memory_saver": can_sleep,
+        "enable_weights_cpu_backup": can_sleep,
         "disable_cuda_graph": rollout.enforce_eager or is_on_cpu,
         "trust_remote_code": model.trust_remote_code,
         "json_model_override_args": json.dumps(model.override_config or {}),
@@ -359,13 +334,3 @@ def sglang_arguments(setup: EngineSetup, limits: Limits, cache_tokens: int | Non
         own |= {"attention_backend": "torch_native", "sampling_backend": "pytorch", "grammar_backend": "none"}
         own |= {"disable_overlap_schedule": True, "mem_fraction_static": _SHARE_OF_HOST}
     return own | setup.options
-
-
-def _num_bytes(weight: tuple[str, torch.Tensor]) -> int:
-    return weight[1].nbytes
-
-
-def _copy(weight: tuple[str, torch.Tensor], offset: int) -> tuple[str, torch.Tensor]:
-    """On the host, in a memory of its own, or all that it is a part of would travel; without a gradient."""
-    name, tensor = weight
-    return name, tensor.detach().to("cpu", copy=True).contiguous()

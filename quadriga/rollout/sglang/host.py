@@ -7,7 +7,7 @@ the one file that imports SGLang.
 
     (number, method, arguments) ──> a task for each ──> (number, whether it worked, result or what went wrong)
 
-consumes: requests from the connection, the first of which is the engine's options.
+consumes: requests from the pipe, the first of which is the engine's options.
 waits for: the engine; each request is a task of its own, so that none waits for another.
 unblocked by: None as a request, or the connection's end; either ends the engine and the process.
 """
@@ -18,7 +18,7 @@ import logging
 import os
 import sys
 from importlib.metadata import PackageNotFoundError, version
-from multiprocessing.connection import Client, Connection
+from multiprocessing.connection import Connection
 from typing import Any
 
 from quadriga.errors import RolloutError, first_line
@@ -104,9 +104,10 @@ class Library:
 
 
 def main() -> None:
-    """Connect to the address in the first argument, with the key that stands on the standard input."""
+    """Serve the pipe whose file descriptor is the first argument."""
     logging.captureWarnings(True)  # they go to the log, of which only errors are printed
-    connection = Client(sys.argv[1], authkey=sys.stdin.buffer.read())
+    connection: Connection[Any, Any] = Connection(int(sys.argv[1]))
+    os.set_inheritable(connection.fileno(), False)  # SGLang's processes may outlive this one, which must be seen
     try:
         library = Library(connection.recv())
     except Exception as error:  # SGLang's failures have no class in common; the parent process raises this one
@@ -120,6 +121,12 @@ def main() -> None:
 
 
 async def _serve(library: Library, connection: "Connection[Any, Any]") -> None:
+    async def respond(number: int, method: str, arguments: dict[str, Any]) -> None:
+        # SGLang's failures have no class in common; each is raised where the request was made.
+        [result] = await asyncio.gather(library.call(method, arguments), return_exceptions=True)
+        failed = isinstance(result, BaseException)
+        connection.send((number, not failed, first_line(result) if failed else result))
+
     running: set[asyncio.Task[None]] = set()
     loop = asyncio.get_running_loop()
     while True:
@@ -129,18 +136,9 @@ async def _serve(library: Library, connection: "Connection[Any, Any]") -> None:
             return
         if request is None:
             return
-        task = loop.create_task(_respond(library, connection, *request))
+        task = loop.create_task(respond(*request))
         running.add(task)
         task.add_done_callback(running.discard)
-
-
-async def _respond(
-    library: Library, connection: "Connection[Any, Any]", number: int, method: str, arguments: dict[str, Any]
-) -> None:
-    # SGLang's failures have no class in common; each is raised where the request was made.
-    [result] = await asyncio.gather(library.call(method, arguments), return_exceptions=True)
-    failed = isinstance(result, BaseException)
-    connection.send((number, not failed, first_line(result) if failed else result))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ FINGERPRINTS = "quadriga/fingerprints"
 _MARKS = "quadriga_marks"
 
 
-def load(model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+def load(model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Some weights of a set. Fingerprints are of the very tensors that the model gets.
 
     They are asked for as a weight named `FINGERPRINTS`, which is then new again: a list with, for each process that
@@ -25,30 +25,21 @@ def load(model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) ->
     """
     if not hasattr(model, _MARKS):
         setattr(model, _MARKS, {})
-        _answer_with_fingerprints(model)
+        of_weights = getattr(model, "get_weights_by_name", None)
+
+        def get_weights_by_name(name: str, *args: Any, **options: Any) -> Any:
+            if name != FINGERPRINTS:
+                return None if of_weights is None else of_weights(name, *args, **options)
+            marks = dict(getattr(model, _MARKS))
+            getattr(model, _MARKS).clear()
+            if not dist.is_initialized() or dist.get_world_size() == 1:
+                return [marks]
+            every: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(every, marks)
+            return every
+
+        model.get_weights_by_name = get_weights_by_name  # SGLang asks the model itself for a weight by its name
     marks: dict[str, str] = getattr(model, _MARKS)
     for name, tensor in weights:
         marks[name] = tensor_fingerprint(tensor)
         model.load_weights(iter([(name, tensor)]))
-
-
-def _answer_with_fingerprints(model: Any) -> None:
-    """SGLang asks the model itself for a weight by its name."""
-    of_weights = getattr(model, "get_weights_by_name", None)
-
-    def get_weights_by_name(name: str, *args: Any, **options: Any) -> Any:
-        if name == FINGERPRINTS:
-            marks = dict(getattr(model, _MARKS))
-            getattr(model, _MARKS).clear()
-            return _of_all_processes(marks)
-        return None if of_weights is None else of_weights(name, *args, **options)
-
-    model.get_weights_by_name = get_weights_by_name
-
-
-def _of_all_processes(marks: dict[str, str]) -> list[dict[str, str]]:
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [marks]
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, marks)
-    return every

@@ -15,12 +15,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from torch import nn
 
 from quadriga.config.adapter import AdapterShape
 from quadriga.errors import WeightSyncError
 from quadriga.models.adapter_files import is_factor, module_of, write_adapter_shape, write_factors
-from quadriga.models.lora import adapter_of
 from quadriga.rollout.manifest import Manifest
 from quadriga.rollout.vllm.cores import Core
 from quadriga.rollout.vllm.library import WHERE, Library
@@ -33,22 +31,10 @@ _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter without its values.
-
-    Attributes:
-        shape: rank, scale and the like.
-        manifest: its matrices, A and B of every module.
-    """
+    """An adapter without its values: its rank, scale and the like, and the matrices A and B of every module."""
 
     shape: AdapterShape
     manifest: Manifest
-
-    @classmethod
-    def of(cls, model: nn.Module) -> "Adapter":
-        """The adapter in a model, which may be on "meta"."""
-        shape = adapter_of(model)
-        assert shape is not None, "called for models with an adapter"
-        return cls(shape, Manifest.of(model).part(is_factor))
 
     @property
     def modules(self) -> list[str]:
@@ -62,13 +48,7 @@ class Adapter:
 
 
 class AdapterSlot:
-    """The place for an adapter in an engine of vLLM.
-
-    Args:
-        adapter: what belongs to it.
-        library: vLLM.
-        core: vLLM's engine.
-    """
+    """The place for an adapter in an engine of vLLM."""
 
     def __init__(self, adapter: Adapter, library: Library, core: Core) -> None:
         self._adapter, self._library, self._core = adapter, library, core
@@ -122,12 +102,7 @@ class AdapterSlot:
 def separated(
     weights: Iterable[tuple[str, torch.Tensor]], factors: dict[str, torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights of a stream without an adapter's matrices.
-
-    Args:
-        weights: each is only lent.
-        factors: gets copies of the matrices, on the host.
-    """
+    """The weights of a stream without an adapter's matrices; `factors` gets copies of those, on the host."""
     for name, tensor in weights:
         if is_factor(name):
             factors[name] = tensor.detach().to("cpu", copy=True).contiguous()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own engine, in this process or in processes of its own, behind one interface.
+"""vLLM's own engine, in this process or in processes of its own; requests to it, and responses out of its outputs.
 
 in this process       the caller's thread steps it; tensors are handed to the model as they are
 in its own processes  vLLM's front end runs in a thread here; requests join and leave while others run
@@ -16,33 +16,100 @@ unblocked by: the end of a response, `abort`, the caller's cancellation, `close`
 import asyncio
 import inspect
 import itertools
+import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from quadriga.rollout.vllm.library import Library, started
-from quadriga.rollout.vllm.requests import Request, Response
+from quadriga.errors import RolloutError
+from quadriga.rollout.interface import Completion, SamplingParams
+from quadriga.rollout.third_party import FINISH_REASONS, LogProbsOf, split_log_probs
+from quadriga.rollout.vllm.library import WHERE, Library, started
 
 _END_S = 30.0
 
 
-class Core(ABC):
-    """vLLM's engine.
+class Request(NamedTuple):
+    """A request to vLLM.
 
-    Args:
-        library: vLLM.
-        arguments: of its engine.
+    Attributes:
+        prompt, sampling: vLLM's.
+        adapter: that is applied, vLLM's `LoRARequest`; None: there is none.
+        expanded: the prompt with images that vLLM is to have read; None: of text there is nothing to check.
     """
 
-    is_in_process: ClassVar[bool]
+    prompt: dict[str, Any]
+    sampling: Any
+    adapter: Any
+    expanded: Sequence[int] | None
 
-    @abstractmethod
-    def __init__(self, library: Library, arguments: dict[str, Any]) -> None: ...
+
+@dataclass
+class Response:
+    """What has come of one response so far; for `expanded` see `Request`."""
+
+    expanded: Sequence[int] | None = None
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    reason: str | None = None
+
+    def add(self, output: Any) -> None:
+        """Take over what a `RequestOutput` of vLLM brings.
+
+        Raises:
+            RolloutError: vLLM has repeated the tokens of images otherwise than the data, so training would see another
+                prompt; or log-probabilities are missing.
+        """
+        if self.expanded is not None and list(output.prompt_token_ids) != list(self.expanded):
+            raise RolloutError(
+                WHERE,
+                got=f"{len(output.prompt_token_ids)} tokens of a prompt with images, as vLLM's image processor counts "
+                "them",
+                expected=f"{len(self.expanded)}, as the data's does",
+                fix="Both read preprocessor_config.json: set image sizes by data.mm_processor_kwargs alone, and "
+                "nothing of the kind under actor_rollout_ref.rollout.engine_kwargs.vllm.",
+            )
+        [one] = output.outputs
+        if one.token_ids:
+            numbers = list(one.logprobs.logprobs)
+            if len(numbers) != len(one.token_ids):
+                got = f"{len(numbers)} log-probabilities of {len(one.token_ids)} tokens"
+                raise RolloutError(WHERE, got=got, expected="one each")
+            self.token_ids.extend(one.token_ids)
+            self.log_probs.extend(numbers)
+        self.reason = one.finish_reason or self.reason
+
+    def completion(self, sampling: SamplingParams, log_probs_of: LogProbsOf, weight_version: int) -> Completion:
+        """The response as ours; for its log-probabilities see `split_log_probs`.
+
+        Raises:
+            RolloutError: its finish reason is not known, or a log-probability is not a number.
+        """
+        reason = "abort" if self.reason is None else FINISH_REASONS.get(self.reason)
+        if reason is None:
+            got = f"a response that ended with {self.reason!r}"
+            raise RolloutError(WHERE, got=got, expected=", ".join(FINISH_REASONS))
+        if any(math.isnan(number) for number in self.log_probs):
+            raise RolloutError(
+                WHERE,
+                got="a log-probability that is not a number",
+                expected="finite logits",
+                fix="The weights hold NaN or infinite values, or overflow: look at actor/grad_norm, or use float32.",
+            )
+        before, drawn = split_log_probs(self.log_probs, sampling, log_probs_of)
+        return Completion(self.token_ids, before, reason, weight_version, drawn)
+
+
+class Core(ABC):
+    """vLLM's engine."""
+
+    is_in_process: ClassVar[bool]
 
     @abstractmethod
     def ask(self, method: str, *args: Any, **options: Any) -> Any:
@@ -52,21 +119,9 @@ class Core(ABC):
         """Call a method of `WorkerExtension` in each process that holds the model."""
         return self.ask("collective_rpc", method, args=args)
 
-    @abstractmethod
-    def generate_batch(self, requests: Sequence[Request]) -> list[Response]:
-        """The responses, in the order of the requests."""
-
-    @abstractmethod
-    def abort(self) -> None:
-        """End every unfinished response; from any thread."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """End the engine."""
-
 
 class InProcessCore(Core):
-    """vLLM's engine in this process."""
+    """vLLM's engine in this process, with these arguments."""
 
     is_in_process = True
     # Engines of this process share vLLM's process groups, which end with the first engine that is shut down or
@@ -81,8 +136,11 @@ class InProcessCore(Core):
             InProcessCore._has_foreign_group = dist.is_available() and dist.is_initialized()
         self._ids, self._aborted = itertools.count(1), threading.Event()
         self._stance = "force_eager" if arguments["enforce_eager"] else "default"
+        vllm = library.module
         with started(is_beside=False), torch.compiler.set_stance("force_eager"):
-            self.engine: Any = library.engine(arguments)
+            self.engine: Any = vllm.LLMEngine.from_engine_args(
+                vllm.EngineArgs(**arguments), enable_multiprocessing=False
+            )
         InProcessCore._open.add(id(self))
 
     def ask(self, method: str, *args: Any, **options: Any) -> Any:
@@ -90,6 +148,7 @@ class InProcessCore(Core):
         return getattr(owner, method)(*args, **options)
 
     def generate_batch(self, requests: Sequence[Request]) -> list[Response]:
+        """The responses, in the order of the requests."""
         self._aborted.clear()
         responses: dict[str, Response] = {}
         try:
@@ -107,9 +166,11 @@ class InProcessCore(Core):
         return list(responses.values())
 
     def abort(self) -> None:
+        """End every unfinished response; from any thread."""
         self._aborted.set()
 
     def close(self) -> None:
+        """End the engine."""
         InProcessCore._open.discard(id(self))
         InProcessCore._closed.append(self.engine)
         if not (InProcessCore._open or InProcessCore._has_foreign_group):
@@ -119,7 +180,7 @@ class InProcessCore(Core):
 
 
 class ProcessCore(Core):
-    """vLLM's engine in processes of its own."""
+    """vLLM's engine in processes of its own, with these arguments."""
 
     is_in_process = False
 
@@ -129,9 +190,11 @@ class ProcessCore(Core):
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
         self._thread.start()
+        vllm = library.module
         try:
             with started(is_beside=True):
-                self.engine: Any = self._submit(library.async_engine, arguments).result()
+                start = self._submit(vllm.AsyncLLMEngine.from_engine_args, vllm.AsyncEngineArgs(**arguments))
+                self.engine: Any = start.result()
         except BaseException:
             self._end_loop()
             raise
@@ -144,6 +207,7 @@ class ProcessCore(Core):
         return await asyncio.wrap_future(self._submit(self._respond, request))
 
     def generate_batch(self, requests: Sequence[Request]) -> list[Response]:
+        """The responses, in the order of the requests."""
         futures = [self._submit(self._respond, request) for request in requests]
         try:
             for future in wait(futures, return_when=FIRST_EXCEPTION).done:
@@ -154,9 +218,11 @@ class ProcessCore(Core):
                 future.cancel()
 
     def abort(self) -> None:
+        """End every unfinished response; from any thread."""
         self.ask("abort", sorted(self._running))
 
     def close(self) -> None:
+        """End the engine."""
         self.ask("shutdown", timeout=_END_S)
         # vLLM shuts down once more where its engine is collected as garbage, and fails at that if the interpreter is
         # ending: the last reference goes here.

@@ -1,19 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM as a rollout engine: what of the configuration it is made with, and how weights reach it."""
+"""vLLM as a rollout engine: what of the configuration it is made with, and both ends of its weight sync.
 
-from collections.abc import Iterator, Sequence
+load_weights ── tensors, or buckets of shared memory ──> WorkerExtension.load_bucket, as often as needed
+             <──────── fingerprints of what came ─────── WorkerExtension.end_weights
+"""
+
+import os
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
-from itertools import chain, zip_longest
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from quadriga.config.adapter import adapter_route
+from quadriga.config.adapter import adapter_route, read_adapter
 from quadriga.errors import QuadrigaError, RolloutError, WeightSyncError, first_line
-from quadriga.models.adapter_files import is_factor
+from quadriga.models.adapter_files import AdapterFiles, is_factor, is_factor_a
 from quadriga.models.load import stop_token_ids
-from quadriga.models.lora import add_adapter
+from quadriga.models.lora import adapter_of, add_adapter
 from quadriga.rollout.balancer import Balancer, start_engines
 from quadriga.rollout.interface import (
     BatchImages,
@@ -27,15 +32,21 @@ from quadriga.rollout.interface import (
 )
 from quadriga.rollout.manifest import Manifest
 from quadriga.rollout.setup import EngineSetup
-from quadriga.rollout.third_party import LogProbsOf, ThirdPartyEngine, died, refused, require_release
+from quadriga.rollout.third_party import SEED_BITS, LogProbsOf, ThirdPartyEngine, died, refused, require_release
 from quadriga.rollout.vllm.adapter import Adapter, AdapterSlot, separated
-from quadriga.rollout.vllm.cores import Core, InProcessCore, ProcessCore
-from quadriga.rollout.vllm.library import LEAST_OF_ADAPTERS, WHERE, load
-from quadriga.rollout.vllm.requests import Request, Response, to_sampling
-from quadriga.weight_sync.buckets import pack_shared
-from quadriga.weight_sync.fingerprint import Fingerprint
+from quadriga.rollout.vllm.cores import InProcessCore, ProcessCore, Request, Response
+from quadriga.rollout.vllm.library import (
+    LEAST_OF_ADAPTERS,
+    WHERE,
+    adapter_layers,
+    cache_tensors,
+    layerwise_reload,
+    load,
+    repack_tied,
+)
+from quadriga.weight_sync.buckets import pack, unpack
+from quadriga.weight_sync.fingerprint import tensor_fingerprint
 
-WORKER_EXTENSION = "quadriga.rollout.vllm.worker.WorkerExtension"
 _GIB = 1 << 30
 
 
@@ -67,26 +78,19 @@ class VLLMEngine(ThirdPartyEngine):
     ) -> None:
         super().__init__(manifest if adapter is None else manifest.joined(adapter.manifest), setup.max_model_len)
         self.setup, self.eos_token_ids, self.adapter, self.is_vision = setup, tuple(eos_token_ids), adapter, is_vision
-        rollout = setup.rollout
         self.bucket_bytes = setup.bucket_bytes
-        self.can_sleep = rollout.free_cache_engine and setup.device.type != "cpu"
-        # Training wants the numbers before filters. vLLM says those only at temperature 1, which the checks see to.
-        is_filtered = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
-        self.log_probs_of: LogProbsOf = "raw_logprobs" if is_filtered else "processed_logprobs"
+        self.can_sleep = setup.rollout.free_cache_engine and setup.device.type != "cpu"
         self.library = load()
         if adapter is not None:
             fix = f"pip install 'vllm>={LEAST_OF_ADAPTERS}', or set actor_rollout_ref.model.lora_merge=true."
             where = f"{WHERE}, an adapter by itself"
             require_release(self.title, self.library.version, LEAST_OF_ADAPTERS, where=where, fix=fix)
         self.arguments = self._arguments()
-        self.log_probs_of = self.arguments["logprobs_mode"]
-        try:
-            self.core = self._make_core()
-        except QuadrigaError:
-            raise
-        except Exception as error:  # vLLM's failures have no class in common
-            raise refused(self.name, self.title, first_line(error)) from error
+        self.log_probs_of: LogProbsOf = self.arguments["logprobs_mode"]
+        self.core = self._make_core()
         self._slot = None if adapter is None else AdapterSlot(adapter, self.library, self.core)
+        self._frozen: dict[str, str] = {}
+        """Fingerprints of the weights below an adapter, which later loads may leave out."""
         self.private_parts: list[tuple[str, bool, str]] = self.core.call("private_parts")[0]
         self.description = self._describe()
 
@@ -99,10 +103,17 @@ class VLLMEngine(ThirdPartyEngine):
         is_wide = setup.device.type != "cpu" and setup.dtype == torch.float32
         if model.has_adapter and adapter_route(setup.config, is_wide_on_accelerator=is_wide).is_alone:
             add_adapter(skeleton, model, seed=0)
-            adapter = Adapter.of(skeleton)
+            shape = adapter_of(skeleton)
+            assert shape is not None, "it was just added"
+            adapter = Adapter(shape, Manifest.of(skeleton).part(is_factor))
         make = partial(cls, setup, manifest, eos_token_ids, adapter=adapter, is_vision=is_vision)
         engines = start_engines([make] * setup.rollout.data_parallel_size)
         return engines[0] if len(engines) == 1 else Balancer(engines)
+
+    @property
+    def has_frozen_weights(self) -> bool:
+        """Whether a load may bring the adapter alone."""
+        return bool(self._frozen)
 
     async def generate(
         self, prompt_token_ids: Prompt, sampling: SamplingParams, images: Images | None = None
@@ -122,6 +133,63 @@ class VLLMEngine(ThirdPartyEngine):
             response.completion(params, self.log_probs_of, self.weight_version)
             for response, params in zip(responses, sampling, strict=True)
         ]
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Load a complete set of weights, and drop what earlier ones made: KV cache, embeddings of images.
+
+        Raises:
+            WeightSyncError: the stream is not the model's set of weights, vLLM does not take it, or its processes
+                received different ones.
+        """
+        with self._loading(version) as received:
+            is_asleep = self._state == "asleep" and self.can_sleep
+            if is_asleep:
+                self.core.ask("wake_up", tags=["weights"])
+            factors: dict[str, torch.Tensor] = {}
+            below = self._manifest.checked(weights, self._frozen)
+            if self._slot is not None:
+                below = separated(below, factors)
+            try:
+                with closing(self._buckets(below)) as buckets:
+                    for bucket in buckets:  # none, where the adapter comes alone
+                        self._frozen = {}
+                        self.core.call("load_bucket", bucket)
+            finally:
+                marks = self.core.call("end_weights")
+            if not self.core.ask("reset_prefix_cache"):
+                raise WeightSyncError(
+                    f"{WHERE}, prefix cache",
+                    got="a cache that vLLM does not empty, for responses are being generated",
+                    expected="new weights between responses",
+                    fix="Wait for the responses, or call abort(), before weights are published.",
+                )
+            if not is_asleep:
+                self.core.call("clear_cache")
+            if self.is_vision:
+                self.core.ask("reset_encoder_cache")
+            adapters = [{} for _ in marks] if self._slot is None else self._slot.replace(factors)
+            received += [self._frozen | mine | adapter for mine, adapter in zip(marks, adapters, strict=True)]
+        if self._slot is not None:
+            self._frozen = {name: mark for name, mark in self._arrived.tensors.items() if not is_factor(name)}
+
+    def _buckets(self, weights: Iterator[tuple[str, torch.Tensor]]) -> Generator[Any, None, None]:
+        """What `load_bucket` gets: copies of tensors in this process, otherwise where they are in shared memory.
+
+        That memory is one piece, which the next bucket overwrites.
+        """
+        if self.core.is_in_process:
+            for name, tensor in weights:
+                yield [(name, tensor.detach().clone())]
+            return
+        file = os.memfd_create("quadriga-weights")  # ends with this process, however that ends
+        path = f"/proc/{os.getpid()}/fd/{file}"
+        try:
+            for entries, content in pack(
+                weights, self.bucket_bytes, partial(torch.from_file, path, True, dtype=torch.uint8)
+            ):
+                yield {"path": path, "num_bytes": content.numel(), "entries": entries}
+        finally:
+            os.close(file)
 
     def abort(self) -> None:
         """End unfinished responses; from another thread than the one that generates."""
@@ -144,10 +212,15 @@ class VLLMEngine(ThirdPartyEngine):
             super().close()
             self.core.close()
 
-    def _make_core(self) -> Core:
+    def _make_core(self) -> InProcessCore | ProcessCore:
         rollout = self.setup.rollout
         is_in_process = rollout.mode == "sync" and rollout.tensor_model_parallel_size == 1
-        return (InProcessCore if is_in_process else ProcessCore)(self.library, self.arguments)
+        try:
+            return (InProcessCore if is_in_process else ProcessCore)(self.library, self.arguments)
+        except QuadrigaError:
+            raise
+        except Exception as error:  # vLLM's failures have no class in common
+            raise refused(self.name, self.title, first_line(error)) from error
 
     def _arguments(self) -> dict[str, Any]:
         """The arguments of vLLM's engine: those of the configuration, under vLLM's names; `engine_kwargs.vllm` wins."""
@@ -156,6 +229,8 @@ class VLLMEngine(ThirdPartyEngine):
         # On a CPU vLLM raises where it cuts a prompt of a request with a seed: it cannot put the generator back. So a
         # pass holds at least one token of each sequence there, and a prompt that is not cut.
         smallest_pass = max(rollout.max_num_seqs, self.setup.max_model_len) if is_on_cpu else rollout.max_num_seqs
+        # Training wants the numbers before filters. vLLM says those only at temperature 1, which the checks see to.
+        is_filtered = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
         own: dict[str, Any] = {
             "model": str(model.path),
             "tokenizer": str(data.tokenizer or model.path),
@@ -171,9 +246,9 @@ class VLLMEngine(ThirdPartyEngine):
             # Random weights would also fill what vLLM makes of a processor's files and no weight of the trainer's
             # replaces: how a vision encoder scales its pixels.
             "load_format": "auto" if self.is_vision else "dummy",
-            "logprobs_mode": self.log_probs_of,
+            "logprobs_mode": "raw_logprobs" if is_filtered else "processed_logprobs",
             "enable_prefix_caching": True,
-            "worker_extension_cls": WORKER_EXTENSION,
+            "worker_extension_cls": f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}",
             "generation_config": "vllm",
             "trust_remote_code": model.trust_remote_code,
             "hf_overrides": model.override_config or {},
@@ -222,13 +297,33 @@ class VLLMEngine(ThirdPartyEngine):
                 fix="Leave out the images, or take another actor_rollout_ref.model.path.",
             )
         adapter = None if self._slot is None else self._slot.request
+        kinds = self.library.sampling.RequestOutputKind
         requests = []
         for prompt, params, one in zip(prompts, sampling, images, strict=True):
             given: dict[str, Any] = {"prompt_token_ids": list(prompt)}
             if one is not None:  # one token for each image, which vLLM repeats by itself
                 given = {"prompt_token_ids": list(one.short_prompt), "multi_modal_data": {"image": list(one.pictures)}}
-            settings = to_sampling(self.library, params, self.eos_token_ids, streams=self.core.is_in_process)
-            requests.append(Request(given, settings, adapter, None if one is None else prompt))
+            greedy = params.is_greedy
+            told = self.library.sampling.SamplingParams(
+                max_tokens=params.max_tokens,
+                temperature=0.0 if greedy else params.temperature,
+                top_p=1.0 if greedy else params.top_p,
+                top_k=0 if greedy else max(params.top_k, 0),
+                min_p=0.0 if greedy else params.min_p,
+                seed=params.seed % (1 << SEED_BITS),
+                # The model's end-of-text tokens are among them, so that vLLM adds none of its own.
+                stop_token_ids=sorted(params.stops(self.eos_token_ids)),
+                ignore_eos=True,
+                stop=list(params.stop),
+                include_stop_str_in_output=True,
+                skip_special_tokens=False,
+                detokenize=bool(params.stop),  # its text decides only where stop strings are looked for
+                logprobs=0,
+                flat_logprobs=True,
+                # Each step reports its new tokens, so that an abort finds them; elsewhere the last one reports all.
+                output_kind=kinds.DELTA if self.core.is_in_process else kinds.FINAL_ONLY,
+            )
+            requests.append(Request(given, told, adapter, None if one is None else prompt))
         return requests
 
     @contextmanager
@@ -240,49 +335,101 @@ class VLLMEngine(ThirdPartyEngine):
         except Exception as error:  # vLLM's failures have no class in common
             raise died(self.name, self.title, f"failed: {first_line(error)}") from error
 
-    def _receive(self, weights: Iterator[tuple[str, torch.Tensor]]) -> list[dict[str, str]]:
-        is_asleep = self._state == "asleep" and self.can_sleep
-        if is_asleep:
-            self.core.ask("wake_up", tags=["weights"])
-        factors: dict[str, torch.Tensor] = {}
-        below = weights if self._slot is None else separated(weights, factors)
-        received: list[dict[str, str]] = []
-        for first in below:  # none, where the adapter comes alone
-            self._frozen = Fingerprint({})
-            received = self._send(chain([first], below))
-        self._forget(is_asleep)
-        if self._slot is None:
-            return received
-        return [one | other for one, other in zip_longest(self._slot.replace(factors), received, fillvalue={})]
 
-    def _send(self, weights: Iterator[tuple[str, torch.Tensor]]) -> list[dict[str, str]]:
-        """Weights to the processes that hold the model. Returns the fingerprints of what each of them got."""
-        self.core.call("begin_weights")
-        try:
-            if self.core.is_in_process:
-                for name, tensor in weights:
-                    self.core.call("load_bucket", [(name, tensor.detach().clone())])
+class WorkerExtension:
+    """In the processes that hold vLLM's model: a base class of its worker (`worker_extension_cls`), called by name.
+
+    load_bucket, as often as needed ─> end_weights ─> clear_cache
+    adapter_marks ─> vLLM's own add_lora ─> missing_factors
+    """
+
+    vllm_config: Any
+    model_runner: Any
+    model_config: Any
+    quadriga_marks: dict[str, str] | None = None
+    """Fingerprints of the weights that have come; None: no load is under way."""
+
+    def load_bucket(self, bucket: dict[str, Any] | list[tuple[str, torch.Tensor]]) -> None:
+        """Some weights; vLLM keeps each until its layer is complete. Fingerprints are of the very tensors that it gets.
+
+        Args:
+            bucket: see `VLLMEngine._buckets`.
+        """
+        if isinstance(bucket, dict):
+            content = torch.from_file(bucket["path"], True, bucket["num_bytes"], dtype=torch.uint8)
+            weights = ((name, tensor.clone()) for name, tensor in unpack(bucket["entries"], content))
+        else:
+            weights = iter(bucket)
+        begin, _, configured = layerwise_reload()
+        model = self.model_runner.get_model()
+        with configured(self.vllm_config):
+            if self.quadriga_marks is None:
+                begin(model)
+                self.quadriga_marks = {}
+            for name, tensor in weights:
+                self.quadriga_marks[name] = tensor_fingerprint(tensor)
+                with torch.no_grad():
+                    model.load_weights(iter([(name, tensor)]))
+
+    def end_weights(self) -> dict[str, str]:
+        """Put together what is left, also after a stream that broke off. Returns the fingerprint of each weight."""
+        marks, self.quadriga_marks = self.quadriga_marks, None
+        if marks is not None:
+            _, end, configured = layerwise_reload()
+            model = self.model_runner.get_model()
+            with configured(self.vllm_config), torch.no_grad():
+                end(model, self.model_config)
+                repack_tied(model)
+        return marks or {}
+
+    def clear_cache(self) -> None:
+        """Zero the KV cache: a NaN in a block outlives the weights that made it."""
+        for tensor in cache_tensors(self):
+            tensor.zero_()
+
+    def adapter_marks(self, folder: str) -> dict[str, str]:
+        """The fingerprint of each matrix of an adapter, as this process reads it."""
+        files = AdapterFiles(Path(folder))
+        self.quadriga_shape = read_adapter(Path(folder))
+        self.quadriga_factors = {name: files.read(name).clone() for name in files.names()}  # the file goes away
+        return {name: tensor_fingerprint(tensor) for name, tensor in self.quadriga_factors.items()}
+
+    def missing_factors(self) -> list[str]:
+        """Names of the matrices that `adapter_marks` has read and that no layer of this process holds.
+
+        Of layers that are tensor-parallel each rank holds a part of A or of B. Which part of B is not checked.
+        """
+        shape, factors, self.quadriga_factors = self.quadriga_shape, self.quadriga_factors, {}
+        layers = adapter_layers(self)
+        if not layers:  # they are not where they were: the probe has said so
+            return []
+        num_ranks = self.vllm_config.parallel_config.tensor_parallel_size
+        sizes = {shape.rank, -(-shape.rank // num_ranks)}
+        held = {tensor_fingerprint(part) for a, b in layers for size in sizes for part in (a[:size], b[:, :size])}
+        dtype = layers[0][0].dtype
+        missing = []
+        for name, tensor in factors.items():
+            whole = tensor.to(dtype)
+            if is_factor_a(name):
+                parts = [whole, *whole.chunk(num_ranks, 0), *whole.chunk(num_ranks, 1)]
+            elif num_ranks == 1:
+                parts = [whole * shape.scale]
             else:
-                with closing(pack_shared(weights, self.bucket_bytes)) as buckets:
-                    for bucket in buckets:
-                        self.core.call("load_bucket", bucket)
-        finally:
-            received = self.core.call("end_weights")
-        return received
+                continue
+            if held.isdisjoint(tensor_fingerprint(part) for part in parts):
+                missing.append(name)
+        return missing
 
-    def _forget(self, is_asleep: bool) -> None:
-        """Drop what earlier weights made: the KV cache of prompts, a NaN in it, embeddings of images."""
-        if not self.core.ask("reset_prefix_cache"):
-            raise WeightSyncError(
-                f"{WHERE}, prefix cache",
-                got="a cache that vLLM does not empty, for responses are being generated",
-                expected="new weights between responses",
-                fix="Wait for the responses, or call abort(), before weights are published.",
-            )
-        if not is_asleep:
-            self.core.call("clear_cache")
-        if self.is_vision:
-            self.core.ask("reset_encoder_cache")
-
-    def _stays(self, name: str) -> bool:
-        return self._slot is not None and not is_factor(name)
+    def private_parts(self) -> list[tuple[str, bool, str]]:
+        """What is used of vLLM beyond its public interface: name, whether this version has it, and a reason."""
+        cache = cache_tensors(self)
+        found = [("KV cache", bool(cache), f"{len(cache)} tensors" if cache else "model_runner.kv_caches")]
+        try:
+            layerwise_reload()
+            found.append(("layerwise reload", True, "vllm.model_executor.model_loader.reload"))
+        except RolloutError as error:
+            found.append(("layerwise reload", False, str(error)))
+        if self.vllm_config.lora_config is not None:
+            layers = adapter_layers(self)
+            found.append(("layers with adapters", bool(layers), f"{len(layers)}" if layers else "lora_a_stacked"))
+        return found

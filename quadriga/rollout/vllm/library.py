@@ -3,7 +3,7 @@
 
 import importlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -37,14 +37,6 @@ class Library:
     """Its module of sampling parameters."""
     lora: Any
     """Its module of requests for adapters."""
-
-    def engine(self, options: dict[str, Any]) -> Any:
-        """An engine that is stepped by its caller, in this process."""
-        return self.module.LLMEngine.from_engine_args(self.module.EngineArgs(**options), enable_multiprocessing=False)
-
-    def async_engine(self, options: dict[str, Any]) -> Any:
-        """An engine in a process of its own; needs a running event loop."""
-        return self.module.AsyncLLMEngine.from_engine_args(self.module.AsyncEngineArgs(**options))
 
 
 def installed() -> str:
@@ -103,30 +95,23 @@ def started(*, is_beside: bool) -> Iterator[None]:
                 os.environ[name] = value
 
 
-@dataclass(frozen=True)
-class Reload:
-    """Loading weights layer by layer into a model that is in use; runs in the process that holds the model."""
+def layerwise_reload() -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
+    """What loads weights layer by layer into a model that is in use, in the process that holds it.
 
-    begin: Any
-    end: Any
-    within: Any
-    """A context with the configuration that loading looks up."""
+    Returns:
+        the functions that begin and end a load, and the context with the configuration that both look up.
 
-    @classmethod
-    def functions(cls) -> "Reload":
-        """Import them.
-
-        Raises:
-            RolloutError: this version of vLLM does not have them.
-        """
-        try:
-            layerwise = importlib.import_module("vllm.model_executor.model_loader.reload")
-            within = importlib.import_module("vllm.config").set_current_vllm_config
-            return cls(layerwise.initialize_layerwise_reload, layerwise.finalize_layerwise_reload, within)
-        except (ImportError, AttributeError) as error:
-            raise RolloutError(
-                f"{WHERE}, weights", got=f"vLLM {installed()} without layerwise reload ({error})", fix=_INSTALL
-            ) from error
+    Raises:
+        RolloutError: this version of vLLM does not have them.
+    """
+    try:
+        reload = importlib.import_module("vllm.model_executor.model_loader.reload")
+        configured = importlib.import_module("vllm.config").set_current_vllm_config
+        return reload.initialize_layerwise_reload, reload.finalize_layerwise_reload, configured
+    except (ImportError, AttributeError) as error:
+        raise RolloutError(
+            f"{WHERE}, weights", got=f"vLLM {installed()} without layerwise reload ({error})", fix=_INSTALL
+        ) from error
 
 
 def repack_tied(model: torch.nn.Module) -> list[str]:
@@ -160,11 +145,7 @@ def cache_tensors(worker: Any) -> Sequence[torch.Tensor]:
 def adapter_layers(worker: Any) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
     """A [rank or more, in] and scale times B [out, rank or more] of each layer that holds an adapter.
 
-    Args:
-        worker: of vLLM, made for one adapter. Layers that vLLM fuses are several.
-
-    Returns:
-        Empty where they are not where they were.
+    Layers that vLLM fuses are several. Empty where they are not where they were.
     """
     found = []
     for module in worker.model_runner.get_model().modules():

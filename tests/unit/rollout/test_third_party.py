@@ -34,10 +34,11 @@ class TwoProcesses(ThirdPartyEngine):
         self._require_ready(prompts, sampling, images)
         return [Completion([1], [0.0], "stop", self.weight_version) for _ in prompts]
 
-    def _receive(self, weights: Weights) -> list[dict[str, str]]:
-        first = {name: tensor.detach().clone() for name, tensor in weights}
-        second = {name: self.meddle(tensor) for name, tensor in first.items()}
-        return [dict(fingerprint(one.items()).tensors) for one in (first, second)]
+    def load_weights(self, weights: Weights, version: int) -> None:
+        with self._loading(version) as received:
+            first = {name: tensor.detach().clone() for name, tensor in self._manifest.checked(weights)}
+            second = {name: self.meddle(tensor) for name, tensor in first.items()}
+            received += [fingerprint(one.items()).tensors for one in (first, second)]
 
 
 def breaking(error: Exception) -> Weights:

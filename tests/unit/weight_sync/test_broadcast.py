@@ -121,8 +121,9 @@ class Corrupting:
     def receive(self) -> tuple[dict[str, Any], torch.Tensor | None]:
         header, content = self.channel.receive()
         for entry in header.get("entries", ()):
-            if entry["name"] == self.name and self.is_on:
-                content[entry["offset"]] ^= 1
+            name, *_, offset = entry
+            if name == self.name and self.is_on:
+                content[offset] ^= 1
         return header, content
 
     def close(self) -> None:

@@ -46,8 +46,6 @@ def test_a_set_of_weights() -> None:
     other = {"c": torch.arange(4.0), "b": torch.full((5,), 1e-6), "a": torch.ones(3)}
     same = fingerprint(reversed(one.items()))
     assert fingerprint(one.items()) == same
-    assert fingerprint(one.items()).digest == same.digest
     assert fingerprint(one.items()).differences(fingerprint(other.items())) == ["b"]
     del other["a"]
     assert fingerprint(one.items()).differences(fingerprint(other.items())) == ["a", "b"]
-    assert fingerprint(one.items()).digest != fingerprint(other.items()).digest

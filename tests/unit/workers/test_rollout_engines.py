@@ -82,10 +82,9 @@ class EchoOfSGLang(Echo):
 
     name = "sglang"
     from_config = classmethod(SGLangEngine.from_config.__func__)  # pyrefly: ignore[missing-attribute]
-    _at_servers = classmethod(SGLangEngine._at_servers.__func__)  # pyrefly: ignore[missing-attribute]
 
-    def __init__(self, limits: Any, connection: Any, description: str) -> None:
-        super().__init__(limits.bucket_bytes, connection)
+    def __init__(self, connection: Any, *, bucket_bytes: int, description: str, **more: Any) -> None:
+        super().__init__(bucket_bytes, connection)
         self.connection, self.description = connection, description
 
 

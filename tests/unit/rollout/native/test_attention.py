@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from quadriga.rollout.native.attention import (
     CompiledPlan,
     DecodePlan,
-    Groups,
     PrefixCache,
     ResponseCache,
     attend_part,
@@ -17,19 +16,27 @@ from quadriga.rollout.native.attention import (
 )
 from quadriga.rollout.native.kernels import about_kernels, kernels
 
+CPU = torch.device("cpu")
+
 
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=12))
-def test_each_row_meets_its_own_prompt(prompts: list[int]) -> None:
-    """Products with the prompts' matrices equal those of each row with its own prompt."""
+def test_each_row_meets_its_own_prefix(prompts: list[int]) -> None:
+    """Whatever they share: attention is that of each row over its own prefix and its own token."""
     order = list(dict.fromkeys(prompts))
     places = [order.index(prompt) for prompt in prompts]
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(len(places), 2, 3, 5, generator=generator)  # [R, K, G, D]
-    keys = torch.randn(len(order), 2, 5, 4, generator=generator)  # [P, K, D, S]
-    groups = Groups(places, len(order), torch.device("cpu"))
-    torch.testing.assert_close(groups.unfold(groups.fold(rows) @ keys), rows @ keys[places])
-    assert torch.equal(groups.unfold(groups.fold(rows)), rows)
+    prefixes, responses = PrefixCache(["abcd"] * len(order)), ResponseCache()
+    keys, values = (torch.randn(len(order), 2, 4, 16, generator=generator) for _ in range(2))
+    prefixes.write(0, slice(0, len(order)), keys, values)
+    responses.resize(len(places), 1, 0, 0)
+    plan = DecodePlan(prefixes, responses, places, CPU)
+    plan.start_step([0] * len(places))
+    query, key, value = (torch.randn(len(places), heads, 1, 16, generator=generator) for heads in (6, 2, 2))
+    seen, read = torch.cat((keys[places], key), 2), torch.cat((values[places], value), 2)
+    scores = query.unflatten(1, (2, 3)) @ seen.unsqueeze(2).transpose(-1, -2) * 0.3
+    expected = (scores.softmax(-1) @ read.unsqueeze(2)).flatten(1, 2).transpose(1, 2)
+    torch.testing.assert_close(plan.attend(0, query, key, value, 0.3), expected)
 
 
 def _plan(
@@ -56,7 +63,7 @@ def test_prefix_and_answer_put_together(
         return torch.randn(*shape, generator=generator)
 
     lengths, num_rows = [4, 2, width], len(places)
-    prefixes, responses = PrefixCache(["a", "b", "c"], lengths), ResponseCache()
+    prefixes, responses = PrefixCache("a" * length for length in lengths), ResponseCache()
     keys, values = random(3, 2, width, size), random(3, 2, width, size)
     prefixes.write(0, slice(0, 3), keys, values)
     responses.resize(num_rows, 6, 0, 0)
@@ -84,7 +91,7 @@ def test_prefix_and_answer_put_together(
 
 def test_the_plan_fits_the_model() -> None:
     """Heads whose size the compiled loop does not take go by torch's operators."""
-    responses, prefixes = ResponseCache(), {size: PrefixCache(["a"], [3]) for size in (24, 32)}
+    responses, prefixes = ResponseCache(), {size: PrefixCache(["abc"]) for size in (24, 32)}
     for size, cache in prefixes.items():
         cache.write(0, slice(0, 1), torch.zeros(1, 2, 3, size), torch.zeros(1, 2, 3, size))
     chosen = [type(plan_decoding(cache, responses, [0], torch.device("cpu"))) for cache in prefixes.values()]
@@ -105,13 +112,10 @@ def test_attention_written_out(is_masked: bool) -> None:
     torch.testing.assert_close(mixed.float(), exact, atol=2e-2, rtol=0)
 
 
-CPU = torch.device("cpu")
-
-
-def _prefixes(names: list[str], lengths: list[int], fill: float) -> PrefixCache:
-    cache = PrefixCache(names, lengths)
-    states = fill + torch.arange(len(names)).float()[:, None, None, None].expand(-1, 2, cache.width, 4)
-    cache.write(0, slice(0, len(names)), states, -states)
+def _prefixes(*prefixes: str, fill: float) -> PrefixCache:
+    cache = PrefixCache(prefixes)
+    states = fill + torch.arange(len(prefixes)).float()[:, None, None, None].expand(-1, 2, max(cache.lengths), 4)
+    cache.write(0, slice(0, len(prefixes)), states, -states)
     cache.last_hidden = states[:, 0, 0]
     return cache
 
@@ -119,11 +123,11 @@ def _prefixes(names: list[str], lengths: list[int], fill: float) -> PrefixCache:
 def test_prefixes_come_and_go() -> None:
     """Kept and added prefixes keep their values; the cache is as wide as the longest of them."""
     cache = PrefixCache()
-    cache.extend(_prefixes(["a", "b", "c"], [2, 5, 3], fill=1.0))
+    cache.extend(_prefixes("aa", "bbbbb", "ccc", fill=1.0))
     cache.keep([0, 2])
-    assert (cache.prefixes, cache.width, cache.keys[0].shape) == (["a", "c"], 3, (2, 2, 3, 4))
-    cache.extend(_prefixes(["d"], [6], fill=7.0))
-    assert (cache.prefixes, cache.lengths) == (["a", "c", "d"], [2, 3, 6])
+    assert (cache.prefixes, cache.keys[0].shape) == (["aa", "ccc"], (2, 2, 3, 4))
+    cache.extend(_prefixes("dddddd", fill=7.0))
+    assert (cache.prefixes, cache.lengths) == (["aa", "ccc", "dddddd"], [2, 3, 6])
     assert cache.keys[0][:, 0, :, 0].tolist() == [[1, 1, 1, 0, 0, 0], [3, 3, 3, 0, 0, 0], [7, 7, 7, 7, 7, 7]]
     assert cache.values[0][:, 1, 0, 0].tolist() == [-1, -3, -7]
     assert cache.last_hidden is not None

@@ -15,10 +15,9 @@ from torch import nn
 from quadriga.errors import RolloutError, WeightSyncError
 from quadriga.rollout.interface import SamplingParams
 from quadriga.rollout.manifest import Manifest
-from quadriga.rollout.sglang.engine import Limits, SGLangEngine
-from quadriga.rollout.sglang.process import SGLangProcess
+from quadriga.rollout.sglang.connections import SGLangProcess, SGLangServer
+from quadriga.rollout.sglang.engine import SGLangEngine
 from quadriga.rollout.sglang.receiver import FINGERPRINTS, load
-from quadriga.rollout.sglang.server import SGLangServer
 from quadriga.weight_sync import CopiedWeights
 
 
@@ -66,9 +65,8 @@ class Direct:
 
 def _engine(answer: dict[str, Any] | None = None, *, has_seeds: bool = False) -> tuple[SGLangEngine, Direct]:
     """With weights."""
-    limits = Limits(max_model_len=20, manifest=Manifest.of(Model()), eos_token_ids=(1,), bucket_bytes=4 * 64)
     connection = Direct(answer, has_seeds=has_seeds)
-    engine = SGLangEngine(limits, connection)
+    engine = SGLangEngine(connection, Manifest.of(Model()), 20, (1,), bucket_bytes=4 * 64)  # pyrefly: ignore[bad-argument-type]
     engine.weight_version = 0
     return engine, connection
 

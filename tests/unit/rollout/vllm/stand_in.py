@@ -3,7 +3,8 @@
 with what it was told of them. Its processes have the real end of the weights' way.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -17,11 +18,9 @@ from quadriga.models.adapter_files import AdapterFiles, factor_names
 from quadriga.rollout.interface import Completion, SamplingParams
 from quadriga.rollout.vllm import engine
 from quadriga.rollout.vllm.adapter import Adapter
-from quadriga.rollout.vllm.cores import Core
-from quadriga.rollout.vllm.engine import VLLMEngine
+from quadriga.rollout.vllm.cores import InProcessCore
+from quadriga.rollout.vllm.engine import VLLMEngine, WorkerExtension
 from quadriga.rollout.vllm.library import Library
-from quadriga.rollout.vllm.worker import WorkerExtension
-from quadriga.weight_sync.fingerprint import tensor_fingerprint
 
 ROOM = 8
 
@@ -54,17 +53,14 @@ class Process(WorkerExtension):
             module: Layer(sizes[factor_names(f"{module}.weight")[1]][0], sizes[factor_names(f"{module}.weight")[0]][1])
             for module in modules
         }
-        self.model_runner = SimpleNamespace(get_model=lambda: nn.ModuleList(self.layers.values()))
+        model = nn.ModuleList(self.layers.values())
+        model.load_weights = self.take
+        self.model_runner, self.model_config = SimpleNamespace(get_model=lambda: model), None
         self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=1), lora_config=None)
 
-    def begin_weights(self) -> None:
-        self.weights.clear()
-
-    def load_bucket(self, bucket: Any) -> None:
-        self.weights |= {name: tensor.clone() for name, tensor in bucket}
-
-    def end_weights(self) -> dict[str, str]:
-        return {name: tensor_fingerprint(tensor) for name, tensor in self.weights.items()}
+    def take(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """The model's `load_weights`."""
+        self.weights |= {name: tensor.clone() for name, tensor in weights}
 
     def clear_cache(self) -> None:
         pass
@@ -81,7 +77,7 @@ class Process(WorkerExtension):
             layer.lora_b_stacked[0][0, 0, :, : shape.rank] = files.read(name_b) * shape.scale
 
 
-class StandInCore(Core):
+class StandInCore(InProcessCore):
     """In the place of vLLM's engine.
 
     Attributes:
@@ -89,8 +85,6 @@ class StandInCore(Core):
         adapters: numbers of those that it holds.
         meddle: gets the folder of each adapter on its way, by the name of the call that reads it next.
     """
-
-    is_in_process = True
 
     def __init__(self, adapter: Adapter | None) -> None:
         self.processes = [Process(adapter)]
@@ -159,3 +153,5 @@ def stand_in_for_vllm(monkeypatch: pytest.MonkeyPatch, version: str = "0.32.0") 
     """Let engines find the library that stands there."""
     lora = SimpleNamespace(LoRARequest=LoRARequest)
     monkeypatch.setattr(engine, "load", lambda: Library(version, None, None, lora))
+    reload = (lambda model: None, lambda model, config: None, nullcontext)
+    monkeypatch.setattr(engine, "layerwise_reload", lambda: reload)

@@ -21,7 +21,7 @@ from quadriga.rollout.interface import SamplingParams
 from quadriga.rollout.manifest import Manifest
 from quadriga.rollout.setup import EngineSetup
 from quadriga.rollout.vllm.adapter import Adapter
-from quadriga.weight_sync import CopiedWeights
+from quadriga.weight_sync import CopiedWeights, Fingerprint
 from tests.unit.rollout.vllm.stand_in import StandIn, stand_in_for_vllm
 
 A, B = "layer.q_proj.lora_A.default.weight", "layer.q_proj.lora_B.default.weight"
@@ -79,7 +79,7 @@ def test_frozen_weights_come_once(engine: StandIn) -> None:
         assert engine.fingerprint().tensors.keys() == FROZEN.keys() | FACTORS.keys()
         assert answers(engine) == [version] and engine.core.adapters == {version}
     assert [len(names) for names in engine.loads] == [7, 4, 4]
-    assert engine.core.asked.count("begin_weights") == 1
+    assert engine.core.asked.count("load_bucket") == len(FROZEN)
     held = engine.core.processes[0].layers["layer.q_proj"]
     sent = dict(weights(3, with_frozen=False))
     assert torch.equal(held.lora_a_stacked[0][0, 0, :3], sent[A])
@@ -87,12 +87,37 @@ def test_frozen_weights_come_once(engine: StandIn) -> None:
     assert not Path(engine._slot.request.lora_path).exists()
 
 
+@pytest.mark.parametrize("bucket_bytes", [1, 100, 1 << 20])
+def test_weights_in_shared_memory(engine: StandIn, bucket_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As processes of its own get them: in one bucket or many, bit by bit, of any dtype, in one piece or not."""
+    monkeypatch.setattr(engine.core, "is_in_process", False)
+    engine.bucket_bytes = bucket_bytes
+    sent = dict(weights(1, with_frozen=True))
+    sent["embed.weight"] = sent["embed.weight"].T.contiguous().T
+    sent["norm.weight"] = sent["norm.weight"].to(torch.bfloat16)
+    CopiedWeights().publish(sent.items(), engine, 1)
+    held = engine.core.processes[0].weights
+    assert held.keys() == FROZEN.keys()
+    assert all(torch.equal(tensor, sent[name]) and tensor.dtype == sent[name].dtype for name, tensor in held.items())
+    assert engine.core.asked.count("load_bucket") == {1: 3, 100: 3, 1 << 20: 1}[bucket_bytes]
+    assert not [link for link in Path("/proc/self/fd").iterdir() if "quadriga-weights" in str(link.resolve())]
+
+
+def test_a_stream_that_breaks_off(engine: StandIn) -> None:
+    """The load is ended, and the next one has fingerprints of its own."""
+    with pytest.raises(WeightSyncError, match="a stream without 6 of 7 weights"):
+        engine.load_weights(list(weights(1, with_frozen=True))[:1], 1)
+    assert engine.core.processes[0].quadriga_marks is None and not engine.has_frozen_weights
+    CopiedWeights().publish(weights(2, with_frozen=True), engine, 2)
+    assert engine.weight_version == 2 and engine.has_frozen_weights
+
+
 def test_what_was_published_earlier_is_still_looked_at(engine: StandIn) -> None:
     """Also after the adapter alone has come."""
     sync = CopiedWeights()
     sync.publish(weights(1, with_frozen=True), engine, 1)
     sync.publish(weights(2, with_frozen=False), engine, 2)
-    engine._arrived = engine._arrived.updated(type(engine._arrived)({"norm.weight": "another"}))
+    engine._arrived = Fingerprint({**engine._arrived.tensors, "norm.weight": "another"})
     with pytest.raises(WeightSyncError, match=r"1 of 7 weights that differ: norm\.weight"):
         sync.verify(engine, 2)
 
@@ -100,7 +125,7 @@ def test_what_was_published_earlier_is_still_looked_at(engine: StandIn) -> None:
 @pytest.mark.parametrize(
     ("method", "message"),
     [
-        ("adapter_marks", rf"1 of 4 weights that differ: {B}"),
+        ("adapter_marks", rf"1 of 7 weights that differ: {B}"),
         ("add_lora", rf"process 0: got 1 matrices that no layer of vLLM's holds: {B}"),
     ],
 )
