@@ -8,7 +8,6 @@ Legend: B rows (sequences), P prompt positions, T response positions, L = P + T.
 the left, responses on the right.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 
@@ -136,14 +135,11 @@ reward_error | (B,) | object: str | rewards | trainer
 """
 
 
-def _fields(table: str) -> Iterator[Field]:
-    lines = table.strip().splitlines()
-    for row, unit in zip(lines[::2], lines[1::2], strict=True):
-        name, shape, dtype, written_by, read_by = (cell.strip() for cell in row.split("|"))
-        yield Field(name, shape, dtype, unit.strip(), tuple(written_by.split()), tuple(read_by.split()))
-
-
-FIELDS: dict[str, Field] = {field.name: field for table in (_TENSORS, _OBJECTS) for field in _fields(table)}
+FIELDS: dict[str, Field] = {}
+for _lines in (_TENSORS.strip().splitlines(), _OBJECTS.strip().splitlines()):
+    for _row, _unit in zip(_lines[::2], _lines[1::2], strict=True):
+        _name, _shape, _dtype, _writers, _readers = (cell.strip() for cell in _row.split("|"))
+        FIELDS[_name] = Field(_name, _shape, _dtype, _unit.strip(), tuple(_writers.split()), tuple(_readers.split()))
 
 
 def render_fields() -> str:

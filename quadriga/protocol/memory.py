@@ -2,7 +2,7 @@
 """Memory of columns: bytes without a copy, large blocks in huge pages, and memory that is only lent.
 
 A transport may hand out tensors over memory that is not theirs to keep, such as read-only shared memory. They are
-*lent*: a concatenation copies them, also where it would pass on memory of its own, and reports it (`was_copied`),
+*lent*: a concatenation copies them, also where it would pass on memory of its own, and reports it (`copy_into`),
 which lets the transport take the pages back at once.
 """
 
@@ -43,7 +43,7 @@ def allocate(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 def bytes_of(tensor: torch.Tensor) -> np.ndarray:
     """The memory of a contiguous tensor on the CPU as bytes.
 
-    Not by way of `Tensor.numpy`, which marks the storage as one that others may write to (`has_other_writers`).
+    Not by way of `Tensor.numpy`, which marks the storage as one that others may write to.
     """
     if tensor.numel() == 0:
         return np.empty(0, dtype=np.uint8)
@@ -66,36 +66,16 @@ def images_key(inputs: Mapping[str, torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
-def has_other_writers(tensor: torch.Tensor) -> bool:
-    """Whether the memory may change without a trace in the tensor's `_version`.
-
-    True of memory that numpy has lent or was lent (torch may not resize it), of memory that other
-    processes share, and of inference tensors, which count no versions. What cannot be seen are writes
-    through `Tensor.data` and through DLPack.
-    """
-    is_shared = tensor.device.type == "cpu" and tensor.is_shared()
-    return tensor.is_inference() or is_shared or not tensor.untyped_storage().resizable()
-
-
-def tensor_over(
-    memory: np.ndarray,
-    dtype: torch.dtype,
-    shape: Sequence[int],
-    stride: Sequence[int] | None = None,
-    offset: int = 0,
-) -> torch.Tensor:
-    """A tensor over bytes, without a copy.
+def tensor_over(memory: np.ndarray, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """A contiguous tensor over bytes, without a copy.
 
     Args:
         memory: (bytes,) uint8, contiguous.
         dtype, shape: what the tensor is to be.
-        stride, offset: counted in elements, as torch does; None: contiguous.
     """
     if 0 in shape:
         return torch.empty(tuple(shape), dtype=dtype)
-    whole = len(memory) // dtype.itemsize * dtype.itemsize
-    flat = torch.from_numpy(memory[:whole]).view(dtype)
-    return flat.view(tuple(shape)) if stride is None else flat.as_strided(tuple(shape), tuple(stride), offset)
+    return torch.from_numpy(memory[: len(memory) // dtype.itemsize * dtype.itemsize]).view(dtype).view(tuple(shape))
 
 
 def copy_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -119,9 +99,10 @@ def is_lent(tensor: torch.Tensor) -> bool:
     return bool(_lent) and root_of(tensor) in _lent
 
 
-def was_copied(tensor: torch.Tensor) -> None:
-    """Tell the lender, if there is one, that `tensor` has been copied."""
-    when_copied = _lent.get(root_of(tensor)) if _lent else None
+def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy, and tell the lender of `source`, if there is one."""
+    target.copy_(source)
+    when_copied = _lent.get(root_of(source)) if _lent else None
     if when_copied is not None:
         when_copied()
 

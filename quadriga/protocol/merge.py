@@ -14,7 +14,7 @@ import torch
 from tensordict import TensorDict
 
 from quadriga.errors import ProtocolError
-from quadriga.protocol.memory import HUGE_PAGES_FROM_BYTES, allocate, is_lent, was_copied
+from quadriga.protocol.memory import HUGE_PAGES_FROM_BYTES, allocate, copy_into, is_lent
 
 METRICS = "metrics"
 _PLAIN = frozenset({int, float, bool, str, type(None)})
@@ -35,17 +35,19 @@ def deep_equal(left: Any, right: Any) -> bool:
         if left is right or (id(left), id(right)) in seen:
             continue
         if isinstance(left, torch.Tensor):
-            if not isinstance(right, torch.Tensor) or not _same_numbers(left, right.to(left.device)):
+            if not isinstance(right, torch.Tensor) or left.shape != right.shape or left.dtype != right.dtype:
                 return False
-        elif _is_container(left):
+            right = right.to(left.device)
+            if not torch.equal(left, right) and unequal(left, right).any():
+                return False
+        elif (entries := _paired_entries(left, right)) is not None:
+            if not isinstance(entries, list):
+                return False
             seen.add((id(left), id(right)))
-            entries = _paired_entries(left, right)
-            if entries is None:
-                return False
             pairs.extend(entries)
         elif isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
             are_arrays = isinstance(left, np.ndarray) and isinstance(right, np.ndarray)
-            if not are_arrays or not _same_numbers(left, right):
+            if not are_arrays or left.shape != right.shape or np.any(unequal(left, right)):
                 return False
         else:
             both_nan = isinstance(left, float) and isinstance(right, float) and math.isnan(left) and math.isnan(right)
@@ -54,52 +56,32 @@ def deep_equal(left: Any, right: Any) -> bool:
     return True
 
 
-def _same_numbers(left: Any, right: Any) -> bool:
-    """Whether two tensors, or two arrays that hold no objects, are the same; NaN equals NaN."""
-    if left.shape != right.shape:
-        return False
-    if isinstance(left, torch.Tensor):
-        return left.dtype == right.dtype and (torch.equal(left, right) or not _unequal(left, right).any())
-    unequal = left != right
-    if left.dtype.kind in "fc" and right.dtype.kind in "fc":
-        unequal &= ~(np.isnan(left) & np.isnan(right))
-    return not np.any(unequal)
+def unequal(left: Any, right: Any) -> Any:
+    """Where two tensors, or two arrays that hold no objects, differ; NaN, which is not equal to itself, equals NaN."""
+    return (left != right) & ((left == left) | (right == right))
 
 
-def _unequal(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Where two tensors of one shape and device differ; NaN equals NaN."""
-    unequal = left != right
-    if left.is_floating_point() or left.is_complex():
-        unequal &= ~(torch.isnan(left) & torch.isnan(right))
-    return unequal
-
-
-def _is_container(value: Any) -> bool:
-    """Whether a value is equal to another when what is in it is."""
-    if isinstance(value, np.ndarray):
-        return value.dtype == object
-    if isinstance(value, (Mapping, list, tuple)):
-        return True
-    # A plain object compares by identity, a dataclass field by field with a truth value that tensors refuse.
-    is_plain = type(value).__eq__ is object.__eq__ or hasattr(type(value), "__dataclass_fields__")
-    return is_plain and hasattr(value, "__dict__") and not callable(value)
-
-
-def _paired_entries(left: Any, right: Any) -> list[tuple[Any, Any]] | None:
-    """Pairs that must be equal for two containers to be; None if they already differ in form."""
+def _paired_entries(left: Any, right: Any) -> list[tuple[Any, Any]] | bool | None:
+    """Pairs that must be equal for two containers to be; False if they differ in form, None if `left` is none."""
     if isinstance(left, Mapping):
         same = isinstance(right, Mapping) and left.keys() == right.keys()
-        return [(left[key], right[key]) for key in left] if same else None
+        return same and [(left[key], right[key]) for key in left]
     if isinstance(left, np.ndarray):
+        if left.dtype != object:
+            return None
         same = isinstance(right, np.ndarray) and left.shape == right.shape
-        return list(zip(left.flat, right.flat, strict=True)) if same else None
+        return same and list(zip(left.flat, right.flat, strict=True))
     if isinstance(left, (list, tuple)):
         # Lists of token ids are long: let Python compare them at once before looking at each entry.
         if _PLAIN.issuperset(map(type, left)) and left == right:
             return []
         same = isinstance(right, (list, tuple)) and len(left) == len(right)
-        return list(zip(left, right, strict=True)) if same else None
-    return [(vars(left), vars(right))] if type(left) is type(right) else None
+        return same and list(zip(left, right, strict=True))
+    # A plain object compares by identity, a dataclass field by field with a truth value that tensors refuse.
+    is_plain = type(left).__eq__ is object.__eq__ or hasattr(type(left), "__dataclass_fields__")
+    if not is_plain or not hasattr(left, "__dict__") or callable(left):
+        return None
+    return type(left) is type(right) and [(vars(left), vars(right))]
 
 
 # ---- union --------------------------------------------------------------------------------------
@@ -123,22 +105,11 @@ def _check_same_tensor(name: str, left: Any, right: Any) -> None:
         raise _conflict(name, f"{tuple(left.shape)} {left.dtype} and {tuple(right.shape)} {right.dtype}")
     right = right.to(left.device)
     if not torch.equal(left, right):
-        rows = _unequal(left, right).flatten(1).any(dim=1) if left.dim() > 1 else _unequal(left, right)
+        rows = unequal(left, right)
+        rows = rows.flatten(1).any(dim=1) if left.dim() > 1 else rows
         if rows.any():
             numbers = rows.nonzero()
             raise _conflict(name, f"values that differ in {len(numbers)} row(s), the first being row {int(numbers[0])}")
-
-
-def _check_same_array(name: str, left: np.ndarray, right: np.ndarray) -> None:
-    if left is right:
-        return
-    if left.shape != right.shape:
-        raise _conflict(name, f"shapes {left.shape} and {right.shape}")
-    if left.dtype != object and right.dtype != object and _same_numbers(left, right):
-        return
-    for row in range(left.shape[0]):
-        if not deep_equal(left[row], right[row]):
-            raise _conflict(name, f"values that differ, the first in row {row}")
 
 
 def union_tensor_dict(left: TensorDict, right: TensorDict) -> TensorDict:
@@ -167,9 +138,17 @@ def union_numpy_dict(left: dict[str, np.ndarray], right: Mapping[str, np.ndarray
         ProtocolError: an array of both is not equal, compared row by row and deeply.
             `left` is then as it was.
     """
-    for key, value in right.items():
-        if key in left:
-            _check_same_array(f"column {key!r}", left[key], value)
+    for key in [key for key in right if key in left]:
+        first, second, name = left[key], right[key], f"column {key!r}"
+        if first is second:
+            continue
+        if first.shape != second.shape:
+            raise _conflict(name, f"shapes {first.shape} and {second.shape}")
+        if first.dtype != object and second.dtype != object and not np.any(unequal(first, second)):
+            continue
+        for row in range(len(first)):
+            if not deep_equal(first[row], second[row]):
+                raise _conflict(name, f"values that differ, the first in row {row}")
     left.update({key: value for key, value in right.items() if key not in left})
     return left
 
@@ -241,20 +220,15 @@ def concat_tensors(parts: Sequence[TensorDict]) -> TensorDict:
                     f"expected (rows, {', '.join(map(str, shape))}) {dtype} as in part 0",
                     fix="Pad the parts to one length first.",
                 )
-        columns[key] = _concat_rows(values, rows)
+        is_plain = all(value.device.type == "cpu" and not value.requires_grad for value in values)
+        is_small = sum(value.nbytes for value in values) < HUGE_PAGES_FROM_BYTES
+        if not is_plain or (is_small and not any(map(is_lent, values))):
+            columns[key] = torch.cat(values)
+            continue
+        columns[key] = column = allocate((rows, *shape), dtype)
+        for target, value in zip(column.split([len(value) for value in values]), values, strict=True):
+            copy_into(target, value)
     return TensorDict(columns, batch_size=[rows], device=parts[0].device)
-
-
-def _concat_rows(values: Sequence[torch.Tensor], rows: int) -> torch.Tensor:
-    is_plain = all(value.device.type == "cpu" and not value.requires_grad for value in values)
-    is_small = sum(value.nbytes for value in values) < HUGE_PAGES_FROM_BYTES
-    if not is_plain or (is_small and not any(map(is_lent, values))):
-        return torch.cat(values)
-    column = allocate((rows, *values[0].shape[1:]), values[0].dtype)
-    for target, value in zip(column.split([value.shape[0] for value in values]), values, strict=True):
-        target.copy_(value)
-        was_copied(value)
-    return column
 
 
 def concat_arrays(parts: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:

@@ -9,9 +9,8 @@ import torch.distributed as dist
 from tensordict import TensorDict
 
 from quadriga.errors import ProtocolError
-from quadriga.protocol.columns import map_columns
 from quadriga.protocol.merge import concat_arrays
-from quadriga.protocol.proto import DataProto
+from quadriga.protocol.proto import DataProto, map_columns
 
 
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
@@ -67,7 +66,9 @@ def _with_leading_dims(data: DataProto, count: int, dims: tuple[int, ...]) -> Da
     def reshaped(column: Any) -> Any:
         return column.reshape(*dims, *column.shape[count:])
 
-    batch = None if data.batch is None else map_columns(data.batch, reshaped, dims[0])
+    batch = None
+    if data.batch is not None:
+        batch = TensorDict(map_columns(data.batch, reshaped), batch_size=dims[:1], device=data.batch.device)
     arrays = {key: reshaped(array) for key, array in data.non_tensor_batch.items()}
     return DataProto(batch, arrays, dict(data.meta_info))
 
@@ -96,25 +97,22 @@ def all_gather_data_proto(data: DataProto, process_group: dist.ProcessGroup | No
             )
     counts = [rows for rows, _, _ in ranks]
     data.non_tensor_batch = concat_arrays([arrays for _, _, arrays in ranks])
-    if data.batch is not None:
-        gathered = TensorDict({}, batch_size=[sum(counts)], device=batch.device)
-        for name in names:
-            gathered[name] = _gather_column(batch[name], counts, process_group)
-        data.batch = gathered
-
-
-def _gather_column(column: torch.Tensor, counts: list[int], group: dist.ProcessGroup | None) -> torch.Tensor:
-    """The rows of one column on all ranks, `counts` of each. As bytes, so that every dtype travels on every backend."""
-    if max(counts) == 0:
-        return column
+    if data.batch is None or not any(counts):
+        return
     device = torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator()
-    if accelerator is not None and "gloo" not in dist.get_backend(group):
+    if accelerator is not None and "gloo" not in dist.get_backend(process_group):
         device = torch.device(accelerator.type, torch.accelerator.current_device_index())
-    padded = column.new_zeros((max(counts), *column.shape[1:]), device=device)
-    padded[: column.shape[0]] = column.to(device)
-    memory = padded.reshape(-1).view(torch.uint8)
-    received = [torch.empty_like(memory) for _ in counts]
-    dist.all_gather(received, memory, group=group)
-    parts = [part.view(column.dtype).reshape(padded.shape)[:rows] for part, rows in zip(received, counts, strict=True)]
-    return torch.cat(parts).to(column.device)
+    gathered = TensorDict({}, batch_size=[sum(counts)], device=batch.device)
+    for name in names:
+        column = batch[name]
+        padded = column.new_zeros((max(counts), *column.shape[1:]), device=device)
+        padded[: column.shape[0]] = column.to(device)
+        # As bytes, so that every dtype travels on every backend.
+        memory = padded.reshape(-1).view(torch.uint8)
+        received = [torch.empty_like(memory) for _ in counts]
+        dist.all_gather(received, memory, group=process_group)
+        parts = zip(received, counts, strict=True)
+        rows = [part.view(column.dtype).reshape(padded.shape)[:count] for part, count in parts]
+        gathered[name] = torch.cat(rows).to(column.device)
+    data.batch = gathered

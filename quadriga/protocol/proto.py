@@ -6,21 +6,20 @@ all rows at once stands in `meta_info`. `fields.py` lists every column of the tr
 
 Three rules hold for every operation here:
 
-- **No divisibility.** `chunk`, `split` and `make_iterator` take any number of rows. Chunks differ by
-  at most one row, the larger ones first; with fewer rows than chunks the last ones are empty.
-- **Copies are explicit.** `slice`, `chunk`, `split` and `select` share tensor memory with the
-  original; `select_idxs`, `repeat`, `reorder`, `padding` and `concat` allocate each column once. The
-  containers (and `meta_info`) are always the result's own.
-- **Auto padding is a request to the dispatch**, made with `auto_padding=True`: give every rank the
-  same number of rows, by repeating the first ones, and cut the repeats' results off again. It is for
-  methods that treat each row for itself. Without it ranks get ragged chunks, which is exact for every
-  method, also for one that averages over rows.
+- **No divisibility.** `chunk`, `split` and `make_iterator` take any number of rows. Chunks differ by at most one row,
+  the larger ones first; with fewer rows than chunks the last ones are empty.
+- **Copies are explicit.** `slice`, `chunk`, `split` and `select` share tensor memory with the original; `select_idxs`,
+  `repeat`, `reorder`, `padding` and `concat` allocate each column once. Containers are always the result's own.
+- **Auto padding is a request to the dispatch**, made with `auto_padding=True`: give every rank the same number of rows,
+  by repeating the first ones, and cut the repeats' results off again. It is for methods that treat each row for itself.
+  Ragged chunks, without it, are exact for every method, also for one that averages over rows.
 """
 
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy as deep_copy
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,46 @@ from tensordict import TensorDict
 from quadriga.errors import ProtocolError
 from quadriga.protocol import columns, merge, wire
 
+RowIndex = Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor
 AUTO_PADDING = "_auto_padding"
+
+
+def map_columns(batch: TensorDict, function: Callable[[torch.Tensor], Any]) -> dict[str, Any]:
+    """The columns by name with `function` applied to each; those of a nested TensorDict are a dictionary again."""
+    return {
+        key: map_columns(value, function) if isinstance(value, TensorDict) else function(value)
+        for key, value in batch.items()
+    }
+
+
+def check_batch(batch: TensorDict) -> int:
+    """Raise unless `batch` has one batch dimension and dense tensors in every column, nested ones included.
+
+    Returns:
+        the number of rows.
+    """
+    if len(batch.batch_size) != 1:
+        found = f"a TensorDict of batch size {tuple(batch.batch_size)}"
+        fix = "Build it with batch_size=[number of rows], or fold the others with fold_batch_dim."
+        raise ProtocolError(f"DataProto.batch: got {found}, expected exactly one batch dimension", fix=fix)
+    nested = [batch]
+    while nested:
+        for key, value in nested.pop().items():
+            if isinstance(value, TensorDict):
+                nested.append(value)
+            elif not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+                got = f"a {value.layout} tensor" if isinstance(value, torch.Tensor) else type(value).__name__
+                fix = "Put objects into non_tensor_batch (from_tensordict does it), pad nested tensors."
+                raise ProtocolError(f"DataProto.batch[{key!r}]: got {got}, expected a dense tensor", fix=fix)
+    return batch.batch_size[0]
+
+
+def check_names(where: str, names: Iterable[str], present: Iterable[str]) -> None:
+    """Raise unless every name is present."""
+    present = set(present)
+    for name in names:
+        if name not in present:
+            raise ProtocolError(f"{where}: got no entry {name!r}, expected one of {sorted(present)}")
 
 
 @dataclass
@@ -62,9 +100,19 @@ class DataProto:
     def __post_init__(self) -> None:
         self.non_tensor_batch = {} if self.non_tensor_batch is None else self.non_tensor_batch
         self.meta_info = {} if self.meta_info is None else self.meta_info
-        if self.batch is not None:
-            columns.check_batch(self.batch)
-        columns.check_arrays(self.non_tensor_batch, None if self.batch is None else self.batch.batch_size[0])
+        rows = None if self.batch is None else check_batch(self.batch)
+        for key, value in self.non_tensor_batch.items():
+            where = f"DataProto.non_tensor_batch[{key!r}]"
+            if not isinstance(value, np.ndarray):
+                fix = "from_dict(non_tensors=...) turns lists into object arrays."
+                raise ProtocolError(f"{where}: got {type(value).__name__}, expected a numpy array", fix=fix)
+            if value.ndim == 0:
+                raise ProtocolError(f"{where}: got an array of shape (), expected one entry per row")
+            rows = value.shape[0] if rows is None else rows
+            if value.shape[0] != rows:
+                first = next(iter(self.non_tensor_batch))
+                source = "the batch size" if self.batch is not None else f"the length of {first!r}"
+                raise ProtocolError(f"{where}: got shape {value.shape}, expected {rows} rows, {source}")
 
     # ---- construction -------------------------------------------------------------------------
 
@@ -78,10 +126,8 @@ class DataProto:
         for key, value in data.items():
             if key not in tensors and key not in arrays:
                 found = f"DataProto.from_single_dict: {key!r}: got {type(value).__name__}"
-                raise ProtocolError(
-                    f"{found}, expected a tensor or a numpy array",
-                    fix="Use an object array, or pass lists through from_dict(non_tensors=...).",
-                )
+                fix = "Use an object array, or pass lists through from_dict(non_tensors=...)."
+                raise ProtocolError(f"{found}, expected a tensor or a numpy array", fix=fix)
         return cls.from_dict(tensors, arrays, meta_info, auto_padding=auto_padding)
 
     @classmethod
@@ -105,10 +151,14 @@ class DataProto:
         """
         if num_batch_dims < 1:
             raise ProtocolError(f"DataProto.from_dict: num_batch_dims: got {num_batch_dims}, expected 1 or more")
-        batch = None
-        if tensors:
-            columns.check_leading_dims(tensors, num_batch_dims)
-            batch = TensorDict(dict(tensors), batch_size=next(iter(tensors.values())).shape[:1])
+        tensors = dict(tensors or {})
+        first = next(iter(tensors), "")
+        wanted = tuple(tensors[first].shape[:num_batch_dims]) if tensors else ()
+        for key, tensor in tensors.items():
+            if tensor.dim() < num_batch_dims or tuple(tensor.shape[:num_batch_dims]) != wanted:
+                sizes = f"batch size {wanted}, that of {first!r}, in at least {num_batch_dims} dimension(s)"
+                found = f"DataProto column {key!r}: got shape {tuple(tensor.shape)}, expected {sizes}"
+                raise ProtocolError(found, fix="Every column needs one entry per row, the batch first.")
         arrays = {
             key: value if isinstance(value, np.ndarray) else columns.object_array(value)
             for key, value in (non_tensors or {}).items()
@@ -116,17 +166,11 @@ class DataProto:
         meta_info = dict(meta_info or {})
         if auto_padding:
             meta_info[AUTO_PADDING] = True
+        batch = TensorDict(tensors, batch_size=wanted[:1]) if tensors else None
         return cls(batch=batch, non_tensor_batch=arrays, meta_info=meta_info)
 
-    @classmethod
-    def from_tensordict(cls, tensor_dict: TensorDict, meta_info: dict[str, Any] | None = None) -> "DataProto":
-        """Build from a TensorDict: its stacks of objects become columns, its single objects `meta_info`."""
-        batch, arrays, facts = columns.split_tensordict(tensor_dict)
-        return cls(batch=batch, non_tensor_batch=arrays, meta_info={**facts, **(meta_info or {})})
-
-    def to_tensordict(self) -> TensorDict:
-        """One TensorDict with everything: arrays as stacks of objects, `meta_info` as single objects."""
-        return columns.join_tensordict(self.batch, self.non_tensor_batch, self.meta_info, len(self))
+    from_tensordict = classmethod(columns.from_tensordict)
+    to_tensordict = columns.to_tensordict
 
     # ---- rows ---------------------------------------------------------------------------------
 
@@ -136,7 +180,11 @@ class DataProto:
         first = next(iter(self.non_tensor_batch.values()), None)
         return 0 if first is None else first.shape[0]
 
-    def __getitem__(self, index: int | slice | columns.RowIndex) -> "DataProto | DataProtoItem":
+    def has_columns(self) -> bool:
+        """Whether there is more than `meta_info`."""
+        return self.batch is not None or bool(self.non_tensor_batch)
+
+    def __getitem__(self, index: int | slice | RowIndex) -> "DataProto | DataProtoItem":
         if isinstance(index, slice):
             return self.slice(index.start, index.stop, index.step)
         if isinstance(index, (int, np.integer)) and not isinstance(index, bool):
@@ -153,39 +201,49 @@ class DataProto:
     def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> "DataProto":
         """Rows start, start + step, ... before end, as a view."""
         rows = slice(start, end, step)
-        numbers = range(*rows.indices(len(self)))
         if step is not None and step < 0:
-            return self._gather(torch.tensor(numbers, dtype=torch.int64))
-        return DataProto(
-            None if self.batch is None else columns.map_columns(self.batch, lambda x: x[rows], len(numbers)),
-            {key: array[rows] for key, array in self.non_tensor_batch.items()},
-            dict(self.meta_info),
-        )
-
-    def select_idxs(self, idxs: columns.RowIndex) -> "DataProto":
-        """Rows by number, in the order given and as often as given, or by a boolean mask; a copy."""
-        return self._gather(columns.row_numbers(idxs, len(self)))
-
-    def _gather(self, rows: torch.Tensor) -> "DataProto":
-        """The rows of these numbers, in that order: one allocation per column."""
+            return self.select_idxs(range(*rows.indices(len(self))))
         batch = None
         if self.batch is not None:
-            batch = columns.map_columns(self.batch, lambda x: x.index_select(0, rows.to(x.device)), rows.shape[0])
-        numbers = rows.numpy()
+            size = len(range(*rows.indices(len(self))))
+            batch = TensorDict(map_columns(self.batch, lambda x: x[rows]), batch_size=[size], device=self.batch.device)
         return DataProto(
-            batch, {key: array[numbers] for key, array in self.non_tensor_batch.items()}, dict(self.meta_info)
+            batch, {key: array[rows] for key, array in self.non_tensor_batch.items()}, dict(self.meta_info)
         )
 
-    def reorder(self, indices: columns.RowIndex) -> None:
+    def select_idxs(self, idxs: RowIndex) -> "DataProto":
+        """Rows by number, in the order given and as often as given, or by a boolean mask; a copy."""
+        rows, size = idxs, len(self)
+        if not isinstance(rows, torch.Tensor):
+            array = np.asarray(rows)
+            rows = torch.from_numpy(array.astype(np.int64) if array.size == 0 else array)
+        rows = rows.detach().cpu()
+        if rows.dim() != 1 or rows.is_floating_point() or rows.is_complex():
+            found = f"shape {tuple(rows.shape)}, {rows.dtype}"
+            raise ProtocolError(f"row index: got {found}, expected one dimension of integers, or a boolean mask")
+        if rows.dtype == torch.bool:
+            if len(rows) != size:
+                raise ProtocolError(f"row mask: got {len(rows)} entries, expected {size}, one per row")
+            rows = rows.nonzero().flatten()
+        rows = rows.to(torch.int64)
+        if len(rows) and (int(rows.min()) < -size or int(rows.max()) >= size):
+            found = f"values from {int(rows.min())} to {int(rows.max())}"
+            raise ProtocolError(f"row index: got {found}, expected rows of {size}")
+        rows = torch.where(rows < 0, rows + size, rows)
+        batch = None
+        if self.batch is not None:
+            chosen = map_columns(self.batch, lambda x: x.index_select(0, rows.to(x.device)))
+            batch = TensorDict(chosen, batch_size=[len(rows)], device=self.batch.device)
+        arrays = {key: array[rows.numpy()] for key, array in self.non_tensor_batch.items()}
+        return DataProto(batch, arrays, dict(self.meta_info))
+
+    def reorder(self, indices: RowIndex) -> None:
         """Put the rows into the order `indices`, a permutation of all of them, in place."""
-        rows = columns.row_numbers(indices, len(self))
+        rows = DataProto.from_dict({"row_index": torch.arange(len(self))}).select_idxs(indices).batch["row_index"]
         if not torch.equal(rows.sort().values, torch.arange(len(self))):
-            raise ProtocolError(
-                f"DataProto.reorder: got {rows.numel()} indices that are no permutation of {len(self)} rows, "
-                "expected each row once",
-                fix="select_idxs takes any choice of rows.",
-            )
-        ordered = self._gather(rows)
+            found = f"got {len(rows)} indices that are no permutation of {len(self)} rows, expected each row once"
+            raise ProtocolError(f"DataProto.reorder: {found}", fix="select_idxs takes any choice of rows.")
+        ordered = self.select_idxs(rows)
         self.batch, self.non_tensor_batch = ordered.batch, ordered.non_tensor_batch
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> "DataProto":
@@ -193,25 +251,27 @@ class DataProto:
         if repeat_times < 0:
             raise ProtocolError(f"DataProto.repeat: got {repeat_times} times, expected 0 or more")
         rows = torch.arange(len(self))
-        return self._gather(rows.repeat_interleave(repeat_times) if interleave else rows.repeat(repeat_times))
+        return self.select_idxs(rows.repeat_interleave(repeat_times) if interleave else rows.repeat(repeat_times))
 
-    def sample_level_repeat(self, repeat_times: columns.RowIndex) -> "DataProto":
+    def sample_level_repeat(self, repeat_times: RowIndex) -> "DataProto":
         """Row i `repeat_times[i]` times, the copies next to each other; 0 leaves the row out."""
         counts, rows = torch.as_tensor(repeat_times, dtype=torch.int64).cpu(), len(self)
         if counts.shape != (rows,) or (counts < 0).any():
             found = "a negative count" if counts.shape == (rows,) else f"counts of shape {tuple(counts.shape)}"
-            raise ProtocolError(
-                f"DataProto.sample_level_repeat: got {found}, expected {rows} counts, one per row, 0 or more"
-            )
-        return self._gather(torch.arange(rows).repeat_interleave(counts))
+            wanted = f"{rows} counts, one per row, 0 or more"
+            raise ProtocolError(f"DataProto.sample_level_repeat: got {found}, expected {wanted}")
+        return self.select_idxs(torch.arange(rows).repeat_interleave(counts))
 
     def chunk(self, chunks: int) -> "list[DataProto]":
-        """Exactly `chunks` parts, as views, whose sizes differ by at most one row, the larger ones first.
+        """Exactly `chunks` parts, as views: 7 rows in 4 chunks are 2 2 2 1, 3 rows 1 1 1 0.
 
-        7 rows in 4 chunks: 2 2 2 1. 3 rows in 4 chunks: 1 1 1 0; the empty part has every column, with
-        no rows. `padding` beforehand makes all parts equal.
+        An empty part has every column, with no rows. `padding` beforehand makes all parts equal.
         """
-        return [self.slice(start, end) for start, end in columns.chunk_bounds(len(self), chunks)]
+        if chunks < 1:
+            raise ProtocolError(f"DataProto.chunk: got {chunks} chunks, expected at least 1")
+        size, larger = divmod(len(self), chunks)
+        starts = [part * size + min(part, larger) for part in range(chunks + 1)]
+        return [self.slice(start, end) for start, end in pairwise(starts)]
 
     def split(self, split_size: int) -> "list[DataProto]":
         """Parts of `split_size` rows, as views; the last may be shorter."""
@@ -223,14 +283,14 @@ class DataProto:
     def concat(data: "Sequence[DataProto]") -> "DataProto":
         """All rows of all parts, one part below the other.
 
-        A part without rows adds only its `meta_info`, so ranks that had nothing to do need not invent
-        columns. `meta_info["metrics"]` becomes name -> list of the parts' values; any other entry must
-        be equal in the parts that have it. A single part is not copied.
+        A part without rows adds only its `meta_info`, so ranks that had nothing to do need no columns.
+        `meta_info["metrics"]` becomes name -> list of the parts' values; any other entry must be equal in the parts
+        that have it. A single part is not copied.
         """
         if not data:
             raise ProtocolError("DataProto.concat: got no parts, expected at least one")
         meta_info = merge.merge_meta_info([part.meta_info for part in data])
-        parts = [part for part in data if len(part)] or [part for part in data if part._has_columns()][:1] or data[:1]
+        parts = [part for part in data if len(part)] or [part for part in data if part.has_columns()][:1] or data[:1]
         batches = [part.batch for part in parts if part.batch is not None]
         if batches and len(batches) != len(parts):
             raise ProtocolError("DataProto.concat: got parts with and without tensors, expected the same columns")
@@ -254,7 +314,7 @@ class DataProto:
         if padding_size < 0 or not rows:
             raise ProtocolError(f"DataProto.padding: got {padding_size} copies of {rows} rows, expected a row to copy")
         copies = torch.full((padding_size,), 0 if padding_candidate == "first" else rows - 1)
-        padded = self._gather(torch.cat([torch.arange(rows), copies]))
+        padded = self.select_idxs(torch.cat([torch.arange(rows), copies]))
         self.batch, self.non_tensor_batch = padded.batch, padded.non_tensor_batch
 
     # ---- columns ------------------------------------------------------------------------------
@@ -267,7 +327,12 @@ class DataProto:
         deepcopy: bool = False,
     ) -> "DataProto":
         """The columns and facts named; None means all of that kind. Shares memory unless `deepcopy`."""
-        self._require(batch_keys, non_tensor_batch_keys, meta_info_keys)
+        for name, store, keys in (
+            ("batch", self.batch, batch_keys),
+            ("non_tensor_batch", self.non_tensor_batch, non_tensor_batch_keys),
+            ("meta_info", self.meta_info, meta_info_keys),
+        ):
+            check_names(f"DataProto.{name}", keys or (), () if store is None else store.keys())
         tensors = self.batch
         if tensors is not None:
             tensors = tensors.copy() if batch_keys is None else tensors.select(*batch_keys)
@@ -287,25 +352,22 @@ class DataProto:
         meta_info_keys: Sequence[str] | None = None,
     ) -> "DataProto":
         """Remove the columns and facts named, and return them; None means none of that kind."""
-        self._require(batch_keys, non_tensor_batch_keys, meta_info_keys)
-        tensors = {key: self.batch.pop(key) for key in batch_keys or ()}
-        return DataProto(
-            batch=TensorDict(tensors, batch_size=self.batch.batch_size) if tensors else None,
-            non_tensor_batch={key: self.non_tensor_batch.pop(key) for key in non_tensor_batch_keys or ()},
-            meta_info={key: self.meta_info.pop(key) for key in meta_info_keys or ()},
-        )
-
-    def _require(self, *wanted: Sequence[str] | None) -> None:
-        """Raise unless all keys are there, so that an operation happens wholly or not at all."""
-        stores = ("batch", self.batch), ("non_tensor_batch", self.non_tensor_batch), ("meta_info", self.meta_info)
-        for (name, store), keys in zip(stores, wanted, strict=True):
-            columns.check_names(f"DataProto.{name}", keys or (), () if store is None else store.keys())
+        popped = self.select(batch_keys or (), non_tensor_batch_keys or (), meta_info_keys or ())
+        if not batch_keys:
+            popped.batch = None
+        for key in batch_keys or ():
+            del self.batch[key]
+        for key in non_tensor_batch_keys or ():
+            del self.non_tensor_batch[key]
+        for key in meta_info_keys or ():
+            del self.meta_info[key]
+        return popped
 
     def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> "DataProto":
         """Give columns, of either kind, other names, in place; returns self."""
         names = [*self._tensor_keys(), *self.non_tensor_batch]
         old, new = ([keys] if isinstance(keys, str) else list(keys) for keys in (old_keys, new_keys))
-        columns.check_names("DataProto.rename", old, names)
+        check_names("DataProto.rename", old, names)
         mapping = dict(zip(old, new, strict=False))
         if len(old) != len(new) or len({mapping.get(name, name) for name in names}) != len(names):
             raise ProtocolError(f"DataProto.rename: got {old} to {new}, expected a free name for each column")
@@ -321,7 +383,7 @@ class DataProto:
         Entries of both must be equal (NaN equals NaN, objects are compared deeply); the error names the
         entry and the first row that differs. The same rows are expected on both sides.
         """
-        if len(self) != len(other) and self._has_columns() and other._has_columns():
+        if len(self) != len(other) and self.has_columns() and other.has_columns():
             fix = "Repeat or select rows first."
             raise ProtocolError(f"DataProto.union: got {len(other)} rows, expected {len(self)}", fix=fix)
         merged_meta = merge.union_meta_info(dict(self.meta_info), other.meta_info)
@@ -338,7 +400,7 @@ class DataProto:
         """
         chosen = set(split_keys or ())
         tensor_keys, arrays = self._tensor_keys(), self.non_tensor_batch
-        columns.check_names("DataProto.unfold_column_chunks", chosen, [*tensor_keys, *arrays])
+        check_names("DataProto.unfold_column_chunks", chosen, [*tensor_keys, *arrays])
 
         def unfold(key: str, column: Any) -> Any:
             """(B, n_split * W, ...) as (B * n_split, W, ...): the parts of a row one below the other."""
@@ -358,9 +420,6 @@ class DataProto:
         for key in chosen.intersection(arrays):
             unfolded.non_tensor_batch[key] = unfold(key, arrays[key])
         return unfolded
-
-    def _has_columns(self) -> bool:
-        return self.batch is not None or bool(self.non_tensor_batch)
 
     def _tensor_keys(self) -> list[str]:
         return [] if self.batch is None else [str(key) for key in self.batch.keys()]
@@ -396,7 +455,7 @@ class DataProto:
             return (self.slice(start, min(start + mini_batch_size, end)) for start in starts)
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         orders = (torch.randperm(rows, generator=generator)[:end] for _ in range(epochs))
-        return (self._gather(part) for order in orders if end for part in order.split(mini_batch_size))
+        return (self.select_idxs(part) for order in orders if end for part in order.split(mini_batch_size))
 
     def to(self, device: torch.device | str | int) -> "DataProto":
         """Move the tensors, in place; returns self."""
@@ -404,44 +463,8 @@ class DataProto:
             self.batch = self.batch.to(device)
         return self
 
-    def save_to_disk(self, filepath: str | os.PathLike[str]) -> None:
-        """Write everything to a file, whole or not at all."""
-        wire.save_atomically(self, filepath)
-
-    @staticmethod
-    def load_from_disk(filepath: str | os.PathLike[str]) -> "DataProto":
-        """Read what `save_to_disk` wrote. The file is a pickle: open only files you trust."""
-        return wire.load_from_file(filepath)
-
-    def get_data_info(self) -> str:
-        """The layout as text: every column with shape, dtype and device, every fact with its type."""
-
-        def tensor_lines(tensors: TensorDict, indent: str) -> list[str]:
-            lines = []
-            for key, value in tensors.items():
-                if isinstance(value, TensorDict):
-                    lines += [f"{indent}{key}", *tensor_lines(value, indent + "  ")]
-                else:
-                    lines.append(f"{indent}{key}: {tuple(value.shape)} ({value.dtype}) {value.device}")
-            return lines
-
-        arrays = [f"  {key}: ndarray{array.shape} ({array.dtype})" for key, array in self.non_tensor_batch.items()]
-        facts = [f"  {key}: {type(value).__name__}" for key, value in self.meta_info.items()]
-        tensors = [] if self.batch is None else tensor_lines(self.batch, "  ")
-        return "\n".join(["batch", *tensors, "non_tensor_batch", *arrays, "meta_info", *facts])
-
-    def print_size(self, prefix: str = "") -> None:
-        """Print how much memory tensors and arrays take."""
-        print(columns.describe_size(self.batch, self.non_tensor_batch, prefix))
-
-    def __repr__(self) -> str:
-        parts = [f"{len(self)} rows"]
-        for key, value in () if self.batch is None else self.batch.items():
-            kind = "" if isinstance(value, TensorDict) else f" {str(value.dtype).removeprefix('torch.')}"
-            parts.append(f"{key} {tuple(value.shape)}{kind}")
-        parts += [f"{key} {array.shape} {array.dtype}" for key, array in self.non_tensor_batch.items()]
-        facts = f"; meta_info: {', '.join(self.meta_info)}" if self.meta_info else ""
-        return f"DataProto({', '.join(parts)}{facts})"
+    save_to_disk, load_from_disk = wire.save_to_disk, staticmethod(wire.load_from_disk)
+    get_data_info, print_size, __repr__ = columns.get_data_info, columns.print_size, columns.one_line
 
     def __copy__(self) -> "DataProto":
         batch = None if self.batch is None else self.batch.copy()
@@ -452,4 +475,12 @@ class DataProto:
         return DataProto(batch, deep_copy(self.non_tensor_batch, memo), deep_copy(self.meta_info, memo))
 
     def __reduce_ex__(self, protocol: int) -> tuple[Any, ...]:
-        return wire.reduce_proto(self)
+        memo: dict[int, Any] = {}
+        pack = partial(wire.pack, memo=memo)
+        tensors = None if self.batch is None else map_columns(self.batch, wire.PackedTensor)
+        arrays = {
+            key: np.frompyfunc(pack, 1, 1)(array) if array.dtype == object else array
+            for key, array in self.non_tensor_batch.items()
+        }
+        rows = 0 if self.batch is None else self.batch.batch_size[0]
+        return wire.rebuild_proto, (type(self), rows, tensors, arrays, pack(self.meta_info))

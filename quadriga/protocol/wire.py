@@ -13,7 +13,6 @@ shares memory with another arrives with its own).
 import os
 import pickle
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -82,52 +81,22 @@ def pack(value: Any, memo: dict[int, Any]) -> Any:
     return packed
 
 
-def _pack_batch(batch: TensorDict) -> dict[str, Any]:
-    return {
-        key: _pack_batch(value) if isinstance(value, TensorDict) else PackedTensor(value)
-        for key, value in batch.items()
-    }
-
-
-def _unpack_batch(columns: Mapping[str, Any], rows: int) -> TensorDict:
-    unpacked = {key: _unpack_batch(value, rows) if type(value) is dict else value for key, value in columns.items()}
-    return TensorDict(unpacked, batch_size=[rows])
-
-
-def _pack_array(array: np.ndarray, memo: dict[int, Any]) -> np.ndarray:
-    if array.dtype != object:
-        return array
-    packed = np.empty(array.shape, dtype=object)
-    for position, value in enumerate(array.flat):
-        packed.flat[position] = pack(value, memo)
-    return packed
-
-
-def reduce_proto(proto: Any) -> tuple[Any, ...]:
-    """What `DataProto.__reduce_ex__` returns, for every pickle protocol."""
-    memo: dict[int, Any] = {}
-    columns = None if proto.batch is None else _pack_batch(proto.batch)
-    rows = 0 if proto.batch is None else proto.batch.batch_size[0]
-    arrays = {key: _pack_array(value, memo) for key, value in proto.non_tensor_batch.items()}
-    return rebuild_proto, (type(proto), rows, columns, arrays, pack(proto.meta_info, memo))
-
-
 def rebuild_proto(cls: type, rows: int, columns: Any, arrays: dict[str, np.ndarray], meta_info: dict[str, Any]) -> Any:
-    """Inverse of `reduce_proto`, called by unpickling."""
-    batch = None if columns is None else _unpack_batch(columns, rows)
+    """Inverse of `DataProto.__reduce_ex__`, called by unpickling; nested columns are dictionaries of columns."""
+    batch = None if columns is None else TensorDict(columns, batch_size=[rows])
     writable = {key: value if value.flags.writeable else value.copy() for key, value in arrays.items()}
     return cls(batch=batch, non_tensor_batch=writable, meta_info=meta_info)
 
 
-def save_atomically(value: Any, path: str | os.PathLike[str]) -> None:
-    """Pickle `value` into `path`: written aside, then renamed, so the file is whole or not there."""
-    path = Path(path)
+def save_to_disk(data: Any, filepath: str | os.PathLike[str]) -> None:
+    """Pickle a DataProto into a file: written aside, then renamed, so the file is whole or not there."""
+    path = Path(filepath)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(FILE_MAGIC)
-            pickle.dump(value, file, protocol=OUT_OF_BAND_PROTOCOL)
+            pickle.dump(data, file, protocol=OUT_OF_BAND_PROTOCOL)
             file.flush()
             os.fsync(file.fileno())
         os.replace(name, path)
@@ -136,15 +105,15 @@ def save_atomically(value: Any, path: str | os.PathLike[str]) -> None:
         raise
 
 
-def load_from_file(path: str | os.PathLike[str]) -> Any:
-    """What `save_atomically` wrote to `path`.
+def load_from_disk(filepath: str | os.PathLike[str]) -> Any:
+    """Read what `save_to_disk` wrote. The file is a pickle: open only files you trust.
 
     Raises:
         ProtocolError: there is no such file, it is not one of ours, or it is damaged.
     """
-    where, fix = f"load_from_disk({str(path)!r})", "Write the file with DataProto.save_to_disk."
+    where, fix = f"load_from_disk({str(filepath)!r})", "Write the file with DataProto.save_to_disk."
     try:
-        with open(path, "rb") as file:
+        with open(filepath, "rb") as file:
             is_ours = file.read(len(FILE_MAGIC)) == FILE_MAGIC
             value = pickle.load(file) if is_ours else None
     except Exception as error:

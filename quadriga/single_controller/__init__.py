@@ -1,27 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """One driver, many workers: how a call on a group becomes calls on its workers.
 
-The backends are modules of their own: `local` runs workers in this process, `ray` in processes of a Ray cluster.
+Backends: `LocalWorkerGroup` runs workers in this process, `ray` in processes of a Ray cluster.
 """
 
 from quadriga.single_controller.dispatch import (
     Dispatch,
-    DispatchFunctions,
     Execute,
     make_nd_compute_dataproto_dispatch_fn,
     register,
     register_dispatch_mode,
     update_dispatch_mode,
 )
-from quadriga.single_controller.local import LocalWorkerGroup
 from quadriga.single_controller.resource_pool import ResourcePool
 from quadriga.single_controller.worker import Worker, WorkerPlace, placed
-from quadriga.single_controller.worker_group import ClassWithInitArgs, WorkerGroup, WorkerGroups
+from quadriga.single_controller.worker_group import (
+    ClassWithInitArgs,
+    LocalWorkerGroup,
+    WorkerGroup,
+    WorkerGroups,
+)
 
 __all__ = [
     "ClassWithInitArgs",
     "Dispatch",
-    "DispatchFunctions",
     "Execute",
     "LocalWorkerGroup",
     "ResourcePool",

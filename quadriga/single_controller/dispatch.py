@@ -3,7 +3,7 @@
 
 A worker's method names its dispatch mode in `@register`. A mode is a pair of functions. `dispatch_fn(group, *args,
 **kwargs)` gives, for each argument, the list of its values rank by rank; `collect_fn(group, outputs)` makes one result
-of the outputs, which stand in rank order. `group` is anything with a `world_size` and a `mesh(name)`.
+of the outputs, which stand in rank order. `group` is a `GroupLayout`.
 
     mode                         a rank's share of the arguments          result
     RANK_ZERO                    all, whole; only rank 0 is called        rank 0's output
@@ -23,21 +23,21 @@ result; that is for methods that treat each row for itself (a loss would count t
 DP_COMPUTE_METRIC never pads.
 """
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial, wraps
-from operator import attrgetter
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from quadriga.errors import WorkerError
 from quadriga.protocol import DataProto, DataProtoFuture, pad_dataproto_to_divisor, unpad_dataproto
 
 Method = TypeVar("Method", bound=Callable[..., Any])
+Arguments = tuple[Sequence[Any], Mapping[str, Any]]
 PerRank = tuple[Sequence[Sequence[Any]], Mapping[str, Sequence[Any]]]
 _PLAIN = (bool, int, float, str, type(None))
-_ATTRIBUTE = "_quadriga_registration"
+REGISTRATION = "_quadriga_registration"
+"""The attribute of a worker's method that `register` sets."""
 
 
 class DispatchError(WorkerError):
@@ -50,139 +50,36 @@ class MeshLayout:
 
     Attributes:
         dp_ranks: data-parallel rank of each rank; ranks of one model-parallel group share theirs.
-        is_collect: whether the output of a rank is collected: one rank for each data-parallel rank.
+        collected: of each data-parallel rank, the rank whose output is collected.
     """
 
     dp_ranks: tuple[int, ...]
-    is_collect: tuple[bool, ...]
-
-    @property
-    def dp_size(self) -> int:
-        """Number of chunks."""
-        return max(self.dp_ranks) + 1
-
-    def collecting_ranks(self) -> list[int]:
-        """The ranks whose outputs are collected, in the order of their chunks."""
-        ranks = [rank for rank, is_collect in enumerate(self.is_collect) if is_collect]
-        return sorted(ranks, key=self.dp_ranks.__getitem__)
+    collected: tuple[int, ...]
 
 
-class GroupLayout(Protocol):
-    """What dispatch and collect functions may use of a group."""
+@dataclass(eq=False)
+class GroupLayout:
+    """What dispatch and collect functions may use of a group.
 
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
+    Attributes:
+        world_size: number of ranks.
+        meshes: those that are known, by name; in "" each rank has a chunk of its own.
+    """
+
+    world_size: int
+    meshes: dict[str, MeshLayout] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        ranks = tuple(range(self.world_size))
+        self.meshes = {"": MeshLayout(ranks, ranks), **self.meshes}
 
     def mesh(self, name: str) -> MeshLayout:
         """The layout that the workers registered under `name`."""
+        return self.meshes[name]
 
 
 DispatchFn = Callable[..., PerRank]
 CollectFn = Callable[[GroupLayout, list[Any]], Any]
-
-
-@dataclass(frozen=True)
-class DispatchFunctions:
-    """The two halves of a mode.
-
-    Attributes:
-        dispatch_fn: splits the arguments.
-        collect_fn: joins the outputs.
-        num_chunks: into how many chunks rows are split, for modes that honour auto padding; None: it does not.
-        rows_of: of the outputs, those that `collect_fn` joins with `DataProto.concat`, in that order; None: it does
-            something else. A backend may lend them as views of shared memory, and a rank that needs some of the rows
-            need not copy the others.
-    """
-
-    dispatch_fn: DispatchFn
-    collect_fn: CollectFn
-    num_chunks: Callable[[GroupLayout], int] | None = None
-    rows_of: CollectFn | None = None
-
-
-class _Members(type):
-    """Makes the class iterable over its members, as an enumeration is, while members may be added."""
-
-    members: ClassVar[dict[str, "Dispatch"]]
-
-    def __iter__(cls) -> Iterator["Dispatch"]:
-        return iter(tuple(cls.members.values()))
-
-    def __len__(cls) -> int:
-        return len(cls.members)
-
-    def __contains__(cls, mode: object) -> bool:
-        return any(mode is member for member in cls.members.values())
-
-    def __getitem__(cls, name: str) -> "Dispatch":
-        return cls.members[name]
-
-    def __getattr__(cls, name: str) -> "Dispatch":
-        members = type.__getattribute__(cls, "members")
-        if name not in members:
-            raise AttributeError(f"there is no dispatch mode {name!r}; there are {', '.join(members)}")
-        return members[name]
-
-
-class Dispatch(metaclass=_Members):
-    """The dispatch modes: an enumeration to which `register_dispatch_mode` adds members."""
-
-    members: ClassVar[dict[str, "Dispatch"]] = {}
-    RANK_ZERO: ClassVar["Dispatch"]
-    ONE_TO_ALL: ClassVar["Dispatch"]
-    ALL_TO_ALL: ClassVar["Dispatch"]
-    DP_COMPUTE: ClassVar["Dispatch"]
-    DP_COMPUTE_PROTO: ClassVar["Dispatch"]
-    DP_COMPUTE_PROTO_WITH_FUNC: ClassVar["Dispatch"]
-    DP_COMPUTE_METRIC: ClassVar["Dispatch"]
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __repr__(self) -> str:
-        return f"Dispatch.{self.name}"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(Dispatch).__getitem__, (Dispatch, self.name)
-
-
-_functions: dict[str, DispatchFunctions] = {}
-
-
-def register_dispatch_mode(name: str) -> Dispatch:
-    """Add the mode `Dispatch.<name>`; `update_dispatch_mode` gives it its functions."""
-    if not name.isidentifier() or name in Dispatch.members:
-        raise WorkerError(
-            f"register_dispatch_mode({name!r})",
-            got="a name in use" if name in Dispatch.members else "no Python name",
-            expected=f"an identifier other than {', '.join(Dispatch.members)}",
-        )
-    Dispatch.members[name] = mode = Dispatch(name)
-    return mode
-
-
-def update_dispatch_mode(
-    mode: Dispatch,
-    dispatch_fn: DispatchFn,
-    collect_fn: CollectFn,
-    num_chunks: Callable[[GroupLayout], int] | None = None,
-) -> None:
-    """Set the functions of a mode; `DispatchFunctions` says what each does."""
-    if mode not in Dispatch:
-        raise WorkerError("update_dispatch_mode", got=repr(mode), expected=f"one of {list(Dispatch)}")
-    _functions[mode.name] = DispatchFunctions(dispatch_fn, collect_fn, num_chunks)
-
-
-def dispatch_functions(mode: Dispatch | DispatchFunctions) -> DispatchFunctions:
-    """The functions of a mode."""
-    if isinstance(mode, DispatchFunctions):
-        return mode
-    if mode.name not in _functions:
-        raise WorkerError(
-            repr(mode), got="a mode without functions", fix=f"Give it some: update_dispatch_mode({mode!r}, ..., ...)."
-        )
-    return _functions[mode.name]
 
 
 # ---- splitting ----------------------------------------------------------------------------------
@@ -207,40 +104,17 @@ def take_per_rank(group: GroupLayout, /, *args: Any, **kwargs: Any) -> PerRank:
     return list(args), dict(kwargs)
 
 
-def split_rows(group: GroupLayout, /, *args: Any, **kwargs: Any) -> PerRank:
-    """Chunk `rank` of the rows of every DataProto for rank `rank`."""
-    return _split(group.world_size, args, kwargs)
+def split_rows(mesh_name: str, group: GroupLayout, /, *args: Any, **kwargs: Any) -> PerRank:
+    """A chunk of the rows of every DataProto for each data-parallel rank of a mesh; ranks that share it get the same.
 
-
-def split_rows_with_function(group: GroupLayout, function: Any = None, /, *args: Any, **kwargs: Any) -> PerRank:
-    """The function, whole, and the ranks' chunks of the other arguments."""
-    if not callable(function):
-        raise DispatchError("first argument", got=type(function).__name__, expected="a function")
-    chunks, named_chunks = _split(group.world_size, args, kwargs)
-    return [[function] * group.world_size, *chunks], named_chunks
-
-
-def split_rows_over_mesh(mesh_name: str, group: GroupLayout, /, *args: Any, **kwargs: Any) -> PerRank:
-    """One chunk for each data-parallel rank of the mesh, the same for all ranks that share it."""
-    mesh = group.mesh(mesh_name)
-    chunks, named_chunks = _split(mesh.dp_size, args, kwargs)
-    return (
-        [[parts[dp_rank] for dp_rank in mesh.dp_ranks] for parts in chunks],
-        {key: [parts[dp_rank] for dp_rank in mesh.dp_ranks] for key, parts in named_chunks.items()},
-    )
-
-
-def _has_columns(value: Any) -> bool:
-    return isinstance(value, DataProto) and (value.batch is not None or bool(value.non_tensor_batch))
-
-
-def _split(chunks: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> PerRank:
-    arguments = {**{str(position): value for position, value in enumerate(args)}, **kwargs}
-    rows = {name: len(value) for name, value in arguments.items() if _has_columns(value)}
-    if len(set(rows.values())) > 1:
-        raise DispatchError("arguments to split", got=f"{rows} rows", expected="the same number in each DataProto")
+    Args:
+        mesh_name: the mesh; "": every rank has a chunk of its own.
+    """
+    dp_ranks = group.mesh(mesh_name).dp_ranks
+    chunks = max(dp_ranks) + 1
     parts: dict[str, list[Any]] = {}
-    for name, value in arguments.items():
+    rows: dict[str, int] = {}
+    for name, value in (*((str(position), value) for position, value in enumerate(args)), *kwargs.items()):
         if isinstance(value, (DataProto, DataProtoFuture)):
             parts[name] = value.chunk(chunks)
         elif isinstance(value, _PLAIN):
@@ -251,7 +125,21 @@ def _split(chunks: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> PerRa
                 "number, string or None, which every rank gets",
                 fix="What holds for all rows belongs into meta_info.",
             )
-    return [parts[str(position)] for position in range(len(args))], {name: parts[name] for name in kwargs}
+        # What has facts alone has no rows to differ.
+        if isinstance(value, DataProto) and (value.batch is not None or value.non_tensor_batch):
+            rows[name] = len(value)
+    if len(set(rows.values())) > 1:
+        raise DispatchError("arguments to split", got=f"{rows} rows", expected="the same number in each DataProto")
+    per_rank = {name: [values[dp_rank] for dp_rank in dp_ranks] for name, values in parts.items()}
+    return [per_rank[str(position)] for position in range(len(args))], {name: per_rank[name] for name in kwargs}
+
+
+def split_rows_with_function(group: GroupLayout, function: Any = None, /, *args: Any, **kwargs: Any) -> PerRank:
+    """The function, whole, and the ranks' chunks of the other arguments."""
+    if not callable(function):
+        raise DispatchError("first argument", got=type(function).__name__, expected="a function")
+    chunks, named_chunks = split_rows("", group, *args, **kwargs)
+    return [[function] * group.world_size, *chunks], named_chunks
 
 
 # ---- collecting ---------------------------------------------------------------------------------
@@ -262,10 +150,12 @@ def collect_list(group: GroupLayout, outputs: list[Any]) -> list[Any]:
     return outputs
 
 
-def collect_rows(group: GroupLayout, outputs: list[Any], mesh_name: str = "") -> DataProto | None:
-    """All rows, in rank order; of a mesh: those of the ranks that collect. None if the method returns nothing."""
-    if mesh_name:
-        outputs = outputs_of_mesh(mesh_name, group, outputs)
+def collect_rows(mesh_name: str, group: GroupLayout, outputs: list[Any]) -> DataProto | None:
+    """All rows of the ranks of a mesh that are collected, in the order of their chunks.
+
+    None if the method returns nothing.
+    """
+    outputs = [outputs[rank] for rank in group.mesh(mesh_name).collected]
     if all(output is None for output in outputs):
         return None
     for rank, output in enumerate(outputs):
@@ -278,81 +168,175 @@ def collect_rows(group: GroupLayout, outputs: list[Any], mesh_name: str = "") ->
     return DataProto.concat(outputs)
 
 
-def outputs_of_mesh(mesh_name: str, group: GroupLayout, outputs: list[Any]) -> list[Any]:
-    """The outputs of the ranks that collect, in the order of their chunks."""
-    return [outputs[rank] for rank in group.mesh(mesh_name).collecting_ranks()]
-
-
-# ---- auto padding -------------------------------------------------------------------------------
-
-
-def pad_arguments(
-    chunks: int, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any], int, int]:
-    """Pad every DataProto to a multiple of `chunks` rows if one of them has `auto_padding`.
-
-    Returns:
-        the arguments (those of the caller stay as they are), rows added, and rows then.
-    """
-    data = [value for value in (*args, *kwargs.values()) if _has_columns(value)]
-    if not any(value.is_padding_enabled() for value in data):
-        return tuple(args), dict(kwargs), 0, 0
-    padded = {id(value): pad_dataproto_to_divisor(value, chunks) for value in data}
-    result, pad_size = padded[id(data[0])]
-    return (
-        tuple(padded[id(value)][0] if id(value) in padded else value for value in args),
-        {key: padded[id(value)][0] if id(value) in padded else value for key, value in kwargs.items()},
-        pad_size,
-        len(result),
-    )
-
-
-def remove_padding(result: Any, pad_size: int, padded_rows: int) -> Any:
-    """Cut off the rows that come from padding: the last ones, or as many times more as the rows grew."""
-    if pad_size == 0 or not _has_columns(result):
-        return result
-    if len(result) % padded_rows:
-        raise DispatchError(
-            f"result of padded rows: got {len(result)} rows from {padded_rows}, expected the same number of rows for "
-            "each row",
-            fix="Send the data without auto_padding: chunks are then ragged.",
-        )
-    return unpad_dataproto(result, pad_size * (len(result) // padded_rows))
-
-
 # ---- modes --------------------------------------------------------------------------------------
 
 
-def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> DispatchFunctions:
+class _Members(type):
+    """Makes the class iterable over its members, as an enumeration is, while members may be added."""
+
+    members: ClassVar[dict[str, "Dispatch"]]
+
+    def __iter__(cls) -> Iterator["Dispatch"]:
+        return iter(tuple(cls.members.values()))
+
+    def __len__(cls) -> int:
+        return len(cls.members)
+
+    def __getitem__(cls, name: str) -> "Dispatch":
+        return cls.members[name]
+
+    def __getattr__(cls, name: str) -> "Dispatch":
+        members = type.__getattribute__(cls, "members")
+        if name not in members:
+            raise AttributeError(f"there is no dispatch mode {name!r}; there are {', '.join(members)}")
+        return members[name]
+
+
+class Dispatch(metaclass=_Members):
+    """The dispatch modes: an enumeration to which `register_dispatch_mode` adds members.
+
+    Attributes:
+        name: of the member; "": a mode that is no member.
+        dispatch_fn: splits the arguments; None: not set yet.
+        collect_fn: joins the outputs.
+        mesh: for modes that split rows over the data-parallel ranks of a mesh and join those of the collected outputs
+            with `DataProto.concat`: its name, "" for all ranks. Auto padding is honoured then, and a backend may lend
+            outputs as views of shared memory. None: the mode does something else.
+    """
+
+    members: ClassVar[dict[str, "Dispatch"]] = {}
+    RANK_ZERO: ClassVar["Dispatch"]
+    ONE_TO_ALL: ClassVar["Dispatch"]
+    ALL_TO_ALL: ClassVar["Dispatch"]
+    DP_COMPUTE: ClassVar["Dispatch"]
+    DP_COMPUTE_PROTO: ClassVar["Dispatch"]
+    DP_COMPUTE_PROTO_WITH_FUNC: ClassVar["Dispatch"]
+    DP_COMPUTE_METRIC: ClassVar["Dispatch"]
+
+    def __init__(
+        self,
+        name: str,
+        dispatch_fn: DispatchFn | None = None,
+        collect_fn: CollectFn = collect_list,
+        mesh: str | None = None,
+    ) -> None:
+        self.name, self.dispatch_fn, self.collect_fn, self.mesh = name, dispatch_fn, collect_fn, mesh
+
+    def __repr__(self) -> str:
+        return f"Dispatch.{self.name}" if self.name else "a dispatch function of its own"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.name:
+            return type(Dispatch).__getitem__, (Dispatch, self.name)
+        return Dispatch, ("", self.dispatch_fn, self.collect_fn, self.mesh)
+
+
+def register_dispatch_mode(name: str) -> Dispatch:
+    """Add the mode `Dispatch.<name>`; `update_dispatch_mode` gives it its functions."""
+    if not name.isidentifier() or name in Dispatch.members:
+        raise WorkerError(
+            f"register_dispatch_mode({name!r})",
+            got="a name in use" if name in Dispatch.members else "no Python name",
+            expected=f"an identifier other than {', '.join(Dispatch.members)}",
+        )
+    Dispatch.members[name] = mode = Dispatch(name)
+    return mode
+
+
+def update_dispatch_mode(
+    mode: Dispatch, dispatch_fn: DispatchFn, collect_fn: CollectFn, mesh: str | None = None
+) -> None:
+    """Set the functions of a mode; `Dispatch` says what each does."""
+    if mode not in Dispatch:
+        raise WorkerError("update_dispatch_mode", got=repr(mode), expected=f"one of {list(Dispatch)}")
+    mode.dispatch_fn, mode.collect_fn, mode.mesh = dispatch_fn, collect_fn, mesh
+
+
+def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> Dispatch:
     """The mode for engines whose data-parallel size differs from the world size.
 
     Args:
         mesh_name: the name under which every worker calls `register_mesh`.
     """
-    return DispatchFunctions(
-        partial(split_rows_over_mesh, mesh_name),
-        partial(collect_rows, mesh_name=mesh_name),
-        partial(_dp_size, mesh_name),
-        partial(outputs_of_mesh, mesh_name),
+    return Dispatch("", partial(split_rows, mesh_name), partial(collect_rows, mesh_name), mesh_name)
+
+
+Dispatch.members |= {
+    mode.name: mode
+    for mode in (
+        Dispatch("RANK_ZERO", replicate, collect_list),
+        Dispatch("ONE_TO_ALL", replicate, collect_list),
+        Dispatch("ALL_TO_ALL", take_per_rank, collect_list),
+        Dispatch("DP_COMPUTE", take_per_rank, collect_list),
+        Dispatch("DP_COMPUTE_PROTO", partial(split_rows, ""), partial(collect_rows, ""), ""),
+        Dispatch("DP_COMPUTE_PROTO_WITH_FUNC", split_rows_with_function, partial(collect_rows, ""), ""),
+        Dispatch("DP_COMPUTE_METRIC", partial(split_rows, ""), collect_list),
     )
+}
 
 
-def _dp_size(mesh_name: str, group: GroupLayout) -> int:
-    return group.mesh(mesh_name).dp_size
+# ---- a call -------------------------------------------------------------------------------------
 
 
-_world_size: Callable[[GroupLayout], int] = attrgetter("world_size")
-for _name, _entry in {
-    "RANK_ZERO": DispatchFunctions(replicate, collect_list),
-    "ONE_TO_ALL": DispatchFunctions(replicate, collect_list),
-    "ALL_TO_ALL": DispatchFunctions(take_per_rank, collect_list),
-    "DP_COMPUTE": DispatchFunctions(take_per_rank, collect_list),
-    "DP_COMPUTE_PROTO": DispatchFunctions(split_rows, collect_rows, _world_size, collect_list),
-    "DP_COMPUTE_PROTO_WITH_FUNC": DispatchFunctions(split_rows_with_function, collect_rows, _world_size, collect_list),
-    "DP_COMPUTE_METRIC": DispatchFunctions(split_rows, collect_list),
-}.items():
-    register_dispatch_mode(_name)
-    _functions[_name] = _entry
+def rank_arguments(
+    mode: Dispatch, group: GroupLayout, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[list[Arguments], tuple[int, int]]:
+    """The arguments of each rank.
+
+    Returns:
+        `(args, kwargs)` rank by rank, and the padding that was asked for: rows added, and rows then.
+    """
+    if mode.dispatch_fn is None:
+        fix = f"Give it some: update_dispatch_mode({mode!r}, ..., ...)."
+        raise DispatchError("dispatch mode", got="a mode without functions", fix=fix)
+    padding = 0, 0
+    given = [*args, *kwargs.values()]
+    if mode.mesh is not None and any(isinstance(each, DataProto) and each.is_padding_enabled() for each in given):
+        chunks = max(group.mesh(mode.mesh).dp_ranks) + 1
+        padded = [
+            pad_dataproto_to_divisor(each, chunks) if isinstance(each, DataProto) else (each, 0) for each in given
+        ]
+        given = [each for each, _ in padded]
+        padding = max((pad_size, len(each)) for each, pad_size in padded if isinstance(each, DataProto))
+    per_rank, named = mode.dispatch_fn(group, *given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True)))
+    for values in (*per_rank, *named.values()):
+        if len(values) != group.world_size:
+            got = f"{len(values)} values for an argument"
+            raise DispatchError("dispatch function", got=got, expected=f"{group.world_size}, one per rank")
+    return [
+        ([values[rank] for values in per_rank], {key: values[rank] for key, values in named.items()})
+        for rank in range(group.world_size)
+    ], padding
+
+
+def collect_outputs(
+    outputs: list[Any], *, collect_fn: CollectFn, layout: GroupLayout, padding: tuple[int, int], where: str
+) -> Any:
+    """One result of all ranks' outputs, without the rows that come from padding.
+
+    Args:
+        padding: rows added, and rows then. The last rows are cut off, or as many times more as the rows grew.
+        where: the call, for an error message.
+    """
+    try:
+        result = collect_fn(layout, outputs)
+        pad_size, padded_rows = padding
+        if not pad_size or not isinstance(result, DataProto):
+            return result
+        if len(result) % padded_rows:
+            raise DispatchError(
+                f"result of padded rows: got {len(result)} rows from {padded_rows}, expected the same number of rows "
+                "for each row",
+                fix="Send the data without auto_padding: chunks are then ragged.",
+            )
+        return unpad_dataproto(result, pad_size * (len(result) // padded_rows))
+    except DispatchError as error:
+        raise at_call(where, error) from None
+
+
+def at_call(where: str, error: DispatchError) -> DispatchError:
+    """The same error with the place of the call before its own."""
+    return DispatchError(f"{where}: {error.where}", got=error.got, expected=error.expected, fix=error.fix)
 
 
 # ---- registration -------------------------------------------------------------------------------
@@ -373,13 +357,13 @@ class Registration:
         is_rank_zero_only: rank 0 alone gets the arguments, whole, and its output is the result.
     """
 
-    dispatch_mode: Dispatch | DispatchFunctions
+    dispatch_mode: Dispatch
     blocking: bool
     is_rank_zero_only: bool
 
 
 def register(
-    dispatch_mode: Dispatch | DispatchFunctions | Mapping[str, Callable[..., Any]] = Dispatch.ALL_TO_ALL,
+    dispatch_mode: Dispatch | Mapping[str, Callable[..., Any]] = Dispatch.ALL_TO_ALL,
     execute_mode: Execute = Execute.ALL,
     blocking: bool = True,
     materialize_futures: bool = True,
@@ -396,42 +380,27 @@ def register(
     """
     mode: Any = dispatch_mode
     if isinstance(mode, Mapping) and set(mode) == {"dispatch_fn", "collect_fn"}:
-        mode = DispatchFunctions(**mode)
-    if not isinstance(mode, (Dispatch, DispatchFunctions)):
+        mode = Dispatch("", **mode)
+    if not isinstance(mode, Dispatch):
         raise WorkerError(
             f"@register: dispatch_mode: got {mode!r}, expected one of {list(Dispatch)}, or a dictionary of "
             "dispatch_fn and collect_fn",
         )
     if not isinstance(execute_mode, Execute):
         raise WorkerError("@register: execute_mode", got=repr(execute_mode), expected=f"one of {list(Execute)}")
-    is_rank_zero_only = execute_mode is Execute.RANK_ZERO or mode is Dispatch.RANK_ZERO
+    registration = Registration(mode, blocking, execute_mode is Execute.RANK_ZERO or mode is Dispatch.RANK_ZERO)
 
     def decorate(method: Method) -> Method:
-        registered = _with_futures_resolved(method) if materialize_futures else method
-        setattr(registered, _ATTRIBUTE, Registration(mode, blocking, is_rank_zero_only))
+        @wraps(method)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if any(isinstance(each, DataProtoFuture) for each in (*args, *kwargs.values())):
+                args = tuple(each.get() if isinstance(each, DataProtoFuture) else each for each in args)
+                named = {key: each.get() for key, each in kwargs.items() if isinstance(each, DataProtoFuture)}
+                kwargs = {**kwargs, **named}
+            return method(self, *args, **kwargs)
+
+        registered: Any = call if materialize_futures else method
+        setattr(registered, REGISTRATION, registration)
         return registered
 
     return decorate
-
-
-def _with_futures_resolved(method: Any) -> Any:
-    def value(argument: Any) -> Any:
-        return argument.get() if isinstance(argument, DataProtoFuture) else argument
-
-    @wraps(method)
-    async def call_async(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return await method(self, *map(value, args), **{key: value(each) for key, each in kwargs.items()})
-
-    @wraps(method)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(each, DataProtoFuture) for each in (*args, *kwargs.values())):
-            args, kwargs = tuple(map(value, args)), {key: value(each) for key, each in kwargs.items()}
-        return method(self, *args, **kwargs)
-
-    return call_async if inspect.iscoroutinefunction(method) else call
-
-
-def registered_methods(worker_class: type) -> dict[str, Registration]:
-    """All registered methods of a class, inherited ones included, by name."""
-    found = {name: getattr(getattr(worker_class, name, None), _ATTRIBUTE, None) for name in dir(worker_class)}
-    return {name: registration for name, registration in found.items() if registration is not None}

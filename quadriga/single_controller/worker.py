@@ -76,37 +76,29 @@ def placed(place: WorkerPlace) -> Iterator[None]:
 
 
 class Worker:
-    """Base class of every role's worker."""
+    """Base class of every role's worker.
+
+    Attributes:
+        place: where it stands.
+        rank, world_size: its number in its group, and how many there are.
+        local_rank, local_world_size: the same on its node.
+    """
 
     place: WorkerPlace
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
     _meshes: dict[str, tuple[int, bool]]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "Worker":
         # Here and not in __init__, so that a subclass knows its rank before it calls super().__init__().
         worker = super().__new__(cls)
-        worker.place = _place.get() or WorkerPlace.from_environment()
+        worker.place = place = _place.get() or WorkerPlace.from_environment()
+        worker.rank, worker.world_size = place.rank, place.world_size
+        worker.local_rank, worker.local_world_size = place.local_rank, place.local_world_size
         worker._meshes = {}
         return worker
-
-    @property
-    def rank(self) -> int:
-        """Number of this worker in its group."""
-        return self.place.rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of workers in the group."""
-        return self.place.world_size
-
-    @property
-    def local_rank(self) -> int:
-        """Number of this worker on its node."""
-        return self.place.local_rank
-
-    @property
-    def local_world_size(self) -> int:
-        """Number of workers on this node."""
-        return self.place.local_world_size
 
     def register_mesh(self, mesh_name: str, dp_rank: int, is_collect: bool) -> None:
         """Say which chunk of the data this rank works on, and whether its output is the one to collect.

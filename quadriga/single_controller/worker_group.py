@@ -3,39 +3,44 @@
 
     group.update_actor(batch)                    group = WorkerGroup of an actor class
       1. dispatch   the mode of update_actor splits the arguments, rank by rank     dispatch.py
-      2. start      the backend starts the method on every rank, waiting for none   local.py, ray/group.py
+      2. start      the backend starts the method on every rank, waiting for none   start_all
       3. resolve    the backend waits for the outputs, or a DataProtoFuture will    protocol/future.py
       4. collect    the mode makes one result of the outputs
 
-A backend is a subclass with two methods, `start_all` and `resolve`. `group.as_worker()` is the same group
-typed as its worker class, so that an editor finds the methods.
+A backend is a subclass with two methods, `start_all` and `resolve`: `LocalWorkerGroup` below has its workers in this
+process, `ray/group.py` in processes of their own. `group.as_worker()` is the same group typed as its worker class, so
+that an editor finds the methods.
 """
 
+import asyncio
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import Future
 from functools import partial
 from operator import itemgetter
 from typing import Any, Generic, TypeVar, cast
 
-from quadriga.errors import WorkerError
-from quadriga.protocol import DataProtoFuture
+import numpy as np
+import torch
+
+from quadriga.errors import QuadrigaError, WorkerError
+from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.single_controller.dispatch import (
-    CollectFn,
-    Dispatch,
+    REGISTRATION,
+    Arguments,
     DispatchError,
     GroupLayout,
     MeshLayout,
     Registration,
-    dispatch_functions,
-    pad_arguments,
-    registered_methods,
-    remove_padding,
+    at_call,
+    collect_outputs,
+    rank_arguments,
 )
-from quadriga.single_controller.worker import Worker
+from quadriga.single_controller.resource_pool import ResourcePool
+from quadriga.single_controller.worker import Worker, WorkerPlace, placed
 
 W = TypeVar("W", bound=Worker)
-Arguments = tuple[Sequence[Any], Mapping[str, Any]]
 
 
 class NotRegisteredError(WorkerError, AttributeError):
@@ -52,38 +57,6 @@ class ClassWithInitArgs(Generic[W]):
         return self.cls(*self.args, **self.kwargs)
 
 
-@dataclass(frozen=True)
-class LayoutSnapshot:
-    """What a group's layout was when a call was started: travels with the future of its result."""
-
-    world_size: int
-    meshes: Mapping[str, MeshLayout] = field(default_factory=dict)
-
-    def mesh(self, name: str) -> MeshLayout:
-        """The layout that the workers registered under `name`."""
-        return self.meshes[name]
-
-
-def collect_outputs(
-    outputs: list[Any], *, collect_fn: CollectFn, layout: GroupLayout, padding: tuple[int, int], where: str
-) -> Any:
-    """One result of all ranks' outputs, without the rows of padding.
-
-    Args:
-        padding: rows added, and rows then.
-        where: the call, for an error message.
-    """
-    try:
-        return remove_padding(collect_fn(layout, outputs), *padding)
-    except DispatchError as error:
-        raise _at(where, error) from None
-
-
-def _at(where: str, error: DispatchError) -> DispatchError:
-    """The same error with the place of the call before its own."""
-    return DispatchError(f"{where}: {error.where}", got=error.got, expected=error.expected, fix=error.fix)
-
-
 class WorkerFacade:
     """The registered methods of a group, and nothing else; what `as_worker` returns."""
 
@@ -98,28 +71,28 @@ class WorkerFacade:
             raise AttributeError(name)
         return self._group.method(name)
 
-    def __dir__(self) -> list[str]:
-        return sorted(self._group.methods)
-
     def __repr__(self) -> str:
         return f"<{self._group!r} as {self._group.worker_class.__name__}>"
 
 
-class WorkerGroup(ABC, Generic[W]):
+class WorkerGroup(GroupLayout, ABC, Generic[W]):
     """Base class of the backends.
 
     Args:
         worker_class: the class of the workers; its registered methods become the group's.
         world_size: how many workers there are.
         name: the role, for error messages; "": the name of the class.
+
+    Attributes:
+        methods: how each registered method is called, by name.
     """
 
     def __init__(self, worker_class: type[W], world_size: int, name: str = "") -> None:
+        super().__init__(world_size)
         self.worker_class = worker_class
-        self.methods = registered_methods(worker_class)
         self.name = name or worker_class.__name__
-        self.world_size = world_size
-        self._meshes: dict[str, MeshLayout] = {}
+        found = {each: getattr(getattr(worker_class, each, None), REGISTRATION, None) for each in dir(worker_class)}
+        self.methods: dict[str, Registration] = {method: how for method, how in found.items() if how is not None}
         clashes = sorted(method for method in self.methods if hasattr(type(self), method))
         if clashes:
             raise WorkerError(
@@ -146,17 +119,18 @@ class WorkerGroup(ABC, Generic[W]):
 
     def mesh(self, name: str) -> MeshLayout:
         """Which chunk each rank works on in the mesh `name`; the workers are called for it once."""
-        if name not in self._meshes:
-            places = self.execute_all("mesh_place", name)
-            mesh = MeshLayout(tuple(dp_rank for dp_rank, _ in places), tuple(is_collect for _, is_collect in places))
-            collected = [mesh.dp_ranks[rank] for rank in mesh.collecting_ranks()]
-            if min(mesh.dp_ranks) < 0 or collected != list(range(mesh.dp_size)):
+        if name not in self.meshes:
+            places = self.resolve(self.start_all("mesh_place", [((name,), {})] * self.world_size))
+            dp_ranks = tuple(dp_rank for dp_rank, _ in places)
+            collected = sorted((dp_rank, rank) for rank, (dp_rank, is_collect) in enumerate(places) if is_collect)
+            if min(dp_ranks) < 0 or [dp_rank for dp_rank, _ in collected] != list(range(max(dp_ranks) + 1)):
                 raise WorkerError(
-                    f"{self.name}: mesh {name!r}: got data-parallel ranks {mesh.dp_ranks}, of which {collected} are "
-                    f"collected, expected one collected rank for each of 0 to {mesh.dp_size - 1}",
+                    f"{self.name}: mesh {name!r}: got data-parallel ranks {dp_ranks}, of which "
+                    f"{[dp_rank for dp_rank, _ in collected]} are collected, expected one collected rank for each of 0 "
+                    f"to {max(dp_ranks)}",
                 )
-            self._meshes[name] = mesh
-        return self._meshes[name]
+            self.meshes[name] = MeshLayout(dp_ranks, tuple(rank for _, rank in collected))
+        return self.meshes[name]
 
     def execute_all(self, method_name: str, /, *args: Any, **kwargs: Any) -> list[Any]:
         """Call any method, registered or not, on every rank with the same arguments; the outputs in rank order."""
@@ -192,45 +166,29 @@ class WorkerGroup(ABC, Generic[W]):
         return f"{type(self).__name__}({self.name}, {self.world_size} workers)"
 
     def _call(self, method_name: str, registration: Registration, /, *args: Any, **kwargs: Any) -> Any:
+        """Call a registered method: split the arguments, start all ranks, join the outputs, now or in a future."""
         if registration.is_rank_zero_only:
             handles = self.start_all(method_name, [(args, kwargs)])
-            future = DataProtoFuture(collect_fn=itemgetter(0), futures=handles, resolve=self.resolve)
+            future = DataProtoFuture(itemgetter(0), handles, resolve=self.resolve)
             return future.get() if registration.blocking else future
         mode = registration.dispatch_mode
-        functions = dispatch_functions(mode)
-        mode_name = f"Dispatch.{mode.name}" if isinstance(mode, Dispatch) else "a dispatch function of its own"
+        mode_name = f"Dispatch.{mode.name}" if mode.name else "a dispatch function of its own"
         where = f"{self.name}.{method_name} on {self.world_size} ranks ({mode_name})"
-        pad_size = padded_rows = 0
         try:
-            if functions.num_chunks is not None:
-                args, kwargs, pad_size, padded_rows = pad_arguments(functions.num_chunks(self), args, kwargs)
-            per_rank, named_per_rank = functions.dispatch_fn(self, *args, **kwargs)
-            for values in (*per_rank, *named_per_rank.values()):
-                if len(values) != self.world_size:
-                    got = f"{len(values)} values for an argument"
-                    raise DispatchError("dispatch function", got=got, expected=f"{self.world_size}, one per rank")
+            arguments, padding = rank_arguments(mode, self, args, kwargs)
         except DispatchError as error:
-            raise _at(where, error) from None
-        arguments = [
-            ([values[rank] for values in per_rank], {key: values[rank] for key, values in named_per_rank.items()})
-            for rank in range(self.world_size)
-        ]
+            raise at_call(where, error) from None
         handles = self.start_all(method_name, arguments)
-        layout = LayoutSnapshot(self.world_size, dict(self._meshes))
-        collect = partial(
-            collect_outputs,
-            collect_fn=functions.collect_fn,
-            layout=layout,
-            padding=(pad_size, padded_rows),
-            where=where,
-        )
-        # Rows that are all joined are copied by that, so the outputs may be lent.
-        is_joined = functions.rows_of is not None and not pad_size
-        rows_of = partial(functions.rows_of, layout) if is_joined else None
-        resolve = partial(self.resolve, borrow=True) if is_joined else self.resolve
-        if registration.blocking:
-            return collect(resolve(handles))
-        return DataProtoFuture(collect_fn=collect, futures=handles, resolve=resolve, rows_of=rows_of)
+        # What the future knows of the group, wherever it is resolved.
+        layout = GroupLayout(self.world_size, dict(self.meshes))
+        collect = partial(collect_outputs, collect_fn=mode.collect_fn, layout=layout, padding=padding, where=where)
+        if mode.mesh is None or padding[0]:
+            future = DataProtoFuture(collect, handles, resolve=self.resolve)
+        else:
+            # Rows that are all joined are copied by that, so the outputs may be lent.
+            rows_of = layout.mesh(mode.mesh).collected
+            future = DataProtoFuture(collect, handles, resolve=partial(self.resolve, borrow=True), rows_of=rows_of)
+        return future.get() if registration.blocking else future
 
 
 class WorkerGroups:
@@ -259,3 +217,95 @@ class WorkerGroups:
 
     def end(self) -> None:
         """End what was started, whatever it is doing and however far it has come. May be called again."""
+
+
+# ---- in this process ----------------------------------------------------------------------------
+
+
+def describe_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """All arguments of a call in an error message: data by shape, plain values as they are, anything else by type."""
+    described = []
+    for name, value in (*enumerate(args), *kwargs.items()):
+        text = type(value).__name__
+        if isinstance(value, (DataProto, bool, int, float, type(None))):
+            text = repr(value)
+        elif isinstance(value, (torch.Tensor, np.ndarray)):
+            text = f"{text} {tuple(value.shape)} {value.dtype}"
+        described.append(f"{name}={text}" if isinstance(name, str) else text)
+    return ", ".join(described) or "no arguments"
+
+
+class LocalWorkerGroup(WorkerGroup[W]):
+    """Worker objects in this process, so that a debugger stops in them.
+
+    Dispatch and collect are the real ones. A call runs on one rank after the other and is over when it returns; with
+    `blocking=False` the outcome, an error too, waits in the future. More than one worker is for methods that need no
+    collective: the ranks take turns, so they cannot meet.
+
+    Args:
+        cls_with_init: what to build.
+        resource_pool: one worker for each of its processes; None: a single worker.
+        name: the role, for error messages; "": the name of the class.
+
+    Raises:
+        WorkerError: a worker could not be built, or, from a call, failed; the original error is the cause.
+            Errors of Quadriga's own come through as they are.
+    """
+
+    def __init__(
+        self, cls_with_init: ClassWithInitArgs[W], resource_pool: ResourcePool | None = None, name: str = ""
+    ) -> None:
+        pool = resource_pool or ResourcePool([1])
+        super().__init__(cls_with_init.cls, pool.world_size, name)
+        arguments = cls_with_init.args, cls_with_init.kwargs
+        seats = [(local_rank, count) for count in pool.process_on_nodes for local_rank in range(count)]
+        self.workers: list[W] = []
+        for rank, (local_rank, local_size) in enumerate(seats):
+            with placed(WorkerPlace(rank, pool.world_size, local_rank, local_size)):
+                self.workers.append(cls_with_init.cls.__new__(cls_with_init.cls, *arguments[0], **arguments[1]))
+        self.resolve(self.start_all("__init__", [arguments] * pool.world_size))
+
+    def start_all(self, method_name: str, per_rank: Sequence[Arguments]) -> list[Future[Any]]:
+        """Run a method on the ranks, one after the other, to its end; a coroutine in an event loop of its own."""
+        outcomes: list[Future[Any]] = []
+        for rank, (args, kwargs) in enumerate(per_rank):
+            outcome: Future[Any] = Future()
+            try:
+                output = getattr(self.workers[rank], method_name)(*args, **kwargs)
+                outcome.set_result(asyncio.run(output) if inspect.iscoroutine(output) else output)
+            except QuadrigaError as error:
+                outcome.set_exception(error)
+            except Exception as error:
+                failed = WorkerError(
+                    f"{self.name}[rank {rank}/{self.world_size}] failed in {method_name}",
+                    got=f"{type(error).__name__}: {error} (called with {describe_arguments(args, kwargs)})",
+                )
+                failed.__cause__ = error
+                outcome.set_exception(failed)
+            outcomes.append(outcome)
+        return outcomes
+
+    @staticmethod
+    def resolve(handles: Sequence[Future[Any]], borrow: bool = False) -> list[Any]:
+        """The outputs; the error of the first rank that failed is raised."""
+        return [handle.result() for handle in handles]
+
+
+class LocalWorkerGroups(WorkerGroups):
+    """One worker per role, in this process.
+
+    Args:
+        classes: what to build, by role.
+        roles: pool of each role; all are this process.
+        pools: processes on each node of each pool.
+        device: what computes.
+    """
+
+    def __init__(
+        self,
+        classes: Mapping[str, ClassWithInitArgs[Any]],
+        roles: Mapping[str, str],
+        pools: Mapping[str, Sequence[int]],
+        device: str,
+    ) -> None:
+        self.groups = {role: LocalWorkerGroup(entry, name=role) for role, entry in classes.items()}

@@ -33,7 +33,7 @@ from quadriga.workers.sft import RewardModelTrainingWorker, SFTWorker
 
 # Import strings: Ray is imported only where the configuration names it.
 TEAMS = {
-    "local": "quadriga.single_controller.local:LocalWorkerGroups",
+    "local": "quadriga.single_controller.worker_group:LocalWorkerGroups",
     "ray": "quadriga.single_controller.ray:RayWorkerGroups",
 }
 SFT_DATASETS: dict[str, type[TokenizedRows]] = {"messages": MultiTurnSFTDataset, "prompt_response": SFTDataset}

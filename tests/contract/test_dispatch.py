@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every dispatch mode that takes a DataProto promises, for any number of rows and ranks.
 
-A mode that is registered before the tests are collected and that honours auto padding (`num_chunks`)
+A mode that is registered before the tests are collected and that honours auto padding (`mesh`)
 is tested with the others.
 """
 
@@ -14,18 +14,16 @@ from quadriga.protocol import DataProto, deep_equal
 from quadriga.single_controller import (
     ClassWithInitArgs,
     Dispatch,
-    DispatchFunctions,
     LocalWorkerGroup,
     ResourcePool,
     Worker,
     make_nd_compute_dataproto_dispatch_fn,
     register,
 )
-from quadriga.single_controller.dispatch import dispatch_functions
 
 WITH_FUNCTION = Dispatch.DP_COMPUTE_PROTO_WITH_FUNC
-ROW_MODES = [mode for mode in Dispatch if dispatch_functions(mode).num_chunks is not None]
-MODES: list[Dispatch | DispatchFunctions] = [*ROW_MODES, make_nd_compute_dataproto_dispatch_fn("mesh")]
+ROW_MODES = [mode for mode in Dispatch if mode.mesh is not None]
+MODES = [*ROW_MODES, make_nd_compute_dataproto_dispatch_fn("mesh")]
 
 
 def label(data: DataProto) -> DataProto:
@@ -36,7 +34,7 @@ def label(data: DataProto) -> DataProto:
     return answers
 
 
-def make_worker(mode: Dispatch | DispatchFunctions, model_parallel: int) -> type[Worker]:
+def make_worker(mode: Dispatch, model_parallel: int) -> type[Worker]:
     class Labeller(Worker):
         def __init__(self) -> None:
             self.register_mesh("mesh", self.rank // model_parallel, self.rank % model_parallel == 0)
@@ -54,7 +52,7 @@ def make_worker(mode: Dispatch | DispatchFunctions, model_parallel: int) -> type
     return Labeller
 
 
-@pytest.mark.parametrize("mode", MODES, ids=lambda mode: getattr(mode, "name", "nd"))
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name or "nd")
 @settings(deadline=None, max_examples=20)
 @given(
     rows=st.integers(0, 9),

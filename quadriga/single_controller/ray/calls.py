@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ray
@@ -63,8 +64,8 @@ class Call:
         actor: the process that runs it.
         address: where that is; None: not known yet.
         worker, method: what was called.
-        arguments: describes the arguments, for an error message. A function may hold on to them; a call that is
-            pickled has the text instead.
+        arguments: describes the arguments, for an error message. It may hold on to them; a call that is pickled has
+            the text instead.
     """
 
     ref: Any
@@ -72,39 +73,11 @@ class Call:
     address: ProcessAddress | None
     worker: WorkerName
     method: str
-    arguments: str | Callable[[], str]
-
-    def described(self) -> str:
-        """The arguments, data by shape."""
-        return self.arguments if isinstance(self.arguments, str) else self.arguments()
+    arguments: Callable[[], str]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Call, (self.ref, self.actor, self.address, self.worker, self.method, self.described())
-
-    def __str__(self) -> str:
-        return f"{self.worker}.{self.method}"
-
-
-def start_call(
-    actor: Any,
-    address: ProcessAddress,
-    worker: WorkerName,
-    method: str,
-    message: transport.Message,
-    arguments: Callable[[], str],
-) -> Call:
-    """Start a method of a worker.
-
-    Args:
-        actor, address: the worker's process.
-        message: its arguments, packed.
-        arguments: describes them, if an error message needs it.
-    """
-    # One argument in place of three: Ray takes time for each.
-    letter = (worker.role, method, message.body)
-    if isinstance(message.body, bytes):
-        letter = f"{worker.role}\n{method}\n".encode() + message.body
-    return Call(actor.call.remote(letter, *message.refs), actor, address, worker, method, arguments)
+        text = partial(str, self.arguments())
+        return Call, (self.ref, self.actor, self.address, self.worker, self.method, text)
 
 
 # ---- waiting ------------------------------------------------------------------------------------
@@ -118,11 +91,11 @@ class _Loss:
     error: RayError
 
     def __str__(self) -> str:
-        return f"{self.call} has no answer either"
+        return f"{self.call.worker}.{self.call.method} has no answer either"
 
 
 def resolve(
-    calls: Sequence[Call],
+    handles: Sequence[Call],
     borrow: bool = False,
     report_every_s: float | None = None,
     emit: Callable[[str], None] = print,
@@ -130,7 +103,7 @@ def resolve(
     """Wait for calls and return their outputs, in the order of the calls.
 
     Args:
-        calls: what was started.
+        handles: what was started.
         borrow: outputs may be read-only views of shared memory, which the caller copies and does not keep.
         report_every_s: seconds between two reports on a long wait; None: `REPORT_EVERY_S`.
         emit: where the reports go.
@@ -139,16 +112,20 @@ def resolve(
         WorkerError: a worker raised, or its process, its node or the cluster is gone. An error of Quadriga's own comes
             as its own type. The worker's traceback, or the end of its standard error, is a note of the error.
     """
-    wait = _Wait(calls)
+    wait = _Wait(handles)
     # Where all respond in time, one call to Ray is enough; otherwise they are looked at one by one.
     with suppress(RayError):
         wait.outputs = dict(zip(wait.calls, ray.get(list(wait.calls), timeout=POLL_S), strict=True))
     if not wait.is_over(0):
         with waiting(wait.what, wait.report, report_every_s or REPORT_EVERY_S, emit):
-            wait.until_over()
+            look = time.monotonic() + LOOK_AT_NODES_S
+            while not wait.is_over(POLL_S):
+                if time.monotonic() >= look:
+                    wait.look_at_nodes()
+                    look = time.monotonic() + LOOK_AT_NODES_S
     if wait.failed():
         raise wait.error()
-    return [transport.unpack_result(wait.outputs[call.ref], borrow) for call in calls]
+    return [transport.unpack_result(wait.outputs[call.ref], borrow) for call in handles]
 
 
 class _Wait:
@@ -185,19 +162,12 @@ class _Wait:
                     self.outputs[ref] = _Loss(self.calls[ref], error)
         return not self.pending() or bool(self.failed())
 
-    def until_over(self) -> None:
-        """Wait as long as it takes.
+    def look_at_nodes(self) -> None:
+        """Give up the calls of nodes that take no connections.
 
         Raises:
             WorkerError: the cluster is gone.
         """
-        look = time.monotonic() + LOOK_AT_NODES_S
-        while not self.is_over(POLL_S):
-            if time.monotonic() >= look:
-                self._look_at_nodes()
-                look = time.monotonic() + LOOK_AT_NODES_S
-
-    def _look_at_nodes(self) -> None:
         host, port = head_address()
         if is_lost(host, port):
             raise WorkerError(
@@ -234,7 +204,15 @@ class _Wait:
         done = [call.worker.rank for ref, call in self.calls.items() if ref in self.outputs]
         ranks_at: dict[str, list[int]] = {}
         for call, status in zip(late, ask_status([call.actor for call in late], STATUS_LIMIT_S), strict=True):
-            ranks_at.setdefault(_phase(call, status), []).append(call.worker.rank)
+            if status is None:
+                phase = "silent: the process does not say" if call.address else "not started"
+            elif not status.method:
+                phase = "not begun: the arguments are not there yet"
+            elif (status.role, status.method) != (call.worker.role, call.method):
+                phase = f"still in {status.role}.{status.method} for {status.running_s:.0f} s, at {status.phase}"
+            else:
+                phase = f"at {status.phase}"
+            ranks_at.setdefault(phase, []).append(call.worker.rank)
         missing = "; ".join(f"{_ranks(ranks)} {phase}" for phase, ranks in ranks_at.items())
         return f"{_ranks(done) if done else 'no rank'} answered; not yet: {missing or 'none'}"
 
@@ -259,18 +237,7 @@ def _cause_first(failure: Failure | _Loss) -> tuple[int, float]:
     """Sorts failures: deaths, then other failures by their time, then what failed for the lack of a peer."""
     if isinstance(failure, _Loss):
         return 0, failure.call.worker.rank
-    is_lost_peer = failure.known_as is not None and failure.known_as[0] is PeerLostError
-    return _LOST_PEER if is_lost_peer else 1, failure.time_s
-
-
-def _phase(call: Call, status: Status | None) -> str:
-    if status is None:
-        return "silent: the process does not say" if call.address else "not started"
-    if not status.method:
-        return "not begun: the arguments are not there yet"
-    if (status.role, status.method) != (call.worker.role, call.method):
-        return f"still in {status.role}.{status.method} for {status.running_s:.0f} s, at {status.phase}"
-    return f"at {status.phase}"
+    return _LOST_PEER if isinstance(failure.error, PeerLostError) else 1, failure.time_s
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -292,7 +259,7 @@ def _error_of_loss(loss: _Loss) -> WorkerError:
         # The process lives: Ray could not bring the arguments there or the output back.
         told = str(error.client_exc) if is_unreadable else f"{type(error.cause).__name__}: {error.cause}"
         failed = WorkerError(
-            f"{call.worker} failed in {call.method}: got {told} (called with {call.described()}), expected arguments "
+            f"{call.worker} failed in {call.method}: got {told} (called with {call.arguments()}), expected arguments "
             "and a result that can be pickled here and unpickled there",
         )
         failed.worker = str(call.worker)
@@ -308,7 +275,7 @@ def _error_of_loss(loss: _Loss) -> WorkerError:
         except RayError as failure:
             log = CrashLog((f"(they could not be read: {type(failure).__name__})",))
     got, fix = cause_of_death(error, log, address.oom_kills if address else log.oom_kills, call.worker.pid)
-    given = f" (called with {call.described()})" if call.described() else ""
+    given = f" (called with {call.arguments()})" if call.arguments() else ""
     died = WorkerError(f"{call.worker} died in {call.method}", got=f"{got}{given}", fix=fix)
     died.worker = str(call.worker)
     if log.last_lines:

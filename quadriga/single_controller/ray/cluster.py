@@ -76,8 +76,7 @@ def cluster(arguments: Mapping[str, Any], num_processes: int, timeline_file: str
         started = {"num_cpus": max(cores, num_processes), "include_dashboard": False}
         given = started | {"_system_config": OWN_CLUSTER} | given
     else:
-        _check_address(where, address)
-        given["runtime_env"] = _runtime_env(given.get("runtime_env"))
+        given["runtime_env"] = _joining_env(where, address, given.get("runtime_env"))
     if ray.is_initialized():
         yield ray.get_runtime_context().gcs_address
         return
@@ -103,7 +102,9 @@ def _connect(address: str, arguments: dict[str, Any], where: str) -> Any:
         return ray.init(address=address, logging_level="error", log_to_driver=True, **arguments)
     except (RuntimeError, ConnectionError, ValueError, TypeError, OSError, ray.exceptions.RayError) as error:
         if isinstance(error, RuntimeError) and "Version mismatch" in str(error):
-            theirs, ours = _versions(str(error))
+            # Ray's message has both, a line each for Ray and Python: the cluster's, then ours.
+            values = [line.partition(":")[2].strip() for line in str(error).splitlines() if line.startswith("    ")]
+            theirs, ours = (f"Ray {of_ray} on Python {of_python}" for of_ray, of_python in (values[:2], values[2:4]))
             fix = "Use one environment for the cluster and the command: in this one, `ray stop` and `ray start --head`."
             raise WorkerError(
                 f"Ray cluster at {address}", got=theirs, expected=f"{ours}, as this process has", fix=fix
@@ -116,29 +117,6 @@ def _connect(address: str, arguments: dict[str, Any], where: str) -> Any:
             fix = "num_cpus, num_gpus, resources and the like belong to `ray start`, for a cluster that is up."
             where, expected = f"{where}={address}", "a cluster that can be joined"
         raise WorkerError(where, got=reason, expected=expected, fix=fix) from error
-
-
-def _versions(message: str) -> tuple[str, str]:
-    """`Ray 2.54.0 on Python 3.11.7` of the cluster and of this process, out of Ray's message."""
-    values = [line.partition(":")[2].strip() for line in message.splitlines() if line.startswith("    ")]
-    return f"Ray {values[0]} on Python {values[1]}", f"Ray {values[2]} on Python {values[3]}"
-
-
-def _check_address(where: str, address: str) -> None:
-    if address == "auto":
-        return
-    if "://" in address or not address.rpartition(":")[2].isdecimal() or ":" not in address:
-        raise WorkerError(
-            f"{where}: got '{address}', expected HOST:PORT, auto or local",
-            fix="`ray start --head` prints the address; run the command on a machine of the cluster, or with "
-            "`ray job submit`.",
-        )
-    # Ray itself has two minutes' patience with an address where nothing is.
-    if not responds(*_host_and_port(address)):
-        raise WorkerError(
-            f"{where}: got '{address}', where nothing answers, expected the address of a Ray cluster that is up",
-            fix="`ray start --head --port=PORT` starts one; without an address one is started for the run.",
-        )
 
 
 def _host_and_port(address: str) -> tuple[str, int]:
@@ -155,8 +133,25 @@ def forwarded_variables() -> dict[str, str]:
     }
 
 
-def _runtime_env(given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """That of a job on a cluster that is up: the directory and the variables of this process."""
+def _joining_env(where: str, address: str, given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Environment of a job on a cluster that is up: the directory and the variables of this process.
+
+    Raises:
+        WorkerError: there is no cluster at the address.
+    """
+    is_address = ":" in address and "://" not in address and address.rpartition(":")[2].isdecimal()
+    if address != "auto" and not is_address:
+        raise WorkerError(
+            f"{where}: got '{address}', expected HOST:PORT, auto or local",
+            fix="`ray start --head` prints the address; run the command on a machine of the cluster, or with "
+            "`ray job submit`.",
+        )
+    # Ray itself has two minutes' patience with an address where nothing is.
+    if address != "auto" and not responds(*_host_and_port(address)):
+        raise WorkerError(
+            f"{where}: got '{address}', where nothing answers, expected the address of a Ray cluster that is up",
+            fix="`ray start --head --port=PORT` starts one; without an address one is started for the run.",
+        )
     theirs = dict(given or {})
     variables = forwarded_variables() | theirs.pop("env_vars", {})
     directory = os.getcwd()

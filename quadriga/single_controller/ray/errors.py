@@ -71,8 +71,8 @@ class Failure:
         trace: the formatted traceback, without the frames that only brought the call to the worker.
         time_s: wall clock time of the exception, in seconds.
         running_s: for how long the method ran.
-        known_as: if the exception is one of Quadriga's own: its class there and its four parts.
-        origin: the worker that it came from, if the method met the failure of another one.
+        error: the exception, if it is one of Quadriga's own; its `worker` is the one that it came from, if the method
+            met the failure of another one.
     """
 
     worker: WorkerName
@@ -83,8 +83,7 @@ class Failure:
     trace: str
     time_s: float
     running_s: float
-    known_as: tuple[type[QuadrigaError], dict[str, str]] | None = None
-    origin: str = ""
+    error: QuadrigaError | None = None
 
     @classmethod
     def of(cls, error: BaseException, worker: WorkerName, method: str, arguments: str, running_s: float) -> "Failure":
@@ -93,12 +92,13 @@ class Failure:
         while first is not None and not is_of_interest(first.tb_frame.f_code.co_filename):
             first = first.tb_next
         frames = first or error.__traceback__
-        known_as, origin = None, ""
+        ours = None
         if isinstance(error, QuadrigaError):
             # A subclass from elsewhere goes by the name of its nearest base here, which the driver certainly has.
             kind = next(cls for cls in type(error).__mro__ if cls.__module__ == errors.__name__)
-            known_as = kind, {name: str(getattr(error, name)) for name in ("where", "got", "expected", "fix")}
-            origin = error.worker
+            got, expected, fix = str(error.got), str(error.expected), str(error.fix)
+            ours = kind(str(error.where), got=got, expected=expected, fix=fix)
+            ours.worker = error.worker
         return cls(
             worker,
             method,
@@ -108,21 +108,22 @@ class Failure:
             "".join(traceback.format_exception(type(error), error, frames)),
             time.time(),
             running_s,
-            known_as,
-            origin,
+            ours,
         )
 
     def as_error(self) -> QuadrigaError:
         """The error to raise on the driver: of the worker's own type if that is one of ours, else a WorkerError."""
         where = f"{self.worker} failed in {self.method}"
-        if self.known_as is None:
+        if self.error is None:
             got = f"{self.summary} (at {self.location}; after {self.running_s:.1f} s, called with {self.arguments})"
             error: QuadrigaError = WorkerError(where, got=got)
+        elif self.error.worker:
+            # It names the worker that it came from; the ranks between are in the traceback.
+            error = self.error
         else:
-            kind, parts = self.known_as
-            # A failure that came from a third worker names that one; the ranks between are in the traceback.
-            error = kind(**parts) if self.origin else kind(**(parts | {"where": f"{where}: {parts['where']}"}))
-        error.worker = self.origin or str(self.worker)
+            found = self.error
+            error = type(found)(f"{where}: {found.where}", got=found.got, expected=found.expected, fix=found.fix)
+        error.worker = error.worker or str(self.worker)
         error.add_note(f"\n{self.worker}, process {self.worker.pid}, called with {self.arguments}:\n{self.trace}")
         return error
 

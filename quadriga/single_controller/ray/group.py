@@ -25,7 +25,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from quadriga.errors import WorkerError
 from quadriga.observe.machine import num_usable_cores
-from quadriga.single_controller.local import describe_arguments
+from quadriga.single_controller.dispatch import Arguments
 from quadriga.single_controller.ray import calls
 from quadriga.single_controller.ray.calls import Call
 from quadriga.single_controller.ray.cluster import await_lost_nodes, run_on_node
@@ -35,7 +35,13 @@ from quadriga.single_controller.ray.process import ProcessAddress, WorkerProcess
 from quadriga.single_controller.ray.transport import OUTBOX
 from quadriga.single_controller.resource_pool import THREADS, share_of_cores
 from quadriga.single_controller.worker import Worker, WorkerPlace
-from quadriga.single_controller.worker_group import Arguments, ClassWithInitArgs, W, WorkerGroup, WorkerGroups
+from quadriga.single_controller.worker_group import (
+    ClassWithInitArgs,
+    W,
+    WorkerGroup,
+    WorkerGroups,
+    describe_arguments,
+)
 
 # Options of an actor that its group decides.
 _OF_THE_GROUP = frozenset(
@@ -125,8 +131,8 @@ class WorkerProcesses:
         entries: Mapping[str, ClassWithInitArgs[Any]],
     ) -> None:
         self.name, self._entries = name, dict(entries)
-        self._bundles, share = pool.take_share(name)
-        counts = Counter(bundle.node_id for bundle in self._bundles)
+        self.bundles, share = pool.take_share(name)
+        counts = Counter(bundle.node_id for bundle in self.bundles)
         threads = {
             node: share_of_cores(run_on_node(node, num_usable_cores), count, pool.neighbours.get(node, count))
             for node, count in counts.items()
@@ -148,9 +154,9 @@ class WorkerProcesses:
                 scheduling_strategy=PlacementGroupSchedulingStrategy(bundle.placement_group, bundle.index),
                 runtime_env={**runtime_env, "env_vars": {**threads[bundle.node_id].environment(), **chosen}},
             ).remote(name, rank)
-            for rank, bundle in enumerate(self._bundles)
+            for rank, bundle in enumerate(self.bundles)
         ]
-        self._address_refs = [actor.address.remote() for actor in self.actors]
+        self.address_refs = [actor.address.remote() for actor in self.actors]
 
     @cached_property
     def addresses(self) -> list[ProcessAddress]:
@@ -161,8 +167,8 @@ class WorkerProcesses:
         """
         size = len(self.actors)
         starts = [
-            Call(ref, actor, None, WorkerName(self.name, rank, size), "start", "")
-            for rank, (ref, actor) in enumerate(zip(self._address_refs, self.actors, strict=True))
+            Call(ref, actor, None, WorkerName(self.name, rank, size), "start", str)
+            for rank, (ref, actor) in enumerate(zip(self.address_refs, self.actors, strict=True))
         ]
         addresses: list[ProcessAddress] = calls.resolve(starts)
         nodes, master = [address.node_id for address in addresses], addresses[0]
@@ -174,28 +180,6 @@ class WorkerProcesses:
                 place = WorkerPlace(rank, size, local, nodes.count(node), master.node, master.port)
                 self.actors[rank].build.remote(role, shared, place)
         return addresses
-
-    def start(self, role: str, method: str, per_rank: Sequence[Arguments]) -> list[Call]:
-        """Start a method on the ranks 0, 1, ...; what they share goes into the object store once."""
-        size, addresses = len(self.actors), self.addresses
-        return [
-            calls.start_call(
-                self.actors[rank],
-                addresses[rank],
-                WorkerName(role, rank, size, addresses[rank].node, addresses[rank].pid),
-                method,
-                message,
-                partial(describe_arguments, *per_rank[rank]),
-            )
-            for rank, message in enumerate(OUTBOX.pack(per_rank))
-        ]
-
-    def end(self) -> None:
-        """End the processes, with all roles in them, and wait until they are gone."""
-        for bundle in self._bundles:
-            if self.name in bundle.groups:
-                bundle.groups.remove(self.name)
-        calls.end_processes(self.actors, self._address_refs)
 
 
 # ---- groups -------------------------------------------------------------------------------------
@@ -237,27 +221,33 @@ class RayWorkerGroup(WorkerGroup[W]):
             }
 
     def start_all(self, method_name: str, per_rank: Sequence[Arguments]) -> list[Call]:
-        """Start a method on the ranks 0, 1, ..."""
-        return self.processes.start(*self._role_and_method(method_name), per_rank)
+        """Start a method on the ranks 0, 1, ...; what they share goes into the object store once."""
+        group, method = self._group_of(method_name)
+        addresses, started = self.processes.addresses, []
+        for rank, message in enumerate(OUTBOX.pack(per_rank)):
+            address, actor = addresses[rank], self.processes.actors[rank]
+            worker = WorkerName(group.name, rank, self.world_size, address.node, address.pid)
+            # One argument in place of three: Ray takes time for each.
+            header: Any = group.name, method, message.body
+            if isinstance(message.body, bytes):
+                header = f"{group.name}\n{method}\n".encode() + message.body
+            ref = actor.call.remote(header, *message.refs)
+            started.append(Call(ref, actor, address, worker, method, partial(describe_arguments, *per_rank[rank])))
+        return started
 
-    @staticmethod
-    def resolve(handles: Sequence[Call], borrow: bool = False) -> list[Any]:
-        """Wait for calls and return their outputs; the first failure is raised, whichever rank it is on."""
-        return calls.resolve(handles, borrow)
+    resolve = staticmethod(calls.resolve)
 
     def method(self, name: str) -> Callable[..., Any]:
-        """The registered method `name`, bound to the group."""
-        if self._roles and name in self.methods:
-            role, method = self._role_and_method(name)
-            return self._roles[role].method(method)
-        return super().method(name)
+        """The registered method `name`, bound to the group; of several roles: `<role>_<method>`."""
+        group, method = self._group_of(name)
+        return super().method(name) if group is self else group.method(method)
 
-    def _role_and_method(self, method_name: str) -> tuple[str, str]:
-        """Role and method of `<role>_<method>`; the group's own role if it has one."""
+    def _group_of(self, name: str) -> "tuple[RayWorkerGroup[Any], str]":
+        """The group of a role and its method, of `<role>_<method>`; else this one."""
         for role in sorted(self._roles, key=len, reverse=True):
-            if method_name.startswith(f"{role}_"):
-                return role, method_name.removeprefix(f"{role}_")
-        return self.name, method_name
+            if name.startswith(f"{role}_"):
+                return self._roles[role], name.removeprefix(f"{role}_")
+        return self, name
 
     def spawn(self, prefix_set: Collection[str]) -> "dict[str, RayWorkerGroup[Any]]":
         """A group for each of the roles, in the same processes.
@@ -274,7 +264,10 @@ class RayWorkerGroup(WorkerGroup[W]):
 
     def shutdown(self) -> None:
         """End the processes, with all roles in them, and wait until they are gone."""
-        self.processes.end()
+        for bundle in self.processes.bundles:
+            if self.processes.name in bundle.groups:
+                bundle.groups.remove(self.processes.name)
+        calls.end_processes(self.processes.actors, self.processes.address_refs)
 
 
 class RayWorkerGroups(WorkerGroups):

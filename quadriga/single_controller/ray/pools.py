@@ -88,6 +88,7 @@ class RayResourcePool(ResourcePool):
         max_colocate_count: how many groups may run on the pool; each takes this part of the resources.
 
     Attributes:
+        process_resources: what a process takes.
         neighbours: processes of all pools that take turns with this one, its own included, by the id of their node;
             empty: it has the machine to itself.
     """
@@ -105,14 +106,11 @@ class RayResourcePool(ResourcePool):
         if max_colocate_count < 1:
             where = "RayResourcePool.max_colocate_count"
             raise WorkerError(where, got=str(max_colocate_count), expected="at least 1 group")
+        self.process_resources = {"GPU": 1.0, "CPU": 1.0} if use_gpu else {"CPU": 1.0}
         self.use_gpu, self.name, self.max_colocate_count = use_gpu, name_prefix or "pool", max_colocate_count
         self._prefix = name_prefix
         self.neighbours = {}
         self._bundles: list[Bundle] = []
-
-    def process_resources(self) -> dict[str, float]:
-        """What a process of the pool takes."""
-        return {"GPU": 1.0, "CPU": 1.0} if self.use_gpu else {"CPU": 1.0}
 
     def bundles(self) -> list[Bundle]:
         """The resources of each rank, taken now unless they are already.
@@ -120,45 +118,14 @@ class RayResourcePool(ResourcePool):
         Raises:
             WorkerError: the cluster has not enough.
         """
-        if not self._bundles:
-            nodes = check_resources({self.name: self.process_on_nodes}, self.process_resources())[self.name]
-            parts = zip(nodes, self.process_on_nodes, strict=True)
-            self._place(sorted(parts, key=lambda part: (address_order(part[0].address), part[0].node_id)))
-        return self._bundles
-
-    def take_share(self, group: str) -> tuple[list[Bundle], dict[str, float]]:
-        """The resources of each rank for one more group, and what its actors take of them: options of a Ray actor.
-
-        Raises:
-            WorkerError: the cluster has not enough, or as many groups as may share the pool are there already.
-        """
-        bundles = self.bundles()
-        full = next((bundle for bundle in bundles if len(bundle.groups) >= self.max_colocate_count), None)
-        if full:
-            raise WorkerError(
-                f"resource pool {self.name}: got {group} as one more group with {', '.join(full.groups)}, expected at "
-                f"most {self.max_colocate_count} groups",
-                fix="Raise max_colocate_count, or put the roles into one process with create_colocated_worker_cls.",
-            )
-        for bundle in bundles:
-            bundle.groups.append(group)
-        # Rounded down to Ray's precision: seven sevenths must not be more than one.
-        share = math.floor(10_000 / self.max_colocate_count) / 10_000
-        return bundles, {"num_cpus": share, "num_gpus": share if self.use_gpu else 0}
-
-    @property
-    def placement_groups(self) -> list[Any]:
-        """The placement groups, in the order of their nodes' addresses; none before the resources are taken."""
-        return list({bundle.placement_group.id: bundle.placement_group for bundle in self._bundles}.values())
-
-    def close(self) -> None:
-        """Give the resources back; Ray ends the processes that still use them."""
-        groups, self._bundles = self.placement_groups, []
-        for group in groups:
-            remove_placement_group(group)
-
-    def _place(self, parts: Sequence[tuple[NodeResources, int]]) -> None:
-        each = self.process_resources()
+        if self._bundles:
+            return self._bundles
+        each = self.process_resources
+        nodes = check_resources({self.name: self.process_on_nodes}, each)[self.name]
+        parts = sorted(
+            zip(nodes, self.process_on_nodes, strict=True),
+            key=lambda part: (address_order(part[0].address), part[0].node_id),
+        )
         groups = [
             placement_group(
                 [each] * count,
@@ -194,6 +161,38 @@ class RayResourcePool(ResourcePool):
                 "more nodes with room for it."
             )
         self.process_on_nodes = counts
+        return self._bundles
+
+    def take_share(self, group: str) -> tuple[list[Bundle], dict[str, float]]:
+        """The resources of each rank for one more group, and what its actors take of them: options of a Ray actor.
+
+        Raises:
+            WorkerError: the cluster has not enough, or as many groups as may share the pool are there already.
+        """
+        bundles = self.bundles()
+        full = next((bundle for bundle in bundles if len(bundle.groups) >= self.max_colocate_count), None)
+        if full:
+            raise WorkerError(
+                f"resource pool {self.name}: got {group} as one more group with {', '.join(full.groups)}, expected at "
+                f"most {self.max_colocate_count} groups",
+                fix="Raise max_colocate_count, or put the roles into one process with create_colocated_worker_cls.",
+            )
+        for bundle in bundles:
+            bundle.groups.append(group)
+        # Rounded down to Ray's precision: seven sevenths must not be more than one.
+        share = math.floor(10_000 / self.max_colocate_count) / 10_000
+        return bundles, {"num_cpus": share, "num_gpus": share if self.use_gpu else 0}
+
+    @property
+    def placement_groups(self) -> list[Any]:
+        """The placement groups, in the order of their nodes' addresses; none before the resources are taken."""
+        return list({bundle.placement_group.id: bundle.placement_group for bundle in self._bundles}.values())
+
+    def close(self) -> None:
+        """Give the resources back; Ray ends the processes that still use them."""
+        groups, self._bundles = self.placement_groups, []
+        for group in groups:
+            remove_placement_group(group)
 
 
 class ResourcePoolManager:
@@ -246,7 +245,7 @@ class ResourcePoolManager:
         """
         pools = list(self.pools.values())
         if pools and not any(pool.placement_groups for pool in pools):
-            check_resources({pool.name: pool.process_on_nodes for pool in pools}, pools[0].process_resources())
+            check_resources({pool.name: pool.process_on_nodes for pool in pools}, pools[0].process_resources)
         neighbours = Counter(bundle.node_id for pool in pools for bundle in pool.bundles())
         for pool in pools:
             pool.neighbours = neighbours

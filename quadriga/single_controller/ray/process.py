@@ -29,7 +29,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -37,11 +38,10 @@ from typing import Any
 import ray
 
 from quadriga.errors import WorkerError
-from quadriga.single_controller.local import describe_arguments
 from quadriga.single_controller.ray import transport
 from quadriga.single_controller.ray.errors import Failure, WorkerName, location_of, oom_kills
 from quadriga.single_controller.worker import Worker, WorkerPlace, placed
-from quadriga.single_controller.worker_group import ClassWithInitArgs
+from quadriga.single_controller.worker_group import ClassWithInitArgs, describe_arguments
 
 LOOK_AFTER_RAYLET_S = 1.0
 
@@ -88,13 +88,21 @@ class Status:
 
 @dataclass
 class _Running:
-    """A method in work, in the thread that made this."""
+    """A method in work, in the thread that made this.
+
+    Attributes:
+        arguments: what it was called with, as far as that is known.
+        coroutine: of an asynchronous method.
+        outcome: an output, packed, or a Failure.
+    """
 
     role: str
     method: str
+    arguments: tuple[Sequence[Any], Mapping[str, Any]] = ((), {})
+    coroutine: Any = None
+    outcome: Any = None
     thread: int = field(default_factory=threading.get_ident)
     start: float = field(default_factory=time.monotonic)
-    coroutine: Any = None
 
     def frames(self) -> Iterator[FrameType]:
         """The method's frames, innermost first."""
@@ -169,55 +177,48 @@ class WorkerProcess:
         )
         self._names[role] = WorkerName(role, place.rank, place.world_size, ray.util.get_node_ip_address(), os.getpid())
 
-        def build() -> Worker:
-            with placed(place):
-                return entry()
+        with self._run(role, "__init__") as running, placed(place):
+            running.arguments = entry.args, entry.kwargs
+            self._workers[role] = entry()
+            # What modules are made of stays; garbage collections that look at all of it take a tenth of a second each.
+            gc.freeze()
+        if running.outcome is not None:
+            self._not_built[role] = running.outcome
+        return running.outcome
 
-        built = self._run(role, "__init__", build, lambda: describe_arguments(entry.args, entry.kwargs))
-        if isinstance(built, Failure):
-            self._not_built[role] = built
-            return built
-        self._workers[role] = built
-        # What modules are made of stays; garbage collections that look at all of it take a tenth of a second each.
-        gc.freeze()
-        return None
-
-    def call(self, letter: bytes | tuple[str, str, Any], *values: Any) -> Any:
+    def call(self, header: bytes | tuple[str, str, Any], *values: Any) -> Any:
         """Call a method of a role's worker.
 
         Args:
-            letter: role, method and body of a `transport.Message`, as `calls.start_call` puts them together.
+            header: role, method and body of a `transport.Message`, as `RayWorkerGroup.start_all` puts them together.
             values: what the message's references stand for.
 
         Returns:
             what `transport.pack_result` makes of the output, or a Failure.
         """
-        if isinstance(letter, bytes):
-            role_bytes, method_bytes, body = letter.split(b"\n", 2)
+        if isinstance(header, bytes):
+            role_bytes, method_bytes, body = header.split(b"\n", 2)
             role, method = role_bytes.decode(), method_bytes.decode()
         else:
-            role, method, body = letter
+            role, method, body = header
         if role in self._not_built:
             return self._not_built[role]
-        given: list[Any] = [(), {}]
-
-        def call() -> Any:
+        with self._run(role, method) as running:
             if role not in self._workers:
                 raise WorkerError(f"{self}: {role}", got="a call", expected=f"one of {sorted(self._workers)}")
-            given[:] = transport.unpack(body, values)
-            output = getattr(self._workers[role], method)(*given[0], **given[1])
-            if inspect.iscoroutine(output) and self._running is not None:
-                self._running.coroutine = output
+            running.arguments = args, kwargs = transport.unpack(body, values)
+            output = getattr(self._workers[role], method)(*args, **kwargs)
+            if inspect.iscoroutine(output):
+                running.coroutine = output
                 output = asyncio.run(output)
             if inspect.isgenerator(output) or inspect.isasyncgen(output):
                 raise WorkerError(f"{role}.{method}", got="a generator", expected="an output", fix="Return a list.")
             try:
-                return transport.pack_result(output)
+                running.outcome = transport.pack_result(output)
             except (TypeError, AttributeError, pickle.PicklingError) as error:
                 got, expected = f"{type(error).__name__}: {error}", "a result that can be pickled"
                 raise WorkerError(f"output of {role}.{method}", got=got, expected=expected) from error
-
-        return self._run(role, method, call, lambda: describe_arguments(*given))
+        return running.outcome
 
     @ray.method(concurrency_group="control")
     def status(self) -> Status:
@@ -228,14 +229,17 @@ class WorkerProcess:
         running_s = time.monotonic() - running.start
         return Status(running.role, running.method, running_s, location_of(running.frames()))
 
-    def _run(self, role: str, method: str, work: Callable[[], Any], describe: Callable[[], str]) -> Any:
+    @contextmanager
+    def _run(self, role: str, method: str) -> Iterator[_Running]:
+        """Shows what runs; if that raises, the outcome is a Failure."""
         running = self._running = _Running(role, method)
         try:
-            return work()
+            yield running
         except BaseException as error:
             # SystemExit and KeyboardInterrupt too: what a worker raises is its result, and the driver's to judge.
             name = self._names.get(role) or WorkerName(role, self._rank, self._rank + 1, pid=os.getpid())
-            return Failure.of(error, name, method, describe(), time.monotonic() - running.start)
+            running_s, given = time.monotonic() - running.start, describe_arguments(*running.arguments)
+            running.outcome = Failure.of(error, name, method, given, running_s)
         finally:
             self._running = None
 

@@ -12,7 +12,7 @@ message says which bytes are its own. Of each storage:
 
 - Nothing is put if its bytes are in the store: it stays there as long as the tensor lives, so the next role that gets
   the batch finds it. "The same bytes" is what torch counts in `Tensor._version`. A tensor whose memory may change
-  without a trace there (`has_other_writers`: numpy knows the memory, or other processes do) is put on every call.
+  without a trace there (`stamp_of`: numpy knows the memory, or other processes do) is put on every call.
   Left are writes through `Tensor.data` and through DLPack: after one of them, call `Outbox.forget`.
 - If the ranks together use less than half of it, copies of what they use are put instead, for this call.
 - If the whole call needs no more than 64 KiB, the bytes travel inside the messages, without the store.
@@ -23,7 +23,7 @@ ranks read shares one, so that no node fetches what its ranks do not use.
 
 Tensors arrive on the CPU, contiguous, without their autograd graphs. References to Ray's objects (a DataProtoFuture
 holds some) are counted by Ray's own serialization: arguments with such references are Ray's to pickle.
-Everything here but `RayStore` and `release_pages` works without a cluster.
+Everything here but `Outbox.put`, `Outbox.session` and `release_pages` works without a cluster.
 """
 
 import io
@@ -32,17 +32,17 @@ import pickle
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import ray
 import torch
 from ray import cloudpickle
-from tensordict import TensorDict
 from torch.utils.weak import WeakIdKeyDictionary
 
 from quadriga.protocol import DataProto
-from quadriga.protocol.memory import advise, bytes_of, copy_of, has_other_writers, lend, root_of, tensor_over
+from quadriga.protocol.memory import advise, bytes_of, copy_of, lend, root_of, tensor_over
+from quadriga.protocol.proto import map_columns
 from quadriga.protocol.wire import rebuild_proto, unpack_tensor
 
 INLINE_UP_TO_BYTES = 64 << 10
@@ -130,16 +130,12 @@ class _Pickler(cloudpickle.Pickler):
         if type(obj) is _Column:
             return self._parts.reduce(obj.tensor, is_column=True)
         if isinstance(obj, DataProto):
-            columns = None if obj.batch is None else _columns(obj.batch)
+            columns = None if obj.batch is None else map_columns(obj.batch, _Column)
             rows = 0 if obj.batch is None else obj.batch.batch_size[0]
             return rebuild_proto, (type(obj), rows, columns, obj.non_tensor_batch, obj.meta_info)
         if isinstance(obj, (ray.ObjectRef, ray.actor.ActorHandle)):
             raise _NeedsRayError
         return super().reducer_override(obj)
-
-
-def _columns(batch: TensorDict) -> dict[str, Any]:
-    return {key: _columns(value) if isinstance(value, TensorDict) else _Column(value) for key, value in batch.items()}
 
 
 def open_column(dtype_name: str, shape: tuple[int, ...], buffer: Any) -> torch.Tensor:
@@ -174,31 +170,6 @@ def _own(memory: Any) -> Any:
 # ---- arguments ----------------------------------------------------------------------------------
 
 
-class Store(Protocol):
-    """Where an outbox puts its objects; `RayStore`, or a fake in tests."""
-
-    def put(self, arrays: list[np.ndarray]) -> Any:
-        """Write byte arrays as one object and return a hashable handle; the object lives as long as the handle."""
-
-    def session(self) -> str:
-        """A name that changes when earlier handles are no longer valid."""
-
-
-class RayStore:
-    """Ray's object store."""
-
-    def put(self, arrays: list[np.ndarray]) -> Any:
-        """Write byte arrays as one object."""
-        ref = ray.put(arrays)
-        if sum(array.nbytes for array in arrays) >= ALONE_FROM_BYTES:
-            release_pages()
-        return ref
-
-    def session(self) -> str:
-        """This process in this cluster."""
-        return ray.get_runtime_context().get_worker_id()
-
-
 class Message(NamedTuple):
     """One rank's arguments.
 
@@ -218,52 +189,52 @@ class _Draft:
     parts: list[_Part]
     ranks: set[int] = field(default_factory=set)
 
-    def message(self, locations: Mapping[Any, Location]) -> Message:
-        """The message; what has no location travels inside."""
-        numbers: dict[Any, int] = {}
-        places: list[Any] = []
-        for part in self.parts:
-            address, size = part.key if locations else (0, 0)
-            start, location = 0, locations.get((address, size))
-            if part.root is not None and id(part.root) in locations:
-                start, location = address - part.root.untyped_storage().data_ptr(), locations[id(part.root)]
-            if location is None:
-                places.append(part.memory.tobytes())
-            else:
-                ref, item = location
-                places.append((numbers.setdefault(ref, len(numbers)), item, start, start + size))
-        return Message(pickle.dumps(places, protocol=5), tuple(numbers))
-
 
 @dataclass(slots=True)
 class _Item:
     """An array to be put, for some ranks; with the state of its tensor, if it is a whole storage."""
 
     memory: np.ndarray
-    root: torch.Tensor | None
-    stamp: Any
+    root: torch.Tensor | None = None
+    stamp: Any = None
     ranks: set[int] = field(default_factory=set)
 
 
-def _stamp(root: torch.Tensor) -> Any:
-    """Equal as long as the bytes of the tensor's storage are; None: that cannot be known."""
-    if has_other_writers(root):
-        return None
+def stamp_of(root: torch.Tensor) -> Any:
+    """Equal as long as the bytes of a tensor's storage are; None where they may change without a trace.
+
+    So it is with memory that numpy has lent or was lent (torch may not resize it), with memory that other processes
+    share, and with inference tensors, which count no versions. What cannot be seen are writes through `Tensor.data`
+    and through DLPack.
+    """
     storage = root.untyped_storage()
+    is_shared = root.device.type == "cpu" and root.is_shared()
+    if root.is_inference() or is_shared or not storage.resizable():
+        return None
     return root._version, storage.data_ptr(), storage.nbytes()
 
 
 class Outbox:
-    """Packs the arguments of a process's calls; remembers which columns are in the store.
+    """Packs the arguments of a process's calls; remembers which columns are in the store."""
 
-    Args:
-        store: where objects go.
-    """
-
-    def __init__(self, store: Store | None = None) -> None:
-        self._store: Store = store or RayStore()
+    def __init__(self) -> None:
         self._session = ""
         self._kept: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def put(self, arrays: list[np.ndarray]) -> Any:
+        """Write byte arrays to Ray's store as one object, which lives as long as the handle that is returned."""
+        ref = ray.put(arrays)
+        if sum(array.nbytes for array in arrays) >= ALONE_FROM_BYTES:
+            release_pages()
+        return ref
+
+    def session(self) -> str:
+        """This process in this cluster: a name that changes when earlier handles are no longer valid."""
+        return ray.get_runtime_context().get_worker_id()
+
+    def forget(self) -> None:
+        """Send every column again the next time, for instance after a write through `Tensor.data`."""
+        self._kept.clear()
 
     def pack(self, calls: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]) -> list[Message]:
         """One message for each rank's `(args, kwargs)`."""
@@ -279,63 +250,68 @@ class Outbox:
             if key in drafts:
                 drafts[key].ranks.add(rank)
         locations = self._locations(list(drafts.values()))
-        messages |= {key: draft.message(locations) for key, draft in drafts.items()}
+        for key, draft in drafts.items():
+            # Where each part lies: in one of the refs, or, without a location, in the message itself.
+            refs: dict[Any, int] = {}
+            places: list[Any] = []
+            for part in draft.parts:
+                address, size = part.key if locations else (0, 0)
+                start, location = 0, locations.get((address, size))
+                if part.root is not None and id(part.root) in locations:
+                    start, location = address - part.root.untyped_storage().data_ptr(), locations[id(part.root)]
+                if location is None:
+                    places.append(part.memory.tobytes())
+                else:
+                    ref, item = location
+                    places.append((refs.setdefault(ref, len(refs)), item, start, start + size))
+            messages[key] = Message(pickle.dumps(places, protocol=5), tuple(refs))
         return [messages[key] for key in keys]
-
-    def forget(self) -> None:
-        """Send every column again the next time, for instance after a write through `Tensor.data`."""
-        self._kept.clear()
 
     def _locations(self, drafts: Sequence[_Draft]) -> dict[Any, Location]:
         """Where bytes are in the store, by the id of their root or by their key; what is missing there is put."""
-        if all(len(draft.parts) == 1 for draft in drafts):
-            kept: dict[Any, Location] = {}
-        else:
-            if self._session != (session := self._store.session()):
-                self.forget()
+        kept: dict[Any, Location] = {}
+        if any(len(draft.parts) > 1 for draft in drafts):
+            if self._session != (session := self.session()):
+                self._kept.clear()
                 self._session = session
             roots = {id(part.root): part.root for draft in drafts for part in draft.parts if part.root is not None}
             entries = {key: self._kept.get(root) for key, root in roots.items()}
-            kept = {key: entry[1] for key, entry in entries.items() if entry and entry[0] == _stamp(roots[key])}
+            kept = {key: entry[1] for key, entry in entries.items() if entry and entry[0] == stamp_of(roots[key])}
         missing = [(draft, part) for draft in drafts for part in draft.parts if id(part.root) not in kept]
         if sum(len(draft.ranks) * part.memory.nbytes for draft, part in missing) <= INLINE_UP_TO_BYTES:
             return kept
         # A put costs more than a few kilobytes inside a message.
         streams = {id(draft.parts[0]) for draft in drafts if draft.parts[0].memory.nbytes <= INLINE_UP_TO_BYTES}
-        return kept | self._put(_items([each for each in missing if id(each[1]) not in streams]))
+        return kept | self._put([each for each in missing if id(each[1]) not in streams])
 
-    def _put(self, items: Mapping[Any, _Item]) -> dict[Any, Location]:
+    def _put(self, missing: Sequence[tuple[_Draft, _Part]]) -> dict[Any, Location]:
+        """Put what is missing: whole storages where half of them is used, else the parts."""
+        used: dict[int, set[tuple[int, int]]] = {}
+        for _, part in missing:
+            used.setdefault(id(part.root), set()).add(part.key)
+        items: dict[Any, _Item] = {}
+        for draft, part in missing:
+            storage = None if part.root is None else part.root.untyped_storage()
+            is_whole = storage is not None and 2 * sum(size for _, size in used[id(part.root)]) >= storage.nbytes()
+            key = id(part.root) if is_whole else part.key
+            if key not in items and is_whole and part.root is not None:
+                memory = bytes_of(torch.empty(0, dtype=torch.uint8).set_(storage))
+                items[key] = _Item(memory, part.root, stamp_of(part.root))
+            elif key not in items:
+                items[key] = _Item(part.memory)
+            items[key].ranks |= draft.ranks
         objects: dict[Any, list[Any]] = {}
         for key, item in items.items():
             is_alone = item.memory.nbytes >= ALONE_FROM_BYTES
             objects.setdefault(key if is_alone else frozenset(item.ranks), []).append(key)
         locations = {}
         for keys in objects.values():
-            ref = self._store.put([items[key].memory for key in keys])
+            ref = self.put([items[key].memory for key in keys])
             for number, key in enumerate(keys):
                 locations[key] = (ref, number)
                 if items[key].stamp is not None:
                     self._kept[items[key].root] = (items[key].stamp, locations[key])
         return locations
-
-
-def _items(missing: Sequence[tuple[_Draft, _Part]]) -> dict[Any, _Item]:
-    """What is to be put of the missing parts: whole storages where half of them is used, else the parts."""
-    used: dict[int, set[tuple[int, int]]] = {}
-    for _, part in missing:
-        used.setdefault(id(part.root), set()).add(part.key)
-    items: dict[Any, _Item] = {}
-    for draft, part in missing:
-        storage = None if part.root is None else part.root.untyped_storage()
-        is_whole = storage is not None and 2 * sum(size for _, size in used[id(part.root)]) >= storage.nbytes()
-        key = id(part.root) if is_whole else part.key
-        if key not in items and storage is not None and is_whole:
-            memory = bytes_of(torch.empty(0, dtype=torch.uint8).set_(storage))
-            items[key] = _Item(memory, part.root, None if part.root is None else _stamp(part.root))
-        elif key not in items:
-            items[key] = _Item(part.memory, None, None)
-        items[key].ranks |= draft.ranks
-    return items
 
 
 OUTBOX = Outbox()

@@ -23,7 +23,6 @@ from quadriga.single_controller import (
     register_dispatch_mode,
     update_dispatch_mode,
 )
-from quadriga.single_controller import dispatch as dispatch_module
 from quadriga.single_controller.ray import (
     RayClassWithInitArgs,
     RayResourcePool,
@@ -312,7 +311,6 @@ def test_mesh(critic: RayWorkerGroup[Teller], count: int) -> None:
 def test_a_mode_registered_by_a_user(groups: dict[str, RayWorkerGroup[Teller]], monkeypatch) -> None:
     """The mode is the driver's business: the processes do not know it."""
     monkeypatch.setattr(Dispatch, "members", dict(Dispatch.members))
-    monkeypatch.setattr(dispatch_module, "_functions", dict(dispatch_module._functions))
     mode = register_dispatch_mode("FIRST_HALF")
     update_dispatch_mode(
         mode, lambda group, value: ([[value if rank < 2 else None for rank in range(group.world_size)]], {}), max_told

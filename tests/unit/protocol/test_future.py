@@ -4,11 +4,13 @@
 import pickle
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 
 import pytest
 import torch
 
 from quadriga.protocol import DataProto, DataProtoFuture
+from quadriga.protocol.future import resolve_results
 
 
 def rows(*numbers: int) -> DataProto:
@@ -46,8 +48,8 @@ def test_an_error_is_raised_by_get() -> None:
 def test_a_future_travels_to_the_process_that_resolves_it() -> None:
     part = DataProtoFuture.concat([4, 5], resolve=read_shelf).chunk(2)[1]
     # Without handles and resolver, which belong to a backend; a test's module cannot be imported by name.
-    restored = pickle.loads(pickle.dumps(DataProtoFuture(part.collect_fn, [], part.dispatch_fn)))
-    assert restored.dispatch_fn(rows(1, 2, 3)).batch["x"].tolist() == [3]
+    restored = pickle.loads(pickle.dumps(replace(part, futures=[], resolve=resolve_results)))
+    assert replace(restored, futures=[1, 2], resolve=read_shelf).get().batch["x"].tolist() == [2, 2]
     assert part.get().batch["x"].tolist() == [5, 5]
 
 
@@ -63,7 +65,7 @@ def test_some_rows_are_taken_before_anything_is_joined() -> None:
         raise AssertionError("the whole was joined")
 
     future = DataProtoFuture.concat([None], resolve=lambda handles: outputs)
-    choosy = DataProtoFuture(refuse, [None], resolve=lambda handles: outputs, rows_of=list)
+    choosy = DataProtoFuture(refuse, [None], resolve=lambda handles: outputs, rows_of=range(4))
     for chunks in (1, 2, 3, 5, 11):
         for number, part in enumerate(choosy.chunk(chunks)):
             expected = future.get().chunk(chunks)[number]
@@ -75,7 +77,7 @@ def test_some_rows_are_taken_before_anything_is_joined() -> None:
 
 def test_rows_of_other_outputs_are_left_to_collect() -> None:
     """A function in front of the chunk, or outputs that are no rows, say nothing of which rows are wanted."""
-    double = DataProtoFuture(DataProto.concat, [0, 1], lambda data: data.repeat(2), read_shelf, rows_of=list)
+    double = DataProtoFuture(DataProto.concat, [0, 1], lambda data: data.repeat(2), read_shelf, rows_of=range(2))
     assert [part.get().batch["x"].tolist() for part in double.chunk(2)] == [[0, 0, 0, 0], [1, 1, 1, 1]]
-    none = DataProtoFuture(lambda outputs: rows(7, 8), [0], resolve=lambda handles: [None], rows_of=list)
+    none = DataProtoFuture(lambda outputs: rows(7, 8), [0], resolve=lambda handles: [None], rows_of=range(1))
     assert none.chunk(2)[1].get().batch["x"].tolist() == [8]

@@ -11,30 +11,23 @@ import torch
 from quadriga.errors import WorkerError
 from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.single_controller import (
+    ClassWithInitArgs,
     Dispatch,
     Execute,
+    LocalWorkerGroup,
     Worker,
     make_nd_compute_dataproto_dispatch_fn,
     register,
     register_dispatch_mode,
     update_dispatch_mode,
 )
-from quadriga.single_controller import dispatch as module
-from quadriga.single_controller.dispatch import (
-    MeshLayout,
-    dispatch_functions,
-    pad_arguments,
-    registered_methods,
-    remove_padding,
-)
-from quadriga.single_controller.worker_group import LayoutSnapshot
+from quadriga.single_controller.dispatch import GroupLayout, MeshLayout, collect_outputs, rank_arguments
 
 
 @pytest.fixture
 def own_modes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Modes registered in a test are gone after it."""
     monkeypatch.setattr(Dispatch, "members", dict(Dispatch.members))
-    monkeypatch.setattr(module, "_functions", dict(module._functions))
 
 
 def rows(count: int, auto_padding: bool = False) -> DataProto:
@@ -46,7 +39,7 @@ def numbers(data: DataProto) -> list[int]:
 
 
 def dispatch(mode, size: int, *args, **kwargs):
-    return dispatch_functions(mode).dispatch_fn(LayoutSnapshot(size), *args, **kwargs)
+    return mode.dispatch_fn(GroupLayout(size), *args, **kwargs)
 
 
 def test_the_enumeration() -> None:
@@ -69,7 +62,7 @@ def test_a_mode_of_ones_own(own_modes: None) -> None:
     mode = register_dispatch_mode("EVEN_ROWS")
     assert mode is Dispatch.EVEN_ROWS and mode in Dispatch
     with pytest.raises(WorkerError, match=r"without functions.*update_dispatch_mode"):
-        dispatch_functions(mode)
+        rank_arguments(mode, GroupLayout(2), [rows(5)], {})
     update_dispatch_mode(
         mode, lambda group, data: ([[data[::2]] * group.world_size], {}), lambda group, outputs: sum(outputs)
     )
@@ -137,38 +130,46 @@ def test_the_function_goes_to_every_rank() -> None:
 
 def test_mesh_ranks_of_one_group_share_a_chunk() -> None:
     """Four ranks, two data-parallel groups of two, numbered so that rank order is not chunk order."""
-    mesh = MeshLayout(dp_ranks=(1, 1, 0, 0), is_collect=(True, False, False, True))
-    layout = LayoutSnapshot(4, {"actor": mesh})
+    layout = GroupLayout(4, {"actor": MeshLayout(dp_ranks=(1, 1, 0, 0), collected=(3, 0))})
     functions = make_nd_compute_dataproto_dispatch_fn("actor")
     (chunks,), _ = functions.dispatch_fn(layout, rows(5))
     assert [numbers(chunk) for chunk in chunks] == [[3, 4], [3, 4], [0, 1, 2], [0, 1, 2]]
     assert numbers(functions.collect_fn(layout, [chunks[0], None, None, chunks[3]])) == [0, 1, 2, 3, 4]
-    assert functions.num_chunks(layout) == 2
+    padded, (added, _) = rank_arguments(functions, layout, [rows(5, auto_padding=True)], {})
+    assert [len(args[0]) for args, _ in padded] == [3] * 4 and added == 1
 
 
 def test_rows_are_collected_in_order() -> None:
-    collect = dispatch_functions(Dispatch.DP_COMPUTE_PROTO).collect_fn
-    assert numbers(collect(LayoutSnapshot(4), rows(7).chunk(4))) == list(range(7))
-    assert collect(LayoutSnapshot(2), [None, None]) is None
+    collect = Dispatch.DP_COMPUTE_PROTO.collect_fn
+    assert numbers(collect(GroupLayout(4), rows(7).chunk(4))) == list(range(7))
+    assert collect(GroupLayout(2), [None, None]) is None
     with pytest.raises(WorkerError, match=r"output 1 of 2: got NoneType"):
-        collect(LayoutSnapshot(2), [rows(1), None])
+        collect(GroupLayout(2), [rows(1), None])
 
 
 def test_padding_is_added_when_asked_for_and_leaves_the_callers_data_alone() -> None:
     asked, other = rows(3, auto_padding=True), rows(3)
-    args, kwargs, pad_size, padded_rows = pad_arguments(4, [asked, 1.0], {"other": other})
-    assert numbers(args[0]) == [0, 1, 2, 0] == numbers(kwargs["other"]) and args[1] == 1.0
-    assert (pad_size, padded_rows, len(asked), len(other)) == (1, 4, 3, 3)
-    assert pad_arguments(4, [rows(3)], {})[2:] == (0, 0)
+    per_rank, padding = rank_arguments(Dispatch.DP_COMPUTE_PROTO, GroupLayout(4), [asked, 1.0], {"other": other})
+    assert [numbers(args[0]) for args, _ in per_rank] == [[0], [1], [2], [0]]
+    assert [numbers(kwargs["other"]) for _, kwargs in per_rank] == [[0], [1], [2], [0]]
+    assert all(args[1] == 1.0 for args, _ in per_rank)
+    assert padding == (1, 4) and (len(asked), len(other)) == (3, 3)
+    for mode, data in ((Dispatch.DP_COMPUTE_PROTO, rows(3)), (Dispatch.DP_COMPUTE_METRIC, asked)):
+        assert rank_arguments(mode, GroupLayout(4), [data], {})[1] == (0, 0)
 
 
 def test_padding_is_cut_off_the_result() -> None:
-    assert numbers(remove_padding(rows(4), 1, 4)) == [0, 1, 2]
-    assert numbers(remove_padding(rows(8), 1, 4)) == [0, 1, 2, 3, 4, 5], "two answers to each row"
+    def cut(result: object) -> object:
+        return collect_outputs(
+            [result], collect_fn=lambda group, outputs: outputs[0], layout=GroupLayout(1), padding=(1, 4), where="call"
+        )
+
+    assert numbers(cut(rows(4))) == [0, 1, 2]
+    assert numbers(cut(rows(8))) == [0, 1, 2, 3, 4, 5], "two outputs for each row"
     facts = DataProto(meta_info={"metrics": {}})
-    assert remove_padding(facts, 1, 4) is facts and remove_padding([1, 2], 1, 4) == [1, 2]
-    with pytest.raises(WorkerError, match="6 rows from 4"):
-        remove_padding(rows(6), 1, 4)
+    assert cut(facts) is facts and cut([1, 2]) == [1, 2]
+    with pytest.raises(WorkerError, match=r"call: .*6 rows from 4"):
+        cut(rows(6))
 
 
 class Reader(Worker):
@@ -205,12 +206,13 @@ FUTURE = DataProtoFuture.concat([None], resolve=lambda handles: [DataProto.from_
 
 
 def test_what_is_recorded() -> None:
-    registered = registered_methods(Reader)
+    registered = LocalWorkerGroup(ClassWithInitArgs(Reader)).methods
     forward = registered["forward"]
     assert forward.dispatch_mode is Dispatch.ONE_TO_ALL and not forward.blocking and not forward.is_rank_zero_only
     assert registered["read_async"].is_rank_zero_only
     assert {"read", "forward", "read_async"} <= set(registered) and "plain" not in registered
-    assert "read" in registered_methods(Heir) and "forward" not in registered_methods(Heir)
+    inherited = LocalWorkerGroup(ClassWithInitArgs(Heir)).methods
+    assert "read" in inherited and "forward" not in inherited
 
 
 def test_futures_are_resolved_in_the_worker() -> None:

@@ -11,8 +11,7 @@ import torch
 from quadriga.errors import DataError, WorkerError
 from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.single_controller import ClassWithInitArgs, Dispatch, LocalWorkerGroup, ResourcePool, Worker, register
-from quadriga.single_controller.local import LocalWorkerGroups
-from quadriga.single_controller.worker_group import WorkerFacade
+from quadriga.single_controller.worker_group import LocalWorkerGroups, WorkerFacade
 
 
 class Adder(Worker):

@@ -16,10 +16,11 @@ from quadriga.protocol.memory import bytes_of
 from quadriga.single_controller.ray.transport import Message, Outbox, pack_result, unpack, unpack_result
 
 
-class Shelf:
-    """A store: keeps copies of the bytes, read-only, and counts what is put."""
+class Shelf(Outbox):
+    """An outbox whose store is here: keeps copies of the bytes, read-only, and counts what is put."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.objects: list[list[bytes]] = []
         self.name = "first"
 
@@ -51,8 +52,7 @@ class Post:
     """An outbox, its store, and the workers at the other end."""
 
     def __init__(self) -> None:
-        self.shelf = Shelf()
-        self.outbox = Outbox(self.shelf)
+        self.outbox = self.shelf = Shelf()
 
     def received(self, message: Message) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What a worker gets."""

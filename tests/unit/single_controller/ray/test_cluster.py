@@ -12,7 +12,7 @@ import ray
 from ray._private.utils import check_version_info
 
 from quadriga.errors import WorkerError
-from quadriga.single_controller.ray.cluster import _drop_noise, _versions, cluster, forwarded_variables
+from quadriga.single_controller.ray.cluster import _connect, _drop_noise, cluster, forwarded_variables
 
 
 @pytest.fixture
@@ -54,12 +54,15 @@ def test_arguments_that_ray_refuses() -> None:
     assert said in done.stderr
 
 
-def test_rays_words_about_another_version_are_understood() -> None:
-    with pytest.raises(RuntimeError) as caught:
-        check_version_info({"ray_version": "2.49.1", "python_version": "3.10.4"}, "10.0.0.2")
-    theirs, ours = _versions(str(caught.value))
-    assert theirs == "Ray 2.49.1 on Python 3.10.4"
-    assert ours == f"Ray {ray.__version__} on Python {platform.python_version()}"
+def test_a_cluster_of_another_version_is_said_in_rays_own_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's check of versions stands in for a cluster that runs another one."""
+    theirs = {"ray_version": "2.49.1", "python_version": "3.10.4"}
+    monkeypatch.setattr(ray, "init", lambda **_: check_version_info(theirs, "10.0.0.2"))
+    with pytest.raises(WorkerError) as caught:
+        _connect("10.0.0.2:6379", {}, "RAY_ADDRESS")
+    ours = f"Ray {ray.__version__} on Python {platform.python_version()}"
+    said = f"Ray cluster at 10.0.0.2:6379: got Ray 2.49.1 on Python 3.10.4, expected {ours}, as this process has."
+    assert str(caught.value).startswith(said)
 
 
 def test_variables_that_follow_a_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from quadriga.protocol import DataProto, object_array
+from quadriga.protocol.memory import HUGE_PAGES_FROM_BYTES, allocate, bytes_of
+from quadriga.single_controller.ray.transport import stamp_of
 
 ROWS = 12
 
@@ -106,6 +108,30 @@ def test_numpy_may_write_at_any_time(post: Any) -> None:
     for value in range(3):
         early[1], late[2] = value, value
         post.check([data])
+
+
+def test_looking_at_the_bytes_leaves_the_state_of_a_column_known() -> None:
+    for tensor in (torch.rand(5), allocate((HUGE_PAGES_FROM_BYTES // 4 + 7,), torch.float32)):
+        before = stamp_of(tensor)
+        bytes_of(tensor)
+        assert stamp_of(tensor) == before is not None
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.from_numpy(np.ones(3)), torch.rand(3).share_memory_(), torch.frombuffer(bytearray(8), dtype=torch.uint8)],
+    ids=["from numpy", "shared", "buffer"],
+)
+def test_memory_of_others_may_change_without_a_trace(tensor: torch.Tensor) -> None:
+    assert stamp_of(tensor) is None and stamp_of(tensor[1:]) is None
+
+
+def test_memory_shown_to_numpy_and_inference_tensors_may_change_without_a_trace() -> None:
+    tensor = torch.rand(4, 2)
+    tensor[1:].numpy()
+    with torch.inference_mode():
+        inference = torch.rand(3)
+    assert stamp_of(tensor) is None and stamp_of(inference) is None
 
 
 def test_writes_through_data_need_forget(post: Any) -> None:
