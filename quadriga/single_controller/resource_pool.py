@@ -99,22 +99,7 @@ def choose_nodes(
         taken = {node.node_id for node in chosen[name] if node}
         fitting = [node for node in nodes if not _missing(wanted, free[node.node_id])]
         if not fitting:
-            # What an idle cluster would lack as well is not a matter of who else uses it.
-            gaps = [_missing(wanted, node.total) for node in nodes]
-            is_too_small = all(gaps)
-            if not is_too_small:
-                gaps = [_missing(wanted, free[node.node_id]) for node in nodes]
-            least = min(gaps, key=lambda gap: sum(gap.values()), default=wanted)
-            others = ", ".join(f"{other} {list(each)}" for other, each in pools.items() if other != name)
-            needed, lacking = (", ".join(f"{gap[each]:g} {each}" for each in gap) for gap in (wanted, least))
-            raise WorkerError(
-                f"resource pool {name} {list(pools[name])}{f' beside {others}' if others else ''}",
-                got="; ".join(node.describe(list(wanted)) for node in nodes) or "a cluster without nodes",
-                expected=f"{needed}{'' if is_too_small else ' free'} on one node: {lacking} missing",
-                fix="Ask for fewer processes (trainer.n_gpus_per_node, trainer.nnodes, trainer.resource_pools), put "
-                "roles on a common pool, or start Ray with more of it: ray_kwargs.ray_init.num_cpus, "
-                "ray start --num-cpus/--num-gpus.",
-            )
+            raise _not_enough(name, pools, wanted, nodes, free)
         # An unused node before a used one, a full one before an empty one, then the lowest address.
         node = min(
             fitting,
@@ -133,6 +118,30 @@ def choose_nodes(
 def _missing(wanted: Mapping[str, float], free: Mapping[str, float]) -> dict[str, float]:
     gaps = {name: amount - free.get(name, 0) for name, amount in wanted.items()}
     return {name: gap for name, gap in gaps.items() if gap > 1e-6}
+
+
+def _not_enough(
+    name: str,
+    pools: Mapping[str, Sequence[int]],
+    wanted: Mapping[str, float],
+    nodes: Sequence[NodeResources],
+    free: Mapping[str, Mapping[str, float]],
+) -> WorkerError:
+    # What an idle cluster would lack as well is not a matter of who else uses it.
+    gaps = [_missing(wanted, node.total) for node in nodes]
+    is_too_small = all(gaps)
+    if not is_too_small:
+        gaps = [_missing(wanted, free[node.node_id]) for node in nodes]
+    least = min(gaps, key=lambda gap: sum(gap.values()), default=wanted)
+    others = ", ".join(f"{other} {list(counts)}" for other, counts in pools.items() if other != name)
+    needed, lacking = (", ".join(f"{gap[each]:g} {each}" for each in gap) for gap in (wanted, least))
+    return WorkerError(
+        f"resource pool {name} {list(pools[name])}{f' beside {others}' if others else ''}",
+        got="; ".join(node.describe(list(wanted)) for node in nodes) or "a cluster without nodes",
+        expected=f"{needed}{'' if is_too_small else ' free'} on one node: {lacking} missing",
+        fix="Ask for fewer processes (trainer.n_gpus_per_node, trainer.nnodes, trainer.resource_pools), put roles on a "
+        "common pool, or start Ray with more of it: ray_kwargs.ray_init.num_cpus, ray start --num-cpus/--num-gpus.",
+    )
 
 
 # ---- threads -----------------------------------------------------------------------------------
