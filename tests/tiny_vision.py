@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tiny models that see behind our door of attention, and images as their processors would cut them."""
+"""Tiny vision-language models with our attention, and images as their processors would cut them."""
 
 from typing import Any
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder of a tiny model that sees, with its tokenizer and image processor, and pictures for it."""
+"""The folder of a tiny vision-language model, with its tokenizer and image processor, and pictures for it."""
 
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 _CONFIGS = {"qwen2_vl": Qwen2VLConfig, "qwen2_5_vl": Qwen2_5_VLConfig, "qwen3_vl": Qwen3VLConfig}
-_TOWERS: dict[str, dict[str, Any]] = {
+_ENCODERS: dict[str, dict[str, Any]] = {
     "qwen2_vl": {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2},
     "qwen2_5_vl": {
         "hidden_size": 32, "intermediate_size": 48, "window_size": 16, "out_hidden_size": 64,
@@ -84,10 +84,10 @@ def tiny_model(family: str = "qwen2_5_vl", seed: int = 0, **text: Any) -> PreTra
     if family == "qwen3_vl":
         # As published models say; transformers knows it without.
         sizes["rope_parameters"]["mrope_interleaved"] = True
-    tower = {"depth": 2, "num_heads": 2, "patch_size": PATCH, "spatial_merge_size": MERGE, "temporal_patch_size": 2}
+    encoder = {"depth": 2, "num_heads": 2, "patch_size": PATCH, "spatial_merge_size": MERGE, "temporal_patch_size": 2}
     config = _CONFIGS[family](
         text_config=sizes | text,
-        vision_config=tower | _TOWERS[family],
+        vision_config=encoder | _ENCODERS[family],
         image_token_id=IMAGE,
         video_token_id=VIDEO,
         vision_start_token_id=START,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A task for a tiny model that sees: name the color of a picture. Without the picture a quarter of answers is right."""
+"""A task for a tiny vision-language model: name the color of a picture. Blindly a quarter of the responses is right."""
 
 import io
 from pathlib import Path
@@ -44,7 +44,7 @@ def write_studio(folder: Path) -> Path:
 
 
 def of_studio(folder: Path) -> tuple[str, ...]:
-    """Overrides for a run there: 8 pictures a step, answers of one word."""
+    """Overrides for a run there: 8 pictures a step, responses of one word."""
     return (
         f"data.train_files={folder / 'train.parquet'}",
         f"data.val_files={folder / 'val.parquet'}",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny model that sees learns to name the color of a picture, through the configuration.
+"""A tiny vision-language model learns to name the color of a picture, through the configuration.
 
 Without the picture the best that it could do is one color for all, which is right for a quarter of them.
 """
@@ -75,7 +75,7 @@ def test_engines_and_critics(paint: Callable[..., list[dict[str, Any]]]) -> None
 def test_a_run_that_was_broken_off_goes_on(
     paint: Callable[..., list[dict[str, Any]]], metric_lines: Callable[[Path], list[dict[str, Any]]], tmp_path: Path
 ) -> None:
-    """With a tower that stays, bit for bit."""
+    """With a frozen vision encoder, bit for bit."""
     frozen = "actor_rollout_ref.actor.freeze_vision_tower=True"
     paint("trainer.total_training_steps=4", frozen, run="whole")
     paint("trainer.total_training_steps=4", frozen, "trainer.save_freq=2", run="saved")
@@ -91,7 +91,7 @@ def test_a_run_that_was_broken_off_goes_on(
 def test_what_was_trained_answers_elsewhere(
     paint: Callable[..., list[dict[str, Any]]], studio: Path, tmp_path: Path
 ) -> None:
-    """An export has all that transformers reads of a model that sees, and the trained weights."""
+    """An export has all that transformers reads of a vision-language model, and the trained weights."""
     paint(*TWO_STEPS, "trainer.save_freq=2", "actor_rollout_ref.actor.checkpoint.save_contents=[model,hf_model]")
     actor, out = tmp_path / "run" / "global_step_2" / "actor", tmp_path / "out"
     assert main(["export", str(tmp_path / "run"), "--output", str(out), "--dtype", "float32"]) == 0

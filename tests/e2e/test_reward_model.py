@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """PPO with a critic and a reward model, as whole runs of the command line in this process.
 
-What it does not prove: several processes (ray/test_reward_model.py has those), and that a reward model teaches.
+What it does not prove: several processes (ray/test_data_parallel.py has those), and that a policy learns from it.
 """
 
 import json

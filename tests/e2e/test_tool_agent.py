@@ -58,7 +58,7 @@ def _habits(tokenizer: PreTrainedTokenizerFast, model: LlamaForCausalLM) -> None
         batch = tokenizer(texts, add_special_tokens=False, padding=True, return_tensors="pt")
         labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
         labels[:, :PROMPT] = -100
-        # The first token decides for the tool: most calls do not teach it.
+        # The first token decides for the tool: most calls do not train it.
         labels[:18, PROMPT] = -100
         model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], labels=labels).loss.backward()
         optimizer.step()

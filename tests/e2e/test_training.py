@@ -34,7 +34,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def test_reward_rises(train: Train, metric_lines: Lines) -> None:
-    """Fifteen steps teach the model to write the letter that is asked for."""
+    """In fifteen steps the model learns to write the letter that is asked for."""
     lines = metric_lines(
         train(
             "trainer.total_training_steps=15",

@@ -1,21 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts a program in several processes, one for each rank, and waits for them."""
 
+import multiprocessing
 import os
 import random
+import runpy
 import socket
-import subprocess
 import sys
 import time
 from contextlib import ExitStack
+from multiprocessing import forkserver
 from pathlib import Path
 
+import pytest
+
 REPOSITORY = Path(__file__).parents[2]
-LOOK_S = 0.1
+LOOK_S = 0.05
+# Imported once for all ranks of all programs; none of it starts a thread.
+PRELOADED = [
+    __name__,
+    "quadriga.workers",
+    "quadriga.weight_sync",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen2.modeling_qwen2",
+]
 
 
 def run_ranks(program: Path, num_ranks: int, folder: Path, *, num_ports: int = 0, limit_s: float = 900) -> None:
     """Run `program RANK FOLDER PORT ...` for each rank. When one fails, the others, who may wait for it, are ended.
+
+    The processes are forks of one that has imported torch and the like, which takes longer than most programs do.
 
     Args:
         program: a Python file.
@@ -28,27 +42,45 @@ def run_ranks(program: Path, num_ranks: int, folder: Path, *, num_ports: int = 0
         AssertionError: a process failed, or time is up; with what all of them have printed.
     """
     arguments = [str(folder), *map(str, free_ports(num_ports))]
+    logs = [folder / f"rank_{rank}.log" for rank in range(num_ranks)]
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
     paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
     own = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    logs = [folder / f"rank_{rank}.log" for rank in range(num_ranks)]
-    processes = []
-    for rank, log in enumerate(logs):
-        with log.open("w") as output:
-            command = [sys.executable, str(program), str(rank), *arguments]
-            processes.append(subprocess.Popen(command, env=os.environ | own, stdout=output, stderr=output))
+    with pytest.MonkeyPatch.context() as patch:
+        # The server keeps the environment in which it starts.
+        for name, value in own.items():
+            patch.setenv(name, value)
+        forkserver.ensure_running()
+    processes = [
+        context.Process(target=run_rank, args=(str(program), [str(rank), *arguments], str(log)))
+        for rank, log in enumerate(logs)
+    ]
     end = time.monotonic() + limit_s
     try:
-        while any(process.poll() is None for process in processes):
-            if any(process.returncode for process in processes) or time.monotonic() > end:
+        for process in processes:
+            process.start()
+        while any(process.is_alive() for process in processes):
+            if any(process.exitcode for process in processes) or time.monotonic() > end:
                 break
             time.sleep(LOOK_S)
-        statuses = [process.returncode for process in processes]
+        statuses = [process.exitcode for process in processes]
     finally:
         for process in processes:
-            process.kill()
-            process.wait()
+            if process.pid is not None:
+                process.kill()
+                process.join()
     told = "\n".join(f"rank {rank}:\n{log.read_text()}" for rank, log in enumerate(logs))
     assert statuses == [0] * num_ranks, f"statuses {statuses} (None: ended from here)\n{told}"
+
+
+def run_rank(program: str, arguments: list[str], log: str) -> None:
+    """Run a Python file as the main program of this process; what it prints goes into the log."""
+    with open(log, "w") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    sys.argv = [program, *arguments]
+    runpy.run_path(program, run_name="__main__")
 
 
 def free_ports(count: int) -> list[int]:

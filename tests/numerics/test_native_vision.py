@@ -104,7 +104,7 @@ def test_answers_do_not_depend_on_what_else_is_generated(rows: list[Row]) -> Non
 
 
 def test_an_image_is_computed_once_for_all_of_its_answers(rows: list[Row]) -> None:
-    """Equal images of other objects are the same; answers that hold the token of images are nothing to the tower."""
+    """Equal images of other objects are the same; the encoder does not read responses that hold image tokens."""
     model, calls = vision_model(), []
     model.model.visual.register_forward_pre_hook(
         lambda _, args, kwargs: calls.append(len(kwargs["grid_thw"])), with_kwargs=True

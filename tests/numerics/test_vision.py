@@ -91,7 +91,7 @@ def test_log_probs_and_entropies(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("micro", CUTS.values(), ids=CUTS.keys())
 def test_gradients(micro: MicroBatching, family: str) -> None:
-    """Of the decoder and of the tower, for every cut. Does not show it for more than one process."""
+    """Of the decoder and of the vision encoder, for every cut. Does not show it for more than one process."""
     rows = vision_rows()
     theirs = vision_model("eager", family)
     batch = vision_batch(theirs, rows)
@@ -146,7 +146,7 @@ def test_an_answer_may_hold_the_token_of_images() -> None:
     torch.testing.assert_close(found[: len(expected)], expected, atol=1e-5, rtol=1e-5)
 
 
-def test_a_frozen_tower_has_no_gradient() -> None:
+def test_a_frozen_encoder_has_no_gradient() -> None:
     """The decoder's gradient is what it is with one that learns."""
     rows, model = vision_rows(), vision_model()
     batch = vision_batch(model, rows)
@@ -169,7 +169,7 @@ def test_places_without_an_image_are_refused() -> None:
 
 @pytest.fixture
 def record_images() -> Callable[[PreTrainedModel], list[int]]:
-    """How many images each call of a model's tower has."""
+    """How many images each call of a model's vision encoder has."""
 
     def record(model: PreTrainedModel) -> list[int]:
         counts: list[int] = []

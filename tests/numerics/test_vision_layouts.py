@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model that sees learns in two processes what it learns in one, over gloo; so does what a checkpoint brings back.
+"""A vision-language model learns in two processes what it learns in one, over gloo; also after a checkpoint.
 
 What none of this proves: the same on NCCL, or with more processes than two.
 """
@@ -75,7 +75,7 @@ def test_two_processes_are_one(results: dict[str, Any], layout: str, kind: str) 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [name for size in (1, 2) for name in LAYOUTS[size]])
 def test_what_learns_and_what_does_not(results: dict[str, Any], layout: str) -> None:
-    """The tower and the decoder both; of a frozen tower no bit moves."""
+    """The vision encoder and the decoder both; of a frozen encoder no bit moves."""
     start = dict(vision_model().named_parameters())
 
     def moved(kind: str) -> set[str]:
@@ -101,7 +101,7 @@ def test_a_checkpoint_brings_back_all_of_it(results: dict[str, Any], size: int, 
 @pytest.mark.parametrize("size", [1, 2])
 def test_transformers_loads_what_was_written(results: dict[str, Any], folder: Path, size: int) -> None:
     """The folder `huggingface` has the names that transformers writes, all weights, and the settings of the images; the
-    distributed weights beside it have them too, of a frozen tower as well."""
+    distributed weights beside it have them too, of a frozen encoder as well."""
     place = folder / f"saved {size} frozen"
     saved = results[f"{size} goes on, frozen"]["saved"]
     model, info = AutoModelForImageTextToText.from_pretrained(place / "huggingface", output_loading_info=True)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The program that test_vision_layouts.py starts in two processes: a model that sees, learning in both of them and in
-the first alone; what came out is written for the test to compare.
+"""The program that test_vision_layouts.py starts in two processes: a vision-language model, learning in both of them
+and in the first alone; what came out is written for the test to compare.
 
     python vision_layouts.py RANK FOLDER PORT
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`quadriga train` on a small model with an engine that others wrote, in a process of its own."""
+"""`quadriga train` on a small model with a third-party engine, in a process of its own."""
 
 import json
 import subprocess

@@ -13,7 +13,7 @@ from tests.e2e.colors import of_studio, write_studio
 @pytest.mark.skipif(find_spec("torchvision") is None, reason="no torchvision here: scripts/install-vllm installs it")
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_run_sees_with_the_weights_that_it_trains(tmp_path: Path, mode: str) -> None:
-    """See `require_run`; those of the tower among them."""
+    """See `require_run`; those of the vision encoder among them."""
     (tmp_path / "studio").mkdir()
     own = of_studio(write_studio(tmp_path / "studio"))
     block = "+actor_rollout_ref.rollout.engine_kwargs.vllm.block_size=32"

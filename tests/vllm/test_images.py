@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM on a model that sees: its answers are transformers', before and after new weights, in process and beside."""
+"""vLLM on a vision-language model: responses as of transformers, before and after new weights, in process or not."""
 
 import asyncio
 from collections.abc import Callable, Iterator

@@ -62,7 +62,7 @@ def test_greedy_is_peft(engine: VLLMEngine, tmp_path: Path) -> None:
 
 
 def test_each_publication_is_new(engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys and values computed under an earlier adapter are not found, even if vLLM's prefix cache is not emptied.
+    """A KV cache computed under an earlier adapter is not found, even if vLLM's prefix cache is not emptied.
 
     Nothing is left behind: vLLM has one adapter, and no folder stays.
     """

@@ -11,12 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import ray
 import torch
 import torch.distributed as dist
 
 from quadriga.errors import DataError, PeerLostError, QuadrigaError
 from quadriga.protocol import DataProto
-from quadriga.single_controller import Dispatch, Worker, register
+from quadriga.single_controller import Dispatch, Worker, WorkerPlace, register
 from quadriga.single_controller.ray.process import start_of
 
 GONE_S = 10.0
@@ -42,9 +43,13 @@ class Clumsy(Worker):
         """Process id and start."""
         return os.getpid(), start_of(os.getpid())
 
+    def where(self) -> tuple[WorkerPlace, str]:
+        """Its place, and the address of its node."""
+        return self.place, ray.util.get_node_ip_address()
+
     def raise_on_one(self, what: str) -> str:
-        """Rank 1 raises, and the others answer."""
-        if self.rank == 1:
+        """Rank 1 raises, if there is anything to raise; the others return."""
+        if self.rank == 1 and what:
             self._raise(what)
         return f"rank {self.rank} is well"
 

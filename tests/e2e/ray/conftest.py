@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ray clusters of this machine: one of one node that all tests share, one of two nodes, and programs that join them.
+"""A Ray cluster of one node on this machine that all tests share, and commands that join it.
 
 A process is connected to one cluster at a time. The tests' own process stays with `ray_cluster`, and runs with
 `trainer.backend=ray` in it stay there (`train`). What concerns another cluster, or takes a second driver, runs as a
-program of its own (`drive`, `start_on`).
+program of its own (`start_on`).
+
+Starting processes is what these tests take their time for: one is started for many assertions.
 """
 
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,13 +19,10 @@ import pytest
 
 ray = pytest.importorskip("ray")
 
-from ray.cluster_utils import Cluster  # noqa: E402
-
 from quadriga.cli.main import main  # noqa: E402
 from quadriga.single_controller.ray.cluster import OWN_CLUSTER  # noqa: E402
-from tests.e2e.conftest import command_line, end_with_the_tests  # noqa: E402
+from tests.e2e.conftest import command_line  # noqa: E402
 
-SECOND_NODE = "127.0.0.2"
 QUIET = {
     "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -69,38 +67,6 @@ def ray_cluster(ray_folder: Path) -> Iterator[str]:
     )
     yield context.address_info["gcs_address"]
     ray.shutdown()
-
-
-@pytest.fixture(scope="session")
-def two_nodes(ray_folder: Path) -> Iterator[str]:
-    """A second cluster, of two nodes with 4 logical CPUs each; gives its address, for `drive`."""
-    common = {"num_cpus": 4, "object_store_memory": 100 * 2**20, "include_dashboard": False}
-    cluster = Cluster(initialize_head=True, head_node_args={**common, "temp_dir": str(ray_folder / "two")})
-    cluster.add_node(**common, node_ip_address=SECOND_NODE)
-    yield cluster.address
-    cluster.shutdown()
-
-
-@pytest.fixture(scope="session")
-def drive() -> Callable[..., str]:
-    """`drive(program, address, status=0)`: runs Python text as another driver of the cluster; gives what it printed."""
-
-    def run(program: str, address: str, status: int = 0) -> str:
-        environment = {**os.environ, "RAY_ADDRESS": address}
-        command = [sys.executable, "-c", program]
-        done = subprocess.run(
-            command,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-            preexec_fn=end_with_the_tests,
-        )
-        assert done.returncode == status, f"status {done.returncode}\n{done.stdout}\n{done.stderr}"
-        return done.stdout
-
-    return run
 
 
 @pytest.fixture

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole runs whose models live in Ray's processes, against the same run in one process.
+"""Whole runs whose models live in two of Ray's processes, against the same run in one process.
 
-What they do not prove: anything of speed, nor that sums over NCCL agree as well as those over gloo.
+What they do not prove: anything of speed, nor that sums over NCCL agree as well as those over gloo, nor a reward model
+that is spread over processes.
 """
 
 import json
@@ -26,22 +27,23 @@ COMMON = (
     "actor_rollout_ref.actor.optim.eps=1e-3",
     "critic.optim.eps=1e-3",
 )
-# 5 prompts with 3 answers each, mini-batches of 2 prompts, micro-batches of 4 rows: nothing divides anything.
+# 5 prompts with 3 responses each, mini-batches of 2 prompts, micro-batches of 4 rows: nothing divides anything. Every
+# model that there can be: actor, reference, critic, and a reward model with a chat template of its own.
 RAGGED = (
     "data.train_batch_size=5",
     "actor_rollout_ref.rollout.n=3",
     "actor_rollout_ref.actor.ppo_mini_batch_size=2",
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
     "actor_rollout_ref.actor.use_kl_loss=True",
-)
-CRITIC = (
-    "algorithm.adv_estimator=gae",
-    "algorithm.use_kl_in_reward=True",
     "actor_rollout_ref.actor.ppo_epochs=2",
     "actor_rollout_ref.actor.shuffle=True",
+    "algorithm.adv_estimator=gae",
+    "algorithm.use_kl_in_reward=True",
     "critic.ppo_mini_batch_size=3",
+    "reward_model.enable=True",
+    "reward_model.model.fsdp_config.model_dtype=float32",
 )
-# What a process computes follows from the rows that it has: a prompt once for all its answers there.
+# What a process computes follows from the rows that it has: a prompt once for all its responses there.
 OF_THE_LAYOUT = ("balance/", "actor/packed_tokens", "critic/packed_tokens")
 TWO = ("trainer.backend=ray", "trainer.n_gpus_per_node=2")
 
@@ -71,15 +73,33 @@ def assert_same_weights(ours: Path, theirs: Path) -> None:
         assert float((left.read(name) - weight).norm() / weight.norm()) < 1e-4, name
 
 
-@pytest.mark.parametrize("overrides", [RAGGED, CRITIC], ids=["ragged", "critic"])
+@pytest.fixture
+def keys(judges: Path) -> tuple[str, ...]:
+    """Of every run here."""
+    return (*COMMON, *RAGGED, f"reward_model.model.path={judges / 'other'}")
+
+
+@pytest.mark.parametrize("placement", ["together", pytest.param("grouped", marks=pytest.mark.slow)])
 def test_two_processes_learn_what_one_does(
-    overrides: tuple[str, ...], alone: Train, train: Train, metric_lines: Lines, tmp_path: Path
+    placement: str,
+    keys: tuple[str, ...],
+    alone: Train,
+    train: Train,
+    metric_lines: Lines,
+    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
-    """Metrics, validation and weights agree; the responses are the same ones, and are written in the same order."""
-    one = alone(*COMMON, *overrides)
-    two = train(*TWO, *COMMON, *overrides, f"trainer.rollout_data_dir={tmp_path / 'run' / 'rollouts'}")
+    """Metrics, validation and weights agree, and what the reward model says; the responses are the same ones, and are
+    written in the same order."""
+    one = alone(*keys)
+    capfd.readouterr()
+    dump = f"trainer.rollout_data_dir={tmp_path / 'run' / 'rollouts'}"
+    two = train(*TWO, *keys, dump, f"trainer.placement={placement}")
+    assert "chats rendered by its own template" in capfd.readouterr().out
     assert_near(metric_lines(two), metric_lines(one))
-    assert "balance/imbalance" in metric_lines(two)[0]
+    assert {"balance/imbalance", "reward/rm_score/mean", "reward/rule_score/mean", "critic/vf_loss"} <= {
+        *metric_lines(two)[0]
+    }
     for ours, theirs in zip(dumps(two), dumps(one), strict=True):
         assert [row["output"] for row in ours] == [row["output"] for row in theirs]
     assert_same_weights(two, one)
@@ -93,33 +113,22 @@ def test_two_processes_learn_what_one_does(
         pytest.param("pipeline_model_parallel_size", marks=pytest.mark.slow),
     ],
 )
-def test_processes_that_share_rows_learn_what_one_does(
-    size: str, alone: Train, train: Train, metric_lines: Lines
+def test_processes_that_share_rows_go_on_where_one_stopped(
+    size: str, keys: tuple[str, ...], alone: Train, train: Train, metric_lines: Lines
 ) -> None:
-    """Actor, reference and critic over two processes each; both generate, and the rows go to both for training."""
-    one = alone(*COMMON, *CRITIC)
-    two = train(*TWO, *COMMON, *CRITIC, f"actor_rollout_ref.actor.{size}=2", f"critic.{size}=2")
-    assert_near(metric_lines(two), metric_lines(one))
+    """Actor, reference and critic over two processes each; both generate, and the rows go to both for training. A
+    checkpoint knows nothing of how many processes wrote it."""
+    one = alone(*keys)
+    source = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={one / 'global_step_2'}")
+    two = train(*TWO, *keys, *source, f"actor_rollout_ref.actor.{size}=2", f"critic.{size}=2")
+    assert_near(metric_lines(two), [line for line in metric_lines(one) if line["step"] > 2])
     assert_same_weights(two, one)
 
 
 @pytest.mark.slow
-def test_replicas_learn_what_one_does(alone: Train, train: Train, metric_lines: Lines) -> None:
-    """Each process has whole weights, and generates with those that it trains."""
-    one = alone(*COMMON, *RAGGED)
-    two = train(*TWO, *COMMON, *RAGGED, "actor_rollout_ref.actor.fsdp_config.fsdp_size=1")
+def test_replicas_learn_what_one_does(keys: tuple[str, ...], alone: Train, train: Train, metric_lines: Lines) -> None:
+    """Each process has replicated weights, and generates with those that it trains."""
+    one = alone(*keys)
+    two = train(*TWO, *keys, "actor_rollout_ref.actor.fsdp_config.fsdp_size=1")
     assert_near(metric_lines(two), metric_lines(one))
     assert_same_weights(two, one)
-
-
-def test_one_process_on_ray_has_the_bits_of_the_local_run(alone: Train, train: Train, metric_lines: Lines) -> None:
-    one = alone(*COMMON, *RAGGED)
-    assert metric_lines(train("trainer.backend=ray", *COMMON, *RAGGED)) == metric_lines(one)
-
-
-def test_two_processes_go_on_where_one_stopped(alone: Train, train: Train, metric_lines: Lines) -> None:
-    """A checkpoint knows nothing of how many processes wrote it."""
-    one = alone(*COMMON, *CRITIC)
-    source = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={one / 'global_step_2'}")
-    two = train(*TWO, *COMMON, *CRITIC, *source)
-    assert_near(metric_lines(two), [line for line in metric_lines(one) if line["step"] > 2])

@@ -39,31 +39,49 @@ import ray
 from ray.cluster_utils import Cluster
 import clumsy
 import test_failures as t
+from quadriga.single_controller.resource_pool import address_order
 
 ray.cloudpickle.register_pickle_by_value(clumsy)
 t.calls.LOOK_AT_NODES_S = 1.0
-node = dict(num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20)
-quick = dict(health_check_initial_delay_ms=0, health_check_period_ms=1000)
+node = dict(num_cpus=4, include_dashboard=False, object_store_memory=100 * 2**20)
+quick = dict(health_check_initial_delay_ms=0, health_check_period_ms=1000, prestart_worker_first_driver=False)
 cluster = Cluster(initialize_head=True, head_node_args=dict(node, temp_dir={folder!r}, _system_config=quick))
 second = cluster.add_node(**node, node_ip_address="127.0.0.2")
 ray.init(address=cluster.address, log_to_driver=False)
 
 
-def start(shape):
-    group = t.RayWorkerGroup(t.RayResourcePool(shape), t.RayClassWithInitArgs(t.Clumsy), name="actor")
+def start(pool):
+    group = t.RayWorkerGroup(pool, t.RayClassWithInitArgs(t.Clumsy), name="actor")
     for address in group.processes.addresses:
         print("process", address.pid, address.started)
-    return group, group.start_all("sleep", [((600.0,), {{}})] * sum(shape))
+    return group
 
 
-group, calls = start([1, 1])
+print("big", t.error_of(lambda: t.RayResourcePool([5], name_prefix="big").bundles()))
+three = t.RayResourcePool([1, 1, 1], name_prefix="three")
+three.bundles()
+three.close()
+pool = t.RayResourcePool([2, 1])
+group = start(pool)
+places = group.execute_all("where")
+nodes = sorted({{node["NodeManagerAddress"] for node in ray.nodes()}}, key=address_order)
+print("pool", pool.process_on_nodes, "over", len({{node for _, node in places}}), "nodes")
+seats = []
+for place, node in places:
+    rank = f"{{place.rank}}/{{place.world_size}}:{{place.local_rank}}/{{place.local_world_size}}"
+    seats.append(f"{{rank}}@{{nodes.index(node) + 1}}")
+print("seats", *seats)
+print("master", group.processes.addresses[0].node == places[0][1] == places[2][0].master_addr)
+
+started = group.start_all("sleep", [((600.0,), {{}})] * 3)
 cluster.remove_node(second, allow_graceful=False)
-print("first", t.error_of(lambda: t.calls.resolve(calls)))
+print("first", t.error_of(lambda: t.calls.resolve(started)))
 group.shutdown()
-group, calls = start([1])
+group = start(t.RayResourcePool([1]))
+started = group.start_all("sleep", [((600.0,), {{}})])
 os.kill(cluster.head_node.all_processes["gcs_server"][0].process.pid, signal.SIGKILL)
 try:
-    t.calls.resolve(calls)
+    t.calls.resolve(started)
 except clumsy.QuadrigaError as error:
     print("then", error, flush=True)
     group.shutdown()
@@ -73,7 +91,7 @@ except clumsy.QuadrigaError as error:
 
 @pytest.fixture(scope="module", autouse=True)
 def breaking_cluster(ray_folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """The driver of a cluster of its own that loses its second node, then its head.
+    """The driver of a cluster of two nodes, with a group on both, that loses its second node, then its head.
 
     Most of its half minute is Ray's waiting, so it runs beside the other tests.
     """
@@ -85,7 +103,13 @@ def breaking_cluster(ray_folder: Path) -> Iterator[subprocess.Popen[str]]:
     yield driver
     if driver.poll() is None:
         driver.kill()
-    driver.communicate()
+        driver.communicate()
+
+
+@pytest.fixture(scope="module")
+def told(breaking_cluster: subprocess.Popen[str]) -> list[str]:
+    """The lines that it printed."""
+    return breaking_cluster.communicate(timeout=120)[0].splitlines()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -210,23 +234,18 @@ def test_an_output_that_cannot_travel_is_said(group, method, told):
     assert told in str(error)
 
 
-def test_a_worker_that_cannot_be_built_says_why_and_so_do_calls_to_it(make):
-    group = make(2, 1)
-
-    for error in (error_of(lambda: group.execute_all("process")), error_of(lambda: group.later().get())):
-        assert "actor[rank 1/2 on " in str(error)
-        assert "failed in __init__: got FileNotFoundError: no model here" in str(error)
-        assert "called with 1" in str(error)
-
-
-def test_the_other_roles_of_a_process_live_on_when_one_fails():
-    roles = {"actor": RayClassWithInitArgs(Clumsy), "critic": RayClassWithInitArgs(Clumsy, 0)}
-    pool = RayResourcePool([1])
+def test_a_worker_that_cannot_be_built_says_why_and_the_other_roles_of_the_processes_live_on():
+    roles = {"actor": RayClassWithInitArgs(Clumsy), "critic": RayClassWithInitArgs(Clumsy, 1)}
+    pool = RayResourcePool([2])
     both = RayWorkerGroup(pool, create_colocated_worker_cls(roles))
     try:
         views = both.spawn({"actor", "critic"})
-        assert str(error_of(lambda: views["critic"].execute_all("process"))).startswith("critic[rank 0/1 on ")
-        assert views["actor"].execute_all("raise_on_one", "") == ["rank 0 is well"]
+        critic = views["critic"]
+        for error in (error_of(lambda: critic.execute_all("process")), error_of(lambda: critic.later().get())):
+            assert "critic[rank 1/2 on " in str(error)
+            assert "failed in __init__: got FileNotFoundError: no model here" in str(error)
+            assert "called with 1" in str(error)
+        assert views["actor"].execute_all("raise_on_one", "") == ["rank 0 is well", "rank 1 is well"]
     finally:
         both.shutdown()
         pool.close()
@@ -291,7 +310,6 @@ def test_a_call_behind_another_one_says_so(group, tmp_path):
     ("end", "told"),
     [
         ("signal", "died in add_up: got SIGSEGV (segmentation fault) at "),
-        ("killed", "died in add_up: got it ended without a word, as after SIGKILL or os._exit() (called with "),
         ("exit status", "died in add_up: got it ended without a word, as after SIGKILL or os._exit() (called with "),
     ],
 )
@@ -365,17 +383,31 @@ time.sleep(600)
 # ---- a node goes, the cluster goes --------------------------------------------------------------
 
 
-def test_a_lost_node_and_a_lost_head_are_each_one_sentence_and_the_end_of_all_processes(breaking_cluster):
-    out, _ = breaking_cluster.communicate(timeout=120)
-    told = dict(line.split(" ", 1) for line in out.splitlines() if line.startswith(("first ", "then ")))
-    processes = [tuple(map(int, line.split()[1:])) for line in out.splitlines() if line.startswith("process")]
+def test_two_nodes(told):
+    """Ranks stand in the order of the nodes' addresses; local ranks count on each node; rank 0's node is the master.
 
-    assert list(told) == ["first", "then"], out
-    assert told["first"].startswith(
-        "actor[rank 0/2 on 127.0.0.2] died in sleep: got its node is gone (called with 600.0)"
+    Without places for all, it is said what each node has, or that fewer nodes are used than were wanted."""
+    lines = dict(line.partition(" ")[::2] for line in told)
+    assert lines["pool"] == "[2, 1] over 2 nodes", told
+    assert lines["seats"].split() == ["0/3:0/2@1", "1/3:1/2@1", "2/3:0/1@2"]
+    assert lines["master"] == "True"
+    assert "pool big [5]" in lines["big"] and lines["big"].count("of 4 CPU free") == 2
+    assert "1 CPU missing" in lines["big"]
+    assert lines["notice:"].startswith(
+        "resource pool three [1, 1, 1]: 3 nodes wanted (trainer.nnodes), 2 used, with [2"
     )
-    assert told["then"].startswith("Ray cluster at ")
-    assert "got no answer from its head while waiting for actor.sleep on 1 rank, expected" in told["then"]
+
+
+def test_a_lost_node_and_a_lost_head_are_each_one_sentence_and_the_end_of_all_processes(told, breaking_cluster):
+    lines = dict(line.partition(" ")[::2] for line in told)
+    processes = [tuple(map(int, line.split()[1:])) for line in told if line.startswith("process")]
+
+    assert {"first", "then"} <= lines.keys(), told
+    assert re.match(
+        r"actor\[rank \d/3 on 127\.0\.0\.2\] died in sleep: got its node is gone \(called with 600\.0\)", lines["first"]
+    )
+    assert lines["then"].startswith("Ray cluster at ")
+    assert "got no answer from its head while waiting for actor.sleep on 1 rank, expected" in lines["then"]
     assert breaking_cluster.returncode == 1
-    assert len(processes) == 3
+    assert len(processes) == 4
     assert all(is_gone(pid, started) for pid, started in processes)

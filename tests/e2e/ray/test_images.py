@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts with images on Ray: two processes that share a model that sees take the steps of one.
+"""Prompts with images on Ray: a vision-language model on two processes takes the steps of one.
 
 What it does not prove: the same with more processes, or on an accelerator.
 """

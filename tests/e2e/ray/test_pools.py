@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Resource pools and what runs on them: on one node, on two, or not at all."""
+"""Resource pools and what runs on them, or does not. Pools over two nodes: test_failures.py has such a cluster."""
 
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 
 from quadriga.errors import WorkerError
-from quadriga.single_controller import Dispatch, Worker, WorkerPlace, register
+from quadriga.single_controller import Worker
 from quadriga.single_controller.ray import (
     RayClassWithInitArgs,
     RayResourcePool,
@@ -20,18 +19,7 @@ ray = pytest.importorskip("ray")
 
 
 class Counter(Worker):
-    """Counts its steps."""
-
-    num_steps = 0
-
-    def count(self) -> int:
-        """Steps so far."""
-        return self.num_steps
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def where(self) -> WorkerPlace:
-        """Its place."""
-        return self.place
+    """Only its name is read."""
 
 
 def test_a_pool_gives_back_what_it_took(ray_cluster: str) -> None:
@@ -75,54 +63,6 @@ def test_roles_and_pools() -> None:
         ResourcePoolManager({"a": [2], "b": [1]}, {"actor": "a", "critic": "c"})
     with pytest.raises(WorkerError, match="resource pool b: got no role on it; roles: actor"):
         ResourcePoolManager({"a": [2], "b": [1]}, {"actor": "a"})
-
-
-def test_two_nodes(two_nodes: str, drive: Callable[..., str]) -> None:
-    """Ranks stand in the order of the nodes' addresses; local ranks count on each node; rank 0's node is the master."""
-    lines = [line for line in drive(TWO_NODES, two_nodes).splitlines() if not line.startswith("waiting")]
-    assert lines[0] == "[2, 1] over 2 nodes"
-    assert lines[1].split() == ["0/3:0/2@1", "1/3:1/2@1", "2/3:0/1@2"]
-    assert lines[2] == "master is rank 0's node"
-    assert "pool big [5]" in lines[3] and lines[3].count("of 4 CPU free") == 2 and "1 CPU missing" in lines[3]
-    assert lines[4].startswith(
-        "notice: resource pool three [1, 1, 1]: 3 nodes wanted (trainer.nnodes), 2 used, with [2"
-    )
-
-
-TWO_NODES = """
-import ray
-from quadriga.errors import WorkerError
-from quadriga.single_controller import Dispatch, Worker, register
-from quadriga.single_controller.resource_pool import address_order
-from quadriga.single_controller.ray import *
-
-class Where(Worker):
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def where(self):
-        return self.place, ray.util.get_node_ip_address()
-
-def seats(group):
-    nodes = sorted({node["NodeManagerAddress"] for node in ray.nodes()}, key=address_order)
-    for place, node in group.where():
-        rank = f"{place.rank}/{place.world_size}:{place.local_rank}/{place.local_world_size}"
-        yield f"{rank}@{nodes.index(node) + 1}"
-
-ray.init(logging_level="ERROR", log_to_driver=False)
-pool = RayResourcePool([2, 1])
-group = RayWorkerGroup(pool, RayClassWithInitArgs(Where))
-places = group.where()
-print(pool.process_on_nodes, "over", len({node for _, node in places}), "nodes")
-print(*seats(group))
-is_first = group.processes.addresses[0].node == places[0][1] == places[2][0].master_addr
-print("master is", "rank 0's node" if is_first else "wrong")
-group.shutdown()
-pool.close()
-try:
-    RayResourcePool([5], name_prefix="big").bundles()
-except WorkerError as error:
-    print(error)
-RayResourcePool([1, 1, 1], name_prefix="three").bundles()
-"""
 
 
 def test_classes_and_options() -> None:

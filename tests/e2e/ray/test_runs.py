@@ -5,7 +5,6 @@ What it does not prove: several nodes, GPUs, several processes to a pool (test_d
 """
 
 import re
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,8 @@ import pytest
 
 from quadriga.config import load_config
 from quadriga.errors import WorkerError
-from quadriga.trainer.task_runner import run
-from watching import WAIT_S, assert_nothing_left
+from quadriga.trainer import task_runner
+from watching import assert_nothing_left
 
 CRITIC_AND_REFERENCE = (
     "algorithm.adv_estimator=gae",
@@ -23,8 +22,14 @@ CRITIC_AND_REFERENCE = (
     "trainer.val_before_train=True",
     "trainer.logger=[console,jsonl]",
 )
-Start = Callable[..., subprocess.Popen[str]]
 Lines = Callable[[Path], list[dict[str, Any]]]
+
+
+@pytest.fixture
+def local(train: Callable[..., Path], capfd: pytest.CaptureFixture[str]) -> tuple[Path, str]:
+    """A run in this process, and what it printed."""
+    capfd.readouterr()
+    return train(*CRITIC_AND_REFERENCE, run="local"), capfd.readouterr().out
 
 
 def without_numbers(text: str) -> list[str]:
@@ -34,32 +39,32 @@ def without_numbers(text: str) -> list[str]:
     return [line for line in lines if " ━" not in line and not re.match(r"start-up +[\d.]+ s|  pool ", line)]
 
 
+POOLS = {"together": ["all"], "grouped": ["policy", "scoring"], "apart": ["actor_rollout", "ref", "critic"]}
+
+
+@pytest.mark.parametrize("placement", ["together", pytest.param("grouped", marks=pytest.mark.slow), "apart"])
 def test_placements_give_the_numbers_of_one_process(
+    placement: str,
     ray_cluster: str,
-    start_on: Start,
+    local: tuple[Path, str],
     train: Callable[..., Path],
     metric_lines: Lines,
     session_members: Callable[[int], list[int]],
     capfd: pytest.CaptureFixture[str],
-    tmp_path: Path,
 ) -> None:
-    """Bit for bit, validation too, with reference and critic beside the actor, in a pool of their own, and in two.
+    """Bit for bit, validation too, with reference and critic in the actor's pool, in a pool of their own, and in two.
 
-    The command line prints what it prints of a local run, line by line, but for times and the line about each pool.
+    The command prints what it prints of a local run, line by line, but for times and the lines about the pools.
     """
-    together = start_on(ray_cluster, *CRITIC_AND_REFERENCE, run="together")
+    alone, local_output = local
     capfd.readouterr()
-    alone = train(*CRITIC_AND_REFERENCE, run="local")
-    local_output = capfd.readouterr().out
-    for name in ("grouped", "apart"):
-        train(*CRITIC_AND_REFERENCE, "trainer.backend=ray", f"trainer.placement={name}", run=name)
-        assert metric_lines(tmp_path / name) == metric_lines(alone)
-    pools = [line for line in capfd.readouterr().out.splitlines() if line.startswith("  pool ")]
-    assert [line.split()[1] for line in pools] == ["policy", "scoring", "actor_rollout", "ref", "critic"]
-    output = together.communicate(timeout=WAIT_S)[0]
-    assert together.returncode == 0, output
-    assert metric_lines(tmp_path / "together") == metric_lines(alone)
-    assert without_numbers(output) == without_numbers(local_output)
+    run = train(*CRITIC_AND_REFERENCE, "trainer.backend=ray", f"trainer.placement={placement}")
+    output = capfd.readouterr().out
+    assert metric_lines(run) == metric_lines(alone)
+    pools = [line.split()[1] for line in output.splitlines() if line.startswith("  pool ")]
+    assert pools == POOLS[placement]
+    if placement == "together":
+        assert without_numbers(output) == without_numbers(local_output)
     assert_nothing_left(session_members)
 
 
@@ -69,5 +74,5 @@ def test_pool_that_the_cluster_has_not(
     """It is said at once, what is there and what is missing, and nothing was started."""
     config = load_config(arguments("trainer.backend=ray", "trainer.n_gpus_per_node=10")).config
     with pytest.raises(WorkerError, match=r"resource pool all \[10\]: got .* has 9 of 9 CPU free.*: 1 CPU missing"):
-        run(config)
+        task_runner.run(config)
     assert_nothing_left(session_members)

@@ -33,6 +33,7 @@ def test_sigterm_saves_the_step_in_work(
     assert process.returncode == 130, output
     last = len(metric_lines(tmp_path / "run"))
     assert "SIGTERM: the run ends after this step" in output
+    assert "pid=" not in output, "Ray puts that before what a worker prints"
     assert f"The same command goes on from the checkpoint of step {last}." in output
     assert_nothing_left(session_members)
     checkpoints = Checkpoints(tmp_path / "run")
@@ -60,21 +61,20 @@ def test_interrupt(
 
 
 def test_killed_command(
-    ray_cluster: str, start_on: Start, session_members: Callable[[int], list[int]], ray_folder: Path, tmp_path: Path
+    start_on: Start, session_members: Callable[[int], list[int]], ray_folder: Path, tmp_path: Path
 ) -> None:
-    """SIGKILL takes the workers with it, on a cluster that stays up, and the cluster where the command started it."""
+    """SIGKILL takes the workers with it, and the cluster that the command started.
+
+    On a cluster that stays up: test_failures.py, where a worker has children too."""
     own = f"ray_kwargs.ray_init={{_temp_dir: {ray_folder / 'own'}, object_store_memory: 100000000}}"
-    joined, starter = start_on(ray_cluster, *ENDLESS, run="joined"), start_on("", *ENDLESS, own, run="starter")
-    wait_for_steps(joined, tmp_path / "joined", 2)
-    wait_for_steps(starter, tmp_path / "starter", 2)
-    assert len(session_members(starter.pid)) > 3
-    for process in (joined, starter):
-        process.kill()
-        process.communicate(timeout=WAIT_S)
+    process = start_on("", *ENDLESS, own)
+    wait_for_steps(process, tmp_path / "run", 2)
+    assert len(session_members(process.pid)) > 3
+    process.kill()
+    process.communicate(timeout=WAIT_S)
 
     def left() -> dict[int, str]:
-        found = titles(session_members(starter.pid))
+        found = titles(session_members(process.pid))
         return {pid: title for pid, title in found.items() if not title.startswith(LATE)}
 
     wait_for(lambda: not left(), lambda: str(left()))
-    assert_nothing_left(session_members)

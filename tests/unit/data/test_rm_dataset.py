@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Preference pairs: their forms, and pairs that teach nothing."""
+"""Preference pairs: their forms, and pairs without anything to learn."""
 
 import pytest
 

@@ -187,7 +187,7 @@ def test_too_long_is_cut_at_the_side_that_is_named(write, data, tokenizer, side:
     if side == "left":
         assert tokenizer.decode(MultiTurnSFTDataset(file, tokenizer, config)[0]["input_ids"]) == kept
     else:
-        # The answer would be gone: a row that teaches nothing is no row.
+        # The response would be gone: a row without anything to learn is no row.
         with pytest.raises(DataError, match="without a response among them"):
             MultiTurnSFTDataset(file, tokenizer, config)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that see: how they are loaded, what their weights are called, what an image costs."""
+"""Vision-language models: how they are loaded, what their weights are called, what an image costs."""
 
 from pathlib import Path
 

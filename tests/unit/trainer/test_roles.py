@@ -50,7 +50,7 @@ def test_estimators_ask_for_what_they_read(estimator: str, expected: Needs) -> N
 
 @pytest.mark.parametrize(("estimator", "is_said"), [("grpo", True), ("rloo", True), ("gae", False)])
 def test_a_group_of_one_is_said(estimator: str, is_said: bool) -> None:
-    """An estimator that reads `uid` compares the responses to one prompt; one alone teaches nothing."""
+    """An estimator that reads `uid` compares the responses to one prompt; from one alone nothing is learned."""
     alone = needs(adv_estimator=estimator, n=1).describe()
     assert ("set actor_rollout_ref.rollout.n above 1" in alone.get("groups", "")) == is_said
     assert "groups" not in needs(adv_estimator=estimator).describe()

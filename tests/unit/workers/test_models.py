@@ -67,13 +67,13 @@ def test_layouts_that_are_not_for_images(folder: Path, name: str) -> None:
         check_models(config(folder, "sees", processes=2, **{name: 2}), has_critic=True)
 
 
-def test_a_frozen_tower_where_there_is_none(folder: Path) -> None:
+def test_a_frozen_encoder_where_there_is_none(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"freeze_vision_tower: got True, with a model without a vision encoder"):
         check_models(config(folder, freeze_vision_tower=True), has_critic=True)
 
 
 def with_changes(folder: Path, **changes: Any) -> Config:
-    """A run of the model that sees with some sections changed."""
+    """A run of the vision-language model with some sections changed."""
     whole = config(folder, "sees").model_dump(exclude_unset=True)
     for name, section in changes.items():
         whole[name] = whole.get(name, {}) | section

@@ -118,7 +118,7 @@ def test_tokens_outside_the_vocabulary(run: Config, tokenizer: Any, prompts: Dat
 def test_the_engine_sleeps_while_models_train(
     config: Config, tokenizer: Any, prompts: DataProto, monkeypatch: pytest.MonkeyPatch, frees: bool
 ) -> None:
-    """Beside the actor, where it may free its cache; never on processes of its own."""
+    """Colocated with the actor, where it may free its cache; never on processes of its own."""
     calls: list[str] = []
     for name in ("sleep", "wake"):
         real = getattr(EngineBase, name)

@@ -118,7 +118,7 @@ def make(config: Config, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Cal
 def test_two_engines_share_what_the_process_has(
     name: str, make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Threads, the accelerator's memory and the bucket for weights are divided; keys and values are each one's own."""
+    """Threads, the accelerator's memory and the bucket for weights are divided; the KV cache is each one's own."""
     monkeypatch.setenv("OMP_NUM_THREADS", "6")
     rollout = make(
         name=name, mode="async", data_parallel_size=2, gpu_memory_utilization=0.5, update_weights_bucket_megabytes=8

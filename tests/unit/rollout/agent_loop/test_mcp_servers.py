@@ -35,7 +35,7 @@ def fail(reason: str) -> str:
 @server.tool()
 def die() -> str:
     """Ends the server."""
-    print("last words", file=sys.stderr, flush=True)
+    print("the end is near", file=sys.stderr, flush=True)
     os._exit(3)
 
 
@@ -100,7 +100,7 @@ def test_a_server_that_dies(converse, make_prompts, recorder, tools_yaml) -> Non
     config = {"tool_config_path": tools_yaml("    tools: [die]\n"), "tool_timeout_s": 10.0}
     output = converse(engine, make_prompts(["do die", "do say"]), config, prompt_length=2000)
     died, said = output.non_tensor_batch["finish_reason"]
-    assert "last words" in died
+    assert "the end is near" in died
     assert died.startswith("tool_error: die({}): got ") and said == "stop"
     assert "tool_timeout_s" not in died
 

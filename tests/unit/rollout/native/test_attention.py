@@ -173,7 +173,7 @@ def test_the_last_row_takes_the_place_of_one_that_ends() -> None:
 
 
 def test_float32_on_the_cpu() -> None:
-    """Keys and values are widened once, when they are written."""
+    """The KV cache is widened once, when it is written."""
     cache = ResponseCache()
     cache.resize(1, 4, 0, 0)
     cache.start_step([0], CPU)
