@@ -5,9 +5,9 @@ Importing it loads neither torch nor ray.
 """
 
 from quadriga.config.actor import ActorConfig, BatchingConfig, CriticConfig, LogProbConfig, ModelConfig, OptimConfig
-from quadriga.config.checks import check_training, training_findings
+from quadriga.config.checks import training_findings
 from quadriga.config.data import DataConfig
-from quadriga.config.explain import batch_plan, explain, needs_old_log_prob_pass, needs_reference, show
+from quadriga.config.explain import BatchPlan, explain, needs_old_log_prob_pass, needs_reference, show
 from quadriga.config.keys import keys_text, leaf_keys
 from quadriga.config.layout import Layout, ModelShape, check_model
 from quadriga.config.loader import Loaded, load_config
@@ -18,9 +18,9 @@ from quadriga.config.root import Config
 from quadriga.config.trainer import ProfilerConfig, TrainerConfig
 
 __all__ = [
-    "ActorConfig", "BatchingConfig", "Config", "CriticConfig", "CustomRewardFunctionConfig", "DataConfig", "Layout",
-    "Loaded", "LogProbConfig", "ModelConfig", "ModelShape", "OptimConfig", "Placement", "ProfilerConfig",
-    "RewardModelConfig", "RolloutConfig", "TrainerConfig", "batch_plan", "check_model", "check_training", "explain",
+    "ActorConfig", "BatchPlan", "BatchingConfig", "Config", "CriticConfig", "CustomRewardFunctionConfig", "DataConfig",
+    "Layout", "Loaded", "LogProbConfig", "ModelConfig", "ModelShape", "OptimConfig", "Placement", "ProfilerConfig",
+    "RewardModelConfig", "RolloutConfig", "TrainerConfig", "check_model", "explain",
     "keys_text", "leaf_keys", "load_config", "needs_old_log_prob_pass", "needs_reference", "place_roles",
     "problem_of_several_engines", "show", "training_findings",
 ]  # fmt: skip

@@ -5,30 +5,11 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Lt
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
 
-from quadriga.config.base import (
-    Count,
-    Finding,
-    KLKind,
-    LossAggMode,
-    Meaning,
-    MinusOneOrCount,
-    Name,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PathText,
-    PositiveFloat,
-    ReadIf,
-    Section,
-    Share,
-    also_named,
-    filled,
-    refuse,
-    unused,
-    wrong,
-)
+from quadriga.config.base import Finding, ReadIf, Section, filled, refuse, unused, wrong
 from quadriga.config.layout import Layout
+from quadriga.config.types import Count, Dtype, KLKind, LossAggMode, Meaning, MinusOneOrCount, Name, PathText, Share
 
 VISION_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 """Vision-language models, as the `model_type` of their config.json names them."""
@@ -110,10 +91,6 @@ class OptimConfig(Section):
     num_cycles: PositiveFloat = 0.5
     """Waves of the cosine schedule; 0.5 falls once from top to bottom."""
 
-    def findings(self, at: str) -> Iterator[Finding]:
-        if self.lr == 0:
-            yield f"{at}.lr: at 0 nothing is learned."
-
 
 class CriticOptimConfig(OptimConfig):
     """AdamW and its learning-rate schedule, for the critic."""
@@ -125,7 +102,7 @@ class CriticOptimConfig(OptimConfig):
 class FSDPConfig(Section):
     """FSDP2 of one role: sharding, mixed precision, offload to the CPU."""
 
-    model_dtype: Annotated[Literal["auto", "bfloat16", "float32"], also_named(fp32="float32", bf16="bfloat16")] = "auto"
+    model_dtype: Dtype = "auto"
     """Dtype that computes (mixed precision; the master weights are float32). auto: what the machine is fast at."""
     fsdp_size: MinusOneOrCount = -1
     """Ranks that shard one copy of the weights, of those with the same place in tensor and pipeline parallelism. -1:
@@ -255,10 +232,6 @@ class ActorConfig(BatchingConfig):
             return given
         return filled(given, {"clip_ratio_low": given["clip_ratio"], "clip_ratio_high": given["clip_ratio"]})
 
-    def findings(self, at: str) -> Iterator[Finding]:
-        if self.use_kl_loss and self.kl_loss_coef == 0:
-            yield f"{at}.kl_loss_coef: at 0 the reference model is computed only to report the KL divergence."
-
 
 class LogProbConfig(Section):
     """How the passes that only compute log-probabilities are cut; the numbers do not depend on it."""
@@ -269,10 +242,6 @@ class LogProbConfig(Section):
     """Whether passes are cut by tokens even when a number of sequences is given."""
     log_prob_max_token_len_per_gpu: Count = 16384
     """Tokens in one pass, where passes are cut by tokens."""
-
-
-class RefConfig(LogProbConfig):
-    """The frozen reference model (it exists when a KL divergence from it is used)."""
 
 
 class CriticModelConfig(Section):

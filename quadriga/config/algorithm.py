@@ -1,62 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
 """`algorithm`: the advantage estimator, the KL penalty in the reward, dynamic sampling, off-policy correction."""
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, field_validator, model_validator
 
-from quadriga.config.base import (
-    Count,
-    Finding,
-    KLKind,
-    Name,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    Section,
-    Share,
-    filled,
-    refuse,
-)
+from quadriga.config.base import Section, filled, refuse
+from quadriga.config.types import Count, KLKind, Name, Share
 
 _LEVELS = ("token", "seq_sum", "seq_mean", "seq_max")
 _KINDS = ("k1", "k2", "k3")
 _TWO_BOUNDS = "a number above 0, or two as LOWER_UPPER"
 _RULES = tuple(f"{level}_{kind}" for level in _LEVELS for kind in _KINDS)
 
-_BYPASS = {"bypass_mode": True}
 _POLICY_GRADIENT = {"bypass_mode": True, "loss_type": "reinforce"}
-_WEIGHTS = {
-    "token_is": {"rollout_is": "token"},
-    "seq_is": {"rollout_is": "sequence"},
-    "token_icepop": {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"},
+_TOKEN, _SEQUENCE = {"rollout_is": "token"}, {"rollout_is": "sequence"}
+_GEO = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.999_1.001"}
+_K3 = {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": "0.01"}
+_CORRECTIONS: dict[str, dict[str, Any]] = {
+    "token_is": _TOKEN,
+    "seq_is": _SEQUENCE,
+    "seq_is_rs": _SEQUENCE | {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0"},
+    "geo_rs": _GEO,
+    "geo_rs_seq_tis": _SEQUENCE | _GEO,
+    "geo_rs_token_tis": _TOKEN | _GEO,
+    "k3_rs": _K3,
+    "k3_rs_seq_tis": _SEQUENCE | _K3,
+    "k3_rs_token_tis": _TOKEN | _K3,
+    "token_icepop": _TOKEN | {"rollout_is_threshold": "0.5_5.0"},
 }
-_REJECTION = {
-    "geo_rs": {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.999_1.001"},
-    "k3_rs": {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": "0.01"},
-    "sum_rs": {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0"},
-}
-
+_IN_POLICY_GRADIENT = ("geo_rs", "geo_rs_seq_tis", "geo_rs_token_tis", "token_icepop")
 _PRESETS: dict[str, dict[str, Any]] = {
-    "decoupled_token_is": _WEIGHTS["token_is"],
-    "decoupled_seq_is": _WEIGHTS["seq_is"],
-    "decoupled_seq_is_rs": _WEIGHTS["seq_is"] | _REJECTION["sum_rs"],
-    "decoupled_geo_rs": _REJECTION["geo_rs"],
-    "decoupled_geo_rs_seq_tis": _WEIGHTS["seq_is"] | _REJECTION["geo_rs"],
-    "decoupled_geo_rs_token_tis": _WEIGHTS["token_is"] | _REJECTION["geo_rs"],
-    "decoupled_k3_rs": _REJECTION["k3_rs"],
-    "decoupled_k3_rs_seq_tis": _WEIGHTS["seq_is"] | _REJECTION["k3_rs"],
-    "decoupled_k3_rs_token_tis": _WEIGHTS["token_is"] | _REJECTION["k3_rs"],
-    "decoupled_token_icepop": _WEIGHTS["token_icepop"],
-    "bypass_ppo_clip": _BYPASS,
-    "bypass_ppo_clip_geo_rs": _BYPASS | _REJECTION["geo_rs"],
-    "bypass_ppo_clip_k3_rs": _BYPASS | _REJECTION["k3_rs"],
-    "bypass_pg_is": _POLICY_GRADIENT | _WEIGHTS["seq_is"],
-    "bypass_pg_geo_rs": _POLICY_GRADIENT | _REJECTION["geo_rs"],
-    "bypass_pg_geo_rs_seq_tis": _POLICY_GRADIENT | _WEIGHTS["seq_is"] | _REJECTION["geo_rs"],
-    "bypass_pg_geo_rs_token_tis": _POLICY_GRADIENT | _WEIGHTS["token_is"] | _REJECTION["geo_rs"],
-    "bypass_pg_token_icepop": _POLICY_GRADIENT | _WEIGHTS["token_icepop"],
+    **{f"decoupled_{name}": keys for name, keys in _CORRECTIONS.items()},
+    "bypass_ppo_clip": {"bypass_mode": True},
+    **{f"bypass_ppo_clip_{name}": {"bypass_mode": True} | _CORRECTIONS[name] for name in ("geo_rs", "k3_rs")},
+    "bypass_pg_is": _POLICY_GRADIENT | _SEQUENCE,
+    **{f"bypass_pg_{name}": _POLICY_GRADIENT | _CORRECTIONS[name] for name in _IN_POLICY_GRADIENT},
     "disabled": {},
 }
 """Names and numbers are verl's. There `disabled` still tells `rollout_corr/` metrics, from a pass that is made for old
@@ -216,10 +195,6 @@ class FilterGroupsConfig(Section):
     """Batches of prompts that one step may generate for; with fewer full groups than the batch needs the run stops. 0:
     no limit."""
 
-    def findings(self, at: str) -> Iterator[Finding]:
-        if self.enable and self.max_num_gen_batches == 0:
-            yield f"{at}.max_num_gen_batches: 0: a step generates until its batch is full, for ever if none differ."
-
 
 class PFPPOConfig(Section):
     """How often each response is drawn for the update (PF-PPO, arXiv:2409.06957)."""
@@ -253,9 +228,3 @@ class AlgorithmConfig(Section):
     """Whether the batch of an update is drawn from the responses with replacement, by their scores."""
     pf_ppo: PFPPOConfig = Field(default_factory=PFPPOConfig)
     rollout_correction: RolloutCorrectionConfig = Field(default_factory=RolloutCorrectionConfig)
-
-    def findings(self, at: str) -> Iterator[Finding]:
-        if self.kl_ctrl.type == "adaptive" and not self.use_kl_in_reward:
-            yield f"{at}.kl_ctrl.type: not used, for {at}.use_kl_in_reward is false."
-        if self.use_kl_in_reward and self.kl_ctrl.kl_coef == 0:
-            yield f"{at}.kl_ctrl.kl_coef: at 0 the reference model is computed only to report the KL divergence."

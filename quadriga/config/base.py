@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every section of the configuration is made of: the base class, types with a range, what a check finds."""
+"""What every section of the configuration is made of: the base class, and what a check of it finds."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from os import PathLike, fspath
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from annotated_types import Ge, Gt, Le, MinLen
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import BaseModel, ConfigDict
 from pydantic_core import PydanticCustomError
 
 from quadriga.config.yaml_text import as_text
@@ -15,13 +13,6 @@ from quadriga.errors import ConfigError
 
 Finding = ConfigError | str
 """What a check yields: an error that keeps a training run from starting, or a notice."""
-
-
-@dataclass(frozen=True)
-class Meaning:
-    """Says in words what a type with a hand-written check accepts."""
-
-    words: str
 
 
 @dataclass(frozen=True)
@@ -88,33 +79,3 @@ def filled(given: Any, defaults: Mapping[str, Any]) -> Any:
         for name, value in defaults.items()
     }
     return {**given, **inner}
-
-
-def also_named(**names: str) -> BeforeValidator:
-    """A validator that takes other names for some values: `also_named(bf16="bfloat16")`."""
-
-    def renamed(value: Any) -> Any:
-        return names.get(value, value) if isinstance(value, str) else value
-
-    return BeforeValidator(renamed)
-
-
-def _path_text(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return [_path_text(one) for one in value]
-    return fspath(value) if isinstance(value, PathLike) else value
-
-
-Count = Annotated[int, Ge(1)]
-NonNegativeInt = Annotated[int, Ge(0)]
-MinusOneOrCount = Annotated[Literal[-1] | Count, Meaning("-1 or a whole number of at least 1")]
-PositiveFloat = Annotated[float, Gt(0)]
-NonNegativeFloat = Annotated[float, Ge(0)]
-Share = Annotated[float, Ge(0), Le(1)]
-Name = Annotated[str, MinLen(1)]
-PathText = Annotated[str, BeforeValidator(_path_text)]
-PathTexts = Annotated[str | list[str], BeforeValidator(_path_text)]
-LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-KLKind = Literal[
-    "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"
-]

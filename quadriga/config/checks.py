@@ -13,13 +13,12 @@ from pathlib import Path
 
 from quadriga.config.adapter import check_adapter
 from quadriga.config.base import Finding, Section, unused, wrong
-from quadriga.config.explain import batch_plan
+from quadriga.config.explain import BatchPlan
 from quadriga.config.multi_turn import LOOPS, InteractionFile, ToolFile, read_tool_file
 from quadriga.config.placement import ACTOR, check_layouts, check_placement
 from quadriga.config.reward import check_classifier
 from quadriga.config.rollout import ROLLOUT
 from quadriga.config.root import Config
-from quadriga.config.yaml_text import combined
 from quadriga.errors import ConfigError
 
 _CUT_BY = ("micro_batch_size_per_gpu", "use_dynamic_bsz", "max_token_len_per_gpu")
@@ -32,21 +31,6 @@ def training_findings(config: Config) -> tuple[list[ConfigError], list[str]]:
     found = [one for check in checks for one in check(config)]
     problems = [one for one in found if isinstance(one, ConfigError)]
     return problems, [one for one in found if isinstance(one, str)]
-
-
-def check_training(config: Config) -> list[str]:
-    """Refuses a configuration that cannot train.
-
-    Returns:
-        Notices.
-
-    Raises:
-        ConfigError: with everything that is wrong.
-    """
-    problems, notices = training_findings(config)
-    if problems:
-        raise combined(problems)
-    return notices
 
 
 def check_sections(config: Config) -> Iterator[Finding]:
@@ -143,7 +127,7 @@ def check_files(config: Config) -> Iterator[Finding]:
 
 def check_batches(config: Config) -> Iterator[Finding]:
     """Yields batches that are not full, or are cut in another way than the keys suggest."""
-    plan, mini = batch_plan(config), config.actor_rollout_ref.actor.ppo_mini_batch_size
+    plan, mini = BatchPlan(config), config.actor_rollout_ref.actor.ppo_mini_batch_size
     prompts, longest, limit = plan.num_prompts, plan.max_sequence_tokens, config.data.train_max_samples
     key = f"{ACTOR}.ppo_mini_batch_size"
     if mini > prompts:
@@ -169,7 +153,7 @@ def check_batches(config: Config) -> Iterator[Finding]:
 def check_rollout(config: Config) -> Iterator[Finding]:
     """Yields lengths, dynamic sampling and rewards that the rollout cannot serve."""
     rollout, groups, trainer = config.actor_rollout_ref.rollout, config.algorithm.filter_groups, config.trainer
-    longest, reward = batch_plan(config).max_sequence_tokens, config.reward_model
+    longest, reward = BatchPlan(config).max_sequence_tokens, config.reward_model
     if rollout.max_model_len is not None and rollout.max_model_len < longest:
         expected = f"at least {longest}, data.max_prompt_length and data.max_response_length together"
         got, fix = f"{rollout.max_model_len} tokens", "Leave it out, or lower those."
@@ -181,6 +165,8 @@ def check_rollout(config: Config) -> Iterator[Finding]:
     if groups.enable and rollout.skip.enable and rollout.skip.action == "repeat":
         fix = "Every batch of prompts of a step would be the same one, and fill it with copies."
         yield wrong(f"{ROLLOUT}.skip.action", f"repeat, with {key}.enable=True", "cache", fix)
+    if groups.enable and groups.max_num_gen_batches == 0:
+        yield f"{key}.max_num_gen_batches: 0: a step generates until its batch is full, for ever if none differ."
     if groups.enable and trainer.total_training_steps is None:
         yield (
             f"{key}: a step may take several batches of prompts: the steps of trainer.total_epochs="
@@ -203,11 +189,20 @@ def check_rollout(config: Config) -> Iterator[Finding]:
 def check_update(config: Config) -> Iterator[Finding]:
     """Yields what actor, critic, their schedules and checkpoints do not agree about."""
     actor, critic, steps = config.actor_rollout_ref.actor, config.critic, config.trainer.total_training_steps
-    if actor.use_kl_loss and config.algorithm.use_kl_in_reward:
+    algorithm, reports = config.algorithm, "at 0 the reference model is computed only to report the KL divergence."
+    if algorithm.kl_ctrl.type == "adaptive" and not algorithm.use_kl_in_reward:
+        yield from unused(["algorithm.kl_ctrl.type"], "algorithm.use_kl_in_reward is false")
+    if algorithm.use_kl_in_reward and algorithm.kl_ctrl.kl_coef == 0:
+        yield f"algorithm.kl_ctrl.kl_coef: {reports}"
+    if actor.use_kl_loss and actor.kl_loss_coef == 0:
+        yield f"{ACTOR}.kl_loss_coef: {reports}"
+    if actor.use_kl_loss and algorithm.use_kl_in_reward:
         keys = f"{ACTOR}.use_kl_loss, algorithm.use_kl_in_reward"
         yield f"{keys}: the divergence from the reference counts twice, in the loss and in the reward."
     for key, section in ((ACTOR, actor), ("critic", critic)):
         optim, parts = section.optim, section.checkpoint
+        if optim.lr == 0:
+            yield f"{key}.optim.lr: at 0 nothing is learned."
         if section.loss_agg_mode == "seq-mean-token-sum-norm" and section.loss_scale_factor is None:
             length = config.data.max_response_length
             yield f"{key}.loss_scale_factor: token sums are divided by data.max_response_length, {length}."

@@ -3,9 +3,10 @@
 
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, NonNegativeInt, model_validator
 
-from quadriga.config.base import Count, MinusOneOrCount, Name, NonNegativeInt, PathText, PathTexts, Section, refuse
+from quadriga.config.base import Section, refuse
+from quadriga.config.types import Count, MinusOneOrCount, Name, PathText, PathTexts
 
 
 class FromFile(Section):
@@ -50,11 +51,6 @@ class ImageSizeConfig(Section):
         if self.min_pixels is not None and self.max_pixels is not None and self.min_pixels > self.max_pixels:
             raise refuse("min_pixels of at most max_pixels", "Exchange them, or leave one out.")
         return self
-
-    @property
-    def given(self) -> dict[str, int]:
-        """Those that are set."""
-        return {name: number for name, number in self if number is not None}
 
 
 class DataConfig(Section):

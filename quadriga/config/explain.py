@@ -2,7 +2,6 @@
 """The configuration in words: the batch arithmetic, what a step does, and the resolved tree."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from quadriga.config.keys import leaf_keys
 from quadriga.config.placement import role_pools
@@ -18,57 +17,33 @@ _ROLE_WORDS = {
 }
 
 
-@dataclass(frozen=True)
 class BatchPlan:
-    """One training step in numbers."""
+    """One training step of the actor in numbers.
 
-    num_prompts: int
-    """Prompts a step takes."""
-    num_sequences: int
-    """Responses a step generates and learns from."""
-    num_mini_batches: int
-    """Mini-batches of one pass over the batch; the last may be smaller."""
-    num_epochs: int
-    """Passes over the batch."""
-    mini_batch_prompts: int
-    """Prompts of a mini-batch, at most those of the batch."""
-    mini_batch_sequences: int
-    micro_batch_sequences: int | None
-    """Sequences of a forward and backward pass; None: cut by tokens."""
-    num_micro_batches: int | None
-    """Forward and backward passes of a whole mini-batch; None: cut by tokens, so it depends on the lengths."""
-    max_sequence_tokens: int
-    """Tokens of the longest sequence: prompt and response."""
+    Attributes:
+        num_prompts, num_sequences: prompts that a step takes, and the responses that it generates and learns from.
+        num_mini_batches: of one pass over the batch; the last may be smaller.
+        num_optimizer_steps: of all passes.
+        is_on_policy: whether the only update is made by the policy that sampled: old log-probs equal current ones.
+        mini_batch_prompts, mini_batch_sequences: of a mini-batch, at most those of the batch.
+        micro_batch_sequences, num_micro_batches: sequences of a forward and backward pass, and such passes in a whole
+            mini-batch; None: cut by tokens, so they depend on the lengths.
+        max_sequence_tokens: of the longest sequence, prompt and response.
+    """
 
-    @property
-    def num_optimizer_steps(self) -> int:
-        """Optimizer steps of a training step."""
-        return self.num_mini_batches * self.num_epochs
-
-    @property
-    def is_on_policy(self) -> bool:
-        """Whether the only update is made by the policy that sampled, so that old and current log-probs are equal."""
-        return self.num_optimizer_steps == 1
-
-
-def batch_plan(config: Config) -> BatchPlan:
-    """The numbers of one training step of the actor."""
-    actor, responses = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
-    prompts = config.data.train_batch_size
-    mini = min(actor.ppo_mini_batch_size, prompts)
-    micro = None if actor.use_dynamic_bsz else actor.ppo_micro_batch_size_per_gpu
-    micro = None if micro is None else min(micro, mini * responses)
-    return BatchPlan(
-        num_prompts=prompts,
-        num_sequences=prompts * responses,
-        num_mini_batches=-(-prompts // mini),
-        num_epochs=actor.ppo_epochs,
-        mini_batch_prompts=mini,
-        mini_batch_sequences=mini * responses,
-        micro_batch_sequences=micro,
-        num_micro_batches=None if micro is None else -(-mini * responses // micro),
-        max_sequence_tokens=config.data.max_prompt_length + config.data.max_response_length,
-    )
+    def __init__(self, config: Config) -> None:
+        actor, responses = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
+        self.num_prompts = config.data.train_batch_size
+        self.num_sequences = self.num_prompts * responses
+        self.mini_batch_prompts = min(actor.ppo_mini_batch_size, self.num_prompts)
+        self.mini_batch_sequences = self.mini_batch_prompts * responses
+        self.num_mini_batches = -(-self.num_prompts // self.mini_batch_prompts)
+        self.num_optimizer_steps = self.num_mini_batches * actor.ppo_epochs
+        self.is_on_policy = self.num_optimizer_steps == 1
+        micro = None if actor.use_dynamic_bsz else actor.ppo_micro_batch_size_per_gpu
+        self.micro_batch_sequences = micro and min(micro, self.mini_batch_sequences)
+        self.num_micro_batches = micro and -(-self.mini_batch_sequences // micro)
+        self.max_sequence_tokens = config.data.max_prompt_length + config.data.max_response_length
 
 
 def needs_old_log_prob_pass(config: Config) -> bool:
@@ -81,7 +56,7 @@ def needs_old_log_prob_pass(config: Config) -> bool:
     correction = config.algorithm.rollout_correction
     if correction.needs_old_log_probs or config.algorithm.use_kl_in_reward:
         return True
-    return not correction.bypass_mode and not batch_plan(config).is_on_policy
+    return not correction.bypass_mode and not BatchPlan(config).is_on_policy
 
 
 def needs_reference(config: Config) -> bool:
@@ -110,7 +85,7 @@ def explain(config: Config, num_train_prompts: int | None = None) -> str:
         config: the configuration.
         num_train_prompts: prompts in the training data, where they have been counted.
     """
-    plan, data, trainer, rollout = batch_plan(config), config.data, config.trainer, config.actor_rollout_ref.rollout
+    plan, data, trainer, rollout = BatchPlan(config), config.data, config.trainer, config.actor_rollout_ref.rollout
     step = [
         f"{_count(plan.num_prompts, 'prompt')} x {_count(rollout.n, 'response')} = "
         f"{_count(plan.num_sequences, 'sequence')}, generated by {rollout.name} at temperature {rollout.temperature:g}",
@@ -144,7 +119,7 @@ def _update(config: Config, plan: BatchPlan) -> Iterator[str]:
     yield (
         f"{_count(plan.num_optimizer_steps, 'optimizer step')} a batch: "
         f"{_count(plan.num_mini_batches, 'mini-batch', 'mini-batches')} of {_count(plan.mini_batch_prompts, 'prompt')} "
-        f"({_count(plan.mini_batch_sequences, 'sequence')}) x {_count(plan.num_epochs, 'epoch')}"
+        f"({_count(plan.mini_batch_sequences, 'sequence')}) x {_count(actor.ppo_epochs, 'epoch')}"
     )
     if rest := plan.num_prompts % plan.mini_batch_prompts:
         yield f"the last mini-batch has {_count(rest, 'prompt')}"

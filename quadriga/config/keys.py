@@ -24,8 +24,9 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import BaseModel
 
-from quadriga.config.base import Meaning, Section
+from quadriga.config.base import Section
 from quadriga.config.root import Config, is_read, spelled, spelled_text
+from quadriga.config.types import Meaning
 from quadriga.config.yaml_text import as_text
 
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", types.NoneType: "null"}

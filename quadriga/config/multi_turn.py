@@ -17,9 +17,10 @@ A class is `file.py:Name`, the file seen from the folder of the YAML file, or `p
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, PositiveFloat, ValidationError, model_validator
 
-from quadriga.config.base import Count, Name, PathText, PositiveFloat, Section, refuse
+from quadriga.config.base import Section, refuse
+from quadriga.config.types import Count, Name, PathText
 from quadriga.config.yaml_text import combined, read_yaml
 from quadriga.errors import ConfigError
 
@@ -30,14 +31,11 @@ FileSection = TypeVar("FileSection", bound=Section)
 
 
 class ToolEntry(Section):
-    """A class of tools."""
+    """A class of tools: where it is, arguments of its `__init__`, a schema instead of what `execute` says of itself."""
 
     class_name: Name
-    """Where the class is."""
     config: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of its `__init__`."""
     tool_schema: dict[str, Any] | None = None
-    """What the model reads instead of what `execute` says of itself."""
 
 
 class ServerEntry(Section):
@@ -71,14 +69,11 @@ class ToolFile(Section):
 
 
 class InteractionEntry(Section):
-    """A user simulator by name."""
+    """A user simulator: its name in `interaction_kwargs` of a row, where its class is, arguments of its `__init__`."""
 
     name: Name
-    """What `interaction_kwargs.name` of a row says."""
     class_name: Name
-    """Where the class is."""
     config: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of its `__init__`."""
 
 
 class InteractionFile(Section):

@@ -125,7 +125,7 @@ def check_placement(config: Config) -> Iterator[Finding]:
             _KEY: trainer.placement != "together",
             "trainer.resource_pools": trainer.resource_pools,
             "trainer.max_worker_restarts": trainer.max_worker_restarts,
-            "ray_kwargs.ray_init": ray.arguments,
+            "ray_kwargs.ray_init": ray.ray_init,
             "ray_kwargs.timeline_json_file": ray.timeline_json_file,
         }
         yield from unused([key for key, is_changed in changed.items() if is_changed], "trainer.backend is local")

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, PositiveFloat
 
 from quadriga.config.actor import FSDPConfig, ParallelConfig
-from quadriga.config.base import Count, Finding, Name, PathText, PositiveFloat, ReadIf, Section, Share, unused, wrong
+from quadriga.config.base import Finding, ReadIf, Section, unused, wrong
+from quadriga.config.types import Count, Name, PathText, Share
 
 # What a configuration of transformers means that says nothing of labels.
 _DEFAULT_LABELS = 2

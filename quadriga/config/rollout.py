@@ -6,26 +6,12 @@ from difflib import get_close_matches
 from importlib.util import find_spec
 from typing import Annotated, Any, Literal
 
-from annotated_types import Gt, Le
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat
 
 from quadriga.config.actor import LogProbConfig
-from quadriga.config.base import (
-    Count,
-    Finding,
-    Meaning,
-    MinusOneOrCount,
-    NonNegativeFloat,
-    PathText,
-    PositiveFloat,
-    ReadIf,
-    Section,
-    Share,
-    refuse,
-    unused,
-    wrong,
-)
+from quadriga.config.base import Finding, ReadIf, Section, refuse, unused, wrong
 from quadriga.config.multi_turn import AgentConfig, MultiTurnConfig
+from quadriga.config.types import Count, Meaning, MinusOneOrCount, PathText, Share, TopShare
 from quadriga.errors import ConfigError
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -37,7 +23,6 @@ _MORE_PROCESSES = (
     "Set it to 1. More engines: more processes that generate, by trainer.n_gpus_per_node, or with trainer.backend=ray "
     "by a pool of their own in trainer.placement; or generate with vllm and mode=async."
 )
-TopShare = Annotated[float, Gt(0), Le(1)]
 
 
 def _known_engine(name: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from quadriga.config.actor import ActorConfig, CriticConfig, ModelConfig, RefConfig
+from quadriga.config.actor import ActorConfig, CriticConfig, LogProbConfig, ModelConfig
 from quadriga.config.algorithm import AlgorithmConfig
 from quadriga.config.base import Section, filled
 from quadriga.config.data import DataConfig
@@ -68,7 +68,7 @@ class ActorRolloutRefConfig(Section):
     model: ModelConfig = Field(default_factory=ModelConfig)
     actor: ActorConfig = Field(default_factory=ActorConfig)
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
-    ref: RefConfig = Field(default_factory=RefConfig)
+    ref: LogProbConfig = Field(default_factory=LogProbConfig)
 
 
 class Config(Section):

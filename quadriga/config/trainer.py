@@ -8,22 +8,10 @@ from string import Formatter
 from typing import Annotated, Any, Literal
 
 from annotated_types import MinLen
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, NonNegativeInt
 
-from quadriga.config.base import (
-    Count,
-    Finding,
-    Meaning,
-    MinusOneOrCount,
-    Name,
-    NonNegativeInt,
-    PathText,
-    ReadIf,
-    Section,
-    also_named,
-    refuse,
-    wrong,
-)
+from quadriga.config.base import Finding, ReadIf, Section, refuse, wrong
+from quadriga.config.types import Count, Meaning, MinusOneOrCount, Name, PathText, ResumeMode
 
 Tracker = Literal["console", "jsonl", "tensorboard", "wandb", "mlflow", "swanlab"]
 Arrangement = Literal["together", "grouped", "apart"]
@@ -55,7 +43,8 @@ def _known_arguments(value: dict[str, Any]) -> dict[str, Any]:
         close = get_close_matches(unknown[0], RAY_INIT_KEYS, n=1, cutoff=0.6)
         fix = f"Did you mean {close[0]}?" if close else ""
         raise refuse(f"keys out of {', '.join(sorted(RAY_INIT_KEYS))}", fix)
-    return value
+    # A key that is null is as good as left out.
+    return {name: one for name, one in value.items() if one is not None}
 
 
 class TrainerConfig(Section):
@@ -92,7 +81,7 @@ class TrainerConfig(Section):
     """Whether the untrained model is validated first, where there are validation files."""
     default_local_dir: Annotated[PathText, AfterValidator(_known_places)] = "outputs/{project_name}/{experiment_name}"
     """Directory of the run: checkpoints, metrics, the resolved configuration, and after a supervised task `model`."""
-    resume_mode: Annotated[Literal["auto", "disable", "resume_path"], also_named(path="resume_path")] = "auto"
+    resume_mode: ResumeMode = "auto"
     """auto: resume from the run's newest checkpoint, if any; disable: start anew; resume_path: from the given one."""
     resume_from_path: Annotated[PathText | None, ReadIf("resume_mode", ("resume_path",))] = None
     """Checkpoint to resume from, with `resume_mode=resume_path`."""
@@ -156,11 +145,6 @@ class RayConfig(Section):
     run). Without an address: that of the variable RAY_ADDRESS, else a cluster on this machine for the run alone."""
     timeline_json_file: PathText | None = None
     """File for a timeline of Ray's tasks, to be opened in a trace viewer. null: none."""
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """What `ray_init` sets; a key that is null is as good as left out."""
-        return {name: value for name, value in self.ray_init.items() if value is not None}
 
 
 class ProfilerConfig(Section):

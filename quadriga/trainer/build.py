@@ -226,7 +226,8 @@ def build_processor(config: Config) -> Any:
     """The image processor of a vision-language model; None for a language model."""
     model = config.actor_rollout_ref.model
     trusts = config.data.trust_remote_code or model.trust_remote_code
-    return load_processor(model.path, trust_remote_code=trusts, options=config.data.mm_processor_kwargs.given)
+    sizes = config.data.mm_processor_kwargs.model_dump(exclude_none=True)
+    return load_processor(model.path, trust_remote_code=trusts, options=sizes)
 
 
 def build_dataloaders(config: Config, tokenizer: Any) -> tuple[Any, Any]:

@@ -28,7 +28,7 @@ def run_ppo(config: Config) -> None:
     num_processes = sum(sum(config.trainer.processes_of(pool)) for pool in pools)
     cluster = _load(CLUSTER)
     start_up = [("cluster", time.time())]
-    with cluster(config.ray_kwargs.arguments, num_processes, config.ray_kwargs.timeline_json_file):
+    with cluster(config.ray_kwargs.ray_init, num_processes, config.ray_kwargs.timeline_json_file):
         start_up.append(("modules", time.time()))
         _load(RUN)(config, start_up)
 

@@ -7,8 +7,8 @@ import pytest
 
 from quadriga.algorithms.aggregate import LOSS_AGG_MODES
 from quadriga.algorithms.kl import KL_PENALTIES
-from quadriga.config.base import KLKind, LossAggMode
 from quadriga.config.trainer import Tracker, TrainerConfig
+from quadriga.config.types import KLKind, LossAggMode
 from quadriga.observe.tracking import BACKENDS
 from quadriga.trainer.build import TEAMS
 

@@ -265,7 +265,8 @@ class VLLMEngine(ThirdPartyEngine):
                 "lora_target_modules": self.adapter.modules,
             }
         if self.is_vision:
-            own |= {"limit_mm_per_prompt": {"video": 0}, "mm_processor_kwargs": dict(data.mm_processor_kwargs.given)}
+            sizes = data.mm_processor_kwargs.model_dump(exclude_none=True)
+            own |= {"limit_mm_per_prompt": {"video": 0}, "mm_processor_kwargs": sizes}
         return own | self.setup.options
 
     def _describe(self) -> str:

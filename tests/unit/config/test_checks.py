@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quadriga.config import check_training, load_config, training_findings
+from quadriga.config import load_config, training_findings
 from quadriga.errors import ConfigError
 
 
@@ -37,7 +37,7 @@ def findings(overrides: list[str]) -> tuple[dict[str, str], str]:
 
 
 def test_a_sound_run_hears_nothing(ready: list[str]) -> None:
-    assert check_training(load_config(ready).config) == []
+    assert load_config(ready, for_training=True).notices == []
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_is_refused_and_nothing_else_is(ready: list[str], changes: list[str], ke
     problems, _ = findings(ready + changes)
     assert list(problems) == [key]
     with pytest.raises(ConfigError, match="expected"):
-        check_training(load_config(ready + changes).config)
+        load_config(ready + changes, for_training=True)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_no_answers_at_all(ready: list[str]) -> None:
 
 def test_everything_comes_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        check_training(load_config(["actor_rollout_ref.rollout.temperature=0"]).config)
+        load_config(["actor_rollout_ref.rollout.temperature=0"], for_training=True)
     for key in ("data.train_files", "data.val_files", "actor_rollout_ref.model.path", "rollout.temperature"):
         assert key in str(caught.value)
 

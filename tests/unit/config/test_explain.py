@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quadriga.config import batch_plan, explain, keys_text, load_config, needs_old_log_prob_pass, needs_reference
+from quadriga.config import BatchPlan, explain, keys_text, load_config, needs_old_log_prob_pass, needs_reference
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
@@ -16,7 +16,7 @@ def config(*overrides: str):
 
 def test_the_plan_of_a_step() -> None:
     # 10 prompts x 3 answers; mini-batches of 4, 4 and 2 prompts, twice over; 12 sequences in micro-batches of 5.
-    plan = batch_plan(
+    plan = BatchPlan(
         config("data.train_batch_size=10", f"{ROLLOUT}.n=3", f"{ACTOR}.ppo_mini_batch_size=4", f"{ACTOR}.ppo_epochs=2",
                f"{ACTOR}.ppo_micro_batch_size_per_gpu=5")
     )  # fmt: skip
@@ -30,7 +30,7 @@ def test_the_plan_of_a_step() -> None:
 @given(prompts=st.integers(1, 40), answers=st.integers(1, 5), mini=st.integers(1, 50), micro=st.integers(1, 30))
 @settings(deadline=None, max_examples=30)
 def test_the_plan_counts_what_cutting_gives(prompts: int, answers: int, mini: int, micro: int) -> None:
-    plan = batch_plan(
+    plan = BatchPlan(
         config(f"data.train_batch_size={prompts}", f"{ROLLOUT}.n={answers}", f"{ACTOR}.ppo_mini_batch_size={mini}",
                f"{ACTOR}.ppo_micro_batch_size_per_gpu={micro}")
     )  # fmt: skip

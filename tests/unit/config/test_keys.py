@@ -74,7 +74,8 @@ def test_words_of_others_are_understood() -> None:
 
 def test_sizes_of_images_are_in_order() -> None:
     sizes = DataConfig(mm_processor_kwargs={"max_pixels": 9}).mm_processor_kwargs
-    assert sizes.given == {"max_pixels": 9} and DataConfig().mm_processor_kwargs.given == {}
+    assert sizes.model_dump(exclude_none=True) == {"max_pixels": 9}
+    assert DataConfig().mm_processor_kwargs.model_dump(exclude_none=True) == {}
     with pytest.raises(ValidationError, match="min_pixels of at most max_pixels"):
         DataConfig(mm_processor_kwargs={"min_pixels": 10, "max_pixels": 9})
     with pytest.raises(ConfigError, match=r"patch_size.*max_pixels|unknown"):

@@ -141,7 +141,7 @@ def test_values_that_do_not_fit(override: str) -> None:
 
 def test_a_key_of_ray_that_is_null_is_as_good_as_left_out() -> None:
     config = load_config(["ray_kwargs.ray_init.num_cpus=null", "ray_kwargs.ray_init.address=auto"]).config
-    assert config.ray_kwargs.arguments == {"address": "auto"}
+    assert config.ray_kwargs.ray_init == {"address": "auto"}
 
 
 def test_rays_own_arguments() -> None:

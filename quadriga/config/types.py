@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Types of the fields: numbers with a range, names, paths, and values that several sections take."""
+
+from dataclasses import dataclass
+from functools import partial
+from os import PathLike, fspath
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Le, MinLen
+from pydantic import BeforeValidator
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """Says in words what a type with a hand-written check accepts."""
+
+    words: str
+
+
+def _renamed(value: Any, **names: str) -> Any:
+    return names.get(value, value) if isinstance(value, str) else value
+
+
+def _path_text(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_path_text(one) for one in value]
+    return fspath(value) if isinstance(value, PathLike) else value
+
+
+Count = Annotated[int, Ge(1)]
+MinusOneOrCount = Annotated[Literal[-1] | Count, Meaning("-1 or a whole number of at least 1")]
+Share = Annotated[float, Ge(0), Le(1)]
+TopShare = Annotated[float, Gt(0), Le(1)]
+Name = Annotated[str, MinLen(1)]
+PathText = Annotated[str, BeforeValidator(_path_text)]
+PathTexts = Annotated[str | list[str], BeforeValidator(_path_text)]
+_SHORT_DTYPES = BeforeValidator(partial(_renamed, fp32="float32", bf16="bfloat16"))
+Dtype = Annotated[Literal["auto", "bfloat16", "float32"], _SHORT_DTYPES]
+ResumeMode = Annotated[
+    Literal["auto", "disable", "resume_path"], BeforeValidator(partial(_renamed, path="resume_path"))
+]
+LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+KLKind = Literal[
+    "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"
+]
