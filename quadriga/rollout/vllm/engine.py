@@ -225,7 +225,7 @@ class VLLMEngine(ThirdPartyEngine):
     def _arguments(self) -> dict[str, Any]:
         """The arguments of vLLM's engine: those of the configuration, under vLLM's names; `engine_kwargs.vllm` wins."""
         rollout, model, data = self.setup.rollout, self.setup.config.actor_rollout_ref.model, self.setup.config.data
-        is_on_cpu = self.setup.device.type == "cpu"
+        sizes, is_on_cpu = data.mm_processor_kwargs, self.setup.device.type == "cpu"
         # On a CPU vLLM raises where it cuts a prompt of a request with a seed: it cannot put the generator back. So a
         # pass holds at least one token of each sequence there, and a prompt that is not cut.
         smallest_pass = max(rollout.max_num_seqs, self.setup.max_model_len) if is_on_cpu else rollout.max_num_seqs
@@ -265,8 +265,7 @@ class VLLMEngine(ThirdPartyEngine):
                 "lora_target_modules": self.adapter.modules,
             }
         if self.is_vision:
-            sizes = data.mm_processor_kwargs.model_dump(exclude_none=True)
-            own |= {"limit_mm_per_prompt": {"video": 0}, "mm_processor_kwargs": sizes}
+            own |= {"limit_mm_per_prompt": {"video": 0}, "mm_processor_kwargs": sizes.model_dump(exclude_none=True)}
         return own | self.setup.options
 
     def _describe(self) -> str:
