@@ -191,8 +191,8 @@ def our_pass(args: Namespace, *, share_prompts: bool) -> Callable[[DataProto], R
 
     def run(batch: DataProto) -> Reading:
         learn(batch[: args.micro_batch])
-        engine.sleep()  # forgets the gradients
-        engine.wake()
+        engine.parameters.clear_gradients()
+        engine.parameters.sums.clear()
         engine.is_warm = True
         engine.meter.start()
         metrics = learn(batch)

@@ -15,7 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 from quadriga.config.adapter import ADAPTER_CONFIG, is_adapter
 from quadriga.data.tokenizing import read_tokenizer
 from quadriga.errors import CheckpointError, QuadrigaError
-from quadriga.models.adapter_files import AdapterFiles, write_adapter
+from quadriga.models.adapter_files import AdapterFiles, write_factors
 from quadriga.models.load import from_pretrained
 from quadriga.models.vision import copy_processor
 from quadriga.trainer.checkpoint import MANIFEST, model_folder, verify
@@ -53,7 +53,9 @@ def main(argv: list[str]) -> int:
         arguments.output.mkdir(parents=True, exist_ok=True)
         if parts is None:
             shutil.copyfile(folder / ADAPTER_CONFIG, arguments.output / ADAPTER_CONFIG)
-            write_adapter(arguments.output, AdapterFiles(folder), getattr(torch, dtype))
+            files = AdapterFiles(folder)
+            factors = {name: files.read(name).to(getattr(torch, dtype)) for name in files.shapes}
+            write_factors(arguments.output, factors)
         else:
             _save(*parts, arguments.output)
             copy_processor(parts[0].config, arguments.output, folder)

@@ -106,14 +106,6 @@ class TrainEngine(Protocol):
         """The tensors of `state` were written to."""
         ...
 
-    def sleep(self) -> None:
-        """Give up memory that only training needs."""
-        ...
-
-    def wake(self) -> None:
-        """Take it back."""
-        ...
-
     def describe(self) -> dict[str, Any]:
         """The engine's automatic choices, each with its reason, for people to read."""
         ...

@@ -15,6 +15,7 @@ Legend: B rows of this rank, b of them in a mini-batch.
 import math
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 
@@ -75,24 +76,28 @@ class Passes:
         )
 
 
-def row_numbers(data: DataProto, replicas: ProcessGroup) -> tuple[torch.Tensor, int]:
-    """The number of each row in the whole batch: `row_index` where there is such a column, else rank after rank.
+def mini_batches(
+    data: DataProto, replicas: ProcessGroup, passes: Passes
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The mini-batches of all passes over a batch, as many on every rank.
 
     Args:
-        data: the rows of this rank.
+        data: the rows of this rank. Their numbers in the whole batch are its `row_index` [B], where there is such a
+            column; else they go on from rank to rank.
         replicas: the data-parallel ranks.
+        passes: how often, in what order, and how many rows at a time.
 
-    Returns:
-        [B] int64, and the rows of the whole batch.
+    Yields:
+        The rows that are here, in order, and their places in the order of the whole batch: [b] int64 each.
 
     Raises:
         EngineError: the numbers are not those of a whole batch.
     """
     counts = replicas.gather(len(data))
     num_all = sum(counts)
-    if "row_index" not in data.batch.keys():
-        return torch.arange(len(data)) + sum(counts[: replicas.rank]), num_all
-    numbers = data.batch["row_index"].cpu()
+    numbers = torch.arange(len(data)) + sum(counts[: replicas.rank])
+    if "row_index" in data.batch.keys():
+        numbers = data.batch["row_index"].cpu()
     if len(numbers) and not 0 <= int(numbers.min()) <= int(numbers.max()) < num_all:
         raise EngineError(
             "column row_index",
@@ -100,31 +105,17 @@ def row_numbers(data: DataProto, replicas: ProcessGroup) -> tuple[torch.Tensor, 
             expected=f"each number from 0 to {num_all - 1} once",
             fix="Number the rows after the last one was added or removed.",
         )
-    return numbers, num_all
-
-
-def mini_batches(
-    numbers: torch.Tensor, num_all: int, size: int, shuffle_seed: int | None
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The mini-batches of one pass, as many on every rank.
-
-    Args:
-        numbers: [B] of this rank's rows in the whole batch.
-        num_all: rows of the whole batch.
-        size: rows of a mini-batch over all ranks; the last may be smaller.
-        shuffle_seed: of the order of the whole batch; None keeps it.
-
-    Yields:
-        The rows that are here, in order, and their places in the order of the whole batch: [b] int64 each.
-    """
-    places = numbers
-    if shuffle_seed is not None:
-        order = torch.randperm(num_all, generator=torch.Generator().manual_seed(shuffle_seed))
-        places = torch.empty_like(order).scatter_(0, order, torch.arange(num_all))[numbers]
-    sorted_places, sorted_rows = places.sort()
-    for start in range(0, num_all, size):
-        first, last = torch.searchsorted(sorted_places, torch.tensor([start, start + size])).tolist()
-        yield sorted_rows[first:last], sorted_places[first:last]
+    for epoch in range(passes.num_epochs):
+        places = numbers
+        if passes.shuffle_seed is not None:
+            generator = torch.Generator().manual_seed(passes.shuffle_seed + epoch)
+            order = torch.randperm(num_all, generator=generator)
+            places = torch.empty_like(order).scatter_(0, order, torch.arange(num_all))[numbers]
+        sorted_places, sorted_rows = places.sort()
+        for start in range(0, num_all, passes.mini_batch_size):
+            ends = torch.tensor([start, start + passes.mini_batch_size])
+            first, last = torch.searchsorted(sorted_places, ends).tolist()
+            yield sorted_rows[first:last], sorted_places[first:last]
 
 
 @dataclass(frozen=True)
@@ -162,10 +153,10 @@ def micro_batches(
             return [list(range(start, min(start + size, len(rows)))) for start in range(0, len(rows), size)]
         return [list(range(len(rows) * part // num, len(rows) * (part + 1) // num)) for part in range(num)]
     units = _units(rows, how, num_at_least, attention_tokens)
-    batches = _deal(sorted(units, key=lambda unit: unit.order), how.max_tokens, num_at_least)
+    batches = _deal(sorted(units, key=attrgetter("order")), how.max_tokens, num_at_least)
     batches.sort(key=lambda batch: (-sum(unit.cost for unit in batch), min(unit.first for unit in batch)))
     return [
-        [index for unit in sorted(batch, key=lambda unit: unit.first) for index in sorted(unit.members)]
+        [index for unit in sorted(batch, key=attrgetter("first")) for index in sorted(unit.members)]
         for batch in batches
     ]
 
@@ -209,7 +200,7 @@ def _units(rows: Sequence[RowLength], how: MicroBatching, num_at_least: int, att
             units.append(_Unit(rows, [unit.members[number] for number in part], attention_tokens))
     while len(units) < num_at_least:
         # There are more rows than units, so one has several.
-        largest = min((unit for unit in units if len(unit.members) > 1), key=lambda unit: unit.order)
+        largest = min((unit for unit in units if len(unit.members) > 1), key=attrgetter("order"))
         units.remove(largest)
         units += [_Unit(rows, half, attention_tokens) for half in (largest.members[::2], largest.members[1::2])]
     return units
@@ -241,27 +232,18 @@ def _deal(units: Sequence[_Unit], max_tokens: int, num_at_least: int) -> list[li
     high = max(num_at_least, len(filled))
     low = min(high, max(num_at_least, -(-sum(sizes) // max_tokens)))
     best = None
-    while low < high:
-        middle = (low + high) // 2
-        even = _even_out(units, max_tokens, middle)
-        if even is None:
-            low = middle + 1
+    while best is None or low < high:
+        num = (low + high) // 2
+        parts = Parts([max_tokens] * num)
+        # Each unit goes into the cheapest micro-batch that has room; one that is larger than the budget goes alone.
+        given = (parts.give([unit], unit.cost, size=min(unit.num_tokens, max_tokens)) for unit in units)
+        if all(part is not None for part in given):
+            best, high = parts.items, num
+        elif low < high:
+            low = num + 1
+        elif high == len(filled):
+            best = filled
         else:
-            best, high = even, middle
-    if best is not None:
-        return best
-    if high == len(filled):
-        return _even_out(units, max_tokens, high) or filled
-    # With a micro-batch for each unit there is room.
-    dealt = (_even_out(units, max_tokens, num) for num in range(high, len(units) + 1))
-    return next(even for even in dealt if even is not None)
-
-
-def _even_out(units: Sequence[_Unit], max_tokens: int, num: int) -> list[list[_Unit]] | None:
-    """Each unit into the cheapest of `num` micro-batches that has room; None: there is none."""
-    parts = Parts([max_tokens] * num)
-    for unit in units:
-        # One that is larger than the budget goes alone.
-        if parts.give([unit], unit.cost, size=min(unit.num_tokens, max_tokens)) is None:
-            return None
-    return parts.items
+            # With a micro-batch for each unit there is room.
+            low = high = high + 1
+    return best

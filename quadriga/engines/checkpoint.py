@@ -17,10 +17,10 @@ written by one of them. Without the list of chunks, written last, a folder is no
 Legend: [...] is the shape of a parameter, or of a rank's part of it.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from traceback import format_exception
 from typing import Any
@@ -28,7 +28,6 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
@@ -39,17 +38,10 @@ from quadriga.models.weight_files import METADATA, ChunkReader
 
 State = Mapping[str, torch.Tensor]
 """Tensors by name, plain where one rank holds them whole, DTensors where several do."""
+Written = list[list[WriteResult]]
+"""The chunks that a rank has written, folder by folder."""
 
 _OTHER_MODEL = "Resume with the model that the checkpoint was made of."
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    """What a thread came to: the chunks that it wrote, folder by folder, or the error; neither: it is at work."""
-
-    is_over: bool
-    written: list[list[WriteResult]] = field(default_factory=list)
-    error: CheckpointError | None = None
 
 
 class StateWriter:
@@ -61,10 +53,9 @@ class StateWriter:
 
     def __init__(self, world: ProcessGroup) -> None:
         self.world = world
-        self._folders: list[_Folder] = []
-        self._afterwards: Callable[[], None] | None = None
-        self._chunks: Future[list[list[WriteResult]]] | None = None
-        self._rest: Future[list[list[WriteResult]]] | None = None
+        self._thread: Future[Written] | None = None
+        self._rest: Callable[[list[Written]], Written] | None = None
+        """What is left to do, in a thread too, once all ranks have written their chunks."""
 
     def start(self, states: Mapping[Path, State], afterwards: Callable[[], None] | None = None) -> None:
         """Copy what this rank is to write, and begin to write it. The state may be changed when this returns.
@@ -77,12 +68,13 @@ class StateWriter:
             CheckpointError: a folder cannot be made, or the last state could not be written.
         """
         self.is_written(wait=True)
-        self._afterwards = afterwards
-        self._folders = [_Folder(folder, state, self.world) for folder, state in states.items()]
+        parts = [_Part(folder, state, self.world) for folder, state in states.items()]
+        rest = partial(self._complete, parts, afterwards)
         if self.world.size > 1:
-            self._chunks = in_background(self._write, "checkpoint")
+            self._thread = in_background(lambda: [part.write() for part in parts], "checkpoint")
+            self._rest = rest
         else:
-            self._rest = in_background(lambda: self._complete([self._write()]), "checkpoint")
+            self._thread = in_background(lambda: rest([[part.write() for part in parts]]), "checkpoint")
 
     def is_written(self, *, wait: bool = False) -> bool:
         """Whether the last state is complete on disk, on all ranks.
@@ -93,60 +85,43 @@ class StateWriter:
         Raises:
             CheckpointError: on all processes: one of them could not write its part. There is then nothing more to do.
         """
-        if self._chunks is not None:
-            written = self._outcomes(self._chunks, wait)
-            if written is None:
+        while (thread := self._thread) is not None:
+            is_over = wait or thread.done()
+            error = thread.exception() if is_over else None
+            if error is not None and not isinstance(error, CheckpointError):
+                trace, got = "".join(format_exception(error)), f"{type(error).__name__}: {error}"
+                error = CheckpointError("writing a checkpoint", got=got, expected="no such error")
+                error.add_note(trace)
+            written = thread.result() if is_over and error is None else None
+            outcomes = self.world.gather((is_over, written, error))
+            if errors := [error for *_, error in outcomes if error is not None]:
+                self._thread = self._rest = None
+                raise errors[0]
+            if not all(is_over for is_over, *_ in outcomes):
                 return False
-            self._chunks = None
-            self._rest = in_background(lambda: self._complete(written), "checkpoint")
-        if self._rest is not None:
-            if self._outcomes(self._rest, wait) is None:
-                return False
-            self._rest = None
-        self._folders, self._afterwards = [], None
+            rest, self._thread, self._rest = self._rest, None, None
+            if rest is not None:
+                self._thread = in_background(partial(rest, [written for _, written, _ in outcomes]), "checkpoint")
         return True
 
-    def _write(self) -> list[list[WriteResult]]:
-        return [folder.write() for folder in self._folders]
-
-    def _complete(self, written: list[list[list[WriteResult]]]) -> list[list[WriteResult]]:
+    def _complete(
+        self, parts: "Sequence[_Part]", afterwards: Callable[[], None] | None, written: list[Written]
+    ) -> Written:
         if self.world.is_first:
-            for number, folder in enumerate(self._folders):
-                folder.complete([of_rank[number] for of_rank in written])
-            if self._afterwards is not None:
-                self._afterwards()
+            for number, part in enumerate(parts):
+                part.complete([of_rank[number] for of_rank in written])
+            if afterwards is not None:
+                afterwards()
         return []
 
-    def _outcomes(self, future: Future[list[list[WriteResult]]], wait: bool) -> list[list[list[WriteResult]]] | None:
-        """What all ranks have written, if all are through."""
-        outcomes = self.world.gather(_look(future, wait))
-        try:
-            _raise_first(outcomes)
-        except CheckpointError:
-            self._chunks = self._rest = None
-            self._folders, self._afterwards = [], None
-            raise
-        return [outcome.written for outcome in outcomes] if all(outcome.is_over for outcome in outcomes) else None
 
-
-def _look(future: Future[list[list[WriteResult]]], wait: bool) -> _Outcome:
-    if not wait and not future.done():
-        return _Outcome(is_over=False)
-    error = future.exception()
-    if error is None:
-        return _Outcome(is_over=True, written=future.result())
-    if isinstance(error, CheckpointError):
-        return _Outcome(is_over=True, error=error)
-    trace = "".join(format_exception(error))
-    unknown = CheckpointError("writing a checkpoint", got=f"{type(error).__name__}: {error}", expected="no such error")
-    unknown.add_note(trace)
-    return _Outcome(is_over=True, error=unknown)
-
-
-def _raise_first(outcomes: Sequence[_Outcome]) -> None:
-    for outcome in outcomes:
-        if outcome.error is not None:
-            raise outcome.error
+def _agreed(world: ProcessGroup, value: Any, error: CheckpointError | None) -> list[Any]:
+    """The values of all ranks; the first error of one is raised on all of them."""
+    outcomes = world.gather((value, error))
+    for _, error in outcomes:
+        if error is not None:
+            raise error
+    return [value for value, _ in outcomes]
 
 
 @contextmanager
@@ -164,84 +139,57 @@ def explained(where: Path) -> Iterator[None]:
         raise CheckpointError(str(named), got=reason, expected="room and permission to write it") from error
 
 
-def _make(folder: Path) -> _Outcome:
-    try:
-        with explained(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-    except CheckpointError as error:
-        return _Outcome(is_over=True, error=error)
-    return _Outcome(is_over=True)
-
-
-class _Folder:
-    """One distributed checkpoint in the making, and this rank's part of it.
-
-    Args:
-        folder: is made.
-        state: what this rank holds.
-        world: all who write.
-    """
+class _Part(DefaultSavePlanner):
+    """This rank's part of a distributed checkpoint: planned with the engine's tensors, written from copies of them."""
 
     def __init__(self, folder: Path, state: State, world: ProcessGroup) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.folder = folder
-        self._writer = _Writer(folder, single_file_per_rank=True, thread_count=1, sync_files=True)
+        self._writer: Any = FileSystemWriter(folder, single_file_per_rank=True, thread_count=1, sync_files=True)
+        # Files have neither a path, which changes when the checkpoint gets its name, nor a random number.
+        self._writer.storage_meta = StorageMeta
         self._writer.set_up_storage_writer(world.is_first)
-        self._planner = _Copies()
-        self._planner.set_up_planner(dict(state), is_coordinator=world.is_first)
-        _raise_first(world.gather(_make(folder)))
-        plans = world.gather(self._writer.prepare_local_plan(self._planner.create_local_plan()))
+        self.set_up_planner(dict(state), is_coordinator=world.is_first)
+        error = None
+        try:
+            with explained(folder):
+                folder.mkdir(parents=True, exist_ok=True)
+        except CheckpointError as found:
+            error = found
         # Every rank makes the same plan of all plans, so that nothing need be sent back.
-        plans, self._listed = self._planner.create_global_plan(plans)
-        self._plan: SavePlan = self._planner.finish_plan(self._writer.prepare_global_plan(plans)[world.rank])
-        self._planner.copy({item.index.fqn for item in self._plan.items})
+        plans, _ = self.create_global_plan(_agreed(world, self.create_local_plan(), error))
+        self.finish_plan(self._writer.prepare_global_plan(plans)[world.rank])
+        self._copies: dict[str, torch.Tensor] = {}
+        for name in sorted({item.index.fqn for item in self.plan.items}):
+            tensor = state[name].detach()
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            self._copies[name] = local.to("cpu", copy=True, memory_format=torch.contiguous_format)
+        self.state_dict = {}
+
+    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
+        return self._copies[index.fqn]
 
     def write(self) -> list[WriteResult]:
         """Write this rank's chunks. Called in a thread."""
-        if not self._plan.items:
+        if not self.plan.items:
             return []
         with explained(self.folder):
-            results = self._writer.write_data(self._plan, self._planner).wait()
-        self._planner.copies.clear()
+            results = self._writer.write_data(self.plan, self).wait()
+        self._copies.clear()
         return results
 
     def complete(self, written: list[list[WriteResult]]) -> None:
         """Write the list of chunks, after all have written theirs, and look whether all is there. In a thread."""
         with explained(self.folder):
-            self._writer.finish(self._listed, written)
+            self._writer.finish(self.metadata, written)
         found = ChunkReader(self.folder)
-        num_chunks = sum(len(entry.chunks) for entry in found.tensors.values())
-        if len(found.listed.storage_data) != num_chunks:
-            raise CheckpointError(
-                str(self.folder),
-                got=f"{len(found.listed.storage_data)} chunks written",
-                expected=f"the {num_chunks} that were planned",
-            )
-
-
-class _Writer(FileSystemWriter):
-    """Notes neither a path, which changes when the checkpoint gets its name, nor a random number."""
-
-    def storage_meta(self) -> StorageMeta:
-        return StorageMeta()
-
-
-class _Copies(DefaultSavePlanner):
-    """Plans with the engine's tensors, and hands out copies of them."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.copies: dict[str, torch.Tensor] = {}
-
-    def copy(self, names: Collection[str]) -> None:
-        """Copy what this rank holds of these tensors into main memory, and let go of the tensors."""
-        for name in sorted(names):
-            tensor = self.state_dict[name].detach()
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            self.copies[name] = local.to("cpu", copy=True, memory_format=torch.contiguous_format)
-        self.state_dict = {}
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        return self.copies[index.fqn]
+        num_planned, num_written = (
+            sum(len(one.chunks) for one in found.tensors.values()),
+            len(found.listed.storage_data),
+        )
+        if num_written != num_planned:
+            expected = f"the {num_planned} that were planned"
+            raise CheckpointError(str(self.folder), got=f"{num_written} chunks written", expected=expected)
 
 
 def load_state(folder: Path, state: State, world: ProcessGroup) -> None:
@@ -256,34 +204,32 @@ def load_state(folder: Path, state: State, world: ProcessGroup) -> None:
         CheckpointError: on all ranks alike: there is no such state, it is damaged, or is that of another model or
             optimizer. Nothing was changed then, unless a file turns out to be damaged while it is read.
     """
-    reader, outcome = None, _Outcome(is_over=True)
+    reader = error = None
     try:
-        reader = _open(folder)
-    except CheckpointError as error:
-        outcome = _Outcome(is_over=True, error=error)
-    _raise_first(world.gather(outcome))
-    assert reader is not None
+        if not (folder / METADATA).is_file():
+            raise CheckpointError(
+                str(folder),
+                got="no such part of the checkpoint",
+                expected=f"{folder.name!r}, as load_contents says",
+                fix=f"Leave {folder.name!r} out of checkpoint.load_contents, or resume from a checkpoint that has it.",
+            )
+        reader = ChunkReader(folder)
+    except CheckpointError as found:
+        error = found
     shapes: dict[str, torch.Size] = {}
-    for of_rank in world.gather({name: tensor.shape for name, tensor in state.items()}):
+    for of_rank in _agreed(world, {name: tensor.shape for name, tensor in state.items()}, error):
         shapes |= of_rank
+    assert reader is not None, "without one there was an error"
     _require_fit(folder, reader.listed, shapes)
     reader.read_into(dict(state))
 
 
-def _open(folder: Path) -> ChunkReader:
-    if not (folder / METADATA).is_file():
-        raise CheckpointError(
-            str(folder),
-            got="no such part of the checkpoint",
-            expected=f"{folder.name!r}, as load_contents says",
-            fix=f"Leave {folder.name!r} out of checkpoint.load_contents, or resume from a checkpoint that has it.",
-        )
-    return ChunkReader(folder)
-
-
 def _require_fit(folder: Path, listed: Metadata, shapes: Mapping[str, torch.Size]) -> None:
     sizes = {name: getattr(entry, "size", None) for name, entry in listed.state_dict_metadata.items()}
-    kinds, expected_kinds = _kinds(sizes), _kinds(shapes)
+    # What an optimizer keeps: `exp_avg` of `optimizer.exp_avg.lm_head.weight`.
+    kinds, expected_kinds = (
+        {name.split(".")[1] for name in names if name.startswith("optimizer.")} for names in (sizes, shapes)
+    )
     if kinds != expected_kinds:
         raise CheckpointError(
             str(folder),
@@ -308,8 +254,3 @@ def _require_fit(folder: Path, listed: Metadata, shapes: Mapping[str, torch.Size
             expected=f"{tuple(shapes[unlike[0]])}",
             fix=_OTHER_MODEL,
         )
-
-
-def _kinds(names: Collection[str]) -> set[str]:
-    """What an optimizer keeps: `exp_avg` of `optimizer.exp_avg.lm_head.weight`."""
-    return {name.split(".")[1] for name in names if name.startswith("optimizer.")}

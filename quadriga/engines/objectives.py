@@ -6,10 +6,10 @@ Every loss is normalised by counts of the whole mini-batch, so the losses of its
 Legend: B rows of a batch, b of a micro-batch, T response positions.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
-from typing import Protocol
 
 import torch
 
@@ -27,22 +27,28 @@ from quadriga.protocol import DataProto
 LossAndMetrics = tuple[torch.Tensor, dict[str, Metric]]
 
 
-class Objective(Protocol):
-    """A loss over a mini-batch, given in pieces."""
+class Objective(ABC):
+    """A loss over a mini-batch, given in pieces.
+
+    Attributes:
+        name: with which the names of its metrics begin.
+        columns: of the batch, which the loss reads.
+    """
 
     name: str
+    columns: tuple[str, ...] = ("response_mask",)
 
     def fields(self, data: DataProto) -> tuple[str, ...]:
-        """Columns of the batch that the loss reads."""
-        ...
+        """Columns [B, ...] of this batch that the loss reads."""
+        return self.columns
 
     def rows_with_gradient(self, data: DataProto) -> torch.Tensor:
         """[B] bool: rows whose computation can change the gradient; the others count, but need not be computed."""
-        ...
+        return data.batch["response_mask"].bool().any(-1)
 
+    @abstractmethod
     def __call__(self, rows: DataProto, outputs: Mapping[str, torch.Tensor], counts: LossCounts) -> LossAndMetrics:
         """This micro-batch's share of the loss, from outputs [b, T], and its metrics."""
-        ...
 
 
 BYPASS = "bypass_mode"
@@ -73,7 +79,7 @@ def policy_loss_of(config: ActorConfig, correction: RolloutCorrectionConfig | No
     return choose_policy_loss(name, config.policy_loss.options, shared)
 
 
-class PolicyObjective:
+class PolicyObjective(Objective):
     """A policy loss, less an entropy bonus, plus a divergence from the reference.
 
     Args:
@@ -167,7 +173,7 @@ class PolicyObjective:
         return loss, metrics
 
 
-class ValueObjective:
+class ValueObjective(Objective):
     """Clipped squared error of values against returns.
 
     Args:
@@ -175,16 +181,10 @@ class ValueObjective:
     """
 
     name = "critic"
+    columns = ("response_mask", "values", "returns")
 
     def __init__(self, config: CriticConfig) -> None:
         self.config = config
-
-    def fields(self, data: DataProto) -> tuple[str, ...]:
-        return ("response_mask", "values", "returns")
-
-    def rows_with_gradient(self, data: DataProto) -> torch.Tensor:
-        """[B] bool: all rows with a response."""
-        return data.batch["response_mask"].bool().any(-1)
 
     def __call__(self, rows: DataProto, outputs: Mapping[str, torch.Tensor], counts: LossCounts) -> LossAndMetrics:
         mask, predicted = rows.batch["response_mask"], outputs["values"]
@@ -206,7 +206,7 @@ class ValueObjective:
         }
 
 
-class LikelihoodObjective:
+class LikelihoodObjective(Objective):
     """The negative log-likelihood of the tokens under the mask.
 
     Args:
@@ -217,13 +217,6 @@ class LikelihoodObjective:
 
     def __init__(self, config: ActorConfig) -> None:
         self.config = config
-
-    def fields(self, data: DataProto) -> tuple[str, ...]:
-        return ("response_mask",)
-
-    def rows_with_gradient(self, data: DataProto) -> torch.Tensor:
-        """[B] bool: all rows with something to learn."""
-        return data.batch["response_mask"].bool().any(-1)
 
     def __call__(self, rows: DataProto, outputs: Mapping[str, torch.Tensor], counts: LossCounts) -> LossAndMetrics:
         mask = rows.batch["response_mask"]
@@ -242,7 +235,7 @@ class LikelihoodObjective:
         }
 
 
-class ScoreObjective:
+class ScoreObjective(Objective):
     """Moves the score of each row against its slope.
 
     The slope of a row is the derivative of the loss by its score, taken at the scores before the step. The gradient of
@@ -251,13 +244,11 @@ class ScoreObjective:
     """
 
     name = "train"
-
-    def fields(self, data: DataProto) -> tuple[str, ...]:
-        return ("response_mask", SCORE_SLOPE)
+    columns = ("response_mask", SCORE_SLOPE)
 
     def rows_with_gradient(self, data: DataProto) -> torch.Tensor:
         """[B] bool: rows whose score matters to the loss."""
-        return data.batch["response_mask"].bool().any(-1) & (data.batch[SCORE_SLOPE] != 0)
+        return super().rows_with_gradient(data) & (data.batch[SCORE_SLOPE] != 0)
 
     def __call__(self, rows: DataProto, outputs: Mapping[str, torch.Tensor], counts: LossCounts) -> LossAndMetrics:
         # The value means nothing, its gradient is what counts.

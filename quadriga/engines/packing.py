@@ -8,7 +8,7 @@ Legend: b rows, P prompt positions, T response positions, L tokens of a row, N p
 """
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -156,14 +156,17 @@ def pack(rows: Sequence[RowTokens], num_columns: int, *, share_prompts: bool, de
             targets.append(row.response[row.trained])
             places.append(np.full(len(row.trained), number))
             columns.append(row.trained)
+    parts = (run.input_ids, run.positions, predictors, targets, places, columns)
+    tensors = (torch.from_numpy(np.concatenate(arrays, axis=-1)).long().to(device) for arrays in parts)
+    tokens, positions, predictors, targets, places, columns = tensors
     return PackedBatch(
-        input_ids=_tensor(run.input_ids, device)[None],
-        position_ids=_tensor(run.positions, device).unsqueeze(-2),
+        input_ids=tokens[None],
+        position_ids=positions.unsqueeze(-2),
         segments=tuple(run.segments),
-        predictors=_tensor(predictors, device),
-        targets=_tensor(targets, device),
-        rows=_tensor(places, device),
-        columns=_tensor(columns, device),
+        predictors=predictors,
+        targets=targets,
+        rows=places,
+        columns=columns,
         shape=(len(rows), num_columns),
         sum_of_squared_lengths=sum(
             segment.length * (segment.length + 2 * (segment.prefix.length if segment.prefix else 0))
@@ -173,15 +176,15 @@ def pack(rows: Sequence[RowTokens], num_columns: int, *, share_prompts: bool, de
     )
 
 
+@dataclass
 class _Run:
     """Segments, one after the other: token ids [N], positions [N] or [3, N], and images with their packed places."""
 
-    def __init__(self) -> None:
-        self.num_tokens = 0
-        self.segments: list[Segment] = []
-        self.input_ids: list[np.ndarray] = []
-        self.positions: list[np.ndarray] = []
-        self.images: list[tuple[Mapping[str, torch.Tensor], np.ndarray]] = []
+    num_tokens: int = 0
+    segments: list[Segment] = field(default_factory=list)
+    input_ids: list[np.ndarray] = field(default_factory=list)
+    positions: list[np.ndarray] = field(default_factory=list)
+    images: list[tuple[Mapping[str, torch.Tensor], np.ndarray]] = field(default_factory=list)
 
     def append(self, input_ids: np.ndarray, positions: np.ndarray, prefix: Segment | None = None) -> Segment:
         """A segment of these tokens, which may continue a prefix."""
@@ -191,7 +194,3 @@ class _Run:
         self.positions.append(positions)
         self.num_tokens += segment.length
         return segment
-
-
-def _tensor(parts: Sequence[np.ndarray], device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(np.concatenate(parts, axis=-1)).long().to(device)

@@ -92,7 +92,13 @@ class ProcessGroup:
             return
         with self._meeting("the sum of gradients"):
             for bucket in buckets(tensors, attrgetter("nbytes"), BUCKET_BYTES, lambda tensor, _: tensor):
-                _add_up_bucket(bucket, self.group)
+                if len(bucket) == 1 and bucket[0].is_contiguous():
+                    dist.all_reduce(bucket[0], group=self.group)
+                    continue
+                flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+                dist.all_reduce(flat, group=self.group)
+                totals = flat.split([tensor.numel() for tensor in bucket])
+                torch._foreach_copy_(bucket, [one.view(to.shape) for one, to in zip(totals, bucket, strict=True)])
 
     def require_alike(self, what: str, tensors: Sequence[torch.Tensor]) -> None:
         """Raise an EngineError, on every rank, unless all of them hold the same numbers.
@@ -134,16 +140,16 @@ class ProcessGroup:
 ALONE = ProcessGroup()
 
 
-class _Membership:
-    """The default group of torch in this process, how many roles here are in it, and the how-manieth it is."""
+class Membership:
+    """The default group of torch in this process.
+
+    Attributes:
+        num_roles: roles of this process that are in it.
+        num_meetings: how often this process has met others: groups made in an earlier meeting are gone.
+    """
 
     num_roles = 0
     num_meetings = 0
-
-
-def num_meetings() -> int:
-    """How often this process has met others: groups made in an earlier meeting are gone."""
-    return _Membership.num_meetings
 
 
 def join(place: Place, device: torch.device) -> ProcessGroup:
@@ -159,8 +165,29 @@ def join(place: Place, device: torch.device) -> ProcessGroup:
     if place.world_size == 1:
         return ALONE
     if not dist.is_initialized():
-        _meet(place, device)
-        _Membership.num_meetings += 1
+        host = f"[{place.master_addr}]" if ":" in place.master_addr else place.master_addr
+        address, is_cuda = f"{host}:{place.master_port}", device.type == "cuda"
+        where = f"rank {place.rank} of {place.world_size} at {address}"
+        if is_cuda:
+            torch.cuda.set_device(device)
+        try:
+            with waiting(f"the other ranks of a process group: {where}"):
+                dist.init_process_group(
+                    "nccl" if is_cuda else "gloo",
+                    init_method=f"tcp://{address}",
+                    rank=place.rank,
+                    world_size=place.world_size,
+                    timeout=TIMEOUT,
+                    device_id=device if is_cuda else None,
+                )
+        except RuntimeError as error:
+            raise EngineError(
+                f"process group, {where}",
+                got=str(error).strip().partition("\n")[0],
+                expected="all ranks to meet there",
+                fix="Check that the address can be reached from every node and that no other program uses the port.",
+            ) from error
+        Membership.num_meetings += 1
     found, expected = (dist.get_rank(), dist.get_world_size()), (place.rank, place.world_size)
     if found != expected:
         raise EngineError(
@@ -169,7 +196,7 @@ def join(place: Place, device: torch.device) -> ProcessGroup:
             expected="rank {} of {}".format(*expected),
             fix="Roles that share processes need pools of one size.",
         )
-    _Membership.num_roles += 1
+    Membership.num_roles += 1
     return ProcessGroup(place.rank, place.world_size, device)
 
 
@@ -177,42 +204,6 @@ def leave(group: ProcessGroup) -> None:
     """End a role's part in the group; with the last role of the process the group ends."""
     if group.size == 1:
         return
-    _Membership.num_roles -= 1
-    if _Membership.num_roles == 0 and dist.is_initialized():
+    Membership.num_roles -= 1
+    if Membership.num_roles == 0 and dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _meet(place: Place, device: torch.device) -> None:
-    host = f"[{place.master_addr}]" if ":" in place.master_addr else place.master_addr
-    address = f"{host}:{place.master_port}"
-    where = f"rank {place.rank} of {place.world_size} at {address}"
-    is_cuda = device.type == "cuda"
-    if is_cuda:
-        torch.cuda.set_device(device)
-    try:
-        with waiting(f"the other ranks of a process group: {where}"):
-            dist.init_process_group(
-                "nccl" if is_cuda else "gloo",
-                init_method=f"tcp://{address}",
-                rank=place.rank,
-                world_size=place.world_size,
-                timeout=TIMEOUT,
-                device_id=device if is_cuda else None,
-            )
-    except RuntimeError as error:
-        raise EngineError(
-            f"process group, {where}",
-            got=str(error).strip().partition("\n")[0],
-            expected="all ranks to meet there",
-            fix="Check that the address can be reached from every node and that no other program uses the port.",
-        ) from error
-
-
-def _add_up_bucket(bucket: list[torch.Tensor], group: dist.ProcessGroup | None) -> None:
-    if len(bucket) == 1 and bucket[0].is_contiguous():
-        dist.all_reduce(bucket[0], group=group)
-        return
-    flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-    dist.all_reduce(flat, group=group)
-    parts = flat.split([tensor.numel() for tensor in bucket])
-    torch._foreach_copy_(bucket, [part.view(tensor.shape) for part, tensor in zip(parts, bucket, strict=True)])

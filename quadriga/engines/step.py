@@ -10,7 +10,7 @@ Legend: B rows, b of them in a micro-batch, T response positions, M predicted to
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import itemgetter
@@ -20,7 +20,7 @@ import torch
 from quadriga.algorithms.aggregate import LossCounts
 from quadriga.config import OptimConfig
 from quadriga.engines.base import Outputs, TrainEngine
-from quadriga.engines.batches import MicroBatching, Passes, RowLength, micro_batches, mini_batches, row_numbers
+from quadriga.engines.batches import MicroBatching, Passes, RowLength, micro_batches, mini_batches
 from quadriga.engines.objectives import Objective
 from quadriga.engines.packing import pack, row_tokens
 from quadriga.models.attention import PackedBatch
@@ -105,15 +105,24 @@ def update(
     Returns:
         Metrics, averaged over optimizer steps; those of all ranks are yet to be combined.
     """
-    numbers, num_all = row_numbers(data, engine.replicas)
     steps = []
-    for epoch in range(passes.num_epochs):
-        seed = None if passes.shuffle_seed is None else passes.shuffle_seed + epoch
-        for rows, places in mini_batches(numbers, num_all, passes.mini_batch_size, seed):
-            is_all = torch.equal(rows, torch.arange(len(data)))
-            mini = data if is_all else data.select_idxs(rows)
-            steps.append(_optimizer_step(engine, mini, places, objective, passes.micro, lr, temperature))
-    return _over_steps(steps) | _imbalance(engine, objective.name, [step.flops for step in steps])
+    for rows, places in mini_batches(data, engine.replicas, passes):
+        is_all = torch.equal(rows, torch.arange(len(data)))
+        mini = data if is_all else data.select_idxs(rows)
+        steps.append(_optimizer_step(engine, mini, places, objective, passes.micro, lr, temperature))
+    # Shares are averaged over steps and stay sums for the ranks to add up; a rank that computed nothing in some step
+    # has a share of nothing there.
+    names = dict.fromkeys(name for step in steps for name in step.shares)
+    complete = [{name: step.shares.get(name, Metric(0.0)) for name in names} for step in steps]
+    shares = {name: Metric(metric.value, "sum") for name, metric in merge_metrics(complete).items()}
+    metrics = shares | merge_metrics(step.others for step in steps)
+    if engine.replicas.size > 1:
+        # How much longer the steps take than if all ranks had the same work: the largest share over the mean one.
+        of_ranks = engine.replicas.gather([step.flops for step in steps])
+        total, longest = math.fsum(map(math.fsum, of_ranks)), math.fsum(map(max, zip(*of_ranks, strict=True)))
+        if total and engine.replicas.is_first:
+            metrics[f"perf/imbalance/{objective.name}"] = Metric(longest * len(of_ranks) / total)
+    return metrics
 
 
 @dataclass(frozen=True)
@@ -195,27 +204,6 @@ def _optimizer_step(
     )
 
 
-def _over_steps(steps: Sequence[_StepOutcome]) -> dict[str, Metric]:
-    """Metrics of all optimizer steps. Shares are averaged over steps and stay sums for the ranks to add up; one
-    that computed nothing in some step has a share of nothing there."""
-    names = dict.fromkeys(name for step in steps for name in step.shares)
-    complete = [{name: step.shares.get(name, Metric(0.0)) for name in names} for step in steps]
-    shares = {name: Metric(metric.value, "sum") for name, metric in merge_metrics(complete).items()}
-    return shares | merge_metrics(step.others for step in steps)
-
-
-def _imbalance(engine: TrainEngine, prefix: str, flops: list[float]) -> dict[str, Metric]:
-    """How much longer the steps take than if all ranks had the same work: the largest share over the mean one."""
-    if engine.replicas.size == 1:
-        return {}
-    of_ranks = engine.replicas.gather(flops)
-    total = math.fsum(map(math.fsum, of_ranks))
-    if total == 0 or not engine.replicas.is_first:
-        return {}
-    longest = math.fsum(map(max, zip(*of_ranks, strict=True)))
-    return {f"perf/imbalance/{prefix}": Metric(longest * len(of_ranks) / total)}
-
-
 def _look_at_some(
     engine: TrainEngine,
     mini: DataProto,
@@ -258,12 +246,12 @@ def _packed(engine: TrainEngine, data: DataProto, micro: MicroBatching) -> Itera
     wanted = [number for number, row in enumerate(tokens) if len(row.trained)]
     num_columns = data.batch["response_mask"].shape[1]
     lengths = [tokens[number] for number in wanted]
-    batches = micro_batches(lengths, micro, attention_tokens=engine.cost.attention_tokens)
+    cost = engine.cost.attention_tokens
+    batches = micro_batches(lengths, micro, attention_tokens=cost)
     if not engine.has_replicated_weights:
         # Ranks that share weights wait for each other at each micro-batch: all make as many, if there are the rows.
         most = max(engine.replicas.gather(len(batches)))
         if most > len(batches):
-            cost = engine.cost.attention_tokens
             batches = micro_batches(lengths, micro, num_at_least=most, attention_tokens=cost)
     for batch in batches:
         indices = [wanted[position] for position in batch]

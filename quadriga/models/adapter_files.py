@@ -14,6 +14,7 @@ Nothing here needs PEFT: what has an adapter is read and merged without it.
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,10 +22,10 @@ from safetensors.torch import save_file
 
 from quadriga.config.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdapterShape, is_adapter, read_adapter
 from quadriga.errors import CheckpointError
-from quadriga.models.weight_files import RenamedFiles, SafetensorFiles, WeightFiles, names_in, open_weights
+from quadriga.models.weight_files import RenamedFiles, SafetensorFiles, WeightFiles, open_weights
 
 ADAPTER_NAME = "default"
-_PREFIX = "base_model.model."
+_IN_PEFT = re.compile(r"^(?:base_model\.model\.)?(.+)\.weight$")
 _FACTOR = re.compile(rf"(?P<module>.+)\.lora_(?P<factor>[AB])\.{ADAPTER_NAME}\.weight")
 _BASE = ".base_layer."
 
@@ -32,18 +33,6 @@ _BASE = ".base_layer."
 def is_factor(name: str) -> bool:
     """Whether a parameter of a model is an adapter's: A [r, in] or B [out, r]."""
     return _FACTOR.fullmatch(name) is not None
-
-
-def is_factor_a(name: str) -> bool:
-    """Whether a parameter of an adapter is the first of a module's two matrices."""
-    return factor_names(f"{module_of(name)}.weight")[0] == name
-
-
-def module_of(name: str) -> str:
-    """The module that a parameter of an adapter is beside."""
-    factor = _FACTOR.fullmatch(name)
-    assert factor is not None, f"{name} is no adapter's"
-    return factor["module"]
 
 
 def base_name(name: str) -> str:
@@ -58,17 +47,7 @@ def factor_names(weight: str) -> tuple[str, str]:
 
 
 def merge(weight: torch.Tensor, factor_a: torch.Tensor, factor_b: torch.Tensor, scale: float) -> torch.Tensor:
-    """W + scale B A, computed in float32.
-
-    Args:
-        weight: [out, in]
-        factor_a: [r, in]
-        factor_b: [out, r]
-        scale: see `AdapterShape.scale`.
-
-    Returns:
-        [out, in] in the dtype of `weight`.
-    """
+    """W + scale B A of a weight [out, in], A [r, in] and B [out, r], computed in float32; in the weight's dtype."""
     return weight.float().add(factor_b.float() @ factor_a.float(), alpha=scale).to(weight.dtype)
 
 
@@ -99,8 +78,9 @@ class AdapterFiles(RenamedFiles):
     """
 
     def __init__(self, folder: Path) -> None:
-        names = names_in(folder / ADAPTER_WEIGHTS)
-        super().__init__(SafetensorFiles(folder, dict.fromkeys(names, ADAPTER_WEIGHTS)), _own_name)
+        super().__init__(
+            SafetensorFiles([folder / ADAPTER_WEIGHTS]), partial(_IN_PEFT.sub, rf"\1.{ADAPTER_NAME}.weight")
+        )
 
 
 class MergedFiles:
@@ -118,8 +98,8 @@ class MergedFiles:
 
     def __init__(self, base: WeightFiles, adapter: WeightFiles, scale: float, where: Path) -> None:
         self.base, self.adapter, self.scale = base, adapter, scale
-        factors = set(adapter.names())
-        self._merged = {name for name in base.names() if set(factor_names(name)) <= factors}
+        self.shapes, factors = base.shapes, set(adapter.shapes)
+        self._merged = {name for name in self.shapes if set(factor_names(name)) <= factors}
         known = {factor for name in self._merged for factor in factor_names(name)}
         if unknown := sorted(factors - known):
             raise CheckpointError(
@@ -128,12 +108,6 @@ class MergedFiles:
                 expected="an adapter of this model",
                 fix=f"Name its own model as base_model_name_or_path in {ADAPTER_CONFIG}.",
             )
-
-    def names(self) -> list[str]:
-        return self.base.names()
-
-    def shape(self, name: str) -> torch.Size:
-        return self.base.shape(name)
 
     def read(self, name: str) -> torch.Tensor:
         weight = self.base.read(name)
@@ -164,26 +138,15 @@ def open_model(folder: str | Path) -> WeightFiles:
     return MergedFiles(open_model(shape.base), AdapterFiles(folder), shape.scale, folder)
 
 
-def write_adapter(folder: Path, adapter: WeightFiles, dtype: torch.dtype = torch.float32) -> None:
-    """Write `adapter_model.safetensors`, A [r, in] and B [out, r] of each module, as PEFT does."""
-    write_factors(folder, {name: adapter.read(name).to(dtype) for name in adapter.names()})
-
-
 def write_factors(folder: Path, factors: Mapping[str, torch.Tensor]) -> None:
     """Write `adapter_model.safetensors` of A [r, in] and B [out, r], given under their names in a model."""
-    own, peft = f".{ADAPTER_NAME}.weight", ".weight"
-    tensors = {f"{_PREFIX}{name.replace(own, peft)}": tensor.contiguous() for name, tensor in factors.items()}
+    own = f".{ADAPTER_NAME}.weight"
+    tensors = {f"base_model.model.{name.replace(own, '.weight')}": one.contiguous() for name, one in factors.items()}
     save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
 
 
 def write_adapter_shape(folder: Path, shape: AdapterShape, modules: Sequence[str]) -> None:
-    """Write `adapter_config.json` of an adapter whose model is not at hand.
-
-    Args:
-        folder: gets the file.
-        shape: of the adapter.
-        modules: names, or ends of names, of those that have it.
-    """
+    """Write `adapter_config.json` of an adapter in these modules, given by names or ends of names."""
     facts = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -195,7 +158,3 @@ def write_adapter_shape(folder: Path, shape: AdapterShape, modules: Sequence[str
         "base_model_name_or_path": shape.base,
     }
     (folder / ADAPTER_CONFIG).write_text(json.dumps(facts, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def _own_name(name: str) -> str:
-    return f"{name.removeprefix(_PREFIX).removesuffix('.weight')}.{ADAPTER_NAME}.weight"

@@ -28,7 +28,6 @@ from quadriga.errors import EngineError
 from quadriga.models.vision import PackedImages
 
 ATTENTION_NAME = "quadriga"
-
 _UNSUPPORTED = ("softcap", "sliding_window", "s_aux")
 
 
@@ -63,19 +62,13 @@ def _attention(
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     if attention_plan is None:
-        raise EngineError(
-            "attention",
-            got="a call of the model without attention_plan",
-            fix="Pass attention_plan=..., or load the model with another attention implementation.",
-        )
+        fix = "Pass attention_plan=..., or load the model with another attention implementation."
+        raise EngineError("attention", got="a call of the model without attention_plan", fix=fix)
     for name in _UNSUPPORTED:
         if options.get(name) is not None:
-            raise EngineError(
-                f"attention of {type(module).__name__}",
-                got=f"the option {name}={options[name]!r}",
-                expected="plain causal attention",
-                fix="Use rollout.name=hf and a model without this option: exact packing of it is not available.",
-            )
+            where, got = f"attention of {type(module).__name__}", f"the option {name}={options[name]!r}"
+            fix = "Use rollout.name=hf and a model without this option: exact packing of it is not available."
+            raise EngineError(where, got=got, expected="plain causal attention", fix=fix)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return attention_plan.attend(module.layer_idx, query, key, value, scale), None
 
@@ -180,7 +173,7 @@ class PackedAttention:
         query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))  # [N, heads, D]
         parts = [bucket.attend(query, key, value, scale) for bucket in self.buckets]
         packed = torch.cat(parts) if len(parts) > 1 else parts[0]
-        return _Reorder.apply(packed, self.inverse).view(1, -1, heads, head_size)
+        return _Copy.apply(packed, self.inverse, self.inverse, None).view(1, -1, heads, head_size)
 
 
 class _Bucket:
@@ -208,8 +201,11 @@ class _Bucket:
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
         """[N, heads, D] each -> [tokens of the bucket, H * D], in the order of its rows."""
-        rows = self.queries.pad(query).transpose(1, 2)  # [b, H, L, D]
-        seen, read = self._keys(key).transpose(1, 2), self._keys(value).transpose(1, 2)  # [b, K, S + L, D]
+        rows, *keys = (self.queries.pad(part) for part in (query, key, value))
+        if self.prefixes is not None:
+            before = (self.prefixes.pad(part).index_select(0, self.prefix_of_row) for part in (key, value))
+            keys = [torch.cat(parts, dim=1) for parts in zip(before, keys, strict=True)]
+        rows, seen, read = (part.transpose(1, 2) for part in (rows, *keys))  # [b, H, L, D], [b, K, S + L, D] twice
         groups = rows.shape[1] // seen.shape[1]
         if self.mask is None:
             seen, read = seen.repeat_interleave(groups, 1), read.repeat_interleave(groups, 1)
@@ -220,14 +216,8 @@ class _Bucket:
             mask = self.mask.repeat(1, 1, groups, 1) if groups > 1 else self.mask
             mixed = scaled_dot_product_attention(folded, seen, read, attn_mask=mask, scale=scale)
             mixed = mixed.unflatten(2, (groups, -1)).flatten(1, 2)
-        return _Unpad.apply(mixed.transpose(1, 2).flatten(2).to(query.dtype), self.queries)
-
-    def _keys(self, tokens: torch.Tensor) -> torch.Tensor:
-        """[N, K, D] -> [b, L, K, D], or [b, S + L, K, D] where the rows continue a prefix."""
-        own = self.queries.pad(tokens)
-        if self.prefixes is None:
-            return own
-        return torch.cat([self.prefixes.pad(tokens).index_select(0, self.prefix_of_row), own], dim=1)
+        padded = mixed.transpose(1, 2).flatten(2).to(query.dtype).flatten(0, 1)  # [b L, H D]
+        return _Copy.apply(padded, self.queries.slots, self.queries.slots, None)
 
 
 class _Padding:
@@ -249,65 +239,40 @@ class _Padding:
 
     def pad(self, tokens: torch.Tensor) -> torch.Tensor:
         """[N, heads, D] -> [b, L, heads, D]. Attention on CPUs is twice as fast backward in float32 as in bfloat16."""
-        rows = _Pad.apply(tokens, self)
+        rows = _Copy.apply(tokens, self.indices.flatten(), self.tokens, self.slots).unflatten(0, self.indices.shape)
         return rows.float() if rows.device.type == "cpu" else rows
 
 
-# Each packed token stands in one padded slot, so the gradients below are copies. Autograd cannot know that: its
-# own gradient of an index is a scatter with atomic or serial additions, ten times as slow.
+class _Copy(torch.autograd.Function):
+    """Rows in other places: [X, ...] -> values[sources], whose gradient is copied back to [X, ...].
 
+    Each row has one place that counts. Autograd cannot know that: its own gradient of an index is a scatter with
+    atomic or serial additions, ten times as slow.
 
-class _Pad(torch.autograd.Function):
-    """[N, heads, D] -> [b, L, heads, D]"""
-
-    @staticmethod
-    def forward(ctx, tokens: torch.Tensor, padding: _Padding) -> torch.Tensor:
-        ctx.padding, ctx.num_tokens = padding, tokens.shape[0]
-        return tokens.index_select(0, padding.indices.flatten()).view(*padding.indices.shape, *tokens.shape[1:])
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor):
-        padding = ctx.padding
-        out = grad.new_zeros(ctx.num_tokens, *grad.shape[2:])
-        return out.index_copy_(0, padding.tokens, grad.flatten(0, 1).index_select(0, padding.slots)), None
-
-
-class _Unpad(torch.autograd.Function):
-    """[b, L, X] -> [tokens of the rows, X]"""
+    Args:
+        sources: the row that each of the result's is a copy of.
+        targets: rows that get a gradient; the others get zeros.
+        places: where in the result the gradient of each of these stands; None: in their order.
+    """
 
     @staticmethod
-    def forward(ctx, rows: torch.Tensor, padding: _Padding) -> torch.Tensor:
-        ctx.slots, ctx.shape = padding.slots, rows.shape
-        return rows.flatten(0, 1).index_select(0, padding.slots)
+    def forward(ctx, values, sources, targets, places):
+        ctx.targets, ctx.places, ctx.num_rows = targets, places, len(values)
+        return values.index_select(0, sources)
 
     @staticmethod
-    def backward(ctx, grad: torch.Tensor):
-        out = grad.new_zeros(ctx.shape).flatten(0, 1)
-        return out.index_copy_(0, ctx.slots, grad).view(ctx.shape), None
-
-
-class _Reorder(torch.autograd.Function):
-    """[N, X] -> [N, X] in another order"""
-
-    @staticmethod
-    def forward(ctx, tokens: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-        ctx.order = order
-        return tokens.index_select(0, order)
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor):
-        return torch.empty_like(grad).index_copy_(0, ctx.order, grad), None
+    def backward(ctx, grad):
+        grad = grad if ctx.places is None else grad.index_select(0, ctx.places)
+        out = grad.new_empty if len(ctx.targets) == ctx.num_rows else grad.new_zeros
+        return out(ctx.num_rows, *grad.shape[1:]).index_copy_(0, ctx.targets, grad), None, None, None
 
 
 def _buckets(segments: Sequence[Segment], max_padding: float, min_tokens: int = 2048) -> list[list[Segment]]:
     """Segments of similar length and prefix together; those with a prefix apart from those without."""
-
-    def order(segment: Segment) -> tuple[bool, int, int]:
-        prefix = segment.prefix.length if segment.prefix else 0
-        return segment.prefix is not None, segment.length, prefix
-
     buckets: list[list[Segment]] = []
-    for segment in sorted(segments, key=order, reverse=True):
+    keys = [(one.prefix is not None, one.length, one.prefix.length if one.prefix else 0) for one in segments]
+    for number in sorted(range(len(segments)), key=keys.__getitem__, reverse=True):
+        segment = segments[number]
         current = buckets[-1] if buckets else []
         if current and (current[0].prefix is None) == (segment.prefix is None):
             total = sum(member.length for member in current) + segment.length

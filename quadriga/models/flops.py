@@ -20,10 +20,11 @@ from quadriga.models.vision import VisionEncoderCost
 
 @dataclass(frozen=True)
 class ModelCost:
-    """Parameters that multiply each token, and those of the vocabulary head, and the width of attention.
+    """What a decoder computes for a token.
 
     Attributes:
-        num_block_parameters, num_head_parameters, attention_width: see above.
+        num_block_parameters, num_head_parameters: that multiply a token, in the layers and in the vocabulary head.
+        attention_width: of all layers and heads together.
         num_frozen_block_parameters, num_frozen_head_parameters: those of them that have no gradient.
         vision_encoder: the cost of the vision encoder of a vision-language model; not part of the other numbers.
     """
@@ -87,26 +88,22 @@ def model_cost(model: PreTrainedModel) -> ModelCost:
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Operations a second that this device reaches on a product of square matrices, measured in a tenth of a second.
 
-    They are [4096, 4096] on CUDA and [1024, 1024] elsewhere.
-
-    A measured peak, not a data sheet's: it is the same question on a laptop, a shared virtual machine and a GPU.
+    They are [4096, 4096] on CUDA and [1024, 1024] elsewhere. A data sheet's peak is that of another machine.
     """
     size = 4096 if device.type == "cuda" else 1024
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     best = 0.0
     for _ in range(4):
-        best = max(best, 2 * size**3 / _seconds(left, right))
+        if left.is_cuda:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            torch.mm(left, right)
+            end.record()
+            torch.cuda.synchronize()
+            seconds = start.elapsed_time(end) / 1e3
+        else:
+            begun = time.perf_counter()
+            torch.mm(left, right)
+            seconds = time.perf_counter() - begun
+        best = max(best, 2 * size**3 / seconds)
     return best
-
-
-def _seconds(left: torch.Tensor, right: torch.Tensor) -> float:
-    if left.is_cuda:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        torch.mm(left, right)
-        end.record()
-        torch.cuda.synchronize()
-        return start.elapsed_time(end) / 1e3
-    start = time.perf_counter()
-    torch.mm(left, right)
-    return time.perf_counter() - start

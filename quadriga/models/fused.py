@@ -7,8 +7,9 @@ gated MLP keeps four wide tensors. The functions here compute the same values an
 Legend: N tokens, D hidden size, F width of the MLP.
 """
 
+from types import MethodType
+
 import torch
-from torch import nn
 from torch.nn.functional import silu
 from transformers import PreTrainedModel
 
@@ -63,9 +64,18 @@ def fuse(model: PreTrainedModel) -> dict[str, int]:
     Returns:
         how many modules of either kind were found.
     """
-    norms = [module for module in model.modules() if _is_plain_rms_norm(module)]
+    # Norms of the Llama family multiply by `weight` itself; Gemma's, say, by one plus it, under the name `eps`.
+    norms = [
+        module
+        for module in model.modules()
+        if type(module).__name__.endswith("RMSNorm")
+        and {name for name, _ in module.named_parameters(recurse=False)} == {"weight"}
+        and hasattr(module, "variance_epsilon")
+        and not any(module.named_children())
+    ]
+    # Their forward reads the module's parameters when it is called: FSDP replaces them.
     for module in norms:
-        module.forward = _FusedNorm(module)
+        module.forward = MethodType(lambda norm, x: RMSNorm.apply(x, norm.weight, norm.variance_epsilon), module)
     # down(silu(gate(x)) * up(x)) and nothing else, as in the Llama family.
     parts = {"gate_proj", "up_proj", "down_proj", "act_fn"}
     mlps = [
@@ -75,37 +85,7 @@ def fuse(model: PreTrainedModel) -> dict[str, int]:
         and type(module.act_fn).__name__ in ("SiLU", "SiLUActivation")
     ]
     for module in mlps:
-        module.forward = _FusedMLP(module)
+        module.forward = MethodType(
+            lambda mlp, x: mlp.down_proj(GatedSiLU.apply(mlp.gate_proj(x), mlp.up_proj(x))), module
+        )
     return {"norms": len(norms), "mlps": len(mlps)}
-
-
-class _FusedNorm:
-    """Bound replacement of a norm's forward that reads the module's parameter at call time."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        return RMSNorm.apply(hidden, self.module.weight, self.module.variance_epsilon)
-
-
-class _FusedMLP:
-    """Bound replacement of a gated MLP's forward."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        module = self.module
-        return module.down_proj(GatedSiLU.apply(module.gate_proj(hidden), module.up_proj(hidden)))
-
-
-def _is_plain_rms_norm(module: nn.Module) -> bool:
-    """Norms of the Llama family multiply by `weight` itself; Gemma's, say, by one plus it, under the name `eps`."""
-    parameters = dict(module.named_parameters(recurse=False))
-    return (
-        type(module).__name__.endswith("RMSNorm")
-        and set(parameters) == {"weight"}
-        and hasattr(module, "variance_epsilon")
-        and not any(module.named_children())
-    )

@@ -80,9 +80,9 @@ def token_scores(
 ) -> TokenScores:
     """Log-probabilities of `targets` and entropies of the distributions that they were drawn from.
 
-    On CUDA, half-precision states and weights go through the kernels of heads_triton.py where Triton is installed,
-    because they never write the logits. Everything else goes through chunks in plain torch: CPUs; float32, whose exact
-    products are left to cuBLAS, as tensor cores would round the factors; and `top_k`, which needs the logits.
+    On CUDA, half-precision states and weights go through the kernels of heads_triton.py where Triton is installed:
+    they never write the logits. All else goes through chunks in plain torch: CPUs; float32, which tensor cores would
+    round; and `top_k`, which needs the logits.
 
     With a shard, all outputs are the same on all ranks; the gradient of `hidden` is this rank's part, which the
     caller sums over the group, and those of `weight` and `bias` are complete. One collective per call (three with
@@ -101,16 +101,12 @@ def token_scores(
         chunk_tokens: C.
         shard: which rows of the vocabulary this rank holds; None: all.
     """
-    use_triton = _use_triton(hidden, weight, top_k)
+    is_half = hidden.dtype == weight.dtype and hidden.dtype in (torch.bfloat16, torch.float16)
+    use_triton = HAS_TRITON and hidden.is_cuda and is_half and top_k is None
     call = _Call(temperature, with_entropy, with_sum_pi_squared, top_k, chunk_tokens, shard, use_triton)
     log_probs, entropy, squares, *top = _TokenScores.apply(hidden, weight, bias, targets, call)
     entropy, squares = entropy if with_entropy else None, squares if with_sum_pi_squared else None
     return TokenScores(log_probs, entropy, *top, sum_pi_squared=squares)
-
-
-def _use_triton(hidden: torch.Tensor, weight: torch.Tensor, top_k: int | None) -> bool:
-    is_half = hidden.dtype == weight.dtype and hidden.dtype in (torch.bfloat16, torch.float16)
-    return HAS_TRITON and hidden.is_cuda and is_half and top_k is None
 
 
 @dataclass(frozen=True)
@@ -199,10 +195,14 @@ class _TokenScores(torch.autograd.Function):
         whole = parts[0] if len(parts) == 1 else _combine(parts)
         if call.shard is not None and len(targets):
             whole = _combine(_gather(whole, call.shard.group))
+            if top[0] is not None:
+                # The likeliest tokens over all ranks: [M, k] each, out of every rank's.
+                values, ids = (_gather(one, call.shard.group).transpose(0, 1).flatten(1) for one in top)
+                values, order = values.topk(call.top_k, dim=-1)
+                top = values, ids.gather(-1, order)
         normalizer, entropy, chosen, squares = whole
         without_gradient = [squares.clone()]
         if top[0] is not None:
-            top = _top(*top, call)
             top[0].sub_(normalizer[:, None])
             without_gradient += top
         ctx.mark_non_differentiable(*without_gradient)
@@ -257,19 +257,6 @@ def _gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return gathered.view(group.size(), *tensor.shape)
 
 
-def _top(values: torch.Tensor, ids: torch.Tensor, call: _Call) -> tuple[torch.Tensor, torch.Tensor]:
-    """The likeliest tokens over all ranks: [M, k] each, out of this rank's."""
-    if call.shard is None or not len(ids):
-        return values, ids
-    values, ids = (_gather(one, call.shard.group).transpose(0, 1).flatten(1) for one in (values, ids))
-    values, order = values.topk(call.top_k, dim=-1)
-    return values, ids.gather(-1, order)
-
-
-def _chunks(num_tokens: int, chunk_tokens: int) -> list[slice]:
-    return [slice(start, min(start + chunk_tokens, num_tokens)) for start in range(0, num_tokens, chunk_tokens)]
-
-
 def _blocks(*tensors: torch.Tensor | None) -> Iterator[tuple[torch.Tensor | None, ...]]:
     """Tensors cut into few tokens each; None stays None."""
     first = next(tensor for tensor in tensors if tensor is not None)
@@ -291,13 +278,14 @@ def _statistics(
     is to be kept; and the top tokens with their logits, [M, k] each, or None twice."""
     num_tokens, num_rows = hidden.shape[0], weight.shape[0]
     result = hidden.new_zeros(4, num_tokens, dtype=torch.float32)
-    workspace = _workspace(hidden, num_rows, call.chunk_tokens)
+    workspace = hidden.new_empty(min(call.chunk_tokens, num_tokens), num_rows, dtype=torch.float32)
     top: _Top = (None, None)
     if call.top_k is not None:
         shape = (num_tokens, call.top_k)
         top = result.new_full(shape, -torch.inf), places.new_full(shape, -1)
-    for rows in _chunks(num_tokens, call.chunk_tokens):
-        logits = head_logits(hidden[rows], weight, bias, workspace[: rows.stop - rows.start])
+    for start in range(0, num_tokens, call.chunk_tokens):
+        rows = slice(start, min(start + call.chunk_tokens, num_tokens))
+        logits = head_logits(hidden[rows], weight, bias, workspace[: rows.stop - start])
         for block, normalizer, entropy, chosen, squares, place in _blocks(logits, *result[:, rows], places[rows]):
             if call.temperature != 1.0:
                 block.div_(call.temperature)
@@ -315,10 +303,6 @@ def _statistics(
             top[0][rows, : best.values.shape[1]] = best.values
             top[1][rows, : best.values.shape[1]] = best.indices + (call.shard.start if call.shard else 0)
     return result[None], workspace if keep else None, top
-
-
-def _workspace(hidden: torch.Tensor, num_rows: int, chunk_tokens: int) -> torch.Tensor:
-    return hidden.new_empty(min(chunk_tokens, hidden.shape[0]), num_rows, dtype=torch.float32)
 
 
 def _block_statistics(
@@ -354,35 +338,30 @@ def _gradients(
     Args:
         kept: the workspace with the last chunk's logits over the temperature, or None.
     """
+    num_tokens, size = hidden.shape[0], call.chunk_tokens
+    cuts = [slice(start, min(start + size, num_tokens)) for start in range(0, num_tokens, size)]
+    chunks = [(rows, tuple(None if one is None else one[rows] for one in outer)) for rows in cuts]
     if call.use_triton:
-        for rows in _chunks(hidden.shape[0], call.chunk_tokens):
-            numbers = _cut(outer, rows)
-            yield (
-                rows,
-                heads_triton.logit_gradients(call.temperature, hidden[rows], weight, bias, places[rows], numbers),
-            )
+        for rows, parts in chunks:
+            yield rows, heads_triton.logit_gradients(call.temperature, hidden[rows], weight, bias, places[rows], parts)
         return
-    workspace = _workspace(hidden, weight.shape[0], call.chunk_tokens) if kept is None else kept
+    workspace = kept
+    if workspace is None:
+        workspace = hidden.new_empty(min(size, num_tokens), weight.shape[0], dtype=torch.float32)
     is_narrow = weight.dtype != torch.float32
     narrow = torch.empty_like(workspace, dtype=weight.dtype) if is_narrow else workspace
-    for rows in reversed(_chunks(hidden.shape[0], call.chunk_tokens)):
-        size = rows.stop - rows.start
-        logits = workspace[:size]
+    for rows, parts in reversed(chunks):
+        logits, results = (matrix[: rows.stop - rows.start] for matrix in (workspace, narrow))
         if kept is None:
             logits = head_logits(hidden[rows], weight, bias, logits)
-        for block, result, *numbers in _blocks(logits, narrow[:size], places[rows], *_cut(outer, rows)):
+        for block, result, *numbers in _blocks(logits, results, places[rows], *parts):
             if kept is None and call.temperature != 1.0:
                 block.div_(call.temperature)
             _block_gradients(call.temperature, block, *numbers)
             if is_narrow:
                 result.copy_(block)
         kept = None
-        yield rows, narrow[:size] if is_narrow else logits
-
-
-def _cut(outer: _Outer, rows: slice) -> _Outer:
-    grad_log_probs, grad_entropy, normalizer, entropy = outer
-    return grad_log_probs[rows], None if grad_entropy is None else grad_entropy[rows], normalizer[rows], entropy[rows]
+        yield rows, results if is_narrow else logits
 
 
 def _block_gradients(

@@ -120,16 +120,14 @@ def statistics(
     with_entropy: bool,
     with_squares: bool,
 ) -> torch.Tensor:
-    """What each part of the vocabulary says of each token.
+    """Four numbers of each token in each part of the vocabulary.
 
     Args:
         hidden: [M, D]
-        weight: [V', D], in the dtype of `hidden`.
-        bias: [V'] or None.
+        weight, bias: [V', D] in the dtype of `hidden`; [V'] or None.
         places: [M] rows of the targets; -1: not here.
         temperature: the logits are divided by it.
-        with_entropy: whether to compute entropies; they are zero otherwise.
-        with_squares: whether to sum squared probabilities; they are zero otherwise.
+        with_entropy, with_squares: what is wanted; the numbers are zero otherwise.
 
     Returns:
         [P, 4, M] float32: normaliser, entropy within the part, the target's logit (-inf where the part lacks it), and
@@ -158,14 +156,10 @@ def logit_gradients(
     places: torch.Tensor,
     outer: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor],
 ) -> torch.Tensor:
-    """The gradient of the logits before the temperature.
+    """The gradient of the logits before the temperature; arguments as for `statistics`, of C tokens.
 
     Args:
-        temperature: the logits are divided by it.
-        hidden: [C, D]
-        weight: [V', D], in the dtype of `hidden`.
-        bias: [V'] or None.
-        places: [C] rows of the targets; -1: not here.
+        temperature, hidden, weight, bias, places: with [C, D] states and [C] places.
         outer: gradients of log-probs and of entropies (or None), then normalisers and entropies of the whole
             vocabulary: [C] each.
 

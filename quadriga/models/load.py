@@ -7,11 +7,12 @@ Legend: B rows, N tokens of each, D hidden size, V vocabulary.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -29,8 +30,6 @@ from quadriga.models.attention import ATTENTION_NAME
 from quadriga.models.fused import fuse
 from quadriga.models.vision import attention_of, is_vision
 from quadriga.models.weight_files import distributed_folder
-
-_LOADING = (OSError, ValueError, KeyError, RuntimeError, SafetensorError)
 
 
 def load_causal_lm(
@@ -59,7 +58,7 @@ def load_causal_lm(
     """
     disable_progress_bar()
     config = load_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
-    try:
+    with _explained(path):
         model, info = from_pretrained(
             path,
             config,
@@ -67,8 +66,6 @@ def load_causal_lm(
             attn_implementation=attention_of(config, attention),
             trust_remote_code=trust_remote_code,
         )
-    except _LOADING as error:
-        raise _not_loaded(path, error) from error
     if missing := sorted(info["missing_keys"]):
         raise EngineError(
             f"model {path}",
@@ -80,8 +77,7 @@ def load_causal_lm(
     return model.to(device).eval()
 
 
-def auto_class(config: PreTrainedConfig) -> type[AutoModelForCausalLM] | type[AutoModelForImageTextToText]:
-    """The class of transformers that finds the class of a model."""
+def _auto_class(config: PreTrainedConfig) -> type[AutoModelForCausalLM] | type[AutoModelForImageTextToText]:
     return AutoModelForImageTextToText if is_vision(config) else AutoModelForCausalLM
 
 
@@ -102,7 +98,7 @@ def from_pretrained(
     """
     # Transformers would put an adapter beside the weights; here it is merged into them.
     if distributed_folder(path) is None and not is_adapter(path):
-        return auto_class(config).from_pretrained(
+        return _auto_class(config).from_pretrained(
             path,
             config=config,
             dtype=dtype,
@@ -111,9 +107,9 @@ def from_pretrained(
             **options,
         )
     with torch.device("meta"):
-        model_class = type(auto_class(config).from_config(config, trust_remote_code=trust_remote_code))
+        model_class = type(_auto_class(config).from_config(config, trust_remote_code=trust_remote_code))
     weights = open_model(path)
-    state = {name: weights.read(name).to(dtype) for name in weights.names()}
+    state = {name: weights.read(name).to(dtype) for name in weights.shapes}
     model, info = model_class.from_pretrained(
         None, config=config, state_dict=state, dtype=dtype, output_loading_info=True, **options
     )
@@ -130,10 +126,8 @@ def load_config(
     Raises:
         EngineError: there is none.
     """
-    try:
+    with _explained(path):
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **(override_config or {}))
-    except _LOADING as error:
-        raise _not_loaded(path, error) from error
 
 
 def skeleton_causal_lm(
@@ -141,9 +135,12 @@ def skeleton_causal_lm(
 ) -> PreTrainedModel:
     """The model that `load_causal_lm` would load, with its parameters on "meta": names and shapes, no values."""
     config = load_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
-    try:
-        with _parameters_on_meta():
-            model = auto_class(config).from_config(
+    with _explained(path):
+        # Only parameters are empty: nothing in a file holds buffers.
+        with register_module_parameter_registration_hook(
+            lambda module, name, one: one if one.is_meta else nn.Parameter(one.detach().to("meta"), one.requires_grad)
+        ):
+            model = _auto_class(config).from_config(
                 config,
                 dtype=torch.float32,
                 attn_implementation=attention_of(config, ATTENTION_NAME),
@@ -151,42 +148,27 @@ def skeleton_causal_lm(
             )
         if (Path(path) / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(path)
-    except _LOADING as error:
-        raise _not_loaded(path, error) from error
     fuse(model)
     return model.eval()
 
 
 @contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Modules made inside have no memory for parameters; their buffers are real, for nothing in a file holds them."""
-    register = nn.Module.register_parameter
-
-    def register_empty(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and not param.is_meta:
-            param = nn.Parameter(param.detach().to("meta"), param.requires_grad)
-        register(self, name, param)
-
-    nn.Module.register_parameter = register_empty
+def _explained(path: str | Path) -> Iterator[None]:
+    """What transformers raises while it loads a model becomes an EngineError."""
     try:
         yield
-    finally:
-        nn.Module.register_parameter = register
-
-
-def _not_loaded(path: str | Path, error: Exception) -> EngineError:
-    return EngineError(
-        f"model {path}",
-        got=str(error).strip().splitlines()[0],
-        expected="a folder or hub name that transformers can load as a causal language model",
-        fix="Check actor_rollout_ref.model.path; `quadriga prepare model NAME --output DIR` writes such a folder.",
-    )
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise EngineError(
+            f"model {path}",
+            got=str(error).strip().splitlines()[0],
+            expected="a folder or hub name that transformers can load as a causal language model",
+            fix="Check actor_rollout_ref.model.path; `quadriga prepare model NAME --output DIR` writes such a folder.",
+        ) from error
 
 
 def backbone(model: PreTrainedModel) -> nn.Module:
     """The part of a model that turns tokens [B, N] into hidden states [B, N, D], without a vision encoder."""
-    body = cast(Any, model.base_model)
-    return body.language_model if is_vision(model.config) else body
+    return getattr(model.base_model, "language_model", model.base_model)
 
 
 def head_of(model: PreTrainedModel) -> nn.Module:

@@ -11,8 +11,9 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -50,9 +51,20 @@ def add_adapter(model: PreTrainedModel, section: ModelConfig, seed: int) -> Call
     device = next(model.parameters()).device
     _inject(model, shape)
     factors = {name: parameter.shape for name, parameter in model.named_parameters() if is_factor(name)}
-    read = _new_values(factors, seed)
+    read: Callable[[str], torch.Tensor] = partial(_new_value, factors, seed)
     if section.lora_adapter_path is not None:
-        read = _values_of(Path(section.lora_adapter_path).expanduser(), factors)
+        folder = Path(section.lora_adapter_path).expanduser()
+        files = AdapterFiles(folder)
+        read, found = files.read, files.shapes
+        if unlike := sorted(name for name in found.keys() | factors.keys() if found.get(name) != factors.get(name)):
+            sizes = [shapes.get(unlike[0]) for shapes in (found, factors)]
+            got, expected = ("none" if size is None else f"shape {tuple(size)}" for size in sizes)
+            raise EngineError(
+                f"adapter {folder}",
+                got=f"{len(unlike)} tensors unlike this model's, first {unlike[0]}: {got}",
+                expected=expected,
+                fix="Start from the model that the adapter was trained on.",
+            )
     for name, size in factors.items():
         value = torch.empty(size, device="meta") if is_empty else read(name).to(device, torch.float32)
         parent, _, last = name.rpartition(".")
@@ -68,8 +80,8 @@ def adapter_of(model: nn.Module) -> AdapterShape | None:
     return AdapterShape(
         config.r,
         config.lora_alpha,
-        _listed(config.target_modules),
-        _listed(config.exclude_modules),
+        config.target_modules,
+        config.exclude_modules,
         config.use_rslora,
         config.base_model_name_or_path,
     )
@@ -103,14 +115,23 @@ def adapter_off(model: PreTrainedModel) -> Iterator[None]:
 
 def write_adapter_config(model: PreTrainedModel, folder: Path) -> None:
     """Write PEFT's `adapter_config.json` of the adapter in a model."""
-    facts = {name: _listed(value) for name, value in model.peft_config[ADAPTER_NAME].to_dict().items()}
-    facts |= {"inference_mode": True}
+    facts = model.peft_config[ADAPTER_NAME].to_dict() | {"inference_mode": True}
     (folder / ADAPTER_CONFIG).write_text(json.dumps(facts, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _inject(model: PreTrainedModel, shape: AdapterShape) -> None:
-    peft, head, linear = _peft(), model.get_output_embeddings(), _linear_modules(model)
-    _require_known_modules(model, shape.target_modules)
+    """Let PEFT add empty factors, on "meta": it would draw other values in each rank."""
+    try:
+        peft = import_module("peft")
+    except ImportError as error:
+        raise ConfigError(
+            "actor_rollout_ref.model.lora_rank",
+            got=f"an adapter, without a working peft ({error})",
+            expected="peft 0.17 or newer",
+            fix="pip install -e '.[peft]'",
+        ) from error
+    head = model.get_output_embeddings()
+    linear = [name for name, module in model.named_modules() if type(module) is nn.Linear and module is not head]
     config = peft.LoraConfig(
         task_type="CAUSAL_LM",
         r=shape.rank,
@@ -121,12 +142,21 @@ def _inject(model: PreTrainedModel, shape: AdapterShape) -> None:
         base_model_name_or_path=shape.base,
     )
     try:
-        # On "meta", for PEFT would draw other values in each rank.
+        _require_known_modules(model, shape.target_modules)
         peft.inject_adapter_in_model(config, model, ADAPTER_NAME, low_cpu_mem_usage=True)
     except ValueError as error:
-        raise _no_module(linear, shape.target_modules, str(error).partition("\n")[0].rstrip("( ")) from error
-    for layer in _layers(model):
-        base = layer.base_layer
+        ends = list(dict.fromkeys(name.rpartition(".")[2] for name in linear))
+        more = f" and {len(ends) - _NUM_NAMED} more" if len(ends) > _NUM_NAMED else ""
+        raise EngineError(
+            _TARGETS,
+            got=f"{shape.target_modules!r}: {str(error).partition(chr(10))[0].rstrip('( ')}",
+            expected=f"linear modules of this model: {', '.join(ends[:_NUM_NAMED])}{more}",
+            fix=f"Name some of them in a list, or set {ALL_LINEAR}. A whole name is like {next(iter(linear), 'none')}.",
+        ) from error
+    for key in ("target_modules", "exclude_modules"):
+        if isinstance(modules := getattr(config, key), set):
+            setattr(config, key, sorted(modules))
+    for base in (layer.base_layer for layer in _layers(model)):
         if type(base) is not nn.Linear or base is head:
             raise EngineError(
                 _TARGETS,
@@ -136,16 +166,22 @@ def _inject(model: PreTrainedModel, shape: AdapterShape) -> None:
             )
 
 
-def _peft() -> Any:
-    try:
-        return import_module("peft")
-    except ImportError as error:
-        raise ConfigError(
-            "actor_rollout_ref.model.lora_rank",
-            got=f"an adapter, without a working peft ({error})",
-            expected="peft 0.17 or newer",
-            fix="pip install -e '.[peft]'",
-        ) from error
+def _require_known_modules(model: PreTrainedModel, targets: str | list[str]) -> None:
+    """Raise a ValueError unless each entry of a list fits a module: PEFT takes those that do, and ignores the rest."""
+    if targets == ALL_LINEAR:
+        return
+    names = [name for name, _ in model.named_modules()]
+    if isinstance(targets, str):
+        try:
+            is_known = any(re.fullmatch(targets, name) for name in names)
+        except re.error as error:
+            raise ValueError(f"no regular expression ({error})") from error
+        if not is_known:
+            raise ValueError("a regular expression that fits no module's whole name")
+        return
+    unknown = [one for one in targets if not any(name == one or name.endswith(f".{one}") for name in names)]
+    if unknown:
+        raise ValueError(f"no module named {', '.join(unknown)}")
 
 
 def _layers(model: nn.Module) -> list[Any]:
@@ -154,73 +190,11 @@ def _layers(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, kind)]
 
 
-def _require_known_modules(model: PreTrainedModel, targets: str | list[str]) -> None:
-    """Each entry of a list must fit a module: PEFT would take those that do, and say nothing of the others."""
-    if targets == ALL_LINEAR:
-        return
-    names = [name for name, _ in model.named_modules()]
-    if isinstance(targets, str):
-        try:
-            is_known = any(re.fullmatch(targets, name) for name in names)
-        except re.error as error:
-            raise _no_module(_linear_modules(model), targets, f"no regular expression ({error})") from error
-        if not is_known:
-            raise _no_module(_linear_modules(model), targets, "a regular expression that fits no module's whole name")
-        return
-    unknown = [one for one in targets if not any(name == one or name.endswith(f".{one}") for name in names)]
-    if unknown:
-        raise _no_module(_linear_modules(model), targets, f"no module named {', '.join(unknown)}")
-
-
-def _linear_modules(model: PreTrainedModel) -> list[str]:
-    """Names of the modules that can have an adapter."""
-    head = model.get_output_embeddings()
-    return [name for name, module in model.named_modules() if type(module) is nn.Linear and module is not head]
-
-
-def _no_module(linear: list[str], targets: str | list[str], why: str) -> EngineError:
-    ends = list(dict.fromkeys(name.rpartition(".")[2] for name in linear))
-    more = f" and {len(ends) - _NUM_NAMED} more" if len(ends) > _NUM_NAMED else ""
-    return EngineError(
-        _TARGETS,
-        got=f"{targets!r}: {why}",
-        expected=f"linear modules of this model: {', '.join(ends[:_NUM_NAMED])}{more}",
-        fix=f"Name some of them in a list, or set {ALL_LINEAR}. A whole name is like {next(iter(linear), 'none')}.",
-    )
-
-
-def _new_values(factors: dict[str, torch.Size], seed: int) -> Callable[[str], torch.Tensor]:
+def _new_value(factors: Mapping[str, torch.Size], seed: int, name: str) -> torch.Tensor:
     """A uniform in +- 1 / sqrt(in), B zero: PEFT's own distribution, drawn for each parameter by itself."""
-
-    def read(name: str) -> torch.Tensor:
-        size = factors[name]
-        if ".lora_B." in name:
-            return torch.zeros(size)
-        number = int.from_bytes(hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest())
-        bound = 1 / math.sqrt(size[1])
-        return torch.empty(size).uniform_(-bound, bound, generator=torch.Generator().manual_seed(number))
-
-    return read
-
-
-def _values_of(folder: Path, factors: dict[str, torch.Size]) -> Callable[[str], torch.Tensor]:
-    files = AdapterFiles(folder)
-    found = {name: files.shape(name) for name in files.names()}
-    unlike = sorted(name for name in found.keys() | factors.keys() if found.get(name) != factors.get(name))
-    if unlike:
-        name = unlike[0]
-        raise EngineError(
-            f"adapter {folder}",
-            got=f"{len(unlike)} tensors unlike this model's, first {name}: {_size(found.get(name))}",
-            expected=_size(factors.get(name)),
-            fix="Start from the model that the adapter was trained on.",
-        )
-    return files.read
-
-
-def _size(shape: torch.Size | None) -> str:
-    return "none" if shape is None else f"shape {tuple(shape)}"
-
-
-def _listed(value: Any) -> Any:
-    return sorted(value) if isinstance(value, set) else value
+    size = factors[name]
+    if ".lora_B." in name:
+        return torch.zeros(size)
+    number = int.from_bytes(hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest())
+    bound = 1 / math.sqrt(size[1])
+    return torch.empty(size).uniform_(-bound, bound, generator=torch.Generator().manual_seed(number))

@@ -48,57 +48,34 @@ def load_reward_model(
             output_loading_info=True,
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise EngineError(
-            where,
-            got=str(error).strip().splitlines()[0],
-            expected="a folder or hub name that transformers can load as a sequence classifier",
-            fix=_FIX,
-        ) from error
-    _require_weights(where, path, sorted(info["missing_keys"]))
-    _require_judge(where, model)
+        expected = "a folder or hub name that transformers can load as a sequence classifier"
+        raise EngineError(where, got=str(error).strip().splitlines()[0], expected=expected, fix=_FIX) from error
+    _require_judge(where, path, model, sorted(info["missing_keys"]))
     fuse(model)
     return model.to(device).eval()
 
 
-def _require_weights(where: str, path: str | Path, missing: list[str]) -> None:
-    if not missing:
-        return
-    folder = Path(path).expanduser()
-    files = sorted(file.name for pattern in ("*.safetensors", "*.bin") for file in folder.glob(pattern))
-    place = f"in {', '.join(files)}" if files else "among its weights"
-    if any(name.startswith("score.") for name in missing):
-        raise EngineError(
-            where, got=f"no classification head: {missing[0]} is not {place}", expected="a head to score with", fix=_FIX
-        )
-    raise EngineError(
-        where,
-        got=f"no weights for {len(missing)} parameters: {missing[0]} is not {place}",
-        expected="all weights of the model; the missing ones would be random",
-        fix="Get the whole model.",
-    )
-
-
-def _require_judge(where: str, model: PreTrainedModel) -> None:
+def _require_judge(where: str, path: str | Path, model: PreTrainedModel, missing: list[str]) -> None:
     """One score for a sequence, read at its last token, whose state must not depend on what is packed behind it."""
-    head = getattr(model, "score", None)
-    if not isinstance(head, nn.Linear):
-        raise EngineError(
-            where,
-            got=f"{type(model).__name__}, which has no projection named score",
-            expected="a decoder with a head at the last token, such as LlamaForSequenceClassification",
-            fix=_FIX,
-        )
-    if head.out_features != 1:
-        raise EngineError(
-            where, got=f"a classifier with {head.out_features} labels", expected="one label, the score", fix=_FIX
-        )
-    if any(getattr(module, "is_causal", True) is False for module in model.modules()):
-        raise EngineError(
-            where,
-            got=f"{type(model).__name__}, whose tokens see those behind them",
-            expected="a decoder with causal attention",
-            fix=_FIX,
-        )
+    head, kind, fix = getattr(model, "score", None), type(model).__name__, _FIX
+    if missing:
+        folder = Path(path).expanduser()
+        files = sorted(file.name for pattern in ("*.safetensors", "*.bin") for file in folder.glob(pattern))
+        place = f"in {', '.join(files)}" if files else "among its weights"
+        got, expected = f"no classification head: {missing[0]} is not {place}", "a head to score with"
+        if not any(name.startswith("score.") for name in missing):
+            got = f"no weights for {len(missing)} parameters: {missing[0]} is not {place}"
+            expected, fix = "all weights of the model; the missing ones would be random", "Get the whole model."
+    elif not isinstance(head, nn.Linear):
+        got = f"{kind}, which has no projection named score"
+        expected = "a decoder with a head at the last token, such as LlamaForSequenceClassification"
+    elif head.out_features != 1:
+        got, expected = f"a classifier with {head.out_features} labels", "one label, the score"
+    elif any(getattr(module, "is_causal", True) is False for module in model.modules()):
+        got, expected = f"{kind}, whose tokens see those behind them", "a decoder with causal attention"
+    else:
+        return
+    raise EngineError(where, got=got, expected=expected, fix=fix)
 
 
 def fresh_reward_model(
@@ -140,12 +117,9 @@ def fresh_reward_model(
             config, dtype=torch.float32, attn_implementation=ATTENTION_NAME, trust_remote_code=trust_remote_code
         )
     except (ValueError, KeyError) as error:
-        raise EngineError(
-            f"model {path}",
-            got=str(error).strip().splitlines()[0],
-            expected="an architecture of which transformers has a sequence classifier",
-            fix="Choose another model for objective=reward_model.",
-        ) from error
+        expected = "an architecture of which transformers has a sequence classifier"
+        fix, got = "Choose another model for objective=reward_model.", str(error).strip().splitlines()[0]
+        raise EngineError(f"model {path}", got=got, expected=expected, fix=fix) from error
     fuse(model)
     model.base_model.load_state_dict(source.base_model.state_dict())
     torch.nn.init.zeros_(model.score.weight)

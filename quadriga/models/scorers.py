@@ -7,6 +7,7 @@ Legend: N packed tokens, n of them on this rank, M predicted tokens, m of them s
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import nn
@@ -15,7 +16,7 @@ from transformers import PreTrainedModel
 
 from quadriga.models.attention import AttentionPlan, PackedBatch
 from quadriga.models.heads import VocabularyShard, token_scores
-from quadriga.models.load import backbone, head_of
+from quadriga.models.load import backbone
 from quadriga.models.vision import decoder_inputs
 
 
@@ -34,29 +35,9 @@ class Question:
     with_sum_pi_squared: bool = False
 
 
-@dataclass(frozen=True)
-class ModelInputs:
-    """What the backbone reads on this rank: `input_ids` and `position_ids` [1, n], the latter perhaps [3, 1, n],
-    and the plan of attention."""
-
-    input_ids: torch.Tensor
-    position_ids: torch.Tensor
-    plan: AttentionPlan
-
-
-@dataclass(frozen=True)
-class Scored:
-    """The predicted tokens that this rank scores.
-
-    Attributes:
-        states: [m, D] hidden states of the tokens before them.
-        targets: [m]
-        join: from [m] numbers of each rank to all [M], the same on all of them.
-    """
-
-    states: torch.Tensor
-    targets: torch.Tensor
-    join: Callable[[torch.Tensor], torch.Tensor]
+Scored: TypeAlias = tuple[torch.Tensor, torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]
+"""The predicted tokens that this rank scores: hidden states [m, D] of the tokens before them, targets [m], and what
+makes of [m] numbers of each rank all [M], the same on all of them."""
 
 
 class Sharing:
@@ -65,19 +46,19 @@ class Sharing:
     has_embedding = has_head = True
     vocabulary: VocabularyShard | None = None
 
-    def inputs(self, batch: PackedBatch) -> ModelInputs:
-        """The tokens [1, n] of this rank."""
-        return ModelInputs(batch.input_ids, batch.position_ids, batch.plan)
+    def inputs(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor, AttentionPlan]:
+        """The tokens [1, n] of this rank, their positions [1, n] or [3, 1, n], and how they attend."""
+        return batch.input_ids, batch.position_ids, batch.plan
 
-    def scored(self, hidden: torch.Tensor, batch: PackedBatch, *, is_vocabulary: bool) -> Scored:
+    def scored(self, hidden: torch.Tensor, batch: PackedBatch, *, in_parts: bool) -> Scored:
         """What this rank scores, given the hidden states [n, D] of its tokens.
 
         Args:
             hidden: after the last layer and its norm.
             batch: they are of.
-            is_vocabulary: whether the score reads the head's part of the vocabulary on every rank.
+            in_parts: whether the head is cut by tensor parallelism, so that every rank scores all tokens of its group.
         """
-        return Scored(hidden.index_select(0, batch.predictors), batch.targets, lambda values: values)
+        return hidden.index_select(0, batch.predictors), batch.targets, lambda values: values
 
 
 class Scorer(nn.Module, ABC):
@@ -96,6 +77,8 @@ class Scorer(nn.Module, ABC):
         super().__init__()
         self.model = model
         self.sharing = Sharing()
+        # In a tuple: a module is a part of its parent under one name.
+        self._backbone = (backbone(model),)
 
     @abstractmethod
     def output_names(self, question: Question) -> tuple[str, ...]:
@@ -115,17 +98,18 @@ class Scorer(nn.Module, ABC):
             question: which outputs are wanted.
             received: [1, n, D] of the stage before, where this one has no embedding.
         """
-        inputs = self.sharing.inputs(batch)
+        input_ids, position_ids, plan = self.sharing.inputs(batch)
         if batch.images is not None:
-            tokens = decoder_inputs(self.model, inputs.input_ids, batch.images)
+            tokens = decoder_inputs(self.model, input_ids, batch.images)
         else:
-            tokens = {"input_ids": inputs.input_ids} if received is None else {"inputs_embeds": received}
-        hidden = backbone(self.model)(
+            tokens = {"input_ids": input_ids} if received is None else {"inputs_embeds": received}
+        (body,) = self._backbone
+        hidden = body(
             **tokens,
-            position_ids=inputs.position_ids,
+            position_ids=position_ids,
             attention_mask=None,
             use_cache=False,
-            attention_plan=inputs.plan,
+            attention_plan=plan,
         ).last_hidden_state
         if not self.sharing.has_head:
             return hidden
@@ -140,71 +124,72 @@ class PolicyScorer(Scorer):
         return ("log_probs", *entropy, *(("sum_pi_squared",) if question.with_sum_pi_squared else ()))
 
     def score(self, hidden: torch.Tensor, batch: PackedBatch, question: Question) -> dict[str, torch.Tensor]:
-        head, part = head_of(self.model), self.sharing.scored(hidden, batch, is_vocabulary=True)
+        head = cast(Any, self.model.get_output_embeddings())
+        states, targets, join = self.sharing.scored(hidden, batch, in_parts=True)
         scores = token_scores(
-            part.states,
+            states,
             head.weight,
             getattr(head, "bias", None),
-            part.targets,
+            targets,
             temperature=question.temperature,
             with_entropy=question.with_entropy,
             with_sum_pi_squared=question.with_sum_pi_squared,
             shard=self.sharing.vocabulary,
         )
-        return {name: part.join(getattr(scores, name)) for name in self.output_names(question)}
+        found = {"log_probs": scores.log_probs, "entropy": scores.entropy, "sum_pi_squared": scores.sum_pi_squared}
+        return {name: join(values) for name, values in found.items() if values is not None}
 
 
-class ValueHead(nn.Module):
-    """One number per hidden state, in float32: [..., D] -> [...]. It starts at zero, so the first values are zero."""
+class NumberScorer(Scorer):
+    """One number for each predicted token, which a linear head [1, D] reads at the token before it.
 
-    def __init__(self, hidden_size: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.linear = nn.Linear(hidden_size, 1, dtype=dtype)
-        nn.init.zeros_(self.linear.weight)
-        nn.init.zeros_(self.linear.bias)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return linear(hidden.float(), self.linear.weight.float(), self.linear.bias.float())[..., 0]
-
-
-class ValueScorer(Scorer):
-    """`values`: the return expected before each response token is drawn.
-
-    The vocabulary head is replaced by a value head, so a checkpoint of the model holds it too.
+    Attributes:
+        output: the name of the numbers.
+        head: the name of the head in the model.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        hidden_size = model.config.get_text_config().hidden_size
-        model.set_output_embeddings(nn.Identity())
-        model.value_head = ValueHead(hidden_size, next(model.parameters()).dtype).to(model.device)
-        super().__init__(model)
+    output: str
+    head: str
 
     def output_names(self, question: Question) -> tuple[str, ...]:
-        return ("values",)
+        return (self.output,)
 
     def score(self, hidden: torch.Tensor, batch: PackedBatch, question: Question) -> dict[str, torch.Tensor]:
-        part = self.sharing.scored(hidden, batch, is_vocabulary=False)
-        return {"values": part.join(self.model.value_head(part.states))}
+        states, _, join = self.sharing.scored(hidden, batch, in_parts=False)
+        head = cast(Any, self.model.get_submodule(self.head))
+        # In float32 whatever the model computes in: a bfloat16 score of 10 is off by up to 0.03.
+        bias = None if head.bias is None else head.bias.float()
+        return {self.output: join(linear(states.float(), head.weight.float(), bias)[:, 0])}
 
 
-class RewardScorer(Scorer):
+class ValueScorer(NumberScorer):
+    """`values`: the return expected before each response token is drawn.
+
+    The vocabulary head is replaced by a value head [1, D], so a checkpoint of the model holds it too. It starts at
+    zero, so the first values are zero.
+    """
+
+    output, head = "values", "value_head.linear"
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        size, dtype = model.config.get_text_config().hidden_size, next(model.parameters()).dtype
+        model.set_output_embeddings(nn.Identity())
+        model.value_head = nn.ModuleDict({"linear": nn.Linear(size, 1, dtype=dtype)}).to(model.device)
+        nn.init.zeros_(model.value_head["linear"].weight)
+        nn.init.zeros_(model.value_head["linear"].bias)
+        super().__init__(model)
+
+
+class RewardScorer(NumberScorer):
     """`scores`: what the model says of each sequence, read at the token before the predicted one.
 
     Args:
         model: a decoder with the head `score` [1, D], as `reward_model.load_reward_model` gives it.
     """
 
+    output, head = "scores", "score"
+
     def __init__(self, model: PreTrainedModel) -> None:
         # Nothing projects to the vocabulary: the output embeddings that every engine looks for are empty here.
         model.lm_head = nn.Identity()
         super().__init__(model)
-
-    def output_names(self, question: Question) -> tuple[str, ...]:
-        return ("scores",)
-
-    def score(self, hidden: torch.Tensor, batch: PackedBatch, question: Question) -> dict[str, torch.Tensor]:
-        part = self.sharing.scored(hidden, batch, is_vocabulary=False)
-        head = self.model.score
-        # In float32 whatever the model computes in: a bfloat16 score of 10 is off by up to 0.03.
-        bias = None if head.bias is None else head.bias.float()
-        return {"scores": part.join(linear(part.states.float(), head.weight.float(), bias)[:, 0])}

@@ -12,7 +12,7 @@ Legend: N packed tokens, I images, S patches of all of them, X values of a patch
 """
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -223,8 +223,11 @@ class VisionEncoderCost:
             patches = time * height * width
             total += 2 * (self.num_patch_parameters * patches)
             total += 2 * (self.num_token_parameters * patches // self.patches_per_token)
-            for side in self.windows:
-                total += 4 * self.width * time * _pairs(height, width, side)
+            for window in self.windows:
+                # Patches see each other in squares with this side; what the sides leave over makes smaller pieces.
+                side = window or max(height, width)
+                rows, columns = (size // side * side**2 + (size % side) ** 2 for size in (height, width))
+                total += 4 * self.width * time * rows * columns
         return float(total)
 
     def update_flops(self, grids: torch.Tensor) -> float:
@@ -235,17 +238,6 @@ class VisionEncoderCost:
 def _num_multiplied(module: nn.Module) -> int:
     """Numbers in the matrices of a module."""
     return sum(one.weight.numel() for one in module.modules() if isinstance(one, (nn.Linear, nn.Conv3d)))
-
-
-def _pairs(height: int, width: int, side: int | None) -> int:
-    """Pairs of patches that see each other in a frame, which is cut into squares with this side."""
-    if side is None:
-        return (height * width) ** 2
-    return sum(rows**2 for rows in _pieces(height, side)) * sum(columns**2 for columns in _pieces(width, side))
-
-
-def _pieces(length: int, size: int) -> Iterator[int]:
-    yield from (min(size, length - start) for start in range(0, length, size))
 
 
 def copy_processor(config: PreTrainedConfig, target: Path, source: str | Path | None = None) -> None:

@@ -16,7 +16,7 @@ Legend: [...] is the shape of a parameter.
 
 import json
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from enum import Enum, EnumType
 from pathlib import Path
 from typing import Any, Protocol
@@ -39,15 +39,13 @@ _UNSHARDED = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
 
 
 class WeightFiles(Protocol):
-    """Tensors by name; each is read when it is needed."""
+    """Tensors by name; each is read when it is needed.
 
-    def names(self) -> list[str]:
-        """The names of all tensors, in the order of the files."""
-        ...
+    Attributes:
+        shapes: the whole shape of each tensor, [...] however it was cut, in the order of the files.
+    """
 
-    def shape(self, name: str) -> torch.Size:
-        """The whole shape of a tensor, [...] however it was cut."""
-        ...
+    shapes: dict[str, torch.Size]
 
     def read(self, name: str) -> torch.Tensor:
         """A whole tensor [...], in the dtype in which it was written.
@@ -67,9 +65,15 @@ def open_weights(folder: str | Path) -> WeightFiles:
     folder = Path(folder)
     if place := distributed_folder(folder):
         return DistributedFiles(place, prefix=f"{MODEL}.")
-    if (folder / INDEX).is_file():
-        return SafetensorFiles(folder, _indexed(folder / INDEX))
     files = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
+    if (index := folder / INDEX).is_file():
+        try:
+            files = [folder / file for file in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise _unreadable(index, error) from error
+        if missing := [file for file in files if not file.is_file()]:
+            expected = f"the file that {INDEX} names"
+            raise CheckpointError(str(missing[0]), got="no such file", expected=expected, fix=_ANOTHER)
     if not files:
         raise CheckpointError(
             str(folder),
@@ -77,7 +81,7 @@ def open_weights(folder: str | Path) -> WeightFiles:
             expected="the weights of a model",
             fix="A checkpoint has them when `model` or `hf_model` is in checkpoint.save_contents.",
         )
-    return SafetensorFiles(folder, {name: file.name for file in files for name in names_in(file)})
+    return SafetensorFiles(files)
 
 
 def distributed_folder(folder: str | Path) -> Path | None:
@@ -87,35 +91,36 @@ def distributed_folder(folder: str | Path) -> Path | None:
 
 
 class SafetensorFiles:
-    """Weights of Hugging Face, in one safetensors file or several.
+    """Weights of Hugging Face, in safetensors files.
 
-    Args:
-        folder: the files are in.
-        where: the file of each tensor.
+    Raises:
+        CheckpointError: one is missing, cut or damaged.
     """
 
-    def __init__(self, folder: Path, where: Mapping[str, str]) -> None:
-        self.folder, self._where = folder, dict(where)
-        self._file, self._open = "", None
-
-    def names(self) -> list[str]:
-        return list(self._where)
-
-    def shape(self, name: str) -> torch.Size:
-        return torch.Size(self._slice(name).get_shape())
+    def __init__(self, files: Sequence[Path]) -> None:
+        self.shapes: dict[str, torch.Size] = {}
+        self._file_of: dict[str, Path] = {}
+        for file in files:
+            self._open(file)
+            for name in self._opened.keys():
+                self.shapes[name] = torch.Size(self._opened.get_slice(name).get_shape())
+                self._file_of[name] = file
 
     def read(self, name: str) -> torch.Tensor:
-        return self._slice(name)[...]
-
-    def _slice(self, name: str) -> Any:
-        file = self._where[name]
-        if file != self._file:
-            # One file at a time: neighbours stand in the same one.
-            self._open, self._file = _open(self.folder / file), file
+        if (file := self._file_of[name]) != self._file:
+            self._open(file)
         try:
-            return self._open.get_slice(name)
+            return self._opened.get_slice(name)[...]
         except SafetensorError as error:
-            raise _unreadable(self.folder / file, error) from error
+            raise _unreadable(file, error) from error
+
+    def _open(self, file: Path) -> None:
+        """Open one file and close the last: neighbours stand in the same one."""
+        try:
+            self._opened: Any = safe_open(file, framework="pt")
+        except (OSError, SafetensorError) as error:
+            raise _unreadable(file, error) from error
+        self._file = file
 
 
 class DistributedFiles:
@@ -123,29 +128,19 @@ class DistributedFiles:
 
     Args:
         folder: of a distributed checkpoint.
-        prefix: of the names that are weights; it is not part of what `names` returns.
+        prefix: of the names that are weights; left out of the names here.
     """
 
-    def __init__(self, folder: Path, prefix: str = "") -> None:
-        self.folder, self._prefix = folder, prefix
-        self.reader = ChunkReader(folder)
-        self._sizes = {
-            name.removeprefix(prefix): entry.size
-            for name, entry in self.reader.tensors.items()
-            if name.startswith(prefix)
-        }
-
-    def names(self) -> list[str]:
-        return list(self._sizes)
-
-    def shape(self, name: str) -> torch.Size:
-        return self._sizes[name]
+    def __init__(self, folder: Path, prefix: str) -> None:
+        self._reader, self._prefix = ChunkReader(folder), prefix
+        tensors = self._reader.tensors.items()
+        self.shapes = {name.removeprefix(prefix): entry.size for name, entry in tensors if name.startswith(prefix)}
 
     def read(self, name: str) -> torch.Tensor:
         name = f"{self._prefix}{name}"
-        entry = self.reader.tensors[name]
+        entry = self._reader.tensors[name]
         tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
-        self.reader.read_into({name: tensor})
+        self._reader.read_into({name: tensor})
         return tensor
 
 
@@ -158,13 +153,8 @@ class RenamedFiles:
     """
 
     def __init__(self, files: WeightFiles, rename: Callable[[str], str]) -> None:
-        self._files, self._names = files, {rename(name): name for name in files.names()}
-
-    def names(self) -> list[str]:
-        return list(self._names)
-
-    def shape(self, name: str) -> torch.Size:
-        return self._files.shape(self._names[name])
+        self._files, self._names = files, {rename(name): name for name in files.shapes}
+        self.shapes = {own: files.shapes[name] for own, name in self._names.items()}
 
     def read(self, name: str) -> torch.Tensor:
         return self._files.read(self._names[name])
@@ -185,15 +175,27 @@ class ChunkReader(FileSystemReader):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self.folder = folder
-        self.listed = _read_metadata(folder / METADATA)
-        _require_files(folder, self.listed)
-        self.tensors: dict[str, TensorStorageMetadata] = {
-            name: entry
-            for name, entry in self.listed.state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
-        self.set_up_storage_reader(self.listed, is_coordinator=True)
+        self.folder, path = folder, folder / METADATA
+        try:
+            with path.open("rb") as file:
+                listed = _MetadataUnpickler(file).load()
+        # Damaged bytes make the unpickler raise whatever its next instruction happens to be.
+        except Exception as error:
+            raise _unreadable(path, error) from error
+        if not isinstance(listed, Metadata) or listed.storage_data is None:
+            raise CheckpointError(str(path), got=type(listed).__name__, expected="a list of chunks", fix=_ANOTHER)
+        ends: dict[str, int] = {}
+        for chunk in listed.storage_data.values():
+            ends[chunk.relative_path] = max(ends.get(chunk.relative_path, 0), chunk.offset + chunk.length)
+        for name, end in sorted(ends.items()):
+            size = (folder / name).stat().st_size if (folder / name).is_file() else None
+            if size is None or size < end:
+                got = "no such file" if size is None else f"{size} bytes"
+                raise CheckpointError(str(folder / name), got=got, expected=f"at least {end} bytes", fix=_ANOTHER)
+        self.listed: Metadata = listed
+        entries = listed.state_dict_metadata.items()
+        self.tensors = {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
+        self.set_up_storage_reader(listed, is_coordinator=True)
 
     def read_into(self, state: dict[str, torch.Tensor]) -> None:
         """Fill tensors [...] in place, of DTensors the part that this rank holds.
@@ -210,16 +212,15 @@ class ChunkReader(FileSystemReader):
             raise _unreadable(self.folder, error) from error
 
 
-def write_safetensors(folder: Path, weights: WeightFiles, dtype: torch.dtype | None = None) -> None:
+def write_safetensors(folder: Path, weights: WeightFiles, dtype: torch.dtype = torch.float32) -> None:
     """Write `model-00001-of-0000N.safetensors` and their index; at most one shard is in memory.
 
     Args:
         folder: that exists.
         weights: all that is to be written.
-        dtype: to write in; None: that in which they are float32 already.
+        dtype: to write in.
     """
-    dtype = dtype or torch.float32
-    sizes = {name: weights.shape(name).numel() * dtype.itemsize for name in weights.names()}
+    sizes = {name: shape.numel() * dtype.itemsize for name, shape in weights.shapes.items()}
     shards = list(buckets(sizes, sizes.__getitem__, SHARD_BYTES, lambda name, _: name))
     where: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
@@ -229,35 +230,6 @@ def write_safetensors(folder: Path, weights: WeightFiles, dtype: torch.dtype | N
         where |= dict.fromkeys(names, file)
     index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-def _indexed(index: Path) -> dict[str, str]:
-    try:
-        where = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise _unreadable(index, error) from error
-    for file in sorted(set(where.values())):
-        if not (index.parent / file).is_file():
-            raise CheckpointError(
-                str(index.parent / file), got="no such file", expected=f"the file that {index.name} names", fix=_ANOTHER
-            )
-    return where
-
-
-def names_in(file: Path) -> list[str]:
-    """The names of the tensors of a safetensors file.
-
-    Raises:
-        CheckpointError: it is missing, cut or damaged.
-    """
-    return list(_open(file).keys())
-
-
-def _open(file: Path) -> Any:
-    try:
-        return safe_open(file, framework="pt")
-    except (OSError, SafetensorError) as error:
-        raise _unreadable(file, error) from error
 
 
 def _unreadable(path: Path, error: Exception) -> CheckpointError:
@@ -297,26 +269,3 @@ def _member(owner: object, name: str) -> Enum:
     if not isinstance(owner, EnumType):
         raise pickle.UnpicklingError(f"it asks {owner!r} for {name}, which is no member of an enum")
     return owner[name]
-
-
-def _require_files(folder: Path, listed: Metadata) -> None:
-    ends: dict[str, int] = {}
-    for chunk in listed.storage_data.values():
-        ends[chunk.relative_path] = max(ends.get(chunk.relative_path, 0), chunk.offset + chunk.length)
-    for name, end in sorted(ends.items()):
-        size = (folder / name).stat().st_size if (folder / name).is_file() else None
-        if size is None or size < end:
-            got = "no such file" if size is None else f"{size} bytes"
-            raise CheckpointError(str(folder / name), got=got, expected=f"at least {end} bytes", fix=_ANOTHER)
-
-
-def _read_metadata(path: Path) -> Metadata:
-    try:
-        with path.open("rb") as file:
-            found = _MetadataUnpickler(file).load()
-    # Damaged bytes make the unpickler raise whatever its next instruction happens to be.
-    except Exception as error:
-        raise _unreadable(path, error) from error
-    if not isinstance(found, Metadata) or found.storage_data is None:
-        raise CheckpointError(str(path), got=type(found).__name__, expected="a list of chunks", fix=_ANOTHER)
-    return found

@@ -24,7 +24,7 @@ from quadriga.config.adapter import ADAPTER_CONFIG, AdapterShape, is_adapter, re
 from quadriga.engines.base import TrainEngine
 from quadriga.engines.checkpoint import StateWriter, explained, load_state
 from quadriga.errors import CheckpointError
-from quadriga.models.adapter_files import MergedFiles, write_adapter
+from quadriga.models.adapter_files import MergedFiles, write_factors
 from quadriga.models.lora import adapter_of, write_adapter_config
 from quadriga.models.vision import copy_processor, file_name
 from quadriga.models.weight_files import MODEL, DistributedFiles, RenamedFiles, open_weights, write_safetensors
@@ -113,7 +113,8 @@ def _complete(folder: Path, contents: frozenset[str], adapter: AdapterShape | No
     """Write what is put together from the files that all ranks have written."""
     if adapter and MODEL in contents:
         with explained(folder):
-            write_adapter(folder, open_weights(folder / MODEL))
+            files = open_weights(folder / MODEL)
+            write_factors(folder, {name: files.read(name) for name in files.shapes})
     if "hf_model" in contents:
         with explained(folder / HF_FOLDER):
             _assemble(folder, adapter, config)

@@ -67,7 +67,7 @@ def _load(config: Config, path: str, scorer: type[Scorer], dtype: torch.dtype, p
     skeleton = scorer(skeleton_causal_lm(path, **options))
     # A value head that the files do not have is zero.
     files = RenamedFiles(open_model(path), partial(parameter_name, skeleton.model.config))
-    names, shapes = set(files.names()), {name: one.shape for name, one in skeleton.model.named_parameters()}
+    names, shapes = files.shapes, {name: one.shape for name, one in skeleton.model.named_parameters()}
     missing = [name for name in shapes if name not in names and not name.startswith("value_head.")]
     if missing:
         raise EngineError(

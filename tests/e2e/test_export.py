@@ -32,7 +32,7 @@ def trained_model(folder: Path) -> PreTrainedModel:
     """The model of a checkpoint's actor, filled in tensor by tensor."""
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
     files = open_weights(folder)
-    unused = model.load_state_dict({name: files.read(name) for name in files.names()}, strict=False)
+    unused = model.load_state_dict({name: files.read(name) for name in files.shapes}, strict=False)
     assert unused.unexpected_keys == [] and unused.missing_keys == ["lm_head.weight"]
     return model.eval()
 

@@ -42,7 +42,7 @@ def options(tmp_path: Path) -> tuple[str, ...]:
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
     files = open_weights(run / f"global_step_{NUM_STEPS}" / "actor")
-    return {name: files.read(name) for name in files.names()}
+    return {name: files.read(name) for name in files.shapes}
 
 
 def test_batch_is_full_of_groups_that_differ(

@@ -40,7 +40,7 @@ CRITIC = ("algorithm.adv_estimator=gae", "critic.ppo_epochs=2", "critic.ppo_mini
 def weights(run: Path, role: str = "actor") -> dict[str, torch.Tensor]:
     """The weights of a run's last checkpoint."""
     files = open_weights(run / f"global_step_{NUM_STEPS}" / role)
-    return {name: files.read(name) for name in files.names()}
+    return {name: files.read(name) for name in files.shapes}
 
 
 def assert_same_weights(one: Path, other: Path, role: str = "actor") -> None:

@@ -31,9 +31,9 @@ class Rows(RLHFDataset):
 WRITES_FOREVER = """
 import time
 from quadriga.data import RLHFDataset
-from quadriga.engines import checkpoint
+from torch.distributed.checkpoint import FileSystemWriter
 
-write_data = checkpoint._Writer.write_data
+write_data = FileSystemWriter.write_data
 
 def write_some(writer, plan, planner):
     results = write_data(writer, plan, planner)
@@ -41,7 +41,7 @@ def write_some(writer, plan, planner):
         time.sleep(600)
     return results
 
-checkpoint._Writer.write_data = write_some
+FileSystemWriter.write_data = write_some
 
 class Rows(RLHFDataset):
     pass

@@ -198,7 +198,7 @@ def main(rank: int, folder: Path, ports: Sequence[int]) -> None:
     meet(4, read_4, lambda world: read(folder, BY_FOUR, world))
     meet(1, 0, lambda world: read(folder, ["whole"], world))
     if rank == 0:
-        results["files"] = {layout: open_weights(folder / layout / "model").names() for layout in ALL}
+        results["files"] = {layout: list(open_weights(folder / layout / "model").shapes) for layout in ALL}
         torch.save(results, folder / "results.pt")
 
 

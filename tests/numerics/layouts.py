@@ -77,7 +77,7 @@ def make_engine(
         loaded = scorer(skeleton_causal_lm(folder / model))
         files = open_weights(folder / model)
         shapes = {name: parameter.shape for name, parameter in loaded.model.named_parameters()}
-        read = lambda name: files.read(name) if name in files.names() else torch.zeros(shapes[name])  # noqa: E731
+        read = lambda name: files.read(name) if name in files.shapes else torch.zeros(shapes[name])  # noqa: E731
     return FSDPEngine(
         loaded,
         read=read,

@@ -19,12 +19,13 @@ from transformers import PreTrainedTokenizerFast
 
 from quadriga.algorithms.aggregate import LOSS_AGG_MODES
 from quadriga.config import ActorConfig, Config, CriticConfig, OptimConfig
+from quadriga.config.layout import Layout
 from quadriga.engines import process_group
 from quadriga.engines.batches import MicroBatching, Passes
 from quadriga.engines.checkpoint import StateWriter, load_state
 from quadriga.engines.fsdp.engine import FSDPEngine, Training
 from quadriga.engines.objectives import Objective, PolicyObjective, ValueObjective
-from quadriga.engines.parallel.processes import alike
+from quadriga.engines.parallel.processes import Processes
 from quadriga.engines.process_group import ALONE, ProcessGroup
 from quadriga.engines.step import infer, update
 from quadriga.errors import EngineError, PeerLostError
@@ -85,7 +86,8 @@ CASES = {
 def make_engine(folder: Path, replicas: ProcessGroup, scorer: type = PolicyScorer) -> FSDPEngine:
     model = load_causal_lm(folder / "model", dtype=torch.float32, device=CPU)
     training = Training(OPTIMIZER, grad_clip=1e6, max_nonfinite_steps=2)
-    return FSDPEngine(scorer(model), dtype=torch.float32, device=CPU, training=training, processes=alike(replicas))
+    processes = Processes.arrange(replicas, Layout(dp_replicate=replicas.size))
+    return FSDPEngine(scorer(model), dtype=torch.float32, device=CPU, training=training, processes=processes)
 
 
 def own_rows(batch: DataProto, case: Case, replicas: ProcessGroup) -> DataProto:

@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chunked log-probs and entropies against log_softmax over all logits, values and gradients."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from quadriga.models.attention import PackedBatch
 from quadriga.models.fused import RMSNorm
 from quadriga.models.heads import token_scores
-from quadriga.models.scorers import ValueHead
+from quadriga.models.scorers import Question, ValueScorer
 
 
 def naive(hidden, head, targets, temperature):
@@ -159,11 +163,14 @@ def test_the_only_output_used_is_the_entropy() -> None:
 
 
 def test_value_head_starts_at_zero_and_learns() -> None:
-    head = ValueHead(8, torch.float32)
-    hidden = torch.randn(5, 8)
-    assert torch.equal(head(hidden), torch.zeros(5))
-    head(hidden).sum().backward()
-    torch.testing.assert_close(head.linear.weight.grad[0], hidden.sum(0))
+    config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=5)
+    scorer = ValueScorer(LlamaForCausalLM(config))
+    hidden, nothing = torch.randn(5, 8), PackedBatch.filler(torch.device("cpu"))
+    batch = replace(nothing, predictors=torch.arange(5), targets=torch.zeros(5, dtype=torch.int64))
+    values = scorer.score(hidden, batch, Question())["values"]
+    assert torch.equal(values, torch.zeros(5))
+    values.sum().backward()
+    torch.testing.assert_close(scorer.model.value_head["linear"].weight.grad[0], hidden.sum(0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -126,7 +126,7 @@ class Meddling(VLLMEngine):
 
     def _meddle(self, folder: str) -> None:
         files = AdapterFiles(Path(folder))
-        factors = {name: files.read(name) for name in files.names()}
+        factors = {name: files.read(name) for name in files.shapes}
         factors[UP][3, 1] += 1e-3
         write_factors(Path(folder), factors)
 

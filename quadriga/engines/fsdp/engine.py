@@ -16,13 +16,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from quadriga.config import OptimConfig
 from quadriga.engines.base import LossFunction, OptimizerStep, Outputs
 from quadriga.engines.fsdp.replicated import ReplicatedWeights
 from quadriga.engines.fsdp.sharded import Memory, ReadWeight, ShardedWeights, shard
-from quadriga.engines.parallel.pipeline import Pipeline, Stage
+from quadriga.engines.parallel.pipeline import Stage
 from quadriga.engines.parallel.processes import ONE_PROCESS, Processes
 from quadriga.errors import EngineError
 from quadriga.models.adapter_files import base_name, is_factor, merged
@@ -80,6 +81,7 @@ class FSDPEngine:
         self.has_replicated_weights = processes.layout.is_whole
         self.cost, self.image_tokens = model_cost(model), ImageTokens.of(model.config)
         self.output_names = scorer.output_names
+        self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         self.num_nonfinite_steps = torch.zeros((), dtype=torch.int64)
         for module in model.modules():
             if isinstance(module, nn.Dropout):
@@ -94,12 +96,12 @@ class FSDPEngine:
         else:
             self.parameters = shard(scorer, read, dtype, processes, self.memory)
         self._require_equal_replicas()
-        root = self.parameters.root
-        self.pipeline = Pipeline(root, processes, dtype) if isinstance(root, Stage) else None
+        self.stage = self.parameters.root if isinstance(self.parameters.root, Stage) else None
         if training is None:
             return
+        self._masters = [self.parameters.masters[name] for name in self.parameters.trained]
         self.optimizer = torch.optim.AdamW(
-            self._masters(),
+            self._masters,
             lr=training.optim.lr,
             betas=training.optim.betas,
             eps=training.optim.eps,
@@ -116,11 +118,13 @@ class FSDPEngine:
         work = list(batches)
         if not self.has_replicated_weights:
             work = [batch for batch, _ in self._in_step([(batch, _nothing) for batch in batches])]
-        if self.pipeline is not None:
-            outputs = self.pipeline.run([(batch, None) for batch in work], question) if work else []
+        if self.stage is not None:
+            outputs = self.stage.run([(batch, None) for batch in work], question) if work else []
         else:
             outputs = [self.scorer(batch, question) for batch in work]
-        self.parameters.rest()
+        if isinstance(self.parameters.root, FSDPModule):
+            # Drop what was gathered, as a backward pass would.
+            self.parameters.root.reshard()
         return outputs[: len(batches)]
 
     def backward(
@@ -133,19 +137,19 @@ class FSDPEngine:
         offloads = self.memory.activation_offload and self.device.type == "cuda"
         model.train(self.memory.gradient_checkpointing)  # Hugging Face checkpoints layers in training mode only
         with torch.autograd.graph.save_on_cpu(pin_memory=True) if offloads else nullcontext():
-            if self.pipeline is not None and work:
-                self.pipeline.run(work, question, is_training=True)
-            elif self.pipeline is None:
+            if self.stage is not None and work:
+                self.stage.run(work, question, is_training=True)
+            elif self.stage is None:
                 for batch, loss in work:
                     loss(self.scorer(batch, question)).backward()
         model.eval()
 
     def _in_step(self, work: list[tuple[PackedBatch, LossFunction]]) -> list[tuple[PackedBatch, LossFunction]]:
         """Micro-batches as all ranks need them: as many everywhere, tokens in multiples, fillers at the end."""
-        number = max(self.replicas.gather(len(work)))
-        if number and self.pipeline is not None:
-            number = max(number, self.processes.layout.pp)
-        multiple = self.processes.token_multiple
+        number, layout = max(self.replicas.gather(len(work))), self.processes.layout
+        if number and self.stage is not None:
+            number = max(number, layout.pp)
+        multiple = layout.sp * layout.tp
         fillers = [(PackedBatch.filler(self.device), _nothing)] * (number - len(work))
         all_work = [
             (batch.extended(-(-batch.num_tokens // multiple) * multiple), loss) for batch, loss in work + fillers
@@ -164,39 +168,32 @@ class FSDPEngine:
         Raises:
             EngineError: for the last of `max_nonfinite_steps` such gradients in a row.
         """
-        weights = self.parameters
+        weights, training = self.parameters, self.training
         weights.attach_gradients()
         norm = weights.grad_norm()
         is_finite = bool(torch.isfinite(norm))
         if is_finite:
             self.num_nonfinite_steps.zero_()
-            torch.nn.utils.clip_grads_with_norm_(self._masters(), self.training.grad_clip, norm)
+            torch.nn.utils.clip_grads_with_norm_(self._masters, training.grad_clip, norm)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
-            weights.refresh_compute()
+            if isinstance(weights, ReplicatedWeights):
+                weights.refresh_compute()
         else:
-            self._count_nonfinite()
+            self.num_nonfinite_steps += 1
+        if not is_finite and self.num_nonfinite_steps >= training.max_nonfinite_steps:
+            broken = [name for name in weights.trained if not torch.isfinite(weights.masters[name].grad).all()]
+            raise EngineError(
+                f"optimizer of the {self.name}",
+                got=f"{int(self.num_nonfinite_steps)} gradients in a row that are not finite, in {len(broken)} of "
+                f"{len(weights.trained)} parameters, first in {next(iter(broken), 'those of another process')}",
+                expected="finite gradients",
+                fix="Lower the learning rate, look for NaN in rewards, or resume from an earlier checkpoint; "
+                "max_nonfinite_steps is the patience.",
+            )
         weights.clear_gradients()
         return OptimizerStep(float(norm), is_finite)
-
-    def _masters(self) -> list[torch.Tensor]:
-        return [self.parameters.masters[name] for name in self.parameters.trained()]
-
-    def _count_nonfinite(self) -> None:
-        self.num_nonfinite_steps += 1
-        if self.num_nonfinite_steps < self.training.max_nonfinite_steps:
-            return
-        trained = self.parameters.trained()
-        broken = [name for name in trained if not torch.isfinite(self.parameters.masters[name].grad).all()]
-        raise EngineError(
-            f"optimizer of the {self.name}",
-            got=f"{int(self.num_nonfinite_steps)} gradients in a row that are not finite, in {len(broken)} of "
-            f"{len(trained)} parameters, first in {next(iter(broken), 'those of another process')}",
-            expected="finite gradients",
-            fix="Lower the learning rate, look for NaN in rewards, or resume from an earlier checkpoint; "
-            "max_nonfinite_steps is the patience.",
-        )
 
     # ---- weights and state ----------------------------------------------------------------------------
 
@@ -209,37 +206,29 @@ class FSDPEngine:
         weights = self.parameters.whole() if with_frozen else self.parameters.whole(is_factor)
         return ((base_name(name), tensor) for name, tensor in weights)
 
-    def sleep(self) -> None:
-        # Gradient sums are zero between optimizer steps.
-        self.parameters.release_gradients()
-
-    def wake(self) -> None:
-        """Gradient sums are made anew when the first gradient arrives."""
-
     def state(self, contents: frozenset[str]) -> dict[str, torch.Tensor]:
-        weights, state = self.parameters, {}
-        if "model" in contents:
-            for name in weights.trained() if adapter_of(self.scorer.model) else weights.masters:
-                state[f"model.{weights.name_of(name)}"] = weights.distributed(name, weights.masters[name].detach())
-        if "frozen" in contents:
-            trained = set(weights.trained())
-            for name in (name for name in weights.masters if name not in trained):
-                state[f"frozen.{base_name(weights.name_of(name))}"] = weights.distributed(name, weights.masters[name])
-        if "optimizer" in contents:
-            for name in weights.trained():
-                master, whole = weights.masters[name], weights.name_of(name)
+        weights, state, trained = self.parameters, {}, set(self.parameters.trained)
+        has_adapter = adapter_of(self.scorer.model) is not None
+        for name, master in weights.masters.items():
+            whole, is_trained = weights.names[name], name in trained
+            if "model" in contents and (is_trained or not has_adapter):
+                state[f"model.{whole}"] = weights.distributed(name, master.detach())
+            if "frozen" in contents and not is_trained:
+                state[f"frozen.{base_name(whole)}"] = weights.distributed(name, master)
+            if "optimizer" in contents and is_trained:
                 # AdamW's own state, made here where there was no step yet.
                 step = torch.zeros((), dtype=torch.float32, device=master.device if master.is_cuda else None)
                 zeros = {"exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}
                 moments = self.optimizer.state.setdefault(master, {"step": step, **zeros})
-                for kind in ("exp_avg", "exp_avg_sq"):
+                for kind in zeros:
                     state[f"optimizer.{kind}.{whole}"] = weights.distributed(name, moments[kind])
                 state[f"optimizer.step.{whole}"] = moments["step"]
+        if "optimizer" in contents:
             state["optimizer.nonfinite_steps"] = self.num_nonfinite_steps
         return state
 
     def state_was_loaded(self, contents: frozenset[str]) -> None:
-        if "model" in contents:
+        if "model" in contents and isinstance(self.parameters, ReplicatedWeights):
             self.parameters.refresh_compute()
             self._require_equal_replicas()
 
@@ -250,7 +239,7 @@ class FSDPEngine:
     def describe(self) -> dict[str, Any]:
         kind = "trained" if self.training is not None else "frozen"
         return {
-            "parameters": self.parameters.num_parameters(),
+            "parameters": self.num_parameters,
             "weights": f"{self.dtype}".removeprefix("torch.") + f", {kind}",
             "device": str(self.device),
             "processes": self.processes.layout.describe(),

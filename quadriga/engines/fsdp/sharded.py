@@ -28,8 +28,9 @@ from transformers import PreTrainedModel
 
 from quadriga.engines.parallel.pipeline import Stage, keep_stage, layers_of_stage
 from quadriga.engines.parallel.processes import Processes
-from quadriga.engines.parallel.sharing import SharedTokens, part_sizes
+from quadriga.engines.parallel.sharing import SharedTokens, part_of
 from quadriga.engines.parallel.tensor import share_layers
+from quadriga.engines.process_group import ProcessGroup
 from quadriga.errors import EngineError
 from quadriga.models.heads import all_gather_single
 from quadriga.models.load import backbone
@@ -83,7 +84,7 @@ class Part:
 
 
 class ShardedWeights:
-    """The parameters of this rank's layers. Its methods are those of `ReplicatedWeights`.
+    """The parameters of this rank's layers. Attributes and methods are those of `ReplicatedWeights`.
 
     Args:
         root: what computes: the scorer, or a pipeline's stage; sharded here.
@@ -110,6 +111,7 @@ class ShardedWeights:
     ) -> None:
         assert processes.storage is not None, "one rank has replicated weights"
         self.processes, self.dtype, self.all, self.parts = processes, dtype, whole, dict(parts)
+        self.names = {name: part.name for name, part in parts.items()}
         self.root, device = root, processes.world.device
         # On a CPU weights are where they would be offloaded to.
         offloads = memory.offload_weights and device.type == "cuda"
@@ -122,10 +124,11 @@ class ShardedWeights:
             parent, _, last = name.rpartition(".")
             setattr(model.get_submodule(parent), last, model.get_buffer(name).to(device))
         self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
+        self.trained = [name for name, parameter in self.parameters.items() if parameter.requires_grad]
         self.masters = {name: parameter.to_local().detach() for name, parameter in self.parameters.items()}
         with torch.no_grad():
             for name, master in self.masters.items():
-                master.copy_(self._piece(name, read(self.parts[name].name)))
+                master.copy_(self._piece(name, read(self.names[name])))
 
     def _shard(self, model: PreTrainedModel, *, offloads: bool, reshards: bool) -> None:
         storage, is_replicated = self.processes.storage, self.processes.layout.dp_replicate > 1
@@ -150,33 +153,35 @@ class ShardedWeights:
 
     # ---- gradients ------------------------------------------------------------------------------------
 
-    def trained(self) -> list[str]:
-        """Names of the parameters that learn."""
-        return [name for name, parameter in self.parameters.items() if parameter.requires_grad]
-
     def attach_gradients(self) -> None:
         """Hand the gradients [V/tp/fsdp, D] to the masters; zeros where there are none."""
-        for name in self.trained():
+        for name in self.trained:
             parameter, master = self.parameters[name], self.masters[name]
             local = parameter.to_local()
             if local.data_ptr() != master.data_ptr():
                 raise EngineError(f"parameter {name}", got="other memory than when it was sharded", expected="the same")
             master.grad = torch.zeros_like(master) if parameter.grad is None else parameter.grad.to_local()
         # Those of what several ranks hold alike, and have each seen a part of, are added up.
-        layout = self.processes.layout
+        layout, processes = self.processes.layout, self.processes
         if layout.tp > 1:
-            alike = [self.masters[name].grad for name in self.trained() if self.parts[name].tensor_dimension is None]
-            _add_up(alike, self.processes.group("tp"))
-        if layout.pp > 1:
-            shared = [name for name in self.trained() if self.all[self.parts[name].name].is_shared]
-            for name in shared:
-                _add_up_of_two(self.masters[name].grad, self.processes)
+            alike = [self.masters[name].grad for name in self.trained if self.parts[name].tensor_dimension is None]
+            ProcessGroup(processes.place.tp, layout.tp, processes.world.device, processes.group("tp")).add_up(alike)
+        shared = [name for name in self.trained if self.all[self.names[name]].is_shared] if layout.pp > 1 else []
+        for gradient in (self.masters[name].grad for name in shared):
+            # The first and the last stage each send their own to the other.
+            group = processes.group("pp")
+            peer = dist.get_global_rank(group, layout.pp - 1 if processes.is_first_stage else 0)
+            other = torch.empty_like(gradient)
+            sent = dist.P2POp(dist.isend, gradient.contiguous(), peer, group)
+            for work in dist.batch_isend_irecv([sent, dist.P2POp(dist.irecv, other, peer, group)]):
+                work.wait()
+            gradient.add_(other)
 
     def grad_norm(self) -> torch.Tensor:
         """The norm [] of the whole gradient, float32, the same on all ranks."""
         layout = self.processes.layout
         total = torch.zeros((), dtype=torch.float64, device=self.processes.world.device)
-        for name in self.trained():
+        for name in self.trained:
             part = self.parts[name]
             square = torch.linalg.vector_norm(self.masters[name].grad, dtype=torch.float64).square()
             if not part.is_copy:
@@ -190,25 +195,7 @@ class ShardedWeights:
         for name, parameter in self.parameters.items():
             parameter.grad = self.masters[name].grad = None
 
-    release_gradients = clear_gradients
-
-    def refresh_compute(self) -> None:
-        """Nothing to do: compute weights are gathered from the masters when a layer computes."""
-
-    def rest(self) -> None:
-        """Drop what a pass without gradients has gathered and a backward pass would have dropped."""
-        if isinstance(self.root, FSDPModule):
-            self.root.reshard()
-
     # ---- whole tensors --------------------------------------------------------------------------------
-
-    def num_parameters(self) -> int:
-        """Numbers in all parameters of the whole model."""
-        return sum(parameter.shape.numel() for parameter in self.all.values())
-
-    def name_of(self, name: str) -> str:
-        """The name of a parameter in the whole model."""
-        return self.parts[name].name
 
     def distributed(self, name: str, local: torch.Tensor) -> torch.Tensor:
         """A part [V/tp/fsdp, D] of this rank, a master or a moment, as the DTensor [V, D] that it is a part of."""
@@ -227,10 +214,16 @@ class ShardedWeights:
         gathered.
         """
         here = {part.name: name for name, part in self.parts.items() if not part.is_copy}
-        device = self.processes.world.device
+        device, tp, storage = self.processes.world.device, self.processes.layout.tp, self.processes.storage
         for name, whole in ((name, whole) for name, whole in self.all.items() if wanted(name)):
             if name in here:
-                tensor = self._gather(here[name], self.masters[here[name]].to(device, self.dtype))
+                tensor = self.masters[here[name]].to(device, self.dtype)
+                dimension, cut = self.parts[here[name]].tensor_dimension, list(whole.shape)
+                if dimension is not None:
+                    _, cut[dimension] = part_of(whole.shape[dimension], tp, self.processes.place.tp)
+                tensor = _joined(tensor, storage["fsdp"], 0, cut)
+                if dimension is not None:
+                    tensor = _joined(tensor, storage["tp"], dimension, whole.shape)
             else:
                 tensor = torch.empty(whole.shape, dtype=self.dtype, device=device)
             if self.processes.layout.pp > 1:
@@ -238,27 +231,14 @@ class ShardedWeights:
             yield name, tensor
             del tensor  # before the next one is there
 
-    def _gather(self, name: str, local: torch.Tensor) -> torch.Tensor:
-        dimension, shape = self.parts[name].tensor_dimension, self.all[self.parts[name].name].shape
-        cut = list(shape)
-        if dimension is not None:
-            cut[dimension] = part_sizes(shape[dimension], self.processes.layout.tp)[self.processes.place.tp]
-        tensor = _joined(local, self.processes.storage["fsdp"], 0, cut)
-        return tensor if dimension is None else _joined(tensor, self.processes.storage["tp"], dimension, shape)
-
     def _piece(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         part, place, layout = self.parts[name], self.processes.place, self.processes.layout
         expected = self.all[part.name].shape
         if whole.shape != expected:
             raise EngineError(f"weight {part.name}", got=f"shape {tuple(whole.shape)}", expected=f"{tuple(expected)}")
-        if part.tensor_dimension is not None:
-            whole = _cut(whole, part.tensor_dimension, layout.tp, place.tp)
-        return _cut(whole, 0, layout.fsdp, place.dp_shard * layout.sp + place.sp)
-
-
-def _cut(whole: torch.Tensor, dimension: int, parts: int, number: int) -> torch.Tensor:
-    sizes = part_sizes(whole.shape[dimension], parts)
-    return whole.narrow(dimension, sum(sizes[:number]), sizes[number])
+        if (dimension := part.tensor_dimension) is not None:
+            whole = whole.narrow(dimension, *part_of(whole.shape[dimension], layout.tp, place.tp))
+        return whole.narrow(0, *part_of(whole.shape[0], layout.fsdp, place.dp_shard * layout.sp + place.sp))
 
 
 def _joined(part: torch.Tensor, mesh: DeviceMesh, dimension: int, shape: Sequence[int]) -> torch.Tensor:
@@ -267,7 +247,7 @@ def _joined(part: torch.Tensor, mesh: DeviceMesh, dimension: int, shape: Sequenc
     if mesh.size() == 1:
         return part
     whole = torch.empty(shape, dtype=part.dtype, device=part.device)
-    sizes = part_sizes(shape[dimension], mesh.size())
+    sizes = [part_of(shape[dimension], mesh.size(), sender)[1] for sender in range(mesh.size())]
     if dimension == 0 and len(set(sizes)) == 1:
         all_gather_single(whole, part.contiguous(), group=group)
         return whole
@@ -282,29 +262,6 @@ def _joined(part: torch.Tensor, mesh: DeviceMesh, dimension: int, shape: Sequenc
         if sent is not place:
             place.copy_(sent)
     return whole
-
-
-def _add_up(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
-    if not tensors:
-        return
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    dist.all_reduce(flat, group=group)
-    for tensor, total in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
-        tensor.copy_(total.view(tensor.shape))
-
-
-def _add_up_of_two(tensor: torch.Tensor, processes: Processes) -> None:
-    """Replace a tensor of the first and the last stage by the sum of both: each sends its own to the other."""
-    group = processes.group("pp")
-    peer = dist.get_global_rank(group, processes.layout.pp - 1 if processes.is_first_stage else 0)
-    other = torch.empty_like(tensor)
-    sent = [
-        dist.P2POp(dist.isend, tensor.contiguous(), peer, group),
-        dist.P2POp(dist.irecv, other, peer, group),
-    ]
-    for work in dist.batch_isend_irecv(sent):
-        work.wait()
-    tensor.add_(other)
 
 
 def shard(
@@ -342,7 +299,7 @@ def shard(
     copies = keep_stage(model, processes) if layout.pp > 1 else {}
     parts = {name: Part(copies.get(name, name), cut.get(name), name in copies) for name, _ in model.named_parameters()}
     scorer.sharing = SharedTokens(processes, vocabulary)
-    root = Stage(scorer, model.config.get_text_config().hidden_size) if layout.pp > 1 else scorer
+    root = Stage(scorer, processes, dtype) if layout.pp > 1 else scorer
     return ShardedWeights(root, model, parts, read, dtype=dtype, processes=processes, whole=whole, memory=memory)
 
 
@@ -358,18 +315,9 @@ def _describe(model: PreTrainedModel, processes: Processes) -> Mapping[str, Whol
         stages = {
             number: stage for stage in range(num_stages) for number in layers_of_stage(num_layers, stage, num_stages)
         }
-
-    def stage_of(name: str, parameter: nn.Parameter) -> int:
-        if id(parameter) in of_table:
-            return 0
-        layer = _LAYER.fullmatch(name)
-        return stages.get(int(layer[1]), 0) if layer else num_stages - 1
-
-    return {
-        name: WholeParameter(
-            parameter.shape,
-            stage_of(name, parameter),
-            is_shared=num_stages > 1 and is_tied and id(parameter) in of_table,
-        )
-        for name, parameter in model.named_parameters()
-    }
+    described = {}
+    for name, parameter in model.named_parameters():
+        is_table, layer = id(parameter) in of_table, _LAYER.fullmatch(name)
+        stage = 0 if is_table else stages.get(int(layer[1]), 0) if layer else num_stages - 1
+        described[name] = WholeParameter(parameter.shape, stage, num_stages > 1 and is_tied and is_table)
+    return described

@@ -89,21 +89,17 @@ def keep_stage(model: PreTrainedModel, processes: Processes) -> Mapping[str, str
 
 
 class Stage(nn.Module):
-    """The module of one stage, as torch's schedules call it: with the number of a micro-batch.
+    """The module of one stage, sharded or not, as torch's schedules call it: with the number of a micro-batch.
 
     Args:
         scorer: with the layers of this stage.
-        hidden_size: D
-
-    Attributes:
-        work: the micro-batches of the next run, each with its loss.
-        question: which outputs are wanted.
-        outputs: of the run, in the last stage.
+        processes: of the engine.
+        dtype: of hidden states.
     """
 
-    def __init__(self, scorer: Scorer, hidden_size: int) -> None:
+    def __init__(self, scorer: Scorer, processes: Processes, dtype: torch.dtype) -> None:
         super().__init__()
-        self.scorer, self.hidden_size = scorer, hidden_size
+        self.scorer, self.processes, self.dtype = scorer, processes, dtype
         self.work: Sequence[tuple[PackedBatch, LossFunction | None]] = ()
         self.question = Question()
         self.outputs: list[Outputs] = []
@@ -117,19 +113,6 @@ class Stage(nn.Module):
             return outputs
         self.outputs.append({name: values.detach() for name, values in outputs.items()})
         return next(iter(outputs.values())).new_zeros(1) if loss is None else loss(outputs).reshape(1)
-
-
-class Pipeline:
-    """One stage and its way to the others.
-
-    Args:
-        stage: the module of this rank, sharded or not.
-        processes: of the engine.
-        dtype: of hidden states.
-    """
-
-    def __init__(self, stage: Stage, processes: Processes, dtype: torch.dtype) -> None:
-        self.stage, self.processes, self.dtype = stage, processes, dtype
 
     def run(
         self, work: Sequence[tuple[PackedBatch, LossFunction | None]], question: Question, *, is_training: bool = False
@@ -145,21 +128,22 @@ class Pipeline:
             the outputs [M] of each micro-batch; none but in the last stage.
         """
         longest = max(batch.num_tokens for batch, _ in work)
-        self.stage.work = [(batch.extended(longest), loss) for batch, loss in work]
-        self.stage.question, self.stage.outputs = question, []
-        layout, place = self.processes.layout, self.processes.place
+        self.work = [(batch.extended(longest), loss) for batch, loss in work]
+        self.question, self.outputs = question, []
+        layout, place, is_last = self.processes.layout, self.processes.place, self.processes.is_last_stage
         device = self.processes.world.device
         numbers = torch.arange(len(work), device=device)
-        shape = (1, longest // (layout.sp * layout.tp), self.stage.hidden_size)
+        size = self.scorer.model.config.get_text_config().hidden_size
+        shape = (1, longest // (layout.sp * layout.tp), size)
         hidden = torch.empty(shape, dtype=self.dtype, device=device, requires_grad=is_training)
         loss = torch.empty(1, device=device, requires_grad=is_training)
         stage = PipelineStage(
-            self.stage,
+            self,
             place.pp,
             layout.pp,
             device,
             input_args=numbers[:1] if place.pp == 0 else hidden,
-            output_args=loss if self.processes.is_last_stage else hidden,
+            output_args=loss if is_last else hidden,
             group=self.processes.group("pp"),
         )
         if is_training:
@@ -167,6 +151,6 @@ class Pipeline:
             schedule: Any = Schedule1F1B(stage, len(work), lambda loss, number: loss.sum(), scale_grads=False)
         else:
             schedule = ScheduleGPipe(stage, len(work), None)
-        targets = {"target": numbers} if is_training and self.processes.is_last_stage else {}
+        targets = {"target": numbers} if is_training and is_last else {}
         schedule.step(*([numbers] if place.pp == 0 else []), number=numbers, **targets)
-        return self.stage.outputs
+        return self.outputs

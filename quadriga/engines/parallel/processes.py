@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from quadriga.config.layout import Layout, RankPlace
-from quadriga.engines.process_group import ALONE, ProcessGroup, num_meetings
+from quadriga.engines.process_group import ALONE, Membership, ProcessGroup
 
 STORAGE_NAMES = ("pp", "dp_replicate", "tp", "fsdp")
 WORK_NAMES = ("pp", "dp", "sp", "tp")
@@ -52,7 +52,7 @@ class Processes:
         if layout.is_whole:
             return cls(layout, place, world, world)
         # Roles with the same layout on the same ranks share their groups; those of an earlier meeting are gone.
-        storage, work = _meshes_of(layout, world.device.type, num_meetings())
+        storage, work = _meshes_of(layout, world.device.type, Membership.num_meetings)
         replicas = ProcessGroup(place.dp_rank, layout.dp_size, world.device, work.get_group("dp"))
         return cls(layout, place, world, replicas, storage, work)
 
@@ -71,18 +71,8 @@ class Processes:
         """Whether this rank has the head, [V, D] of a policy."""
         return self.place.pp == self.layout.pp - 1
 
-    @property
-    def token_multiple(self) -> int:
-        """Packed tokens [1, N] come in multiples of this, so that all ranks get as many."""
-        return self.layout.sp * self.layout.tp
-
 
 ONE_PROCESS = Processes(Layout(), Layout().place(0), ALONE, ALONE)
-
-
-def alike(replicas: ProcessGroup) -> Processes:
-    """Ranks that each have replicated weights, and rows of their own."""
-    return Processes.arrange(replicas, Layout(dp_replicate=replicas.size))
 
 
 @functools.lru_cache(maxsize=16)

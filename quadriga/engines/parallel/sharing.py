@@ -24,9 +24,9 @@ import torch.distributed as dist
 from quadriga.engines.parallel.processes import Processes
 from quadriga.models.attention import AttentionPlan, PackedBatch
 from quadriga.models.heads import VocabularyShard, all_gather_single
-from quadriga.models.scorers import ModelInputs, Scored, Sharing
+from quadriga.models.scorers import Scored, Sharing
 
-Collective: TypeAlias = Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor]
+_Move: TypeAlias = Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor]
 
 # Versions of torch before 2.13 have it under a name that later ones warn of.
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -46,53 +46,41 @@ class SharedTokens(Sharing):
         self.has_embedding, self.has_head = processes.is_first_stage, processes.is_last_stage
         self.vocabulary: VocabularyShard | None = None
         if layout.tp > 1:
-            start = sum(part_sizes(num_vocabulary, layout.tp)[: place.tp])
+            start, _ = part_of(num_vocabulary, layout.tp, place.tp)
             self.vocabulary = VocabularyShard(processes.group("tp"), start)
 
-    def inputs(self, batch: PackedBatch) -> ModelInputs:
+    def inputs(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor, AttentionPlan]:
         # Those of all ranks in the same tp group, which part them at the embedding.
         layout, place = self.processes.layout, self.processes.place
         plan: AttentionPlan = batch.plan
         if layout.sp == 1:
-            return ModelInputs(batch.input_ids, batch.position_ids, plan)
-        start, size = _part(batch.input_ids.shape[1], layout.sp, place.sp)
-        return ModelInputs(
-            batch.input_ids.narrow(1, start, size),
-            batch.position_ids.narrow(1, start, size),
-            UlyssesAttention(plan, self.processes.group("sp")),
-        )
+            return batch.input_ids, batch.position_ids, plan
+        start, size = part_of(batch.input_ids.shape[1], layout.sp, place.sp)
+        tokens, positions = (whole.narrow(1, start, size) for whole in (batch.input_ids, batch.position_ids))
+        return tokens, positions, UlyssesAttention(plan, self.processes.group("sp"))
 
-    def scored(self, hidden: torch.Tensor, batch: PackedBatch, *, is_vocabulary: bool) -> Scored:
+    def scored(self, hidden: torch.Tensor, batch: PackedBatch, *, in_parts: bool) -> Scored:
         layout, place = self.processes.layout, self.processes.place
-        num_tokens = batch.input_ids.shape[1]
-        start, size = _part(num_tokens, layout.sp, place.sp)
-        if layout.tp > 1 and is_vocabulary:
-            hidden = gather(hidden, self.processes.group("tp"))
+        start, size = part_of(batch.input_ids.shape[1], layout.sp, place.sp)
+        if layout.tp > 1 and in_parts:
+            hidden = Collective.apply(hidden, self.processes.group("tp"), all_gather)
         elif layout.tp > 1:
-            inside, size = _part(size, layout.tp, place.tp)
+            inside, size = part_of(size, layout.tp, place.tp)
             start += inside
         here = (batch.predictors >= start) & (batch.predictors < start + size)
         places = here.nonzero()[:, 0]
         # With the vocabulary shared, all ranks of a tp group have scored the same tokens.
-        is_joined = {"sp": layout.sp > 1, "tp": layout.tp > 1 and not is_vocabulary}
+        is_joined = {"sp": layout.sp > 1, "tp": layout.tp > 1 and not in_parts}
         groups = [self.processes.group(name) for name, is_shared in is_joined.items() if is_shared]
-        return Scored(
-            hidden.index_select(0, batch.predictors[places] - start),
-            batch.targets[places],
-            partial(fill, places=places, size=len(batch.targets), groups=groups),
-        )
+        states = hidden.index_select(0, batch.predictors[places] - start)
+        return states, batch.targets[places], partial(_Fill.apply, places, len(batch.targets), groups)
 
 
-def part_sizes(total: int, parts: int) -> list[int]:
-    """Sizes [parts] of a dimension that is shared as `torch.chunk` cuts it: the last may be smaller, or empty."""
+def part_of(total: int, parts: int, number: int) -> tuple[int, int]:
+    """Start and size of a part of a dimension [total], cut as `torch.chunk` does: the last may be smaller, or empty."""
     size = -(-total // parts)
-    return [max(0, min(size, total - part * size)) for part in range(parts)]
-
-
-def _part(total: int, parts: int, number: int) -> tuple[int, int]:
-    """Start and size of one of the equal parts of a number of tokens."""
-    size = total // parts
-    return number * size, size
+    start = min(total, number * size)
+    return start, min(size, total - start)
 
 
 class UlyssesAttention:
@@ -123,78 +111,69 @@ class UlyssesAttention:
         heads = [part.shape[1] // self.size for part in (query, key, value)]
         # [1, H, n, D] -> [S, H/S, n, D]: the heads of rank s in part s; the inputs of attention in one exchange.
         parts = torch.cat([part[0].unflatten(0, (self.size, -1)) for part in (query, key, value)], 1)
-        all_tokens = all_to_all(parts, self.group).transpose(0, 1).flatten(1, 2)  # [heads, N, D]
+        all_tokens = Collective.apply(parts, self.group, all_to_all).transpose(0, 1).flatten(1, 2)  # [heads, N, D]
         queries, keys, values = (part[None] for part in all_tokens.split(heads))
         mixed = self.plan.attend(layer, queries, keys, values, scale)  # [1, N, H/S, D]
-        back = all_to_all(mixed[0].unflatten(0, (self.size, -1)), self.group)  # [S, n, H/S, D]
+        back = Collective.apply(mixed[0].unflatten(0, (self.size, -1)), self.group, all_to_all)  # [S, n, H/S, D]
         return back.transpose(0, 1).flatten(1, 2)[None]
 
 
-class _ThereAndBack(torch.autograd.Function):
-    """One collective for values, and one for their gradients."""
+class Collective(torch.autograd.Function):
+    """One collective for values [...], and the reverse one for their gradients.
+
+    The gradient of what was received goes back to its sender. What all ranks have gathered has parts of a sum as its
+    gradients: they are added up, and each rank gets that of its piece.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any, value: torch.Tensor, group: dist.ProcessGroup, there: Collective, back: Collective
-    ) -> torch.Tensor:
-        ctx.group, ctx.back = group, back
+    def forward(ctx: Any, value: torch.Tensor, group: dist.ProcessGroup, there: _Move) -> torch.Tensor:
+        ctx.group, ctx.back = group, _REVERSE[there]
         return there(value, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return ctx.back(grad, ctx.group), None, None, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.back(grad, ctx.group), None, None
 
 
 def all_to_all(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Part s of [S, ...] goes to rank s; returns the parts for this one, in the order of the senders.
-
-    The gradient of what was received goes back to its sender.
-    """
-    return _ThereAndBack.apply(parts, group, _exchange, _exchange)
-
-
-def gather(piece: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """[n, ...] of each rank -> [S * n, ...] on all; each computes its part of the result's gradient.
-
-    The gradients of the copies are parts of a sum: they are added up, and each rank gets its piece.
-    """
-    return _ThereAndBack.apply(piece, group, _gather, _scatter_sum)
-
-
-def scatter_sum(whole: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """[S * n, ...] of each rank, parts of a sum -> the sum's piece [n, ...] of this one.
-
-    The way back of `gather`: the gradients of the pieces are put together.
-    """
-    return _ThereAndBack.apply(whole, group, _scatter_sum, _gather)
-
-
-def _exchange(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Part s of [S, ...] goes to rank s; returns the parts for this one, in the order of the senders."""
     parts = parts.contiguous()
     received = torch.empty_like(parts)
     dist.all_to_all_single(received, parts, group=group)
     return received
 
 
-def _gather(piece: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def all_gather(piece: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """[n, ...] of each rank -> [S * n, ...] on all."""
     piece = piece.contiguous()
     whole = piece.new_empty(dist.get_world_size(group) * piece.shape[0], *piece.shape[1:])
     all_gather_single(whole, piece, group=group)
     return whole
 
 
-def _scatter_sum(whole: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def reduce_scatter(whole: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """[S * n, ...] of each rank, parts of a sum -> the sum's piece [n, ...] of this one."""
     piece = whole.new_empty(whole.shape[0] // dist.get_world_size(group), *whole.shape[1:])
     _reduce_scatter_single(piece, whole.contiguous(), group=group)
     return piece
 
 
+_REVERSE: dict[_Move, _Move] = {
+    all_to_all: all_to_all,
+    all_gather: reduce_scatter,
+    reduce_scatter: all_gather,
+}
+
+
 class _Fill(torch.autograd.Function):
-    """All ranks compute the same of the result, so the gradient of this one's entries is what it has of them."""
+    """One vector [size] out of the ranks' values, each at its own places; the same on all of them.
+
+    All ranks compute the same of the result, so the gradient of this one's entries is what it has of them.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, values: torch.Tensor, places: torch.Tensor, size: int, groups: Sequence[dist.ProcessGroup]
+        ctx: Any, places: torch.Tensor, size: int, groups: Sequence[dist.ProcessGroup], values: torch.Tensor
     ) -> torch.Tensor:
         ctx.save_for_backward(places)
         result = values.new_zeros(size)
@@ -204,11 +183,6 @@ class _Fill(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None, torch.Tensor]:
         (places,) = ctx.saved_tensors
-        return grad[places], None, None, None
-
-
-def fill(values: torch.Tensor, places: torch.Tensor, size: int, groups: Sequence[dist.ProcessGroup]) -> torch.Tensor:
-    """One vector [size] out of the ranks' `values`, each at its own `places`; the same on all of them."""
-    return _Fill.apply(values, places, size, groups)
+        return None, None, None, grad[places]

@@ -18,7 +18,7 @@ import torch
 
 from quadriga.config.adapter import AdapterShape
 from quadriga.errors import WeightSyncError
-from quadriga.models.adapter_files import is_factor, module_of, write_adapter_shape, write_factors
+from quadriga.models.adapter_files import is_factor, write_adapter_shape, write_factors
 from quadriga.rollout.manifest import Manifest
 from quadriga.rollout.vllm.cores import Core
 from quadriga.rollout.vllm.library import WHERE, Library
@@ -39,7 +39,7 @@ class Adapter:
     @property
     def modules(self) -> list[str]:
         """The last part of the names of its modules, such as q_proj."""
-        return sorted({module_of(name).rpartition(".")[2] for name in self.manifest.shapes})
+        return sorted({name.partition(".lora_")[0].rpartition(".")[2] for name in self.manifest.shapes})
 
     @property
     def room_for_rank(self) -> int:

@@ -16,7 +16,7 @@ import torch
 
 from quadriga.config.adapter import adapter_route, read_adapter
 from quadriga.errors import QuadrigaError, RolloutError, WeightSyncError, first_line
-from quadriga.models.adapter_files import AdapterFiles, is_factor, is_factor_a
+from quadriga.models.adapter_files import AdapterFiles, is_factor
 from quadriga.models.load import stop_token_ids
 from quadriga.models.lora import adapter_of, add_adapter
 from quadriga.rollout.balancer import Balancer, start_engines
@@ -391,7 +391,7 @@ class WorkerExtension:
         """The fingerprint of each matrix of an adapter, as this process reads it."""
         files = AdapterFiles(Path(folder))
         self.quadriga_shape = read_adapter(Path(folder))
-        self.quadriga_factors = {name: files.read(name).clone() for name in files.names()}  # the file goes away
+        self.quadriga_factors = {name: files.read(name).clone() for name in files.shapes}  # the file goes away
         return {name: tensor_fingerprint(tensor) for name, tensor in self.quadriga_factors.items()}
 
     def missing_factors(self) -> list[str]:
@@ -410,7 +410,7 @@ class WorkerExtension:
         missing = []
         for name, tensor in factors.items():
             whole = tensor.to(dtype)
-            if is_factor_a(name):
+            if ".lora_A." in name:
                 parts = [whole, *whole.chunk(num_ranks, 0), *whole.chunk(num_ranks, 1)]
             elif num_ranks == 1:
                 parts = [whole * shape.scale]

@@ -55,7 +55,7 @@ class Rows(RLHFDataset):
 def weights(directory: Path) -> dict[str, torch.Tensor]:
     """Those of the actor at the end."""
     files = open_weights(directory / f"global_step_{NUM_STEPS}" / "actor")
-    return {name: files.read(name) for name in files.names()}
+    return {name: files.read(name) for name in files.shapes}
 
 
 @pytest.mark.usefixtures("ray_cluster")

@@ -10,16 +10,29 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quadriga.engines.batches import MicroBatching, RowLength, micro_batches, mini_batches, row_numbers
-from quadriga.engines.process_group import ALONE
+from quadriga.engines.batches import MicroBatching, Passes, RowLength, micro_batches, mini_batches
+from quadriga.engines.process_group import ALONE, ProcessGroup
 from quadriga.errors import EngineError
 from quadriga.protocol import DataProto
+
+
+class BesideOthers(ProcessGroup):
+    """The first of two ranks, of which the other holds so many rows."""
+
+    def __init__(self, num_rows: int) -> None:
+        super().__init__(0, 2)
+        self.num_rows = num_rows
+
+    def gather(self, value: int) -> list[int]:
+        return [value, self.num_rows]
 
 
 def numbers_of(held: Sequence[int], num_all: int, size: int, seed: int | None) -> list[list[int]]:
     """For each mini-batch the numbers, in the whole batch, of the rows taken."""
     numbers = torch.tensor(held, dtype=torch.int64)
-    taken = [(numbers[rows].tolist(), places.tolist()) for rows, places in mini_batches(numbers, num_all, size, seed)]
+    data, passes = DataProto.from_dict({"row_index": numbers}), Passes(size, 1, MicroBatching(None, 1), seed)
+    minis = mini_batches(data, BesideOthers(num_all - len(held)), passes)
+    taken = [(numbers[rows].tolist(), places.tolist()) for rows, places in minis]
     for step, (_, places) in enumerate(taken):
         assert places == sorted(places) and all(step * size <= place < (step + 1) * size for place in places)
     return [taken_numbers for taken_numbers, _ in taken]
@@ -43,15 +56,18 @@ def test_what_two_processes_take_is_what_one_takes(order, cut: int, size: int, s
 
 def test_rows_are_numbered_by_their_column() -> None:
     data = DataProto.from_dict({"x": torch.zeros(3), "row_index": torch.tensor([2, 0, 1])})
-    assert row_numbers(data, ALONE)[0].tolist() == [2, 0, 1]
-    assert row_numbers(data.select(batch_keys=["x"]), ALONE)[0].tolist() == [0, 1, 2]
+    passes = Passes(3, 2, MicroBatching(None, 1))
+    for rows, places in mini_batches(data, ALONE, passes):
+        assert (rows.tolist(), places.tolist()) == ([1, 2, 0], [0, 1, 2])
+    (rows, _), _ = mini_batches(data.select(batch_keys=["x"]), ALONE, passes)
+    assert rows.tolist() == [0, 1, 2]
 
 
 def test_numbers_of_another_batch_are_refused() -> None:
     """Say of one from which rows were taken afterwards."""
     data = DataProto.from_dict({"row_index": torch.tensor([0, 3])})
     with pytest.raises(EngineError, match=r"numbers from 0 to 3 in a batch of 2 rows"):
-        row_numbers(data, ALONE)
+        next(mini_batches(data, ALONE, Passes(1, 1, MicroBatching(None, 1))))
 
 
 ROWS = st.lists(

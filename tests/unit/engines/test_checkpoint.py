@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemWriter
 
-from quadriga.engines import checkpoint
 from quadriga.engines.checkpoint import StateWriter, load_state
 from quadriga.engines.process_group import ALONE
 from quadriga.errors import CheckpointError
@@ -33,13 +33,13 @@ def write(folder: Path, state: dict[str, torch.Tensor]) -> Path:
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Nothing is written until it is set."""
-    opened, write_data = threading.Event(), checkpoint._Writer.write_data
+    opened, write_data = threading.Event(), FileSystemWriter.write_data
 
-    def waits(writer: checkpoint._Writer, *args: object) -> object:
+    def waits(writer: FileSystemWriter, *args: object) -> object:
         assert opened.wait(WAIT_S)
         return write_data(writer, *args)
 
-    monkeypatch.setattr(checkpoint._Writer, "write_data", waits)
+    monkeypatch.setattr(FileSystemWriter, "write_data", waits)
     return opened
 
 
@@ -84,7 +84,7 @@ def test_error_of_the_thread_is_raised_by_the_next_call(
 
     writer = StateWriter(ALONE)
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint._Writer, "write_data", fails)
+        patch.setattr(FileSystemWriter, "write_data", fails)
         writer.start({tmp_path / "state": make_state()})
         with pytest.raises(CheckpointError, match=rf"{file}: got OSError: \[Errno 28\] No space left"):
             writer.is_written(wait=True) if call == "is_written" else writer.start({tmp_path / "next": make_state()})

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from quadriga.config import ModelConfig
 from quadriga.config.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_shape, is_adapter
 from quadriga.errors import CheckpointError, ConfigError, EngineError
-from quadriga.models.adapter_files import AdapterFiles, is_factor, merged, open_model, write_adapter
+from quadriga.models.adapter_files import AdapterFiles, is_factor, merged, open_model, write_factors
 from quadriga.models.flops import model_cost
 from quadriga.models.load import load_causal_lm, skeleton_causal_lm
 from quadriga.models.lora import adapter_of, add_adapter, describe_adapter, write_adapter_config
@@ -40,20 +40,6 @@ def section(base: Path, **changes) -> ModelConfig:
     return ModelConfig(**({"path": str(base), "lora_rank": 2} | changes))
 
 
-class Factors:
-    """Random ones, under the names of a model's."""
-
-    def __init__(self, model: LlamaForCausalLM) -> None:
-        parameters = model.named_parameters()
-        self.tensors = {name: torch.randn(value.shape) * 0.1 for name, value in parameters if is_factor(name)}
-
-    def names(self) -> list[str]:
-        return list(self.tensors)
-
-    def read(self, name: str) -> torch.Tensor:
-        return self.tensors[name]
-
-
 @pytest.fixture
 def adapter(base: Path, tmp_path: Path) -> Path:
     """A folder with an adapter that changes the model."""
@@ -62,7 +48,8 @@ def adapter(base: Path, tmp_path: Path) -> Path:
     write_adapter_config(model, tmp_path)
     torch.manual_seed(5)
 
-    write_adapter(tmp_path, Factors(model))
+    parameters = model.named_parameters()
+    write_factors(tmp_path, {name: torch.randn(value.shape) * 0.1 for name, value in parameters if is_factor(name)})
     return tmp_path
 
 
@@ -192,10 +179,10 @@ def test_a_folder_with_an_adapter_is_the_merged_model(base: Path, adapter: Path)
     model = load(base)
     add_adapter(model, ModelConfig(path=str(base), lora_adapter_path=str(adapter)), 0)
     expected = dict(merged(((name, value.detach()) for name, value in model.named_parameters()), 3.0))
-    assert set(files.names()) == set(expected) == {name for name, _ in plain.named_parameters()}
+    assert set(files.shapes) == set(expected) == {name for name, _ in plain.named_parameters()}
     changed = set()
     for name, value in plain.named_parameters():
-        assert files.shape(name) == value.shape and torch.equal(files.read(name), expected[name])
+        assert files.shapes[name] == value.shape and torch.equal(files.read(name), expected[name])
         changed |= set() if torch.equal(expected[name], value) else {name.split(".")[-2]}
     assert changed == {"q_proj", "up_proj"}
     (adapter / "config.json").write_bytes((base / "config.json").read_bytes())
@@ -211,7 +198,7 @@ def test_an_adapter_without_its_model(base: Path, adapter: Path) -> None:
     assert "Set base_model_name_or_path in this file" in caught.value.fix
     (adapter / ADAPTER_CONFIG).write_text(json.dumps(facts))
     files = AdapterFiles(adapter)
-    names = {name: name.replace("layers.1", "layers.7").replace(".default", "") for name in files.names()}
+    names = {name: name.replace("layers.1", "layers.7").replace(".default", "") for name in files.shapes}
     other = {f"base_model.model.{new}": files.read(name) for name, new in names.items()}
     save_file(other, adapter / ADAPTER_WEIGHTS)
     with pytest.raises(CheckpointError, match=r"4 tensors for modules .* has not, first model\.layers\.7"):

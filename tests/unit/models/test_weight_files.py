@@ -60,10 +60,10 @@ def test_what_was_written_is_read(write: Callable[[Path], None], tmp_path: Path)
     """Names, shapes, dtypes and values; in any order."""
     write(tmp_path)
     files = open_weights(tmp_path)
-    assert sorted(files.names()) == sorted(WEIGHTS)
+    assert sorted(files.shapes) == sorted(WEIGHTS)
     for name in [*WEIGHTS, *reversed(WEIGHTS)]:
         tensor = files.read(name)
-        assert files.shape(name) == WEIGHTS[name].shape and tensor.dtype == WEIGHTS[name].dtype
+        assert files.shapes[name] == WEIGHTS[name].shape and tensor.dtype == WEIGHTS[name].dtype
         assert torch.equal(tensor, WEIGHTS[name])
 
 
@@ -86,7 +86,7 @@ def test_damage_is_named(
     write(tmp_path)
     damage(tmp_path)
     with pytest.raises(CheckpointError) as caught:
-        open_weights(tmp_path).names()
+        open_weights(tmp_path)
     assert words in str(caught.value)
 
 
@@ -158,10 +158,10 @@ class Counting:
 
     def __init__(self, files: WeightFiles, read: list[int]) -> None:
         self.files, self.noted = files, read
-        self.names, self.shape = files.names, files.shape
+        self.shapes = files.shapes
 
     def read(self, name: str) -> torch.Tensor:
-        self.noted.append(self.files.shape(name).numel())
+        self.noted.append(self.files.shapes[name].numel())
         return self.files.read(name)
 
 

@@ -114,7 +114,7 @@ def test_policy_that_only_answers_has_no_optimizer(config: Config, tokenizer: An
     worker = ActorRolloutRefWorker(config, tokenizer, role="actor_rollout", is_trained=False)
     assert "reference" not in worker.init_model()
     assert worker.engine.training is None
-    assert not worker.engine.parameters.trained()
+    assert not worker.engine.parameters.trained
     assert len(worker.generate_sequences(prompts)) == 4
 
 

@@ -134,7 +134,7 @@ def test_a_number_that_changed_on_the_way(engine: StandIn, method: str, message:
 
     def meddle(before: str, folder: Path) -> None:
         files = AdapterFiles(folder)
-        factors = {name: files.read(name).clone() for name in files.names()}
+        factors = {name: files.read(name).clone() for name in files.shapes}
         if before == method:
             factors[B][5, 2] += 1e-3
         (folder / ADAPTER_WEIGHTS).unlink()
