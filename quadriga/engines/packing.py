@@ -168,10 +168,7 @@ def pack(rows: Sequence[RowTokens], num_columns: int, *, share_prompts: bool, de
         rows=places,
         columns=columns,
         shape=(len(rows), num_columns),
-        sum_of_squared_lengths=sum(
-            segment.length * (segment.length + 2 * (segment.prefix.length if segment.prefix else 0))
-            for segment in run.segments
-        ),
+        sum_of_squared_lengths=run.sum_of_squares,
         images=packed_images(run.images, device) if run.images else None,
     )
 
@@ -181,6 +178,7 @@ class _Run:
     """Segments, one after the other: token ids [N], positions [N] or [3, N], and images with their packed places."""
 
     num_tokens: int = 0
+    sum_of_squares: int = 0
     segments: list[Segment] = field(default_factory=list)
     input_ids: list[np.ndarray] = field(default_factory=list)
     positions: list[np.ndarray] = field(default_factory=list)
@@ -193,4 +191,6 @@ class _Run:
         self.input_ids.append(input_ids)
         self.positions.append(positions)
         self.num_tokens += segment.length
+        # What attention computes: a token sees those before it in its segment, and all of the prefix.
+        self.sum_of_squares += segment.length * (segment.length + 2 * (prefix.length if prefix else 0))
         return segment

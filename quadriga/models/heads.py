@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -257,12 +258,10 @@ def _gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return gathered.view(group.size(), *tensor.shape)
 
 
-def _blocks(*tensors: torch.Tensor | None) -> Iterator[tuple[torch.Tensor | None, ...]]:
-    """Tensors cut into few tokens each; None stays None."""
-    first = next(tensor for tensor in tensors if tensor is not None)
-    step = _TOKEN_BLOCK.get(first.device.type, _TOKEN_BLOCK_ELSEWHERE)
-    for start in range(0, len(first), step):
-        yield tuple(None if tensor is None else tensor[start : start + step] for tensor in tensors)
+def _cut(size: int, first: torch.Tensor, *others: torch.Tensor | None) -> Iterator[tuple[Any, ...]]:
+    """Tensors cut into so many tokens each; None stays None."""
+    for start in range(0, len(first), size):
+        yield tuple(None if one is None else one[start : start + size] for one in (first, *others))
 
 
 def _statistics(
@@ -277,6 +276,7 @@ def _statistics(
     """The four numbers of this rank's vocabulary [1, 4, M]; the workspace with the last chunk's logits where it
     is to be kept; and the top tokens with their logits, [M, k] each, or None twice."""
     num_tokens, num_rows = hidden.shape[0], weight.shape[0]
+    step = _TOKEN_BLOCK.get(hidden.device.type, _TOKEN_BLOCK_ELSEWHERE)
     result = hidden.new_zeros(4, num_tokens, dtype=torch.float32)
     workspace = hidden.new_empty(min(call.chunk_tokens, num_tokens), num_rows, dtype=torch.float32)
     top: _Top = (None, None)
@@ -286,7 +286,7 @@ def _statistics(
     for start in range(0, num_tokens, call.chunk_tokens):
         rows = slice(start, min(start + call.chunk_tokens, num_tokens))
         logits = head_logits(hidden[rows], weight, bias, workspace[: rows.stop - start])
-        for block, normalizer, entropy, chosen, squares, place in _blocks(logits, *result[:, rows], places[rows]):
+        for block, normalizer, entropy, chosen, squares, place in _cut(step, logits, *result[:, rows], places[rows]):
             if call.temperature != 1.0:
                 block.div_(call.temperature)
             wanted = (entropy if call.with_entropy else None, squares if call.with_sum_pi_squared else None)
@@ -338,30 +338,29 @@ def _gradients(
     Args:
         kept: the workspace with the last chunk's logits over the temperature, or None.
     """
-    num_tokens, size = hidden.shape[0], call.chunk_tokens
-    cuts = [slice(start, min(start + size, num_tokens)) for start in range(0, num_tokens, size)]
-    chunks = [(rows, tuple(None if one is None else one[rows] for one in outer)) for rows in cuts]
+    size, step = call.chunk_tokens, _TOKEN_BLOCK.get(hidden.device.type, _TOKEN_BLOCK_ELSEWHERE)
+    cuts = enumerate(_cut(size, hidden, places, *outer))
+    chunks = [(slice(number * size, number * size + len(parts[0])), parts) for number, parts in cuts]
     if call.use_triton:
-        for rows, parts in chunks:
-            yield rows, heads_triton.logit_gradients(call.temperature, hidden[rows], weight, bias, places[rows], parts)
+        for rows, (states, place, *numbers) in chunks:
+            yield rows, heads_triton.logit_gradients(call.temperature, states, weight, bias, place, tuple(numbers))
         return
-    workspace = kept
-    if workspace is None:
-        workspace = hidden.new_empty(min(size, num_tokens), weight.shape[0], dtype=torch.float32)
+    shape = min(size, len(hidden)), weight.shape[0]
+    workspace = hidden.new_empty(shape, dtype=torch.float32) if kept is None else kept
     is_narrow = weight.dtype != torch.float32
     narrow = torch.empty_like(workspace, dtype=weight.dtype) if is_narrow else workspace
-    for rows, parts in reversed(chunks):
-        logits, results = (matrix[: rows.stop - rows.start] for matrix in (workspace, narrow))
+    for rows, (states, *parts) in reversed(chunks):
+        logits, results = workspace[: len(states)], narrow[: len(states)]
         if kept is None:
-            logits = head_logits(hidden[rows], weight, bias, logits)
-        for block, result, *numbers in _blocks(logits, results, places[rows], *parts):
+            logits = head_logits(states, weight, bias, logits)
+        for block, result, *numbers in _cut(step, logits, results, *parts):
             if kept is None and call.temperature != 1.0:
                 block.div_(call.temperature)
             _block_gradients(call.temperature, block, *numbers)
             if is_narrow:
                 result.copy_(block)
         kept = None
-        yield rows, results if is_narrow else logits
+        yield rows, results
 
 
 def _block_gradients(
