@@ -16,31 +16,21 @@ if TYPE_CHECKING:
     from quadriga.rollout.sequences import generate_sequences
 
 _HOMES = {
-    "Balancer": "balancer",
-    "Completion": "interface",
-    "HFEngine": "hf",
-    "Images": "interface",
-    "NativeEngine": "native",
-    "RolloutEngine": "interface",
-    "SamplingParams": "interface",
-    "ScriptedEngine": "scripted",
-    "generate_sequences": "sequences",
+    "balancer": ("Balancer",),
+    "hf": ("HFEngine",),
+    "interface": ("Completion", "Images", "RolloutEngine", "SamplingParams"),
+    "native": ("NativeEngine",),
+    "scripted": ("ScriptedEngine",),
+    "sequences": ("generate_sequences",),
 }
-
 __all__ = [
-    "Balancer",
-    "Completion",
-    "HFEngine",
-    "Images",
-    "NativeEngine",
-    "RolloutEngine",
-    "SamplingParams",
-    "ScriptedEngine",
-    "generate_sequences",
-]
+    "Balancer", "Completion", "HFEngine", "Images", "NativeEngine", "RolloutEngine", "SamplingParams",
+    "ScriptedEngine", "generate_sequences",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    for module, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

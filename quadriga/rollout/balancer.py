@@ -16,13 +16,14 @@ request brings its own seed.
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from threading import Condition
 from typing import Generic, TypeVar
 
 import torch
 
 from quadriga.errors import QuadrigaError, RolloutError, WeightSyncError
+from quadriga.partition import Parts
 from quadriga.rollout.interface import (
     BatchImages,
     Completion,
@@ -32,7 +33,6 @@ from quadriga.rollout.interface import (
     RolloutEngine,
     Sampling,
     SamplingParams,
-    require_loaded,
 )
 from quadriga.weight_sync.fingerprint import Fingerprint
 
@@ -61,14 +61,14 @@ def start_engines(makers: Sequence[Callable[[], E]]) -> list[E]:
             engine.close()
         raise
     finally:
-        if before is not None:
+        if before is None:
+            os.environ.pop("OMP_NUM_THREADS", None)
+        else:
             os.environ["OMP_NUM_THREADS"] = before
-        elif len(makers) > 1:
-            del os.environ["OMP_NUM_THREADS"]
     return engines
 
 
-class Balancer:
+class Balancer(RolloutEngine):
     """A `RolloutEngine` over several.
 
     Args:
@@ -77,15 +77,15 @@ class Balancer:
     """
 
     name = "balancer"
-    shares_weights = False
+    takes_images = True  # each engine says whether it does
 
     def __init__(self, engines: Sequence[RolloutEngine], description: str = "") -> None:
+        super().__init__()
         if not engines:
             raise RolloutError("Balancer", got="no engines", expected="at least one")
         self.engines = list(engines)
-        self.description = description
-        if not description:
-            self.description = f"requests balanced over {len(engines)} engines, each: {engines[0].description}"
+        each = f"requests balanced over {len(engines)} engines, each: {engines[0].description}"
+        self.description = description or each
         self.in_flight = [0] * len(engines)
         """Tokens of each engine's unfinished requests: of their prompts, and the most that they may generate."""
         self.dead: dict[int, Exception] = {}
@@ -105,8 +105,8 @@ class Balancer:
     async def generate(
         self, prompt_token_ids: Prompt, sampling: SamplingParams, images: Images | None = None
     ) -> Completion:
-        require_loaded(self.weight_version, "Balancer.generate")
-        tokens = _tokens(prompt_token_ids, sampling)
+        self._require_ready([prompt_token_ids], [sampling])
+        tokens = len(prompt_token_ids) + sampling.max_tokens
         failed: dict[int, Exception] = {}
         while usable := [number for number in self.alive if number not in failed]:
             number = min(usable, key=self.in_flight.__getitem__)
@@ -124,10 +124,7 @@ class Balancer:
 
     def generate_batch(self, prompts: Prompts, sampling: Sampling, images: BatchImages = None) -> list[Completion]:
         """Samples of one prompt stay together where that delays no others."""
-        require_loaded(self.weight_version, "Balancer.generate")
-        if len(prompts) != len(sampling):
-            got = f"{len(prompts)} prompts and {len(sampling)} sampling parameters"
-            raise RolloutError("Balancer.generate_batch", got=got, expected="one for each prompt")
+        self._require_ready(prompts, sampling)
         given = images or [None] * len(prompts)
 
         def generate(number: int, rows: list[int]) -> list[Completion]:
@@ -164,16 +161,16 @@ class Balancer:
             WeightSyncError: an engine found the weights wrong. One with another error as its cause is about itself.
         """
         self.weight_version = -1
-        stream = SharedStream(weights, len(self.alive))
-        readers = dict(zip(self.alive, stream.readers, strict=True))
+        alive = self.alive
+        stream = SharedStream(weights, len(alive))
 
-        def load(number: int, reader: Iterator[tuple[str, torch.Tensor]]) -> None:
+        def load(number: int, _: None) -> None:
             try:
-                self.engines[number].load_weights(reader, version)
+                self.engines[number].load_weights(stream.read(), version)
             finally:
-                stream.leave(readers[number])
+                stream.leave()
 
-        done, failed = self._on_each(readers, load, meanwhile=stream.lend)
+        done, failed = self._on_each(dict.fromkeys(alive), load, meanwhile=stream.lend)
         for error in failed.values():
             if isinstance(error, WeightSyncError) and error.__cause__ is None:
                 raise error
@@ -289,16 +286,12 @@ class Balancer:
         return done, failed
 
 
-def _tokens(prompt: Prompt, sampling: SamplingParams) -> int:
-    return len(prompt) + sampling.max_tokens
-
-
 def _shares(prompts: Prompts, sampling: Sampling, rows: Sequence[int], count: int) -> list[list[int]]:
     """Rows for each of `count` engines, of about as many tokens: costly groups first, each to the least loaded."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for row in rows:
         groups.setdefault(tuple(prompts[row]), []).append(row)
-    cost = {row: _tokens(prompts[row], sampling[row]) for row in rows}
+    cost = {row: len(prompts[row]) + sampling[row].max_tokens for row in rows}
     fair = sum(cost.values()) / count
     # A group that is more than an engine's part is divided row by row.
     pieces = [
@@ -306,13 +299,10 @@ def _shares(prompts: Prompts, sampling: Sampling, rows: Sequence[int], count: in
         for group in groups.values()
         for piece in ([group] if sum(cost[row] for row in group) <= fair else [[row] for row in group])
     ]
-    shares: list[list[int]] = [[] for _ in range(count)]
-    loads = [0] * count
+    parts = Parts([0] * count)
     for piece in sorted(pieces, key=lambda piece: -sum(cost[row] for row in piece)):
-        lightest = loads.index(min(loads))
-        shares[lightest] += piece
-        loads[lightest] += sum(cost[row] for row in piece)
-    return [sorted(share) for share in shares]
+        parts.give(piece, sum(cost[row] for row in piece))
+    return [sorted(share) for share in parts.items]
 
 
 class SharedStream(Generic[T]):
@@ -333,13 +323,9 @@ class SharedStream(Generic[T]):
     def __init__(self, source: Iterable[T], num_readers: int) -> None:
         self._source = source
         self._changed = Condition()
-        self.readers = [_Reader(self) for _ in range(num_readers)]
-        self._reading = set(self.readers)
-        self._waiting: set[_Reader[T]] = set()
-        self._item: list[T] = []
-        """The item that is lent; none once there are no more."""
-        self._is_over = False
-        self._error: BaseException | None = None
+        self._num_reading, self._num_waiting = num_readers, 0
+        self._next: Future[T | None] = Future()
+        """The item that readers wait for: None once there are no more, or the error of the source."""
 
     def lend(self) -> None:
         """Lend one item after the other, until there are no more or all readers have left.
@@ -352,49 +338,32 @@ class SharedStream(Generic[T]):
             is_open = True
             while is_open:
                 with self._changed:
-                    self._changed.wait_for(lambda: self._waiting == self._reading)
-                    if not self._reading:
+                    self._changed.wait_for(lambda: self._num_waiting == self._num_reading)
+                    if not self._num_reading:
                         break
-                item = list(next(([one] for one in source), []))
-                is_open = bool(item)
-                self._give(item)
+                item = next(source, None)
+                is_open = item is not None
+                with self._changed:
+                    lent, self._next, self._num_waiting = self._next, Future(), 0
+                    lent.set_result(item)
         except BaseException as error:
-            self._error = error
-            self._give([])
+            self._next.set_exception(error)
             raise
 
-    def leave(self, reader: "_Reader[T]") -> None:
-        """Do not wait for this reader any more."""
+    def leave(self) -> None:
+        """Do not wait for one of the readers any more."""
         with self._changed:
-            self._reading.discard(reader)
-            self._waiting.discard(reader)
+            self._num_reading -= 1
             self._changed.notify_all()
 
-    def next_for(self, reader: "_Reader[T]") -> T:
-        """The next item, once all have read the one before."""
-        with self._changed:
-            if not self._is_over:
-                self._waiting.add(reader)
+    def read(self) -> Iterator[T]:
+        """The items, for one reader: the next one comes when all have done with the one before."""
+        while True:
+            with self._changed:
+                wanted = self._next
+                self._num_waiting += 1
                 self._changed.notify_all()
-                self._changed.wait_for(lambda: reader not in self._waiting)
-            if self._error is not None:
-                raise self._error
-            if self._is_over:
-                raise StopIteration
-            return self._item[0]
-
-    def _give(self, item: list[T]) -> None:
-        with self._changed:
-            self._item, self._is_over = item, not item
-            self._waiting.clear()
-            self._changed.notify_all()
-
-
-class _Reader(Iterator[T]):
-    """An engine's view of the stream."""
-
-    def __init__(self, stream: SharedStream[T]) -> None:
-        self._stream = stream
-
-    def __next__(self) -> T:
-        return self._stream.next_for(self)
+            item = wanted.result()
+            if item is None:
+                return
+            yield item

@@ -7,12 +7,12 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from quadriga.models.load import stop_token_ids
-from quadriga.rollout.interface import EngineBase, Prompts, Sampling, require_length
+from quadriga.rollout.interface import Prompts, RolloutEngine, Sampling, require_length
 from quadriga.rollout.manifest import Manifest
 from quadriga.weight_sync.fingerprint import Fingerprint, fingerprint
 
 
-class CausalModelEngine(EngineBase):
+class CausalModelEngine(RolloutEngine):
     """An engine that computes with a causal model of transformers; generation itself is the subclass's.
 
     Args:

@@ -9,10 +9,8 @@ names each. The servers keep their weights: those of version 0 are taken on trus
 """
 
 import asyncio
-import threading
 from collections import Counter
-from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,13 +18,14 @@ import torch
 from quadriga.errors import ConfigError, RolloutError, WeightSyncError
 from quadriga.http_client import HTTPClient, ServerLostError
 from quadriga.models.load import stop_token_ids
+from quadriga.rollout.event_loop import EventLoopThread
 from quadriga.rollout.interface import (
     BatchImages,
     Completion,
-    EngineBase,
     Images,
     Prompt,
     Prompts,
+    RolloutEngine,
     Sampling,
     SamplingParams,
 )
@@ -40,7 +39,7 @@ _AS_TEXT = "token_id:"
 _OPTIONS = ("logprobs_mode", "timeout_s", "num_tries", "headers")
 
 
-class HTTPEngine(EngineBase):
+class HTTPEngine(RolloutEngine):
     """An engine of servers.
 
     Args:
@@ -83,11 +82,10 @@ class HTTPEngine(EngineBase):
         self.description = f"http, {model} at {', '.join(urls)}, with weights taken on trust"
         self._slots = asyncio.Semaphore(max_num_seqs)
         self._num_in_flight: Counter[HTTPClient] = Counter()
-        self._running: set[asyncio.Task[Any] | None] = set()
-        self._aborted: set[asyncio.Task[Any] | None] = set()
+        self._running: set[asyncio.Task[Any]] = set()
+        self._aborted: set[asyncio.Task[Any]] = set()
         self._trusted = Fingerprint({})
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="http", daemon=True).start()
+        self._thread = EventLoopThread("http")
 
     @classmethod
     def from_config(cls, setup: EngineSetup) -> "HTTPEngine":
@@ -109,12 +107,12 @@ class HTTPEngine(EngineBase):
     ) -> Completion:
         """One response. A caller that is cancelled ends the connection, and so the request."""
         self._require_ready([prompt_token_ids], [sampling], [images])
-        return await asyncio.wrap_future(self._submit(self._respond(prompt_token_ids, sampling)))
+        return await asyncio.wrap_future(self._thread.submit(self._respond(prompt_token_ids, sampling)))
 
     def generate_batch(self, prompts: Prompts, sampling: Sampling, images: BatchImages = None) -> list[Completion]:
         """The first request that fails ends those that are under way."""
         self._require_ready(prompts, sampling, images)
-        futures = [self._submit(self._respond(*one)) for one in zip(prompts, sampling, strict=True)]
+        futures = [self._thread.submit(self._respond(*one)) for one in zip(prompts, sampling, strict=True)]
         try:
             return [future.result() for future in futures]
         finally:
@@ -127,10 +125,9 @@ class HTTPEngine(EngineBase):
         async def cancel_all() -> None:
             self._aborted |= self._running
             for task in self._running:
-                assert task is not None
                 task.cancel()
 
-        self._submit(cancel_all()).result()
+        self._thread.submit(cancel_all()).result()
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Takes version 0 as what the servers have; nothing can be sent to them.
@@ -151,9 +148,9 @@ class HTTPEngine(EngineBase):
         self._trusted = offered
         self.weight_version = 0
 
-    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def named_weights(self) -> Iterable[tuple[str, torch.Tensor]]:
         """None: the servers have them."""
-        return iter(())
+        return ()
 
     def fingerprint(self) -> Fingerprint:
         """Of the weights that the servers are trusted to have: nothing reaches them, so that nothing is checked."""
@@ -164,15 +161,31 @@ class HTTPEngine(EngineBase):
         if self._state != "closed":
             super().close()
             self.abort()
-            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.close()
 
-    def _submit(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
-
-    async def _respond(self, prompt: Sequence[int], sampling: SamplingParams) -> Completion:
+    async def _respond(self, prompt: Prompt, sampling: SamplingParams) -> Completion:
         """One response, from the first server that gives it."""
-        task, body = asyncio.current_task(), self._request(prompt, sampling)
-        failures: list[str] = []
+        greedy, failures = sampling.is_greedy, list[str]()
+        body = {
+            "model": self.model,
+            "prompt": list(prompt),
+            "max_tokens": sampling.max_tokens,
+            "temperature": 0.0 if greedy else sampling.temperature,
+            "top_p": 1.0 if greedy else sampling.top_p,
+            "top_k": -1 if greedy else (sampling.top_k or -1),
+            "min_p": 0.0 if greedy else sampling.min_p,
+            "seed": sampling.seed % (1 << SEED_BITS),
+            "stop": list(sampling.stop) or None,
+            "include_stop_str_in_output": True,
+            "stop_token_ids": sorted(sampling.stops(self.eos_token_ids)),
+            "ignore_eos": True,
+            "skip_special_tokens": False,
+            "logprobs": 1,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+        }
+        task = asyncio.current_task()
+        assert task is not None
         tried: Counter[HTTPClient] = Counter()
         self._running.add(task)
         try:
@@ -200,27 +213,6 @@ class HTTPEngine(EngineBase):
             expected="a server that answers",
             fix=f"Look whether they run: {_KWARGS}.urls.",
         )
-
-    def _request(self, prompt: Sequence[int], sampling: SamplingParams) -> dict[str, Any]:
-        greedy = sampling.is_greedy
-        return {
-            "model": self.model,
-            "prompt": list(prompt),
-            "max_tokens": sampling.max_tokens,
-            "temperature": 0.0 if greedy else sampling.temperature,
-            "top_p": 1.0 if greedy else sampling.top_p,
-            "top_k": -1 if greedy else (sampling.top_k or -1),
-            "min_p": 0.0 if greedy else sampling.min_p,
-            "seed": sampling.seed % (1 << SEED_BITS),
-            "stop": list(sampling.stop) or None,
-            "include_stop_str_in_output": True,
-            "stop_token_ids": sorted(sampling.stops(self.eos_token_ids)),
-            "ignore_eos": True,
-            "skip_special_tokens": False,
-            "logprobs": 1,
-            "return_token_ids": True,
-            "return_tokens_as_token_ids": True,
-        }
 
     def _completion(self, client: HTTPClient, content: dict[str, Any], sampling: SamplingParams) -> Completion:
         """The first choice of a reply.

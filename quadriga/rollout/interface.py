@@ -9,15 +9,13 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 
 from quadriga.errors import RolloutError
+from quadriga.rollout.setup import EngineSetup
 from quadriga.weight_sync.publish import WeightTarget
-
-if TYPE_CHECKING:
-    from quadriga.rollout.setup import EngineSetup
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -95,15 +93,7 @@ class Completion:
     sampling_log_probs: list[float] = field(default_factory=list)
 
     def require_fit(self, max_tokens: int, where: str) -> None:
-        """Check the response of an engine.
-
-        Args:
-            max_tokens: of its request.
-            where: it came from, for the error.
-
-        Raises:
-            RolloutError: it has too many tokens, or none, or not a log-probability for each.
-        """
+        """Raises a RolloutError if there are over `max_tokens` tokens, or none, or not a log-probability for each."""
         length = len(self.token_ids)
         # An aborted response may have no token yet.
         least = 0 if self.finish_reason == "abort" else 1
@@ -153,67 +143,22 @@ BatchImages: TypeAlias = Sequence[Images | None] | None
 """Images of each prompt; None where no prompt has any."""
 
 
-class RolloutEngine(WeightTarget, Protocol):
-    """Generates responses with weights of a known version.
-
-    Attributes:
-        description: what was chosen at its start, for people to read.
-        shares_weights: whether it computes with the actor's own parameters.
-        has_frozen_weights: whether a load may leave out the weights below an adapter, which it has from an earlier one.
-    """
-
-    description: str
-    shares_weights: bool
-
-    @property
-    def has_frozen_weights(self) -> bool: ...
-
-    async def generate(
-        self, prompt_token_ids: Prompt, sampling: SamplingParams, images: Images | None = None
-    ) -> Completion:
-        """One response; the engine decides what is batched together. A caller that is cancelled aborts its request."""
-        ...
-
-    def generate_batch(self, prompts: Prompts, sampling: Sampling, images: BatchImages = None) -> list[Completion]:
-        """One response for each prompt, in order. Prompts with equal tokens and equal `Images.key` may share work.
-
-        Raises:
-            RolloutError: a request cannot be served, such as images by an engine that takes none.
-        """
-        ...
-
-    def abort(self) -> None:
-        """End every unfinished response: its caller gets what there is, with finish reason "abort"."""
-        ...
-
-    def sleep(self) -> None:
-        """Free the memory that generation needs; generating while asleep is an error. Weights may be loaded."""
-        ...
-
-    def wake(self) -> None:
-        """End the sleep."""
-        ...
-
-    def close(self) -> None:
-        """End the engine; it cannot be woken again."""
-        ...
-
-
 @dataclass(slots=True)
 class _Request:
     """A request that is not generated yet."""
 
-    prompt: Sequence[int]
+    prompt: Prompt
     sampling: SamplingParams
     images: Images | None
     future: asyncio.Future[Completion]
 
 
-class EngineBase(ABC):
-    """What engines share: `RolloutEngine.generate` on top of `generate_batch`, sleep, abort, and checks of requests.
+class RolloutEngine(WeightTarget, ABC):
+    """Generates responses with weights of a known version.
 
-    Requests that are awaited together are generated together: the first one schedules a turn of the event loop, and
-    those that came until then form a batch.
+    Here stand `generate` on top of `generate_batch`, sleep, abort, and checks of requests. Requests that are awaited
+    together are generated together: the first one schedules a turn of the event loop, and those that came until then
+    form a batch.
 
         generate(a) ──┐
         generate(b) ──┼─> pending ── next turn of the loop ──> generate_batch([a, b, c]) ──> a, b, c go on
@@ -221,6 +166,12 @@ class EngineBase(ABC):
 
     The batch blocks the event loop. `abort` reaches requests that are pending; a subclass that can end a batch
     that is under way checks `_is_aborting` meanwhile.
+
+    Attributes:
+        name: in configurations and errors.
+        takes_images: whether prompts may have images.
+        shares_weights: whether it computes with the actor's own parameters.
+        description: what was chosen at its start, for people to read.
     """
 
     name = "rollout"
@@ -235,18 +186,19 @@ class EngineBase(ABC):
         self._is_aborting = False
 
     @classmethod
-    def from_config(cls, setup: "EngineSetup") -> RolloutEngine:
+    def from_config(cls, setup: EngineSetup) -> "RolloutEngine":
         """The engine that a configuration asks for. Engines that `rollout.name` can name have it."""
         raise NotImplementedError(f"{cls.__name__}.from_config")
 
     @property
     def has_frozen_weights(self) -> bool:
-        """False: only engines that apply adapters have some."""
+        """Whether a load may leave out the weights below an adapter, which it has from an earlier one."""
         return False
 
     async def generate(
         self, prompt_token_ids: Prompt, sampling: SamplingParams, images: Images | None = None
     ) -> Completion:
+        """One response; the engine decides what is batched together. A caller that is cancelled aborts its request."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Completion] = loop.create_future()
         self._pending.append(_Request(prompt_token_ids, sampling, images, future))
@@ -255,10 +207,18 @@ class EngineBase(ABC):
         return await future
 
     @abstractmethod
-    def generate_batch(self, prompts: Prompts, sampling: Sampling, images: BatchImages = None) -> list[Completion]: ...
+    def generate_batch(self, prompts: Prompts, sampling: Sampling, images: BatchImages = None) -> list[Completion]:
+        """One response for each prompt, in order. Prompts with equal tokens and equal `Images.key` may share work.
+
+        Raises:
+            RolloutError: a request cannot be served, such as images by an engine that takes none.
+        """
 
     def abort(self) -> None:
-        """End unfinished responses. From another thread it ends the batch that is under way there."""
+        """End every unfinished response: its caller gets what there is, with finish reason "abort".
+
+        From another thread it ends the batch that is under way there.
+        """
         self._is_aborting = True
         pending, self._pending = self._pending, []
         for request in pending:
@@ -266,14 +226,17 @@ class EngineBase(ABC):
                 request.future.set_result(Completion([], [], "abort", self.weight_version))
 
     def sleep(self) -> None:
+        """Free the memory that generation needs; generating while asleep is an error. Weights may be loaded."""
         self._require_open("sleep")
         self._state = "asleep"
 
     def wake(self) -> None:
+        """End the sleep."""
         self._require_open("wake")
         self._state = "awake"
 
     def close(self) -> None:
+        """End the engine; it cannot be woken again."""
         self._state = "closed"
 
     def _generate_pending(self) -> None:
@@ -304,7 +267,9 @@ class EngineBase(ABC):
         where = f"{self.name}.generate"
         if self._state == "asleep":
             raise RolloutError(where, got="an engine that is asleep", fix="Call wake() first.")
-        require_loaded(self.weight_version, where)
+        if self.weight_version < 0:
+            fix = "Load a complete set of weights after the error of the last load."
+            raise RolloutError(where, got="weights that were not loaded completely", fix=fix)
         if len(prompts) != len(sampling):
             got = f"{len(prompts)} prompts and {len(sampling)} sampling parameters"
             raise RolloutError(where, got=got, expected="one for each prompt")
@@ -320,29 +285,8 @@ class EngineBase(ABC):
             )
 
 
-def require_loaded(weight_version: int, where: str) -> None:
-    """Refuse to generate with weights that are not complete."""
-    if weight_version < 0:
-        raise RolloutError(
-            where,
-            got="weights that were not loaded completely",
-            fix="Load a complete set of weights after the error of the last load.",
-        )
-
-
 def require_length(name: str, prompts: Prompts, sampling: Sampling, limit: int, whose: str) -> None:
-    """Refuse requests that may become longer than a limit.
-
-    Args:
-        name: of the engine.
-        prompts: token ids.
-        sampling: of each prompt.
-        limit: longest prompt and response together, in tokens.
-        whose: what sets the limit.
-
-    Raises:
-        RolloutError: one of them may.
-    """
+    """Raises a RolloutError for a prompt that with its response may have more than `limit` tokens, as `whose` says."""
     for row, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
         if len(prompt) + params.max_tokens > limit:
             raise RolloutError(

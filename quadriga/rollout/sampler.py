@@ -94,13 +94,17 @@ def sample(
     decided = likeliest if rules.all_greedy else None  # nothing is left to draw
     highest = logits.amax(-1, keepdim=True) if decided is None else logits.gather(1, decided[:, None])
     odds = logits.sub_(highest).exp_()
-    kept = _filter(odds, rules)
+    threshold = _threshold(odds, rules)
+    kept = odds if threshold is None else odds.masked_fill(odds < threshold, 0.0)
     sums = _block_sums(odds)
     total = sums.sum(-1)
     kept_sums = sums if kept is odds else _block_sums(kept)
-    tokens = _draw(kept, kept_sums, uniforms) if decided is None else decided
-    if decided is None and likeliest is not None and rules.is_greedy is not None:
-        tokens = torch.where(rules.is_greedy, likeliest, tokens)
+    if decided is None:
+        tokens = _draw(kept, kept_sums, uniforms)
+        if likeliest is not None and rules.is_greedy is not None:
+            tokens = torch.where(rules.is_greedy, likeliest, tokens)
+    else:
+        tokens = decided
     chosen = odds.gather(1, tokens[:, None])[:, 0].double()
     log_probs = (chosen / total).log().float()
     drawn = log_probs if kept is odds else (chosen / kept_sums.sum(-1)).log().float()
@@ -147,20 +151,13 @@ def _descend(masses: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor
     return entry, depth
 
 
-def _filter(odds: torch.Tensor, rules: SamplingRules) -> torch.Tensor:
-    """`odds` [R, V] with zeros where top-k, top-p or min-p drop a token; `odds` itself where nothing can be dropped.
+def _threshold(odds: torch.Tensor, rules: SamplingRules) -> torch.Tensor | None:
+    """The odds [R, 1] below which top-k, then top-p among the rest, or min-p drop a token; None if none can be dropped.
 
-    All three are thresholds on the odds, whose largest entry is 1. So tokens as likely as the last one kept stay.
+    The largest entry of `odds` [R, V] is 1. Tokens as likely as the last one kept stay.
     """
-    threshold = rules.min_p
-    if rules.top_k is not None or rules.top_p is not None:
-        top = _top_threshold(odds, rules)
-        threshold = top if threshold is None else torch.maximum(top, threshold)
-    return odds if threshold is None else odds.masked_fill(odds < threshold, 0.0)
-
-
-def _top_threshold(odds: torch.Tensor, rules: SamplingRules) -> torch.Tensor:
-    """The odds [R, 1] of the last token that top-k, and then top-p among the rest, keep."""
+    if rules.top_k is None and rules.top_p is None:
+        return rules.min_p
     num_tokens = odds.shape[1]
     top_k = None if rules.top_k is None else rules.top_k.clamp(max=num_tokens)
     size = _FIRST_TOP if top_k is None else max(int(top_k.max()), _FIRST_TOP if rules.top_p is not None else 1)
@@ -168,19 +165,19 @@ def _top_threshold(odds: torch.Tensor, rules: SamplingRules) -> torch.Tensor:
     threshold = torch.zeros_like(ranked[:, :1])
     if top_k is not None:
         threshold = torch.where(top_k > 0, ranked.gather(1, (top_k - 1).clamp(min=0)), threshold)
-    if rules.top_p is None:
-        return threshold
-    mass = odds.double() if top_k is None else odds.masked_fill(odds < threshold, 0.0).double()
-    wanted = mass.sum(-1, keepdim=True) * rules.top_p
-    while True:
-        reached = ranked.double().cumsum(-1)
-        is_enough = (reached[:, -1:] >= wanted) | (rules.top_p >= 1)
-        if ranked.shape[1] == num_tokens or bool(is_enough.all()):
-            break
-        ranked = odds.topk(min(8 * ranked.shape[1], num_tokens)).values
-    last = torch.searchsorted(reached, wanted).clamp_(max=ranked.shape[1] - 1)
-    nucleus = torch.where(rules.top_p >= 1, torch.zeros_like(threshold), ranked.gather(1, last))
-    return torch.maximum(threshold, nucleus)
+    if rules.top_p is not None:
+        mass = odds.double() if top_k is None else odds.masked_fill(odds < threshold, 0.0).double()
+        wanted = mass.sum(-1, keepdim=True) * rules.top_p
+        while True:
+            reached = ranked.double().cumsum(-1)
+            is_enough = (reached[:, -1:] >= wanted) | (rules.top_p >= 1)
+            if ranked.shape[1] == num_tokens or bool(is_enough.all()):
+                break
+            ranked = odds.topk(min(8 * ranked.shape[1], num_tokens)).values
+        last = torch.searchsorted(reached, wanted).clamp_(max=ranked.shape[1] - 1)
+        nucleus = torch.where(rules.top_p >= 1, torch.zeros_like(threshold), ranked.gather(1, last))
+        threshold = torch.maximum(threshold, nucleus)
+    return threshold if rules.min_p is None else torch.maximum(threshold, rules.min_p)
 
 
 class StopStrings:

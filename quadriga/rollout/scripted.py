@@ -20,7 +20,7 @@ from typing import Any, TypeAlias, cast
 import torch
 
 from quadriga.errors import ConfigError, RolloutError
-from quadriga.rollout.interface import BatchImages, Completion, EngineBase, Prompts, Sampling, SamplingParams
+from quadriga.rollout.interface import BatchImages, Completion, Prompts, RolloutEngine, Sampling
 from quadriga.rollout.sampler import StopStrings, require_tokenizer
 from quadriga.rollout.setup import EngineSetup
 from quadriga.weight_sync.fingerprint import Fingerprint, fingerprint
@@ -35,7 +35,7 @@ Script: TypeAlias = (
 )
 
 
-class ScriptedEngine(EngineBase):
+class ScriptedEngine(RolloutEngine):
     """Gives canned responses. Several responses to one prompt are given in turn. Images are not looked at.
 
     Args:
@@ -58,7 +58,10 @@ class ScriptedEngine(EngineBase):
         self.function = script if callable(script) else None
         self.by_prompt: dict[str, list[CannedResponse]] = {}
         if isinstance(script, Mapping):
-            self.by_prompt = {str(part): _several(responses) for part, responses in script.items()}
+            for part, given in cast(Mapping[str, Any], script).items():
+                # One response is a text or token ids; else there are several.
+                is_one = isinstance(given, str) or (len(given) > 0 and isinstance(given[0], int))
+                self.by_prompt[str(part)] = [given] if is_one else list(given)
         elif self.function is None:
             self.by_prompt = {"": list(script)}
         if self.function is None and not any(self.by_prompt.values()):
@@ -84,7 +87,22 @@ class ScriptedEngine(EngineBase):
     def generate_batch(self, prompts: Prompts, sampling: Sampling, images: BatchImages = None) -> list[Completion]:
         self._require_ready(prompts, sampling, images)
         require_tokenizer(self.name, sampling, self.tokenizer)
-        return [self._complete(list(prompt), params) for prompt, params in zip(prompts, sampling, strict=True)]
+        completions = []
+        for prompt, params in zip(prompts, sampling, strict=True):
+            response = self.function(list(prompt)) if self.function else self._choose(list(prompt))
+            if isinstance(response, str):
+                tokenizer = self._require_tokenizer()
+                end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+                response = [*tokenizer.encode(response, add_special_tokens=False), *end]
+            token_ids = [int(token) for token in response]
+            if not token_ids:
+                raise RolloutError("scripted", got="a response without a token", expected="at least one token")
+            length = StopStrings(params.stop, self.tokenizer).length(token_ids) or len(token_ids)
+            reason = "stop" if length <= params.max_tokens else "length"
+            token_ids = token_ids[: min(length, params.max_tokens)]
+            certain = [0.0] * len(token_ids)
+            completions.append(Completion(token_ids, certain, reason, self.weight_version, list(certain)))
+        return completions
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Takes the version; there is nothing that weights would change."""
@@ -100,20 +118,10 @@ class ScriptedEngine(EngineBase):
         """Of the weights that were sent, though it has no use for them."""
         return self._received
 
-    def _complete(self, prompt: list[int], params: SamplingParams) -> Completion:
-        token_ids = self._encode(self.function(prompt) if self.function else self._choose(prompt))
-        if not token_ids:
-            raise RolloutError("scripted", got="a response without a token", expected="at least one token")
-        end = StopStrings(params.stop, self.tokenizer).length(token_ids) or len(token_ids)
-        reason = "stop" if end <= params.max_tokens else "length"
-        token_ids = token_ids[: min(end, params.max_tokens)]
-        certain = [0.0] * len(token_ids)
-        return Completion(token_ids, certain, reason, self.weight_version, list(certain))
-
     def _choose(self, prompt: list[int]) -> CannedResponse:
         part = ""
         if list(self.by_prompt) != [""]:
-            text = self._tokenizer().decode(prompt)
+            text = self._require_tokenizer().decode(prompt)
             found = [part for part in self.by_prompt if part in text]
             if not found:
                 raise RolloutError(
@@ -127,24 +135,10 @@ class ScriptedEngine(EngineBase):
         self._given[part] += 1
         return responses[(self._given[part] - 1) % len(responses)]
 
-    def _encode(self, response: CannedResponse) -> list[int]:
-        if not isinstance(response, str):
-            return [int(token) for token in response]
-        tokenizer = self._tokenizer()
-        end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        return [*tokenizer.encode(response, add_special_tokens=False), *end]
-
-    def _tokenizer(self) -> Any:
+    def _require_tokenizer(self) -> Any:
         if self.tokenizer is None:
             raise RolloutError("scripted", got="texts without a tokenizer", fix="Pass tokenizer=, or token ids.")
         return self.tokenizer
-
-
-def _several(responses: CannedResponse | Sequence[CannedResponse]) -> list[CannedResponse]:
-    """One response (a text or token ids) or several."""
-    if isinstance(responses, str) or (len(responses) > 0 and isinstance(responses[0], int)):
-        return [responses]
-    return list(cast(Sequence[CannedResponse], responses))  # the first entry spoke for the others
 
 
 def _read(path: Path) -> dict[str, list[CannedResponse]]:

@@ -7,7 +7,7 @@ Legend: B sequences, P prompt positions (padded left), T response positions (pad
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from quadriga.errors import RolloutError
 from quadriga.observe.metrics import Metric
 from quadriga.protocol import DataProto
 from quadriga.protocol.memory import images_key
-from quadriga.rollout.interface import Completion, Images, RolloutEngine, SamplingParams
+from quadriga.rollout.interface import Images, RolloutEngine, SamplingParams
 from quadriga.weight_sync.publish import require_version
 
 
@@ -58,25 +58,81 @@ def generate_sequences(
     if (expected := prompts.meta_info.get("weight_version")) is not None:
         require_version(engine, expected)
     started = time.perf_counter()
+    before = prompts.batch
     token_ids = [
-        ids[mask.bool()].tolist()
-        for ids, mask in zip(prompts.batch["input_ids"], prompts.batch["attention_mask"], strict=True)
+        ids[mask.bool()].tolist() for ids, mask in zip(before["input_ids"], before["attention_mask"], strict=True)
     ]
-    rooms = [room_for_response(len(ids), row, config, response_length) for row, ids in enumerate(token_ids)]
-    requests = [
-        SamplingParams(**sampling_of(prompts.meta_info, config, room), seed=own)
-        for room, own in zip(rooms, sequence_seeds(prompts, seed), strict=True)
-    ]
+    limit, requests = config.max_model_len, []
+    for row, (ids, own_seed) in enumerate(zip(token_ids, sequence_seeds(prompts, seed), strict=True)):
+        room = response_length if limit is None else min(limit - len(ids), response_length)
+        if room < 1:
+            raise RolloutError(
+                f"generate_sequences, prompt {row}",
+                got=f"{len(ids)} tokens",
+                expected=f"fewer than actor_rollout_ref.rollout.max_model_len={limit}, to fit a response",
+                fix="Lower data.max_prompt_length with data.filter_overlong_prompts=True, or raise max_model_len.",
+            )
+        requests.append(SamplingParams(**sampling_of(prompts.meta_info, config, room), seed=own_seed))
     completions = engine.generate_batch(token_ids, requests, images_of(prompts))
     if len(completions) != len(token_ids):
         got = f"{len(completions)} responses"
         raise RolloutError("engine", got=got, expected=f"{len(token_ids)}, one for each prompt")
     for row, completion in enumerate(completions):
         completion.require_fit(response_length, f"engine, response {row}")
-    batch = _join(prompts, *_pad(completions, response_length, pad_token_id, prompts.batch["input_ids"].device))
-    seconds = time.perf_counter() - started
-    meta_info = {"metrics": _metrics(token_ids, completions, seconds), "weight_version": engine.weight_version}
+    responses = [(one.token_ids, [1] * len(one.token_ids), one.log_probs) for one in completions]
+    batch = with_responses(before, responses, response_length, pad_token_id)
+    num_tokens = sum(len(one.token_ids) for one in completions)
+    total_log_prob = sum(sum(one.log_probs) for one in completions)
+    reasons, num_rows = Counter(one.finish_reason for one in completions), len(completions)
+    metrics = {
+        "rollout/num_prompt_tokens": Metric(sum(map(len, token_ids)), "sum"),
+        "rollout/num_response_tokens": Metric(num_tokens, "sum"),
+        "rollout/log_prob": Metric(total_log_prob / max(num_tokens, 1), "mean", num_tokens),
+        "rollout/length_share": Metric(reasons["length"] / max(num_rows, 1), "mean", num_rows),
+        "rollout/num_aborted": Metric(reasons["abort"], "sum"),
+        "timing_s/generate_sequences": Metric(time.perf_counter() - started, "max"),
+    }
+    meta_info = {"metrics": metrics, "weight_version": engine.weight_version}
     return DataProto.from_dict(tensors=batch, meta_info=meta_info)
+
+
+def with_responses(
+    prompts: Mapping[str, torch.Tensor],
+    responses: Sequence[tuple[Sequence[int], Sequence[int], Sequence[float]]],
+    response_length: int,
+    pad_token_id: int,
+) -> dict[str, torch.Tensor]:
+    """The columns of `generate_sequences`, responses padded on the right.
+
+    Args:
+        prompts: `input_ids`, `attention_mask` [B, P], `position_ids` [B, P] or [B, 3, P].
+        responses: of each row the token ids, which of them the model wrote, and their log-probabilities.
+        response_length: T.
+        pad_token_id: fills the responses.
+    """
+    ids, attention_mask, position_ids = (prompts[name] for name in ("input_ids", "attention_mask", "position_ids"))
+    shape = (len(responses), response_length)
+    tokens = torch.full(shape, pad_token_id, dtype=ids.dtype)
+    attended = torch.zeros(shape, dtype=attention_mask.dtype)
+    mask, log_probs = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
+    for row, (own_tokens, own_mask, own_log_probs) in enumerate(responses):
+        length = len(own_tokens)
+        tokens[row, :length] = torch.tensor(own_tokens)
+        attended[row, :length] = 1
+        mask[row, :length] = torch.tensor(own_mask)
+        log_probs[row, :length] = torch.tensor(own_log_probs)
+    device = ids.device
+    tokens, attended = tokens.to(device), attended.to(device)
+    following = position_ids[..., -1:] + torch.arange(1, response_length + 1, device=device)
+    return {
+        "prompts": ids,
+        "responses": tokens,
+        "input_ids": torch.cat((ids, tokens), -1),
+        "attention_mask": torch.cat((attention_mask, attended), -1),
+        "position_ids": torch.cat((position_ids, following.to(position_ids.dtype)), -1),
+        "response_mask": mask.to(device),
+        "rollout_log_probs": log_probs.to(device),
+    }
 
 
 def sampling_of(meta_info: dict[str, Any], config: RolloutConfig, max_tokens: int) -> dict[str, Any]:
@@ -93,25 +149,6 @@ def sampling_of(meta_info: dict[str, Any], config: RolloutConfig, max_tokens: in
         "stop": tuple(config.stop),
         "ignore_eos": config.ignore_eos,
     }
-
-
-def room_for_response(num_prompt_tokens: int, row: int, config: RolloutConfig, response_length: int) -> int:
-    """Tokens that a response may have: `response_length`, or what `rollout.max_model_len` leaves beside the prompt.
-
-    Raises:
-        RolloutError: there is no room.
-    """
-    if config.max_model_len is None:
-        return response_length
-    room = config.max_model_len - num_prompt_tokens
-    if room < 1:
-        raise RolloutError(
-            f"generate_sequences, prompt {row}",
-            got=f"{num_prompt_tokens} tokens",
-            expected=f"fewer than actor_rollout_ref.rollout.max_model_len={config.max_model_len}, to fit a response",
-            fix="Lower data.max_prompt_length with data.filter_overlong_prompts=True, or raise max_model_len.",
-        )
-    return min(room, response_length)
 
 
 def sequence_seeds(prompts: DataProto, seed: int) -> list[int]:
@@ -163,54 +200,3 @@ def images_of(prompts: DataProto) -> list[Images | None]:
             )
         found.append(made[id(inputs), short_prompt])
     return found
-
-
-def _pad(
-    completions: Sequence[Completion], response_length: int, pad_token_id: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Responses, their mask and their log-probabilities, [B, T] each, padded on the right."""
-    shape = (len(completions), response_length)
-    responses = torch.full(shape, pad_token_id, dtype=torch.int64)
-    mask, log_probs = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
-    for row, completion in enumerate(completions):
-        length = len(completion.token_ids)
-        responses[row, :length] = torch.tensor(completion.token_ids)
-        mask[row, :length] = 1
-        log_probs[row, :length] = torch.tensor(completion.log_probs)
-    return responses.to(device), mask.to(device), log_probs.to(device)
-
-
-def _join(
-    prompts: DataProto, responses: torch.Tensor, mask: torch.Tensor, log_probs: torch.Tensor
-) -> dict[str, torch.Tensor]:
-    before = prompts.batch
-    steps = torch.arange(1, responses.shape[1] + 1, device=responses.device)
-    position_ids = before["position_ids"]  # [B, P], or [B, 3, P] of models with several axes of position
-    following = position_ids[..., -1:] + steps
-    attention_mask = before["attention_mask"]
-    return {
-        "prompts": before["input_ids"],
-        "responses": responses.to(before["input_ids"].dtype),
-        "input_ids": torch.cat((before["input_ids"], responses.to(before["input_ids"].dtype)), -1),
-        "attention_mask": torch.cat((attention_mask, mask.to(attention_mask.dtype)), -1),
-        "position_ids": torch.cat((position_ids, following.to(position_ids.dtype)), -1),
-        "response_mask": mask,
-        "rollout_log_probs": log_probs,
-    }
-
-
-def _metrics(
-    token_ids: Sequence[Sequence[int]], completions: Sequence[Completion], seconds: float
-) -> dict[str, Metric]:
-    num_tokens = sum(len(completion.token_ids) for completion in completions)
-    total_log_prob = sum(sum(completion.log_probs) for completion in completions)
-    reasons = Counter(completion.finish_reason for completion in completions)
-    num_rows = len(completions)
-    return {
-        "rollout/num_prompt_tokens": Metric(sum(map(len, token_ids)), "sum"),
-        "rollout/num_response_tokens": Metric(num_tokens, "sum"),
-        "rollout/log_prob": Metric(total_log_prob / max(num_tokens, 1), "mean", num_tokens),
-        "rollout/length_share": Metric(reasons["length"] / max(num_rows, 1), "mean", num_rows),
-        "rollout/num_aborted": Metric(reasons["abort"], "sum"),
-        "timing_s/generate_sequences": Metric(seconds, "max"),
-    }

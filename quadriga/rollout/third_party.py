@@ -12,9 +12,9 @@ from quadriga.errors import QuadrigaError, RolloutError, WeightSyncError, first_
 from quadriga.observe.probe import release_numbers
 from quadriga.rollout.interface import (
     BatchImages,
-    EngineBase,
     FinishReason,
     Prompts,
+    RolloutEngine,
     Sampling,
     SamplingParams,
     require_length,
@@ -32,7 +32,7 @@ LogProbsOf = Literal["processed_logprobs", "raw_logprobs"]
 `raw_logprobs` those of the model, before both. The words are vLLM's."""
 
 
-class ThirdPartyEngine(EngineBase):
+class ThirdPartyEngine(RolloutEngine):
     """An engine that generates with what was loaded into it; it starts without weights, and the first load brings them.
 
     A subclass loads them itself, within `_loading`.

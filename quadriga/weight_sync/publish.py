@@ -4,6 +4,7 @@
 Weights are streams of `(name, tensor)`: what model, engine or framework stands behind them is not known here.
 """
 
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Protocol, TypeAlias
 
@@ -26,21 +27,21 @@ class WeightTarget(Protocol):
 
     weight_version: int
 
+    @abstractmethod
     def load_weights(self, weights: NamedWeights, version: int) -> None:
         """Load a complete set of weights. Afterwards `weight_version` is `version`, or -1 if loading failed.
 
         A tensor is only lent: its memory is overwritten once the iterator goes on, so what is kept is copied. An engine
         with `has_frozen_weights` may get the matrices of an adapter alone, which complete what is there.
         """
-        ...
 
+    @abstractmethod
     def named_weights(self) -> NamedWeights:
         """The weights that it generates with, under the trainer's names; none if it keeps them in another form."""
-        ...
 
+    @abstractmethod
     def fingerprint(self) -> Fingerprint:
         """Of the weights that it generates with; if it keeps them in another form, of what reached it."""
-        ...
 
 
 class SharedWeights:

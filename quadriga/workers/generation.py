@@ -64,7 +64,7 @@ class Generation:
         return {"tools": tools} if tools else {}
 
     def generate(self, prompts: DataProto, weight_version: int) -> DataProto:
-        """Responses by `rollout.generate_sequences` or `rollout.agent_loop.generate_conversations`.
+        """Responses by `rollout.generate_sequences` or `rollout.agent_loop.AgentLoopManager.generate`.
 
         Args:
             prompts: see there.

@@ -7,19 +7,19 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from quadriga.config import Config, problem_of_several_engines
 from quadriga.rollout.hf import HFEngine
 from quadriga.rollout.http import HTTPEngine
-from quadriga.rollout.interface import EngineBase, RolloutEngine
+from quadriga.rollout.interface import RolloutEngine
 from quadriga.rollout.native import NativeEngine
 from quadriga.rollout.scripted import ScriptedEngine
 from quadriga.rollout.setup import EngineSetup
 from quadriga.rollout.sglang.engine import SGLangEngine
 from quadriga.rollout.vllm.engine import VLLMEngine
 
-ENGINES: dict[str, type[EngineBase]] = {
+ENGINES: dict[str, type[RolloutEngine]] = {
     engine.name: engine for engine in (NativeEngine, VLLMEngine, SGLangEngine, HFEngine, HTTPEngine, ScriptedEngine)
 }
 
 
-def rollout_engine_class(config: Config) -> type[EngineBase]:
+def rollout_engine_class(config: Config) -> type[RolloutEngine]:
     """The class of the engine that the configuration names.
 
     Raises:

@@ -26,8 +26,7 @@ from quadriga.rollout import (
     ScriptedEngine,
     generate_sequences,
 )
-from quadriga.rollout.agent_loop import AgentLoop, generate_conversations, register
-from quadriga.rollout.interface import EngineBase
+from quadriga.rollout.agent_loop import AgentLoop, AgentLoopManager, register
 from tests.tiny_vision import vision_model
 from tests.vision_folder import FAMILIES, IMAGE, VIDEO, noise, picture, tiny_image_processor, tiny_model, tiny_tokenizer
 
@@ -150,9 +149,9 @@ def test_conversations_of_one_turn_are_the_same() -> None:
     engine, own = HFEngine(tiny_model()), {"response_length": 6, "seed": 1}
     plain = generate_sequences(engine, batch(2), config=RolloutConfig(name="hf"), pad_token_id=0, **own)
     config = RolloutConfig(name="hf", mode="async")
-    asked = generate_conversations(
-        engine, batch(2), config=config, tokenizer=tiny_tokenizer(), prompt_length=WIDTH, **own
-    )
+    manager = AgentLoopManager(config, tiny_tokenizer(), prompt_length=WIDTH, response_length=6)
+    asked = manager.generate(engine, batch(2), seed=1)
+    manager.close()
     for name in ("input_ids", "attention_mask", "position_ids", "response_mask"):
         assert torch.equal(plain.batch[name], asked.batch[name]), name
     torch.testing.assert_close(plain.batch["rollout_log_probs"], asked.batch["rollout_log_probs"])
@@ -176,17 +175,21 @@ class _Rendering(AgentLoop):
 
 def test_a_prompt_with_images_is_not_rendered_anew() -> None:
     config = RolloutConfig(name="hf", mode="async", agent={"default_agent_loop": "renders anew"})
+    manager = AgentLoopManager(config, tiny_tokenizer(), prompt_length=WIDTH, response_length=6)
     with pytest.raises(RolloutError, match="row 0: got a prompt with images, to be rendered"):
-        generate_conversations(
-            ScriptedEngine(["w1"], tokenizer=tiny_tokenizer()), batch(), config=config, tokenizer=tiny_tokenizer(),
-            prompt_length=WIDTH, response_length=6, seed=1,
-        )  # fmt: skip
+        manager.generate(ScriptedEngine(["w1"], tokenizer=tiny_tokenizer()), batch(), seed=1)
+    manager.close()
 
 
-class TextEngine(EngineBase):
-    """A user's engine for text."""
+class TextEngine(RolloutEngine):
+    """A user's engine for text, with weights of its own."""
 
     name = "mine"
+
+    def load_weights(self, weights, version) -> None:
+        raise NotImplementedError
+
+    named_weights = fingerprint = load_weights
 
     def generate_batch(self, prompts, sampling, images=None) -> list[Completion]:
         self._require_ready(prompts, sampling, images)

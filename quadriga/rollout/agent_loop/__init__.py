@@ -11,24 +11,24 @@ if TYPE_CHECKING:
     from quadriga.rollout.agent_loop.conversation import Conversation, ConversationOver, Sample, Turn
     from quadriga.rollout.agent_loop.interactions import Interaction, Reply
     from quadriga.rollout.agent_loop.loops import AgentLoop, register
-    from quadriga.rollout.agent_loop.manager import AgentLoopManager, generate_conversations
+    from quadriga.rollout.agent_loop.manager import AgentLoopManager
     from quadriga.rollout.agent_loop.tools import Tool, ToolError, function_tool
 
 _HOMES = {
-    **dict.fromkeys(("Conversation", "ConversationOver", "Sample", "Turn"), "conversation"),
-    **dict.fromkeys(("Interaction", "Reply"), "interactions"),
-    **dict.fromkeys(("AgentLoop", "register"), "loops"),
-    **dict.fromkeys(("AgentLoopManager", "generate_conversations"), "manager"),
-    **dict.fromkeys(("Tool", "ToolError", "function_tool"), "tools"),
+    "conversation": ("Conversation", "ConversationOver", "Sample", "Turn"),
+    "interactions": ("Interaction", "Reply"),
+    "loops": ("AgentLoop", "register"),
+    "manager": ("AgentLoopManager",),
+    "tools": ("Tool", "ToolError", "function_tool"),
 }
-
 __all__ = [
     "AgentLoop", "AgentLoopManager", "Conversation", "ConversationOver", "Interaction", "Reply", "Sample", "Tool",
-    "ToolError", "Turn", "function_tool", "generate_conversations", "register",
+    "ToolError", "Turn", "function_tool", "register",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    for module, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

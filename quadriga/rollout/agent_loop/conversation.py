@@ -28,7 +28,7 @@ from quadriga.errors import RolloutError
 from quadriga.rollout.agent_loop.tool_calls import ToolResponse
 from quadriga.rollout.interface import Images, RolloutEngine, SamplingParams
 
-_STAND_IN = "quadrigastandin"
+_STAND_IN, _PROBE = "quadrigastandin", "quadrigaprobe"
 _FIX_TEMPLATE = "Set actor_rollout_ref.model.custom_chat_template to one that has"
 
 
@@ -63,21 +63,6 @@ class Sample:
     agent: str
     images: Images | None = None
     num_axes: int = 1
-
-    def require_messages(self) -> list[dict[str, Any]]:
-        """The messages of the prompt.
-
-        Raises:
-            RolloutError: the data did not bring them.
-        """
-        if self.messages is None:
-            raise RolloutError(
-                f"conversation of row {self.row}",
-                got="a prompt without its messages",
-                expected="the column raw_prompt",
-                fix="Set data.return_raw_chat=True.",
-            )
-        return self.messages
 
 
 @dataclass(frozen=True)
@@ -162,17 +147,25 @@ class Conversation:
         self.prompt_ids = list(self.sample.prompt_ids)
         self.messages = list(self.sample.messages or [])
 
-    def begin(self, messages: Sequence[Mapping[str, Any]], schemas: Sequence[Mapping[str, Any]] = ()) -> None:
+    def begin(self, messages: Sequence[Mapping[str, Any]] | None, schemas: Sequence[Mapping[str, Any]] = ()) -> None:
         """Replaces the prompt that the data set rendered, to offer tools or to say something else.
 
         Raises:
             ConversationOver: it does not fit into `data.max_prompt_length`.
-            RolloutError: the template leaves the tools out, or the prompt has images.
+            RolloutError: there are no messages, the template leaves the tools out, or the prompt has images.
         """
         assert not self.turns, "a conversation begins before its first turn"
+        where = f"conversation of row {self.sample.row}"
+        if messages is None:
+            raise RolloutError(
+                where,
+                got="a prompt without its messages",
+                expected="the column raw_prompt",
+                fix="Set data.return_raw_chat=True.",
+            )
         if self.sample.images is not None:
             raise RolloutError(
-                f"conversation of row {self.sample.row}",
+                where,
                 got="a prompt with images, to be rendered with tools",
                 expected="text, or a conversation without tools",
                 fix="Set actor_rollout_ref.rollout.agent.default_agent_loop=single_turn_agent, or leave images out.",
@@ -181,10 +174,8 @@ class Conversation:
         self.messages = [dict(message) for message in messages]
         if len(prompt_ids) > self.limits.prompt_tokens:
             names = f" with {len(schemas)} tools" if schemas else ""
-            self.failure = (
-                f"prompt_length: {len(prompt_ids)} tokens{names}, over data.max_prompt_length="
-                f"{self.limits.prompt_tokens}"
-            )
+            limit = f"data.max_prompt_length={self.limits.prompt_tokens}"
+            self.failure = f"prompt_length: {len(prompt_ids)} tokens{names}, over {limit}"
             raise ConversationOver(self.failure)
         self.prompt_ids = prompt_ids
 
@@ -192,11 +183,6 @@ class Conversation:
     def num_assistant_turns(self) -> int:
         """Turns that the model wrote."""
         return sum(turn.role == "assistant" for turn in self.turns)
-
-    @property
-    def num_user_turns(self) -> int:
-        """Turns of tools or the user."""
-        return len(self.turns) - self.num_assistant_turns
 
     @property
     def room(self) -> int:
@@ -227,10 +213,9 @@ class Conversation:
         where = f"engine, conversation of row {self.sample.row}, turn {len(self.turns)}"
         completion.require_fit(sampling.max_tokens, where)
         token_ids = list(completion.token_ids)
-        self._extend(token_ids, 1, completion.log_probs)
         text = self.encoder.text(token_ids, with_special=True)
         turn = Turn("assistant", token_ids, text, time.perf_counter() - started, completion.finish_reason)
-        self.turns.append(turn)
+        self._extend(turn, 1, completion.log_probs)
         self.messages.append({"role": "assistant", "content": self.encoder.text(token_ids, with_special=False)})
         # A turn that a caller has made shorter was not cut by the conversation's own limit.
         is_cut = completion.finish_reason == "length" and self.room < 1
@@ -244,18 +229,14 @@ class Conversation:
         Raises:
             ConversationOver: a limit on turns is reached.
         """
-        limits = self.limits
-        if limits.assistant_turns is not None and self.num_assistant_turns >= limits.assistant_turns:
+        limits, num_assistant_turns = self.limits, self.num_assistant_turns
+        if limits.assistant_turns is not None and num_assistant_turns >= limits.assistant_turns:
             raise ConversationOver("max_assistant_turns")
-        if limits.user_turns is not None and self.num_user_turns >= limits.user_turns:
+        if limits.user_turns is not None and len(self.turns) - num_assistant_turns >= limits.user_turns:
             raise ConversationOver("max_user_turns")
 
     def append(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tool_responses: Sequence[ToolResponse] = (),
-        seconds: float = 0.0,
+        self, messages: Sequence[Mapping[str, Any]], *, tool_responses: Sequence[ToolResponse] = (), seconds: float = 0
     ) -> None:
         """A turn that the model did not write: messages of the role "tool", or of "user".
 
@@ -273,8 +254,7 @@ class Conversation:
         if len(token_ids) >= self.room:
             self.unread.append(turn)
             raise ConversationOver("length")
-        self._extend(token_ids, 0, [0.0] * len(token_ids))
-        self.turns.append(turn)
+        self._extend(turn, 0, [0.0] * len(token_ids))
 
     def finish(self, reason: str, *, failure: str = "") -> None:
         """Ends it; what stands behind the model's last turn is left out."""
@@ -285,9 +265,10 @@ class Conversation:
             keep = len(self.token_ids) - len(last.token_ids)
             del self.token_ids[keep:], self.mask[keep:], self.log_probs[keep:]
 
-    def _extend(self, token_ids: Sequence[int], written: int, log_probs: Sequence[float]) -> None:
-        self.token_ids += token_ids
-        self.mask += [written] * len(token_ids)
+    def _extend(self, turn: Turn, written: int, log_probs: Sequence[float]) -> None:
+        self.turns.append(turn)
+        self.token_ids += turn.token_ids
+        self.mask += [written] * len(turn.token_ids)
         self.log_probs += log_probs
 
 
@@ -306,7 +287,7 @@ class TurnEncoder:
         texts = {str(token) for token in added if token.special} | set(tokenizer.all_special_tokens)
         self._special = sorted((text for text in texts if len(text) > 1), key=len, reverse=True)
         self._closing = frozenset(tokenizer.all_special_ids)
-        self._is_probed: set[str] = set()
+        self._known_roles: set[str] = set()
         self._where = f"chat template of {tokenizer.name_or_path or 'the tokenizer'}"
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], schemas: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -341,7 +322,17 @@ class TurnEncoder:
             RolloutError: the template leaves messages of this role out, or refuses them.
         """
         for role in dict.fromkeys(message["role"] for message in messages):
-            self._require_role(role)
+            # A template that knows the role writes what a message of it says.
+            of_tool = {"name": "probe", "tool_call_id": "call00000"} if role == "tool" else {}
+            probe = {"role": role, "content": _PROBE, **of_tool}
+            if role not in self._known_roles and _PROBE not in self._added([probe])[0]:
+                raise RolloutError(
+                    self._where,
+                    got=f"messages of the role {role}, which it leaves out",
+                    expected="a template that writes them",
+                    fix=f"{_FIX_TEMPLATE} this role.",
+                )
+            self._known_roles.add(role)
         text, is_closed_apart = self._added(messages)
         ids = self._encode(text)
         if ids and written and (written[-1] == ids[0] or (is_closed_apart and {written[-1], ids[0]} <= self._closing)):
@@ -364,52 +355,33 @@ class TurnEncoder:
 
         Tools are not given here: some templates write them beside the last message, and the prompt has them.
         """
-        start = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _STAND_IN}]
+        user = {"role": "user", "content": "x"}
+        start: list[dict[str, Any]] = [user, {"role": "assistant", "content": _STAND_IN}]
         try:
             rendered = self._render([*start, *messages])
         except RolloutError:
             # Some templates take a tool's response only after an assistant's call, whose name they repeat.
             if messages[0]["role"] != "tool":
                 raise
-            return self._added_after_call(messages), False
+            arguments = {_STAND_IN: _STAND_IN}
+            calls = [
+                {
+                    "id": message["tool_call_id"],
+                    "type": "function",
+                    "function": {"name": message["name"], "arguments": arguments},
+                }
+                for message in messages
+            ]
+            rendered = self._render([user, {"role": "assistant", "content": "", "tool_calls": calls}, *messages])
+            after = rendered.rpartition(_STAND_IN)[2]
+            # Behind the stand-in stands the rest of the call; what follows it begins with a special token.
+            places = [place for token in self._special if (place := after.find(token)) >= 0]
+            return after[min(places, default=0) :], False
         closed = self._render(start, is_open=False).rpartition(_STAND_IN)[2]
         return rendered.rpartition(_STAND_IN)[2], bool(closed.strip())
 
-    def _added_after_call(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        calls = [
-            {
-                "id": message["tool_call_id"],
-                "type": "function",
-                "function": {"name": message["name"], "arguments": {_STAND_IN: _STAND_IN}},
-            }
-            for message in messages
-        ]
-        start = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": calls}]
-        rendered = self._render([*start, *messages])
-        after = rendered.rpartition(_STAND_IN)[2]
-        # Behind the stand-in stands the rest of the call; what follows it begins with a special token.
-        places = [place for token in self._special if (place := after.find(token)) >= 0]
-        return after[min(places, default=0) :]
-
-    def _require_role(self, role: str) -> None:
-        """A template that knows the role writes what a message of it says."""
-        probe = "quadrigaprobe"
-        of_tool = {"name": "probe", "tool_call_id": "call00000"} if role == "tool" else {}
-        if role not in self._is_probed and probe not in self._added([{"role": role, "content": probe, **of_tool}])[0]:
-            raise RolloutError(
-                self._where,
-                got=f"messages of the role {role}, which it leaves out",
-                expected="a template that writes them",
-                fix=f"{_FIX_TEMPLATE} this role.",
-            )
-        self._is_probed.add(role)
-
     def _render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        schemas: Sequence[Mapping[str, Any]] = (),
-        *,
-        is_open: bool = True,
+        self, messages: Sequence[Mapping[str, Any]], schemas: Sequence[Mapping[str, Any]] = (), is_open: bool = True
     ) -> str:
         options = {"tools": list(schemas) or None, "add_generation_prompt": is_open, **self.template_kwargs}
         try:

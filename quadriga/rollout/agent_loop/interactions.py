@@ -21,7 +21,7 @@ from typing import Any
 from quadriga.config.multi_turn import InteractionFile, read_tool_file
 from quadriga.errors import ConfigError, RolloutError
 from quadriga.rollout.agent_loop.tool_calls import ToolFailedError, ToolThread, as_text
-from quadriga.rollout.agent_loop.tools import ToolError, class_named
+from quadriga.rollout.agent_loop.tools import class_named
 
 
 @dataclass(frozen=True)
@@ -87,12 +87,13 @@ class UserSimulator:
         self._kwargs = {key: value for key, value in kwargs.items() if key != "name" and value is not None}
 
     async def __aenter__(self) -> "UserSimulator":
-        self._interaction: Interaction = await self._call(self._make, "made")
-        await self._call(self._interaction.start_interaction, "start_interaction", **self._kwargs)
+        made = self._thread.call(f"interaction {self.name}, made", self._make, {}, self._timeout_s)
+        self._interaction: Interaction = await made
+        await self._call("start_interaction", **self._kwargs)
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        await self._call(self._interaction.finalize_interaction, "finalize_interaction")
+        await self._call("finalize_interaction")
 
     async def reply(self, messages: list[dict[str, Any]]) -> Reply:
         """What it says to the last message.
@@ -100,8 +101,7 @@ class UserSimulator:
         Raises:
             ToolFailedError: it raised, took too long, or returned something else.
         """
-        copies = [dict(message) for message in messages]
-        reply = await self._call(self._interaction.generate_response, "generate_response", messages=copies)
+        reply = await self._call("generate_response", messages=[dict(message) for message in messages])
         where = f"interaction {self.name}, generate_response"
         if not isinstance(reply, Reply):
             got = f"a response of type {type(reply).__name__}"
@@ -109,12 +109,9 @@ class UserSimulator:
         score = None if reply.score is None else float(reply.score)
         return Reply(as_text(reply.text, where), score, bool(reply.is_over))
 
-    async def _call(self, function: Callable[..., Any], method: str, /, **kwargs: Any) -> Any:
-        where = f"interaction {self.name}, {method}"
-        try:
-            return await self._thread.call(where, function, kwargs, self._timeout_s)
-        except ToolError as error:
-            raise ToolFailedError(where, got=f"ToolError: {error}".rstrip(".")) from error
+    async def _call(self, method: str, /, **kwargs: Any) -> Any:
+        where, function = f"interaction {self.name}, {method}", getattr(self._interaction, method)
+        return await self._thread.call(where, function, kwargs, self._timeout_s)
 
 
 def load_interactions(path: str) -> dict[str, Callable[[], Interaction]]:

@@ -15,7 +15,6 @@ A loop of one's own, in the file `agent.agent_loop_path`, for samples whose colu
             await chat.generate()
 """
 
-import asyncio
 import contextlib
 import time
 from abc import ABC, abstractmethod
@@ -27,8 +26,8 @@ from quadriga.config.rollout import RolloutConfig
 from quadriga.errors import RolloutError
 from quadriga.rollout.agent_loop.conversation import Conversation, ConversationOver
 from quadriga.rollout.agent_loop.interactions import Interaction, UserSimulator
-from quadriga.rollout.agent_loop.parsers import ToolCall, parser_named
-from quadriga.rollout.agent_loop.tool_calls import ToolBox, ToolResponse, ToolThread
+from quadriga.rollout.agent_loop.parsers import PARSERS
+from quadriga.rollout.agent_loop.tool_calls import ToolBox, ToolThread
 from quadriga.rollout.agent_loop.tools import ToolSpec
 
 LoopClass = TypeVar("LoopClass", bound="type[AgentLoop]")
@@ -141,7 +140,7 @@ class ToolAgent(AgentLoop):
             raise RolloutError(
                 "tool_agent", got="multi_turn.enable=false", fix="Set actor_rollout_ref.rollout.multi_turn.enable=True."
             )
-        self.parser = parser_named(self.config.format)
+        self.parser = PARSERS[self.config.format]
 
     async def run(self, chat: Conversation) -> None:
         columns, services, user = chat.sample.columns, self.services, None
@@ -150,7 +149,7 @@ class ToolAgent(AgentLoop):
         if interaction.get("name") is not None:
             user = UserSimulator(services.interactions, interaction, services.thread, self.config.tool_timeout_s)
         if services.tools:
-            chat.begin(chat.sample.require_messages(), [spec.schema for spec in services.tools.values()])
+            chat.begin(chat.sample.messages, [spec.schema for spec in services.tools.values()])
         async with tools, user or contextlib.nullcontext():
             try:
                 await self._take_turns(chat, tools, user)
@@ -159,15 +158,24 @@ class ToolAgent(AgentLoop):
             chat.tool_rewards = await tools.rewards()
 
     async def _take_turns(self, chat: Conversation, tools: ToolBox, user: UserSimulator | None) -> None:
-        parameters = {name: spec.parameters for name, spec in self.services.tools.items()}
+        parameters = {name: spec.schema["function"]["parameters"] for name, spec in self.services.tools.items()}
         while True:
             turn = await chat.generate()
             calls = self.parser(turn.text, parameters) if parameters else []
             started = time.perf_counter()
             if calls:
                 chat.require_another()
-                responses = await self._call_tools(tools, calls)
-                messages = self._tool_messages(chat, responses)
+                responses = await tools.call_all(calls)
+                first = sum(len(turn.tool_responses) for turn in chat.turns)
+                messages = [
+                    {
+                        "role": "tool",
+                        "name": response.name or "unknown",
+                        "tool_call_id": f"call{number:05d}",
+                        "content": response.text,
+                    }
+                    for number, response in enumerate(responses, start=first)
+                ]
                 chat.append(messages, tool_responses=responses, seconds=time.perf_counter() - started)
             elif user is not None:
                 # It scores the model's last turn too, so it replies before the limits are checked.
@@ -179,29 +187,3 @@ class ToolAgent(AgentLoop):
                 chat.append([{"role": "user", "content": reply.text}], seconds=time.perf_counter() - started)
             else:
                 return
-
-    async def _call_tools(self, tools: ToolBox, calls: list[ToolCall]) -> list[ToolResponse]:
-        """The responses to the calls of one turn, which are made at the same time, in their order."""
-        limit = self.config.max_parallel_calls
-        made = await asyncio.gather(*(tools.call(call) for call in calls[:limit]), return_exceptions=True)
-        # All have ended: none runs on in a conversation that ends.
-        responses = []
-        for response in made:
-            if isinstance(response, BaseException):
-                raise response
-            responses.append(response)
-        why = f"only {limit} calls of a turn are made; call again"
-        return [*responses, *(tools.refuse(call, why) for call in calls[limit:])]
-
-    @staticmethod
-    def _tool_messages(chat: Conversation, responses: list[ToolResponse]) -> list[dict[str, str]]:
-        first = sum(len(turn.tool_responses) for turn in chat.turns)
-        return [
-            {
-                "role": "tool",
-                "name": response.name or "unknown",
-                "tool_call_id": f"call{number:05d}",
-                "content": response.text,
-            }
-            for number, response in enumerate(responses, start=first)
-        ]

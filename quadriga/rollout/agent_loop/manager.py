@@ -7,31 +7,38 @@
                      └── the engine or the grader failed: all end, the error is raised
 
 a task  consumes a row; waits for the engine, for tools and the grader; unblocked by each of them, or cancelled.
+
+Legend: B conversations, P prompt positions (padded left), T response positions (padded right).
 """
 
 import asyncio
+import json
 import logging
+import os
+import socket
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from quadriga.config.rollout import RolloutConfig
 from quadriga.errors import ConfigError, QuadrigaError, RolloutError
+from quadriga.observe.metrics import Metric
 from quadriga.protocol import DataProto
+from quadriga.protocol.columns import object_array
 from quadriga.rewards.outcome import Outcome
-from quadriga.rollout.agent_loop.batch import graded_row, metrics_of, samples_of, to_batch, write_trace
-from quadriga.rollout.agent_loop.conversation import Conversation, ConversationOver, Limits, TurnEncoder
+from quadriga.rollout.agent_loop.conversation import Conversation, ConversationOver, Limits, Sample, Turn, TurnEncoder
 from quadriga.rollout.agent_loop.interactions import load_interactions
 from quadriga.rollout.agent_loop.loops import REGISTRY, AgentLoop, Services
 from quadriga.rollout.agent_loop.mcp_servers import Server, server_tools
 from quadriga.rollout.agent_loop.tool_calls import ToolFailedError, ToolThread
 from quadriga.rollout.agent_loop.tools import ToolSpec, class_tools, function_tools
 from quadriga.rollout.interface import RolloutEngine, SamplingParams
-from quadriga.rollout.sequences import sampling_of, sequence_seeds
+from quadriga.rollout.sequences import images_of, sampling_of, sequence_seeds, with_responses
 from quadriga.user_file import import_file
 from quadriga.weight_sync.publish import require_version
 
@@ -75,12 +82,21 @@ class AgentLoopManager:
         self._runner = asyncio.Runner()
         self._loops: dict[str, AgentLoop] = {}
         self._num_failed_in_a_row = 0
-        if config.agent.agent_loop_path is not None:
-            import_file(config.agent.agent_loop_path, "actor_rollout_ref.rollout.agent.agent_loop_path")
+        tools: dict[str, ToolSpec] = {}
         try:
-            tools = self._load_tools(log_dir)
-            has_interactions = turns.enable and turns.interaction_config_path is not None
-            interactions = load_interactions(turns.interaction_config_path) if has_interactions else {}
+            if config.agent.agent_loop_path is not None:
+                import_file(config.agent.agent_loop_path, "actor_rollout_ref.rollout.agent.agent_loop_path")
+            specs = function_tools(turns.function_tool_path) if turns.enable and turns.function_tool_path else []
+            if turns.enable and turns.tool_config_path:
+                specs += class_tools(turns.tool_config_path)
+                specs += server_tools(turns.tool_config_path, self._thread, self._servers, log_dir)
+            for spec in specs:
+                if spec.name in tools:
+                    where = "actor_rollout_ref.rollout.multi_turn, tools"
+                    raise ConfigError(where, got=f"two with the name {spec.name!r}", expected="a name for each")
+                tools[spec.name] = spec
+            path = turns.interaction_config_path if turns.enable else None
+            interactions = load_interactions(path) if path else {}
         except BaseException:
             self.close()
             raise
@@ -99,7 +115,24 @@ class AgentLoopManager:
     def generate(
         self, engine: RolloutEngine, prompts: DataProto, *, seed: int, grade: Grade | None = None
     ) -> DataProto:
-        """A conversation for each row; see `generate_conversations`. Not from within an event loop: there, `lead`."""
+        """A conversation for each row. Not from within an event loop: there, `lead`.
+
+        Args:
+            engine: generates.
+            prompts: as `generate_sequences` takes them; non-tensors besides: `raw_prompt` where tools are offered;
+                `agent_name`, `tools_kwargs`, `interaction_kwargs`, `data_source`, `reward_model`, `extra_info` where
+                they exist.
+            seed: `trainer.seed`; each sequence's own is derived from it.
+            grade: grades a conversation that has ended, while others go on.
+
+        Returns:
+            See `to_batch`. meta_info: `metrics`, `weight_version`. A tool that fails ends its own row, and its
+            `finish_reason` says why.
+
+        Raises:
+            RolloutError: the engine failed, or nothing but failed conversations.
+            WeightSyncError: the engine's weights are not of the version that meta_info names.
+        """
         return self._runner.run(self.lead(engine, prompts, seed=seed, grade=grade))
 
     async def lead(
@@ -141,7 +174,7 @@ class AgentLoopManager:
     def close(self) -> None:
         """Ends the MCP servers, and the thread in which tools run."""
         while self._servers:
-            self._thread.wait(self._servers.pop().close())
+            self._thread.submit(self._servers.pop().close()).result()
         self._thread.close()
         self._runner.close()
 
@@ -166,22 +199,6 @@ class AgentLoopManager:
         if grade is not None:
             outcomes[sample.row] = await grade(graded_row(chat))
 
-    def _load_tools(self, log_dir: Path | None) -> dict[str, ToolSpec]:
-        config = self.config.multi_turn
-        specs: list[ToolSpec] = []
-        if config.enable and config.function_tool_path is not None:
-            specs += function_tools(config.function_tool_path)
-        if config.enable and config.tool_config_path is not None:
-            specs += class_tools(config.tool_config_path)
-            specs += server_tools(config.tool_config_path, self._thread, self._servers, log_dir)
-        named: dict[str, ToolSpec] = {}
-        for spec in specs:
-            if spec.name in named:
-                where = "actor_rollout_ref.rollout.multi_turn, tools"
-                raise ConfigError(where, got=f"two with the name {spec.name!r}", expected="a name for each")
-            named[spec.name] = spec
-        return named
-
     def _count_failures(self, chats: list[Conversation]) -> None:
         """Says how many failed and why; where all do, the run stops."""
         failed = [chat for chat in chats if chat.failure]
@@ -200,41 +217,192 @@ class AgentLoopManager:
         logger.warning("%d of %d conversations failed. %s", len(failed), len(chats), first)
 
 
-def generate_conversations(
-    engine: RolloutEngine,
-    prompts: DataProto,
-    *,
-    config: RolloutConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    prompt_length: int,
-    response_length: int,
-    seed: int,
-    grade: Grade | None = None,
-) -> DataProto:
-    """A conversation for each row: the agent loop in one call. `AgentLoopManager` keeps tools over many.
+def samples_of(prompts: DataProto, default_agent: str) -> list[Sample]:
+    """The rows of a batch.
 
     Args:
-        engine: generates.
-        prompts: as `generate_sequences` takes them; non-tensors besides: `raw_prompt` where tools are offered;
-            `agent_name`, `tools_kwargs`, `interaction_kwargs`, `data_source`, `reward_model`, `extra_info` where they
-            exist.
-        config: of the rollout.
-        tokenizer: of the model.
+        prompts: batch `input_ids`, `attention_mask`, `position_ids` [B, P] or [B, 3, P]; non-tensors as they come.
+        default_agent: name of the loop of rows that name none in `agent_name`.
+    """
+    batch, images = prompts.batch, images_of(prompts)
+    num_axes = 1 if batch["position_ids"].dim() == 2 else batch["position_ids"].shape[1]
+    samples = []
+    for row, (ids, mask) in enumerate(zip(batch["input_ids"], batch["attention_mask"], strict=True)):
+        own = {name: column[row] for name, column in prompts.non_tensor_batch.items()}
+        messages = own.get("raw_prompt")
+        samples.append(
+            Sample(
+                row=row,
+                uid=str(own.get("uid", f"row {row}")),
+                prompt_ids=ids[mask.bool()].tolist(),
+                messages=None if messages is None else [dict(message) for message in messages],
+                columns=own,
+                agent=own.get("agent_name") or default_agent,
+                images=images[row],
+                num_axes=num_axes,
+            )
+        )
+    return samples
+
+
+def graded_row(chat: Conversation) -> dict[str, Any]:
+    """What a score function reads of a conversation that has ended; `extra_info` also says how it went."""
+    columns = chat.sample.columns
+    return {
+        "data_source": columns.get("data_source"),
+        "solution_str": chat.encoder.text(chat.token_ids, with_special=False),
+        "ground_truth": (columns.get("reward_model") or {}).get("ground_truth"),
+        "extra_info": {
+            **(columns.get("extra_info") or {}),
+            "num_turns": len(chat.turns),
+            "finish_reason": chat.finish_reason,
+            "tool_rewards": chat.tool_rewards,
+            "turn_scores": chat.turn_scores,
+        },
+    }
+
+
+def to_batch(
+    chats: Sequence[Conversation],
+    outcomes: Sequence[Outcome] | None,
+    *,
+    prompt_length: int,
+    response_length: int,
+    pad_token_id: int,
+) -> DataProto:
+    """The columns of `generate_sequences`, and what became of each conversation.
+
+    Args:
+        chats: B conversations that have ended.
+        outcomes: their grades; None: they are graded later.
         prompt_length: P.
-        response_length: T; also the longest conversation behind the prompt, in tokens.
-        seed: `trainer.seed`; each sequence's own is derived from it.
-        grade: grades a conversation that has ended, while others go on.
+        response_length: T.
+        pad_token_id: fills both sides.
 
     Returns:
-        See `to_batch`. meta_info: `metrics`, `weight_version`. A tool that fails ends its own row, and its
-        `finish_reason` says why.
-
-    Raises:
-        RolloutError: the engine failed, or nothing but failed conversations.
-        WeightSyncError: the engine's weights are not of the version that meta_info names.
+        batch `prompts` [B, P], `responses`, `response_mask`, `rollout_log_probs` [B, T], `input_ids`,
+        `attention_mask` [B, P + T], `position_ids` [B, P + T] or [B, 3, P + T]; non-tensors `num_turns`,
+        `finish_reason`, `tool_rewards`, `turn_scores` and, if graded, `reward_outcome`. `response_mask` and
+        log-probabilities are 0 on tokens of tools and users.
     """
-    manager = AgentLoopManager(config, tokenizer, prompt_length=prompt_length, response_length=response_length)
-    try:
-        return manager.generate(engine, prompts, seed=seed, grade=grade)
-    finally:
-        manager.close()
+    size, num_axes = len(chats), chats[0].sample.num_axes if chats else 1
+    input_ids = torch.full((size, prompt_length), pad_token_id, dtype=torch.int64)
+    attention_mask = torch.zeros_like(input_ids)
+    positions = torch.zeros(size, num_axes, prompt_length, dtype=torch.int64)
+    for row, chat in enumerate(chats):
+        start, images = prompt_length - len(chat.prompt_ids), chat.sample.images
+        if start < 0:
+            got = f"{len(chat.prompt_ids)} tokens"
+            raise RolloutError(f"prompt of row {row}", got=got, expected=f"at most {prompt_length}")
+        input_ids[row, start:] = torch.tensor(chat.prompt_ids)
+        attention_mask[row, start:] = 1
+        positions[row, :, start:] = torch.arange(prompt_length - start) if images is None else images.position_ids.cpu()
+    position_ids = positions[:, 0] if num_axes == 1 else positions
+    prompts = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
+    responses = [(chat.token_ids, chat.mask, chat.log_probs) for chat in chats]
+    tensors = with_responses(prompts, responses, response_length, pad_token_id)
+    non_tensors = {
+        "num_turns": object_array(len(chat.turns) for chat in chats),
+        "finish_reason": object_array(chat.finish_reason for chat in chats),
+        "tool_rewards": object_array(chat.tool_rewards for chat in chats),
+        "turn_scores": object_array(chat.turn_scores for chat in chats),
+    }
+    if outcomes is not None:
+        non_tensors["reward_outcome"] = object_array(outcomes)
+    return DataProto.from_dict(tensors=tensors, non_tensors=non_tensors)
+
+
+def metrics_of(chats: Sequence[Conversation], seconds: float) -> dict[str, Metric]:
+    """Metrics of a batch; the first ones have the names that `generate_sequences` gives them."""
+    num_model = sum(sum(chat.mask) for chat in chats)
+    num_other = sum(len(chat.mask) for chat in chats) - num_model
+    num_rows, rows = len(chats), max(len(chats), 1)
+    turns = [turn for chat in chats for turn in (*chat.turns, *chat.unread)]
+    responses = [response for turn in turns for response in turn.tool_responses]
+    tools_s = [sum(turn.seconds for turn in chat.turns if turn.role != "assistant") for chat in chats]
+    return {
+        "rollout/num_prompt_tokens": Metric(sum(len(chat.prompt_ids) for chat in chats), "sum"),
+        "rollout/num_response_tokens": Metric(num_model, "sum"),
+        "rollout/num_tool_tokens": Metric(num_other, "sum"),
+        "rollout/log_prob": Metric(sum(sum(chat.log_probs) for chat in chats) / max(num_model, 1), "mean", num_model),
+        "rollout/length_share": Metric(sum(chat.finish_reason == "length" for chat in chats) / rows, "mean", num_rows),
+        "rollout/num_turns": Metric(sum(len(chat.turns) for chat in chats) / rows, "mean", num_rows),
+        "rollout/num_tool_calls": Metric(len(responses), "sum"),
+        "rollout/num_refused_calls": Metric(sum(response.is_refused for response in responses), "sum"),
+        "rollout/num_failures": Metric(sum(bool(chat.failure) for chat in chats), "sum"),
+        "timing_s/tools": Metric(max(tools_s, default=0.0), "max"),
+        "timing_s/generate_sequences": Metric(seconds, "max"),
+    }
+
+
+def write_trace(
+    directory: str, chats: Sequence[Conversation], outcomes: Sequence[Outcome | None], meta_info: dict[str, Any]
+) -> None:
+    """Appends a JSON record, one a line, for each conversation that has ended.
+
+    Each process writes files of its own, one for each step: `000012.HOST-PID.jsonl`, in validation
+    `000012.validate.HOST-PID.jsonl`.
+
+    Args:
+        directory: `rollout.trace_dir`; made where it is missing.
+        chats: of the batch.
+        outcomes: their grades, None where there is none yet.
+        meta_info: of the batch: `global_steps`, `validate`.
+    """
+    step, is_validation = int(meta_info.get("global_steps", 0)), bool(meta_info.get("validate", False))
+    lines = []
+    for chat, outcome in zip(chats, outcomes, strict=True):
+        if not chat.finish_reason:
+            continue
+        sample = chat.sample.columns.get("sample_index")
+        record = {
+            "uid": chat.sample.uid,
+            "sample": None if sample is None else int(sample),
+            "agent": chat.sample.agent,
+            "finish_reason": chat.finish_reason,
+            "failure": chat.failure,
+            "num_turns": len(chat.turns),
+            "num_prompt_tokens": len(chat.prompt_ids),
+            "num_response_tokens": len(chat.token_ids),
+            "num_model_tokens": sum(chat.mask),
+            "seconds": round(sum(turn.seconds for turn in (*chat.turns, *chat.unread)), 6),
+            "prompt": chat.encoder.text(chat.prompt_ids, with_special=True),
+            "prompt_token_ids": chat.prompt_ids,
+            "turns": [_turn(turn) for turn in chat.turns],
+            "unread": [_turn(turn) for turn in chat.unread],
+            "tool_rewards": chat.tool_rewards,
+            "turn_scores": chat.turn_scores,
+            "score": outcome.score if outcome else None,
+            "reward_error": outcome.error if outcome else None,
+            "step": step,
+            "is_validation": is_validation,
+        }
+        lines.append(json.dumps(record, ensure_ascii=False, default=str) + "\n")
+    if not lines:
+        return
+    folder, kind = Path(directory).expanduser(), ".validate" if is_validation else ""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f"{step:06d}{kind}.{socket.gethostname()}-{os.getpid()}.jsonl").open("a", encoding="utf-8") as file:
+        file.writelines(lines)
+
+
+def _turn(turn: Turn) -> dict[str, Any]:
+    record = {
+        "role": turn.role,
+        "text": turn.text,
+        "token_ids": turn.token_ids,
+        "finish_reason": turn.finish_reason,
+        "seconds": round(turn.seconds, 6),
+    }
+    calls = [
+        {
+            "name": response.name,
+            "arguments": response.arguments,
+            "answer": response.text,
+            "num_chars": response.num_chars,
+            "is_refused": response.is_refused,
+            "seconds": round(response.seconds, 6),
+        }
+        for response in turn.tool_responses
+    ]
+    return {**record, "calls": calls} if calls else record

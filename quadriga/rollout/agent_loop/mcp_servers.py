@@ -26,7 +26,7 @@ from typing import Any
 from quadriga.config.multi_turn import ServerEntry, read_tool_file
 from quadriga.errors import RolloutError
 from quadriga.rollout.agent_loop.tool_calls import ToolThread
-from quadriga.rollout.agent_loop.tools import ToolError, ToolSpec, as_tool
+from quadriga.rollout.agent_loop.tools import ToolError, ToolSpec, as_tool, validator_of
 
 START_S = 60.0
 LEAST_VERSION = 2
@@ -42,13 +42,14 @@ class Server:
         entry: how it is reached.
         folder: where a program is started that names no other.
         log: takes the standard error of a program that is started.
+        package: `mcp`.
     """
 
-    def __init__(self, name: str, entry: ServerEntry, folder: Path, log: Path) -> None:
-        self.name, self.entry, self.folder, self.log = name, entry, folder, log
+    def __init__(self, name: str, entry: ServerEntry, folder: Path, log: Path, package: Any) -> None:
+        self.name, self.entry, self.folder, self.log, self._package = name, entry, folder, log, package
         self._session: Any = None
         self._task: asyncio.Task[None] | None = None
-        self._closing: asyncio.Event | None = None
+        self._closing = asyncio.Event()
 
     async def connect(self) -> list[ToolSpec]:
         """Starts or reaches the server and returns its tools.
@@ -56,14 +57,16 @@ class Server:
         Raises:
             RolloutError: it does not respond, or has no tool that the file names.
         """
-        self._closing = asyncio.Event()
         listed: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
         self._task = asyncio.ensure_future(self._serve(listed))
         await asyncio.wait({self._task, listed}, timeout=START_S, return_when=asyncio.FIRST_COMPLETED)
         if not listed.done():
-            how = self.entry.url or " ".join([self.entry.command or "", *self.entry.args])
-            got = self._cause() or f"no response within {START_S:g} s"
+            cause = self._task.exception() if self._task.done() and not self._task.cancelled() else None
+            while isinstance(cause, BaseExceptionGroup):
+                cause = cause.exceptions[0]
             self._task.cancel()
+            got = f"{type(cause).__name__}: {cause}" if cause else f"no response within {START_S:g} s"
+            how = self.entry.url or " ".join([self.entry.command or "", *self.entry.args])
             raise self._error(got, "a server of tools", f"Try it alone: {how}.")
         names = [tool.name for tool in listed.result()]
         wanted = names if self.entry.tools is None else self.entry.tools
@@ -71,11 +74,20 @@ class Server:
         if missing or not wanted:
             expected = f"some of {', '.join(names) or 'none: it has no tools'}"
             raise RolloutError(f"MCP server {self.name}, tools", got=", ".join(missing) or "none", expected=expected)
-        return [self._spec(tool) for tool in listed.result() if tool.name in wanted]
+        specs = []
+        for tool in listed.result():
+            if tool.name in wanted:
+                parameters = {key: one for key, one in tool.input_schema.items() if key not in ("title", "$schema")}
+                said = tool.description or tool.title or tool.name
+                function = {"name": tool.name, "description": said, "parameters": parameters}
+                # One object serves every conversation: the server keeps what state there is.
+                make, schema = as_tool(partial(self._call, tool.name)), {"type": "function", "function": function}
+                specs.append(ToolSpec(make, schema, validator_of(parameters), options={}))
+        return specs
 
     async def close(self) -> None:
         """Ends the connection, and the program if it was started."""
-        if self._task is not None and self._closing is not None:
+        if self._task is not None:
             self._closing.set()
             await asyncio.wait({self._task}, timeout=START_S)
 
@@ -106,46 +118,27 @@ class Server:
 
     async def _serve(self, listed: "asyncio.Future[list[Any]]") -> None:
         """Opens and closes the connection in one task, as the package demands."""
-        assert self._closing is not None
+        entry, package = self.entry, self._package
         async with contextlib.AsyncExitStack() as stack:
-            streams = await stack.enter_async_context(self._transport(stack))
-            session = await stack.enter_async_context(_package().ClientSession(streams[0], streams[1]))
-            await session.initialize()
-            self._session = session
-            listed.set_result(list((await session.list_tools()).tools))
+            if entry.url is not None:
+                transport = import_module("mcp.client.streamable_http").streamable_http_client(entry.url)
+            else:
+                own = {name: os.environ.get(name, "") for name in ("PATH", "PYTHONPATH")}
+                parameters = package.StdioServerParameters(
+                    # "python" is the interpreter that runs us, wherever it lies.
+                    command=sys.executable if entry.command == "python" else entry.command,
+                    args=entry.args,
+                    env={**own, **entry.env},
+                    cwd=entry.cwd or str(self.folder),
+                )
+                self.log.parent.mkdir(parents=True, exist_ok=True)
+                log = stack.enter_context(self.log.open("a", encoding="utf-8"))
+                transport = import_module("mcp.client.stdio").stdio_client(parameters, errlog=log)
+            streams = await stack.enter_async_context(transport)
+            self._session = await stack.enter_async_context(package.ClientSession(streams[0], streams[1]))
+            await self._session.initialize()
+            listed.set_result(list((await self._session.list_tools()).tools))
             await self._closing.wait()
-
-    def _transport(self, stack: contextlib.AsyncExitStack) -> Any:
-        entry = self.entry
-        if entry.url is not None:
-            return import_module("mcp.client.streamable_http").streamable_http_client(entry.url)
-        # "python" is the interpreter that runs us, wherever it lies.
-        command = sys.executable if entry.command == "python" else entry.command
-        environment = {"PATH": os.environ.get("PATH", ""), "PYTHONPATH": os.environ.get("PYTHONPATH", ""), **entry.env}
-        parameters = _package().StdioServerParameters(
-            command=command, args=entry.args, env=environment, cwd=entry.cwd or str(self.folder)
-        )
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        log = stack.enter_context(self.log.open("a", encoding="utf-8"))
-        return import_module("mcp.client.stdio").stdio_client(parameters, errlog=log)
-
-    def _spec(self, tool: Any) -> ToolSpec:
-        """One tool for every conversation: the server keeps what state there is."""
-        function = {
-            "name": tool.name,
-            "description": tool.description or tool.title or tool.name,
-            "parameters": {key: value for key, value in tool.input_schema.items() if key not in ("title", "$schema")},
-        }
-        make = as_tool(partial(self._call, tool.name))
-        return ToolSpec(make, {"type": "function", "function": function}, methods=())
-
-    def _cause(self) -> str:
-        """What ended the connection; "" while it is open."""
-        assert self._task is not None
-        cause = self._task.exception() if self._task.done() and not self._task.cancelled() else None
-        while isinstance(cause, BaseExceptionGroup):
-            cause = cause.exceptions[0]
-        return f"{type(cause).__name__}: {cause}" if cause else ""
 
     def _error(self, got: str, expected: str, fix: str = "") -> RolloutError:
         if self.log.is_file():
@@ -168,25 +161,20 @@ def server_tools(path: str, thread: ToolThread, servers: list[Server], log_dir: 
         ConfigError: the file is not as it must be.
         RolloutError: a server cannot be reached.
     """
-    folder = Path(path).expanduser().resolve().parent
-    tools: list[ToolSpec] = []
-    for name, entry in read_tool_file(path).mcp_servers.items():
-        _package()
-        log_dir = log_dir or Path(tempfile.mkdtemp(prefix="quadriga-"))
-        log = log_dir / f"mcp-{name.replace(os.sep, '_')}.{socket.gethostname()}-{os.getpid()}.log"
-        servers.append(Server(name, entry, folder, log))
-        tools += thread.wait(servers[-1].connect())
-    return tools
-
-
-def _package() -> Any:
+    entries, tools = read_tool_file(path).mcp_servers, list[ToolSpec]()
+    if not entries:
+        return tools
     try:
         package = import_module("mcp")
     except ImportError as error:
-        raise RolloutError(
-            "mcp_servers", got=str(error), expected="the package mcp", fix="pip install -e '.[mcp]', or leave them out."
-        ) from error
+        fix = "pip install -e '.[mcp]', or leave them out."
+        raise RolloutError("mcp_servers", got=str(error), expected="the package mcp", fix=fix) from error
     installed = version("mcp")
     if int(installed.partition(".")[0]) < LEAST_VERSION:
         raise RolloutError("mcp_servers", got=f"mcp {installed}", expected=f"mcp {LEAST_VERSION} or later")
-    return package
+    folder, log_dir = Path(path).expanduser().resolve().parent, log_dir or Path(tempfile.mkdtemp(prefix="quadriga-"))
+    for name, entry in entries.items():
+        log = log_dir / f"mcp-{name.replace(os.sep, '_')}.{socket.gethostname()}-{os.getpid()}.log"
+        servers.append(Server(name, entry, folder, log, package))
+        tools += thread.submit(servers[-1].connect()).result()
+    return tools

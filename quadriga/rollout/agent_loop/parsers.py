@@ -15,8 +15,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from quadriga.errors import RolloutError
-
 Schemas: TypeAlias = Mapping[str, Mapping[str, Any]]
 """By the name of a tool, the JSON schema of its arguments."""
 
@@ -105,19 +103,7 @@ def gpt_oss(text: str, schemas: Schemas) -> list[ToolCall]:
 
 
 PARSERS: dict[str, Parser] = {"hermes": hermes, "qwen3_coder": qwen3_coder, "glm": glm, "gpt-oss": gpt_oss}
-
-
-def parser_named(name: str) -> Parser:
-    """The parser of `multi_turn.format`.
-
-    Raises:
-        RolloutError: there is none of that name.
-    """
-    if name not in PARSERS:
-        raise RolloutError(
-            "actor_rollout_ref.rollout.multi_turn.format", got=name, expected=f"one of {', '.join(PARSERS)}"
-        )
-    return PARSERS[name]
+"""By `multi_turn.format`, which `config/multi_turn.py` checks."""
 
 
 def _unreadable(problem: str, text: str, form: str, name: str = "") -> ToolCall:

@@ -23,13 +23,13 @@ Python cannot end a thread: a plain function that is over its limit is given up,
 import asyncio
 import inspect
 import json
-import threading
 import time
 import traceback
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from threading import Thread
+from typing import Any, Literal
 
 from pydantic import BaseModel
 
@@ -37,16 +37,14 @@ from quadriga.config.multi_turn import MultiTurnConfig
 from quadriga.errors import RolloutError, did_you_mean
 from quadriga.rollout.agent_loop.parsers import ToolCall
 from quadriga.rollout.agent_loop.tools import Tool, ToolError, ToolSpec
+from quadriga.rollout.event_loop import EventLoopThread
 
 MAX_CALLS = 64
 MAX_GIVEN_UP = 256
-CLOSING_S = 5.0
 MARK = "...(truncated)..."
 
 _TIMEOUT_KEY = "actor_rollout_ref.rollout.multi_turn.tool_timeout_s"
 _SHOWN = 200
-
-T = TypeVar("T")
 
 
 class ToolFailedError(RolloutError):
@@ -63,34 +61,44 @@ class ToolsStuckError(RolloutError):
     """So many tools hang that the run stops."""
 
 
-class ToolThread:
-    """The thread and event loop in which users' code runs. Started when first used; `close` ends it."""
-
-    _places: asyncio.Semaphore
+class ToolThread(EventLoopThread):
+    """The thread and event loop in which users' code runs."""
 
     def __init__(self) -> None:
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
-        self._given_up: set[threading.Thread] = set()
+        super().__init__("quadriga-tools")
+        self._places = asyncio.Semaphore(MAX_CALLS)
+        self._given_up: set[Thread] = set()
 
-    async def call(self, where: str, function: Callable[..., Any], kwargs: Mapping[str, Any], limit_s: float) -> Any:
+    async def call(
+        self,
+        where: str,
+        function: Callable[..., Any],
+        kwargs: Mapping[str, Any],
+        limit_s: float,
+        *,
+        is_for_model: bool = False,
+    ) -> Any:
         """What a user's function returns, plain or async.
 
         Args:
             where: it is called, for errors.
             function, kwargs: the function and its arguments.
             limit_s: seconds that it may take.
+            is_for_model: whether the model reads the result, and so a `ToolError`; else that is a failure like others.
 
         Raises:
-            ToolError: the function raised it.
+            ToolError: the function raised it, for the model.
             ToolFailedError: the function raised something else, or took too long.
             ToolsStuckError: too many calls of plain functions were given up and still run.
         """
-        running = asyncio.run_coroutine_threadsafe(self._limited(function, kwargs, limit_s), self._started())
         try:
-            return await asyncio.wrap_future(running)
-        except (ToolError, ToolsStuckError):
+            return await asyncio.wrap_future(self.submit(self._limited(function, kwargs, limit_s)))
+        except ToolsStuckError:
             raise
+        except ToolError as error:
+            if is_for_model:
+                raise
+            raise ToolFailedError(where, got=f"ToolError: {error}".rstrip(".")) from error
         except TimeoutError as error:
             fix = f"Raise {_TIMEOUT_KEY}, or make the tool quicker."
             raise ToolFailedError(where, got=str(error) or "TimeoutError", fix=fix) from error
@@ -104,32 +112,11 @@ class ToolThread:
             failure.details = "".join(traceback.format_exception(error)).rstrip()
             raise failure from error
 
-    def wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """What a coroutine of ours returns, run in the tool thread while this one waits."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._started()).result()
-
     @property
     def num_given_up(self) -> int:
         """Calls that were given up and still run."""
         self._given_up = {thread for thread in self._given_up if thread.is_alive()}
         return len(self._given_up)
-
-    def close(self) -> None:
-        """Ends what runs in the loop, and the loop."""
-        if self._loop is None or self._thread is None:
-            return
-        asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result(CLOSING_S + 1)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(CLOSING_S)
-        self._loop.close()
-        self._loop = self._thread = None
-
-    def _started(self) -> asyncio.AbstractEventLoop:
-        if self._loop is None:
-            self._loop, self._places = asyncio.new_event_loop(), asyncio.Semaphore(MAX_CALLS)
-            self._thread = threading.Thread(target=self._loop.run_forever, name="quadriga-tools", daemon=True)
-            self._thread.start()
-        return self._loop
 
     async def _limited(self, function: Callable[..., Any], kwargs: Mapping[str, Any], limit_s: float) -> Any:
         async with self._places:
@@ -154,12 +141,12 @@ class ToolThread:
                 fix="Give the tool a time limit of its own, or let it do its work in a process that it can kill.",
             )
         returned: Future[Any] = Future()
-        target = threading.Thread(target=_deliver, args=(returned, function, kwargs), name="quadriga-tool", daemon=True)
-        target.start()
+        thread = Thread(target=_deliver, args=(returned, function, kwargs), name="quadriga-tool", daemon=True)
+        thread.start()
         try:
             result = await asyncio.wrap_future(returned)
         except asyncio.CancelledError:
-            self._given_up.add(target)
+            self._given_up.add(thread)
             raise
         return await result if inspect.isawaitable(result) else result
 
@@ -173,14 +160,6 @@ def _deliver(returned: "Future[Any]", function: Callable[..., Any], kwargs: Mapp
         # A tool may call sys.exit; inside a future that would end the loop instead of the call.
         is_plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
         returned.set_exception(error if is_plain else RuntimeError(f"{type(error).__name__}: {error}"))
-
-
-async def _cancel_others() -> None:
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
-        task.cancel()
-    if others:
-        await asyncio.wait(others, timeout=CLOSING_S)
 
 
 @dataclass(frozen=True)
@@ -205,7 +184,7 @@ class ToolResponse:
 
 
 class ToolBox:
-    """The tools of one conversation: an async context, in which `call` and `rewards` may be used.
+    """The tools of one conversation: an async context, in which `call_all` and `rewards` may be used.
 
     Args:
         specs: of the configuration, by name.
@@ -244,32 +223,32 @@ class ToolBox:
         """
         try:
             for name, spec in self.specs.items():
-                # One that is no more than a function is made at once: nothing of a user's runs.
-                is_plain = isinstance(spec.make, type)
-                self._tools[name] = spec.make() if is_plain else await self._call(f"tool {name}, create", spec.make, {})
+                if isinstance(spec.make, type):  # no more than a function: nothing of a user's runs
+                    self._tools[name] = spec.make()
+                else:
+                    made = self.thread.call(f"tool {name}, create", spec.make, {}, self.config.tool_timeout_s)
+                    self._tools[name] = await made
                 await self._hook(name, "create")
         except BaseException:
             await self.__aexit__()
             raise
         return self
 
-    async def call(self, call: ToolCall) -> ToolResponse:
-        """The response to a call.
+    async def call_all(self, calls: Sequence[ToolCall]) -> list[ToolResponse]:
+        """The responses to the calls of one turn in their order: `max_parallel_calls` are made at the same time.
 
         Raises:
-            ToolFailedError: the tool raised, took too long, or returned what cannot be written.
+            ToolFailedError: a tool raised, took too long, or returned what cannot be written.
         """
-        arguments = json.dumps(call.arguments, ensure_ascii=False, default=str)
-        started = time.perf_counter()
-        try:
-            text = await self._execute(call, arguments)
-        except ToolError as error:
-            return self._response(call.name, arguments, f"Error: {error}", time.perf_counter() - started, True)
-        return self._response(call.name, arguments, text, time.perf_counter() - started)
-
-    def refuse(self, call: ToolCall, why: str) -> ToolResponse:
-        """The response to a call that is not made."""
-        return self._response(call.name, json.dumps(call.arguments, default=str), f"Error: {why}", is_refused=True)
+        limit = self.config.max_parallel_calls
+        responses: list[ToolResponse] = []
+        # All have ended before one is raised: none runs on in a conversation that ends.
+        for response in await asyncio.gather(*map(self._call, calls[:limit]), return_exceptions=True):
+            if isinstance(response, BaseException):
+                raise response
+            responses.append(response)
+        why = f"Error: only {limit} calls of a turn are made; call again"
+        return responses + [self._response(call, why, is_refused=True) for call in calls[limit:]]
 
     async def rewards(self) -> dict[str, float]:
         """What the tools' use earned, by name; tools that give no reward are left out.
@@ -283,9 +262,8 @@ class ToolBox:
             try:
                 earned |= {} if reward is None else {name: float(reward)}
             except (TypeError, ValueError) as error:
-                raise ToolFailedError(
-                    f"tool {name}, calc_reward", got=repr(reward)[:_SHOWN], expected="a number"
-                ) from error
+                where = f"tool {name}, calc_reward"
+                raise ToolFailedError(where, got=repr(reward)[:_SHOWN], expected="a number") from error
         return earned
 
     async def __aexit__(self, *error: object) -> None:
@@ -304,38 +282,37 @@ class ToolBox:
         if failures:
             raise failures[0]
 
-    async def _execute(self, call: ToolCall, arguments: str) -> str:
-        if call.problem:
-            raise ToolError(f"tool call: {call.problem}")
-        spec = self.specs.get(call.name)
-        if spec is None:
-            fix, names = did_you_mean(call.name, self.specs), ", ".join(self.specs)
-            raise ToolError("tool call", got=f"the name {call.name!r}", expected=f"one of {names}", fix=fix)
-        kwargs = {**spec.check(call.arguments), **self._kwargs[call.name].get("execute_kwargs", {})}
-        where = f"{call.name}({shown(arguments)})"
-        execute = self._tools[call.name].execute
-        return as_text(await self.thread.call(where, execute, kwargs, self.config.tool_timeout_s), where)
+    async def _call(self, call: ToolCall) -> ToolResponse:
+        arguments = json.dumps(call.arguments, ensure_ascii=False, default=str)
+        where = f"{call.name}({arguments if len(arguments) <= _SHOWN else f'{arguments[:_SHOWN]}...'})"
+        started = time.perf_counter()
+        try:
+            if call.problem:
+                raise ToolError(f"tool call: {call.problem}")
+            if (spec := self.specs.get(call.name)) is None:
+                fix, names = did_you_mean(call.name, self.specs), ", ".join(self.specs)
+                raise ToolError("tool call", got=f"the name {call.name!r}", expected=f"one of {names}", fix=fix)
+            kwargs = {**spec.check(call.arguments), **self._kwargs[call.name].get("execute_kwargs", {})}
+            execute = self._tools[call.name].execute
+            result = await self.thread.call(where, execute, kwargs, self.config.tool_timeout_s, is_for_model=True)
+        except ToolError as error:
+            return self._response(call, f"Error: {error}", time.perf_counter() - started, is_refused=True)
+        return self._response(call, as_text(result, where), time.perf_counter() - started)
 
     async def _hook(self, name: str, method: str) -> Any:
         """The result of a method that a tool may leave as it is: then it is not called."""
         tool, kwargs = self._tools[name], self._kwargs[name].get(f"{method}_kwargs", {})
+        function = getattr(tool, method)
         if not kwargs and getattr(type(tool), method) is getattr(Tool, method):
             return None
-        return await self._call(f"tool {name}, {method}", getattr(tool, method), kwargs)
+        return await self.thread.call(f"tool {name}, {method}", function, kwargs, self.config.tool_timeout_s)
 
-    async def _call(self, where: str, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> Any:
-        try:
-            return await self.thread.call(where, function, kwargs, self.config.tool_timeout_s)
-        except ToolError as error:  # no model waits for a text here
-            raise ToolFailedError(where, got=f"ToolError: {error}".rstrip(".")) from error
-
-    def _response(
-        self, name: str, arguments: str, text: str, seconds: float = 0.0, is_refused: bool = False
-    ) -> ToolResponse:
+    def _response(self, call: ToolCall, text: str, seconds: float = 0.0, is_refused: bool = False) -> ToolResponse:
         # What is wrong with a call stands at the beginning; behind it stands what would have been right.
         side = "right" if is_refused else self.config.tool_response_truncate_side
+        arguments = json.dumps(call.arguments, ensure_ascii=False, default=str)
         cut = truncate(text, self.config.max_tool_response_length, side)
-        return ToolResponse(name, arguments, cut, len(text), seconds, is_refused)
+        return ToolResponse(call.name, arguments, cut, len(text), seconds, is_refused)
 
 
 def as_text(result: Any, where: str) -> str:
@@ -366,8 +343,3 @@ def truncate(text: str, limit: int, side: Literal["left", "middle", "right"]) ->
     room = limit - len(mark)
     before = {"left": 0, "middle": room // 2, "right": room}[side]
     return text[:before] + mark + text[len(text) - (room - before) :]
-
-
-def shown(text: str) -> str:
-    """The beginning of a text, for errors."""
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

@@ -23,13 +23,15 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from functools import partial, reduce
+from operator import or_
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar, overload
+from typing import Any, ClassVar, NotRequired, Required, TypeVar, cast, overload
 
-from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, create_model
 from pydantic.errors import PydanticUserError
+from typing_extensions import TypedDict  # pydantic takes no other one before Python 3.12
 
 from quadriga.config.multi_turn import read_tool_file
 from quadriga.errors import ConfigError, RolloutError
@@ -39,17 +41,13 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 _SPEC = "quadriga_tool"  # the attribute of a function that `function_tool` has marked
 _KEY = "actor_rollout_ref.rollout.multi_turn"
-_METHODS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
+_METHODS: dict[str, frozenset[str] | None] = dict.fromkeys(
+    ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
+)
 _ARGUMENT_SECTIONS = ("Args", "Arguments", "Parameters")
 _SECTION = re.compile(r"(?m)^(Args|Arguments|Parameters|Returns|Return|Raises|Yields|Example|Examples|Note|Notes):\s*$")
 _ARGUMENT = re.compile(r"(\*{0,2}\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)")
-_TYPES: dict[str, tuple[type, ...]] = {
-    "string": (str,),
-    "integer": (int,),
-    "number": (int, float),
-    "object": (dict,),
-    "array": (list,),
-}
+_TYPES = {"string": str, "integer": int, "number": float, "boolean": bool, "object": dict, "array": list, "null": None}
 
 
 class ToolError(RolloutError):
@@ -93,78 +91,66 @@ class ToolSpec:
     Attributes:
         make: makes a conversation's `Tool`.
         schema: as chat templates take it: {"type": "function", "function": {"name", "description", "parameters"}}.
-        model: checks and converts the arguments of a call; None: `schema` alone decides.
-        methods: what `tools_kwargs` of a sample may give it, such as "execute_kwargs".
-        hidden: names that "execute_kwargs" may have; None: any.
+        validate: checks the arguments of a call; the pydantic model that a function's return in their types.
+        options: what `tools_kwargs` of a sample may give, such as "execute_kwargs", and which names; None: any.
     """
 
     make: Callable[[], Tool]
     schema: dict[str, Any]
-    model: type[BaseModel] | None = None
-    methods: tuple[str, ...] = _METHODS
-    hidden: frozenset[str] | None = None
+    validate: Callable[[Any], Any]
+    options: Mapping[str, frozenset[str] | None] = field(default_factory=_METHODS.copy)
 
     @property
     def name(self) -> str:
         """By which the model calls it."""
         return self.schema["function"]["name"]
 
-    @property
-    def parameters(self) -> dict[str, Any]:
-        """JSON schema of the arguments."""
-        return self.schema["function"]["parameters"]
-
-    def check(self, arguments: Any) -> dict[str, Any]:
+    def check(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """The arguments of a call in the types that the tool takes.
 
         Raises:
             ToolError: they do not fit; the message shows the schema.
         """
-        values: dict[str, Any] = {}
-        if not isinstance(arguments, dict):
-            wrong = [f"the arguments are {_kind(arguments)}, not an object"]
-        elif self.model is None:
-            values, wrong = arguments, _mistakes(self.parameters, arguments)
-        else:
-            try:
-                checked = self.model.model_validate(arguments)
-                values, wrong = {name: getattr(checked, name) for name in checked.model_fields_set}, []
-            except ValidationError as error:
-                wrong = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors(include_url=False)]
-        if wrong:
-            expected = f"arguments that fit {json.dumps(self.parameters, ensure_ascii=False)}"
-            raise ToolError(f"tool {self.name}", got="; ".join(wrong), expected=expected)
-        return values
+        try:
+            checked = self.validate(arguments)
+        except ValidationError as error:
+            wrong = "; ".join(
+                f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors(include_url=False)
+            )
+            expected = f"arguments that fit {json.dumps(self.schema['function']['parameters'], ensure_ascii=False)}"
+            raise ToolError(f"tool {self.name}", got=wrong, expected=expected) from error
+        if isinstance(checked, BaseModel):
+            return {name: getattr(checked, name) for name in checked.model_fields_set}
+        return arguments
 
     def method_kwargs(self, given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """Keyword arguments for each of `methods`, out of a sample's `tools_kwargs`.
+        """Keyword arguments for each method, out of a sample's `tools_kwargs`.
 
         A column of a parquet file gives each row the keys of all rows; those without a value are left out.
 
         Raises:
-            RolloutError: a key that the tool does not have, or a value that is no mapping.
+            RolloutError: a key or an argument that the tool does not take, or a value that is no mapping.
         """
-        where = f"tools_kwargs.{self.name}"
-        kwargs: dict[str, dict[str, Any]] = {}
+        where, kwargs = f"tools_kwargs.{self.name}", dict[str, dict[str, Any]]()
         for key, value in given.items():
             if value is None:
                 continue
-            if key not in self.methods or not isinstance(value, Mapping):
+            if key not in self.options or not isinstance(value, Mapping):
                 raise RolloutError(
                     where,
                     got=f"{key}={value!r}"[:200],
-                    expected=f"{' or '.join(self.methods)} with keyword arguments" if self.methods else "nothing",
+                    expected=f"{' or '.join(self.options)} with keyword arguments" if self.options else "nothing",
                     fix="Correct extra_info.tools_kwargs of the row.",
                 )
             kwargs[key] = {name: one for name, one in value.items() if one is not None}
-        unknown = [] if self.hidden is None else sorted(kwargs.get("execute_kwargs", {}).keys() - self.hidden)
-        if unknown:
-            raise RolloutError(
-                f"{where}.execute_kwargs",
-                got=", ".join(unknown),
-                expected=f"one of {', '.join(sorted(self.hidden or ()))}" if self.hidden else "nothing",
-                fix="What tools_kwargs may set stands after a `*` in the function's parameters.",
-            )
+            known = self.options[key]
+            if known is not None and (unknown := sorted(kwargs[key].keys() - known)):
+                raise RolloutError(
+                    f"{where}.{key}",
+                    got=", ".join(unknown),
+                    expected=f"one of {', '.join(sorted(known))}" if known else "nothing",
+                    fix="What tools_kwargs may set stands after a `*` in the function's parameters.",
+                )
         return kwargs
 
 
@@ -192,11 +178,11 @@ def function_tool(function: Function | None = None, *, name: str = "", descripti
 
 def spec_of(function: Callable[..., Any], *, name: str = "", description: str = "") -> ToolSpec:
     """A function as a tool; see `function_tool`."""
-    schema, model = describe(function, name=name, description=description)
+    schema, validate = describe(function, name=name, description=description)
     parameters = inspect.signature(function).parameters.values()
     takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters)
     hidden = frozenset(one.name for one in parameters if one.kind is inspect.Parameter.KEYWORD_ONLY)
-    return ToolSpec(as_tool(function), schema, model, ("execute_kwargs",), None if takes_any else hidden)
+    return ToolSpec(as_tool(function), schema, validate, {"execute_kwargs": None if takes_any else hidden})
 
 
 def as_tool(execute: Callable[..., Any]) -> type[Tool]:
@@ -229,18 +215,20 @@ def class_tools(path: str) -> list[ToolSpec]:
     for entry in read_tool_file(path).tools:
         where = f"{_KEY}.tool_config_path, {entry.class_name}"
         cls = class_named(entry.class_name, folder, Tool, where)
-        schema, model = entry.tool_schema, None
+        schema = entry.tool_schema
         if schema is None:
             said = "" if cls.execute.__doc__ else (cls.__doc__ or "").strip()
-            schema, model = describe(cls.execute, name=cls.name or cls.__name__.lower(), description=said)
-        function = schema.get("function", schema)
-        if not isinstance(function, dict) or not {"name", "description", "parameters"} <= set(function):
-            raise ConfigError(
-                where,
-                got=f"the tool_schema {schema}"[:300],
-                expected='{"type": "function", "function": {"name", "description", "parameters"}}',
-            )
-        specs.append(ToolSpec(partial(cls, **entry.config), {"type": "function", "function": function}, model))
+            schema, validate = describe(cls.execute, name=cls.name or cls.__name__.lower(), description=said)
+        else:
+            function = schema.get("function", schema)
+            if not isinstance(function, dict) or not {"name", "description", "parameters"} <= set(function):
+                raise ConfigError(
+                    where,
+                    got=f"the tool_schema {schema}"[:300],
+                    expected='{"type": "function", "function": {"name", "description", "parameters"}}',
+                )
+            schema, validate = {"type": "function", "function": function}, validator_of(function["parameters"])
+        specs.append(ToolSpec(partial(cls, **entry.config), schema, validate))
     return specs
 
 
@@ -279,7 +267,7 @@ def class_named(reference: str, folder: Path, base: type, where: str) -> Any:
 
 def describe(
     function: Callable[..., Any], *, name: str = "", description: str = ""
-) -> tuple[dict[str, Any], type[BaseModel]]:
+) -> tuple[dict[str, Any], Callable[[Any], BaseModel]]:
     """What a model reads about a function, out of its signature and docstring.
 
     Args:
@@ -288,7 +276,7 @@ def describe(
         description: "": the docstring up to its first section.
 
     Returns:
-        the schema that chat templates take, and the pydantic model that checks arguments.
+        the schema that chat templates take, and the check of arguments.
 
     Raises:
         RolloutError: no docstring, a parameter without a type hint, `*args`, or a type that JSON cannot express.
@@ -307,19 +295,35 @@ def describe(
         got = f"a parameter that has no JSON form ({str(error).splitlines()[0]})"
         fix = "Take str, int, float, bool, list, dict, Literal, or a pydantic model."
         raise RolloutError(where, got=got, expected="types of JSON", fix=fix) from error
-    parameters = json.loads(text, object_hook=_without_title)
+    # Pydantic makes titles up of names: they cost tokens and say nothing. A property may be named so, though.
+    parameters = json.loads(
+        text,
+        object_hook=lambda part: {
+            key: value for key, value in part.items() if key != "title" or not isinstance(value, str)
+        },
+    )
     for argument, text in argument_texts.items():
         if argument in parameters.get("properties", {}):
             parameters["properties"][argument].setdefault("description", text)
     parameters.setdefault("required", [])
     del parameters["additionalProperties"]
     described = {"name": name, "description": description or said, "parameters": parameters}
-    return {"type": "function", "function": described}, model
+    return {"type": "function", "function": described}, model.model_validate
 
 
-def _without_title(schema: dict[str, Any]) -> dict[str, Any]:
-    """Pydantic makes titles up of names: they cost tokens and say nothing. A property may be named so, though."""
-    return {key: value for key, value in schema.items() if not (key == "title" and isinstance(value, str))}
+def validator_of(parameters: Mapping[str, Any]) -> Callable[[Any], Any]:
+    """The check of arguments by a schema that a server or a file gives: their names, and types at the top."""
+    required, fields = parameters.get("required", ()), dict[str, Any]()
+    for name, schema in {**{name: {} for name in required}, **parameters.get("properties", {})}.items():
+        kinds = schema.get("type") or []
+        types = tuple(_TYPES.get(kind, Any) for kind in ([kinds] if isinstance(kinds, str) else kinds))
+        hint = reduce(or_, types) if types else Any
+        marker: Any = Required if name in required else NotRequired
+        fields[name] = marker[hint]
+    is_open = not parameters.get("properties") or parameters.get("additionalProperties", False)
+    arguments = cast(Any, TypedDict)("arguments", fields)
+    arguments.__pydantic_config__ = ConfigDict(strict=True, extra="allow" if is_open else "forbid")
+    return TypeAdapter(arguments).validate_python
 
 
 def _fields(function: Callable[..., Any], where: str) -> dict[str, Any]:
@@ -358,31 +362,3 @@ def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
             elif name and line.strip():
                 texts[name] = f"{texts[name]} {line.strip()}".strip()
     return description.strip(), texts
-
-
-def _mistakes(parameters: Mapping[str, Any], arguments: Mapping[str, Any]) -> list[str]:
-    """What a server's schema says against the arguments: names, and types at the top."""
-    properties = parameters.get("properties", {})
-    wrong = [f"{name} is missing" for name in parameters.get("required", ()) if name not in arguments]
-    for name, value in arguments.items():
-        if name not in properties:
-            if properties and not parameters.get("additionalProperties", False):
-                wrong.append(f"{name} is not one of {', '.join(properties)}")
-            continue
-        wanted = properties[name].get("type") or []
-        wanted = [wanted] if isinstance(wanted, str) else wanted
-        if wanted and not any(_is_of(value, one) for one in wanted):
-            wrong.append(f"{name} is {_kind(value)}, not {' or '.join(wanted)}")
-    return wrong
-
-
-def _is_of(value: Any, wanted: str) -> bool:
-    if value is None or isinstance(value, bool):
-        return wanted == ("null" if value is None else "boolean")
-    return wanted not in ("null", "boolean") and isinstance(value, _TYPES.get(wanted, (object,)))
-
-
-def _kind(value: Any) -> str:
-    if value is None:
-        return "null"
-    return next((f"of type {name}" for name in ("boolean", *_TYPES) if _is_of(value, name)), type(value).__name__)

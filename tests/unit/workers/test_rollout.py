@@ -11,7 +11,7 @@ import torch
 from quadriga.config import Config
 from quadriga.errors import EngineError, WeightSyncError
 from quadriga.protocol import DataProto
-from quadriga.rollout.interface import EngineBase
+from quadriga.rollout.interface import RolloutEngine
 from quadriga.workers import ActorRolloutRefWorker, RolloutWorker
 
 LORA = {"lora_rank": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
@@ -121,8 +121,13 @@ def test_the_engine_sleeps_while_models_train(
     """Colocated with the actor, where it may free its cache; never on processes of its own."""
     calls: list[str] = []
     for name in ("sleep", "wake"):
-        real = getattr(EngineBase, name)
-        monkeypatch.setattr(EngineBase, name, lambda engine, name=name, real=real: (calls.append(name), real(engine)))
+        real = getattr(RolloutEngine, name)
+
+        def noted(engine: RolloutEngine, name: str = name, real: Any = real) -> None:
+            calls.append(name)
+            real(engine)
+
+        monkeypatch.setattr(RolloutEngine, name, noted)
     policy = config.actor_rollout_ref
     rollout = policy.rollout.model_copy(update={"free_cache_engine": frees})
     config = config.model_copy(update={"actor_rollout_ref": policy.model_copy(update={"rollout": rollout})})

@@ -13,7 +13,7 @@ from quadriga.config.rollout import RolloutConfig
 from quadriga.protocol import DataProto
 from quadriga.protocol.columns import object_array
 from quadriga.rollout import Completion, SamplingParams, ScriptedEngine
-from quadriga.rollout.agent_loop import generate_conversations
+from quadriga.rollout.agent_loop import AgentLoopManager
 
 SPECIAL = ["<pad>", "<|im_end|>", "<|im_start|>", "<|observation|>", "<|call|>", "<|message|>"]
 CHARACTERS = [chr(code) for code in range(32, 127)]
@@ -114,9 +114,11 @@ def converse(tokenizer: PreTrainedTokenizerFast) -> Callable[..., DataProto]:
             rollout = {"agent": {"default_agent_loop": "tool_agent"}, "mode": "async", **rollout}
             rollout["multi_turn"] = {"enable": True, **turns}
         config = RolloutConfig.model_validate(rollout)
-        return generate_conversations(
-            engine, prompts, config=config, tokenizer=tokenizer, seed=1, grade=grade, **lengths
-        )
+        manager = AgentLoopManager(config, tokenizer, **lengths)
+        try:
+            return manager.generate(engine, prompts, seed=1, grade=grade)
+        finally:
+            manager.close()
 
     return run
 

@@ -88,7 +88,7 @@ def test_tools_of_a_server(converse, make_prompts, recorder, tools_yaml, tokeniz
     texts = [tokenizer.decode(row) for row in output.batch["responses"]]
     assert '"Add two numbers."' in tokenizer.decode(engine.seen[0][0])
     assert "tool\n42<" in texts[0]
-    assert "b is missing" in texts[1]
+    assert "b: Field required" in texts[1]
     assert "Error: fail: " in texts[2] and "no luck" in texts[2]
     assert output.non_tensor_batch["finish_reason"][3].startswith("tool_error: hang({}): got no response within 2 s")
 

@@ -48,7 +48,7 @@ def answer(thread: ToolThread) -> Answer:
 
         async def call() -> ToolResponse:
             async with ToolBox({"act": spec}, {}, settings, thread) as box:
-                return await box.call(ToolCall("act", arguments))
+                return (await box.call_all([ToolCall("act", arguments)]))[0]
 
         return asyncio.run(call())
 
@@ -208,7 +208,7 @@ def test_mistakes_of_the_model(thread: ToolThread, call: ToolCall, expected: str
 
     settings = MultiTurnConfig(max_tool_response_length=1000)
     box = ToolBox({"act": spec_of(act)}, {}, settings, thread)
-    told = asyncio.run(box.call(call))
+    (told,) = asyncio.run(box.call_all([call]))
     assert told.is_refused and expected in told.text
 
 
@@ -222,11 +222,11 @@ def test_options_that_a_function_does_not_have(thread: ToolThread) -> None:
     def box(**kwargs: Any) -> ToolBox:
         return ToolBox({"act": spec_of(act)}, {"act": kwargs}, MultiTurnConfig(), thread)
 
-    async def call() -> ToolResponse:
+    async def call() -> list[ToolResponse]:
         async with box(execute_kwargs={"scale": 3, "absent": None}) as tools:
-            return await tools.call(ToolCall("act", {"a": 2}))
+            return await tools.call_all([ToolCall("act", {"a": 2})])
 
-    assert asyncio.run(call()).text == "6"
+    assert [told.text for told in asyncio.run(call())] == ["6"]
     with pytest.raises(RolloutError, match=r"tools_kwargs\.act\.execute_kwargs: got a, expected one of scale"):
         box(execute_kwargs={"a": 3})
     with pytest.raises(RolloutError, match=r"tools_kwargs\.act: got scale=3"):
