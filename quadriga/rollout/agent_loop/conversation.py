@@ -291,15 +291,7 @@ class TurnEncoder:
         self._where = f"chat template of {tokenizer.name_or_path or 'the tokenizer'}"
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], schemas: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of a prompt that offers tools.
-
-        Args:
-            messages: of the prompt.
-            schemas: of the tools.
-
-        Raises:
-            RolloutError: the prompt as rendered does not name every tool, so the model could not know of it.
-        """
+        """Token ids of a prompt that offers tools; a RolloutError where it does not name each of them."""
         text = self._render(messages, schemas)
         missing = [name for one in schemas if (name := one["function"]["name"]) not in text]
         if missing:

@@ -115,11 +115,7 @@ class UserSimulator:
 
 
 def load_interactions(path: str) -> dict[str, Callable[[], Interaction]]:
-    """The interactions of a YAML file by name: each makes the object of a conversation.
-
-    Raises:
-        ConfigError: the file or a class is not as it must be.
-    """
+    """The interactions of a YAML file by name, each to make the object of a conversation; else a ConfigError."""
     where = "actor_rollout_ref.rollout.multi_turn.interaction_config_path"
     folder = Path(path).expanduser().resolve().parent
     found: dict[str, Callable[[], Interaction]] = {}

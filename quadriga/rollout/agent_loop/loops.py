@@ -69,11 +69,8 @@ class AgentLoop(ABC):
         """
 
 
-class AgentLoopRegistry:
-    """A name for each class of loops."""
-
-    def __init__(self) -> None:
-        self._classes: dict[str, type[AgentLoop]] = {}
+class AgentLoopRegistry(dict[str, type[AgentLoop]]):
+    """The classes of loops by name."""
 
     def register(self, name: str) -> Callable[[LoopClass], LoopClass]:
         """Class decorator: makes a loop known by a name.
@@ -91,30 +88,23 @@ class AgentLoopRegistry:
                     expected="each method that AgentLoop leaves open",
                     fix=f"Write {cls.__qualname__}.{missing[0]}; see the docstring of AgentLoop.{missing[0]}.",
                 )
-            taken = self._classes.get(name, cls)
+            taken = self.get(name, cls)
             # A file that is loaded again makes its classes anew.
             if (taken.__module__, taken.__qualname__) != (cls.__module__, cls.__qualname__):
                 owner = f"{taken.__module__}.{taken.__qualname__}"
                 raise RolloutError(where, got=cls.__qualname__, expected=f"a free name, it is {owner}'s")
-            self._classes[name] = cls
+            self[name] = cls
             return cls
 
         return add
 
-    def get(self, name: str) -> type[AgentLoop]:
-        """The class registered as `name`.
-
-        Raises:
-            RolloutError: there is none.
-        """
-        if name not in self._classes:
-            raise RolloutError(
-                "agent_name",
-                got=repr(name),
-                expected=f"one of {', '.join(sorted(self._classes))}",
-                fix="A loop of one's own needs @register(name), in actor_rollout_ref.rollout.agent.agent_loop_path.",
-            )
-        return self._classes[name]
+    def __missing__(self, name: str) -> type[AgentLoop]:
+        raise RolloutError(
+            "agent_name",
+            got=repr(name),
+            expected=f"one of {', '.join(sorted(self))}",
+            fix="A loop of one's own needs @register(name), in actor_rollout_ref.rollout.agent.agent_loop_path.",
+        )
 
 
 REGISTRY = AgentLoopRegistry()
@@ -137,9 +127,8 @@ class ToolAgent(AgentLoop):
         super().__init__(services)
         self.config = services.config.multi_turn
         if not self.config.enable:
-            raise RolloutError(
-                "tool_agent", got="multi_turn.enable=false", fix="Set actor_rollout_ref.rollout.multi_turn.enable=True."
-            )
+            fix = "Set actor_rollout_ref.rollout.multi_turn.enable=True."
+            raise RolloutError("tool_agent", got="multi_turn.enable=false", fix=fix)
         self.parser = PARSERS[self.config.format]
 
     async def run(self, chat: Conversation) -> None:

@@ -160,13 +160,9 @@ class AgentLoopManager:
             if self.config.trace_dir is not None:
                 write_trace(self.config.trace_dir, chats, outcomes, prompts.meta_info)
         self._count_failures(chats)
-        batch = to_batch(
-            chats,
-            None if grade is None else [outcome for outcome in outcomes if outcome is not None],
-            prompt_length=self.limits.prompt_tokens,
-            response_length=self.limits.response_tokens,
-            pad_token_id=self.tokenizer.pad_token_id,
-        ).to(prompts.batch["input_ids"].device)
+        grades = None if grade is None else [outcome for outcome in outcomes if outcome is not None]
+        batch = to_batch(chats, grades, self.limits, self.tokenizer.pad_token_id)
+        batch.to(prompts.batch["input_ids"].device)
         metrics = metrics_of(chats, time.perf_counter() - started)
         batch.meta_info = {"metrics": metrics, "weight_version": engine.weight_version}
         return batch
@@ -182,7 +178,7 @@ class AgentLoopManager:
         sample = chat.sample
         try:
             if sample.agent not in self._loops:
-                self._loops[sample.agent] = REGISTRY.get(sample.agent)(self.services)
+                self._loops[sample.agent] = REGISTRY[sample.agent](self.services)
             await self._loops[sample.agent].run(chat)
             chat.finish(chat.finish_reason or "stop")
         except ConversationOver as over:
@@ -263,20 +259,14 @@ def graded_row(chat: Conversation) -> dict[str, Any]:
 
 
 def to_batch(
-    chats: Sequence[Conversation],
-    outcomes: Sequence[Outcome] | None,
-    *,
-    prompt_length: int,
-    response_length: int,
-    pad_token_id: int,
+    chats: Sequence[Conversation], outcomes: Sequence[Outcome] | None, limits: Limits, pad_token_id: int
 ) -> DataProto:
     """The columns of `generate_sequences`, and what became of each conversation.
 
     Args:
         chats: B conversations that have ended.
         outcomes: their grades; None: they are graded later.
-        prompt_length: P.
-        response_length: T.
+        limits: P and T.
         pad_token_id: fills both sides.
 
     Returns:
@@ -285,7 +275,7 @@ def to_batch(
         `finish_reason`, `tool_rewards`, `turn_scores` and, if graded, `reward_outcome`. `response_mask` and
         log-probabilities are 0 on tokens of tools and users.
     """
-    size, num_axes = len(chats), chats[0].sample.num_axes if chats else 1
+    size, num_axes, prompt_length = len(chats), chats[0].sample.num_axes if chats else 1, limits.prompt_tokens
     input_ids = torch.full((size, prompt_length), pad_token_id, dtype=torch.int64)
     attention_mask = torch.zeros_like(input_ids)
     positions = torch.zeros(size, num_axes, prompt_length, dtype=torch.int64)
@@ -300,7 +290,7 @@ def to_batch(
     position_ids = positions[:, 0] if num_axes == 1 else positions
     prompts = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
     responses = [(chat.token_ids, chat.mask, chat.log_probs) for chat in chats]
-    tensors = with_responses(prompts, responses, response_length, pad_token_id)
+    tensors = with_responses(prompts, responses, limits.response_tokens, pad_token_id)
     non_tensors = {
         "num_turns": object_array(len(chat.turns) for chat in chats),
         "finish_reason": object_array(chat.finish_reason for chat in chats),
@@ -338,16 +328,10 @@ def metrics_of(chats: Sequence[Conversation], seconds: float) -> dict[str, Metri
 def write_trace(
     directory: str, chats: Sequence[Conversation], outcomes: Sequence[Outcome | None], meta_info: dict[str, Any]
 ) -> None:
-    """Appends a JSON record, one a line, for each conversation that has ended.
+    """Appends a JSON record, one a line, for each conversation that has ended, with its grade where there is one.
 
     Each process writes files of its own, one for each step: `000012.HOST-PID.jsonl`, in validation
     `000012.validate.HOST-PID.jsonl`.
-
-    Args:
-        directory: `rollout.trace_dir`; made where it is missing.
-        chats: of the batch.
-        outcomes: their grades, None where there is none yet.
-        meta_info: of the batch: `global_steps`, `validate`.
     """
     step, is_validation = int(meta_info.get("global_steps", 0)), bool(meta_info.get("validate", False))
     lines = []

@@ -148,14 +148,12 @@ class Server:
 
 
 def server_tools(path: str, thread: ToolThread, servers: list[Server], log_dir: Path | None) -> list[ToolSpec]:
-    """The tools of the servers in a YAML file.
+    """The tools of the servers in a YAML file; each server that is started or reached is added to `servers`.
 
     Args:
         path: of the file.
         thread: where the connections live.
-        servers: each server that was reached is added to them.
-        log_dir: takes the standard error of each program that is started: `mcp-NAME.HOST-PID.log`. None: a
-            temporary folder.
+        log_dir: takes the standard error of each program: `mcp-NAME.HOST-PID.log`. None: a temporary folder.
 
     Raises:
         ConfigError: the file is not as it must be.

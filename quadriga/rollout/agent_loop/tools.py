@@ -106,11 +106,7 @@ class ToolSpec:
         return self.schema["function"]["name"]
 
     def check(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of a call in the types that the tool takes.
-
-        Raises:
-            ToolError: they do not fit; the message shows the schema.
-        """
+        """The arguments of a call in the types that the tool takes; else a ToolError, which shows the schema."""
         try:
             checked = self.validate(arguments)
         except ValidationError as error:
@@ -191,11 +187,7 @@ def as_tool(execute: Callable[..., Any]) -> type[Tool]:
 
 
 def function_tools(path: str) -> list[ToolSpec]:
-    """The functions of a file that `@function_tool` has marked.
-
-    Raises:
-        ConfigError: no such file, it cannot be imported, or it has none.
-    """
+    """The functions of a file that `@function_tool` has marked; a ConfigError where there is none."""
     where = f"{_KEY}.function_tool_path"
     found = [getattr(member, _SPEC, None) for member in vars(import_file(path, where)).values()]
     specs = [spec for spec in found if isinstance(spec, ToolSpec)]
@@ -206,11 +198,7 @@ def function_tools(path: str) -> list[ToolSpec]:
 
 
 def class_tools(path: str) -> list[ToolSpec]:
-    """The classes of a YAML file of tools.
-
-    Raises:
-        ConfigError: the file or a class is not as it must be.
-    """
+    """The classes of a YAML file of tools; a ConfigError where the file or a class is not as it must be."""
     folder, specs = Path(path).expanduser().resolve().parent, []
     for entry in read_tool_file(path).tools:
         where = f"{_KEY}.tool_config_path, {entry.class_name}"
@@ -233,16 +221,10 @@ def class_tools(path: str) -> list[ToolSpec]:
 
 
 def class_named(reference: str, folder: Path, base: type, where: str) -> Any:
-    """A user's class.
-
-    Args:
-        reference: `file.py:Name`, `package.module.Name` or `package.module:Name`.
-        folder: where a relative file is looked for.
-        base: what it must be a subclass of.
-        where: the key to name in an error.
+    """A user's subclass of `base` by `file.py:Name`, seen from a folder, or by `package.module.Name`.
 
     Raises:
-        ConfigError: there is no such class, or it lacks a method.
+        ConfigError: there is no such class, or it lacks a method; `where` names the key.
     """
     place, _, name = reference.rpartition(":") if ":" in reference else reference.rpartition(".")
     if not place or not name:
@@ -268,15 +250,7 @@ def class_named(reference: str, folder: Path, base: type, where: str) -> Any:
 def describe(
     function: Callable[..., Any], *, name: str = "", description: str = ""
 ) -> tuple[dict[str, Any], Callable[[Any], BaseModel]]:
-    """What a model reads about a function, out of its signature and docstring.
-
-    Args:
-        function: its positional parameters are the tool's arguments, `self` aside.
-        name: of the tool; "": the function's.
-        description: "": the docstring up to its first section.
-
-    Returns:
-        the schema that chat templates take, and the check of arguments.
+    """What a model reads about a function, out of its signature and docstring, and the check of a call's arguments.
 
     Raises:
         RolloutError: no docstring, a parameter without a type hint, `*args`, or a type that JSON cannot express.

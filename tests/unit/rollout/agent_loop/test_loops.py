@@ -86,7 +86,7 @@ def test_a_loop_that_lacks_a_method() -> None:
     ):
         registry.register("silent")(Silent)
     with pytest.raises(RolloutError, match="agent_name: got 'silent'"):
-        registry.get("silent")
+        registry["silent"]
     with pytest.raises(TypeError, match=r"Silent.*\brun\b"):
         Silent(None)
 

@@ -4,6 +4,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from quadriga.config.multi_turn import FORMATS, MultiTurnConfig
 from quadriga.rollout.agent_loop.parsers import PARSERS
@@ -99,5 +100,5 @@ def test_no_text_breaks_a_parser(form: str, text: str) -> None:
 def test_names() -> None:
     """The check of the configuration and the parsers know the same forms."""
     assert tuple(PARSERS) == FORMATS
-    (found,) = MultiTurnConfig(format="xml").problems("multi_turn")
-    assert "multi_turn.format: got 'xml', expected one of hermes, qwen3_coder, glm, gpt-oss" in str(found)
+    with pytest.raises(ValidationError, match=r"'hermes', 'qwen3_coder', 'glm' or 'gpt-oss'.*input_value='xml'"):
+        MultiTurnConfig.model_validate({"format": "xml"})
