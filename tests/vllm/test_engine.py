@@ -241,7 +241,7 @@ def test_asleep(engine: VLLMEngine) -> None:
 
 def test_private_parts_are_there(engine: VLLMEngine) -> None:
     """This version still has what is used of it beyond its public interface."""
-    assert all(is_there for _, is_there, _ in engine.private_parts), engine.private_parts
+    assert engine.missing_parts == []
 
 
 def test_bad_settings_are_told_in_vllms_words(start) -> None:

@@ -68,13 +68,9 @@ class Network:
         self.model, self.image_tokens = model, ImageTokens.of(model.config)
         self.body, self.head = cast(Any, backbone(model)), cast(Any, head_of(model))
         self.num_layers = int(model.config.get_text_config().num_hidden_layers)
+        self.device: torch.device = self.head.weight.device
         self.state = state_of(model)
         self.exact_head: Weight | None = None
-
-    @property
-    def device(self) -> torch.device:
-        """Where the parameters live."""
-        return self.head.weight.device
 
     def hidden(
         self, tokens: torch.Tensor, positions: torch.Tensor, images: PackedImages | None = None, *, plan: AttentionPlan

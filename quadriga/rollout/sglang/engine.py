@@ -90,12 +90,13 @@ class SGLangEngine(ThirdPartyEngine):
         """Engines in processes of their own, or at the servers that `engine_kwargs.sglang` names."""
         skeleton, rollout = setup.skeleton(), setup.rollout
         is_on_cpu, options = setup.device.type == "cpu", dict(setup.options)
+        can_sleep = rollout.free_cache_engine and not is_on_cpu
         engine = partial(
             cls,
             manifest=Manifest.of(skeleton),
             max_model_len=setup.max_model_len,
             eos_token_ids=stop_token_ids(skeleton, setup.tokenizer.eos_token_id),
-            can_sleep=rollout.free_cache_engine and not is_on_cpu,
+            can_sleep=can_sleep,
         )
         if not options.keys() & {"url", "urls"}:
             gigabytes = 1.0 if rollout.cache_gigabytes is None and is_on_cpu else rollout.cache_gigabytes
@@ -104,7 +105,7 @@ class SGLangEngine(ThirdPartyEngine):
                 cache_tokens = int(gigabytes * _GIB) // cache_bytes_per_token(skeleton.config, setup.dtype)
             arguments = sglang_arguments(setup, cache_tokens)
             cache = "as much KV cache as fits" if gigabytes is None else f"{gigabytes:g} GiB of KV cache"
-            sleep = "" if arguments["enable_memory_saver"] else "; memory is kept while training"
+            sleep = "" if can_sleep else "; memory is kept while training"
 
             def start() -> "SGLangEngine":
                 process = SGLangProcess(arguments)

@@ -91,7 +91,7 @@ class VLLMEngine(ThirdPartyEngine):
         self._slot = None if adapter is None else AdapterSlot(adapter, self.library, self.core)
         self._frozen: dict[str, str] = {}
         """Fingerprints of the weights below an adapter, which later loads may leave out."""
-        self.private_parts: list[tuple[str, bool, str]] = self.core.call("private_parts")[0]
+        self.missing_parts: list[str] = self.core.call("missing_parts")[0]
         self.description = self._describe()
 
     @classmethod
@@ -183,10 +183,9 @@ class VLLMEngine(ThirdPartyEngine):
             return
         file = os.memfd_create("quadriga-weights")  # ends with this process, however that ends
         path = f"/proc/{os.getpid()}/fd/{file}"
+        allocate = partial(torch.from_file, path, True, dtype=torch.uint8)
         try:
-            for entries, content in pack(
-                weights, self.bucket_bytes, partial(torch.from_file, path, True, dtype=torch.uint8)
-            ):
+            for entries, content in pack(weights, self.bucket_bytes, allocate):
                 yield {"path": path, "num_bytes": content.numel(), "entries": entries}
         finally:
             os.close(file)
@@ -279,7 +278,7 @@ class VLLMEngine(ThirdPartyEngine):
             lora = f" and the adapter beside them, with room for rank {self.adapter.room_for_rank}"
         cache = told.get("kv_cache_memory_bytes")
         eager = "nothing is compiled" + (", for that takes longer than it saves on a CPU" if is_on_cpu else "")
-        missing = "".join(f"; without {name} ({why})" for name, is_there, why in self.private_parts if not is_there)
+        missing = "".join(f"; without {part}" for part in self.missing_parts)
         return (
             f"vllm {self.library.version} {where}, on a copy of the weights{lora}; "
             f"{'as much KV cache as fits' if cache is None else f'{cache / _GIB:g} GiB of KV cache'}; "
@@ -420,16 +419,13 @@ class WorkerExtension:
                 missing.append(name)
         return missing
 
-    def private_parts(self) -> list[tuple[str, bool, str]]:
-        """What is used of vLLM beyond its public interface: name, whether this version has it, and a reason."""
-        cache = cache_tensors(self)
-        found = [("KV cache", bool(cache), f"{len(cache)} tensors" if cache else "model_runner.kv_caches")]
+    def missing_parts(self) -> list[str]:
+        """What is used of vLLM beyond its public interface and this version does not have."""
+        missing = [] if cache_tensors(self) else ["KV cache (model_runner.kv_caches)"]
         try:
             layerwise_reload()
-            found.append(("layerwise reload", True, "vllm.model_executor.model_loader.reload"))
         except RolloutError as error:
-            found.append(("layerwise reload", False, str(error)))
-        if self.vllm_config.lora_config is not None:
-            layers = adapter_layers(self)
-            found.append(("layers with adapters", bool(layers), f"{len(layers)}" if layers else "lora_a_stacked"))
-        return found
+            missing.append(f"layerwise reload ({error})")
+        if self.vllm_config.lora_config is not None and not adapter_layers(self):
+            missing.append("layers with adapters (lora_a_stacked)")
+        return missing

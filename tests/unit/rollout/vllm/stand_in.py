@@ -65,7 +65,7 @@ class Process(WorkerExtension):
     def clear_cache(self) -> None:
         pass
 
-    def private_parts(self) -> list[tuple[str, bool, str]]:
+    def missing_parts(self) -> list[str]:
         return []
 
     def apply(self, folder: Path) -> None:
