@@ -37,8 +37,9 @@ def draw_rows(num_rows: int, group_size: int, seed: int) -> list[Row]:
     draw = np.random.default_rng(seed)
     prompts = draw.integers(100, 513, -(-num_rows // group_size)).tolist()
     responses = np.clip(draw.lognormal(np.log(400), 1.0, num_rows), 1, 8192).astype(int).tolist()
+    row = SequenceCost().row
     return [
-        Row(number // group_size, prompts[number // group_size], response) for number, response in enumerate(responses)
+        row(number // group_size, prompts[number // group_size], response) for number, response in enumerate(responses)
     ]
 
 

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quadriga.algorithms.masked import masked_sum
 from quadriga.errors import ConfigError, did_you_mean
 
 LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
@@ -84,7 +83,7 @@ def agg_loss(
         loss_scale_factor=loss_scale_factor,
         dtype=loss_mat.dtype,
     )
-    return masked_sum(loss_mat * weights, loss_mask)
+    return (loss_mat * weights).masked_fill(~loss_mask.bool(), 0).sum()
 
 
 def token_weights(

@@ -53,7 +53,8 @@ def spread(values: Tensor, mask: Tensor) -> Tensor:
 
 def log_ratios(log_prob: Tensor, old_log_prob: Tensor, response_mask: Tensor) -> Tensor:
     """log_prob - old_log_prob, cut to [-20, 20] and 0 outside the mask, where nothing is read: [B, T]."""
-    return _kept(log_prob - old_log_prob, response_mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    difference = (log_prob - old_log_prob).masked_fill(~response_mask.bool(), 0)
+    return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def sequence_mean(values: Tensor, response_mask: Tensor) -> Tensor:

@@ -23,8 +23,8 @@ from quadriga.data.files import RowTable
 from quadriga.data.overlong import PromptMeter, prompt_lengths
 from quadriga.data.padding import compute_position_id_with_mask, pad_left, postprocess_data, truncate
 from quadriga.data.pictures import as_list, read_picture
-from quadriga.data.tokenizing import as_messages
-from quadriga.data.vision import as_vision, with_parts
+from quadriga.data.tokenizing import ChatEncoder, as_messages
+from quadriga.data.vision import VisionProcessor, as_vision, with_parts
 from quadriga.errors import DataError
 
 
@@ -109,7 +109,7 @@ class RLHFDataset(FileDataset):
                 fix="Take one, or set data.image_key=null to train on the text alone.",
             )
         text = self.encoder.render(messages, where=where)
-        row |= self._tokens(text, pictures, where)
+        row |= prompt_columns(text, pictures, self.encoder, self.processor, self.config, where=where)
         if self.config.return_raw_chat:
             row["raw_prompt"] = messages
         if self.config.return_full_prompt:
@@ -127,22 +127,6 @@ class RLHFDataset(FileDataset):
         digest = hashlib.sha256("".join(table.digest for table in self._tables).encode())
         digest.update(self._rows.tobytes())
         return digest.hexdigest()
-
-    def _tokens(self, text: str, pictures: list[Any], where: str) -> dict[str, Any]:
-        """The columns of a rendered prompt."""
-        limit = self.config.max_prompt_length
-        ids = self.encoder.encode([text])[0]
-        if not pictures:
-            ids = truncate(ids, limit, self.config.truncation, where=where)
-        seen = None if self.processor is None else self.processor.prompt(ids, pictures, limit, where=where)
-        input_ids = torch.tensor([ids if seen is None else seen.ids], dtype=torch.int64)
-        input_ids, mask = postprocess_data(
-            input_ids, torch.ones_like(input_ids), limit, self.tokenizer.pad_token_id, where=where
-        )
-        tensors = {"input_ids": input_ids[0], "attention_mask": mask[0]}
-        if seen is None:
-            return {**tensors, "position_ids": compute_position_id_with_mask(mask)[0], "raw_prompt_ids": ids}
-        return {**tensors, "position_ids": pad_left(seen.positions, limit, 0), **seen.columns()}
 
     def _short_rows(self) -> np.ndarray:
         """The rows whose prompt is not too long; how many are left out is printed."""
@@ -165,6 +149,41 @@ class RLHFDataset(FileDataset):
             limit = f"{config.max_prompt_length} tokens"
             print(f"{self._key}: {left_out} of {len(every)} prompts are over {limit} and left out.", flush=True)
         return rows
+
+
+def prompt_columns(
+    text: str,
+    pictures: Sequence[Any],
+    encoder: ChatEncoder,
+    processor: VisionProcessor | None,
+    config: DataConfig,
+    *,
+    where: str,
+) -> dict[str, Any]:
+    """What the rollout reads of a rendered prompt, as `RLHFDataset.__getitem__` returns it: [P] each.
+
+    Args:
+        text: the prompt.
+        pictures: its images.
+        encoder: tokenizes.
+        processor: of a vision-language model; None: prompts are text.
+        config: the longest prompt, and what becomes of a longer one.
+        where: for errors.
+
+    Raises:
+        DataError: the prompt is too long, or its images are wrong.
+    """
+    limit, ids = config.max_prompt_length, encoder.encode([text])[0]
+    if not pictures:
+        ids = truncate(ids, limit, config.truncation, where=where)
+    seen = None if processor is None else processor.prompt(ids, pictures, limit, where=where)
+    input_ids = torch.tensor([ids if seen is None else seen.ids], dtype=torch.int64)
+    pad = encoder.tokenizer.pad_token_id
+    input_ids, mask = postprocess_data(input_ids, torch.ones_like(input_ids), limit, pad, where=where)
+    tensors = {"input_ids": input_ids[0], "attention_mask": mask[0]}
+    if seen is None:
+        return {**tensors, "position_ids": compute_position_id_with_mask(mask)[0], "raw_prompt_ids": ids}
+    return {**tensors, "position_ids": pad_left(seen.positions, limit, 0), **seen.columns()}
 
 
 def _check_columns(tables: list[RowTable], required: Sequence[str], config: DataConfig) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order of a batch's rows: the one place that arranges them for the ranks, and the one that restores it.
+"""The order of a batch's rows for the ranks; `row_index` numbers them in the order that they had before.
 
-    responses ── order_for_ranks ──> log-probs, values, advantages, updates ── in_first_order ──> rows for people
+    responses ── order_for_ranks ──> log-probs, values, advantages, updates ── by row_index ──> rows for people
 
     rows of the batch     0 1 2 3 4 5 6 | 7 8 9 ...     mini-batches, in the order of the batch
     order                 0 3 6 7 ... ; 1 4 8 ... ; 2 5 9 ...
@@ -18,7 +18,6 @@ Legend: R ranks.
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -31,11 +30,45 @@ from quadriga.protocol import DataProto
 WORTHWHILE = 1e-3
 
 
-T = TypeVar("T")
+@dataclass(frozen=True)
+class Row:
+    """A response: its prompt (equal for those that share its computation), its lengths, and what it costs.
+
+    Attributes:
+        prompt_cost: of the prompt alone.
+        response_cost: of the response where the prompt is there already.
+    """
+
+    prompt: Hashable
+    num_prompt_tokens: int
+    num_response_tokens: int
+    prompt_cost: float
+    response_cost: float
+
+
+@dataclass(frozen=True)
+class SequenceCost:
+    """What sequences cost a model, in units of a token's way through its layers without attention.
+
+    Attributes:
+        attention_tokens: of a sequence at which attention costs as much as the layers: 12 times the hidden size, or
+            less where the model has grouped heads or a narrow MLP; by default, that of a hidden size of 2048.
+        head: of the vocabulary for a response token.
+    """
+
+    attention_tokens: float = 24_576
+    head: float = 0.0
+
+    def row(self, prompt: Hashable, num_prompt_tokens: int, num_response_tokens: int) -> Row:
+        """A response with its costs."""
+        lengths = (num_prompt_tokens, num_prompt_tokens + num_response_tokens)
+        before, whole = (length * (1 + length / self.attention_tokens) for length in lengths)
+        response_cost = whole - before + self.head * num_response_tokens
+        return Row(prompt, num_prompt_tokens, num_response_tokens, before, response_cost)
 
 
 def order_for_ranks(
-    batch: DataProto, num_ranks: int, responses_per_prompt: int, config: ActorConfig, cost: "SequenceCost | None" = None
+    batch: DataProto, num_ranks: int, responses_per_prompt: int, config: ActorConfig, cost: SequenceCost
 ) -> dict[str, float]:
     """Number the rows by `row_index`, and arrange them, in place, so that equal chunks of the batch are equal work.
 
@@ -44,7 +77,7 @@ def order_for_ranks(
         num_ranks: how many chunks it will be cut into; with one the rows keep their order.
         responses_per_prompt: how many each prompt has.
         config: of the update, whose mini-batches are to be even.
-        cost: of sequences; None: of a model whose size is not known.
+        cost: of sequences.
 
     Returns:
         Metrics of the balance.
@@ -57,61 +90,14 @@ def order_for_ranks(
     # Without sharing each row computes a prompt of its own.
     prompts = batch.non_tensor_batch["uid"] if config.use_prefix_sharing else range(len(batch))
     rows = [
-        Row(prompt, total - response, response)
+        cost.row(prompt, total - response, response)
         for prompt, total, response in zip(prompts, lengths.tolist(), responses.tolist(), strict=True)
     ]
     # A shuffled order is another one in each pass: only the batch as a whole can be even.
     size = len(batch) if config.shuffle else config.ppo_mini_batch_size * responses_per_prompt
-    found = balance(rows, num_ranks, size, cost or SequenceCost())
+    found = balance(rows, num_ranks, size)
     batch.reorder(found.order)
     return {"balance/imbalance": found.imbalance, "balance/imbalance_before": found.imbalance_before}
-
-
-def in_first_order(rows: Sequence[T], batch: DataProto) -> list[T]:
-    """What belongs to the rows of a batch, in the order that they had before they were arranged for the ranks."""
-    return [rows[place] for place in batch.batch["row_index"].argsort().tolist()]
-
-
-@dataclass(frozen=True)
-class Row:
-    """A response: its prompt (equal for those that share its computation), and lengths."""
-
-    prompt: Hashable
-    num_prompt_tokens: int
-    num_response_tokens: int
-
-
-@dataclass(frozen=True)
-class SequenceCost:
-    """What sequences cost a model, in units of a token's way through its layers without attention.
-
-    Attributes:
-        attention_tokens: of a sequence at which attention costs as much as the layers: 12 times the hidden size, or
-            less where the model has grouped heads or a narrow MLP.
-        head: of the vocabulary for a response token.
-    """
-
-    attention_tokens: float = 24_576
-    head: float = 0.0
-
-    def of_prompt(self, row: Row) -> float:
-        """The prompt alone."""
-        return self._of_layers(row.num_prompt_tokens)
-
-    def of_response(self, row: Row) -> float:
-        """The response where the prompt is there already."""
-        whole = self._of_layers(row.num_prompt_tokens + row.num_response_tokens)
-        return whole - self.of_prompt(row) + self.head * row.num_response_tokens
-
-    def _of_layers(self, num_tokens: int) -> float:
-        return num_tokens * (1 + num_tokens / self.attention_tokens)
-
-
-@dataclass(frozen=True)
-class _PricedRow:
-    prompt: Hashable
-    prompt_cost: float
-    response_cost: float
 
 
 @dataclass(frozen=True)
@@ -129,53 +115,40 @@ class Balance:
     imbalance_before: float
 
 
-def balance(rows: Sequence[Row], num_ranks: int, mini_batch_size: int, cost: SequenceCost = SequenceCost()) -> Balance:
+def balance(rows: Sequence[Row], num_ranks: int, mini_batch_size: int) -> Balance:
     """Share the rows of a batch evenly.
 
     Args:
         rows: of the batch.
         num_ranks: how many chunks the batch will be cut into.
         mini_batch_size: rows of an optimizer step, in the order of the batch; all rows where it is shuffled later.
-        cost: of sequences; without it, that of a model whose hidden size is 2048.
     """
-    priced = _priced(rows, cost)
+    size, larger = divmod(len(rows), num_ranks)
+    rank_of = [rank for rank in range(num_ranks) for _ in range(size + (rank < larger))]
     shares: list[list[list[int]]] = []
+    before: list[list[list[int]]] = []
     for start in range(0, len(rows), mini_batch_size):
         members = range(start, min(start + mini_batch_size, len(rows)))
         # One row after another in turn: each rank's shares add up to its chunk, and no two differ by more than a row.
         quotas = [
             len(range(rank, members.stop, num_ranks)) - len(range(rank, start, num_ranks)) for rank in range(num_ranks)
         ]
-        ranks = _share(priced, members, quotas)
-        _even_out(priced, ranks)
+        ranks = _share(rows, members, quotas)
+        _even_out(rows, ranks)
         shares.append(ranks)
-    order = [row for rank in range(num_ranks) for ranks in shares for row in sorted(ranks[rank])]
-    size, larger = divmod(len(rows), num_ranks)
-    rank_of = [rank for rank in range(num_ranks) for _ in range(size + (rank < larger))]
-    before: list[list[list[int]]] = []
-    for start in range(0, len(rows), mini_batch_size):
-        members = range(start, min(start + mini_batch_size, len(rows)))
         before.append([[number for number in members if rank_of[number] == rank] for rank in range(num_ranks)])
-    return Balance(order, _imbalance(priced, shares), _imbalance(priced, before))
+    order = [row for rank in range(num_ranks) for ranks in shares for row in sorted(ranks[rank])]
+    return Balance(order, _imbalance(rows, shares), _imbalance(rows, before))
 
 
-def cost_of_share(rows: Sequence[Row], share: Iterable[int], cost: SequenceCost = SequenceCost()) -> float:
+def cost_of_share(rows: Sequence[Row], share: Iterable[int]) -> float:
     """Of some rows on one rank: each prompt once, and every response."""
-    priced = _priced([rows[number] for number in share], cost)
-    return _cost_of_share(priced, range(len(priced)))
-
-
-def _priced(rows: Sequence[Row], cost: SequenceCost) -> list[_PricedRow]:
-    return [_PricedRow(row.prompt, cost.of_prompt(row), cost.of_response(row)) for row in rows]
-
-
-def _cost_of_share(rows: Sequence[_PricedRow], share: Iterable[int]) -> float:
     members = [rows[number] for number in share]
     prompts = {row.prompt: row.prompt_cost for row in members}
     return sum(prompts.values()) + sum(row.response_cost for row in members)
 
 
-def _share(rows: Sequence[_PricedRow], members: Sequence[int], quotas: Sequence[int]) -> list[list[int]]:
+def _share(rows: Sequence[Row], members: Sequence[int], quotas: Sequence[int]) -> list[list[int]]:
     """Costly groups first, each to the rank that has room and is then the least loaded; one that finds no room whole
     is given row by row."""
     groups: dict[Hashable, list[int]] = {}
@@ -193,16 +166,16 @@ def _share(rows: Sequence[_PricedRow], members: Sequence[int], quotas: Sequence[
             prompts[rank].add(first.prompt)
         return rank is not None
 
-    for group in sorted(groups.values(), key=lambda group: -_cost_of_share(rows, group)):
+    for group in sorted(groups.values(), key=lambda group: -cost_of_share(rows, group)):
         if not give(group):
             for number in sorted(group, key=lambda number: -rows[number].response_cost):
                 give([number])
     return ranks.items
 
 
-def _even_out(rows: Sequence[_PricedRow], shares: list[list[int]]) -> None:
+def _even_out(rows: Sequence[Row], shares: list[list[int]]) -> None:
     """Swap rows of the most and the least loaded rank, in place, as long as that shortens the longest share."""
-    loads = [_cost_of_share(rows, share) for share in shares]
+    loads = [cost_of_share(rows, share) for share in shares]
     for _ in range(100 + 10 * len(shares)):
         heavy, light = loads.index(max(loads)), loads.index(min(loads))
         if heavy == light or not shares[light]:
@@ -212,7 +185,7 @@ def _even_out(rows: Sequence[_PricedRow], shares: list[list[int]]) -> None:
             [*(number for number in shares[heavy] if number != out), into],
             [*(number for number in shares[light] if number != into), out],
         ]
-        costs = [_cost_of_share(rows, share) for share in swapped]
+        costs = [cost_of_share(rows, share) for share in swapped]
         if max(costs) >= loads[heavy] * (1 - WORTHWHILE):
             return
         for rank, share, cost in zip((heavy, light), swapped, costs, strict=True):
@@ -220,7 +193,7 @@ def _even_out(rows: Sequence[_PricedRow], shares: list[list[int]]) -> None:
 
 
 def _best_swap(
-    rows: Sequence[_PricedRow], shares: Sequence[Sequence[int]], ranks: tuple[int, int], loads: tuple[float, float]
+    rows: Sequence[Row], shares: Sequence[Sequence[int]], ranks: tuple[int, int], loads: tuple[float, float]
 ) -> tuple[int, int]:
     """The row of each of two ranks whose exchange leaves the smaller maximum; two rows of one prompt are taken as if
     they were of different ones."""
@@ -242,8 +215,8 @@ def _best_swap(
     return shares[ranks[0]][int(out)], shares[ranks[1]][int(into)]
 
 
-def _imbalance(rows: Sequence[_PricedRow], shares: Sequence[Sequence[Sequence[int]]]) -> float:
+def _imbalance(rows: Sequence[Row], shares: Sequence[Sequence[Sequence[int]]]) -> float:
     """The sum of each step's longest share over that of its mean one."""
-    costs = [[_cost_of_share(rows, share) for share in ranks] for ranks in shares]
+    costs = [[cost_of_share(rows, share) for share in ranks] for ranks in shares]
     total = sum(map(sum, costs))
     return sum(max(step) * len(step) for step in costs) / total if total else 1.0

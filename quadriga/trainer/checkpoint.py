@@ -19,10 +19,9 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from quadriga.config.trainer import TrainerConfig
 from quadriga.errors import CheckpointError
@@ -77,7 +76,11 @@ class Checkpoints:
             CheckpointError: it cannot be made.
         """
         with self.guarded(step):
-            self._sweep()
+            for leftover in self.directory.glob(f"{_UNFINISHED}*"):
+                if leftover.is_dir():
+                    shutil.rmtree(leftover)
+                else:
+                    leftover.unlink()
             self._aside(step).mkdir(parents=True)
         return self._aside(step)
 
@@ -89,7 +92,12 @@ class Checkpoints:
         """
         aside = self._aside(step)
         with self.guarded(step):
-            _write_manifest(aside)
+            files = sorted(path for path in aside.rglob("*") if path.is_file())
+            facts = {
+                path.relative_to(aside).as_posix(): {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+                for path in files
+            }
+            (aside / MANIFEST).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
             _sync(aside)
             verify(aside)
             if self.path(step).exists():
@@ -138,13 +146,6 @@ class Checkpoints:
         checkpoint.rename(aside)
         shutil.rmtree(aside)
 
-    def _sweep(self) -> None:
-        for leftover in self.directory.glob(f"{_UNFINISHED}*"):
-            if leftover.is_dir():
-                shutil.rmtree(leftover)
-            else:
-                leftover.unlink()
-
     def to_resume(self, config: TrainerConfig) -> Path | None:
         """The checkpoint that a run with this configuration goes on from, verified; None to start anew."""
         if config.resume_mode == "disable":
@@ -166,18 +167,6 @@ def step_of(checkpoint: Path) -> int:
     if match is None:
         raise CheckpointError(str(checkpoint), got="this name", expected="a folder named global_step_N")
     return int(match[1])
-
-
-def require_parts(directory: Path, roles: Iterable[str]) -> None:
-    """Raise a CheckpointError unless the workers of these roles have written their part into a folder of this node."""
-    for role in roles:
-        if not (directory / role).is_dir():
-            raise CheckpointError(
-                str(directory / role),
-                got="nothing here, though the worker has written it",
-                expected="the same folder on every node",
-                fix="Set trainer.default_local_dir to a disk that all nodes share.",
-            )
 
 
 def model_folder(path: str | Path) -> str | Path:
@@ -216,7 +205,12 @@ def verify(checkpoint: Path) -> None:
     manifest = checkpoint / MANIFEST
     if not manifest.is_file():
         raise CheckpointError(str(checkpoint), got=f"no {MANIFEST}", expected="a complete checkpoint", fix=fix)
-    for name, facts in _read_manifest(manifest, fix).items():
+    try:
+        files = json.loads(manifest.read_text(encoding="utf-8"))
+    except ValueError as error:
+        got = f"no JSON ({error})"
+        raise CheckpointError(str(manifest), got=got, expected="the list of files", fix=fix) from error
+    for name, facts in files.items():
         file = checkpoint / name
         if not file.is_file():
             raise CheckpointError(str(file), got="no such file", expected=f"{facts['bytes']} bytes", fix=fix)
@@ -260,22 +254,6 @@ def _reason(error: OSError | CheckpointError) -> str:
     if isinstance(error, CheckpointError):
         return f"{error.where}: {error.got}"
     return f"{type(error).__name__}: {error.strerror or error}"
-
-
-def _read_manifest(path: Path, fix: str) -> dict[str, dict[str, Any]]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(str(path), got=f"no JSON ({error})", expected="the list of files", fix=fix) from error
-
-
-def _write_manifest(directory: Path) -> None:
-    files = sorted(path for path in directory.rglob("*") if path.is_file())
-    facts = {
-        path.relative_to(directory).as_posix(): {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-        for path in files
-    }
-    (directory / MANIFEST).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 
 def _sha256(path: Path) -> str:

@@ -1,30 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A policy without training: answer prompts, and grade the answers where there is something to grade by."""
+"""A policy without training: responses to prompts, and their grades where there is something to grade by."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
 from quadriga.config import Config
-from quadriga.data.padding import compute_position_id_with_mask, pad_left
+from quadriga.data import collate_fn
 from quadriga.data.pictures import read_picture
+from quadriga.data.rl_dataset import prompt_columns
 from quadriga.data.tokenizing import ChatEncoder
-from quadriga.data.vision import VisionProcessor, VisionPrompt, with_parts
+from quadriga.data.vision import with_parts
 from quadriga.errors import DataError
 from quadriga.protocol import DataProto
 from quadriga.protocol.columns import object_array
-from quadriga.trainer.build import (
-    build_policy,
-    build_processor,
-    build_reward,
-    build_reward_model,
-    build_tokenizer,
-    build_val_dataloader,
-)
+from quadriga.trainer.build import build_frozen, build_processor, build_reward, build_tokenizer, build_val_loader
 from quadriga.trainer.responses import repeat_prompts
+from quadriga.trainer.roles import Role
 from quadriga.trainer.validate import Validator
 
 
@@ -37,9 +29,9 @@ def evaluate(config: Config) -> tuple[dict[str, float], list[dict[str, Any]]]:
     if not config.data.val_files:
         raise DataError("data.val_files", got="nothing", expected="the prompts to answer", fix="Set data.val_files.")
     tokenizer = build_tokenizer(config)
-    loader = build_val_dataloader(config, tokenizer)
-    policy = build_policy(config, tokenizer)
-    reward_model = build_reward_model(config, tokenizer)
+    loader = build_val_loader(config, tokenizer)
+    policy = build_frozen(Role.ActorRollout, config, tokenizer)
+    reward_model = build_frozen(Role.RewardModel, config, tokenizer) if config.reward_model.enable else None
     reward = build_reward(config, tokenizer, reward_model)
     try:
         return Validator(config, tokenizer, policy, reward, loader).run(0)
@@ -53,7 +45,7 @@ def evaluate(config: Config) -> tuple[dict[str, float], list[dict[str, Any]]]:
 def answer(
     config: Config, chats: Sequence[list[dict[str, str]]], images: Sequence[Sequence[str]] | None = None
 ) -> list[list[str]]:
-    """Answers to chats, `rollout.n` for each, with the sampling of `actor_rollout_ref.rollout`.
+    """Responses to chats, `rollout.n` for each, with the sampling of `actor_rollout_ref.rollout`.
 
     Args:
         config: names the model, the sampling and the lengths.
@@ -63,76 +55,28 @@ def answer(
     Raises:
         DataError: a prompt is longer than `data.max_prompt_length`, or its images are wrong.
     """
-    tokenizer = build_tokenizer(config)
-    prompts = _prompts(config, tokenizer, chats, images or [()] * len(chats))
-    policy = build_policy(config, tokenizer)
+    rows, tokenizer, processor = [], build_tokenizer(config), build_processor(config)
+    encoder = ChatEncoder(tokenizer, config.data.apply_chat_template_kwargs)
+    for number, (chat, files) in enumerate(zip(chats, images or [()] * len(chats), strict=True)):
+        where = f"prompt {number}"
+        if processor is None and files:
+            fix = "Take a vision-language model, or leave out the images."
+            raise DataError(where, got="images, for a model that reads text", expected="text", fix=fix)
+        pictures = [read_picture(one, folder=Path(), where=f"{where}, image {i}") for i, one in enumerate(files)]
+        messages = chat if processor is None else with_parts(chat, len(pictures), where=where)
+        text = encoder.render(messages, where=where)
+        rows.append(prompt_columns(text, pictures, encoder, processor, config.data, where=where))
+    prompts, num_samples = DataProto.from_single_dict(collate_fn(rows)), config.actor_rollout_ref.rollout.n
+    prompts.non_tensor_batch["uid"] = object_array(str(row) for row in range(len(rows)))
+    prompts.meta_info |= {"global_steps": 0, "do_sample": config.actor_rollout_ref.rollout.do_sample}
+    policy = build_frozen(Role.ActorRollout, config, tokenizer)
     try:
-        answers = policy.generate_sequences(repeat_prompts(prompts, config.actor_rollout_ref.rollout.n))
+        responses = policy.generate_sequences(repeat_prompts(prompts, num_samples))
     finally:
         policy.close()
-    masks = answers.batch["response_mask"].bool()
+    masks = responses.batch["response_mask"].bool()
     texts = [
         tokenizer.decode(tokens[mask], skip_special_tokens=True)
-        for tokens, mask in zip(answers.batch["responses"], masks, strict=True)
+        for tokens, mask in zip(responses.batch["responses"], masks, strict=True)
     ]
-    size = config.actor_rollout_ref.rollout.n
-    return [texts[start : start + size] for start in range(0, len(texts), size)]
-
-
-def _prompts(
-    config: Config, tokenizer: Any, chats: Sequence[list[dict[str, str]]], images: Sequence[Sequence[str]]
-) -> DataProto:
-    processor, encoder = build_processor(config), ChatEncoder(tokenizer, config.data.apply_chat_template_kwargs)
-    rows = [
-        _row(f"prompt {number}", chat, own, encoder, processor, config.data.max_prompt_length)
-        for number, (chat, own) in enumerate(zip(chats, images, strict=True))
-    ]
-    width = max(len(seen.ids) for seen in rows)
-    input_ids = torch.full((len(rows), width), tokenizer.pad_token_id)
-    attention_mask = torch.zeros_like(input_ids)
-    for row, seen in enumerate(rows):
-        input_ids[row, width - len(seen.ids) :] = torch.tensor(seen.ids)
-        attention_mask[row, width - len(seen.ids) :] = 1
-    columns = [] if processor is None else [seen.columns() for seen in rows]
-    positions = [pad_left(seen.positions, width, 0) for seen in rows] if columns else []
-    return DataProto.from_dict(
-        tensors={
-            "input_ids": input_ids,
-            "attention_mask": attention_mask,
-            "position_ids": torch.stack(positions) if columns else compute_position_id_with_mask(attention_mask),
-        },
-        non_tensors={
-            "uid": np.array([str(row) for row in range(len(rows))], dtype=object),
-            **{name: object_array(own[name] for own in columns) for name in (columns[0] if columns else ())},
-        },
-        meta_info={"global_steps": 0, "do_sample": config.actor_rollout_ref.rollout.do_sample},
-    )
-
-
-def _row(
-    where: str,
-    chat: list[dict[str, str]],
-    images: Sequence[str],
-    encoder: ChatEncoder,
-    processor: VisionProcessor | None,
-    limit: int,
-) -> VisionPrompt:
-    """One prompt; without a processor it has no positions of its own."""
-    if processor is None and images:
-        fix = "Take a vision-language model, or leave out the images."
-        raise DataError(where, got="images, for a model that reads text", expected="text", fix=fix)
-    pictures = [
-        read_picture(file, folder=Path(), where=f"{where}, image {number}") for number, file in enumerate(images)
-    ]
-    messages = chat if processor is None else with_parts(chat, len(pictures), where=where)
-    tokens = encoder.encode([encoder.render(messages, where=where)])[0]
-    if len(tokens) > limit:
-        raise DataError(
-            where,
-            got=f"{len(tokens)} tokens",
-            expected=f"at most {limit}",
-            fix="Raise data.max_prompt_length, or shorten the prompt.",
-        )
-    if processor is None:
-        return VisionPrompt(tokens, tokens, torch.empty(0), (), {})
-    return processor.prompt(tokens, pictures, limit, where=where)
+    return [texts[start : start + num_samples] for start in range(0, len(texts), num_samples)]

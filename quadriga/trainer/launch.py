@@ -10,7 +10,7 @@ from quadriga.config.placement import role_pools
 from quadriga.errors import ConfigError
 
 # Import strings: Ray is loaded only where it is needed, and torch after the cluster is there.
-RUN = "quadriga.trainer.task_runner:run"
+RUNNER = "quadriga.trainer.task_runner:TaskRunner"
 CLUSTER = "quadriga.single_controller.ray.cluster:cluster"
 
 
@@ -22,7 +22,7 @@ def run_ppo(config: Config) -> None:
         QuadrigaError: what went wrong in the run, wherever that was.
     """
     if config.trainer.backend == "local":
-        _load(RUN)(config)
+        _load(RUNNER)().run(config)
         return
     pools = set(role_pools(config.trainer, has_reward_model=config.reward_model.enable).values())
     num_processes = sum(sum(config.trainer.processes_of(pool)) for pool in pools)
@@ -30,7 +30,7 @@ def run_ppo(config: Config) -> None:
     start_up = [("cluster", time.time())]
     with cluster(config.ray_kwargs.ray_init, num_processes, config.ray_kwargs.timeline_json_file):
         start_up.append(("modules", time.time()))
-        _load(RUN)(config, start_up)
+        _load(RUNNER)().run(config, start_up)
 
 
 def _load(target: str) -> Any:

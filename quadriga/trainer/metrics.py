@@ -37,8 +37,10 @@ def data_metrics(batch: DataProto) -> dict[str, float]:
         if name in batch.batch.keys() and bool(mask.any()):
             metrics |= spread(f"critic/{name}", batch.batch[name][mask])
     if "values" in batch.batch.keys():
+        # Share of the returns' variance that the values account for: 1 is all of it, 0 no better than a constant.
         values, returns = batch.batch["values"][mask], batch.batch["returns"][mask]
-        metrics["critic/vf_explained_var"] = explained_variance(values, returns)
+        variance, error = returns.var(correction=0), (returns - values).var(correction=0)
+        metrics["critic/vf_explained_var"] = float(1 - error / variance) if variance > 0 else 0.0
     if "num_turns" in batch.non_tensor_batch:
         metrics |= spread("num_turns", torch.tensor(batch.non_tensor_batch["num_turns"].tolist()))
     metrics |= spread("response_length", lengths)
@@ -54,12 +56,6 @@ def spread(name: str, values: torch.Tensor) -> dict[str, float]:
         f"{name}/max": float(values.max()),
         f"{name}/min": float(values.min()),
     }
-
-
-def explained_variance(values: torch.Tensor, returns: torch.Tensor) -> float:
-    """Share of the returns' variance that the values account for: 1 is all of it, 0 no better than a constant."""
-    variance = returns.var(correction=0)
-    return float(1 - (returns - values).var(correction=0) / variance) if variance > 0 else 0.0
 
 
 def performance_metrics(

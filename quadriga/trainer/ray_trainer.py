@@ -14,7 +14,7 @@ that no branch here names an algorithm, an engine or a backend.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from quadriga.observe.timing import PhaseTimer
 from quadriga.protocol import DataProto
 from quadriga.rewards import RewardManager
 from quadriga.single_controller.worker_group import WorkerGroup
-from quadriga.trainer.balance import SequenceCost, in_first_order, order_for_ranks
+from quadriga.trainer.balance import SequenceCost, order_for_ranks
 from quadriga.trainer.group_filter import GroupFilter
 from quadriga.trainer.loop import TrainingLoop
 from quadriga.trainer.metrics import check_log_probs, data_metrics, performance_metrics
@@ -120,16 +120,20 @@ class RayPPOTrainer(TrainingLoop):
         self.tokenizer, self.reward = tokenizer, reward
         self.joins_late = joins_late(reward, config)
         self.actor, self.reference, self.critic = workers.actor, workers.reference, workers.critic
-        learners = {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
-        super().__init__(config, learners, total_training_steps)
-        self.weights = workers.weights
-        self.train_dataloader = train_dataloader
+        self.train_dataloader, self.weights = train_dataloader, workers.weights
         self.prompts = PromptStream(train_dataloader, is_saved=config.trainer.save_freq > 0)
+        self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl)
+        learners = {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
+        resumable = {"loader": self.prompts, "kl_controller": self.kl_controller}
+        super().__init__(config, learners, total_training_steps, resumable)
         self.needs = Needs.of(config)
         self.inputs = UpdateInputs(config)
         algorithm = config.algorithm
         self.estimator = choose_estimator(algorithm.adv_estimator, algorithm.adv_options, dict(algorithm)).function
-        self.kl_controller = get_kl_controller(algorithm.kl_ctrl)
+        self.num_ranks, self.cost = 1, SequenceCost()
+        if config.trainer.balance_batch:
+            self.num_ranks, *costs = self.actor.ranks_and_costs()
+            self.cost = SequenceCost(*costs)
         self.validator = Validator(config, tokenizer, workers.rollout, reward, val_dataloader)
         self.respond: Callable[[DataProto, int], DataProto] = partial(generate_responses, workers.rollout, config)
         if config.actor_rollout_ref.rollout.skip.enable:
@@ -139,8 +143,9 @@ class RayPPOTrainer(TrainingLoop):
 
     def fit(self) -> None:
         """Train from the newest checkpoint, or from the start, to the last step."""
-        self.load_checkpoint()
-        with self.open_progress() as self.progress, self.open_tracking() as self.tracking:
+        if self.load_checkpoint():
+            self.weights.publish(self.global_steps)
+        with self.reporting():
             if self.config.trainer.val_only or (self.config.trainer.val_before_train and self.global_steps == 0):
                 self.tracking.log(self.validate(), self.global_steps)
             if self.config.trainer.val_only:
@@ -163,7 +168,8 @@ class RayPPOTrainer(TrainingLoop):
     def step(self) -> DataProto:
         """From prompts over responses to new weights. Returns the batch with all that was computed."""
         batch = self.sample_groups() if self.filters_groups else self.generate(self.next_prompts())
-        self.order_for_ranks(batch)
+        policy = self.config.actor_rollout_ref
+        self.metrics |= order_for_ranks(batch, self.num_ranks, policy.rollout.n, policy.actor, self.cost)
         with self.rewards(batch):
             self.record(batch)
             if self.needs.old_log_probs:
@@ -179,13 +185,13 @@ class RayPPOTrainer(TrainingLoop):
         learned = self.draw_rows(batch)
         if self.critic:
             with self.timer.phase("update_critic"):
-                self.record(self.critic.update_critic(self.inputs.of_critic(learned)))
+                self.record(self.critic.update_critic(self.inputs.select(learned, "critic")))
         if self.global_steps > self.config.trainer.critic_warmup:
             with self.timer.phase("update_actor"):
-                self.record(self.actor.update_actor(self.inputs.of_actor(learned)))
+                self.record(self.actor.update_actor(self.inputs.select(learned, "actor")))
             with self.timer.phase("publish_weights"):
                 self.weights.publish(self.global_steps)
-        self.metrics |= check_log_probs(self.metrics, self.config.actor_rollout_ref.rollout, self.global_steps)
+        self.metrics |= check_log_probs(self.metrics, policy.rollout, self.global_steps)
         return batch
 
     def finish_step(self, batch: DataProto) -> None:
@@ -194,10 +200,11 @@ class RayPPOTrainer(TrainingLoop):
         self.saver.poll()
         if trainer.rollout_data_dir:
             rows = sample_rows(batch, self.tokenizer, self.config.data.reward_fn_key)
-            write_samples(trainer.rollout_data_dir, self.global_steps, in_first_order(rows, batch))
+            before = batch.batch["row_index"].argsort().tolist()
+            write_samples(trainer.rollout_data_dir, self.global_steps, [rows[row] for row in before])
         if self.is_due(trainer.test_freq):
             self.metrics |= self.validate()
-        self.metrics |= {"training/global_step": self.global_steps, "training/epoch": self.epoch}
+        self.metrics |= {"training/global_step": self.global_steps, "training/epoch": self.prompts.epoch}
         self.progress.update(self.global_steps, step_fields(self.metrics))
         self.tracking.log(self.metrics, self.global_steps)
         if hasattr(self.train_dataloader.sampler, "update"):
@@ -227,51 +234,33 @@ class RayPPOTrainer(TrainingLoop):
         groups = GroupFilter(self.config)
         while not groups.is_full:
             batch = self.generate(self.next_prompts(num_before=groups.num_groups))
-            self.join_rewards(batch, self.begin_rewards(batch))
+            with self.timer.phase("reward"):
+                grade(self.reward, batch)
             groups.add(batch)
         return groups.batch()
 
-    def order_for_ranks(self, batch: DataProto) -> None:
-        """Number the rows, and arrange them so that equal parts are equal work for the ranks that update the actor."""
-        actor, num_samples = self.config.actor_rollout_ref.actor, self.config.actor_rollout_ref.rollout.n
-        num_ranks, cost = self.ranks if self.config.trainer.balance_batch else (1, None)
-        self.metrics |= order_for_ranks(batch, num_ranks, num_samples, actor, cost)
-
-    @cached_property
-    def ranks(self) -> tuple[int, SequenceCost]:
-        """How many ranks share the rows of an update of the actor, and what sequences cost them."""
-        return self.actor.num_replicas(), SequenceCost(*self.actor.token_costs())
-
-    def begin_rewards(self, batch: DataProto) -> BatchRewards:
-        """Hand the responses to the graders, and to the reward model where there is one."""
-        with self.timer.phase("reward"):
-            return BatchRewards(self.reward, batch)
-
-    def join_rewards(self, batch: DataProto, rewards: BatchRewards) -> None:
-        """`token_level_scores` [B, T], and what the graders add.
+    @contextmanager
+    def rewards(self, batch: DataProto) -> Iterator[None]:
+        """Rewards begin before the block, and are joined there, or after it with `launch_reward_fn_async`.
 
         `timing_s/reward` is the time that the step does not go on: handing the responses over, and what is left to
         wait for.
         """
-        with self.timer.phase("reward"):
-            output = rewards.join(batch)
-        batch.meta_info["metrics"] = {**batch.meta_info.get("metrics", {}), **output.metrics}
-
-    @contextmanager
-    def rewards(self, batch: DataProto) -> Iterator[None]:
-        """Rewards begin before the block, and are joined there, or after it with `launch_reward_fn_async`."""
         if self.filters_groups:
             # Groups were chosen by their rewards.
             yield
             return
-        rewards = self.begin_rewards(batch)
+        with self.timer.phase("reward"):
+            rewards = BatchRewards(self.reward, batch)
         try:
-            if not self.joins_late:
-                self.join_rewards(batch, rewards)
-            yield
             if self.joins_late:
-                self.join_rewards(batch, rewards)
+                yield
+            with self.timer.phase("reward"):
+                rewards.join(batch)
+            if self.joins_late:
                 self.record(batch)
+            else:
+                yield
         except BaseException:
             rewards.cancel()
             raise
@@ -331,19 +320,6 @@ class RayPPOTrainer(TrainingLoop):
         metrics, rows = self.validator.run(self.global_steps)
         self.tracking.log_samples(rows, self.global_steps)
         return metrics
-
-    def run_state(self) -> dict[str, dict[str, Any]]:
-        return {"loader": self.prompts.state_dict(), "kl_controller": self.kl_controller.state_dict()}
-
-    def restore(self, state: dict[str, dict[str, Any]]) -> None:
-        self.weights.publish(self.global_steps)
-        self.prompts.load_state_dict(state["loader"])
-        self.kl_controller.load_state_dict(state["kl_controller"])
-
-    @property
-    def epoch(self) -> int:
-        """Passes over the training data that were complete before the last prompts were taken."""
-        return self.prompts.epoch
 
     def record(self, result: DataProto) -> None:
         """Take the metrics out of what a worker group returned."""

@@ -5,7 +5,7 @@ Legend: B rows, T response positions.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,9 @@ from quadriga.config import Config
 from quadriga.errors import DataError
 from quadriga.observe.tracking.jsonl import jsonable
 from quadriga.protocol import DataProto
+from quadriga.trainer.checkpoint import write_atomically
 from quadriga.workers import ActorRolloutRefWorker, RolloutWorker
-from quadriga.workers.base import PROMPT_TENSORS, prompt_inputs
+from quadriga.workers.base import CONVERSATION_OBJECTS, PROMPT_OBJECTS, PROMPT_TENSORS
 
 PASSING = (*PROMPT_TENSORS, "raw_prompt_ids", "sample_index", "multi_modal_data")
 """Columns of a prompt that its responses have in another form, or do without."""
@@ -32,7 +33,8 @@ def generate_responses(
 
     Args:
         rollout: worker group that generates.
-        config: says which columns the agent loop reads.
+        config: says which columns the agent loop reads. A conversation finds the name of its data set as `data_source`,
+            whatever `data.reward_fn_key` calls that column.
         prompts: with a `uid` each; meta_info has the step and how to sample. They stay as they are.
         num_samples: responses to each prompt.
 
@@ -41,7 +43,12 @@ def generate_responses(
         is that of the prompts, with `metrics`.
     """
     rows = repeat_prompts(prompts, num_samples)
-    return without_passing(rows).union(rollout.generate_sequences(prompt_inputs(rows, config)))
+    columns, is_async = rows.non_tensor_batch, config.actor_rollout_ref.rollout.mode == "async"
+    wanted = (*PROMPT_OBJECTS, *(CONVERSATION_OBJECTS if is_async else ()))
+    inputs = rows.select(PROMPT_TENSORS, [key for key in wanted if key in columns])
+    if is_async and config.data.reward_fn_key in columns:
+        inputs.non_tensor_batch["data_source"] = columns[config.data.reward_fn_key]
+    return without_passing(rows).union(rollout.generate_sequences(inputs))
 
 
 def repeat_prompts(prompts: DataProto, count: int) -> DataProto:
@@ -90,25 +97,12 @@ def write_samples(directory: str | Path, step: int, rows: Iterable[Mapping[str, 
     """
     path = Path(directory).expanduser() / f"{step}.jsonl"
     lines = [json.dumps(jsonable({**row, "step": step}), ensure_ascii=False, allow_nan=False) + "\n" for row in rows]
-    aside = path.with_suffix(".unfinished")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_text("".join(lines), encoding="utf-8")
-        aside.replace(path)
+        write_atomically(path, "".join(lines))
     except OSError as error:
-        if aside.is_file():
-            aside.unlink()
         raise DataError(
             f"{path}: got {error.strerror or error}, expected room and permission to write the responses of a step",
             fix="Free space, or set trainer.rollout_data_dir or trainer.validation_data_dir to another directory.",
         ) from error
     return path
-
-
-def first_of_each_prompt(rows: Iterable[Mapping[str, Any]], count: int) -> Iterator[dict[str, Any]]:
-    """The first response to each of the first `count` prompts."""
-    seen: set[str] = set()
-    for row in rows:
-        if row["uid"] not in seen and len(seen) < count:
-            seen.add(row["uid"])
-            yield {name: row[name] for name in ("input", "output", "ground_truth", "score")}

@@ -13,16 +13,15 @@ import logging
 from collections.abc import Sequence
 from functools import cached_property
 
-import torch
-
 from quadriga.config import Config
 from quadriga.observe.metrics import Metric, reduce_metrics
 from quadriga.observe.timing import PhaseTimer
 from quadriga.protocol import DataProto
 from quadriga.protocol.columns import object_array
 from quadriga.rewards import Grading, Outcome, RewardManager, RewardOutput
+from quadriga.trainer.metrics import spread
 from quadriga.workers import RewardModelWorker
-from quadriga.workers.base import reward_model_inputs
+from quadriga.workers.base import CHAT_OBJECTS, model_inputs
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +42,7 @@ class BatchRewards:
         """Wait for them, and make them columns: `token_level_scores` [B, T], and `reward_extra`, what else is said.
 
         Args:
-            batch: the rows that grading was begun with.
+            batch: the rows that grading was begun with; its `metrics` get those of the rewards.
 
         Raises:
             RewardError: too many responses could not be graded.
@@ -53,6 +52,7 @@ class BatchRewards:
         names = list(output.extra)
         values = zip(*output.extra.values(), strict=True) if names else ([()] * len(batch))
         batch.non_tensor_batch["reward_extra"] = object_array(dict(zip(names, row, strict=True)) for row in values)
+        batch.meta_info["metrics"] = {**batch.meta_info.get("metrics", {}), **output.metrics}
         self.is_joined = True
         return output
 
@@ -114,7 +114,8 @@ class ModelReward(RewardManager):
         rule = self.graders.begin(data, outcomes)
         try:
             with timer.phase("rm"):
-                scored = self.model.compute_rm_score(reward_model_inputs(data, with_chats=self.reads_chats))
+                inputs = model_inputs(data, objects=CHAT_OBJECTS if self.reads_chats else ())
+                scored = self.model.compute_rm_score(inputs)
         except BaseException:
             rule.cancel()
             raise
@@ -130,10 +131,11 @@ class ModelReward(RewardManager):
 
         def result() -> RewardOutput:
             graded, totals = rule.result(), by_model.sum(-1)
+            both = spread("reward/rm_score", totals) | spread("reward/rule_score", graded.scores.sum(-1))
             metrics = {
                 **graded.metrics,
-                **_spread("reward/rm_score", totals),
-                **_spread("reward/rule_score", graded.scores.sum(-1)),
+                # The last part of the name is how it combines: mean, max or min.
+                **{name: Metric(value, name.rpartition("/")[2], len(totals)) for name, value in both.items()},
                 "reward/rm_cut": Metric(told["reward/rm_cut"], "sum"),
                 "timing_s/rm": Metric(timer.seconds["rm"], "sum"),
             }
@@ -141,12 +143,3 @@ class ModelReward(RewardManager):
             return RewardOutput(by_model + graded.scores, extra, metrics)
 
         return Grading(result, rule.cancel)
-
-
-def _spread(name: str, scores: torch.Tensor) -> dict[str, Metric]:
-    """Mean, max and min of some scores."""
-    return {
-        f"{name}/mean": Metric(float(scores.mean()), "mean", weight=len(scores)),
-        f"{name}/max": Metric(float(scores.max()), "max"),
-        f"{name}/min": Metric(float(scores.min()), "min"),
-    }

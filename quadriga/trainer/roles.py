@@ -50,8 +50,9 @@ class Needs:
     @classmethod
     def of(cls, config: Config) -> "Needs":
         """What a run with this configuration must compute at each step."""
-        algorithm = config.algorithm
-        fields = choose_estimator(algorithm.adv_estimator, algorithm.adv_options, dict(algorithm)).fields
+        algorithm, fields = config.algorithm, ()
+        if config.task == "rl":
+            fields = choose_estimator(algorithm.adv_estimator, algorithm.adv_options, dict(algorithm)).fields
         return cls(
             critic="values" in fields,
             greedy_baseline="reward_baselines" in fields,

@@ -51,12 +51,38 @@ class RolloutCache:
         Raises:
             DataError: a file has responses to something else, cannot be read, or cannot be written.
         """
-        path, facts = self._path(prompts), self._facts(prompts, num_samples)
-        if not path.is_file():
-            rows = self.generate(prompts, num_samples)
-            self._write(path, prompts, rows, facts)
-            return rows
-        cached = self._read(path)
+        greedy = "" if prompts.meta_info.get("do_sample", True) else "_greedy"
+        step, first = int(prompts.meta_info["global_steps"]), int(prompts.non_tensor_batch["uid"][0].rpartition("-")[2])
+        if self.is_repeated:
+            names = [match for path in self.directory.glob("*.answers") if (match := _NAME.fullmatch(path.name))]
+            places = [(int(match[1]), int(match[2])) for match in names if (match[3] or "") == greedy]
+            step, first = min(places, default=(step, first))
+        path = self.directory / f"{step}_{first}{greedy}.answers"
+        # What must be the same, by the name that a user knows.
+        rollout = self.config.actor_rollout_ref.rollout
+        sampling = {name: getattr(rollout, name) for name in ("temperature", "top_p", "top_k", "min_p", "stop")}
+        facts = {
+            f"{_ROLLOUT}.n": num_samples,
+            "data.train_batch_size": len(prompts),
+            "data.max_prompt_length": prompts.batch["input_ids"].shape[1],
+            "data.max_response_length": self.config.data.max_response_length,
+            "actor_rollout_ref.model.path": self.config.actor_rollout_ref.model.path,
+            **{f"{_ROLLOUT}.{name}": value for name, value in sampling.items()},
+        }
+        if path.is_file():
+            return self._replayed(path, prompts, num_samples, facts)
+        rows = self.generate(prompts, num_samples)
+        self._write(path, prompts, rows, facts)
+        return rows
+
+    def _replayed(self, path: Path, prompts: DataProto, num_samples: int, facts: dict[str, Any]) -> DataProto:
+        """The rows as the rollout would have given them."""
+        try:
+            cached = DataProto.load_from_disk(path)
+        except (OSError, ProtocolError) as error:
+            raise self._refusal(path, str(error).rstrip("."), "responses that a run has written") from error
+        if not {_FACTS, _PROMPTS, _OBJECTS, "metrics"} <= cached.meta_info.keys():
+            raise self._refusal(path, "a DataProto of another kind", "responses that a run has written")
         found = cached.meta_info[_FACTS]
         differing = [name for name in facts if found.get(name) != facts[name]]
         if differing:
@@ -65,33 +91,15 @@ class RolloutCache:
         if not self.is_repeated and cached.meta_info[_PROMPTS] != _digest(prompts):
             expected = f"responses to those of step {prompts.meta_info['global_steps']}"
             raise self._refusal(path, "responses to other prompts", expected)
-        return self._rows(cached, prompts, num_samples)
-
-    def _path(self, prompts: DataProto) -> Path:
-        greedy = "" if prompts.meta_info.get("do_sample", True) else "_greedy"
-        step, first = int(prompts.meta_info["global_steps"]), int(prompts.non_tensor_batch["uid"][0].rpartition("-")[2])
-        if self.is_repeated:
-            names = [match for path in self.directory.glob("*.answers") if (match := _NAME.fullmatch(path.name))]
-            places = [(int(match[1]), int(match[2])) for match in names if (match[3] or "") == greedy]
-            step, first = min(places, default=(step, first))
-        return self.directory / f"{step}_{first}{greedy}.answers"
-
-    def _facts(self, prompts: DataProto, num_samples: int) -> dict[str, Any]:
-        """What must be the same, by the name that a user knows."""
-        rollout = self.config.actor_rollout_ref.rollout
-        sampling = {name: getattr(rollout, name) for name in ("temperature", "top_p", "top_k", "min_p", "stop")}
-        return {
-            f"{_ROLLOUT}.n": num_samples,
-            "data.train_batch_size": len(prompts),
-            "data.max_prompt_length": prompts.batch["input_ids"].shape[1],
-            "data.max_response_length": self.config.data.max_response_length,
-            "actor_rollout_ref.model.path": self.config.actor_rollout_ref.model.path,
-            **{f"{_ROLLOUT}.{name}": value for name, value in sampling.items()},
-        }
-
-    def _refusal(self, path: Path, got: str, expected: str) -> DataError:
-        fix = f"Set {_ROLLOUT}.skip.dump_dir to another folder, delete this file, or turn {_ROLLOUT}.skip off."
-        return DataError(str(path), got=got, expected=expected, fix=fix)
+        rows = without_passing(prompts).repeat(num_samples)
+        # A repeated step has prompts of its own: all that is known of them comes from the file, but for their names.
+        names = [name for name in cached.non_tensor_batch if name != "uid"]
+        for name in names if self.is_repeated else cached.meta_info[_OBJECTS]:
+            rows.non_tensor_batch[name] = cached.non_tensor_batch[name]
+        rows.union(DataProto(cached.batch))
+        metrics = {name: Metric(value) for name, value in cached.meta_info["metrics"].items()}
+        rows.meta_info["metrics"] = {**metrics, "rollout/replayed": Metric(1.0)}
+        return rows
 
     def _write(self, path: Path, prompts: DataProto, rows: DataProto, facts: dict[str, Any]) -> None:
         known = without_passing(prompts)
@@ -118,27 +126,9 @@ class RolloutCache:
                 fix=f"Free space, or set {_ROLLOUT}.skip.dump_dir to another folder.",
             ) from error
 
-    def _read(self, path: Path) -> DataProto:
-        expected = "responses that a run has written"
-        try:
-            cached = DataProto.load_from_disk(path)
-        except (OSError, ProtocolError) as error:
-            raise self._refusal(path, str(error).rstrip("."), expected) from error
-        if not {_FACTS, _PROMPTS, _OBJECTS, "metrics"} <= cached.meta_info.keys():
-            raise self._refusal(path, "a DataProto of another kind", expected)
-        return cached
-
-    def _rows(self, cached: DataProto, prompts: DataProto, num_samples: int) -> DataProto:
-        """The rows as the rollout would have given them."""
-        rows = without_passing(prompts).repeat(num_samples)
-        # A repeated step has prompts of its own: all that is known of them comes from the file, but for their names.
-        names = [name for name in cached.non_tensor_batch if name != "uid"]
-        for name in names if self.is_repeated else cached.meta_info[_OBJECTS]:
-            rows.non_tensor_batch[name] = cached.non_tensor_batch[name]
-        rows.union(DataProto(cached.batch))
-        metrics = {name: Metric(value) for name, value in cached.meta_info["metrics"].items()}
-        rows.meta_info["metrics"] = {**metrics, "rollout/replayed": Metric(1.0)}
-        return rows
+    def _refusal(self, path: Path, got: str, expected: str) -> DataError:
+        fix = f"Set {_ROLLOUT}.skip.dump_dir to another folder, delete this file, or turn {_ROLLOUT}.skip off."
+        return DataError(str(path), got=got, expected=expected, fix=fix)
 
 
 def _digest(prompts: DataProto) -> str:

@@ -32,7 +32,7 @@ import torch
 from quadriga.background import in_background
 from quadriga.errors import CheckpointError, QuadrigaError
 from quadriga.observe.watchdog import waiting
-from quadriga.trainer.checkpoint import Checkpoints, require_parts
+from quadriga.trainer.checkpoint import Checkpoints
 
 RUN_STATE = "state.pt"
 _FIX = "Resume from another checkpoint."
@@ -101,16 +101,31 @@ class CheckpointSaver:
         if pending is None:
             return True
         try:
-            is_complete = self._advance(pending, wait)
+            if pending.completion is None:
+                with self.checkpoints.guarded(pending.step):
+                    # All are called, not only until one is not through: those of several ranks go on together.
+                    outputs = [worker.checkpoint_written(wait=wait) for worker in self.workers.values()]
+                    if not all(is_written for ranks in outputs for is_written in ranks):
+                        return False
+                    if missing := [part for part in self.workers if not (pending.folder / part).is_dir()]:
+                        raise CheckpointError(
+                            str(pending.folder / missing[0]),
+                            got="nothing here, though the worker has written it",
+                            expected="the same folder on every node",
+                            fix="Set trainer.default_local_dir to a disk that all nodes share.",
+                        )
+                pending.completion = in_background(lambda: self.checkpoints.complete(pending.step), "checkpoint")
+            if not wait and not pending.completion.done():
+                return False
+            pending.completion.result()
         # But not KeyboardInterrupt: the checkpoint goes on being written, and `settle` may still complete it.
         except Exception:
             self._pending = None
             raise
-        if is_complete:
-            self._pending = None
-            self.longest_s = max(self.longest_s, time.monotonic() - pending.begun)
-            self.report(f"checkpoint: {self.checkpoints.path(pending.step)}")
-        return is_complete
+        self._pending = None
+        self.longest_s = max(self.longest_s, time.monotonic() - pending.begun)
+        self.report(f"checkpoint: {self.checkpoints.path(pending.step)}")
+        return True
 
     def finish(self) -> None:
         """Wait until no checkpoint is in the making.
@@ -142,58 +157,29 @@ class CheckpointSaver:
         finally:
             self._pending = None
 
-    def _advance(self, pending: _Pending, is_awaited: bool) -> bool:
-        if pending.completion is None:
-            with self.checkpoints.guarded(pending.step):
-                # All are called, not only until one is not through: those of several ranks go on together.
-                outputs = [worker.checkpoint_written(wait=is_awaited) for worker in self.workers.values()]
-                if not all(is_written for ranks in outputs for is_written in ranks):
-                    return False
-                require_parts(pending.folder, self.workers)
-            pending.completion = in_background(lambda: self.checkpoints.complete(pending.step), "checkpoint")
-        if not is_awaited and not pending.completion.done():
-            return False
-        pending.completion.result()
-        return True
 
-
-def save_run_state(
-    directory: Path,
-    *,
-    step: int,
-    loader: dict[str, Any],
-    kl_controller: dict[str, Any],
-    with_random_states: bool = True,
-) -> None:
+def save_run_state(directory: Path, state: dict[str, Any], *, with_random_states: bool = True) -> None:
     """Write the driver's part of a checkpoint into `directory/trainer`.
 
     Args:
         directory: of the checkpoint.
-        step: after which it is written.
-        loader: state of the training data's loader.
-        kl_controller: its state.
+        state: the step, and what a resumed run goes on from.
         with_random_states: whether those of this process are part of it.
 
     Raises:
-        CheckpointError: `loader` holds, from a data set or sampler of a user's own, what could not be read again.
+        CheckpointError: it holds, from a data set or sampler of a user's own, what could not be read again.
     """
     target = directory / "trainer"
     target.mkdir(parents=True, exist_ok=True)
-    state = {"step": step, "loader": loader, "kl_controller": kl_controller}
-    if with_random_states:
-        state["random"] = random_states()
     # Through memory: torch reports a full disk in its own words, Python as what it is.
     content = io.BytesIO()
-    torch.save(state, content)
+    torch.save(state | ({"random": random_states()} if with_random_states else {}), content)
     _parse_state(content.getvalue(), target / RUN_STATE)
     (target / RUN_STATE).write_bytes(content.getvalue())
 
 
 def load_run_state(directory: Path, *, with_random_states: bool = True) -> dict[str, Any]:
     """Read what `save_run_state` wrote, and put the random states back if they are there and wanted.
-
-    Returns:
-        `step`, `loader` and `kl_controller`.
 
     Raises:
         CheckpointError: the file cannot be read.
@@ -206,7 +192,7 @@ def load_run_state(directory: Path, *, with_random_states: bool = True) -> dict[
     state = _parse_state(content, path)
     if with_random_states and "random" in state:
         restore_random_states(state["random"])
-    return {name: state[name] for name in ("step", "loader", "kl_controller")}
+    return state
 
 
 def random_states() -> dict[str, Any]:

@@ -18,9 +18,7 @@ another micro-batch, or on another rank, than the one that it is compared with. 
 """
 
 import shutil
-from abc import abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -36,35 +34,27 @@ from quadriga.protocol import DataProto
 from quadriga.trainer.loop import TrainingLoop
 from quadriga.workers.checkpoint import HF_FOLDER
 from quadriga.workers.reward_model import SequenceTokens, sequences_batch
-from quadriga.workers.sft import SCORE_SLOPE
 
 MODEL_FOLDER = "model"
 """Where a run's directory has the model that it ended with: an ordinary Hugging Face folder."""
 
 
-@dataclass(frozen=True)
-class Loaders:
-    """Of training rows, in whole batches, and of validation rows, or None."""
-
-    train: Any
-    val: Any
-
-
-class SupervisedTrainer(TrainingLoop):
+class SupervisedTrainer(TrainingLoop, ABC):
     """The loop; an objective says what a step does.
 
     Args:
         config: with a supervised `task`.
         learner: worker group that holds the model.
-        loaders: of the rows.
+        train_dataloader: stateful; its batches are dictionaries of columns.
+        val_dataloader: the same, or None.
+        total_training_steps: where the run ends.
     """
 
-    def __init__(self, config: Config, learner: Any, loaders: Loaders) -> None:
-        self.learner = learner
-        self.train_dataloader, self.val_dataloader = loaders.train, loaders.val
-        trainer = config.trainer
-        total_training_steps = trainer.total_training_steps or trainer.total_epochs * max(1, len(loaders.train))
-        super().__init__(config, {"actor": learner}, total_training_steps)
+    def __init__(
+        self, config: Config, learner: Any, train_dataloader: Any, val_dataloader: Any, total_training_steps: int
+    ) -> None:
+        self.learner, self.train_dataloader, self.val_dataloader = learner, train_dataloader, val_dataloader
+        super().__init__(config, {"actor": learner}, total_training_steps, {"loader": train_dataloader})
 
     @abstractmethod
     def step(self, rows: DataProto) -> int:
@@ -77,24 +67,19 @@ class SupervisedTrainer(TrainingLoop):
     def fit(self) -> None:
         """Train from the newest checkpoint, or from the start, to the last step, and write the model."""
         self.load_checkpoint()
-        with self.open_progress() as self.progress, self.open_tracking() as self.tracking:
+        with self.reporting():
             if self.val_dataloader is not None and self.settings.val_before_train and self.global_steps == 0:
                 self.tracking.log(self.validate(), 0)
-            for rows in self._batches():
-                self.train_step(rows)
-                self.finish_step()
-                if self.is_stopping:
-                    raise KeyboardInterrupt
+            while not self.is_last_step:
+                for columns in self.train_dataloader:
+                    self.train_step(DataProto.from_single_dict(columns))
+                    self.finish_step()
+                    if self.is_stopping:
+                        raise KeyboardInterrupt
+                    if self.is_last_step:
+                        break
             self.saver.finish()
             self.write_model()
-
-    def _batches(self) -> Iterator[DataProto]:
-        """Training batches, pass after pass over the data, until the last step."""
-        while not self.is_last_step:
-            for columns in self.train_dataloader:
-                yield DataProto.from_single_dict(columns)
-                if self.is_last_step:
-                    return
 
     def train_step(self, rows: DataProto) -> None:
         """The next step, measured: afterwards `metrics` holds its numbers."""
@@ -156,12 +141,6 @@ class SupervisedTrainer(TrainingLoop):
                 shutil.rmtree(aside, ignore_errors=True)
         self.progress.message(f"model: {target}")
 
-    def run_state(self) -> dict[str, dict[str, Any]]:
-        return {"loader": self.train_dataloader.state_dict(), "kl_controller": {}}
-
-    def restore(self, state: dict[str, dict[str, Any]]) -> None:
-        self.train_dataloader.load_state_dict(state["loader"])
-
 
 class SFTTrainer(SupervisedTrainer):
     """Supervised fine-tuning: the tokens under `loss_mask`. Validation has `loss`, nats for each of them."""
@@ -210,7 +189,7 @@ class RewardModelTrainer(SupervisedTrainer):
             "train/margin": float(margins.mean()),
             "train/score": float(scores.mean()),
         }
-        batch.batch[SCORE_SLOPE] = slopes.flatten()
+        batch.batch["score_slope"] = slopes.flatten()
         self.update(batch)
         return int(rows.batch["attention_mask"].sum())
 

@@ -19,6 +19,9 @@ class TaskRunner:
     def run(self, config: Config, start_up: Sequence[tuple[str, float]] = ()) -> None:
         """Build everything, say where the time went, train, and close what was opened.
 
+        A worker that died, or raised what is none of Quadriga's own errors (those would come again), is got over
+        `trainer.max_worker_restarts` times: from the last checkpoint that this run has written, or from its beginning.
+
         Args:
             config: the resolved configuration.
             start_up: what happened before, each part with the time of the wall clock at which it began.
@@ -37,12 +40,18 @@ class TaskRunner:
                 self._train(config, timeline)
                 return
             except QuadrigaError as error:
-                if not restarts or not is_lost_worker(error):
+                is_lost_worker = error.worker and isinstance(error, (WorkerError, PeerLostError))
+                if not restarts or not is_lost_worker:
                     raise
-                print(f"\n{error}\nThe workers are built anew; {_count(restarts - 1)} after this.")
-            restarts -= 1
+                restarts -= 1
+                left = f"{restarts} restart{'' if restarts == 1 else 's'} left"
+                print(f"\n{error}\nThe workers are built anew; {left} after this.")
             restore_random_states(at_first)
-            config, timeline = self._going_on(config), Timeline("restart")
+            timeline = Timeline("restart")
+            if self._saved is not None:
+                newest = Checkpoints(config.trainer.directory).path(self._saved)
+                resume = {"resume_mode": "resume_path", "resume_from_path": str(newest)}
+                config = config.model_copy(update={"trainer": config.trainer.model_copy(update=resume)})
 
     def _train(self, config: Config, timeline: Timeline) -> None:
         run = build_run(config, timeline)
@@ -55,40 +64,15 @@ class TaskRunner:
             is_cut_short = False
         except KeyboardInterrupt:
             trainer.saver.settle(can_ask=not run.team.is_remote)
-            print(
-                f"\ninterrupted in step {trainer.global_steps}. {_how_to_go_on(trainer.checkpoints.newest(), config)}"
-            )
+            step, change = trainer.checkpoints.newest(), ""
+            if config.trainer.resume_mode != "auto":
+                change = " with trainer.resume_mode=auto"
+            advice = f"The same command{change} goes on from the checkpoint of step {step}."
+            if step is None:
+                advice = "There is no checkpoint to go on from; trainer.save_freq=N writes one every N steps."
+            print(f"\ninterrupted in step {trainer.global_steps}. {advice}")
             raise
         finally:
             trainer.saver.settle(can_ask=not run.team.is_remote)
             self._saved = trainer.checkpoints.last_written or self._saved
             run.close(is_cut_short=is_cut_short)
-
-    def _going_on(self, config: Config) -> Config:
-        """The run from the last checkpoint that it has written, or from where it began."""
-        if self._saved is None:
-            return config
-        newest = Checkpoints(config.trainer.directory).path(self._saved)
-        trainer = config.trainer.model_copy(update={"resume_mode": "resume_path", "resume_from_path": str(newest)})
-        return config.model_copy(update={"trainer": trainer})
-
-
-def is_lost_worker(error: QuadrigaError) -> bool:
-    """Whether a worker died or raised what is none of Quadriga's own errors: those would come again."""
-    return bool(error.worker) and isinstance(error, (WorkerError, PeerLostError))
-
-
-def _count(restarts: int) -> str:
-    return f"{restarts} restart{'' if restarts == 1 else 's'} left"
-
-
-def _how_to_go_on(step: int | None, config: Config) -> str:
-    if step is None:
-        return "There is no checkpoint to go on from; trainer.save_freq=N writes one every N steps."
-    change = "" if config.trainer.resume_mode == "auto" else " with trainer.resume_mode=auto"
-    return f"The same command{change} goes on from the checkpoint of step {step}."
-
-
-def run(config: Config, start_up: Sequence[tuple[str, float]] = ()) -> None:
-    """Train in this process."""
-    TaskRunner().run(config, start_up)

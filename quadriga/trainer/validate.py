@@ -24,10 +24,10 @@ matters (`acc` where there is one, else `reward`), and `val-aux/...` for all oth
 at k = N, where only one draw exists.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from functools import lru_cache
-from math import comb
 from typing import Any
 
 import numpy as np
@@ -37,7 +37,7 @@ from quadriga.observe.metrics import reduce_metrics
 from quadriga.protocol import DataProto
 from quadriga.rewards import RewardManager
 from quadriga.trainer.prompts import assign_uids
-from quadriga.trainer.responses import first_of_each_prompt, generate_responses, sample_rows, write_samples
+from quadriga.trainer.responses import generate_responses, sample_rows, write_samples
 from quadriga.trainer.rewards import grade
 from quadriga.workers import ActorRolloutRefWorker, RolloutWorker
 
@@ -81,18 +81,22 @@ class Validator:
             batch = generate_responses(self.rollout, self.config, prompts, sampling.n)
             reward = grade(self.reward, batch)
             rows += sample_rows(batch, self.tokenizer, self.config.data.reward_fn_key)
-            for name, value in reduce_metrics(reward.metrics).items():
-                if name == "reward/errors":
-                    errors[f"val-aux/{name}"] = errors.get(f"val-aux/{name}", 0.0) + value
+            told, name = reduce_metrics(reward.metrics), "val-aux/reward/errors"
+            if "reward/errors" in told:
+                errors[name] = errors.get(name, 0.0) + told["reward/errors"]
         if not rows:
             return {}, []
         if trainer.validation_data_dir:
             write_samples(trainer.validation_data_dir, step, rows)
-        return _metrics_of(rows) | errors, list(first_of_each_prompt(rows, trainer.log_val_generations))
+        # Trackers show the first response to each of the first prompts.
+        shown: dict[str, dict[str, Any]] = {}
+        for row in rows:
+            shown.setdefault(row["uid"], {name: row[name] for name in ("input", "output", "ground_truth", "score")})
+        return _metrics_of(rows) | errors, list(shown.values())[: trainer.log_val_generations]
 
 
 def _metrics_of(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Metrics of sample rows: of the score, and of what graders add; columns that are no numbers are left out."""
+    """Of the score, and of what graders add; columns that are no numbers are left out."""
     names = dict.fromkeys(name for row in rows for name in row if name not in _NOT_MEASURED)
     return validation_metrics(
         [row["data_source"] for row in rows],
@@ -183,7 +187,12 @@ def score_metrics(scores: Sequence[np.ndarray]) -> dict[str, float]:
     for k in _draw_sizes(num_most):
         large = [block for block in blocks if block.shape[1] >= k]
         for kind, order in (("best", 1), ("worst", -1)):
-            moments = [_moments(block[:, ::order], order_statistic_weights(block.shape[1], k)) for block in large]
+            moments = []
+            for block in large:
+                n = block.shape[1]
+                # [n]: the chance that the j-th smallest of n is the largest of k drawn without replacement.
+                weights = np.array([math.comb(j, k - 1) / math.comb(n, k) for j in range(n)])
+                moments.append(_moments(block[:, ::order], weights))
             metrics |= _summary(f"{kind}@{k}", np.concatenate(moments, axis=1), is_only_draw=k == num_most)
     return metrics
 
@@ -216,11 +225,6 @@ def majority_metrics(scores: Sequence[np.ndarray], predictions: Sequence[Sequenc
     return metrics
 
 
-def order_statistic_weights(n: int, k: int) -> np.ndarray:
-    """[n]: the chance that the j-th smallest of n is the largest of k drawn without replacement."""
-    return np.array([comb(j, k - 1) / comb(n, k) for j in range(n)])
-
-
 @lru_cache(maxsize=4096)
 def majority_chances(counts: tuple[int, ...]) -> np.ndarray:
     """The chance of each answer to be the one given most often among k drawn, for every k.
@@ -244,20 +248,20 @@ def majority_chances(counts: tuple[int, ...]) -> np.ndarray:
         for v in range(1, count + 1):
             ways = _draws_of_others(tuple(others), v, n)
             shares = (ways / np.arange(1, len(ways) + 1)[:, None]).sum(0)
-            wins[v:, alike] += (comb(count, v) * shares[: n + 1 - v])[:, None]
-    return wins / np.array([float(comb(n, k)) for k in range(n + 1)])[:, None]
+            wins[v:, alike] += (math.comb(count, v) * shares[: n + 1 - v])[:, None]
+    return wins / np.array([float(math.comb(n, k)) for k in range(n + 1)])[:, None]
 
 
 def _draws_of_others(others: tuple[int, ...], v: int, n: int) -> np.ndarray:
     """[ties, n + 1]: in how many ways to draw s of the others so that none occurs above v times and t exactly so."""
     below = sum(count for count in others if count < v)
-    ways = np.array([[float(comb(below, s)) for s in range(n + 1)]])
+    ways = np.array([[float(math.comb(below, s)) for s in range(n + 1)]])
     for count in others:
         if count >= v:
             extended = np.zeros((len(ways) + 1, n + 1))
             for drawn in range(v + 1):
                 ties = int(drawn == v)
-                extended[ties : len(ways) + ties, drawn:] += comb(count, drawn) * ways[:, : n + 1 - drawn]
+                extended[ties : len(ways) + ties, drawn:] += math.comb(count, drawn) * ways[:, : n + 1 - drawn]
             ways = extended
     return ways
 
@@ -281,7 +285,7 @@ def _draw_sizes(num_most: int) -> list[int]:
 
 def _numbers(values: Sequence[Any]) -> np.ndarray | None:
     """The values as floats, NaN for None; None if anything in it is not a number."""
-    column = [float("nan") if value is None else value for value in values]
+    column = [math.nan if value is None else value for value in values]
     if not all(isinstance(value, bool | int | float | np.bool_ | np.number) for value in column):
         return None
     return np.array(column, dtype=np.float64)

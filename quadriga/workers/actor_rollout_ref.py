@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from quadriga.config import Config, LogProbConfig
-from quadriga.config.adapter import AdapterRoute, adapter_route
+from quadriga.config.adapter import adapter_route
 from quadriga.config.placement import ACTOR
 from quadriga.engines.base import TrainEngine
 from quadriga.engines.batches import MicroBatching
@@ -25,7 +25,6 @@ from quadriga.weight_sync import Address, CopiedWeights, SharedWeights, WeightSe
 from quadriga.workers.base import BY_REPLICA, Learner, build_engine
 from quadriga.workers.generation import Generation
 from quadriga.workers.models import load_policy
-from quadriga.workers.rollout_engines import make_rollout_engine
 
 
 class Parts(NamedTuple):
@@ -55,8 +54,6 @@ class ActorRolloutRefWorker(Learner):
         is_trained: whether the policy learns; one that only generates needs neither masters nor an optimizer.
     """
 
-    part = "actor"
-
     def __init__(
         self,
         config: Config,
@@ -66,59 +63,65 @@ class ActorRolloutRefWorker(Learner):
         is_trained: bool = True,
     ) -> None:
         super().__init__(config, tokenizer)
-        self.role, self.parts, self.is_trained = role, PARTS[role], is_trained
-        self.section = config.actor_rollout_ref.actor
+        self.parts, self.is_trained = PARTS[role], is_trained
         self.rollout_config = config.actor_rollout_ref.rollout
-        self.has_adapter = config.actor_rollout_ref.model.has_adapter
+        self.has_adapter = self.parts.actor and config.actor_rollout_ref.model.has_adapter
+        self.reference: FSDPEngine | None = None
         self.weight_version = 0
         self.sender: WeightSender | None = None
+        # Whether an adapter is sent without being merged; and whether the frozen weights below it were sent.
+        self.sends_adapter_alone = self.has_sent_frozen = False
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def init_model(self) -> dict[str, str]:
         """Load the models and make the engines. Returns what was chosen, with reasons, for people to read."""
-        self.join(self.section, self.section.fsdp_config, ACTOR)
-        choices = self._init_actor() if self.parts.actor else {}
+        actor, choices = self.section, {}
+        self.join(actor, actor.fsdp_config, ACTOR)
+        if self.parts.actor:
+            # The weights below an adapter are frozen: they need no float32 masters.
+            dtype = torch.float32 if self.is_trained and not self.has_adapter else self.dtype.value
+            loaded = load_policy(self.config, dtype, self.processes, has_adapter=self.has_adapter)
+            self.make_engine(loaded, self.config.actor_rollout_ref.model if self.is_trained else None, "actor")
+            self.objective = PolicyObjective(actor, self.config.algorithm.rollout_correction)
+            choices = self.describe("actor", has_adapter=self.has_adapter)
         if self.parts.rollout:
-            rollout = make_rollout_engine(
+            self.generation = Generation(
                 self.config,
                 self.tokenizer,
-                device=self.engine.device,
-                dtype=self.engine.dtype,
+                self.engine.device,
+                self.engine.dtype,
+                is_beside_training=True,
+                num_processes=self.world_size,
                 actor=self.engine.model if self.engine.has_replicated_weights else None,
             )
-            self.generation = Generation(
-                self.config, self.tokenizer, rollout, is_beside_training=True, num_processes=self.world_size
-            )
-            self.weight_sync = SharedWeights() if rollout.shares_weights else CopiedWeights()
-            self.weights = ActorWeights(self.engine, self.config, is_shared=rollout.shares_weights)
+            self.weight_sync = SharedWeights() if self.generation.engine.shares_weights else CopiedWeights()
+            choices |= self.generation.choices
+        if self.has_adapter:
+            choices["adapter"] += f"; {self._choose_route()}"
+        if self.parts.rollout:
             self.publish_weights(self.weight_version)
-            choices |= {"rollout": rollout.description, **self.generation.choices}
-        elif self.parts.actor:
-            self.weights = ActorWeights(self.engine, self.config)
-        if self.parts.actor and self.has_adapter:
-            choices["adapter"] += f"; {self.weights.describe()}"
-        self.reference: FSDPEngine | None = None
-        if self.parts.reference and self.parts.actor and self.has_adapter:
+        if self.parts.reference and self.has_adapter:
             choices["reference"] = "the actor with its adapter off"
         elif self.parts.reference:
             dtype = self.dtype.value
             loaded = load_policy(self.config, dtype, self.processes)
-            self.reference = build_engine(loaded, self.section.fsdp_config, dtype, self.processes, name="reference")
+            self.reference = build_engine(loaded, actor.fsdp_config, dtype, self.processes, name="reference")
             choices["reference"] = "a frozen copy"
         return choices
 
-    def _init_actor(self) -> dict[str, str]:
-        is_trained, has_adapter = self.is_trained, self.has_adapter
-        # The weights below an adapter are frozen: they need no float32 masters.
-        dtype = torch.float32 if is_trained and not has_adapter else self.dtype.value
-        loaded = load_policy(self.config, dtype, self.processes, has_adapter=has_adapter)
-        self.make_engine(loaded, self.config.actor_rollout_ref.model if is_trained else None, "actor")
-        self.objective = PolicyObjective(self.config.actor_rollout_ref.actor, self.config.algorithm.rollout_correction)
-        return self.describe("actor", has_adapter=has_adapter)
+    def _choose_route(self) -> str:
+        """How an adapter gets to the rollout: decided, and said."""
+        is_wide = self.engine.device.type != "cpu" and self.engine.dtype == torch.float32
+        route = adapter_route(self.config, is_wide_on_accelerator=is_wide)
+        if self.parts.rollout and self.generation.engine.shares_weights:
+            return "the rollout computes in the same modules"
+        self.sends_adapter_alone = route.is_alone
+        way = "alone, after the weights below it" if route.is_alone else "merged"
+        return f"to the rollout it goes {way} ({route.reason})"
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """Answers to prompts: see `rollout.generate_sequences`."""
+        """Responses to prompts; see `rollout.generate_sequences`."""
         self.weight_sync.verify(self.generation.engine, self.weight_version)
         return self.generation.generate(prompts, self.weight_version)
 
@@ -160,21 +163,38 @@ class ActorRolloutRefWorker(Learner):
         return metrics
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, execute_mode=Execute.RANK_ZERO)
-    def num_replicas(self) -> int:
-        """How many data-parallel ranks share a batch, each with rows of its own."""
-        return self.processes.replicas.size
+    def ranks_and_costs(self) -> tuple[int, float, float]:
+        """How many data-parallel ranks share a batch; `attention_tokens` and `head` of the actor's `ModelCost`."""
+        return self.processes.replicas.size, self.engine.cost.attention_tokens, self.engine.cost.head
 
-    @register(dispatch_mode=Dispatch.RANK_ZERO, execute_mode=Execute.RANK_ZERO)
-    def token_costs(self) -> tuple[float, float]:
-        """`attention_tokens` and `head` of the actor's `ModelCost`."""
-        return self.engine.cost.attention_tokens, self.engine.cost.head
+    @contextmanager
+    def weights(self, *, has_frozen: bool) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
+        """What one publication sends; it has arrived when the context ends without an error.
+
+            all weights trained         all of them
+            an adapter, merged          all of them, the adapter merged on the way
+            an adapter, alone           the frozen weights and the adapter; once the frozen ones are there, the adapter
+            on the actor's own modules  the parameters as they are, for the rollout to see that they are its own
+
+        Args:
+            has_frozen: whether the rollout still has frozen weights that were sent to it.
+        """
+        if not self.sends_adapter_alone:
+            is_shared = self.parts.rollout and self.generation.engine.shares_weights
+            yield self.engine.weights(is_merged=not is_shared)
+            return
+        # All ranks gather the same tensors, so all decide alike.
+        are_there = all(self.engine.world.gather(self.has_sent_frozen and has_frozen))
+        self.has_sent_frozen = False
+        yield self.engine.adapter_weights(with_frozen=not are_there)
+        self.has_sent_frozen = True
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def publish_weights(self, version: int) -> None:
         """Give the rollout the actor's weights; it refuses to generate with any others."""
         self.weight_version = version
         rollout = self.generation.engine
-        with self.weights.stream(has_frozen=rollout.has_frozen_weights) as weights:
+        with self.weights(has_frozen=rollout.has_frozen_weights) as weights:
             self.weight_sync.publish(weights, rollout, version)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -198,7 +218,7 @@ class ActorRolloutRefWorker(Learner):
             version: of the weights.
             has_frozen: whether the rollout took over what was sent last, frozen weights and all.
         """
-        with self.weights.stream(has_frozen=has_frozen) as weights:
+        with self.weights(has_frozen=has_frozen) as weights:
             if self.sender is not None:
                 self.sender.publish(weights, version)
             for _ in weights:  # the other ranks take part in gathering each tensor
@@ -208,7 +228,7 @@ class ActorRolloutRefWorker(Learner):
     def load_checkpoint(self, directory: Path) -> None:
         """Read the actor from below `directory`. The rollout keeps its weights until new ones are published."""
         super().load_checkpoint(directory)
-        self.weights.has_sent_frozen = False
+        self.has_sent_frozen = False
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def close(self) -> None:
@@ -218,51 +238,3 @@ class ActorRolloutRefWorker(Learner):
         if self.sender is not None:
             self.sender.close()
         super().close()
-
-
-class ActorWeights:
-    """The actor's weights as streams for the rollout. Every rank of the actor has one, and calls it collectively.
-
-    all weights trained         all of them
-    an adapter, merged          all of them, the adapter merged on the way
-    an adapter, alone           the frozen weights and the adapter; once the frozen ones are there, the adapter
-    on the actor's own modules  the parameters as they are, for the rollout to see that they are its own
-
-    Args:
-        actor: whose weights they are.
-        config: configuration.
-        is_shared: whether the rollout computes with the actor's own modules.
-    """
-
-    def __init__(self, actor: TrainEngine, config: Config, *, is_shared: bool = False) -> None:
-        self._actor, self._is_shared = actor, is_shared
-        self.route: AdapterRoute | None = None
-        if config.actor_rollout_ref.model.has_adapter:
-            is_wide = actor.device.type != "cpu" and actor.dtype == torch.float32
-            self.route = adapter_route(config, is_wide_on_accelerator=is_wide)
-        self.has_sent_frozen = False
-        """Whether the frozen weights, as they are, were sent; False makes the next publication send them."""
-
-    @contextmanager
-    def stream(self, *, has_frozen: bool) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
-        """The weights of one publication, which has arrived when the context ends without an error.
-
-        Args:
-            has_frozen: whether the rollout still has frozen weights that were sent to it.
-        """
-        if self.route is None or not self.route.is_alone or self._is_shared:
-            yield self._actor.weights(is_merged=not self._is_shared)
-            return
-        # All ranks gather the same tensors, so all decide alike.
-        are_there = all(self._actor.world.gather(self.has_sent_frozen and has_frozen))
-        self.has_sent_frozen = False
-        yield self._actor.adapter_weights(with_frozen=not are_there)
-        self.has_sent_frozen = True
-
-    def describe(self) -> str:
-        """How an adapter gets to the rollout, for people to read."""
-        assert self.route is not None, "called for an actor with an adapter"
-        if self._is_shared:
-            return "the rollout computes in the same modules"
-        way = "alone, after the weights below it" if self.route.is_alone else "merged"
-        return f"to the rollout it goes {way} ({self.route.reason})"

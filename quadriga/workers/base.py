@@ -13,8 +13,9 @@ update_actor, update_critic  MODEL_INPUTS, MODEL_OBJECTS, the fields of the obje
 """
 
 import time
-from functools import cached_property
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -162,11 +163,17 @@ class Learner(EngineWorker):
         part: the name of its folder in a checkpoint.
         section: its configuration.
         objective: its loss, after `init_model`.
+        checkpoint: writes and reads its part of a checkpoint, after `init_model`.
     """
 
-    part: str
-    section: ActorConfig | CriticConfig
+    part = "actor"
     objective: Objective
+
+    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+        super().__init__(config, tokenizer)
+        is_critic = self.part == "critic"
+        self.section: ActorConfig | CriticConfig = config.critic if is_critic else config.actor_rollout_ref.actor
+        self._peak_flops: float | None = None
 
     def make_engine(self, loaded: LoadedModel, model: ModelConfig | CriticModelConfig | None, name: str) -> None:
         """Put the model into `engine`.
@@ -179,7 +186,7 @@ class Learner(EngineWorker):
         section = self.section if model else None
         fsdp, dtype = self.section.fsdp_config, self.dtype.value
         self.engine = build_engine(loaded, fsdp, dtype, self.processes, name=name, section=section, model=model)
-        self._peak_flops: float | None = None
+        self.checkpoint = RoleCheckpoint(self.engine, self.engine.model, self.tokenizer)
 
     def describe(self, name: str, *, has_adapter: bool) -> dict[str, str]:
         """The engine's automatic choices with their reasons, for people to read."""
@@ -216,11 +223,6 @@ class Learner(EngineWorker):
         self._peak_flops = max(self._peak_flops or peak_flops(self.device, self.dtype.value), rate)
         return DataProto(meta_info={"metrics": metrics | {f"perf/mfu/{name}": Metric(rate / self._peak_flops)}})
 
-    @cached_property
-    def checkpoint(self) -> RoleCheckpoint:
-        """Writes and reads this worker's part of a checkpoint."""
-        return RoleCheckpoint(self.engine, self.engine.model, self.tokenizer)
-
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, directory: Path) -> None:
         """Copy the model and its optimizer, and begin to write them below `directory`."""
@@ -229,7 +231,7 @@ class Learner(EngineWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def checkpoint_written(self, wait: bool = False) -> bool:
         """Whether what was begun is on disk; with `wait`, it is when this returns."""
-        return self.checkpoint.is_written(wait=wait)
+        return self.checkpoint.writer.is_written(wait=wait)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, directory: Path) -> None:
@@ -237,28 +239,9 @@ class Learner(EngineWorker):
         self.checkpoint.load(directory / self.part, frozenset(self.section.checkpoint.load_contents))
 
 
-def prompt_inputs(prompts: DataProto, config: Config) -> DataProto:
-    """What the rollout reads of prompts; those of their columns that it uses and that are there.
-
-    A conversation finds the name of its data set as `data_source`, whatever `data.reward_fn_key` calls that column.
-    """
-    columns = prompts.non_tensor_batch
-    is_async = config.actor_rollout_ref.rollout.mode == "async"
-    wanted = (*PROMPT_OBJECTS, *(CONVERSATION_OBJECTS if is_async else ()))
-    inputs = prompts.select(PROMPT_TENSORS, [key for key in wanted if key in columns])
-    if is_async and config.data.reward_fn_key in columns:
-        inputs.non_tensor_batch["data_source"] = columns[config.data.reward_fn_key]
-    return inputs
-
-
-def model_inputs(batch: DataProto) -> DataProto:
-    """What a pass without gradients reads."""
-    return batch.select(MODEL_INPUTS, [key for key in MODEL_OBJECTS if key in batch.non_tensor_batch])
-
-
-def reward_model_inputs(batch: DataProto, *, with_chats: bool) -> DataProto:
-    """What the reward model reads."""
-    return batch.select(MODEL_INPUTS, [key for key in CHAT_OBJECTS if with_chats and key in batch.non_tensor_batch])
+def model_inputs(batch: DataProto, objects: Sequence[str] = MODEL_OBJECTS) -> DataProto:
+    """What a pass without gradients reads: `MODEL_INPUTS`, and those of the objects that are there."""
+    return batch.select(MODEL_INPUTS, [key for key in objects if key in batch.non_tensor_batch])
 
 
 class UpdateInputs:
@@ -272,17 +255,11 @@ class UpdateInputs:
         self._policy = PolicyObjective(config.actor_rollout_ref.actor, config.algorithm.rollout_correction)
         self._value = ValueObjective(config.critic)
 
-    def of_actor(self, batch: DataProto) -> DataProto:
-        """Columns for `update_actor`; those that the loss computes from the whole batch are added to it."""
-        self._policy.add_batch_columns(batch)
-        return self._select(batch, self._policy)
-
-    def of_critic(self, batch: DataProto) -> DataProto:
-        """Columns for `update_critic`."""
-        return self._select(batch, self._value)
-
-    @staticmethod
-    def _select(batch: DataProto, objective: Objective) -> DataProto:
-        numbers = ["row_index"] if "row_index" in batch.batch.keys() else []
-        names = dict.fromkeys((*MODEL_INPUTS, *objective.fields(batch), *numbers))
+    def select(self, batch: DataProto, role: Literal["actor", "critic"]) -> DataProto:
+        """Columns for `update_actor` or `update_critic`; those that the policy loss computes from the whole batch are
+        added to it."""
+        if role == "actor":
+            self._policy.add_batch_columns(batch)
+        fields = (self._policy if role == "actor" else self._value).fields(batch)
+        names = dict.fromkeys((*MODEL_INPUTS, *fields, *({"row_index"} & set(batch.batch.keys()))))
         return batch.select(list(names), [key for key in MODEL_OBJECTS if key in batch.non_tensor_batch])

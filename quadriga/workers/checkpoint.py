@@ -45,10 +45,10 @@ class RoleCheckpoint:
 
     def __init__(self, engine: TrainEngine, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         self.engine, self.model, self.tokenizer = engine, model, tokenizer
-        self._writer = StateWriter(engine.world)
+        self.writer = StateWriter(engine.world)
 
     def start(self, folder: Path, contents: frozenset[str]) -> None:
-        """Copy what `contents` names out of the engine, and begin to write it.
+        """Copy what `contents` names out of the engine, and begin to write it; `writer` knows when it is on disk.
 
         Args:
             folder: of the role; is made.
@@ -57,24 +57,29 @@ class RoleCheckpoint:
         Raises:
             CheckpointError: something cannot be written, now or in the last call.
         """
-        adapter = adapter_of(self.model)
+        adapter, config = adapter_of(self.model), self.model.config
         whole = {MODEL, FROZEN} if adapter else {MODEL}
         parts = contents & {MODEL, OPTIMIZER} | (whole if "hf_model" in contents else frozenset())
         states = {folder / part: self.engine.state(frozenset({part})) for part in sorted(parts)}
-        self._writer.start(states, partial(_complete, folder, contents, adapter, self.model.config))
-        if self.engine.world.is_first:
-            self._write_small_files(folder, contents)
-
-    def is_written(self, *, wait: bool = False) -> bool:
-        """Whether all of it is on disk.
-
-        Args:
-            wait: until it is.
-
-        Raises:
-            CheckpointError: something could not be written.
-        """
-        return self._writer.is_written(wait=wait)
+        self.writer.start(states, partial(_complete, folder, contents, adapter, config))
+        if not self.engine.world.is_first:
+            return
+        # The small files, here and not in the thread: a tokenizer must not be saved while it is used.
+        with explained(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            for part, place in ((MODEL, folder), ("hf_model", folder / HF_FOLDER)):
+                if part not in contents:
+                    continue
+                place.mkdir(exist_ok=True)
+                config.save_pretrained(place)
+                # Without the checks of save_pretrained, which refuses files that models on the hub come with.
+                # A classifier has none.
+                if (generation := getattr(self.model, "generation_config", None)) is not None:
+                    generation.to_json_file(place / "generation_config.json")
+                self.tokenizer.save_pretrained(place)
+                copy_processor(config, place)
+            if MODEL in contents and adapter:
+                write_adapter_config(self.model, folder)
 
     def load(self, folder: Path, contents: frozenset[str]) -> None:
         """Read `model`, `optimizer` or both back into the engine, whatever layout has written them.
@@ -84,29 +89,22 @@ class RoleCheckpoint:
         """
         parts = contents & {MODEL, OPTIMIZER}
         if MODEL in parts:
-            _require_same_kind(folder, adapter_of(self.model))
+            # An adapter goes on as an adapter of the same rank and scale, which its tensors do not say.
+            saved = read_adapter(folder) if is_adapter(folder) else None
+            kinds = [
+                f"an adapter of rank {one.rank} and scale {one.scale:g}" if one else "all weights"
+                for one in (saved, adapter_of(self.model))
+            ]
+            if kinds[0] != kinds[1]:
+                raise CheckpointError(
+                    str(folder / ADAPTER_CONFIG if saved else folder),
+                    got=kinds[0],
+                    expected=f"{kinds[1]}, as actor_rollout_ref.model says",
+                    fix="Resume with the lora_rank and lora_alpha of the run that wrote it.",
+                )
         for part in sorted(parts):
             load_state(folder / part, self.engine.state(frozenset({part})), self.engine.world)
         self.engine.state_was_loaded(parts)
-
-    def _write_small_files(self, folder: Path, contents: frozenset[str]) -> None:
-        """Here and not in the thread: a tokenizer must not be saved while it is used."""
-        folders = [folder] if MODEL in contents else []
-        if "hf_model" in contents:
-            folders.append(folder / HF_FOLDER)
-        with explained(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            for place in folders:
-                place.mkdir(exist_ok=True)
-                self.model.config.save_pretrained(place)
-                # Without the checks of save_pretrained, which refuses files that models on the hub come with.
-                # A classifier has none.
-                if (generation := getattr(self.model, "generation_config", None)) is not None:
-                    generation.to_json_file(place / "generation_config.json")
-                self.tokenizer.save_pretrained(place)
-                copy_processor(self.model.config, place)
-            if MODEL in contents and adapter_of(self.model):
-                write_adapter_config(self.model, folder)
 
 
 def _complete(folder: Path, contents: frozenset[str], adapter: AdapterShape | None, config: PreTrainedConfig) -> None:
@@ -115,36 +113,16 @@ def _complete(folder: Path, contents: frozenset[str], adapter: AdapterShape | No
         with explained(folder):
             files = open_weights(folder / MODEL)
             write_factors(folder, {name: files.read(name) for name in files.shapes})
-    if "hf_model" in contents:
-        with explained(folder / HF_FOLDER):
-            _assemble(folder, adapter, config)
-        if MODEL not in contents:
-            shutil.rmtree(folder / MODEL)
-
-
-def _assemble(folder: Path, adapter: AdapterShape | None, config: PreTrainedConfig) -> None:
-    weights = open_weights(folder / MODEL)
-    if adapter:
-        frozen = DistributedFiles(folder / FROZEN, prefix=f"{FROZEN}.")
-        weights = MergedFiles(frozen, weights, adapter.scale, folder)
-    (folder / HF_FOLDER).mkdir(exist_ok=True)
-    write_safetensors(folder / HF_FOLDER, RenamedFiles(weights, partial(file_name, config)))
-    if adapter:
-        shutil.rmtree(folder / FROZEN)
-
-
-def _require_same_kind(folder: Path, adapter: AdapterShape | None) -> None:
-    """An adapter goes on as an adapter of the same rank and scale, which its tensors do not say."""
-    saved = read_adapter(folder) if is_adapter(folder) else None
-    names = [_kind(saved), _kind(adapter)]
-    if names[0] != names[1]:
-        raise CheckpointError(
-            str(folder / ADAPTER_CONFIG if saved else folder),
-            got=names[0],
-            expected=f"{names[1]}, as actor_rollout_ref.model says",
-            fix="Resume with the lora_rank and lora_alpha of the run that wrote it.",
-        )
-
-
-def _kind(adapter: AdapterShape | None) -> str:
-    return f"an adapter of rank {adapter.rank} and scale {adapter.scale:g}" if adapter else "all weights"
+    if "hf_model" not in contents:
+        return
+    with explained(folder / HF_FOLDER):
+        weights = open_weights(folder / MODEL)
+        if adapter:
+            frozen = DistributedFiles(folder / FROZEN, prefix=f"{FROZEN}.")
+            weights = MergedFiles(frozen, weights, adapter.scale, folder)
+        (folder / HF_FOLDER).mkdir(exist_ok=True)
+        write_safetensors(folder / HF_FOLDER, RenamedFiles(weights, partial(file_name, config)))
+        if adapter:
+            shutil.rmtree(folder / FROZEN)
+    if MODEL not in contents:
+        shutil.rmtree(folder / MODEL)

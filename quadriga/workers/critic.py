@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The value function: what return to expect before each token of a response."""
 
-from transformers import PreTrainedTokenizerBase
+import torch
 
-from quadriga.config import Config
 from quadriga.engines.batches import MicroBatching
 from quadriga.engines.objectives import ValueObjective
 from quadriga.engines.step import infer
+from quadriga.models.scorers import ValueScorer
 from quadriga.protocol import DataProto
 from quadriga.single_controller import Dispatch, register
 from quadriga.workers.base import BY_REPLICA, Learner
-from quadriga.workers.models import load_value_function
+from quadriga.workers.models import load_model
 
 
 class CriticWorker(Learner):
@@ -23,15 +23,14 @@ class CriticWorker(Learner):
 
     part = "critic"
 
-    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
-        super().__init__(config, tokenizer)
-        self.section = config.critic
-
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def init_model(self) -> dict[str, str]:
         """Load the model and make the engine. Returns what was chosen, with reasons, for people to read."""
         self.join(self.section, self.section.fsdp_config, "critic")
-        self.make_engine(load_value_function(self.config, self.processes), self.config.critic.model, "critic")
+        model = self.config.critic.model
+        path = model.path or self.config.actor_rollout_ref.model.path
+        loaded = load_model(self.config, path, ValueScorer, torch.float32, self.processes)
+        self.make_engine(loaded, model, "critic")
         self.objective = ValueObjective(self.config.critic)
         return {"critic": f"{self.engine.describe()['parameters'] / 1e6:.1f} M parameters, with a value head"}
 

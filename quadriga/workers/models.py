@@ -18,7 +18,7 @@ from quadriga.errors import ConfigError, EngineError
 from quadriga.models.adapter_files import base_name, is_factor, open_model
 from quadriga.models.load import load_causal_lm, load_config, skeleton_causal_lm
 from quadriga.models.lora import add_adapter
-from quadriga.models.scorers import PolicyScorer, Scorer, ValueScorer
+from quadriga.models.scorers import PolicyScorer, Scorer
 from quadriga.models.vision import is_vision, parameter_name, vision_encoder
 from quadriga.models.weight_files import RenamedFiles
 
@@ -41,7 +41,7 @@ def load_policy(config: Config, dtype: torch.dtype, processes: Processes, *, has
         has_adapter: whether it gets the adapter of the configuration, in float32.
     """
     section = config.actor_rollout_ref.model
-    loaded = _load(config, section.path, PolicyScorer, dtype, processes)
+    loaded = load_model(config, section.path, PolicyScorer, dtype, processes)
     if config.actor_rollout_ref.actor.freeze_vision_tower:
         vision_encoder(loaded.scorer.model).requires_grad_(False)
     if not has_adapter:
@@ -52,20 +52,27 @@ def load_policy(config: Config, dtype: torch.dtype, processes: Processes, *, has
     return LoadedModel(loaded.scorer, lambda name: read_factor(name) if is_factor(name) else read_base(base_name(name)))
 
 
-def load_value_function(config: Config, processes: Processes) -> LoadedModel:
-    """The model of `critic.model` with a value head."""
-    path = config.critic.model.path or config.actor_rollout_ref.model.path
-    return _load(config, path, ValueScorer, torch.float32, processes)
+def load_model(
+    config: Config, path: str, scorer: type[Scorer], dtype: torch.dtype, processes: Processes
+) -> LoadedModel:
+    """A model with a head, and the options of `actor_rollout_ref.model`.
 
+    Args:
+        config: has the options.
+        path: of the model; its files need not have a value head, which is zero then.
+        scorer: the head.
+        dtype: of replicated weights; sharded ones are read when they are cut.
+        processes: the ranks that will hold it.
 
-def _load(config: Config, path: str, scorer: type[Scorer], dtype: torch.dtype, processes: Processes) -> LoadedModel:
+    Raises:
+        EngineError: the files lack a weight.
+    """
     model = config.actor_rollout_ref.model
     options = {"trust_remote_code": model.trust_remote_code, "override_config": model.override_config}
     # The name of a model on a hub is no folder yet: transformers fetches it, and loads it whole.
     if processes.layout.is_whole or not Path(path).is_dir():
         return LoadedModel(scorer(load_causal_lm(path, dtype=dtype, device=processes.world.device, **options)), None)
     skeleton = scorer(skeleton_causal_lm(path, **options))
-    # A value head that the files do not have is zero.
     files = RenamedFiles(open_model(path), partial(parameter_name, skeleton.model.config))
     names, shapes = files.shapes, {name: one.shape for name, one in skeleton.model.named_parameters()}
     missing = [name for name in shapes if name not in names and not name.startswith("value_head.")]
@@ -103,7 +110,16 @@ def check_models(config: Config, *, has_critic: bool) -> None:
     for where, section, size in arranged_roles(config, has_critic=has_critic):
         layout = section.layout(size, where)
         if (layout.sp, layout.tp, layout.pp) != (1, 1, 1):
-            check_model(layout, shape_of(_model_config(config, where)), where)
+            model = _model_config(config, where)
+            text = model.get_text_config()
+            shape = ModelShape(
+                name=(model.architectures or [type(model).__name__])[0],
+                num_layers=text.num_hidden_layers,
+                num_heads=text.num_attention_heads,
+                num_kv_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
+                tensor_plan=text.base_model_tp_plan,
+            )
+            check_model(layout, shape, where)
 
 
 def require_text(config: Config, what: str) -> None:
@@ -177,29 +193,9 @@ def layout_tables(config: Config, *, has_critic: bool) -> Iterator[str]:
             yield f"  {where}: {layout.describe()}\n    {table}"
 
 
-def shape_of(model: Any) -> ModelShape:
-    """The sizes of a model that have to be divisible.
-
-    Args:
-        model: a configuration of transformers.
-    """
-    text = model.get_text_config()
-    return ModelShape(
-        name=(model.architectures or [type(model).__name__])[0],
-        num_layers=text.num_hidden_layers,
-        num_heads=text.num_attention_heads,
-        num_kv_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
-        tensor_plan=text.base_model_tp_plan,
-    )
-
-
 def _model_config(config: Config, where: str) -> Any:
     model = config.actor_rollout_ref.model
-    if where == ACTOR:
-        path = model.path
-    elif where == CRITIC:
-        path = config.critic.model.path or model.path
-    else:
-        path = config.reward_model.model.path or ""
+    paths = {ACTOR: model.path, CRITIC: config.critic.model.path or model.path}
+    path = paths.get(where, config.reward_model.model.path or "")
     options = {"override_config": model.override_config} if path == model.path else {}
     return load_config(path, trust_remote_code=model.trust_remote_code, **options)

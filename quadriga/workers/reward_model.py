@@ -3,8 +3,8 @@
 
 It reads the policy's own tokens, or the chat rendered by its own template and tokenizer:
 
-    rows of the policy ─ PolicyTokens ──────────────────────────────────────> SequenceTokens ─ sequences_batch ─> engine
-                       └ RenderedChats: text, its own template, its tokens ─┘
+    rows of the policy ─ its tokens ──────────────────────────────────────> SequenceTokens ─ sequences_batch ─> engine
+                       └ rendered_chats: text, own template, own tokens ──┘
 
 Legend: B rows, P prompt positions, T response positions.
 """
@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -54,23 +53,13 @@ class RewardModelWorker(EngineWorker):
             device=self.device,
             trust_remote_code=model_section.trust_remote_code,
         )
-        vocabulary_size = model.get_input_embeddings().num_embeddings
+        self.vocabulary_size = model.get_input_embeddings().num_embeddings
         loaded = LoadedModel(RewardScorer(model), None)
         self.engine = build_engine(
             loaded, model_section.fsdp_config, self.dtype.value, self.processes, name="reward model"
         )
-        self.inputs, tokenizer_limit, reason = choose_inputs(self.config, self.tokenizer, vocabulary_size)
-        self.limit = self._choose_limit(model.config.get_text_config(), tokenizer_limit)
-        about = self.engine.describe()
-        longest = "" if self.limit is None else f", up to {self.limit} tokens"
-        return {
-            "reward model": f"{about['parameters'] / 1e6:.1f} M parameters, {about['weights']} ({self.dtype.reason})",
-            "reward inputs": f"{reason}{longest}",
-        }
-
-    def _choose_limit(self, model_config: Any, tokenizer_limit: int | None) -> int | None:
-        """The longest input in tokens; None: nothing bounds it."""
-        positions = getattr(model_config, "max_position_embeddings", None)
+        self.judge, tokenizer_limit, reason = choose_tokenizer(self.config, self.tokenizer)
+        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         given = self.config.reward_model.max_length
         if given is not None and positions is not None and given > positions:
             raise ConfigError(
@@ -79,12 +68,18 @@ class RewardModelWorker(EngineWorker):
                 expected=f"at most {positions}, the positions of the reward model",
                 fix="Lower it, or leave it out.",
             )
-        return given or min((limit for limit in (positions, tokenizer_limit) if limit), default=None)
+        self.limit = given or min((limit for limit in (positions, tokenizer_limit) if limit), default=None)
+        about = self.engine.describe()
+        longest = "" if self.limit is None else f", up to {self.limit} tokens"
+        return {
+            "reward model": f"{about['parameters'] / 1e6:.1f} M parameters, {about['weights']} ({self.dtype.reason})",
+            "reward inputs": f"{reason}{longest}",
+        }
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, execute_mode=Execute.RANK_ZERO)
     def reads_chats(self) -> bool:
         """Whether `compute_rm_score` reads `raw_prompt` and `uid` beside the tokens."""
-        return self.inputs.reads_chats
+        return self.judge is not None
 
     @register(dispatch_mode=BY_REPLICA)
     def compute_rm_score(self, data: DataProto) -> DataProto:
@@ -93,14 +88,12 @@ class RewardModelWorker(EngineWorker):
         Metrics: `reward/rm_cut`, the sequences whose beginning was cut off because they were too long.
 
         Raises:
-            EngineError: a row without a prompt or without a response.
+            EngineError, DataError: as `sequences`.
             RewardError: a score that is not finite.
         """
-        rows = self.inputs.sequences(data)
-        num_cut = 0
-        if self.limit is not None:
-            num_cut = sum(row.length > self.limit for row in rows)
-            rows = [row.cut(self.limit) if row.length > self.limit else row for row in rows]
+        whole = self.sequences(data)
+        rows = whole if self.limit is None else [row.cut(self.limit) for row in whole]
+        num_cut = sum(row is not before for row, before in zip(rows, whole, strict=True))
         section = self.config.reward_model
         num_sequences = None if section.use_dynamic_bsz else section.micro_batch_size_per_gpu
         micro = MicroBatching(num_sequences, section.forward_max_token_len_per_gpu, self.share_prompts)
@@ -122,45 +115,25 @@ class RewardModelWorker(EngineWorker):
         metrics = {"reward/rm_cut": Metric(num_cut, "sum")}
         return DataProto.from_dict(tensors={"rm_scores": rm_scores}, meta_info={"metrics": metrics})
 
-
-@dataclass(frozen=True)
-class SequenceTokens:
-    """The tokens of one row for the reward model: the beginning that it may share with others, and the rest."""
-
-    prompt: list[int]
-    response: list[int]
-
-    def cut(self, limit: int) -> "SequenceTokens":
-        """The last `limit` tokens; of them the first counts as prompt if no other is left of it."""
-        tokens = [*self.prompt, *self.response][-limit:]
-        kept = max(1, len(tokens) - len(self.response))
-        return SequenceTokens(tokens[:kept], tokens[kept:])
-
-    @property
-    def length(self) -> int:
-        """Tokens of both."""
-        return len(self.prompt) + len(self.response)
-
-
-class PolicyTokens:
-    """The tokens as they are.
-
-    Args:
-        vocabulary_size: of the reward model.
-    """
-
-    reads_chats = False
-
-    def __init__(self, vocabulary_size: int) -> None:
-        self.vocabulary_size = vocabulary_size
-
-    def sequences(self, data: DataProto) -> list[SequenceTokens]:
-        """The rows as sequences of the reward model.
+    def sequences(self, data: DataProto) -> list["SequenceTokens"]:
+        """The rows as the reward model reads them: the policy's tokens, or chats rendered by its own template.
 
         Raises:
             EngineError: a row lacks prompt or response, or has a token that the reward model does not know.
+            DataError: there are no chats, or the template refuses one.
         """
-        rows = [SequenceTokens(prompt.tolist(), response.tolist()) for prompt, response in _valid_tokens(data)]
+        input_ids, attention = (data.batch[key].cpu().numpy() for key in ("input_ids", "attention_mask"))
+        width = input_ids.shape[1] - data.batch["response_mask"].shape[1]
+        rows = []
+        for number, (tokens, valid) in enumerate(zip(input_ids, attention != 0, strict=True)):
+            row = SequenceTokens(tokens[:width][valid[:width]].tolist(), tokens[width:][valid[width:]].tolist())
+            if not (row.prompt and row.response):
+                empty = "response" if row.prompt else "prompt"
+                where = f"row {number} of a batch for the reward model"
+                raise EngineError(f"{where}: got an empty {empty}, expected at least one token")
+            rows.append(row)
+        if self.judge is not None:
+            return rendered_chats(data, [row.response for row in rows], self.tokenizer, self.judge)
         highest = max((max(*row.prompt, *row.response) for row in rows), default=0)
         if highest >= self.vocabulary_size:
             raise EngineError(
@@ -172,57 +145,55 @@ class PolicyTokens:
         return rows
 
 
-class RenderedChats:
-    """Decoded responses as the assistant's turn of their chats, by the reward model's template and tokenizer.
+@dataclass(frozen=True)
+class SequenceTokens:
+    """The tokens of one row for the reward model: the beginning that it may share with others, and the rest."""
+
+    prompt: list[int]
+    response: list[int]
+
+    def cut(self, limit: int) -> "SequenceTokens":
+        """The last `limit` tokens; of them the first counts as prompt if no other is left of it."""
+        if len(self.prompt) + len(self.response) <= limit:
+            return self
+        tokens = [*self.prompt, *self.response][-limit:]
+        kept = max(1, len(tokens) - len(self.response))
+        return SequenceTokens(tokens[:kept], tokens[kept:])
+
+
+def rendered_chats(
+    data: DataProto,
+    responses: Sequence[Sequence[int]],
+    policy: PreTrainedTokenizerBase,
+    judge: PreTrainedTokenizerBase,
+) -> list[SequenceTokens]:
+    """Decoded responses as the assistant's turn of their chats. The common prefix of the responses to a prompt counts
+    as prompt.
 
     Args:
+        data: has the chats of the prompts.
+        responses: tokens of the policy, without padding.
         policy: decodes.
         judge: renders and encodes; it has a chat template.
+
+    Raises:
+        DataError: there are no chats, or the template refuses one.
     """
-
-    reads_chats = True
-
-    def __init__(self, policy: PreTrainedTokenizerBase, judge: PreTrainedTokenizerBase) -> None:
-        self.policy, self.judge = policy, judge
-
-    def sequences(self, data: DataProto) -> list[SequenceTokens]:
-        """The rows as sequences of the reward model. The common prefix of the responses to a prompt counts as prompt.
-
-        Raises:
-            EngineError: a row lacks prompt or response.
-            DataError: there are no chats, or the template refuses one.
-        """
-        responses = [response for _, response in _valid_tokens(data)]
-        texts = self.policy.batch_decode(responses, skip_special_tokens=True) if responses else []
-        for key in CHAT_OBJECTS:
-            if key not in data.non_tensor_batch:
-                raise DataError(
-                    f"column {key}",
-                    got="nothing",
-                    expected="the chat messages of each prompt, for the reward model's own template",
-                    fix="A data set of your own must put them into each row where data.return_raw_chat is true.",
-                )
-        chats, uids = (data.non_tensor_batch[key] for key in CHAT_OBJECTS)
-        rendered = [self._render(chat, text, uid) for chat, text, uid in zip(chats, texts, uids, strict=True)]
-        # The template has written the special tokens.
-        encoded = self.judge(rendered, add_special_tokens=False)["input_ids"] if rendered else []
-        groups: dict[Any, list[list[int]]] = {}
-        for uid, tokens in zip(uids, encoded, strict=True):
-            groups.setdefault(uid, []).append(tokens)
-        shared: dict[Any, int] = {}
-        for uid, members in groups.items():
-            first, last = min(members), max(members)  # in lexicographic order: what these two share, all share
-            differing = (place for place, (one, other) in enumerate(zip(first, last, strict=False)) if one != other)
-            shared[uid] = max(1, next(differing, len(first)))
-        return [
-            SequenceTokens(tokens[: shared[uid]], tokens[shared[uid] :])
-            for uid, tokens in zip(uids, encoded, strict=True)
-        ]
-
-    def _render(self, chat: Sequence[dict[str, Any]], response: str, uid: Any) -> str:
-        messages = [*chat, {"role": "assistant", "content": response}]
+    texts = policy.batch_decode(responses, skip_special_tokens=True) if responses else []
+    for key in CHAT_OBJECTS:
+        if key not in data.non_tensor_batch:
+            raise DataError(
+                f"column {key}",
+                got="nothing",
+                expected="the chat messages of each prompt, for the reward model's own template",
+                fix="A data set of your own must put them into each row where data.return_raw_chat is true.",
+            )
+    chats, uids = (data.non_tensor_batch[key] for key in CHAT_OBJECTS)
+    rendered = []
+    for chat, text, uid in zip(chats, texts, uids, strict=True):
+        messages = [*chat, {"role": "assistant", "content": text}]
         try:
-            return str(self.judge.apply_chat_template(messages, tokenize=False, add_generation_prompt=False))
+            rendered.append(str(judge.apply_chat_template(messages, tokenize=False, add_generation_prompt=False)))
         except Exception as error:
             # A template is a program of the model's author: it may raise what it likes about messages that it dislikes.
             raise DataError(
@@ -231,29 +202,43 @@ class RenderedChats:
                 expected="messages in the form that the reward model was trained on",
                 fix="Correct the row's chat, or use another reward model.",
             ) from error
+    # The template has written the special tokens.
+    encoded = judge(rendered, add_special_tokens=False)["input_ids"] if rendered else []
+    groups: dict[Any, list[list[int]]] = {}
+    for uid, tokens in zip(uids, encoded, strict=True):
+        groups.setdefault(uid, []).append(tokens)
+    shared: dict[Any, int] = {}
+    for uid, members in groups.items():
+        first, last = min(members), max(members)  # in lexicographic order: what these two share, all share
+        differing = (place for place, (one, other) in enumerate(zip(first, last, strict=False)) if one != other)
+        shared[uid] = max(1, next(differing, len(first)))
+    return [
+        SequenceTokens(tokens[: shared[uid]], tokens[shared[uid] :]) for uid, tokens in zip(uids, encoded, strict=True)
+    ]
 
 
-def choose_inputs(
-    config: Config, policy: PreTrainedTokenizerBase, vocabulary_size: int
-) -> tuple[PolicyTokens | RenderedChats, int | None, str]:
-    """How the reward model of a run reads, how many tokens its tokenizer allows, and why, for people to read.
+def choose_tokenizer(
+    config: Config, policy: PreTrainedTokenizerBase
+) -> tuple[PreTrainedTokenizerBase | None, int | None, str]:
+    """The tokenizer by which the reward model reads chats, or None: it reads the policy's tokens as they are.
 
     Args:
         config: names the reward model and its tokenizer.
         policy: the policy's tokenizer.
-        vocabulary_size: of the reward model.
+
+    Returns:
+        the tokenizer, how many tokens it allows, and why it is used or not, for people to read.
 
     Raises:
         ConfigError: the tokens must be rendered again and cannot be.
     """
     model = config.reward_model.model
     if model.input_tokenizer is None:
-        return PolicyTokens(vocabulary_size), None, f"the policy's tokens as they are ({_KEY} is null)"
+        return None, None, f"the policy's tokens as they are ({_KEY} is null)"
     judge = _load(str(model.path), "reward_model.model.path", model.trust_remote_code)
     # The longest input in tokens; where none is known, transformers says a number beyond all models.
     limit = int(judge.model_max_length) if judge.model_max_length < 2**31 else None
     template = config.data.apply_chat_template_kwargs.get("chat_template", policy.chat_template)
-    difference = _difference(policy, judge, template)
     if model.input_tokenizer != "auto":
         source = _load(model.input_tokenizer, _KEY, model.trust_remote_code)
         if source.get_vocab() != policy.get_vocab():
@@ -264,8 +249,12 @@ def choose_inputs(
                 fix=f"Set {_KEY}=auto, or leave it out.",
             )
         difference = f"{_KEY} is set"
-    elif difference is None:
-        return PolicyTokens(vocabulary_size), limit, "the policy's tokens as they are: one tokenizer for both"
+    elif policy.get_vocab() != judge.get_vocab():
+        difference = "its vocabulary is not the policy's"
+    elif template != judge.chat_template:
+        difference = "its chat template is not the policy's"
+    else:
+        return None, limit, "the policy's tokens as they are: one tokenizer for both"
     if not judge.chat_template:
         raise ConfigError(
             "reward_model.model.path",
@@ -274,16 +263,7 @@ def choose_inputs(
             fix='Set "chat_template" in its tokenizer_config.json, or, if the policy\'s tokens mean the same to it, '
             f"{_KEY}=null.",
         )
-    return RenderedChats(policy, judge), limit, f"chats rendered by its own template: {difference}"
-
-
-def _difference(policy: PreTrainedTokenizerBase, judge: PreTrainedTokenizerBase, template: Any) -> str | None:
-    """Why tokens of the policy would not be what the reward model was trained on; None: they are."""
-    if policy.get_vocab() != judge.get_vocab():
-        return "its vocabulary is not the policy's"
-    if template != judge.chat_template:
-        return "its chat template is not the policy's"
-    return None
+    return judge, limit, f"chats rendered by its own template: {difference}"
 
 
 def _load(path: str, key: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
@@ -296,24 +276,6 @@ def _load(path: str, key: str, trust_remote_code: bool) -> PreTrainedTokenizerBa
             expected="a folder or hub name with a tokenizer that transformers can load",
             fix=f"Put the tokenizer beside the model, or set {_KEY}=null if it is the policy's own.",
         ) from error
-
-
-def _valid_tokens(data: DataProto) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Prompt and response of each row without padding."""
-    input_ids, attention = (data.batch[key].cpu().numpy() for key in ("input_ids", "attention_mask"))
-    width = input_ids.shape[1] - data.batch["response_mask"].shape[1]
-    rows = []
-    for number, (tokens, valid) in enumerate(zip(input_ids, attention != 0, strict=True)):
-        prompt, response = tokens[:width][valid[:width]], tokens[width:][valid[width:]]
-        for name, part in (("prompt", prompt), ("response", response)):
-            if not len(part):
-                raise EngineError(
-                    f"row {number} of a batch for the reward model",
-                    got=f"an empty {name}",
-                    expected="at least one token",
-                )
-        rows.append((prompt, response))
-    return rows
 
 
 def sequences_batch(rows: Sequence[SequenceTokens]) -> DataProto:

@@ -17,7 +17,6 @@ from quadriga.single_controller import Dispatch, Worker, register
 from quadriga.weight_sync import Address, WeightReceiver
 from quadriga.workers.base import choose_device
 from quadriga.workers.generation import Generation
-from quadriga.workers.rollout_engines import make_rollout_engine
 
 
 class RolloutWorker(Worker):
@@ -39,11 +38,11 @@ class RolloutWorker(Worker):
         """Make the engine. Returns what was chosen, with reasons, for people to read."""
         self.device = choose_device(self.config.trainer.device, self.local_rank)
         dtype = choose_dtype(self.config.actor_rollout_ref.actor.fsdp_config.model_dtype, self.device).value
-        engine = make_rollout_engine(self.config, self.tokenizer, device=self.device, dtype=dtype)
         self.generation = Generation(
-            self.config, self.tokenizer, engine, is_beside_training=False, num_processes=self.world_size
+            self.config, self.tokenizer, self.device, dtype, is_beside_training=False, num_processes=self.world_size
         )
-        return {"rollout": f"{engine.description}; on processes of its own"}
+        choices = self.generation.choices
+        return choices | {"rollout": f"{choices['rollout']}; on processes of its own"}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def expect_weights(self, address: Address) -> None:

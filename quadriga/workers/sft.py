@@ -10,12 +10,10 @@ from abc import abstractmethod
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
-from quadriga.config import Config
 from quadriga.config.placement import ACTOR
 from quadriga.engines.batches import Passes
-from quadriga.engines.objectives import SCORE_SLOPE, LikelihoodObjective, Objective, ScoreObjective
+from quadriga.engines.objectives import LikelihoodObjective, Objective, ScoreObjective
 from quadriga.engines.step import infer
 from quadriga.models.reward_model import fresh_reward_model
 from quadriga.models.scorers import RewardScorer
@@ -25,8 +23,6 @@ from quadriga.single_controller import Dispatch, register
 from quadriga.workers.base import BY_REPLICA, Learner
 from quadriga.workers.models import LoadedModel, load_policy
 
-__all__ = ["SCORE_SLOPE", "RewardModelTrainingWorker", "SFTWorker", "SupervisedWorker"]
-
 
 class SupervisedWorker(Learner):
     """A model that learns from given responses.
@@ -34,29 +30,25 @@ class SupervisedWorker(Learner):
     Args:
         config: of which `actor_rollout_ref.model`, `actor_rollout_ref.actor` and `trainer` are read.
         tokenizer: of the model; saved beside it.
+
+    Attributes:
+        output, column: what `predict` returns: an output of the model, and the name of its column.
     """
 
-    part = "actor"
-
-    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
-        super().__init__(config, tokenizer)
-        self.section = config.actor_rollout_ref.actor
+    output: str
+    column: str
 
     @abstractmethod
-    def load(self) -> LoadedModel:
-        """The model that learns, with its head."""
-
-    @abstractmethod
-    def make_objective(self) -> Objective:
-        """Its loss."""
+    def prepare(self) -> tuple[LoadedModel, Objective]:
+        """The model that learns, with its head, and its loss."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def init_model(self) -> dict[str, str]:
         """Load the model and make the engine. Returns what was chosen, with reasons, for people to read."""
         self.join(self.section, self.section.fsdp_config, ACTOR)
         model = self.config.actor_rollout_ref.model
-        self.make_engine(self.load(), model, "model")
-        self.objective = self.make_objective()
+        loaded, self.objective = self.prepare()
+        self.make_engine(loaded, model, "model")
         return self.describe("model", has_adapter=model.has_adapter)
 
     @register(dispatch_mode=BY_REPLICA)
@@ -64,12 +56,13 @@ class SupervisedWorker(Learner):
         """One optimizer step on a whole batch. Returns metrics."""
         return self.learn(data, 2)
 
-    def infer(self, data: DataProto, output: str) -> torch.Tensor:
-        """One of the model's outputs [B, T]."""
+    @register(dispatch_mode=BY_REPLICA)
+    def predict(self, data: DataProto) -> DataProto:
+        """`column` [B, T] of given responses: the log-prob of each token, or the score behind the last one."""
         micro = Passes.of(self.section, 1, 0, share_prompts=self.share_prompts).micro
-        values = infer(self.engine, data, micro)[output]
+        values = infer(self.engine, data, micro)[self.output]
         release_free_memory()
-        return values
+        return DataProto.from_dict(tensors={self.column: values})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_model(self, directory: Path) -> None:
@@ -80,28 +73,22 @@ class SupervisedWorker(Learner):
 class SFTWorker(SupervisedWorker):
     """A policy that learns the likelihood of given responses."""
 
-    def make_objective(self) -> Objective:
-        return LikelihoodObjective(self.config.actor_rollout_ref.actor)
+    output, column = "log_probs", "old_log_probs"
 
-    def load(self) -> LoadedModel:
+    def prepare(self) -> tuple[LoadedModel, Objective]:
         has_adapter = self.config.actor_rollout_ref.model.has_adapter
         # The weights below an adapter are frozen: they need no float32 masters.
         dtype = self.dtype.value if has_adapter else torch.float32
-        return load_policy(self.config, dtype, self.processes, has_adapter=has_adapter)
-
-    @register(dispatch_mode=BY_REPLICA)
-    def predict(self, data: DataProto) -> DataProto:
-        """`old_log_probs` [B, T] of the responses."""
-        return DataProto.from_dict(tensors={"old_log_probs": self.infer(data, "log_probs")})
+        loaded = load_policy(self.config, dtype, self.processes, has_adapter=has_adapter)
+        return loaded, LikelihoodObjective(self.config.actor_rollout_ref.actor)
 
 
 class RewardModelTrainingWorker(SupervisedWorker):
     """A reward model that learns to order responses by their score."""
 
-    def make_objective(self) -> Objective:
-        return ScoreObjective()
+    output, column = "scores", "rm_scores"
 
-    def load(self) -> LoadedModel:
+    def prepare(self) -> tuple[LoadedModel, Objective]:
         # Every rank loads the full model, and keeps its shard.
         section = self.config.actor_rollout_ref.model
         model = fresh_reward_model(
@@ -111,9 +98,4 @@ class RewardModelTrainingWorker(SupervisedWorker):
             trust_remote_code=section.trust_remote_code,
             override_config=section.override_config,
         )
-        return LoadedModel(RewardScorer(model), None)
-
-    @register(dispatch_mode=BY_REPLICA)
-    def predict(self, data: DataProto) -> DataProto:
-        """`rm_scores` [B, T]: the score behind the last token of each response, zero elsewhere."""
-        return DataProto.from_dict(tensors={"rm_scores": self.infer(data, "scores")})
+        return LoadedModel(RewardScorer(model), None), ScoreObjective()

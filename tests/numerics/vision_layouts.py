@@ -22,12 +22,13 @@ from quadriga.engines.objectives import PolicyObjective, ValueObjective
 from quadriga.engines.parallel.processes import Processes
 from quadriga.engines.process_group import ProcessGroup
 from quadriga.engines.step import infer, update
+from quadriga.models.scorers import ValueScorer
 from quadriga.observe.metrics import reduce_metrics
 from quadriga.protocol import DataProto
 from quadriga.single_controller import WorkerPlace
 from quadriga.workers.base import build_engine
 from quadriga.workers.checkpoint import RoleCheckpoint
-from quadriga.workers.models import load_policy, load_value_function
+from quadriga.workers.models import load_model, load_policy
 
 CPU, MICRO = torch.device("cpu"), MicroBatching(None, 40)
 LAYOUTS: Mapping[int, Mapping[str, Layout]] = {
@@ -55,7 +56,10 @@ def engine_of(folder: Path, layout: Layout, world: ProcessGroup, kind: str) -> F
     )
     processes = Processes.arrange(world, layout)
     is_critic = kind == "critic"
-    loaded = load_value_function(config, processes) if is_critic else load_policy(config, torch.float32, processes)
+    if is_critic:
+        loaded = load_model(config, str(folder / "model"), ValueScorer, torch.float32, processes)
+    else:
+        loaded = load_policy(config, torch.float32, processes)
     section = config.critic if is_critic else config.actor_rollout_ref.actor
     dtype = torch.bfloat16 if kind.endswith("bfloat16") else torch.float32
     model = config.critic.model if is_critic else config.actor_rollout_ref.model
@@ -114,7 +118,7 @@ def go_on(folder: Path, batch: DataProto, layout: Layout, world: ProcessGroup, k
     learn(engine, batch, kind)
     checkpoint = RoleCheckpoint(engine, engine.model, tokenizer)
     checkpoint.start(place, contents)
-    checkpoint.is_written(wait=True)
+    checkpoint.writer.is_written(wait=True)
     saved = weights_of(engine)
     learn(engine, batch, kind)
     RoleCheckpoint(again, again.model, tokenizer).load(place, contents)

@@ -13,7 +13,7 @@ import pytest
 
 from quadriga.config import load_config
 from quadriga.errors import WorkerError
-from quadriga.trainer import task_runner
+from quadriga.trainer.task_runner import TaskRunner
 from watching import assert_nothing_left
 
 CRITIC_AND_REFERENCE = (
@@ -74,5 +74,5 @@ def test_pool_that_the_cluster_has_not(
     """It is said at once, what is there and what is missing, and nothing was started."""
     config = load_config(arguments("trainer.backend=ray", "trainer.n_gpus_per_node=10")).config
     with pytest.raises(WorkerError, match=r"resource pool all \[10\]: got .* has 9 of 9 CPU free.*: 1 CPU missing"):
-        task_runner.run(config)
+        TaskRunner().run(config)
     assert_nothing_left(session_members)

@@ -4,7 +4,6 @@
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,10 +11,27 @@ from quadriga.config import Config
 from quadriga.config.trainer import TrainerConfig
 from quadriga.observe.stopping import EXPIRY_VARIABLES, stop_requested
 from quadriga.trainer.loop import TrainingLoop
+from quadriga.trainer.saving import load_run_state
+
+
+class Place:
+    """A place in the data."""
+
+    def __init__(self) -> None:
+        self.number = 7
+
+    def state_dict(self) -> dict[str, int]:
+        return {"number": self.number}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.number = state["number"]
 
 
 class Learner:
     """Has written its part at once."""
+
+    def __init__(self) -> None:
+        self.loaded: list[str] = []
 
     def save_checkpoint(self, directory: Path) -> None:
         (directory / "actor").mkdir()
@@ -24,24 +40,17 @@ class Learner:
     def checkpoint_written(self, wait: bool = False) -> list[bool]:
         return [True]
 
+    def load_checkpoint(self, directory: Path) -> None:
+        self.loaded.append(directory.name)
+
 
 class Counting(TrainingLoop):
     """Counts its steps; each takes `step_s` on its own clock."""
 
     step_s = 0.0
 
-    def run_state(self) -> dict[str, dict[str, Any]]:
-        return {}
-
-    def restore(self, state: dict[str, dict[str, Any]]) -> None:
-        pass
-
-    def write_run_state(self, directory: Path) -> None:
-        (directory / "trainer").mkdir()
-        (directory / "trainer" / "state").write_text(str(self.global_steps))
-
     def run(self) -> None:
-        with self.open_progress() as self.progress:
+        with self.reporting():
             while not self.is_last_step and not self.is_stopping:
                 self.global_steps += 1
                 self.timer.seconds["step"] = self.step_s
@@ -57,8 +66,8 @@ def make(tmp_path: Path) -> Make:
     """A loop of five steps; changes are those of `trainer`."""
 
     def build(**changes: int) -> Counting:
-        settings = TrainerConfig(default_local_dir=str(tmp_path / "run"), **changes)
-        return Counting(Config.model_construct(trainer=settings), {"actor": Learner()}, 5)
+        settings = TrainerConfig(default_local_dir=str(tmp_path / "run"), logger=[], **changes)
+        return Counting(Config(trainer=settings), {"actor": Learner()}, 5, {"loader": Place()})
 
     return build
 
@@ -74,8 +83,8 @@ def asked_to_stop() -> Iterator[None]:
 def saved(loop: Counting) -> list[int]:
     """The steps that have a checkpoint, each with the loop's own part."""
     steps = loop.checkpoints.steps()
-    states = [(loop.checkpoints.path(step) / "trainer" / "state").read_text() for step in steps]
-    assert states == [str(step) for step in steps]
+    states = [load_run_state(loop.checkpoints.path(step), with_random_states=False) for step in steps]
+    assert [(state["step"], state["loader"]) for state in states] == [(step, {"number": 7}) for step in steps]
     return steps
 
 
@@ -93,6 +102,16 @@ def test_checkpoints_where_they_are_due(make: Make) -> None:
     loop = make(save_freq=2)
     loop.run()
     assert saved(loop) == [2, 4, 5] and not loop.is_stopping
+
+
+def test_a_resumed_loop_goes_on_from_the_newest(make: Make) -> None:
+    first = make(save_freq=2)
+    assert not first.load_checkpoint()
+    first.run()
+    second = make()
+    second.resumable["loader"].number = 0
+    assert second.load_checkpoint() and second.global_steps == 5
+    assert second.saver.workers["actor"].loaded == ["global_step_5"] and second.resumable["loader"].number == 7
 
 
 def test_a_stop_that_was_asked_for_ends_after_a_step_that_is_saved(make: Make, asked_to_stop: None) -> None:

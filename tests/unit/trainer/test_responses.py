@@ -12,7 +12,7 @@ import torch
 from quadriga.errors import DataError
 from quadriga.protocol import DataProto
 from quadriga.rewards import RewardManager, RewardOutput
-from quadriga.trainer.responses import first_of_each_prompt, repeat_prompts, sample_rows, write_samples
+from quadriga.trainer.responses import repeat_prompts, sample_rows, write_samples
 from quadriga.trainer.rewards import grade
 
 
@@ -97,17 +97,6 @@ def test_place_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match=r"1\.jsonl: got .*Free space"):
         write_samples(tmp_path / "file" / "below", 1, [{"score": 1.0}])
-
-
-@pytest.mark.parametrize(("count", "expected"), [(0, []), (1, ["a"]), (2, ["a", "c"]), (9, ["a", "c"])])
-def test_first_of_each_prompt(count: int, expected: list[str]) -> None:
-    rows = [
-        {"uid": uid, "input": "?", "output": output, "ground_truth": None, "score": 0.0, "extra": 1}
-        for uid, output in (("p", "a"), ("p", "b"), ("q", "c"))
-    ]
-    chosen = list(first_of_each_prompt(rows, count))
-    assert [row["output"] for row in chosen] == expected
-    assert all(set(row) == {"input", "output", "ground_truth", "score"} for row in chosen)
 
 
 def test_samples_are_numbered_within_their_prompt() -> None:

@@ -170,7 +170,7 @@ def draw() -> tuple[float, float, float, float]:
 
 def test_random_states_come_back(tmp_path: Path) -> None:
     draw()
-    save_run_state(tmp_path, step=3, loader={}, kl_controller={})
+    save_run_state(tmp_path, {"step": 3})
     expected = [draw(), draw()]
     random.seed(0), np.random.seed(0), torch.manual_seed(0)
     load_run_state(tmp_path)
@@ -179,7 +179,7 @@ def test_random_states_come_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("saved", "loaded"), [(False, True), (True, False)])
 def test_random_states_may_stay_out(saved: bool, loaded: bool, tmp_path: Path) -> None:
-    save_run_state(tmp_path, step=3, loader={}, kl_controller={}, with_random_states=saved)
+    save_run_state(tmp_path, {"step": 3}, with_random_states=saved)
     draw()
     before = torch.get_rng_state()
     load_run_state(tmp_path, with_random_states=loaded)
@@ -188,7 +188,7 @@ def test_random_states_may_stay_out(saved: bool, loaded: bool, tmp_path: Path) -
 
 def test_facts_come_back(tmp_path: Path) -> None:
     loader = {"position": 4, "generator": torch.arange(3), "rows": [1, 2], "nested": {"epoch": None}}
-    save_run_state(tmp_path, step=3, loader=loader, kl_controller={"value": 0.1})
+    save_run_state(tmp_path, {"step": 3, "loader": loader, "kl_controller": {"value": 0.1}})
     state = load_run_state(tmp_path)
     assert (state["step"], state["kl_controller"]) == (3, {"value": 0.1})
     assert torch.equal(state["loader"].pop("generator"), loader.pop("generator"))
@@ -207,4 +207,4 @@ def test_unreadable_file_is_named(content: bytes | None, tmp_path: Path) -> None
 def test_state_that_could_not_be_read_again_is_refused_at_the_save(tmp_path: Path) -> None:
     """Unpickling it would run code from the file; a resume would be too late to say so."""
     with pytest.raises(CheckpointError, match="state_dict of your own data set or sampler"):
-        save_run_state(tmp_path, step=1, loader={"mine": Path("x")}, kl_controller={})
+        save_run_state(tmp_path, {"loader": {"mine": Path("x")}})

@@ -107,11 +107,14 @@ def test_same_step_asks_the_same(make: Callable) -> None:
     assert list(one.asked[1].non_tensor_batch["uid"]) == list(other.asked[0].non_tensor_batch["uid"])
 
 
-def test_answers_are_kept_and_shown(make: Callable, tmp_path: Path) -> None:
-    trainer = {"validation_data_dir": str(tmp_path), "log_val_generations": 1}
+@pytest.mark.parametrize(("count", "num_shown"), [(0, 0), (1, 1), (2, 2), (9, 2)])
+def test_responses_are_written_and_the_first_of_each_prompt_is_shown(
+    count: int, num_shown: int, make: Callable, tmp_path: Path
+) -> None:
+    trainer = {"validation_data_dir": str(tmp_path), "log_val_generations": count}
     validator, _ = make([batch(2, "x")], trainer=trainer, n=2)
     _, shown = validator.run(4)
-    assert shown == [{"input": "aa", "output": "aa", "ground_truth": "bb", "score": 0.0}]
+    assert shown == [{"input": "aa", "output": "aa", "ground_truth": "bb", "score": 0.0}] * num_shown
     rows = [json.loads(line) for line in (tmp_path / "4.jsonl").read_text().splitlines()]
     assert [row["score"] for row in rows] == [0.0, 1.0, 0.0, 1.0]
 

@@ -50,18 +50,18 @@ def test_a_pass_without_gradients_reads_the_tokens() -> None:
 
 def test_an_update_reads_what_its_loss_reads() -> None:
     inputs = UpdateInputs(Config())
-    assert columns(inputs.of_actor(batch(*ALL))) == {*MODEL_INPUTS, "advantages", "old_log_probs"}
-    assert columns(inputs.of_critic(batch(*ALL))) == {*MODEL_INPUTS, "returns", "values"}
+    assert columns(inputs.select(batch(*ALL), "actor")) == {*MODEL_INPUTS, "advantages", "old_log_probs"}
+    assert columns(inputs.select(batch(*ALL), "critic")) == {*MODEL_INPUTS, "returns", "values"}
 
 
 def test_options_of_the_loss_bring_their_columns() -> None:
     with_divergence = UpdateInputs(Config(actor_rollout_ref={"actor": {"use_kl_loss": True}}))
     expected = {*MODEL_INPUTS, "advantages", "old_log_probs", "ref_log_prob"}
-    assert columns(with_divergence.of_actor(batch(*ALL))) == expected
+    assert columns(with_divergence.select(batch(*ALL), "actor")) == expected
 
 
 def test_numbers_of_rows_travel_where_there_are_any() -> None:
-    assert "row_index" in columns(UpdateInputs(Config()).of_critic(batch(*ALL, "row_index")))
+    assert "row_index" in columns(UpdateInputs(Config()).select(batch(*ALL, "row_index"), "critic"))
 
 
 def test_images_travel_as_the_model_takes_them() -> None:
@@ -69,6 +69,6 @@ def test_images_travel_as_the_model_takes_them() -> None:
     data, images = batch(*ALL), {"pixel_values": torch.ones(4, 2)}
     data.non_tensor_batch["multi_modal_inputs"] = np.array([images, images], dtype=object)
     inputs = UpdateInputs(Config())
-    for part in (model_inputs(data), inputs.of_actor(data), inputs.of_critic(data)):
+    for part in (model_inputs(data), inputs.select(data, "actor"), inputs.select(data, "critic")):
         assert set(part.non_tensor_batch) == {"multi_modal_inputs"}
         assert all(one is images for one in part.non_tensor_batch["multi_modal_inputs"])

@@ -72,7 +72,7 @@ def test_parts(contents: set[str], folders: list[str], with_model_files: list[st
     """Distributed parts, the small files of a model, and a Hugging Face folder; no more than was asked for."""
     checkpoint = checkpoint_of(Engine())
     checkpoint.start(tmp_path / "actor", frozenset(contents))
-    assert checkpoint.is_written(wait=True)
+    assert checkpoint.writer.is_written(wait=True)
     assert sorted(path.name for path in (tmp_path / "actor").iterdir() if path.is_dir()) == folders
     for place in ("", HF_FOLDER):
         found = [name for name in MODEL_FILES if (tmp_path / "actor" / place / name).is_file()]
@@ -88,7 +88,7 @@ def test_hugging_face_folder_is_the_model(tmp_path: Path) -> None:
     with torch.no_grad():
         for weight in engine.model.parameters():
             weight.zero_()
-    assert checkpoint.is_written(wait=True)
+    assert checkpoint.writer.is_written(wait=True)
     loaded = LlamaForCausalLM.from_pretrained(tmp_path / HF_FOLDER)
     assert loaded.dtype == torch.float32
     for name, weight in loaded.named_parameters():
@@ -101,7 +101,7 @@ def test_what_was_written_is_read_back(tmp_path: Path) -> None:
     written, engine = Engine(), Engine(seed=1)
     checkpoint = checkpoint_of(written)
     checkpoint.start(tmp_path, frozenset({"model", "optimizer"}))
-    assert checkpoint.is_written(wait=True)
+    assert checkpoint.writer.is_written(wait=True)
     before = {name: moment.clone() for name, moment in engine.moments.items()}
     checkpoint_of(engine).load(tmp_path, frozenset({"model", "extra"}))
     assert all(torch.equal(*pair) for pair in zip(engine.model.parameters(), written.model.parameters(), strict=True))
@@ -115,7 +115,7 @@ def test_what_was_written_is_read_back(tmp_path: Path) -> None:
 def test_part_that_is_not_there(tmp_path: Path) -> None:
     checkpoint = checkpoint_of(Engine())
     checkpoint.start(tmp_path, frozenset({"model"}))
-    assert checkpoint.is_written(wait=True)
+    assert checkpoint.writer.is_written(wait=True)
     with pytest.raises(CheckpointError, match=r"optimizer: got no such part of the checkpoint.*load_contents"):
         checkpoint.load(tmp_path, frozenset({"model", "optimizer"}))
 

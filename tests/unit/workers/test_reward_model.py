@@ -190,7 +190,7 @@ def test_chats_are_rendered_by_another_template(make: Make, start: Start, answer
     expected = placed(scores_alone(folder, rows), answers)
     torch.testing.assert_close(worker.compute_rm_score(answers).batch["rm_scores"], expected, atol=1e-5, rtol=1e-5)
     # The answers to one prompt share its tokens.
-    first, second, third, _ = worker.inputs.sequences(answers)
+    first, second, third, _ = worker.sequences(answers)
     assert first.prompt == second.prompt == rows[0][:5]
     assert [*first.prompt, *first.response] == rows[0]
     assert third == SequenceTokens(rows[2], [])
@@ -226,7 +226,7 @@ def test_what_is_too_long_loses_its_beginning_and_is_counted(
     for changes, keys in (({}, {"max_length": 6}), ({"max_position_embeddings": 6}, {})):
         folder = make(tokenizer, **changes)
         worker = start(folder, **keys)
-        whole = [[*row.prompt, *row.response] for row in worker.inputs.sequences(answers)]
+        whole = [[*row.prompt, *row.response] for row in worker.sequences(answers)]
         scored = worker.compute_rm_score(answers)
         expected = placed(scores_alone(folder, [row[-6:] for row in whole]), answers)
         torch.testing.assert_close(scored.batch["rm_scores"], expected, atol=1e-5, rtol=1e-5)
