@@ -24,7 +24,7 @@ from quadriga.data.overlong import PromptMeter, prompt_lengths
 from quadriga.data.padding import compute_position_id_with_mask, pad_left, postprocess_data, truncate
 from quadriga.data.pictures import as_list, read_picture
 from quadriga.data.tokenizing import ChatEncoder, as_messages
-from quadriga.data.vision import VisionProcessor, as_vision, with_parts
+from quadriga.data.vision import as_vision, with_parts
 from quadriga.errors import DataError
 
 
@@ -115,8 +115,7 @@ class RLHFDataset(FileDataset):
         if self.config.return_full_prompt:
             row["full_prompts"] = text
         extra = row.get("extra_info") or {}
-        index = extra.get("index")
-        row["index"] = number if index is None else index
+        row["index"] = number if extra.get("index") is None else extra["index"]
         row["tools_kwargs"] = extra.get("tools_kwargs") or {}
         row["interaction_kwargs"] = extra.get("interaction_kwargs") or {}
         return row
@@ -132,11 +131,8 @@ class RLHFDataset(FileDataset):
         """The rows whose prompt is not too long; how many are left out is printed."""
         config = self.config
         meter = PromptMeter(self.encoder, self.processor, config.prompt_key, config.image_key)
-        num_workers = config.filter_overlong_prompts_workers
-        lengths = [
-            prompt_lengths(table, meter, cache_dir=config.cache_dir, num_workers=num_workers) for table in self._tables
-        ]
-        every = np.concatenate(lengths)
+        options = {"cache_dir": config.cache_dir, "num_workers": config.filter_overlong_prompts_workers}
+        every = np.concatenate([prompt_lengths(table, meter, **options) for table in self._tables])
         rows = np.flatnonzero(every <= config.max_prompt_length)
         if len(rows) == 0:
             raise DataError(
@@ -152,23 +148,9 @@ class RLHFDataset(FileDataset):
 
 
 def prompt_columns(
-    text: str,
-    pictures: Sequence[Any],
-    encoder: ChatEncoder,
-    processor: VisionProcessor | None,
-    config: DataConfig,
-    *,
-    where: str,
+    text: str, pictures: list[Any], encoder: ChatEncoder, processor: Any, config: DataConfig, *, where: str
 ) -> dict[str, Any]:
-    """What the rollout reads of a rendered prompt, as `RLHFDataset.__getitem__` returns it: [P] each.
-
-    Args:
-        text: the prompt.
-        pictures: its images.
-        encoder: tokenizes.
-        processor: of a vision-language model; None: prompts are text.
-        config: the longest prompt, and what becomes of a longer one.
-        where: for errors.
+    """What the rollout reads of a rendered prompt and its images, [P] each, as `RLHFDataset` returns it.
 
     Raises:
         DataError: the prompt is too long, or its images are wrong.

@@ -9,13 +9,7 @@ from typing import Any
 
 from quadriga.background import in_background
 from quadriga.config import Config, place_roles
-from quadriga.data import (
-    create_dataloader,
-    create_rl_dataset,
-    create_rl_sampler,
-    load_processor,
-    load_tokenizer,
-)
+from quadriga.data import create_dataloader, create_rl_dataset, create_rl_sampler, load_processor, load_tokenizer
 from quadriga.data.rm_dataset import RMDataset
 from quadriga.data.sft_dataset import MultiTurnSFTDataset, SFTDataset
 from quadriga.observe.timing import Timeline
