@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Lt
-from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
 
-from quadriga.config.base import Finding, ReadIf, Section, filled, refuse, unused, wrong
+from quadriga.config.base import Finding, ReadIf, Section, filled, unused, wrong
 from quadriga.config.layout import Layout
 from quadriga.config.types import Count, Dtype, KLKind, LossAggMode, Meaning, MinusOneOrCount, Name, PathText, Share
 
@@ -17,12 +17,6 @@ ADAPTER_DETAILS = ("lora_alpha", "target_modules", "exclude_modules")
 """Keys of a new adapter beside its rank; one that is started from brings them."""
 CheckpointPart = Literal["model", "optimizer", "extra", "hf_model"]
 Beta = Annotated[float, Ge(0), Lt(1)]
-
-
-def _known_strategy(value: Any) -> Any:
-    if value in ("megatron", "veomni", "torchtitan", "automodel", "mindspeed"):
-        raise refuse("fsdp or fsdp2", "Set actor_rollout_ref.actor.strategy=fsdp: it trains any Hugging Face model.")
-    return value
 
 
 class ModelConfig(Section):
@@ -105,8 +99,7 @@ class FSDPConfig(Section):
     model_dtype: Dtype = "auto"
     """Dtype that computes (mixed precision; the master weights are float32). auto: what the machine is fast at."""
     fsdp_size: MinusOneOrCount = -1
-    """Ranks that shard one copy of the weights, of those with the same place in tensor and pipeline parallelism. -1:
-    all; 1: no sharding."""
+    """Ranks that shard one copy of the weights, tensor and pipeline parallelism aside. -1: all; 1: no sharding."""
     reshard_after_forward: bool = True
     """Whether a layer's gathered weights are dropped before its backward pass gathers them again."""
     offload_policy: bool = False
@@ -200,8 +193,8 @@ class PolicyLossConfig(Section):
 class ActorConfig(BatchingConfig):
     """The update of the policy."""
 
-    strategy: Annotated[Literal["fsdp", "fsdp2"], BeforeValidator(_known_strategy)] = "fsdp"
-    """Training engine; both names mean FSDP2."""
+    strategy: Literal["fsdp", "fsdp2"] = "fsdp"
+    """Training engine, for any Hugging Face model; both names mean FSDP2."""
     clip_ratio: NonNegativeFloat = 0.2
     """Shorthand: sets `clip_ratio_low` and `clip_ratio_high` where these are not given."""
     clip_ratio_low: NonNegativeFloat = 0.2

@@ -47,21 +47,17 @@ else:
     Preset = Literal[tuple(_PRESETS)]
 
 _EARLIER = {
-    "token_is": "decoupled_token_is",
     "token_tis": "decoupled_token_is",
-    "seq_is": "decoupled_seq_is",
-    "seq_is_rs": "decoupled_seq_is_rs",
     "seq_mis": "decoupled_seq_is_rs",
-    "geo_rs": "decoupled_geo_rs",
     "geo_mis": "decoupled_geo_rs",
-    "geo_rs_seq_tis": "decoupled_geo_rs_seq_tis",
     "ppo_is_bypass": "bypass_ppo_clip",
     "pure_is": "bypass_pg_is",
     "pg_is": "bypass_pg_is",
     "pg_rs": "bypass_pg_geo_rs",
     "pg_geo_rs_seq_tis": "bypass_pg_geo_rs_seq_tis",
 }
-"""Names that verl had before, and what is nearest: refused, for some of them had a veto on single tokens as well."""
+"""Names that verl had before beside those without `decoupled_`, and what is nearest: refused, for some of them had a
+veto on single tokens as well."""
 
 
 def _names(text: float | str | None) -> list[str]:
@@ -91,8 +87,7 @@ class RolloutCorrectionConfig(Section):
     rollout_is: Literal["token", "sequence"] | None = None
     """Importance sampling weights of tokens, or of whole responses. null: none."""
     rollout_is_threshold: float | str = 2.0
-    """Largest importance weight; larger ones are truncated to it. `LOWER_UPPER`, such as 0.5_5.0: weights outside
-    become 0 (IcePop)."""
+    """Largest importance weight; larger ones are truncated. `LOWER_UPPER`, as in 0.5_5.0: others become 0 (IcePop)."""
     rollout_is_batch_normalize: bool = False
     """Whether weights are divided by their mean over the batch; with bypass_mode this costs the pass it saves."""
     rollout_rs: str | None = None
@@ -110,7 +105,8 @@ class RolloutCorrectionConfig(Section):
     @classmethod
     def _present_name(cls, value: Any) -> Any:
         """k1 within 0.001 is the geometric mean of ratios within 0.999_1.001: such presets have its name."""
-        name = _EARLIER.get(value) or value.replace("k1_rs", "geo_rs") if isinstance(value, str) else value
+        name = str(value).replace("k1_rs", "geo_rs")
+        name = _EARLIER.get(name) or (f"decoupled_{name}" if name in _CORRECTIONS else name)
         if name != value and name in _PRESETS:
             veto = " The veto on single tokens that was part of it is not." if "geo_rs" in name else ""
             raise refuse(f"the name that it has now, {name}", f"Set algorithm.rollout_correction.preset={name}.{veto}")
@@ -192,8 +188,7 @@ class FilterGroupsConfig(Section):
     metric: Name = "score"
     """What is compared: `score`, `seq_final_reward` or `seq_reward` (all the score), or a number that graders add."""
     max_num_gen_batches: NonNegativeInt = 10
-    """Batches of prompts that one step may generate for; with fewer full groups than the batch needs the run stops. 0:
-    no limit."""
+    """Batches of prompts that a step may generate for until its batch is full; then the run stops. 0: no limit."""
 
 
 class PFPPOConfig(Section):

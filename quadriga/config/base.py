@@ -30,11 +30,7 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     def findings(self, at: str) -> Iterator[Finding]:
-        """What a training run should be told about the values of this section alone.
-
-        Args:
-            at: dotted key of the section.
-        """
+        """What a training run should be told about the values of this section alone, whose dotted key is `at`."""
         return iter(())
 
     def changed(self, at: str) -> list[str]:

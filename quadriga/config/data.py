@@ -86,8 +86,7 @@ class DataConfig(Section):
     max_length: Count = 1024
     """SFT and reward models: longest sequence, in tokens, prompt and response together."""
     train_batch_size: Count = 1024
-    """Prompts a training step takes (each with `actor_rollout_ref.rollout.n` responses). A supervised task: rows an
-    optimizer step takes, of all processes together; a pair is one row."""
+    """Prompts of a training step (each with `rollout.n` responses). Supervised: rows of an optimizer step."""
     val_batch_size: Count | None = None
     """Rows a validation batch takes. null: the whole set at once."""
     tokenizer: PathText | None = None
@@ -101,8 +100,7 @@ class DataConfig(Section):
     apply_chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Open dictionary: arguments for the tokenizer's chat template, such as `enable_thinking: false`."""
     filter_overlong_prompts: bool = False
-    """Whether prompts over `data.max_prompt_length` are left out before training, and counted (a supervised task: rows
-    over `data.max_length`)."""
+    """Whether prompts over `data.max_prompt_length` (supervised: `data.max_length`) are left out, and counted."""
     filter_overlong_prompts_workers: Count = 1
     """Processes that measure the prompts for that filter."""
     truncation: Literal["error", "left", "right", "middle"] = "error"

@@ -79,12 +79,7 @@ def show(config: Config) -> str:
 
 
 def explain(config: Config, num_train_prompts: int | None = None) -> str:
-    """What a training run with this configuration does.
-
-    Args:
-        config: the configuration.
-        num_train_prompts: prompts in the training data, where they have been counted.
-    """
+    """What a training run with this configuration does, on so many training prompts where they have been counted."""
     plan, data, trainer, rollout = BatchPlan(config), config.data, config.trainer, config.actor_rollout_ref.rollout
     step = [
         f"{_count(plan.num_prompts, 'prompt')} x {_count(rollout.n, 'response')} = "

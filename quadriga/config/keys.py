@@ -25,7 +25,7 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import BaseModel
 
 from quadriga.config.base import Section
-from quadriga.config.root import Config, is_read, spelled, spelled_text
+from quadriga.config.root import READ, Config, spelled, spelled_text
 from quadriga.config.types import Meaning
 from quadriga.config.yaml_text import as_text
 
@@ -115,7 +115,7 @@ def _leaves(section: Section, prefix: str, task: str) -> Iterator[KeyInfo]:
         key, value = f"{prefix}{name}", getattr(section, name)
         if isinstance(value, Section):
             yield from _leaves(value, f"{key}.", task)
-        elif is_read(key, task):
+        elif any(fnmatchcase(key, one) for one in READ[task][0]) and key not in READ[task][1]:
             words, kinds = _described(field.annotation, field.metadata)
             yield KeyInfo(spelled(key, task), words, value, type(section), name, task, dict in kinds, str in kinds)
 
@@ -171,7 +171,7 @@ def aliases() -> Mapping[str, tuple[str, ...]]:
 
 @cache
 def verl_rules() -> tuple[VerlRule, ...]:
-    """The table, read on first use: many command lines never need it."""
+    """The rules for verl's keys without a field, the first that fits holds; read on first use."""
     found = []
     for pattern, accepted, sentence in _rows("verl_keys.tsv")[1:]:
         text = re.escape(pattern).replace(r"\*", ".*")
@@ -181,18 +181,10 @@ def verl_rules() -> tuple[VerlRule, ...]:
     return tuple(found)
 
 
-def verl_rule(key: str) -> VerlRule | None:
-    """The first rule whose pattern fits a dotted key without a field, if any."""
-    return next((rule for rule in verl_rules() if rule.pattern.fullmatch(key)), None)
-
-
 def keys_text(words: Sequence[str] = (), task: str = "rl") -> str:
     """Keys with what they take, their default and their meaning; those found by name come first.
 
-    Args:
-        words: only keys that have each of these in their name, their meaning or among their aliases. All in one phrase
-            are looked for as such, too: `kv cache`.
-        task: whose keys.
+    With `words` only keys that have each of them in their name or meaning, or their phrase (`kv cache`) as an alias.
     """
     wanted, patterns = [word.lower() for word in words], aliases().get(" ".join(words).lower(), ())
     named, others = [], []

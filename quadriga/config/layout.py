@@ -46,10 +46,8 @@ class Layout:
         """The layout of `world_size` ranks.
 
         Args:
-            world_size: of the role.
             where: section of the configuration, for errors.
-            fsdp: ranks that shard one copy of the weights, of those with the same place in pp and tp: a multiple of
-                `sp`; 1: weights are replicated; -1: all of them.
+            fsdp: ranks that shard one copy of the weights, pp and tp aside: a multiple of `sp`; 1: none; -1: all.
             sp, tp, pp: ranks that share the rows of a data-parallel rank, in each of three ways.
 
         Raises:

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from quadriga.config.base import filled
 from quadriga.config.checks import training_findings
-from quadriga.config.keys import leaf_keys, leaf_of, nearest_keys, section_keys, verl_rule
+from quadriga.config.keys import leaf_keys, leaf_of, nearest_keys, section_keys, verl_rules
 from quadriga.config.root import PRESETS, Config, respell, spelled, spelled_text
 from quadriga.config.yaml_text import as_text, combined, parse_yaml, read_yaml
 from quadriga.errors import ConfigError
@@ -77,11 +77,7 @@ def load_config(
 
 
 def parse_override(argument: str, task: str = "rl") -> tuple[str, Any]:
-    """Splits an override and reads its value as the key's type asks: text as it stands, the rest as YAML.
-
-    Args:
-        argument: `a.b=c`; a leading `+` or `++` is taken.
-        task: whose keys.
+    """Splits `a.b=c` and reads the value as the key's type asks: text as it stands, the rest as YAML.
 
     Raises:
         ConfigError: it is not of the form `key=value`, or the value is not YAML.
@@ -175,7 +171,8 @@ class _Reading:
         self.places[key] = place or ""
 
     def _take_foreign(self, key: str, value: Any, place: str | None) -> None:
-        rule = verl_rule(key) if self.task == "rl" else None
+        rules = verl_rules() if self.task == "rl" else ()
+        rule = next((one for one in rules if one.pattern.fullmatch(key)), None)
         if rule is None:
             close = nearest_keys(key, self.task)
             command = "quadriga config keys" if self.task == "rl" else "quadriga sft --keys"
@@ -220,9 +217,9 @@ class _Reading:
                     fix = "Write null."
                 elif isinstance(value, int | float) and leaf is not None and leaf.is_text:
                     fix = "Put text that looks like a number in quotes."
-                elif isinstance(value, str) and expected.startswith("one of "):
+                elif isinstance(value, str) and leaf is not None and expected.startswith("one of "):
                     near = get_close_matches(value, expected.removeprefix("one of ").split(", "), n=1)
-                    fix = f"Did you mean {near[0]}?" if near else ""
+                    fix = f"Did you mean {near[0]}?" if near else f"Set {key}={leaf.default or 'null'}, the default."
                 self._refuse(key, self.places.get(key), got=as_text(value), expected=expected, fix=fix)
             assert wrong, f"pydantic refuses what was not given: {errors}"
             for key in wrong:

@@ -83,11 +83,7 @@ class InteractionFile(Section):
 
 
 def read_tool_file(path: str, section: type[FileSection] = ToolFile) -> FileSection:
-    """The tools of a file, or its user simulators with `section=InteractionFile`.
-
-    Raises:
-        ConfigError: with everything that is wrong in it.
-    """
+    """The tools of a file, or its user simulators; raises one ConfigError with everything that is wrong in it."""
     problems: list[ConfigError] = []
     tree, places = read_yaml(Path(path).expanduser(), problems)
     if problems:

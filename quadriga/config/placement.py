@@ -34,12 +34,7 @@ _KEY = "trainer.placement"
 
 @dataclass(frozen=True)
 class Placement:
-    """The roles of one run and the pools that they need.
-
-    Attributes:
-        roles: role -> name of its pool.
-        pools: name of a pool -> its processes on each machine.
-    """
+    """The roles of one run, each with its pool, and these pools with their processes on each machine."""
 
     roles: Mapping[str, str]
     pools: Mapping[str, list[int]]
@@ -81,11 +76,8 @@ def place_roles(
 def arranged_roles(config: Config, *, has_critic: bool) -> Iterator[tuple[str, ParallelConfig, int]]:
     """The roles whose ranks are arranged: the section that says how, by its dotted key, and how many ranks there are.
 
-    The reference is arranged as the actor is, also in a pool of its own.
-
-    Args:
-        config: the configuration.
-        has_critic: whether the run has a critic, which the advantage estimator decides.
+    The reference is arranged as the actor is, also in a pool of its own. Whether there is a critic the advantage
+    estimator decides.
     """
     sections: dict[str, tuple[str, ParallelConfig]] = {
         **dict.fromkeys((*POLICIES, "ref"), (ACTOR, config.actor_rollout_ref.actor)),

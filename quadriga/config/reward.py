@@ -23,9 +23,8 @@ class RewardClassifierConfig(Section):
     path: PathText | None = None
     """Folder or hub name of the classifier, with its tokenizer. It is needed where `reward_model.enable`."""
     input_tokenizer: PathText | None = "auto"
-    """Folder or hub name of the policy's tokenizer: the chat is rendered again by the reward model's own template and
-    tokenizer. null: the policy's tokens are used as they are. auto: rendered again where vocabulary or template differ.
-    """
+    """Folder or hub name of the policy's tokenizer: chats are rendered again, by the reward model's own template. null:
+    the policy's tokens are used as they are. auto: rendered again where vocabulary or template differ."""
     trust_remote_code: bool = False
     """Whether code that comes with the reward model may be run."""
     fsdp_config: FSDPConfig = Field(default_factory=FSDPConfig)
@@ -51,9 +50,8 @@ class RewardModelConfig(ParallelConfig):
     num_workers: Count = 2
     """Processes that grade."""
     launch_reward_fn_async: bool = False
-    """Whether graders work while log-probabilities, reference and values are computed; no number depends on it. It
-    changes nothing where responses are graded earlier (`rollout.mode=async`, `algorithm.filter_groups`), where a reward
-    model alone grades, and for a manager that cannot be started."""
+    """Whether graders work while log-probabilities, reference and values are computed; no number depends on it. Without
+    effect where responses are graded earlier (`rollout.mode=async`, `algorithm.filter_groups`)."""
     timeout_s: PositiveFloat = 10.0
     """Seconds that grading one response may take; then it is stopped and counted as an error."""
     max_error_rate: Share = 0.5

@@ -124,8 +124,7 @@ class RolloutConfig(LogProbConfig):
     update_weights_bucket_megabytes: Count = 512
     """Bucket size of weight sync to an engine that does not share the actor's weights, in MiB."""
     log_prob_diff_warn: NonNegativeFloat = 0.1
-    """Mean absolute difference between the rollout's and the trainer's log-probabilities (the mismatch that makes
-    samples off-policy), in nats, above which a step warns."""
+    """Mean absolute difference of the rollout's and trainer's log-probs (mismatch), in nats, above which it warns."""
     log_prob_diff_stop: NonNegativeFloat | None = None
     """The same, above which the run stops. null: never."""
     trace_dir: PathText | None = None

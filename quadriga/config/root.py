@@ -5,7 +5,6 @@ A key of a supervised task has a short spelling, `optim.lr` for `actor_rollout_r
 messages use the short one.
 """
 
-from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -41,14 +40,21 @@ _RL_TRAINER = (
     "critic_warmup", "rollout_data_dir", "validation_data_dir",
 )  # fmt: skip
 _ACTOR = "actor_rollout_ref.actor"
-_READ = (
-    "task",
-    *(f"data.{name}" for name in (*_SHARED_DATA, *_SFT_DATA)),
-    *("actor_rollout_ref.model.*", f"{_ACTOR}.optim.*", f"{_ACTOR}.checkpoint.*", f"{_ACTOR}.fsdp_config.*"),
-    *(f"{_ACTOR}.ppo_m*_per_gpu", f"{_ACTOR}.*_parallel_size", f"{_ACTOR}.loss_agg_mode", f"{_ACTOR}.grad_clip"),
-    *(f"{_ACTOR}.max_nonfinite_steps", "trainer.*", "ray_kwargs.*"),
+_SUPERVISED_READ = (
+    (
+        *("task", "trainer.*", "ray_kwargs.*", *(f"data.{name}" for name in (*_SHARED_DATA, *_SFT_DATA))),
+        *("actor_rollout_ref.model.*", f"{_ACTOR}.optim.*", f"{_ACTOR}.checkpoint.*", f"{_ACTOR}.fsdp_config.*"),
+        *(f"{_ACTOR}.ppo_m*_per_gpu", f"{_ACTOR}.*_parallel_size", f"{_ACTOR}.loss_agg_mode", f"{_ACTOR}.grad_clip"),
+        f"{_ACTOR}.max_nonfinite_steps",
+    ),
+    frozenset(f"trainer.{name}" for name in _RL_TRAINER),
 )
-"""Patterns of the keys that a supervised task reads."""
+READ: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
+    "rl": (("*",), frozenset(f"data.{name}" for name in _SFT_DATA)),
+    "sft": _SUPERVISED_READ,
+    "reward_model": _SUPERVISED_READ,
+}
+"""Task -> patterns of the keys that it reads, and the keys of these patterns that it does not."""
 _SHORT = {
     "task": "objective",
     "data.filter_overlong_prompts": "data.filter_overlong",
@@ -102,13 +108,6 @@ class Config(Section):
             lengths = {"max_prompt_length": 1, "max_response_length": max(1, length - 1)}
             actor["loss_scale_factor"] = float(length)
         return filled(given, {"data": lengths, "actor_rollout_ref": {"actor": actor}})
-
-
-def is_read(key: str, task: str) -> bool:
-    """Whether a task reads a key of the schema."""
-    if task == "rl":
-        return key not in {f"data.{name}" for name in _SFT_DATA}
-    return any(fnmatchcase(key, one) for one in _READ) and key not in {f"trainer.{name}" for name in _RL_TRAINER}
 
 
 def spelled(key: str, task: str, *, in_full: bool = False) -> str:

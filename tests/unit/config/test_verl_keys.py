@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from quadriga.config import leaf_keys, load_config
-from quadriga.config.keys import leaf_of, verl_rule, verl_rules
+from quadriga.config.keys import VerlRule, leaf_of, verl_rules
 from quadriga.errors import ConfigError
 
 PUBLISHED = [
@@ -57,6 +57,10 @@ COMMAND_LINE = [
     "trainer.test_freq=5",
     "trainer.total_epochs=15",
 ]
+
+
+def verl_rule(key: str) -> VerlRule | None:
+    return next((rule for rule in verl_rules() if rule.pattern.fullmatch(key)), None)
 
 
 @pytest.mark.parametrize(("key", "value"), PUBLISHED, ids=[key for key, _ in PUBLISHED])
