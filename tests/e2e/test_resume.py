@@ -77,7 +77,7 @@ def _num_lines(path: Path) -> int:
 @pytest.mark.parametrize(
     ("overrides", "seed"),
     [
-        pytest.param((*GRPO, "trainer.save_freq=1"), 0, id="grpo, every step saved"),
+        pytest.param((*GRPO, "trainer.save_freq=1"), 0, id="grpo, every step saved", marks=pytest.mark.slow),
         pytest.param(
             (*GRPO, "trainer.save_freq=2", "trainer.max_ckpt_to_keep=1"), 1, id="grpo, every other step saved"
         ),

@@ -155,10 +155,12 @@ def meet(folder: Path, place: WorkerPlace) -> None:
     """All layouts of one number of processes."""
     batch = DataProto.load_from_disk(folder / "batch")
     world = process_group.join(place, CPU)
+    wanted = (folder / "wanted").read_text().splitlines()
     results: dict[str, Any] = {
         f"{name}, {kind}": run(folder, batch, layout, world, kind)
         for name, layout in LAYOUTS[world.size].items()
         for kind in KINDS
+        if world.size == 1 or f"{name}, {kind}" in wanted
     }
     results |= {
         f"{name}, bfloat16": run(folder, batch, layout, world, "policy", torch.bfloat16)

@@ -18,15 +18,27 @@ from tests.numerics.layouts import GOES_ON, IN_BFLOAT16, KINDS, LAYOUTS, SAVED
 
 PROGRAM = Path(__file__).with_name("layouts.py")
 TOLERANCE = 1e-5
-SPREAD = [(name, kind) for size in (2, 4) for name in LAYOUTS[size] for kind in KINDS]
+# Of four processes, each layout with a policy, and two of them with every kind of model; the rest is slow.
+ALWAYS = (*LAYOUTS[2], "fsdp 2 x tp 2", "tp 2 x pp 2")
+SPREAD = [
+    pytest.param(name, kind, marks=() if kind == "policy" or name in ALWAYS else pytest.mark.slow)
+    for size in (2, 4)
+    for name in LAYOUTS[size]
+    for kind in KINDS
+]
 # How a batch was cut shows in these and in nothing else.
 OF_THE_CUT = ("packed_tokens", "perf/")
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory, make_batch: Callable[[], DataProto]) -> dict[str, Any]:
-    """What every layout gave."""
+def results(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, make_batch: Callable[[], DataProto]
+) -> dict[str, Any]:
+    """What every layout gave that a test of this session is about."""
     folder = tmp_path_factory.mktemp("layouts")
+    about = [item.callspec.params for item in request.session.items if item.path == request.path]
+    wanted = [f"{each['layout']}, {each['kind']}" for each in about if "kind" in each]
+    (folder / "wanted").write_text("\n".join(wanted))
     for name in ("tied", "untied"):
         torch.manual_seed(0)
         config = Qwen2Config(
