@@ -9,15 +9,7 @@ T = TypeVar("T")
 
 
 def in_background(work: Callable[[], T], name: str) -> Future[T]:
-    """Begin work in a thread.
-
-    Args:
-        work: is called there.
-        name: of the thread.
-
-    Returns:
-        its result, or its error.
-    """
+    """Call `work` in a new thread named `name`; the future has its result or its error."""
     executor = ThreadPoolExecutor(1, name)
     future = executor.submit(work)
     executor.shutdown(wait=False)

@@ -16,13 +16,10 @@ class Parts:
     Offered the costliest items first this is the LPT rule (longest processing time first), whose largest part is at
     most 4/3 of the best one. Of equally cheap parts the first is taken.
 
-    Args:
-        room: [R] what each part can hold, in the units of `size`.
-
     Attributes:
         items: [R] what each part holds, in the order in which it was given.
-        costs: [R] of each part.
-        room: [R] what is left in each part.
+        costs: [R] the sum of the items' costs in each part.
+        room: [R] what each part can still hold, in the units of `size`.
     """
 
     def __init__(self, room: Sequence[float]) -> None:
@@ -32,16 +29,10 @@ class Parts:
     def give(
         self, items: Iterable[Any], cost: float, *, size: float = 0, extra: np.ndarray | None = None
     ) -> int | None:
-        """Give items to one part together.
+        """Give items that stay together to one part; returns its number, or None if no part has `size` left.
 
         Args:
-            items: that stay together.
-            cost: of them.
-            size: the room that they take.
-            extra: [R] what they cost besides in each part; the part that is then the cheapest gets them.
-
-        Returns:
-            the number of the part; None: no part has room, and none was changed.
+            extra: [R] their additional cost in each part; the part that is then the cheapest gets them.
         """
         costs = self.costs if extra is None else self.costs + cost + extra
         has_room = self.room >= size
@@ -62,15 +53,12 @@ def buckets(
     *,
     alignment: int = 1,
 ) -> Iterator[list[U]]:
-    """Items in their order, in as few buckets as hold `max_bytes` each; a larger item has a bucket of its own.
+    """Pack a stream of items, in order, into buckets of at most `max_bytes`; a larger item has a bucket of its own.
 
     Args:
-        items: a stream; each is put before the next one is asked for.
-        num_bytes: of an item.
-        max_bytes: of a bucket.
-        put: from an item and the byte at which it begins in its bucket to what the bucket lists. A bucket is yielded
-            before the first item of the next one is put, so all may be written to the same memory.
-        alignment: items begin at multiples of it.
+        put: called with an item and its offset in the bucket, in bytes; what it returns is what the bucket lists. A
+            bucket is yielded before the first item of the next one is put, so all may be written to the same memory.
+        alignment: items begin at multiples of it, in bytes.
     """
     bucket: list[U] = []
     used = 0

@@ -13,11 +13,7 @@ from quadriga.errors import ConfigError, did_you_mean
 
 
 def import_file(path: str | Path, where: str) -> ModuleType:
-    """The file as a module; files beside it can be imported from it.
-
-    Args:
-        path: `~` and relative paths are understood.
-        where: the key to name in an error.
+    """The file as a module; files beside it can be imported from it. `where` is the key that errors name.
 
     Raises:
         ConfigError: no such file, one whose name does not end in .py, or one that raises; the error shows where.
@@ -50,13 +46,7 @@ def import_file(path: str | Path, where: str) -> ModuleType:
 
 
 def member_of(module: ModuleType, name: str, where: str, *, base: type | None = None) -> Any:
-    """The function `name` of a user's module, or with `base` the class `name`.
-
-    Args:
-        module: from `import_file`.
-        name: of the function or class.
-        where: the key to name in an error.
-        base: what the class must be a subclass of; None: a function is wanted.
+    """The function `name` of a user's module, or its class of that name if it is to be a subclass of `base`.
 
     Raises:
         ConfigError: there is no such function or class; the error lists those that the file defines.
