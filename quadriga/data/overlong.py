@@ -78,26 +78,21 @@ def prompt_lengths(table: RowTable, meter: PromptMeter, *, cache_dir: str | Path
     facts = (table.digest, meter.encoder.fingerprint(), meter.prompt_key)
     key = hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
     entry = Path(cache_dir).expanduser() / "prompt_lengths" / f"{key}.npz"
-    lengths = _cached(entry, len(table)) if entry.is_file() else None
-    if lengths is None:
-        lengths = _measure(table, meter, num_workers, None)
-        with written_aside(entry, where="data.cache_dir") as draft, draft.open("wb") as file:
-            np.savez(file, lengths=lengths)
+    if entry.is_file():
+        try:
+            # The archive's own checksum finds a damaged byte anywhere in it.
+            with np.load(entry, allow_pickle=False) as archive:
+                lengths = archive["lengths"]
+            if lengths.shape == (len(table),) and lengths.dtype == np.int64:
+                return lengths
+            reason = f"{lengths.dtype} {lengths.shape} for {len(table)} rows"
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+            reason = str(error)
+        print(f"data.cache_dir: {entry} is damaged ({reason}); the prompts are measured again.", flush=True)
+    lengths = _measure(table, meter, num_workers, None)
+    with written_aside(entry, where="data.cache_dir") as draft, draft.open("wb") as file:
+        np.savez(file, lengths=lengths)
     return lengths
-
-
-def _cached(entry: Path, num_rows: int) -> np.ndarray | None:
-    try:
-        # The archive's own checksum finds a damaged byte anywhere in it.
-        with np.load(entry, allow_pickle=False) as archive:
-            lengths = archive["lengths"]
-        if lengths.shape == (num_rows,) and lengths.dtype == np.int64:
-            return lengths
-        reason = f"{lengths.dtype} {lengths.shape} for {num_rows} rows"
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        reason = str(error)
-    print(f"data.cache_dir: {entry} is damaged ({reason}); the prompts are measured again.", flush=True)
-    return None
 
 
 def _measure(table: RowTable, meter: PromptMeter, num_workers: int, image_key: str | None) -> np.ndarray:

@@ -269,7 +269,15 @@ def text_parts(
         after = complete.render(messages[: turn + 1], where=where)
         for shorter, longer in ((written, before), (before, after)):
             if not longer.startswith(shorter):
-                raise _rewritten(f"{where}, message {turn}", shorter, longer)
+                i = next((i for i, (a, b) in enumerate(zip(shorter, longer, strict=False)) if a != b), len(longer))
+                raise DataError(
+                    f"{where}, message {turn}",
+                    got=f"a chat template that changes earlier turns: {shorter[i : i + 40]!r} became "
+                    f"{longer[i : i + 40]!r} when the turn was added",
+                    expected="turns that stay as they were written, each learned as the model would have generated it",
+                    fix="Give each response a row of its own that ends with it, change data.apply_chat_template_kwargs,"
+                    " or set model.custom_chat_template to a template that only adds.",
+                )
         parts += [TextPart(before[len(written) :], False), TextPart(after[len(before) :], True)]
         written = after
     return parts
@@ -321,15 +329,3 @@ def chat_of_row(value: Any, *, where: str) -> Messages:
             fix="Correct the row, or name the column that holds the chats with data.messages_key.",
         )
     return as_messages(value, where=where)
-
-
-def _rewritten(where: str, shorter: str, longer: str) -> DataError:
-    place = next((i for i, (a, b) in enumerate(zip(shorter, longer, strict=False)) if a != b), len(longer))
-    return DataError(
-        where,
-        got=f"a chat template that changes earlier turns: {shorter[place : place + 40]!r} became "
-        f"{longer[place : place + 40]!r} when the turn was added",
-        expected="turns that stay as they were written, so that each is learned as the model would have generated it",
-        fix="Give each response a row of its own that ends with it, change data.apply_chat_template_kwargs, or set "
-        "model.custom_chat_template to a template that only adds.",
-    )

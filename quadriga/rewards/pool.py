@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grading in separate processes, with a time limit for each sample and an end for all that a grader starts.
 
-    caller     begin(samples) ──> Round, a future each ── does something else ── result()
+    caller     begin(samples) ──> Round ── does something else ── result()
     a thread       └── leads one process: hands it a chunk of samples, waits for one outcome after the other
     a process          └── grades the samples of a chunk in turn (grading_process.py)
 
-    Round.result   waits for the futures of the round; unblocked by their outcomes, or by `cancel`
+    Round.result   waits for the end of the round; unblocked by the last outcome, too many failures, or `cancel`
     a thread       waits for the next outcome; unblocked by it, by the end of its pipe, or by the time limit of a sample
 
 The first sample of a chunk without an outcome is the one in work, and its time began with the outcome before it. So a
@@ -27,10 +27,10 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 from quadriga.errors import RewardError
 from quadriga.rewards.grading_process import COMMAND, GRADED, LOADING, READY, UNUSABLE, Arguments
@@ -144,44 +144,61 @@ class GradingProcess:
         return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
 
 
-class _Sample(Future[Any]):
-    """One call of the score function, and its outcome. The pool's lock guards its state and the process that has it."""
-
-    def __init__(self, arguments: Arguments, timeout_s: float, round_: object, lock: threading.Lock) -> None:
-        super().__init__()
-        self.arguments, self.timeout_s, self.round, self._lock = arguments, timeout_s, round_, lock
-        self.process: GradingProcess | None = None
-
-    def cancel(self) -> bool:
-        """When this returns, no process grades it."""
-        with self._lock:
-            if self.done():
-                return self.cancelled()
-            super().cancel()
-            # Now, not when its turn comes: whoever waits for it goes on.
-            self.set_running_or_notify_cancel()
-            process, self.process = self.process, None
-            if process is not None:
-                process.kill()
-        if process is not None:
-            process.process.wait()
-        return True
-
-
 class Round:
-    """Samples that are being graded, a future each.
+    """Samples that are being graded, and what has become of them. Threads may share it.
 
     Args:
-        futures: of the outcomes, in the order of the samples.
-        max_failures: stop once more than this many samples have failed; the rest is "skipped". None: never.
-        num_rows_of_call: samples of a function that grades all in one call, which is the only future then; else 0.
+        num_samples: how many.
+        max_failures: end once more than this many samples have failed; the rest is "skipped". None: never.
+        timeout_s: limit of one call in a process; None where it is not processes that grade.
+
+    Attributes:
+        outcomes: of the samples, in order; None where there is none yet.
+        done: resolved when the round has ended.
+        processes: those that have samples of the round. `lock` guards them.
     """
 
-    def __init__(
-        self, futures: Sequence[Future[Any]], max_failures: int | None = None, num_rows_of_call: int = 0
-    ) -> None:
-        self.futures, self._num_rows_of_call = futures, num_rows_of_call
+    def __init__(self, num_samples: int, max_failures: int | None = None, timeout_s: float | None = None) -> None:
+        self.outcomes: list[Outcome | None] = [None] * num_samples
+        self.done: Future[None] = Future()
+        # So that an event loop does not cancel it: it is resolved here.
+        self.done.set_running_or_notify_cancel()
+        self.lock, self.processes, self.timeout_s = threading.RLock(), set[GradingProcess](), timeout_s
         self._max_failures = math.inf if max_failures is None else max_failures
+        self._num_left, self._num_failed = num_samples, 0
+        if not num_samples:
+            self.end()
+
+    def record(self, key: int, outcome: Outcome) -> None:
+        """What has become of the sample at place `key`; the last one ends the round, and so do too many failures."""
+        with self.lock:
+            if self.done.done():
+                return
+            self.outcomes[key] = outcome
+            self._num_left -= 1
+            self._num_failed += bool(outcome.error)
+            if not self._num_left:
+                self.done.set_result(None)
+            elif self._num_failed > self._max_failures:
+                self.end()
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Grade no more, and kill the processes that have samples. The error is raised where one waits for outcomes."""
+        with self.lock:
+            if self.done.done():
+                return
+            for process in self.processes:
+                process.kill()
+            if error is None:
+                self.done.set_result(None)
+            else:
+                self.done.set_exception(error)
+
+    def cancel(self) -> None:
+        """End the round: when this returns, its processes have ended. Waiting for its outcomes is an error then."""
+        self.end(RewardError("grading", got="cancel()", expected="samples to be graded first"))
+        while self.processes:
+            time.sleep(0.001)
 
     def result(self) -> list[Outcome]:
         """Wait for the outcomes, in order: those of samples that were not graded any more are "skipped".
@@ -189,44 +206,31 @@ class Round:
         Raises:
             QuadrigaError: the score function cannot be loaded, the pool was closed, or the round cancelled.
         """
-        num_failed = 0
         try:
-            for future in as_completed(self.futures):
-                outcome = future.result()
-                num_failed += isinstance(outcome, Outcome) and bool(outcome.error)
-                if num_failed > self._max_failures:
-                    break
-        except CancelledError as error:
-            raise RewardError("grading", got="cancel()", expected="samples to be graded first") from error
+            self.done.result()
         except BaseException:
             # Ctrl-C above all: what is in work then is of no use.
             self.cancel()
             raise
-        outcomes: list[Any] = [future.result() if future.done() else None for future in self.futures]
-        self.cancel()
-        if self._num_rows_of_call:
-            # One call for all: where it hung or crashed its process, that is the outcome of each.
-            (outcome,) = outcomes
-            return [outcome] * self._num_rows_of_call if isinstance(outcome, Outcome) else outcome
-        skipped = failure("skipped", f"not graded, since {num_failed} other samples had failed")
-        return [skipped if outcome is None else outcome for outcome in outcomes]
-
-    def cancel(self) -> None:
-        """Grade no more: when this returns, no process grades samples of the round."""
-        # Those in work last, or the next in the queue would take their place.
-        for future in reversed(self.futures):
-            future.cancel()
+        skipped = failure("skipped", f"not graded, since {self._num_failed} other samples had failed")
+        return [outcome or skipped for outcome in self.outcomes]
 
     def progress(self) -> str:
         """What is done, for a report on a long wait."""
-        graded = [future.result() for future in self.futures if future.done() and not future.cancelled()]
-        num_failed = sum(isinstance(outcome, Outcome) and bool(outcome.error) for outcome in graded)
-        samples = [future for future in self.futures if isinstance(future, _Sample)]
-        busy = {process for sample in samples if (process := sample.process) is not None}
-        num_busy = len(busy) + sum(future.running() for future in self.futures)
-        longest_s = max((time.monotonic() - process.since for process in busy), default=0.0)
-        slowest = f", the longest for {longest_s:.0f} s (limit {samples[0].timeout_s:g} s)" if busy else ""
-        return f"{len(graded)} of {len(self.futures)} graded, {num_failed} failed, {num_busy} in work{slowest}"
+        with self.lock:
+            busy = [] if self.done.done() else [time.monotonic() - process.since for process in self.processes]
+        slowest = f", the longest for {max(busy):.0f} s (limit {self.timeout_s:g} s)" if busy else ""
+        in_work = "" if self.timeout_s is None else f", {len(busy)} in work{slowest}"
+        num_graded = len(self.outcomes) - self._num_left
+        return f"{num_graded} of {len(self.outcomes)} graded, {self._num_failed} failed{in_work}"
+
+
+class _Call(NamedTuple):
+    """One call of the score function, for one sample, or for all where it grades batches."""
+
+    round: Round
+    keys: Sequence[int]
+    arguments: Arguments
 
 
 class GradingPool(AbstractContextManager["GradingPool"]):
@@ -241,7 +245,7 @@ class GradingPool(AbstractContextManager["GradingPool"]):
         self._function, self._num_workers = function, num_workers
         self._threads = ThreadPoolExecutor(num_workers, "grading")
         self._lock = threading.Lock()
-        self._queue: deque[_Sample] = deque()
+        self._queue: deque[_Call] = deque()
         self._processes: set[GradingProcess] = set()
         self._idle: list[GradingProcess] = []
         self._item_s = CHUNK_S
@@ -272,16 +276,18 @@ class GradingPool(AbstractContextManager["GradingPool"]):
         """
         if self._is_closed:
             raise RewardError("grading pool", got="a sample", expected="none, since the pool is closed")
-        calls, is_batch = rows, self._function.is_batch and bool(rows)
-        if is_batch:
-            calls, timeout_s = [{f"{name}s": [row[name] for row in rows] for name in rows[0]}], timeout_s * len(rows)
-        round_ = object()
-        samples = [_Sample(arguments, timeout_s, round_, self._lock) for arguments in calls]
+        keys = range(len(rows))
+        if self._function.is_batch and rows:
+            round_ = Round(len(rows), max_failures, timeout_s * len(rows))
+            calls = [_Call(round_, keys, {f"{name}s": [row[name] for row in rows] for name in rows[0]})]
+        else:
+            round_ = Round(len(rows), max_failures, timeout_s)
+            calls = [_Call(round_, (key,), rows[key]) for key in keys]
         with self._lock:
-            self._queue.extend(samples)
-        for _ in samples[: self._num_workers]:
+            self._queue.extend(calls)
+        for _ in calls[: self._num_workers]:
             self._threads.submit(self._lead)
-        return Round(samples, max_failures, len(rows) if is_batch else 0)
+        return round_
 
     def grade(self, rows: Sequence[Arguments], *, timeout_s: float, max_failures: int | None = None) -> list[Outcome]:
         """The outcome of each sample, in order; arguments and errors as for `begin`."""
@@ -305,12 +311,10 @@ class GradingPool(AbstractContextManager["GradingPool"]):
         """One thread: has a process grade samples until there are no more."""
         process: GradingProcess | None = None
         try:
-            while self._queue and not self._is_closed:
+            while self._has_calls():
                 process = process or self._process()
                 self._grade(process)
-                if process.is_ended:
-                    self._remove(process)
-                    process = None
+                process = None if process.is_ended else process
         except Exception as error:
             # The score function cannot be loaded, or a sample cannot be sent: no other will fare better.
             if process is not None:
@@ -320,44 +324,51 @@ class GradingPool(AbstractContextManager["GradingPool"]):
         if process is not None:
             self._idle.append(process)
 
+    def _has_calls(self) -> bool:
+        """Whether there is something to grade; calls of rounds that have ended are dropped."""
+        with self._lock:
+            while self._queue and self._queue[0].round.done.done():
+                self._queue.popleft()
+            return bool(self._queue) and not self._is_closed
+
     def _grade(self, process: GradingProcess) -> None:
-        """Have a process grade the next chunk; what it does not come to goes back to the queue."""
-        chunk = self._take(process)
-        left = deque(chunk)
+        """Have a process make the next calls of one round; those that it does not come to go back to the queue."""
+        chunk: deque[_Call] = deque()
+        with self._lock:
+            if self._is_closed:
+                return
+            # Enough to make the round trip cheap, few enough for processes to end together.
+            fair = math.ceil(len(self._queue) / (2 * self._num_workers))
+            size = max(1, min(fair, MAX_CHUNK, int(CHUNK_S / self._item_s)))
+            while self._queue and len(chunk) < size and self._queue[0].round is (chunk or self._queue)[0].round:
+                chunk.append(self._queue.popleft())
+        if not chunk:
+            return
+        round_ = chunk[0].round
+        with round_.lock:
+            # Here, and not later: the end of the round kills the processes that have its samples.
+            if round_.done.done():
+                return
+            round_.processes.add(process)
         try:
-            process.send([sample.arguments for sample in chunk])
-            while left and not process.is_ended:
-                sample = left[0]
-                outcome = process.receive(sample.timeout_s)
-                with self._lock:
-                    if self._is_closed:
-                        break
-                    left.popleft()
-                    sample.process = None
-                    if not sample.done():
-                        sample.set_result(outcome)
+            process.send([call.arguments for call in chunk])
+            while chunk and not process.is_ended:
+                outcome = process.receive(round_.timeout_s)
+                if self._is_closed:
+                    break
+                keys = chunk.popleft().keys
+                # One call for all: where it hung or crashed its process, that is the outcome of each.
+                for key, one in zip(keys, outcome if isinstance(outcome, list) else [outcome] * len(keys), strict=True):
+                    round_.record(key, one)
                 if not process.is_ended:
                     self._item_s += 0.1 * (max(time.monotonic() - process.since, 1e-6) - self._item_s)
         finally:
             with self._lock:
-                for sample in left:
-                    sample.process = None
-                self._queue.extendleft(reversed(left))
-
-    def _take(self, process: GradingProcess) -> list[_Sample]:
-        """A chunk of one round: enough samples to make the round trip cheap, few enough to end with the others'."""
-        chunk: list[_Sample] = []
-        with self._lock:
-            fair = math.ceil(len(self._queue) / (2 * self._num_workers))
-            size = 0 if self._is_closed else max(1, min(fair, MAX_CHUNK, int(CHUNK_S / self._item_s)))
-            while self._queue and len(chunk) < size:
-                if chunk and self._queue[0].round is not chunk[0].round:
-                    break
-                sample = self._queue.popleft()
-                if not sample.done():
-                    sample.process = process
-                    chunk.append(sample)
-        return chunk
+                self._queue.extendleft(reversed(chunk))
+            if process.is_ended:
+                self._remove(process)
+            with round_.lock:
+                round_.processes.discard(process)
 
     def _process(self) -> GradingProcess:
         """An idle process, or a new one that has loaded the score function."""
@@ -382,12 +393,12 @@ class GradingPool(AbstractContextManager["GradingPool"]):
         self._processes.discard(process)
 
     def _fail(self, error: Exception) -> None:
-        """Raise the error where the outcomes of samples in the queue are waited for."""
+        """End the rounds in the queue with an error."""
         with self._lock:
-            while self._queue:
-                sample = self._queue.popleft()
-                if not sample.done():
-                    sample.set_exception(error)
+            rounds = {call.round for call in self._queue}
+            self._queue.clear()
+        for round_ in rounds:
+            round_.end(error)
 
 
 def _stop_all(processes: set[GradingProcess], owner_pid: int) -> None:

@@ -98,7 +98,14 @@ class SampleManager(RewardManager):
         return Grading(result, work.cancel)
 
     async def grade_one(self, row: dict[str, Any]) -> Outcome:
-        return await wrap_future(self.submit([row]).futures[0])
+        round_ = self.submit([row])
+        try:
+            await wrap_future(round_.done)
+        except BaseException:
+            # The conversation was given up.
+            round_.cancel()
+            raise
+        return round_.result()[0]
 
     def submit(self, rows: list[dict[str, Any]], max_failures: int | None = None) -> Round:
         """Begin to grade samples.
@@ -126,17 +133,15 @@ def read_samples(data: DataProto, tokenizer: Any, reward_fn_key: str, *, needs_t
     Raises:
         RewardError: if a column or a ground truth is missing.
     """
-    for key in ("responses", "attention_mask"):
-        if data.batch is None or key not in data.batch:
-            expected = "a tensor; generate_sequences writes it"
-            raise RewardError(f"reward batch column {key}", got="nothing", expected=expected)
     columns = data.non_tensor_batch
-    origins = {reward_fn_key: "data.reward_fn_key names it"}
+    there = sorted(map(str, [*columns, *(() if data.batch is None else data.batch.keys())]))
+    origins = dict.fromkeys(("responses", "attention_mask"), "generate_sequences writes it")
+    origins[reward_fn_key] = "data.reward_fn_key names it"
     if needs_truths:
         origins["reward_model"] = "the data set's rows bring it, as {'ground_truth': ...}"
     for key, origin in origins.items():
-        if key not in columns:
-            got = f"only the columns {', '.join(sorted(columns)) or 'none'}"
+        if key not in there:
+            got = f"only the columns {', '.join(there) or 'none'}"
             raise RewardError(f"reward batch column {key}", got=got, expected=f"this one; {origin}")
     responses = data.batch["responses"].cpu()
     response_length = responses.shape[1]
@@ -145,10 +150,9 @@ def read_samples(data: DataProto, tokenizer: Any, reward_fn_key: str, *, needs_t
     valid = data.batch["attention_mask"].cpu()[:, -response_length:] if response_length else responses
     lengths = valid.long().sum(dim=-1)
     token_ids = [row[:length] for row, length in zip(responses.tolist(), lengths.tolist(), strict=True)]
-    rows = []
+    rows, known = [], columns.get("extra_info", [None] * len(token_ids))
     for row, text in enumerate(tokenizer.batch_decode(token_ids, skip_special_tokens=True)):
-        known = columns["extra_info"][row] if "extra_info" in columns else None
-        extra_info = {} if known is None else known
+        extra_info: Any = {} if known[row] is None else known[row]
         if of_conversation := {name: columns[name][row] for name in OF_CONVERSATION if name in columns}:
             extra_info = {**extra_info, **of_conversation}
         truth = _ground_truth(columns["reward_model"][row], row) if needs_truths else None

@@ -33,7 +33,7 @@ from quadriga.config import Config
 from quadriga.errors import ConfigError, RewardError
 from quadriga.http_client import HTTPClient
 from quadriga.rewards.components import weighted
-from quadriga.rewards.outcome import Outcome, raised, read_outcome
+from quadriga.rewards.outcome import raised, read_outcome
 from quadriga.rewards.pool import Round
 from quadriga.rewards.registry import register
 from quadriga.rewards.samples import SampleManager
@@ -245,21 +245,30 @@ class JudgeRewardManager(SampleManager):
         self._threads = ThreadPoolExecutor(self._judge.max_concurrency, "judge")
 
     def submit(self, rows: list[dict[str, Any]], max_failures: int | None = None) -> Round:
-        return Round([self._threads.submit(self._grade, row) for row in rows], max_failures)
+        round_ = Round(len(rows), max_failures)
+        for key, row in enumerate(rows):
+            self._threads.submit(self._grade, round_, key, row)
+        return round_
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _grade(self, row: dict[str, Any]) -> Outcome:
+    def _grade(self, round_: Round, key: int, row: dict[str, Any]) -> None:
         found: dict[str, float] = {}
+        if round_.done.done():
+            return
         try:
             for question in self._questions:
                 text = _PLACE.sub(lambda match: _value(row, match[1]), question.prompt)
                 reply = self._judge.ask([{"role": "user", "content": text}])
                 found[question.name] = read_score(reply, question.pattern)
+            weights = {question.name: question.weight for question in self._questions}
+            round_.record(key, read_outcome(weighted(found, weights)))
         except (RewardError, TimeoutError, ValueError) as error:
-            return raised(error)
-        return read_outcome(weighted(found, {question.name: question.weight for question in self._questions}))
+            round_.record(key, raised(error))
+        except BaseException as error:
+            round_.end(error)
+            raise
 
 
 def _value(row: dict[str, Any], place: str) -> str:

@@ -114,6 +114,21 @@ def test_a_sample_that_hangs_or_dies_costs_only_itself(grader: Callable[..., Rew
     assert [other.score for other in others] == [1.0] * 4
 
 
+def test_a_conversation_that_is_given_up_ends_its_process(grader: Callable[..., RewardManager]) -> None:
+    """Otherwise it would hold one of the processes for the 60 s of its limit."""
+    manager = grader(timeout_s=60.0, num_workers=1)
+
+    async def watched() -> Outcome:
+        hung = asyncio.create_task(manager.grade_one(row("hang")))
+        await asyncio.sleep(0.5)
+        hung.cancel()
+        return await manager.grade_one(row("5"))
+
+    begun = time.monotonic()
+    assert asyncio.run(watched()).score == 1.0
+    assert time.monotonic() - begun < 20
+
+
 def test_rewards_of_a_batch_are_those_of_grading_it_at_once(
     grader: Callable[..., RewardManager], config: Callable[..., Config]
 ) -> None:
