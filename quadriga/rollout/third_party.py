@@ -124,17 +124,7 @@ def died(name: str, title: str, what: str) -> RolloutError:
 
 
 def require_release(title: str, found: str, least: str, *, where: str, fix: str) -> None:
-    """Refuse a version of an engine that the code was not written for.
-
-    Args:
-        title: what its authors call it.
-        found: the version that is installed, or "".
-        least: the oldest that will do.
-        where, fix: for the error.
-
-    Raises:
-        RolloutError: it is missing, or older.
-    """
+    """Raise a RolloutError unless the installed version of a library, "" where there is none, is new enough."""
     if not found:
         raise RolloutError(where, got=f"no {title} in this environment", expected=f"{least} or newer", fix=fix)
     if release_numbers(found) < release_numbers(least):

@@ -54,11 +54,7 @@ class Address:
 class Channel:
     """Broadcasts from rank 0 to the receivers. The group is made at first use, where all of them meet.
 
-    Args:
-        address: of the store where they meet.
-        rank: of this process; 0 sends.
-        device: of the content.
-        store: itself, in the process that has it.
+    They meet at a store, which the sender's process has itself.
     """
 
     def __init__(self, address: Address, rank: int, device: torch.device, store: dist.TCPStore | None = None) -> None:

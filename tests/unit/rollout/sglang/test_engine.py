@@ -66,7 +66,7 @@ class Direct:
 def _engine(answer: dict[str, Any] | None = None, *, has_seeds: bool = False) -> tuple[SGLangEngine, Direct]:
     """With weights."""
     connection = Direct(answer, has_seeds=has_seeds)
-    engine = SGLangEngine(connection, Manifest.of(Model()), 20, (1,), bucket_bytes=4 * 64)  # pyrefly: ignore[bad-argument-type]
+    engine = SGLangEngine(connection, Manifest.of(Model()), 20, (1,), bucket_bytes=4 * 64)
     engine.weight_version = 0
     return engine, connection
 
