@@ -35,11 +35,9 @@ class HFEngine(CausalModelEngine):
     """Transformers' `generate`.
 
     Args:
-        model: a causal or vision-language model, with an attention of transformers. Its weights follow the trainer's by
-            `load_weights`.
-        tokenizer: decodes responses that end at a stop string; not needed otherwise.
+        model: a causal or vision-language model, with an attention of transformers.
+        tokenizer: needed for stop strings only.
         eos_token_ids: end-of-text tokens; None takes those of the model's generation configuration.
-        max_num_seqs: responses that are generated at the same time.
         max_model_len: tokens of the longest prompt and response together; None: as many as the model has positions.
 
     Raises:

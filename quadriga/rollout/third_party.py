@@ -33,17 +33,13 @@ LogProbsOf = Literal["processed_logprobs", "raw_logprobs"]
 
 
 class ThirdPartyEngine(RolloutEngine):
-    """An engine that generates with what was loaded into it; it starts without weights, and the first load brings them.
+    """An engine that starts without weights; a subclass implements `load_weights` within `_loading`.
 
-    A subclass loads them itself, within `_loading`.
-
-    Args:
-        manifest: the weights that make the model complete.
-        max_model_len: longest prompt and response together, in tokens.
+    `manifest` lists the weights that make the model complete; prompt and response have at most `max_model_len` tokens
+    together; `title` is the library's name in messages.
     """
 
     title: str
-    """What its authors call it."""
 
     def __init__(self, manifest: Manifest, max_model_len: int) -> None:
         super().__init__()
@@ -55,11 +51,11 @@ class ThirdPartyEngine(RolloutEngine):
     def _loading(self, version: int) -> Iterator[list[Mapping[str, str]]]:
         """A load: afterwards the engine has the version, or -1 and an error that says what its library said.
 
-        Yields:
-            An empty list, for the fingerprints of what each process of the engine received.
+        It yields an empty list, for the fingerprints of what each process of the engine received.
 
         Raises:
-            WeightSyncError: the engine did not take the weights, or its processes received different ones.
+            WeightSyncError: the stream is not the model's set of weights, the library does not take it, or its
+                processes received different ones.
         """
         self._require_open("load_weights")
         self.weight_version = -1

@@ -134,11 +134,7 @@ class Channel:
 class WeightSender:
     """The trainer's side, in its first process. Its other ranks only take part in gathering each tensor.
 
-    Args:
-        host: name of this machine that the receivers can resolve.
-        num_receivers: processes of the rollout.
-        device: of the weights.
-        bucket_bytes: memory for what is on its way; see `SHARES`.
+    Receivers must be able to resolve `host`. For `bucket_bytes` see `SHARES`.
     """
 
     def __init__(self, host: str, num_receivers: int, device: torch.device, bucket_bytes: int) -> None:
@@ -148,11 +144,7 @@ class WeightSender:
         self.channel = Channel(self.address, 0, device, store)
 
     def publish(self, weights: NamedWeights, version: int) -> None:
-        """Send a complete set of weights to all receivers.
-
-        Raises:
-            WeightSyncError: the connection broke.
-        """
+        """Send a complete set of weights to all receivers; a WeightSyncError if the connection breaks."""
         sent: dict[str, str] = {}
         try:
             for entries, content in pack(_noted(weights, sent), self._bucket_bytes):
@@ -171,13 +163,7 @@ class WeightSender:
 
 
 class WeightReceiver(CopiedWeights):
-    """The rollout's side, in each of its processes.
-
-    Args:
-        address: of the sender.
-        rank: of this process among the receivers, from 0.
-        device: of the weights.
-    """
+    """The rollout's side, in each of its processes, whose ranks count from 0."""
 
     def __init__(self, address: Address, rank: int, device: torch.device) -> None:
         super().__init__()

@@ -18,7 +18,7 @@ _ALIGNMENT = 64  # bytes; of every dtype, and of what vector instructions like
 
 
 def num_bytes(weight: tuple[str, torch.Tensor]) -> int:
-    """Of a named tensor's content."""
+    """Bytes of a named tensor."""
     return weight[1].nbytes
 
 
@@ -27,13 +27,10 @@ def pack(
     bucket_bytes: int,
     allocate: Callable[[int], torch.Tensor] | None = None,
 ) -> Iterator[tuple[list[list[Any]], torch.Tensor]]:
-    """The stream in buckets: entries, and [bytes] uint8 that is overwritten once the next bucket is requested.
+    """Buckets of a stream: entries, and [bytes] uint8 that is overwritten once the next bucket is requested.
 
-    Args:
-        weights: tensors; each is copied before the next one is requested.
-        bucket_bytes: size of a bucket.
-        allocate: makes memory for the bucket, [bytes] uint8; a larger tensor gets a larger bucket. None: memory on the
-            tensors' device, and a tensor that is larger than a bucket is given from where it lies.
+    Each tensor is copied before the next one is requested. A tensor larger than `bucket_bytes` gets a larger bucket
+    from `allocate`. Without `allocate` buckets are on the tensors' device, and a larger tensor is not copied.
     """
     size = max(bucket_bytes // _ALIGNMENT, 1) * _ALIGNMENT
     memory: torch.Tensor | None = None

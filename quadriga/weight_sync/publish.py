@@ -55,11 +55,7 @@ class SharedWeights:
         self._published: dict[str, tuple[object, ...]] = {}
 
     def publish(self, weights: NamedWeights, target: WeightTarget, version: int) -> None:
-        """Check that each weight is the target's own memory, then pass on the version.
-
-        Raises:
-            WeightSyncError: some are not.
-        """
+        """Pass on the version. A weight that is not the target's own memory is a WeightSyncError."""
         offered, held = dict(weights), dict(target.named_weights())
         addresses = {_address(tensor) for tensor in offered.values()}
         apart = [
@@ -77,11 +73,7 @@ class SharedWeights:
         self._published = _states(target)
 
     def verify(self, target: WeightTarget, version: int) -> None:
-        """Compare addresses and counts of writes; no tensor is read.
-
-        Raises:
-            WeightSyncError: the version is another, or a weight was written to since.
-        """
+        """A WeightSyncError if the version is another, or a weight was written to since. No tensor is read."""
         require_version(target, version)
         held = _states(target)
         changed = [name for name, state in self._published.items() if held.get(name) != state]
@@ -106,14 +98,11 @@ class CopiedWeights:
     ) -> None:
         """Copy the weights, one tensor at a time, and compare what the target holds with what was sent.
 
-        Args:
-            weights: a complete set, or what is new of one that the target has (see `RolloutEngine.load_weights`).
-            target: its `weight_version` is -1 after an error.
-            version: of the weights.
-            known: fingerprints of tensors that have one already, by name; may be filled while the stream runs.
+        `weights` is a complete set, or what is new of one that the target has (see `WeightTarget.load_weights`).
+        `known` has fingerprints of tensors by name where they are known, and may be filled while the stream runs.
 
         Raises:
-            WeightSyncError: the target refused the weights, holds others afterwards, or another version. It then
+            WeightSyncError: the target refused the weights, or holds others afterwards. Its version is then -1, and it
                 generates nothing until a complete set has come.
         """
         dtypes = {name: tensor.dtype for name, tensor in target.named_weights()}
@@ -138,12 +127,9 @@ class CopiedWeights:
             raise
 
     def verify(self, target: WeightTarget, version: int) -> None:
-        """Compare the fingerprint of every tensor that was published with what the target has.
+        """A WeightSyncError if the version is another, or the fingerprint of a tensor that was published.
 
-        Names that are in the target only are not compared: a tied weight comes under one of its names.
-
-        Raises:
-            WeightSyncError: the version is another, or a weight differs.
+        Names that only the target has are not compared: a tied weight is sent under one of its names.
         """
         require_version(target, version)
         held = target.fingerprint().tensors

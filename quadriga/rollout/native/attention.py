@@ -34,9 +34,7 @@ def cache_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 class PrefixCache:
     """[P, K, S, D] key and value for each layer, padded on the right, and the last hidden state of each prefix.
 
-    Args:
-        prefixes: what stands for the prefix in each place: it has a length in tokens and, unless that is the position
-            of the token that follows, a `next_position`.
+    A prefix is anything with a length in tokens; it has a `next_position` if that differs from its length.
     """
 
     def __init__(self, prefixes: Iterable[Any] = ()) -> None:
@@ -184,12 +182,8 @@ class PrefillPlan:
 class DecodePlan:
     """Attention of one new token per slot. It lasts as long as the slots of the batch stay what they are.
 
-    Slots of one prefix stand side by side in cells, [P, n]; a cell without a slot repeats another one, and is not
-    looked at.
-
-    Args:
-        prefixes, responses: the KV cache; the responses' part is written to.
-        places: of each slot's prefix in the prefix cache.
+    `places` are those of each slot's prefix in the prefix cache. Slots of one prefix are side by side in cells, [P, n];
+    a cell without a slot repeats another one, and its result is not used.
     """
 
     def __init__(

@@ -44,9 +44,8 @@ class NativeEngine(CausalModelEngine):
 
     Args:
         model: any causal model of transformers that was loaded with our attention. It may be the trainer's.
-        tokenizer: decodes responses that have stop strings; not needed otherwise.
+        tokenizer: needed for stop strings only.
         eos_token_ids: end-of-text tokens; None takes those of the model's generation configuration.
-        max_num_seqs: responses that are generated at the same time.
         max_num_batched_tokens: prompt tokens of one prefill, unless one prompt alone has more.
         max_model_len: tokens of the longest prompt and response together; None: as many as the model has positions.
         cache_gigabytes: memory of the KV cache, in GiB; None: as much as the responses need. Where it is full, the

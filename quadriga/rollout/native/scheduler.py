@@ -27,7 +27,6 @@ class Scheduler(Generic[R]):
     """Hands out the slots of a batch and the tokens of the KV cache.
 
     Args:
-        max_num_seqs: slots.
         max_num_batched_tokens: prefix tokens that start in one round, unless one prefix alone has more.
         max_cache_tokens: tokens that the KV cache may hold, padding included; None: any number.
         refill_share: of the slots must be free before waiting requests start, unless all that wait find a slot.

@@ -41,13 +41,9 @@ _NUM_CONTROLS = 4
 class SGLangProcess:
     """A host process with SGLang's engine, whose end nothing else shares.
 
-    Args:
-        arguments: of SGLang's engine.
-
     Attributes:
-        version: of SGLang.
-        num_processes: that hold the model together.
-        has_seeds: whether a response's seed decides it: SGLang's "deterministic inference".
+        num_processes: tensor-parallel ranks.
+        has_seeds: whether a seed determines its response: SGLang's "deterministic inference".
 
     Raises:
         RolloutError: SGLang is missing, too old, or refuses the model or the options.
@@ -151,7 +147,6 @@ class SGLangServer:
     It was started with `--custom-weight-loader quadriga.rollout.sglang.receiver.load`, so that it says what reached it.
 
     Args:
-        url: of the server.
         max_model_len: longest prompt and response together, in tokens.
         max_num_seqs: requests in flight at the same time.
         timeout_s: seconds without a byte after which the server counts as lost.

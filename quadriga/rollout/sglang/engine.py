@@ -54,13 +54,10 @@ class SGLangEngine(ThirdPartyEngine):
     """An engine on SGLang. It generates with weights that were sent to it, whatever a server was started with.
 
     Args:
-        connection: to SGLang.
         manifest: the weights that make the model complete.
         max_model_len: longest prompt and response together, in tokens.
-        eos_token_ids: end-of-text tokens.
-        bucket_bytes: memory in which weights travel.
-        can_sleep: whether `sleep` gives back memory; accelerators only.
-        description: what was chosen, for people to read.
+        bucket_bytes: memory for weights on their way.
+        can_sleep: whether `sleep` frees memory; accelerators only.
     """
 
     name, title = "sglang", "SGLang"
@@ -194,12 +191,7 @@ class SGLangEngine(ThirdPartyEngine):
             self.connection.close()
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Load a complete set of weights in buckets, and drop the KV cache that earlier ones made.
-
-        Raises:
-            WeightSyncError: the stream is not the model's set of weights, SGLang does not take it, or its processes
-                received different ones.
-        """
+        """Load a complete set of weights in buckets, and drop the KV cache that earlier ones made."""
         with self._loading(version) as received:
             if self._state == "asleep" and self.can_sleep:
                 self._call("resume_memory_occupation", tags=["weights"])
@@ -301,9 +293,7 @@ def _copy(weight: tuple[str, torch.Tensor], offset: int) -> tuple[str, torch.Ten
 def sglang_arguments(setup: EngineSetup, cache_tokens: int | None) -> dict[str, Any]:
     """The arguments of SGLang's engine: those of the configuration, under SGLang's names; `engine_kwargs.sglang` wins.
 
-    Args:
-        setup: the configuration and what belongs to it.
-        cache_tokens: tokens that the KV cache holds; None: SGLang decides by `gpu_memory_utilization`.
+    The KV cache holds `cache_tokens`; None: SGLang decides by `gpu_memory_utilization`.
     """
     rollout, model = setup.rollout, setup.config.actor_rollout_ref.model
     is_on_cpu = setup.device.type == "cpu"

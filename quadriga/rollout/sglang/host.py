@@ -61,9 +61,6 @@ def require_version(found: str) -> None:
 class Library:
     """SGLang with one engine; a process can have one only, which must be made by its main thread.
 
-    Args:
-        options: the arguments of its engine.
-
     Raises:
         RolloutError: SGLang is missing, too old, or lacks something that is used of it.
     """
@@ -82,12 +79,7 @@ class Library:
             raise RolloutError(WHERE, got=f"SGLang {installed()} without {', '.join(missing)}", fix=_INSTALL)
 
     async def call(self, method: str, arguments: dict[str, Any]) -> Any:
-        """What SGLang's server does for the request of this name, with the engine in this process.
-
-        Returns:
-            For `generate` the reply as the server gives it, as far as it is used; for the others (whether it was
-            done, a message), nothing, or what was requested.
-        """
+        """What SGLang's server does for a request; the reply of `generate` has only the fields that are used."""
         if method == "generate":
             reply = await self.engine.async_generate(**arguments)
             names = ("finish_reason", "output_token_logprobs")

@@ -57,13 +57,7 @@ class AdapterSlot:
         """What goes with each request for a response; None while there is no adapter."""
 
     def replace(self, factors: Mapping[str, torch.Tensor]) -> list[dict[str, str]]:
-        """Have vLLM apply these matrices, and forget those before.
-
-        Args:
-            factors: all matrices of the adapter, under their names in the model.
-
-        Returns:
-            The fingerprint of each, from each process.
+        """Have vLLM apply these matrices instead of those before. Returns their fingerprints from each process.
 
         Raises:
             WeightSyncError: vLLM holds another adapter afterwards, or not all of this one.

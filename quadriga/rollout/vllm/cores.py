@@ -36,12 +36,9 @@ _END_S = 30.0
 
 
 class Request(NamedTuple):
-    """A request to vLLM.
+    """vLLM's prompt and sampling parameters, and its `LoRARequest` for an adapter.
 
-    Attributes:
-        prompt, sampling: vLLM's.
-        adapter: that is applied, vLLM's `LoRARequest`; None: there is none.
-        expanded: the prompt with images that vLLM is to have read; None: of text there is nothing to check.
+    `expanded` is the prompt with images as vLLM should expand it; None for text.
     """
 
     prompt: dict[str, Any]

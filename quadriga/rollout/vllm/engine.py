@@ -54,11 +54,8 @@ class VLLMEngine(ThirdPartyEngine):
     """vLLM: with `mode=sync` and no tensor parallelism in this process, otherwise in processes of its own.
 
     Args:
-        setup: the configuration and what belongs to it.
         manifest: the weights that make the model complete, without an adapter.
-        eos_token_ids: end-of-text tokens.
-        adapter: that is applied beside the weights, and comes with each load; None: there is none, or it comes merged.
-        is_vision: whether the model takes images.
+        adapter: applied beside the weights, and part of each load; None: there is none, or it comes merged.
 
     Raises:
         RolloutError: vLLM is missing, too old, or refuses the model or the options.
@@ -135,12 +132,7 @@ class VLLMEngine(ThirdPartyEngine):
         ]
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Load a complete set of weights, and drop what earlier ones made: KV cache, embeddings of images.
-
-        Raises:
-            WeightSyncError: the stream is not the model's set of weights, vLLM does not take it, or its processes
-                received different ones.
-        """
+        """Load a complete set of weights, and drop what earlier ones made: KV cache, embeddings of images."""
         with self._loading(version) as received:
             is_asleep = self._state == "asleep" and self.can_sleep
             if is_asleep:
@@ -173,10 +165,7 @@ class VLLMEngine(ThirdPartyEngine):
             self._frozen = {name: mark for name, mark in self._arrived.tensors.items() if not is_factor(name)}
 
     def _buckets(self, weights: Iterator[tuple[str, torch.Tensor]]) -> Generator[Any, None, None]:
-        """What `load_bucket` gets: copies of tensors in this process, otherwise where they are in shared memory.
-
-        That memory is one piece, which the next bucket overwrites.
-        """
+        """What `load_bucket` gets: copies of tensors, or where they are in shared memory until the next bucket."""
         if self.core.is_in_process:
             for name, tensor in weights:
                 yield [(name, tensor.detach().clone())]
@@ -349,11 +338,7 @@ class WorkerExtension:
     """Fingerprints of the weights that have come; None: no load is under way."""
 
     def load_bucket(self, bucket: dict[str, Any] | list[tuple[str, torch.Tensor]]) -> None:
-        """Some weights; vLLM keeps each until its layer is complete. Fingerprints are of the very tensors that it gets.
-
-        Args:
-            bucket: see `VLLMEngine._buckets`.
-        """
+        """Some weights; vLLM keeps each until its layer is complete. Fingerprints are of the tensors that it gets."""
         if isinstance(bucket, dict):
             content = torch.from_file(bucket["path"], True, bucket["num_bytes"], dtype=torch.uint8)
             weights = ((name, tensor.clone()) for name, tensor in unpack(bucket["entries"], content))

@@ -55,11 +55,7 @@ def require_version(found: str) -> None:
 
 
 def load() -> Library:
-    """Import vLLM, which takes seconds, with settings that keep its log and its threads small.
-
-    Raises:
-        RolloutError: it is missing, too old, or does not load.
-    """
+    """Import vLLM with a small log and few threads; a RolloutError if it is missing, too old or does not load."""
     found = installed()
     require_version(found)
     for name, value in _ENVIRONMENT.items():
@@ -96,14 +92,7 @@ def started(*, is_beside: bool) -> Iterator[None]:
 
 
 def layerwise_reload() -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
-    """What loads weights layer by layer into a model that is in use, in the process that holds it.
-
-    Returns:
-        the functions that begin and end a load, and the context with the configuration that both look up.
-
-    Raises:
-        RolloutError: this version of vLLM does not have them.
-    """
+    """Functions that begin and end a load of weights layer by layer, and the configuration's context for both."""
     try:
         reload = importlib.import_module("vllm.model_executor.model_loader.reload")
         configured = importlib.import_module("vllm.config").set_current_vllm_config
