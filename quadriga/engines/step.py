@@ -112,26 +112,17 @@ def update(
         steps.append(_optimizer_step(engine, mini, places, objective, passes.micro, lr, temperature))
     # Shares are averaged over steps and stay sums for the ranks to add up; a rank that computed nothing in some step
     # has a share of nothing there.
-    names = dict.fromkeys(name for step in steps for name in step.shares)
-    complete = [{name: step.shares.get(name, Metric(0.0)) for name in names} for step in steps]
-    shares = {name: Metric(metric.value, "sum") for name, metric in merge_metrics(complete).items()}
-    metrics = shares | merge_metrics(step.others for step in steps)
+    names = dict.fromkeys(name for shares, _ in steps for name in shares)
+    complete = [{name: shares.get(name, Metric(0.0)) for name in names} for shares, _ in steps]
+    averages = {name: Metric(metric.value, "sum") for name, metric in merge_metrics(complete).items()}
+    metrics = averages | merge_metrics(others for _, others in steps)
     if engine.replicas.size > 1:
         # How much longer the steps take than if all ranks had the same work: the largest share over the mean one.
-        of_ranks = engine.replicas.gather([step.flops for step in steps])
+        of_ranks = engine.replicas.gather([others[f"perf/flops/{objective.name}"].value for _, others in steps])
         total, longest = math.fsum(map(math.fsum, of_ranks)), math.fsum(map(max, zip(*of_ranks, strict=True)))
         if total and engine.replicas.is_first:
             metrics[f"perf/imbalance/{objective.name}"] = Metric(longest * len(of_ranks) / total)
     return metrics
-
-
-@dataclass(frozen=True)
-class _StepOutcome:
-    """What one optimizer step reports: shares of sums over the mini-batch, other metrics, and its cost on this rank."""
-
-    shares: dict[str, Metric]
-    others: dict[str, Metric]
-    flops: float
 
 
 @dataclass
@@ -166,8 +157,12 @@ def _optimizer_step(
     micro: MicroBatching,
     lr: float,
     temperature: float,
-) -> _StepOutcome:
-    """One optimizer step on the rows of a mini-batch that this rank has, at `places` of the whole batch's order."""
+) -> tuple[dict[str, Metric], dict[str, Metric]]:
+    """One optimizer step on the rows [b] of a mini-batch that this rank has, at `places` of the whole batch's order.
+
+    Returns:
+        Metrics that are shares of sums over the mini-batch, and the others.
+    """
     here = LossCounts.of(mini.batch["response_mask"])
     computed = objective.rows_with_gradient(mini)
     num_tokens, num_sequences, num_computed = engine.replicas.totals(
@@ -191,17 +186,14 @@ def _optimizer_step(
         f"{prefix}/lr": Metric(lr, "last"),
         f"{prefix}/nonfinite_steps": Metric(float(not result.is_applied), "sum"),
     }
-    return _StepOutcome(
-        shares={name: Metric(metric.value) for name, metric in merged.items() if metric.reduction == "sum"},
-        others={name: metric for name, metric in merged.items() if metric.reduction != "sum"}
-        | (of_first_rank if engine.replicas.is_first else {})
-        | {
-            f"{prefix}/packed_tokens": Metric(sum(loss.packed.num_tokens for loss in losses), "sum"),
-            f"{prefix}/computed_sequences": Metric(len(rows), "sum"),
-            f"perf/flops/{prefix}": Metric(flops, "sum"),
-        },
-        flops=flops,
-    )
+    of_this_rank = {
+        f"{prefix}/packed_tokens": Metric(sum(loss.packed.num_tokens for loss in losses), "sum"),
+        f"{prefix}/computed_sequences": Metric(len(rows), "sum"),
+        f"perf/flops/{prefix}": Metric(flops, "sum"),
+    }
+    shares = {name: Metric(metric.value) for name, metric in merged.items() if metric.reduction == "sum"}
+    others = {name: metric for name, metric in merged.items() if metric.reduction != "sum"}
+    return shares, others | (of_first_rank if engine.replicas.is_first else {}) | of_this_rank
 
 
 def _look_at_some(

@@ -102,12 +102,9 @@ class MergedFiles:
         self._merged = {name for name in self.shapes if set(factor_names(name)) <= factors}
         known = {factor for name in self._merged for factor in factor_names(name)}
         if unknown := sorted(factors - known):
-            raise CheckpointError(
-                str(where),
-                got=f"{len(unknown)} tensors for modules that the base model has not, first {unknown[0]}",
-                expected="an adapter of this model",
-                fix=f"Name its own model as base_model_name_or_path in {ADAPTER_CONFIG}.",
-            )
+            got = f"{len(unknown)} tensors for modules that the base model has not, first {unknown[0]}"
+            fix = f"Name its own model as base_model_name_or_path in {ADAPTER_CONFIG}."
+            raise CheckpointError(str(where), got=got, expected="an adapter of this model", fix=fix)
 
     def read(self, name: str) -> torch.Tensor:
         weight = self.base.read(name)
@@ -129,12 +126,12 @@ def open_model(folder: str | Path) -> WeightFiles:
     folder = Path(folder)
     shape = read_adapter(folder)
     if not Path(shape.base).is_dir():
-        raise CheckpointError(
-            str(folder / ADAPTER_CONFIG),
-            got=f"the base model {shape.base!r}, which is no folder here",
-            expected="the folder of the model that the adapter was trained on",
-            fix="Set base_model_name_or_path in this file; `quadriga prepare model NAME --output DIR` fetches a model.",
+        got, expected = (
+            f"the base model {shape.base!r}, which is no folder here",
+            "the folder of the model it was trained on",
         )
+        fix = "Set base_model_name_or_path in this file; `quadriga prepare model NAME --output DIR` fetches a model."
+        raise CheckpointError(str(folder / ADAPTER_CONFIG), got=got, expected=expected, fix=fix)
     return MergedFiles(open_model(shape.base), AdapterFiles(folder), shape.scale, folder)
 
 

@@ -5,7 +5,7 @@ Logits are float32 whatever the model computes in: a bfloat16 logit of 30 is off
 the difference between two policies. The vocabulary is projected in chunks of tokens, forward and backward, into one
 workspace; the last chunk's logits are in it when the backward pass begins, which therefore starts with that chunk.
 
-What a part of the vocabulary says of a token is four numbers: the logarithm of its sum of exponentials, the entropy
+A part of the vocabulary has four numbers for a token: the logarithm of its sum of exponentials, the entropy
 within the part, the target's logit, and the sum of squared probabilities within the part. Parts are put together by the
 chain rule of the entropy and by squared shares; all terms are positive, so nothing cancels. Parts are the blocks of a
 GPU kernel (heads_triton.py) and the rows of the weight that other ranks hold (`VocabularyShard`).
@@ -49,7 +49,7 @@ class VocabularyShard:
 
 @dataclass(frozen=True)
 class TokenScores:
-    """What the policy says of given tokens.
+    """Scores of given tokens under the policy.
 
     Attributes:
         log_probs: [M] float32.

@@ -84,7 +84,7 @@ def _auto_class(config: PreTrainedConfig) -> type[AutoModelForCausalLM] | type[A
 def from_pretrained(
     path: str | Path, config: PreTrainedConfig, *, dtype: torch.dtype, trust_remote_code: bool = False, **options: Any
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """The model, and what transformers says of its loading (`missing_keys` and the like).
+    """The model, and transformers' report of its loading (`missing_keys` and the like).
 
     Args:
         path: a folder, or a name that transformers can resolve.

@@ -181,7 +181,7 @@ class ValueScorer(NumberScorer):
 
 
 class RewardScorer(NumberScorer):
-    """`scores`: what the model says of each sequence, read at the token before the predicted one.
+    """`scores`: the reward of each sequence, read at the token before the predicted one.
 
     Args:
         model: a decoder with the head `score` [1, D], as `reward_model.load_reward_model` gives it.

@@ -241,9 +241,9 @@ def _num_multiplied(module: nn.Module) -> int:
 
 
 def copy_processor(config: PreTrainedConfig, target: Path, source: str | Path | None = None) -> None:
-    """Copy the settings by which images become patches; of a text model there are none.
+    """Copy the settings by which images become patches [S, X]; of a text model there are none.
 
-    As they are: to load and save them would need torchvision, and nothing of them changes in training.
+    As they are: to load and save them would need torchvision.
 
     Args:
         config: of the model.

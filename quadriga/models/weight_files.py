@@ -213,13 +213,8 @@ class ChunkReader(FileSystemReader):
 
 
 def write_safetensors(folder: Path, weights: WeightFiles, dtype: torch.dtype = torch.float32) -> None:
-    """Write `model-00001-of-0000N.safetensors` and their index; at most one shard is in memory.
-
-    Args:
-        folder: that exists.
-        weights: all that is to be written.
-        dtype: to write in.
-    """
+    """Write tensors [...] in this dtype to `model-00001-of-0000N.safetensors` and their index, below a folder that
+    exists; at most one shard is in memory."""
     sizes = {name: shape.numel() * dtype.itemsize for name, shape in weights.shapes.items()}
     shards = list(buckets(sizes, sizes.__getitem__, SHARD_BYTES, lambda name, _: name))
     where: dict[str, str] = {}
