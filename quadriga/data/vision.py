@@ -82,17 +82,11 @@ class VisionProcessor:
         return int(self.image_processor.merge_size)
 
     def inputs(self, pictures: Sequence[Any], *, where: str) -> dict[str, torch.Tensor]:
-        """What the model takes of images.
+        """What the model takes of images: `pixel_values` [patches, values] float32, `image_grid_thw` [images, 3] int64.
 
         Args:
             pictures: at least one `PIL.Image.Image`, in the order of the prompt.
-            where: for errors.
-
-        Returns:
-            `pixel_values` [patches, values] float32 and `image_grid_thw` [images, 3] int64.
-
-        Raises:
-            DataError: the processor refuses one of them.
+            where: for the DataError about one that the processor refuses.
         """
         try:
             found = self.image_processor(images=list(pictures), return_tensors="pt")
@@ -155,12 +149,7 @@ class VisionProcessor:
         return VisionPrompt(ids, expanded, self.positions(expanded, grids), tuple(pictures), inputs)
 
     def expand(self, ids: list[int], grids: torch.Tensor | None) -> list[int]:
-        """Each image token as often as its image has embeddings.
-
-        Args:
-            ids: with one token for each image.
-            grids: [images, 3] patches, or None without images.
-        """
+        """Each image token of `ids` as often as its image has embeddings; `grids` [images, 3] counts patches."""
         counts = iter([] if grids is None else (grids.prod(-1) // self.merge_size**2).tolist())
         repeated = ([one] * (next(counts) if one == self.image_token_id else 1) for one in ids)
         return [token for tokens in repeated for token in tokens]

@@ -81,15 +81,8 @@ class GradingProcess:
     def receive(self, timeout_s: float, last: str = GRADED) -> Any:
         """Wait for the outcome of the sample in work (or, with `last=READY`, for the score function to be loaded).
 
-        Args:
-            timeout_s: seconds for the sample; loading has `LOADING_LIMIT_S`.
-            last: kind of the message that is waited for.
-
-        Returns:
-            what the process sent; a failure where it was too late or has died, and is stopped.
-
-        Raises:
-            QuadrigaError: the score function, or a grader's library, cannot be loaded.
+        The outcome is a failure where the process was too late or has died; then it is stopped. Loading has a limit of
+        its own, `LOADING_LIMIT_S`; a QuadrigaError says that the score function or a grader's library cannot be loaded.
         """
         self.since = time.monotonic()
         while self._messages.poll(1000 * (timeout_s if self.is_ready else LOADING_LIMIT_S)):
@@ -145,24 +138,20 @@ class GradingProcess:
 
 
 class Round:
-    """Samples that are being graded, and what has become of them. Threads may share it.
+    """Samples that are being graded, and what has become of them. Threads may share it; `done` tells its end.
 
     Args:
         num_samples: how many.
         max_failures: end once more than this many samples have failed; the rest is "skipped". None: never.
         timeout_s: limit of one call in a process; None where it is not processes that grade.
-
-    Attributes:
-        outcomes: of the samples, in order; None where there is none yet.
-        done: resolved when the round has ended.
-        processes: those that have samples of the round. `lock` guards them.
     """
 
     def __init__(self, num_samples: int, max_failures: int | None = None, timeout_s: float | None = None) -> None:
-        self.outcomes: list[Outcome | None] = [None] * num_samples
+        self._outcomes: list[Outcome | None] = [None] * num_samples
         self.done: Future[None] = Future()
         # So that an event loop does not cancel it: it is resolved here.
         self.done.set_running_or_notify_cancel()
+        # The lock guards all of it, and which processes have samples of the round.
         self.lock, self.processes, self.timeout_s = threading.RLock(), set[GradingProcess](), timeout_s
         self._max_failures = math.inf if max_failures is None else max_failures
         self._num_left, self._num_failed = num_samples, 0
@@ -174,7 +163,7 @@ class Round:
         with self.lock:
             if self.done.done():
                 return
-            self.outcomes[key] = outcome
+            self._outcomes[key] = outcome
             self._num_left -= 1
             self._num_failed += bool(outcome.error)
             if not self._num_left:
@@ -213,7 +202,7 @@ class Round:
             self.cancel()
             raise
         skipped = failure("skipped", f"not graded, since {self._num_failed} other samples had failed")
-        return [outcome or skipped for outcome in self.outcomes]
+        return [outcome or skipped for outcome in self._outcomes]
 
     def progress(self) -> str:
         """What is done, for a report on a long wait."""
@@ -221,8 +210,8 @@ class Round:
             busy = [] if self.done.done() else [time.monotonic() - process.since for process in self.processes]
         slowest = f", the longest for {max(busy):.0f} s (limit {self.timeout_s:g} s)" if busy else ""
         in_work = "" if self.timeout_s is None else f", {len(busy)} in work{slowest}"
-        num_graded = len(self.outcomes) - self._num_left
-        return f"{num_graded} of {len(self.outcomes)} graded, {self._num_failed} failed{in_work}"
+        num_samples = len(self._outcomes)
+        return f"{num_samples - self._num_left} of {num_samples} graded, {self._num_failed} failed{in_work}"
 
 
 class _Call(NamedTuple):
@@ -254,12 +243,7 @@ class GradingPool(AbstractContextManager["GradingPool"]):
         self._finalizer = weakref.finalize(self, _stop_all, self._processes, os.getpid())
 
     def start(self) -> None:
-        """Start one process, to learn early that it can load the score function.
-
-        Raises:
-            ConfigError: if the score function cannot be loaded.
-            RewardError: if the process does not start.
-        """
+        """Start one process, to learn early that it can load the score function; ConfigError where it cannot."""
         self._idle.append(self._process())
 
     def begin(self, rows: Sequence[Arguments], *, timeout_s: float, max_failures: int | None = None) -> Round:
