@@ -16,8 +16,8 @@ import torch
 from quadriga.algorithms.aggregate import LossCounts, agg_loss
 from quadriga.algorithms.kl import kl_penalty
 from quadriga.algorithms.losses import clipped_value_loss
+from quadriga.algorithms.masked import log_prob_mismatch
 from quadriga.algorithms.registry import Algorithm, choose_policy_loss
-from quadriga.algorithms.rollout_correction import log_prob_mismatch
 from quadriga.config import ActorConfig, CriticConfig
 from quadriga.config.algorithm import RolloutCorrectionConfig
 from quadriga.errors import ConfigError, EngineError

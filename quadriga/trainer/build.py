@@ -107,10 +107,7 @@ def start_workers(config: Config, tokenizer: Any, needs: Needs) -> WorkerGroups:
     """A worker group for each role of the run, on the pools of `trainer.placement` and the backend that
     `trainer.backend` names."""
     placement = place_roles(
-        config.trainer,
-        has_reference=needs.reference,
-        has_critic=needs.critic,
-        has_reward_model=needs.reward_model,
+        config.trainer, has_reference=needs.reference, has_critic=needs.critic, has_reward_model=needs.reward_model
     )
     classes: dict[Role, type[Any]] = {
         Role.Critic: CriticWorker,

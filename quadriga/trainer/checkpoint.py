@@ -211,13 +211,11 @@ def verify(checkpoint: Path) -> None:
         got = f"no JSON ({error})"
         raise CheckpointError(str(manifest), got=got, expected="the list of files", fix=fix) from error
     for name, facts in files.items():
-        file = checkpoint / name
+        file, expected = checkpoint / name, f"{facts['bytes']} bytes"
         if not file.is_file():
-            raise CheckpointError(str(file), got="no such file", expected=f"{facts['bytes']} bytes", fix=fix)
-        if file.stat().st_size != facts["bytes"]:
-            raise CheckpointError(
-                str(file), got=f"{file.stat().st_size} bytes", expected=f"{facts['bytes']} bytes", fix=fix
-            )
+            raise CheckpointError(str(file), got="no such file", expected=expected, fix=fix)
+        if (size := file.stat().st_size) != facts["bytes"]:
+            raise CheckpointError(str(file), got=f"{size} bytes", expected=expected, fix=fix)
         if _sha256(file) != facts["sha256"]:
             raise CheckpointError(str(file), got="other content than was written", expected="its SHA-256", fix=fix)
 
@@ -233,9 +231,7 @@ def write_configuration(directory: Path, text: str) -> None:
         write_atomically(directory / CONFIGURATION, text)
     except OSError as error:
         raise CheckpointError(
-            f"trainer.default_local_dir={directory}",
-            got=_reason(error),
-            expected="a directory that can be written",
+            f"trainer.default_local_dir={directory}: got {_reason(error)}, expected a directory that can be written",
             fix="Free space or set trainer.default_local_dir to another one.",
         ) from error
 

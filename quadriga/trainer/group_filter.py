@@ -143,9 +143,7 @@ def metric_of_rows(batch: DataProto, metric: str) -> list[float | None]:
         names = sorted({name for extra in added for name in extra} - {"reward_error"})
         found = f"graders that return {', '.join(names)}" if names else "graders that return nothing but the score"
         raise RewardError(
-            f"{_KEY}.metric={metric}",
-            got=found,
-            expected=f"score, or a number that they return beside it as {metric!r}",
+            f"{_KEY}.metric={metric}: got {found}, expected score, or a number returned beside it as {metric!r}",
             fix=f"Set {_KEY}.metric=score, or add the entry to what the score function returns.",
         )
     return [None if value is None or math.isnan(value) else float(value) for value in values]

@@ -40,9 +40,5 @@ def _load(target: str) -> Any:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "ray":
             raise
-        raise ConfigError(
-            "trainer.backend",
-            got="'ray', which is not installed here",
-            expected="local, or an environment with Ray",
-            fix="pip install -e '.[ray]'",
-        ) from error
+        found = "trainer.backend: got 'ray', which is not installed here, expected local, or an environment with Ray"
+        raise ConfigError(found, fix="pip install -e '.[ray]'") from error

@@ -20,9 +20,10 @@ from typing import Any
 import torch
 
 from quadriga.algorithms.kl import apply_kl_penalty, get_kl_controller
+from quadriga.algorithms.masked import log_prob_mismatch
 from quadriga.algorithms.pf_ppo import pf_ppo_rows
 from quadriga.algorithms.registry import choose_estimator, estimate_advantages
-from quadriga.algorithms.rollout_correction import correct_rollout, log_prob_mismatch
+from quadriga.algorithms.rollout_correction import correct_rollout
 from quadriga.config import Config
 from quadriga.observe.metrics import reduce_metrics
 from quadriga.observe.profiler import Profiler

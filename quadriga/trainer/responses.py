@@ -23,8 +23,6 @@ from quadriga.workers.base import CONVERSATION_OBJECTS, PROMPT_OBJECTS, PROMPT_T
 PASSING = (*PROMPT_TENSORS, "raw_prompt_ids", "sample_index", "multi_modal_data")
 """Columns of a prompt that its responses have in another form, or do without."""
 
-_OF_CONVERSATION = ("num_turns", "finish_reason")
-
 
 def generate_responses(
     rollout: ActorRolloutRefWorker | RolloutWorker, config: Config, prompts: DataProto, num_samples: int
@@ -69,7 +67,7 @@ def sample_rows(batch: DataProto, tokenizer: PreTrainedTokenizerBase, data_sourc
     width = batch.batch["responses"].shape[1]
     masks = batch.batch["attention_mask"].bool()
     scores = batch.batch["token_level_scores"].sum(-1).tolist()
-    shown = [name for name in _OF_CONVERSATION if name in batch.non_tensor_batch]
+    shown = [name for name in ("num_turns", "finish_reason") if name in batch.non_tensor_batch]
     rows = []
     for row in range(len(batch)):
         prompt = batch.batch["prompts"][row][masks[row, :-width]]

@@ -9,7 +9,7 @@ from pathlib import Path
 from arch_tree import REPOSITORY
 
 # To be lowered as the way gets shorter; raised only with a reason.
-MAX_FUNCTIONS, MAX_FILES = 115, 28
+MAX_FUNCTIONS, MAX_FILES = 80, 22
 
 
 def test_the_way_of_an_update(tmp_path: Path) -> None:
