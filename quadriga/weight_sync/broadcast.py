@@ -9,12 +9,11 @@
         {version, fingerprints}     ────────────>       as sent?  which version?  does the engine hold them?
      or {failed}                    ────────────>       WeightSyncError
 
-The receiver raises, and its engine generates nothing, unless the three agree: what was sent, what arrived, what the
-engine holds. A receiver that fails takes the rest of the stream nevertheless, so that it does not block the others.
+What was sent, what arrived and what the engine holds must agree, or the receiver raises and its engine generates
+nothing. A receiver that fails still reads the rest of the stream, so that it does not block the others.
 
-Headers go over gloo; buckets over gloo on a CPU, over nccl on GPUs. Trainer and rollout have no process group in
-common, so that this one is made beside torch's default group, from a store of its own: rank 0 is the trainer's first
-process, where the store is, the others are the rollout's.
+Headers go over gloo; buckets over gloo on a CPU, over nccl on GPUs. The process group is separate from torch's default
+group and has its own store: rank 0 is the trainer's first process, which has the store, the others are the rollout's.
 """
 
 import json
@@ -36,10 +35,9 @@ from quadriga.weight_sync.publish import CopiedWeights, NamedWeights, WeightTarg
 # The other side may still be generating, or updating.
 TIMEOUT = timedelta(minutes=30)
 SHARES = 4
-"""Parts of `bucket_bytes`. One holds the bucket. The rest is for the tensor that is being gathered, which may lie in
-several pieces for a moment, and for those before it, which gloo may hold a moment longer. A tensor that is larger than
-a part is sent on its own, from where it lies. So beyond the model a sender needs no more than `bucket_bytes`, if none
-of its tensors takes more than a sixth."""
+"""Parts of `bucket_bytes`. One holds the bucket; the others leave room for the pieces of the tensor that is gathered,
+and for tensors that gloo still holds. A tensor larger than a part is sent without a copy. So a sender needs at most
+`bucket_bytes` beside the model, if none of its tensors takes more than a sixth of them."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ class Address:
 class Channel:
     """Broadcasts from rank 0 to the receivers. The group is made at first use, where all of them meet.
 
-    They meet at a store, which the sender's process has itself.
+    Its store is in the sender's process.
     """
 
     def __init__(self, address: Address, rank: int, device: torch.device, store: dist.TCPStore | None = None) -> None:

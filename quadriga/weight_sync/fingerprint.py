@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fingerprints of weights: cheap, independent of the order in which tensors come, and one for each tensor, so that a
-difference can be named.
+"""Fingerprints of weights: cheap, and one for each tensor, so that a difference can be named.
 
-The bytes of a tensor are read as 64-bit integers in a matrix of rows. Sums over its rows and over its columns, each
-multiplied with an odd number of its own, are taken modulo 2^64: two passes over the memory. Any change of a single
-number changes them, and so does, but for a chance of about 2^-64, any exchange of two numbers. They are no defence
-against someone who wants two sets of weights to look alike.
+The bytes of a tensor are a matrix of 64-bit integers. Its row sums and its column sums, each times an odd number of its
+own, are added modulo 2^64. Any change of one number changes the result, and so does an exchange of two numbers, but for
+a chance of about 2^-64. It is not cryptographic.
 """
 
 import hashlib

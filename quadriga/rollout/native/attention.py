@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The KV cache, and attention over it: prefill of packed prefixes, and decode of one new token per slot.
 
-A slot sees its prefix, whose KV cache it shares with the other slots of that prefix (prefix sharing), and the
-tokens of its own response. The KV cache has a part for each: prefixes once, responses in rows written in place.
-Attention over either is computed apart, with the logarithm of its sum of exponentials, by which the two are put
-together. For the prefix the queries of all its slots are folded into one matrix, so its keys are read once for all
-of them and never copied. `CompiledPlan` goes through both in one pass, slot by slot.
+The KV cache has two parts: prefixes, each stored once for all slots that share it, and responses, written in place.
+Attention over each part is computed separately; the log-sum-exps combine the two results. The queries of all slots of a
+prefix form one matrix, so its keys are read once and never copied. `CompiledPlan` does both parts in one pass.
 
-On a CPU the KV cache is float32 whatever the model computes in: the products of attention are then as exact as in
-training, and no slower than in bfloat16. Elsewhere it has the model's dtype.
+On a CPU the KV cache is float32 for every model: attention is then as exact as in training, and no slower than in
+bfloat16. Elsewhere it has the model's dtype.
 
 Legend: P prefixes, S longest prefix, R slots in use, C slots that there is memory for, n slots of the largest group,
 T tokens of a response that there is room for, t tokens of the longest response, H query heads, K key-value heads,
@@ -284,16 +282,9 @@ def plan_decoding(
 def attend_part(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over a part of the keys.
+    """Attention of `query` [A, K, Q, D] over a part of the keys, with `keys` and `values` [A, K, X, D].
 
-    Args:
-        query: [A, K, Q, D]
-        keys, values: [A, K, X, D]
-        mask: [A, 1, 1, X] float32, added to the scores.
-        scale: factor on the scores.
-
-    Returns:
-        [A, K, Q, D], and the logarithms of the sums of exponentials [A, K, Q] float32.
+    `mask` [A, 1, 1, X] float32 is added to the scores. Returns [A, K, Q, D], and log-sum-exps [A, K, Q] float32.
     """
     if query.device.type == "cpu" and query.dtype == torch.float32:
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Continuous batching: new prefixes are prefilled, first tokens sampled, then one token of every slot at a time.
 
-    scheduler: who starts? ──> prefixes that are new: prefill ──> first tokens of the slots that start
+    scheduler admits requests ──> prefill of new prefixes ──> first token of each new slot
         ^                                                            │
-        └── slots that ended, were given up, or gave way ── decode: one token per slot <──┘
+        └── slots that ended, were aborted or preempted ── decode: one token per slot <──┘
 
-Requests may come at any time between two steps. Everything here is gone when no request is left: an engine at rest
-holds no KV cache.
+Requests may come between any two steps. An engine without requests holds no KV cache.
 
-A *prefix* is what a request begins with: its prompt or, after it was preempted, its prompt with the response so far.
-Without images it is the tuple of its tokens. With images it is an `ImagePrefix`, which has a length and iterates over
-its tokens as a tuple does, and equals another one where images are equal, too.
+A *prefix* is what a request begins with: its prompt, and after a preemption the response so far. Text is a tuple of
+tokens; with images it is an `ImagePrefix`, which behaves like one and compares the images, too.
 
 Legend: R slots (rows of the batch), U different prefixes of the slots that start, N packed tokens of several prefixes,
 V vocabulary.

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loops of `kernels.c`, compiled by this machine's own C compiler when they are first asked for.
+"""The loops of `kernels.c`, compiled by this machine's C compiler at first use.
 
     kernels.c ── cc, for this processor ──> ~/.cache/quadriga/kernels-<source, compiler, processor>.so ──> Kernels
 
-They run on torch's own threads: what they ask of OpenMP is resolved from the library that torch has loaded. Where they
-cannot be had, for want of a compiler or of AVX-512, `about_kernels` says why, and torch's operators do the same work.
+They run on torch's threads: their OpenMP symbols are resolved from the library that torch has loaded. Without a
+compiler or AVX-512 torch's operators do the same work, and `about_kernels` says why.
 
 Legend: R rows, D inputs, hidden or head size, O outputs, H heads, F width of an MLP, K key-value heads, G query heads
 of each, P prefixes, S tokens of the longest, C slots of the response cache, T tokens of a response that
@@ -109,16 +109,9 @@ class Kernels:
         biases: Sequence[torch.Tensor] | None,
         dtype: torch.dtype,
     ) -> torch.Tensor:
-        """Few rows times weights, whose outputs stand side by side.
+        """Few rows [R, D] bfloat16 times weights [O, D], plus biases [O], all bfloat16 and contiguous: [R, sum of O].
 
-        Args:
-            states: [R, D] bfloat16, contiguous.
-            weights: [O, D] each, as `can_multiply` wants them.
-            biases: [O] bfloat16 each.
-            dtype: of the result, bfloat16 or float32.
-
-        Returns:
-            [R, sum of O]
+        For the weights see `can_multiply`. The result is bfloat16 or float32.
         """
         num_rows, size = states.shape
         _require(states, torch.bfloat16, num_rows, size)
@@ -147,18 +140,9 @@ class Kernels:
         prefixes: KeysAndValues,
         places: SlotPlaces,
     ) -> torch.Tensor:
-        """Attention of one token per slot, whose key and value are written to `own` before.
+        """Attention of one token per slot: `query` [R, K * G, D] bfloat16 or float32 -> the same shape and dtype.
 
-        Args:
-            query: [R, K * G, D] bfloat16 or float32.
-            key, value: [R, K, D] in the same dtype.
-            scale: factor on the scores.
-            own: of the slots' responses; slot r is in place r.
-            prefixes: of all prefixes.
-            places: where the tokens of each slot are.
-
-        Returns:
-            [R, K * G, D] in the same dtype.
+        `key` and `value` [R, K, D] of that dtype are first written to `own`, in which slot r is in place r.
         """
         num_rows, num_heads, size = query.shape
         query, key, value = (  # only their rows may lie apart
@@ -192,15 +176,9 @@ class Kernels:
         return out
 
     def rotate(self, states: torch.Tensor, num_turned: int, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Rotary positions, in place.
+        """Rotary positions of the first `num_turned` heads of [..., H, D], in place; returns the whole.
 
-        Args:
-            states: [..., H, D] bfloat16 or float32, contiguous.
-            num_turned: the first heads, which are turned; the others stay.
-            cos, sin: [..., D] in the same dtype, contiguous.
-
-        Returns:
-            `states`
+        `cos` and `sin` are [..., D]; all are contiguous and of one dtype, bfloat16 or float32.
         """
         num_heads, size = states.shape[-2:]
         _require(states, states.dtype, *states.shape)

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model as generation computes it: from tokens to hidden states, and from these to logits.
 
-Decoders of the plain kind, which are listed in `PLAIN`, are computed here, layer by layer, with the same arithmetic as
-in training and about half the operations: query, key and value come from one product, and so do gate and up. All
-other models are computed by their own module.
+The decoders in `PLAIN` are computed here, layer by layer, with the arithmetic of training and about half the
+operations: query, key and value come from one product, and so do gate and up. Other models compute by their own module.
 
-On a CPU the weights are taken in the forms of `products`, most of which are copies. These belong to one state of the
-parameters: `Network.state` says which, and the engine makes a new network when the parameters are in another.
-Elsewhere nothing is copied.
+On a CPU the weights are copied into the forms of `products`. `Network.state` identifies the parameters that were
+copied; after an update the engine makes a new network. Elsewhere nothing is copied.
 
 Legend: B rows, N tokens, D hidden size, H query heads, K key-value heads, d head size, F width of the MLP,
 V vocabulary.

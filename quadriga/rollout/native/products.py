@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrix products with weights that stay for a while, on a CPU: in the form that is fastest for the number of rows.
+"""Matrix products on a CPU with weights in the form that is fastest for the number of rows.
 
-A decode step multiplies a few rows with every weight of the model. With few rows it is reading the weights that takes
-the time, with many the arithmetic. Libraries bring a weight into an order of their own first; here that is done once.
+With few rows, as in a decode step, reading the weights takes the time; with many the arithmetic does. Libraries reorder
+a weight before each product; here that is done once.
 
     model       this CPU has              few rows                                   many rows
     bfloat16    AVX-512 and a compiler    the parameters themselves, by `kernels`    float32, in MKL's order
@@ -10,10 +10,8 @@ the time, with many the arithmetic. Libraries bring a weight into an order of th
     bfloat16    tiles (AMX)               bfloat16, in oneDNN's order                the same
     float32     MKL                       float32, in MKL's order                    the same
 
-Float32 has no place beside bfloat16 where it takes too much memory, or where there is no MKL: oneDNN's order serves
-many rows, too.
-
-The factors are those of training, sums are float32, and a result is rounded once; only the order of summation differs.
+Without MKL, or where float32 takes too much memory, oneDNN's order serves many rows, too. Sums are float32 and a result
+is rounded once, as in training; only the order of summation differs.
 
 Legend: D inputs, O outputs of all weights of a form together, which are [., D] each, with biases [.] each or None.
 """

@@ -103,11 +103,11 @@ def layerwise_reload() -> tuple[Callable[..., Any], Callable[..., Any], Callable
         ) from error
 
 
-def repack_tied(model: torch.nn.Module) -> list[str]:
-    """Renew what a CPU keeps of weights that several modules share. Returns the names of those modules.
+def repack_tied(model: torch.nn.Module) -> None:
+    """Repack, on a CPU, weights that several modules share.
 
-    A layer is packed when its weights come. A head that is tied to the embedding gets none of its own, so that it
-    would go on with its packed copy of the old ones.
+    A layer is packed when its weights come. A head that is tied to the embedding gets none of its own, and would keep
+    its packed copy of the old ones.
     """
     owners: dict[int, list[str]] = {}
     modules = dict(model.named_modules())
@@ -120,11 +120,10 @@ def repack_tied(model: torch.nn.Module) -> list[str]:
         method = getattr(modules[name], "quant_method", None)
         if hasattr(method, "process_weights_after_loading"):
             method.process_weights_after_loading(modules[name])
-    return tied
 
 
 def cache_tensors(worker: Any) -> Sequence[torch.Tensor]:
-    """The tensors of the KV cache, of a worker of vLLM; empty where they are not where they were."""
+    """The tensors of the KV cache of vLLM's worker; empty if this version has them elsewhere."""
     tensors = getattr(getattr(worker, "model_runner", None), "kv_caches", None)
     if not isinstance(tensors, list) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
         return ()
@@ -134,7 +133,7 @@ def cache_tensors(worker: Any) -> Sequence[torch.Tensor]:
 def adapter_layers(worker: Any) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
     """A [rank or more, in] and scale times B [out, rank or more] of each layer that holds an adapter.
 
-    Layers that vLLM fuses are several. Empty where they are not where they were.
+    A layer that vLLM has fused is several. Empty if this version has them elsewhere.
     """
     found = []
     for module in worker.model_runner.get_model().modules():
