@@ -9,20 +9,11 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from quadriga.errors import WorkerError
 from quadriga.single_controller.dispatch import Dispatch, Execute, register
-
-
-def _environment_number(name: str, default: int) -> int:
-    value = os.environ.get(name)
-    if value is None:
-        return default
-    if not value.isdecimal():
-        raise WorkerError(f"environment variable {name}", got=repr(value), expected="a whole number")
-    return int(value)
 
 
 @dataclass(frozen=True)
@@ -51,15 +42,15 @@ class WorkerPlace:
 
     @classmethod
     def from_environment(cls) -> "WorkerPlace":
-        """Read RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT."""
-        return cls(
-            rank=_environment_number("RANK", 0),
-            world_size=_environment_number("WORLD_SIZE", 1),
-            local_rank=_environment_number("LOCAL_RANK", 0),
-            local_world_size=_environment_number("LOCAL_WORLD_SIZE", 1),
-            master_addr=os.environ.get("MASTER_ADDR", cls.master_addr),
-            master_port=_environment_number("MASTER_PORT", cls.master_port),
-        )
+        """Read RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as far as they are set."""
+        values: dict[str, Any] = {}
+        for field in fields(cls):
+            name = field.name.upper()
+            value = os.environ.get(name, str(field.default))
+            if isinstance(field.default, int) and not value.isdecimal():
+                raise WorkerError(f"environment variable {name}", got=repr(value), expected="a whole number")
+            values[field.name] = type(field.default)(value)
+        return cls(**values)
 
 
 _place: ContextVar[WorkerPlace | None] = ContextVar("worker_place", default=None)

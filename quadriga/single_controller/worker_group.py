@@ -191,34 +191,6 @@ class WorkerGroup(GroupLayout, ABC, Generic[W]):
         return future.get() if registration.blocking else future
 
 
-class WorkerGroups:
-    """The worker groups of a run, one per role; a backend starts them, and ends what it has started.
-
-    Attributes:
-        groups: by role; their workers are built, or are being built.
-        is_remote: the workers are other processes than the driver, so that a call need not hold it up.
-    """
-
-    groups: Mapping[str, WorkerGroup[Any]]
-    is_remote = False
-
-    def describe(self) -> dict[str, str]:
-        """What was chosen about processes and threads, with reasons, to be printed."""
-        return {}
-
-    def close(self) -> None:
-        """Call the registered method `close` of all workers that have one, then `end`."""
-        try:
-            for group in self.groups.values():
-                if "close" in group.methods:
-                    group.method("close")()
-        finally:
-            self.end()
-
-    def end(self) -> None:
-        """End what was started, whatever it is doing and however far it has come. May be called again."""
-
-
 # ---- in this process ----------------------------------------------------------------------------
 
 
@@ -287,19 +259,27 @@ class LocalWorkerGroup(WorkerGroup[W]):
 
     @staticmethod
     def resolve(handles: Sequence[Future[Any]], borrow: bool = False) -> list[Any]:
-        """The outputs; the error of the first rank that failed is raised."""
         return [handle.result() for handle in handles]
 
 
-class LocalWorkerGroups(WorkerGroups):
-    """One worker per role, in this process.
+class WorkerGroups:
+    """The worker groups of a run, one per role: all in this process, each with one worker.
+
+    A backend with processes of its own is a subclass, which ends what it has started.
 
     Args:
         classes: what to build, by role.
-        roles: pool of each role; all are this process.
+        roles: pool of each role.
         pools: processes on each node of each pool.
         device: what computes.
+
+    Attributes:
+        groups: by role; their workers are built, or are being built.
+        is_remote: the workers are other processes than the driver, so that a call need not hold it up.
     """
+
+    groups: Mapping[str, WorkerGroup[Any]]
+    is_remote = False
 
     def __init__(
         self,
@@ -309,3 +289,19 @@ class LocalWorkerGroups(WorkerGroups):
         device: str,
     ) -> None:
         self.groups = {role: LocalWorkerGroup(entry, name=role) for role, entry in classes.items()}
+
+    def describe(self) -> dict[str, str]:
+        """What was chosen about processes and threads, with reasons, to be printed."""
+        return {}
+
+    def close(self) -> None:
+        """Call the registered method `close` of all workers that have one, then `end`."""
+        try:
+            for group in self.groups.values():
+                if "close" in group.methods:
+                    group.method("close")()
+        finally:
+            self.end()
+
+    def end(self) -> None:
+        """End what was started, whatever it is doing and however far it has come. May be called again."""

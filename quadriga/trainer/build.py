@@ -27,7 +27,7 @@ from quadriga.workers.sft import RewardModelTrainingWorker, SFTWorker
 
 # Import strings: Ray is imported only where the configuration names it.
 TEAMS = {
-    "local": "quadriga.single_controller.worker_group:LocalWorkerGroups",
+    "local": "quadriga.single_controller.worker_group:WorkerGroups",
     "ray": "quadriga.single_controller.ray:RayWorkerGroups",
 }
 SUPERVISED = {"sft": (SFTWorker, SFTTrainer), "reward_model": (RewardModelTrainingWorker, RewardModelTrainer)}

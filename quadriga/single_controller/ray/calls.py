@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls to worker processes on the driver's side: their start, the wait for their outputs, and the processes' end.
+"""Calls to worker processes on the driver's side: the wait for their outputs, and the processes' end.
 
     resolve        consumes the outputs of the calls; waits for all of them, or for the first failure
                    unblocked by: the last output; a Failure; a process that Ray says is gone; a node or the

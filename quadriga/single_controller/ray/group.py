@@ -275,11 +275,7 @@ class RayWorkerGroups(WorkerGroups):
 
     The processes are started, and waited for by the first call.
 
-    Args:
-        classes: what to build, by role.
-        roles: pool of each role.
-        pools: processes on each node of each pool.
-        device: what computes; auto: GPUs where the cluster has any.
+    With the device `auto`, each process takes a GPU where the cluster has any.
 
     Raises:
         WorkerError: the cluster has not enough for the pools.

@@ -31,7 +31,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from types import FrameType
 from typing import Any
 
@@ -167,14 +167,7 @@ class WorkerProcess:
             None, or why it could not be built; calls to it return the same failure.
         """
         # What torch.distributed and others read.
-        os.environ.update(
-            RANK=str(place.rank),
-            WORLD_SIZE=str(place.world_size),
-            LOCAL_RANK=str(place.local_rank),
-            LOCAL_WORLD_SIZE=str(place.local_world_size),
-            MASTER_ADDR=place.master_addr,
-            MASTER_PORT=str(place.master_port),
-        )
+        os.environ.update({name.upper(): str(value) for name, value in asdict(place).items()})
         self._names[role] = WorkerName(role, place.rank, place.world_size, ray.util.get_node_ip_address(), os.getpid())
 
         with self._run(role, "__init__") as running, placed(place):

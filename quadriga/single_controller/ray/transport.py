@@ -32,6 +32,7 @@ import pickle
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -85,50 +86,29 @@ class _Part:
         return self.memory.__array_interface__["data"][0], self.memory.nbytes
 
 
-class _Parts:
-    """The memory that a pickler leaves out of its stream, in the order in which unpickling needs it."""
-
-    def __init__(self) -> None:
-        self.taken: list[_Part] = []
-        self._of_tensors: dict[int, tuple[pickle.PickleBuffer, _Part]] = {}
-
-    def reduce(self, tensor: torch.Tensor, is_column: bool) -> tuple[Any, ...]:
-        """How a tensor is pickled."""
-        plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-        memory = bytes_of(plain)
-        buffer = pickle.PickleBuffer(memory)
-        if memory.nbytes >= BUFFER_FROM_BYTES:
-            is_view = plain.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
-            part = _Part(memory, root_of(tensor) if is_view else None, is_column)
-            self._of_tensors[id(buffer)] = (buffer, part)
-        return (
-            open_column if is_column else unpack_tensor,
-            (str(plain.dtype).removeprefix("torch."), tuple(plain.shape), buffer),
-        )
-
-    def take(self, buffer: pickle.PickleBuffer) -> bool:
-        """Whether a buffer goes into the stream after all."""
-        if id(buffer) in self._of_tensors:
-            self.taken.append(self._of_tensors[id(buffer)][1])
-            return False
-        memory = buffer.raw()
-        if memory.nbytes >= BUFFER_FROM_BYTES:
-            self.taken.append(_Part(np.frombuffer(memory, dtype=np.uint8)))
-        return memory.nbytes < BUFFER_FROM_BYTES
-
-
 class _Pickler(cloudpickle.Pickler):
-    # The parts know nothing of the pickler: a cycle would keep the objects until the next garbage collection.
-    def __init__(self, file: io.BytesIO, parts: _Parts) -> None:
-        self._parts = parts
-        super().__init__(file, protocol=5, buffer_callback=parts.take)
+    """Leaves memory out of the stream; `parts` has it, in the order in which unpickling needs it."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        self.parts: list[_Part] = []
+        self._of_tensors: dict[int, tuple[pickle.PickleBuffer, _Part]] = {}
+        # Not a method: a cycle with the pickler would keep the objects until the next garbage collection.
+        super().__init__(file, protocol=5, buffer_callback=partial(_take, self.parts, self._of_tensors))
 
     def reducer_override(self, obj: Any) -> Any:
         """How an object is pickled that is no built-in."""
-        if type(obj) is torch.Tensor and obj.layout is torch.strided and not obj.is_quantized:
-            return self._parts.reduce(obj, is_column=False)
-        if type(obj) is _Column:
-            return self._parts.reduce(obj.tensor, is_column=True)
+        is_column = type(obj) is _Column
+        if is_column or (type(obj) is torch.Tensor and obj.layout is torch.strided and not obj.is_quantized):
+            tensor = obj.tensor if is_column else obj
+            plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+            memory = bytes_of(plain)
+            buffer = pickle.PickleBuffer(memory)
+            if memory.nbytes >= BUFFER_FROM_BYTES:
+                is_view = plain.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+                part = _Part(memory, root_of(tensor) if is_view else None, is_column)
+                self._of_tensors[id(buffer)] = (buffer, part)
+            arguments = str(plain.dtype).removeprefix("torch."), tuple(plain.shape), buffer
+            return open_column if is_column else unpack_tensor, arguments
         if isinstance(obj, DataProto):
             columns = None if obj.batch is None else map_columns(obj.batch, _Column)
             rows = 0 if obj.batch is None else obj.batch.batch_size[0]
@@ -136,6 +116,18 @@ class _Pickler(cloudpickle.Pickler):
         if isinstance(obj, (ray.ObjectRef, ray.actor.ActorHandle)):
             raise _NeedsRayError
         return super().reducer_override(obj)
+
+
+def _take(
+    parts: list[_Part], of_tensors: dict[int, tuple[pickle.PickleBuffer, _Part]], buffer: pickle.PickleBuffer
+) -> bool:
+    """Whether a buffer goes into the stream after all."""
+    memory = buffer.raw()
+    if id(buffer) in of_tensors:
+        parts.append(of_tensors[id(buffer)][1])
+    elif memory.nbytes >= BUFFER_FROM_BYTES:
+        parts.append(_Part(np.frombuffer(memory, dtype=np.uint8)))
+    return memory.nbytes < BUFFER_FROM_BYTES
 
 
 def open_column(dtype_name: str, shape: tuple[int, ...], buffer: Any) -> torch.Tensor:
@@ -153,11 +145,11 @@ def _pickled(value: Any) -> list[_Part]:
     Raises:
         _NeedsRayError: the value is Ray's to pickle.
     """
-    file, parts = io.BytesIO(), _Parts()
-    pickler = _Pickler(file, parts)
+    file = io.BytesIO()
+    pickler = _Pickler(file)
     pickler.dump(value)
     pickler.clear_memo()
-    return [_Part(np.frombuffer(file.getbuffer(), dtype=np.uint8)), *parts.taken]
+    return [_Part(np.frombuffer(file.getbuffer(), dtype=np.uint8)), *pickler.parts]
 
 
 def _own(memory: Any) -> Any:

@@ -11,7 +11,7 @@ import torch
 from quadriga.errors import DataError, WorkerError
 from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.single_controller import ClassWithInitArgs, Dispatch, LocalWorkerGroup, ResourcePool, Worker, register
-from quadriga.single_controller.worker_group import LocalWorkerGroups, WorkerFacade
+from quadriga.single_controller.worker_group import WorkerFacade, WorkerGroups
 
 
 class Adder(Worker):
@@ -243,7 +243,7 @@ def test_a_group_to_each_role_and_those_are_closed_that_can_be() -> None:
         "ref": ClassWithInitArgs(Silent),
         "critic": ClassWithInitArgs(Counter, closed, "critic"),
     }
-    groups = LocalWorkerGroups(classes, dict.fromkeys(classes, "all"), {"all": [1]}, "cpu")
+    groups = WorkerGroups(classes, dict.fromkeys(classes, "all"), {"all": [1]}, "cpu")
     assert {role: (group.name, group.world_size) for role, group in groups.groups.items()} == {
         "actor": ("actor", 1),
         "ref": ("ref", 1),
