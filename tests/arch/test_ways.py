@@ -15,6 +15,9 @@ WAYS = {title: re.findall(r"`(quadriga(?:\.\w+){2,})`", text) for title, text in
     r"^### (.+?)\n(.*?)(?=^##)", PAGE, flags=re.DOTALL | re.MULTILINE
 )}  # fmt: skip
 
+# To be lowered as the way gets shorter; raised only with a reason.
+MAX_OPENED, MAX_OPENED_FILES = 24, 13
+
 
 def named(dotted: str) -> object:
     """What a dotted name stands for: modules as far as they go, then attributes.
@@ -55,6 +58,15 @@ def test_function_exists(dotted: str) -> None:
     found = named(dotted)
     assert callable(found), f"{dotted} is no function"
     assert getattr(found, "__module__", dotted).startswith("quadriga."), f"{dotted} is not ours"
+
+
+def test_the_way_of_an_update_on_ray_is_short() -> None:
+    """What a reader opens, from `update_actor` in the loop to the first backward pass: the list of that section."""
+    pytest.importorskip("ray")
+    section = PAGE.partition("### An update\n")[2].partition("\n### ")[0]
+    opened = re.findall(r"^ *- `(quadriga[.\w]+)`:", section, flags=re.MULTILINE)
+    files = {named(dotted).__module__ for dotted in opened}
+    assert 20 < len(opened) == len(set(opened)) <= MAX_OPENED and len(files) <= MAX_OPENED_FILES, (opened, files)
 
 
 def test_every_layer_is_on_the_page() -> None:
