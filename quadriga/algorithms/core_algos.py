@@ -36,30 +36,6 @@ from quadriga.algorithms.registry import (
 )
 from quadriga.errors import ConfigError
 
-__all__ = [
-    "AdaptiveKLController",
-    "AdvantageEstimator",
-    "FixedKLController",
-    "agg_loss",
-    "compute_gae_advantage_return",
-    "compute_gpg_outcome_advantage",
-    "compute_grpo_outcome_advantage",
-    "compute_grpo_passk_outcome_advantage",
-    "compute_opo_outcome_advantage",
-    "compute_policy_loss",
-    "compute_reinforce_plus_plus_baseline_outcome_advantage",
-    "compute_reinforce_plus_plus_outcome_advantage",
-    "compute_remax_outcome_advantage",
-    "compute_rloo_outcome_advantage",
-    "compute_value_loss",
-    "get_adv_estimator_fn",
-    "get_kl_controller",
-    "get_policy_loss_fn",
-    "kl_penalty",
-    "register_adv_est",
-    "register_policy_loss",
-]
-
 
 def _in_verls_form(estimator: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
     """The estimator with options that may be given by position, and with `index` for `uid`."""

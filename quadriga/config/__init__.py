@@ -16,11 +16,3 @@ from quadriga.config.reward import CustomRewardFunctionConfig, RewardModelConfig
 from quadriga.config.rollout import RolloutConfig, problem_of_several_engines
 from quadriga.config.root import Config
 from quadriga.config.trainer import ProfilerConfig, TrainerConfig
-
-__all__ = [
-    "ActorConfig", "BatchPlan", "BatchingConfig", "Config", "CriticConfig", "CustomRewardFunctionConfig", "DataConfig",
-    "Layout", "Loaded", "LogProbConfig", "ModelConfig", "ModelShape", "OptimConfig", "Placement", "ProfilerConfig",
-    "RewardModelConfig", "RolloutConfig", "TrainerConfig", "check_model", "explain",
-    "keys_text", "leaf_keys", "load_config", "needs_old_log_prob_pass", "needs_reference", "place_roles",
-    "problem_of_several_engines", "show", "training_findings",
-]  # fmt: skip

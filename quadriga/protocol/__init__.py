@@ -13,21 +13,3 @@ from quadriga.protocol.operations import (
     unpad_dataproto,
 )
 from quadriga.protocol.proto import DataProto, DataProtoItem
-
-__all__ = [
-    "FIELDS",
-    "DataProto",
-    "DataProtoFuture",
-    "DataProtoItem",
-    "Field",
-    "all_gather_data_proto",
-    "deep_equal",
-    "fold_batch_dim",
-    "pad_dataproto_to_divisor",
-    "object_array",
-    "render_fields",
-    "unfold_batch_dim",
-    "union_numpy_dict",
-    "union_tensor_dict",
-    "unpad_dataproto",
-]

@@ -20,20 +20,3 @@ from quadriga.single_controller.worker_group import (
     WorkerGroup,
     WorkerGroups,
 )
-
-__all__ = [
-    "ClassWithInitArgs",
-    "Dispatch",
-    "Execute",
-    "LocalWorkerGroup",
-    "ResourcePool",
-    "Worker",
-    "WorkerGroup",
-    "WorkerGroups",
-    "WorkerPlace",
-    "make_nd_compute_dataproto_dispatch_fn",
-    "placed",
-    "register",
-    "register_dispatch_mode",
-    "update_dispatch_mode",
-]

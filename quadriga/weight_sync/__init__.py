@@ -11,15 +11,3 @@ Each publication has a version and a fingerprint of every tensor, taken on both 
 from quadriga.weight_sync.broadcast import Address, WeightReceiver, WeightSender
 from quadriga.weight_sync.fingerprint import Fingerprint, fingerprint, tensor_fingerprint
 from quadriga.weight_sync.publish import CopiedWeights, SharedWeights, WeightTarget
-
-__all__ = [
-    "Address",
-    "CopiedWeights",
-    "Fingerprint",
-    "SharedWeights",
-    "WeightReceiver",
-    "WeightSender",
-    "WeightTarget",
-    "fingerprint",
-    "tensor_fingerprint",
-]

@@ -5,5 +5,3 @@ from quadriga.workers.actor_rollout_ref import ActorRolloutRefWorker
 from quadriga.workers.critic import CriticWorker
 from quadriga.workers.reward_model import RewardModelWorker
 from quadriga.workers.rollout import RolloutWorker
-
-__all__ = ["ActorRolloutRefWorker", "CriticWorker", "RewardModelWorker", "RolloutWorker"]

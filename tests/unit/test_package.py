@@ -24,8 +24,14 @@ PUBLIC = {
     "quadriga.single_controller": "Worker WorkerGroup ResourcePool ClassWithInitArgs Dispatch Execute register "
     "register_dispatch_mode update_dispatch_mode make_nd_compute_dataproto_dispatch_fn",
     "quadriga.data": "RLHFDataset collate_fn create_rl_dataset create_rl_sampler",
-    "quadriga.algorithms.core_algos": "AdvantageEstimator register_adv_est register_policy_loss agg_loss kl_penalty "
-    "compute_gae_advantage_return compute_grpo_outcome_advantage compute_policy_loss compute_value_loss",
+    "quadriga.algorithms.core_algos": "AdaptiveKLController AdvantageEstimator FixedKLController agg_loss "
+    "compute_gae_advantage_return "
+    "compute_gpg_outcome_advantage compute_grpo_outcome_advantage compute_grpo_passk_outcome_advantage "
+    "compute_opo_outcome_advantage compute_policy_loss "
+    "compute_reinforce_plus_plus_baseline_outcome_advantage compute_reinforce_plus_plus_outcome_advantage "
+    "compute_remax_outcome_advantage compute_rloo_outcome_advantage compute_value_loss "
+    "get_adv_estimator_fn get_kl_controller get_policy_loss_fn kl_penalty register_adv_est "
+    "register_policy_loss",
     "quadriga.rewards": "register get_reward_manager_cls default_compute_score",
     "quadriga.workers": "ActorRolloutRefWorker",
     "quadriga.trainer": "RayPPOTrainer TaskRunner run_ppo Role",

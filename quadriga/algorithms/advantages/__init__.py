@@ -16,18 +16,3 @@ from quadriga.algorithms.advantages.reinforce_plus_plus import reinforce_plus_pl
 from quadriga.algorithms.advantages.reinforce_plus_plus_baseline import reinforce_plus_plus_baseline
 from quadriga.algorithms.advantages.remax import remax
 from quadriga.algorithms.advantages.rloo import rloo
-
-__all__ = [
-    "gae",
-    "gdpo",
-    "gpg",
-    "grpo",
-    "grpo_passk",
-    "opo",
-    "optimal_token_baseline",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "remax",
-    "rloo",
-    "tir_optimal_token_baseline",
-]

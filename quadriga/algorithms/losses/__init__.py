@@ -15,19 +15,3 @@ from quadriga.algorithms.losses.gspo import gspo
 from quadriga.algorithms.losses.sapo import sapo
 from quadriga.algorithms.losses.value import clipped_value_loss
 from quadriga.algorithms.losses.vanilla import vanilla
-
-__all__ = [
-    "bypass_mode",
-    "cispo",
-    "clip_cov",
-    "clipped_value_loss",
-    "dppo_kl",
-    "dppo_tv",
-    "dro",
-    "geo_mean",
-    "gpg",
-    "gspo",
-    "kl_cov",
-    "sapo",
-    "vanilla",
-]

@@ -2,5 +2,3 @@
 """Our own generation engine, on the trainer's own module."""
 
 from quadriga.rollout.native.engine import NativeEngine
-
-__all__ = ["NativeEngine"]

@@ -18,13 +18,3 @@ from quadriga.single_controller.ray.group import (
     create_colocated_worker_cls,
 )
 from quadriga.single_controller.ray.pools import RayResourcePool, ResourcePoolManager
-
-__all__ = [
-    "RayClassWithInitArgs",
-    "RayResourcePool",
-    "RayWorkerGroup",
-    "RayWorkerGroups",
-    "ResourcePoolManager",
-    "WorkerDict",
-    "create_colocated_worker_cls",
-]
