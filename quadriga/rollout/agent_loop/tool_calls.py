@@ -27,6 +27,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from threading import Thread
 from typing import Any, Literal
@@ -214,25 +215,28 @@ class ToolBox:
             )
         self._kwargs = {name: spec.method_kwargs(given.get(name, {})) for name, spec in specs.items()}
         self._tools: dict[str, Tool] = {}
+        self._releases = AsyncExitStack()
 
     async def __aenter__(self) -> "ToolBox":
-        """Makes every tool and calls its `create`.
+        """Makes every tool and calls its `create`; on the way out `release` of each, whatever became of the others.
 
         Raises:
             ToolFailedError: one failed.
         """
-        try:
+        async with AsyncExitStack() as releases:
             for name, spec in self.specs.items():
                 if isinstance(spec.make, type):  # no more than a function: nothing of a user's runs
                     self._tools[name] = spec.make()
                 else:
                     made = self.thread.call(f"tool {name}, create", spec.make, {}, self.config.tool_timeout_s)
                     self._tools[name] = await made
+                releases.push_async_callback(self._hook, name, "release")
                 await self._hook(name, "create")
-        except BaseException:
-            await self.__aexit__()
-            raise
+            self._releases = releases.pop_all()
         return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._releases.aclose()
 
     async def call_all(self, calls: Sequence[ToolCall]) -> list[ToolResponse]:
         """The responses to the calls of one turn in their order: `max_parallel_calls` are made at the same time.
@@ -265,22 +269,6 @@ class ToolBox:
                 where = f"tool {name}, calc_reward"
                 raise ToolFailedError(where, got=repr(reward)[:_SHOWN], expected="a number") from error
         return earned
-
-    async def __aexit__(self, *error: object) -> None:
-        """Calls `release` of every tool that was made, each whatever became of the others.
-
-        Raises:
-            ToolFailedError: the first one that failed.
-        """
-        failures = []
-        for name in reversed(self._tools):
-            try:
-                await self._hook(name, "release")
-            except ToolFailedError as failure:
-                failures.append(failure)
-        self._tools = {}
-        if failures:
-            raise failures[0]
 
     async def _call(self, call: ToolCall) -> ToolResponse:
         arguments = json.dumps(call.arguments, ensure_ascii=False, default=str)

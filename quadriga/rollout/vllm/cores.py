@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from quadriga.errors import RolloutError
+from quadriga.rollout.event_loop import EventLoopThread
 from quadriga.rollout.interface import Completion, SamplingParams
 from quadriga.rollout.third_party import FINISH_REASONS, LogProbsOf, split_log_probs
 from quadriga.rollout.vllm.library import WHERE, Library, started
@@ -184,16 +185,14 @@ class ProcessCore(Core):
     def __init__(self, library: Library, arguments: dict[str, Any]) -> None:
         self._ids = itertools.count(1)
         self._running: set[str] = set()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
-        self._thread.start()
+        self._thread = EventLoopThread("vllm")
         vllm = library.module
         try:
             with started(is_beside=True):
                 start = self._submit(vllm.AsyncLLMEngine.from_engine_args, vllm.AsyncEngineArgs(**arguments))
                 self.engine: Any = start.result()
         except BaseException:
-            self._end_loop()
+            self._thread.close(_END_S)
             raise
 
     def ask(self, method: str, *args: Any, **options: Any) -> Any:
@@ -224,7 +223,7 @@ class ProcessCore(Core):
         # vLLM shuts down once more where its engine is collected as garbage, and fails at that if the interpreter is
         # ending: the last reference goes here.
         del self.engine
-        self._end_loop()
+        self._thread.close(_END_S)
 
     async def _respond(self, request: Request) -> Response:
         response, request_id = Response(request.expanded), str(next(self._ids))
@@ -244,8 +243,4 @@ class ProcessCore(Core):
             result = function(*args, **options)
             return await result if inspect.isawaitable(result) else result
 
-        return asyncio.run_coroutine_threadsafe(call(), self._loop)
-
-    def _end_loop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_END_S)
+        return self._thread.submit(call())
