@@ -28,13 +28,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 class QuadrigaError(Exception):
-    """An error with an answer.
-
-    Args:
-        where: the key, file, method or object concerned, as the user knows it.
-        got: what was found there.
-        expected: what would have been right.
-        fix: one sentence that says what to do.
+    """An error that says at which key, file or method it arose, what was found and expected, and what to do.
 
     Attributes:
         worker: the worker it comes from, as in "actor[rank 3/8 on 10.0.0.2]"; "": it arose in this process. That

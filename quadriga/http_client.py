@@ -44,7 +44,6 @@ class HTTPClient:
     """One server that takes and gives JSON. Threads and event loops may share it.
 
     Args:
-        url: address of the server, to which the paths of requests are added.
         error: class of the errors that users see, such as RewardError.
         setting: configuration key that holds the address.
         where: what the server is for, before its address in errors.
@@ -52,9 +51,6 @@ class HTTPClient:
         headers: of every request, beside the content type.
         timeout_s: seconds without a byte after which the server counts as lost.
         use_proxies: whether the environment's proxies (HTTP_PROXY ...) are used.
-
-    Raises:
-        error: the address is none.
     """
 
     def __init__(
@@ -93,9 +89,7 @@ class HTTPClient:
 
         Args:
             path: added to the address, without a slash at its beginning.
-            body: sent as JSON; None: nothing is sent.
-            method: of HTTP.
-            timeout_s: instead of the client's own.
+            body: sent as JSON.
             needs_object: whether the reply must be a JSON object. False: JSON of any kind, None where it is no JSON.
 
         Raises:
@@ -136,13 +130,11 @@ class HTTPClient:
         """As `call`, with further attempts where the server is lost, and one deadline for all of them.
 
         Args:
-            body: sent as JSON.
             timeout_s: for all attempts and the pauses between them.
             max_attempts: requests for one reply.
             backoff_s: pause after the first failure; it doubles with each, up to a minute, and varies by a quarter.
                 The server's Retry-After takes its place.
             before_attempt: called before each; a rate limit waits here, and its wait counts as well.
-            sleep: waits for so many seconds.
 
         Raises:
             TimeoutError: no reply in time; it says what the last attempt met.

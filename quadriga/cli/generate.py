@@ -36,11 +36,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def dealt(prompts: Sequence[str], images: Sequence[str]) -> tuple[list[str], list[list[str]]]:
-    """The prompts with an `<image>` for each image, and the images of each.
-
-    Raises:
-        ConfigError: there are more or fewer images than places for them.
-    """
+    """The prompts with an `<image>` for each image, and the images of each; ConfigError if their numbers differ."""
     texts, rest = list(prompts), list(images)
     if len(texts) == 1 and IMAGE not in texts[0]:
         texts[0] = IMAGE * len(images) + texts[0]

@@ -19,11 +19,7 @@ Next:
 
 
 def main(argv: list[str]) -> int:
-    """Run the command and return its exit status.
-
-    Args:
-        argv: what follows `quadriga prepare` on the command line.
-    """
+    """Runs `quadriga prepare` and returns its exit status."""
     parser = argparse.ArgumentParser(prog="quadriga prepare", description="Write data or a model as a run reads them.")
     kinds = parser.add_subparsers(dest="what", required=True, metavar="{data,model,playground}")
     rows = kinds.add_parser("data", help="write train.parquet and val.parquet")

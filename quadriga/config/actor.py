@@ -133,11 +133,7 @@ class ParallelConfig(Section):
     """Pipeline parallelism: stages that have some of the layers each."""
 
     def layout(self, world_size: int, where: str) -> Layout:
-        """The layout of a role's ranks, by these sizes and its `fsdp_config`.
-
-        Raises:
-            ConfigError: the sizes do not divide the ranks; it names `where`, the dotted key of this section.
-        """
+        """The layout of a role's ranks; ConfigError at `where`, this section, if the sizes do not divide them."""
         sp, tp = self.ulysses_sequence_parallel_size, self.tensor_model_parallel_size
         fsdp, pp = self.fsdp_config.fsdp_size, self.pipeline_model_parallel_size
         return Layout.of(world_size, where, fsdp=fsdp, sp=sp, tp=tp, pp=pp)

@@ -62,11 +62,7 @@ class AdapterShape:
 
 
 def adapter_shape(model: ModelConfig) -> AdapterShape:
-    """The adapter that a configuration asks for: the one that it starts from, or a new one.
-
-    Raises:
-        ConfigError: the adapter to start from cannot be read.
-    """
+    """The adapter that a configuration asks for: a new one, or the one that it starts from (read as `read_adapter`)."""
     folder = Path(model.path).expanduser()
     base = str(folder.resolve()) if folder.is_dir() else model.path
     if model.lora_adapter_path is not None:
@@ -80,11 +76,7 @@ def is_adapter(folder: str | Path) -> bool:
 
 
 def read_adapter(folder: Path) -> AdapterShape:
-    """The adapter of a folder.
-
-    Raises:
-        ConfigError: there is none, or one of another kind.
-    """
+    """The adapter of a folder; raises ConfigError where there is none, or one of another kind."""
     fix = "Name a folder that PEFT's save_pretrained wrote, or a checkpoint's `actor` of a run with an adapter."
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         if not (folder / name).is_file():
@@ -101,14 +93,9 @@ def read_adapter(folder: Path) -> AdapterShape:
         expected = "plain LoRA: one rank and scale for all of its modules, and nothing beside it"
         fix = "Merge it into its base model with PEFT, and name the result in actor_rollout_ref.model.path."
         raise ConfigError(str(file), got=", ".join(unlike), expected=expected, fix=fix)
-    return AdapterShape(
-        rank=facts["r"],
-        alpha=facts["lora_alpha"],
-        target_modules=facts["target_modules"],
-        exclude_modules=facts.get("exclude_modules"),
-        use_rslora=bool(facts.get("use_rslora")),
-        base=facts.get("base_model_name_or_path") or "",
-    )
+    modules, without = facts["target_modules"], facts.get("exclude_modules")
+    base, use_rslora = facts.get("base_model_name_or_path") or "", bool(facts.get("use_rslora"))
+    return AdapterShape(facts["r"], facts["lora_alpha"], modules, without, use_rslora, base)
 
 
 @dataclass(frozen=True)
@@ -122,9 +109,7 @@ class AdapterRoute:
 def adapter_route(config: Config, *, is_wide_on_accelerator: bool = False) -> AdapterRoute:
     """How an adapter gets to a rollout engine with a copy of the weights: merged into them, or alone.
 
-    Args:
-        config: of a run with an adapter.
-        is_wide_on_accelerator: whether the models compute in float32 there, which is known once a process has started.
+    Whether the models compute in float32 on an accelerator is known once a process has started.
 
     Raises:
         ConfigError: the engine cannot do what `lora_merge` says, or the adapter to start from cannot be read.

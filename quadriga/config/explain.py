@@ -22,13 +22,10 @@ class BatchPlan:
 
     Attributes:
         num_prompts, num_sequences: prompts that a step takes, and the responses that it generates and learns from.
-        num_mini_batches: of one pass over the batch; the last may be smaller.
-        num_optimizer_steps: of all passes.
+        num_mini_batches: mini-batches of one pass over the batch; the last may be smaller.
         is_on_policy: whether the only update is made by the policy that sampled: old log-probs equal current ones.
-        mini_batch_prompts, mini_batch_sequences: of a mini-batch, at most those of the batch.
-        micro_batch_sequences, num_micro_batches: sequences of a forward and backward pass, and such passes in a whole
-            mini-batch; None: cut by tokens, so they depend on the lengths.
-        max_sequence_tokens: of the longest sequence, prompt and response.
+        micro_batch_sequences, num_micro_batches: sequences of a micro-batch, and micro-batches of a whole mini-batch;
+            None: cut by tokens, so they depend on the lengths.
     """
 
     def __init__(self, config: Config) -> None:
@@ -49,9 +46,8 @@ class BatchPlan:
 def needs_old_log_prob_pass(config: Config) -> bool:
     """Whether log-probs of the sampling policy must be computed in a pass of their own.
 
-    One optimizer step a batch learns from exactly the policy that sampled: its own forward pass gives the same numbers.
-    The KL divergence in the reward needs them before that, and so does the off-policy correction, unless it takes the
-    rollout's own for them.
+    One optimizer step a batch learns from the policy that sampled: its own forward pass gives the same numbers. KL in
+    the reward needs them before that, and so does off-policy correction, unless it takes the rollout's own.
     """
     correction = config.algorithm.rollout_correction
     if correction.needs_old_log_probs or config.algorithm.use_kl_in_reward:

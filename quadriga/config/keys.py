@@ -58,9 +58,8 @@ class KeyInfo:
     """What it takes, in words."""
     default: Any
     section: type[Section]
-    """Where its field is."""
     name: str
-    """Of the field."""
+    """Of the field in its section."""
     task: str
     is_open: bool
     """Whether keys of the user's own may stand under it."""
@@ -134,9 +133,7 @@ def section_keys(task: str = "rl") -> frozenset[str]:
 
 
 def leaf_of(key: str, task: str = "rl") -> KeyInfo | None:
-    """The leaf that a dotted key is, or lies under when that leaf is an open dictionary.
-
-    Beside an open dictionary called `options` its entries may stand without its name."""
+    """The leaf that a dotted key is, or lies under (beside, where it is called `options`) as an entry of its own."""
     leaves = leaf_keys(task)
     if key in leaves:
         return leaves[key]
@@ -147,10 +144,8 @@ def leaf_of(key: str, task: str = "rl") -> KeyInfo | None:
 
 
 def nearest_keys(key: str, task: str = "rl") -> list[str]:
-    """Up to three known keys that a mistyped one may have meant, the likeliest first.
-
-    A right name in a wrong section is likelier than a wrong name in the right one.
-    """
+    """Up to three known keys that a mistyped one may have meant, the likeliest first."""
+    # A right name in a wrong section is likelier than a wrong name in the right one.
     known = list(leaf_keys(task))
     tail = [one for one in known if one.endswith(f".{key}")]
     close = get_close_matches(key, known, n=3, cutoff=0.8)

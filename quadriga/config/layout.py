@@ -43,10 +43,9 @@ class Layout:
 
     @classmethod
     def of(cls, world_size: int, where: str, *, fsdp: int = -1, sp: int = 1, tp: int = 1, pp: int = 1) -> "Layout":
-        """The layout of `world_size` ranks.
+        """The layout of `world_size` ranks; `where` is the section that errors name.
 
         Args:
-            where: section of the configuration, for errors.
             fsdp: ranks that shard one copy of the weights, pp and tp aside: a multiple of `sp`; 1: none; -1: all.
             sp, tp, pp: ranks that share the rows of a data-parallel rank, in each of three ways.
 

@@ -43,16 +43,14 @@ def load_config(
     for_training: bool = False,
     task: str = "rl",
 ) -> Loaded:
-    """Reads the configuration: files in order, each over the one before, then the `key=value` overrides.
+    """Reads YAML files in order, each over the one before, then overrides `a.b=c`, whose values are YAML.
 
     Args:
-        overrides: `a.b=c`, the value in YAML; a leading `+` or `++` is taken.
-        files: YAML files.
         for_training: whether the checks between keys that hold for a training run are made too.
         task: the task, where neither files nor overrides name one (`task`, or `objective`).
 
     Raises:
-        ConfigError: anything is wrong; all of it is in this one error.
+        ConfigError: everything that is wrong, in one error.
     """
     problems: list[ConfigError] = []
     trees = [read_yaml(Path(file), problems) for file in files]

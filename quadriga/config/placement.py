@@ -50,11 +50,7 @@ def role_pools(trainer: TrainerConfig, *, has_reward_model: bool = False) -> dic
 def place_roles(
     trainer: TrainerConfig, *, has_reference: bool, has_critic: bool, has_reward_model: bool = False
 ) -> Placement:
-    """The pool of each role that a run needs: the policy, and those models of the others that it has.
-
-    Raises:
-        ConfigError: a role has no pool.
-    """
+    """The pool of each role that a run needs, the policy and those that it has; raises ConfigError for one without."""
     given = role_pools(trainer, has_reward_model=has_reward_model)
     policy = next((role for role in POLICIES if role in given), "actor_rollout")
     is_inside = has_reference and policy == "actor_rollout_ref"
@@ -92,8 +88,8 @@ def arranged_roles(config: Config, *, has_critic: bool) -> Iterator[tuple[str, P
 def check_layouts(config: Config) -> Iterator[Finding]:
     """Yields sizes that do not divide the ranks, once for each section.
 
-    Whether there is a critic an estimator says, and estimators may be users' own: of the critic only what `gae` needs
-    is checked here, and what any other needs before the workers start.
+    Estimators, which may be users' own, say whether there is a critic: here one is checked for `gae` only, for others
+    before the workers start.
     """
     has_critic = config.task == "rl" and config.algorithm.adv_estimator == "gae"
     told: dict[str, ConfigError] = {}

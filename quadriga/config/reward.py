@@ -43,8 +43,7 @@ class RewardModelConfig(ParallelConfig):
     forward_max_token_len_per_gpu: Count = 32768
     """Tokens in one pass of the reward model, where passes are cut by tokens."""
     max_length: Count | None = None
-    """Longest input of the reward model, in tokens; longer ones lose the beginning of their prompt, and are counted.
-    null: what the model and its tokenizer allow."""
+    """Longest input, in tokens; longer ones lose the beginning of their prompt. null: as model and tokenizer allow."""
     reward_manager: Name = "naive"
     """Name of a registered reward manager."""
     num_workers: Count = 2

@@ -143,7 +143,10 @@ def test_generate_refuses_what_the_template_refuses(home: Path, capsys: pytest.C
 
 def test_generate_refuses_a_long_prompt(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", str(run), "--prompt", "a" * 40, *LONG]) == 1
-    assert "prompt 0: got 42 tokens, expected at most 32. Raise data.max_prompt_length" in capsys.readouterr().err
+    assert (
+        "prompt 0: got 42 tokens, expected at most data.max_prompt_length=32. Raise that length"
+        in capsys.readouterr().err
+    )
 
 
 def test_eval_measures_what_validation_measured(run: Path, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
