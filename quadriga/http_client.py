@@ -29,14 +29,11 @@ _LONGEST_QUOTE = 500
 
 
 class ServerLostError(Exception):
-    """A server did not answer a request that another attempt, or another server, may answer.
-
-    Attributes:
-        retry_after_s: how long the server asks to wait; None where it does not say.
-    """
+    """A server did not answer a request that another attempt, or another server, may answer."""
 
     def __init__(self, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(message)
+        # How long the server asks to wait; None where it does not say.
         self.retry_after_s = retry_after_s
 
 

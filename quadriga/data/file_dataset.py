@@ -56,11 +56,7 @@ class FileDataset(Dataset, ABC):
         return {"num_rows": len(self), "rows": self.digest}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Refuse to resume at a position in other rows than these: the order would be another.
-
-        Raises:
-            DataError: the state is that of other rows.
-        """
+        """Refuse (DataError) to resume at a position in other rows than these: the order would be another."""
         if state != self.state_dict():
             raise DataError(
                 self._key,

@@ -33,12 +33,7 @@ _VERSION_FIELDS = ("etag", "mtime", "lastmodified", "last_modified", "last-modif
 
 
 class RowTable:
-    """The rows of one file.
-
-    Attributes:
-        path: the file.
-        columns: names of the columns, those of any row.
-    """
+    """The rows of one file `path`, and the names of their `columns`, those of any row."""
 
     def __init__(self, path: Path, columns: Iterable[str], rows: pa.Table | list[dict[str, Any]]) -> None:
         self.path, self.columns, self._rows = path, tuple(columns), rows
@@ -68,11 +63,7 @@ class RowTable:
 
 
 def read_table(path: Path) -> RowTable:
-    """Read a parquet, json or jsonl file, by its suffix.
-
-    Raises:
-        DataError: another suffix, a file that cannot be parsed, or one without rows; it names file and line.
-    """
+    """Read a parquet, json or jsonl file, by its suffix; a DataError names file and line of what is wrong."""
     suffix = path.suffix.lower()
     if suffix in (".parquet", ".pq"):
         try:
@@ -195,11 +186,9 @@ def make_directory(path: Path, *, where: str) -> Path:
 
 @contextmanager
 def written_aside(target: Path, *, where: str) -> Iterator[Path]:
-    """Yield a path next to `target` for a file or a folder; on success it is renamed to `target`, on failure removed.
+    """Yield a path next to `target` for a file or a folder; on success it replaces `target`, on failure it is removed.
 
-    Args:
-        target: the final path; what stands there is replaced.
-        where: the key or command that an error names.
+    A DataError about the disk names `where`.
     """
     make_directory(target.parent, where=where)
     draft = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.partial"

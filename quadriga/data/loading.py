@@ -116,12 +116,7 @@ def create_dataloader(
 ) -> StatefulDataLoader:
     """A loader whose position can be saved and restored.
 
-    Args:
-        dataset: has a length.
-        config: the section `data`.
-        batch_size: rows in a batch; None puts the whole data set into one.
-        sampler: the order of the rows.
-        drop_last: whether an incomplete last batch is left out.
+    `batch_size=None` puts the whole data set into one batch; with `drop_last` an incomplete last batch is left out.
 
     Raises:
         DataError: the data set is empty, or smaller than the only batch that would be kept.

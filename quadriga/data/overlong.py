@@ -32,13 +32,7 @@ BATCH_ROWS = 256
 
 @dataclass(frozen=True)
 class PromptMeter:
-    """Counts the tokens of prompts.
-
-    Attributes:
-        encoder: renders and tokenizes.
-        processor: of a vision-language model; None: prompts are text.
-        prompt_key, image_key: columns with the prompts and with their images.
-    """
+    """Counts the tokens of prompts, those of images included where there is a processor."""
 
     encoder: ChatEncoder
     processor: VisionProcessor | None = None
@@ -62,16 +56,9 @@ class PromptMeter:
 
 
 def prompt_lengths(table: RowTable, meter: PromptMeter, *, cache_dir: str | Path, num_workers: int = 1) -> np.ndarray:
-    """The number of tokens of every prompt in `table`, from the cache if it is there.
+    """The number of tokens of every prompt in `table`, int64 [rows], from the cache if it is there.
 
-    Args:
-        table: the file.
-        meter: counts.
-        cache_dir: entries lie in `prompt_lengths/` inside it.
-        num_workers: processes that measure.
-
-    Returns:
-        [len(table)] int64.
+    Entries lie in `prompt_lengths/` inside `cache_dir`; `num_workers` processes measure.
     """
     if meter.processor is not None and meter.image_key in table.columns:
         return _measure(table, meter, num_workers, meter.image_key)

@@ -24,14 +24,8 @@ Truncation = Literal["error", "left", "right", "middle"]
 def truncate(ids: Sequence[int], max_length: int, mode: Truncation, *, where: str = "a prompt") -> list[int]:
     """At most `max_length` of the token ids `ids`, cut as `mode` says.
 
-    Args:
-        ids: token ids.
-        max_length: the most that may stay.
-        mode: which side loses tokens.
-        where: what an error names, such as a file and a row.
-
     Raises:
-        DataError: the mode is `error` and `ids` are too long, or there is no such mode.
+        DataError: the mode is `error` and `ids` are too long (it names `where`), or there is no such mode.
     """
     head, tail = _kept_ends(len(ids), max_length, mode, where)
     return [*ids[:head], *ids[len(ids) - tail :]]
@@ -52,22 +46,16 @@ def postprocess_data(
     *,
     where: str = "a prompt",
 ) -> tuple[Tensor, Tensor]:
-    """Bring a tokenizer's output to exactly `max_length` columns.
+    """Bring a tokenizer's output to exactly `max_length` columns: both tensors [B, L] -> [B, max_length].
 
     Args:
         input_ids: [B, L].
-        attention_mask: [B, L].
+        attention_mask: [B, L]; its padding is 0.
         max_length: columns of the result.
-        pad_token_id: fills `input_ids`; the mask is filled with 0.
+        pad_token_id: fills `input_ids`.
         left_pad: whether padding goes in front.
-        truncation: what happens to more than `max_length` columns.
+        truncation: what happens to more than `max_length` columns; errors as for `truncate`.
         where: what an error names.
-
-    Returns:
-        `input_ids` and `attention_mask`, both [B, max_length].
-
-    Raises:
-        DataError: as for `truncate`.
     """
     length = input_ids.shape[-1]
     head, tail = _kept_ends(length, max_length, truncation, where)
@@ -99,43 +87,23 @@ def _kept_ends(length: int, max_length: int, mode: str, where: str) -> tuple[int
 
 
 def compute_position_id_with_mask(mask: Tensor) -> Tensor:
-    """Number the valid tokens of each sequence from 0; padding, on either side, gets 0.
-
-    Args:
-        mask: [..., L], 1 for a token and 0 for padding.
-
-    Returns:
-        [..., L] int64.
-    """
+    """Number the valid tokens of a mask [..., L] from 0, int64 [..., L]; padding, on either side, gets 0."""
     mask = mask.to(torch.int64)
     return (mask.cumsum(dim=-1) - 1).clamp(min=0) * mask
 
 
 def extend_position_ids(prompt_position_ids: Tensor, response_length: int) -> Tensor:
-    """Continue the positions of left-padded prompts over their responses.
+    """Continue the positions of left-padded prompts over responses of T positions: [B, P] -> [B, P+T].
 
-    Positions go on counting over the padding at a response's end: nothing attends to it, so they have no effect there,
-    and every row of a batch has the same form.
-
-    Args:
-        prompt_position_ids: [B, P], or [B, C, P] for multimodal rotary embeddings.
-        response_length: T.
-
-    Returns:
-        [B, P + T], or [B, C, P + T].
+    Multimodal ones are [B, C, P] -> [B, C, P+T]. Positions go on counting over the padding at a response's end: nothing
+    attends to it, so they have no effect there, and every row of a batch has the same form.
     """
     steps = torch.arange(1, response_length + 1, device=prompt_position_ids.device, dtype=prompt_position_ids.dtype)
     return torch.cat([prompt_position_ids, prompt_position_ids[..., -1:] + steps], dim=-1)
 
 
 def collate_fn(data_list: Sequence[Mapping[str, Any]]) -> dict[str, Tensor | np.ndarray]:
-    """Stack tensors; put everything else, of whatever shape, into object arrays.
-
-    Args:
-        data_list: B rows with the same keys. The tensors of one key must agree in shape.
-
-    Returns:
-        For each key a tensor [B, ...] or an object array [B], ready for `DataProto.from_single_dict`.
+    """Stack tensors to [B, ...]; put everything else, of whatever shape, into object arrays [B].
 
     Raises:
         DataError: rows differ in their keys, or the tensors of a key in their shape.

@@ -230,11 +230,7 @@ def text_parts(
 ) -> list[TextPart]:
     """A conversation as the chat template writes it, cut before and after each turn of the assistant.
 
-    Args:
-        messages: with a turn of the assistant among them; what follows the last one is left out.
-        encoder: renders.
-        where: the file and row that an error names.
-        tools: passed to the template, where the row has some.
+    What follows its last turn is left out. `tools` are passed to the template, where the row has some.
 
     Raises:
         DataError: no turn of the assistant, an empty one, one at the very beginning, or a template that writes earlier
@@ -290,15 +286,9 @@ def prompt_and_response(messages: Messages, encoder: ChatEncoder, *, where: str)
 
 
 def conversation(parts: Sequence[Sequence[int]], is_response: Sequence[bool], eos_token_id: int | None) -> Conversation:
-    """The parts of a conversation put together.
+    """The token ids of the parts of a conversation put together; `is_response` tells the assistant's turns.
 
-    Args:
-        parts: token ids of each.
-        is_response: whether each is a turn of the assistant.
-        eos_token_id: ends a turn; put behind the last one if the template does not write it there.
-
-    Returns:
-        The last response ends with its end-of-sequence token.
+    `eos_token_id` ends a turn: it is put behind the last one if the template does not write it there.
     """
     ids: list[int] = []
     learned: list[bool] = []
@@ -316,11 +306,7 @@ def conversation(parts: Sequence[Sequence[int]], is_response: Sequence[bool], eo
 
 
 def chat_of_row(value: Any, *, where: str) -> Messages:
-    """The messages of a row.
-
-    Raises:
-        DataError: there are none, or they are no chat.
-    """
+    """The messages of a row; DataError where there are none, or they are no chat."""
     if value is None or (isinstance(value, Sequence) and len(value) == 0):
         raise DataError(
             where,

@@ -17,12 +17,7 @@ Messages = list[dict[str, Any]]
 
 
 def read_tokenizer(path: str | Path, **options: Any) -> PreTrainedTokenizerBase:
-    """The tokenizer as transformers finds it; `load_tokenizer` also makes it fit for training.
-
-    Args:
-        path: a folder or a name on the hub.
-        options: of `AutoTokenizer.from_pretrained`.
-    """
+    """The tokenizer as transformers finds it; `load_tokenizer` also makes it fit for training."""
     # The annotation of transformers admits None, for installations without the package tokenizers, which it requires.
     return cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(path, **options))
 
@@ -58,10 +53,7 @@ def load_tokenizer(
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str, *, has_template: bool = False) -> None:
     """Give `tokenizer` a pad token if it has none, and refuse one that training cannot work with.
 
-    Args:
-        tokenizer: is changed if it lacks a pad token.
-        name: what errors and notices call it.
-        has_template: whether a chat template comes from elsewhere.
+    Errors and notices call it `name`; with `has_template` a chat template comes from elsewhere.
     """
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
@@ -83,11 +75,7 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str, *, has_templa
 
 
 def as_messages(prompt: Any, *, where: str) -> Messages:
-    """The chat messages of a prompt; a plain string is one message of the user.
-
-    Raises:
-        DataError: it is neither text nor a list of messages with a role.
-    """
+    """The chat messages of a prompt; a string is one message of the user, anything else a DataError."""
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
     is_chat = isinstance(prompt, Sequence) and all(

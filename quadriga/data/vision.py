@@ -62,7 +62,7 @@ class VisionProcessor:
         image_processor: of transformers: images to patches.
         image_token_id: stands in a prompt for an embedding of an image.
         video_token_id: the same of a video; prompts that have it are refused.
-        name: what errors call it: the model's folder or name.
+        name: the model's folder or name, for errors.
     """
 
     image_processor: Any
@@ -155,17 +155,11 @@ class VisionProcessor:
         return [token for tokens in repeated for token in tokens]
 
     def positions(self, ids: list[int], grids: torch.Tensor | None) -> torch.Tensor:
-        """The position of each token along time, height and width.
+        """The position of each of P expanded tokens along time, height and width: [3, P] int64.
 
         Text counts on by one in all three. An embedding of an image has the position where the image begins, plus its
-        place in the image along each axis; text behind the image goes on from the largest of these.
-
-        Args:
-            ids: P tokens, expanded.
-            grids: [images, 3] patches, or None without images.
-
-        Returns:
-            [3, P] int64.
+        place in the image along each axis; text behind the image goes on from the largest of these. `grids` [images, 3]
+        counts patches; it is None without images.
         """
         parts, place, start = [], 0, 0
         for grid in [] if grids is None else grids.tolist():
@@ -183,13 +177,10 @@ class VisionProcessor:
 def with_parts(messages: Messages, num_images: int, *, where: str) -> Messages:
     """Messages whose `<image>`s are content parts of their own, as chat templates want them; other content stays text.
 
-    Args:
-        messages: chat messages; content that is a list of parts already may hold `{"type": "image"}`.
-        num_images: of the row.
-        where: for errors.
+    Content that is a list of parts already may hold `{"type": "image"}`.
 
     Raises:
-        DataError: there are more or fewer places than images, or a place for a video.
+        DataError: there are more or fewer places than the row has images, or a place for a video.
     """
     result = [{**message, "content": _parts(message.get("content"), where)} for message in messages]
     lists = [one["content"] for one in result if isinstance(one["content"], list)]
@@ -237,12 +228,8 @@ def load_processor(
 ) -> VisionProcessor | None:
     """The processor of a vision-language model; None of a text-only model, or of another kind of vision model.
 
-    transformers' own needs torchvision even where nothing is a video; this one is its image half.
-
-    Args:
-        path: of the model, a folder or a name.
-        trust_remote_code: whether code that comes with the model may be run.
-        options: of the image processor, `min_pixels` and `max_pixels`; they replace its own.
+    transformers' own needs torchvision even where nothing is a video; this one is its image half. The image processor's
+    `options`, `min_pixels` and `max_pixels`, replace its own.
 
     Raises:
         DataError: Pillow or the processor's file is missing, or there are options for a text-only model.

@@ -10,12 +10,8 @@ def weighted(components: Mapping[str, float], weights: Mapping[str, float]) -> d
     A reward manager logs every number that a score function returns in addition to the score as reward/extra/NAME, and
     stores it with the sample: so the parts of a reward can be read apart, and `gdpo` can normalise them apart.
 
-    Args:
-        components: name -> value.
-        weights: name -> weight, for each component.
-
     Raises:
-        ValueError: the names differ, or one of them is "score".
+        ValueError: the names of components and weights differ, or one of them is "score".
     """
     if components.keys() != weights.keys():
         raise ValueError(f"components: got {sorted(components)} with weights for {sorted(weights)}, expected the same")

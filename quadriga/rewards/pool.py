@@ -120,11 +120,7 @@ class GradingProcess:
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def stop(self, *, is_ending: bool = False) -> str:
-        """Kill, and free what the driver holds of the process. Returns how it ended.
-
-        Args:
-            is_ending: the process has closed its pipe; it may first end by itself, with its own exit status.
-        """
+        """Kill, and free what the driver holds; returns how it ended: by itself within 1 s, if `is_ending`."""
         if not self._connection.closed:
             if is_ending:
                 with suppress(subprocess.TimeoutExpired):
@@ -223,12 +219,7 @@ class _Call(NamedTuple):
 
 
 class GradingPool(AbstractContextManager["GradingPool"]):
-    """Grades samples in separate processes, which are started when first needed and kept.
-
-    Args:
-        function: the score function.
-        num_workers: processes that grade at the same time, in whatever number of rounds.
-    """
+    """Grades samples in `num_workers` separate processes, which are started when first needed and kept."""
 
     def __init__(self, function: ScoreFunction, *, num_workers: int) -> None:
         self._function, self._num_workers = function, num_workers
@@ -250,10 +241,10 @@ class GradingPool(AbstractContextManager["GradingPool"]):
         """Begin to grade while the caller does something else.
 
         Args:
-            rows: keyword arguments for the score function, one dict a sample; a function that grades batches gets
-                them all in one call.
+            rows: keyword arguments for the score function, one dict a sample; a function that grades batches gets all
+                in one call.
             timeout_s: seconds for each sample; one call for all has so many for each of them together.
-            max_failures: see `Round`.
+            max_failures: end once more than this many samples have failed. None: never.
 
         Raises:
             RewardError: the pool is closed.

@@ -48,9 +48,7 @@ class RewardOutput:
 class Grading:
     """Rewards that are being computed while their caller does something else.
 
-    Attributes:
-        result: waits for the rewards. An error of a grader is raised here.
-        cancel: the rewards are not wanted any more: when it returns, no process of the manager grades them.
+    `result` waits for them and raises a grader's error; when `cancel` returns, no process of the manager grades them.
     """
 
     result: Callable[[], RewardOutput]
@@ -62,8 +60,6 @@ class RewardManager:
 
     The loop calls `begin` once the responses are there, and joins the `Grading` where it reads the rewards. With
     `rollout.mode=async` each response is given to `grade_one` as soon as it is written, and `begin` gets the outcomes.
-
-    It is made from the configuration, and the tokenizer that decodes the responses.
     """
 
     grades_early: bool = False
@@ -85,25 +81,18 @@ class RewardManager:
                 may change afterwards, its rows may not.
             outcomes: [B] those of `grade_one`, None for a response that is not graded yet.
 
-        Returns:
-            the rewards, to be joined. Joining raises RewardError if more than `reward_model.max_error_rate` of the
-            samples could not be graded.
-
         Raises:
-            RewardError: a column or a ground truth is missing.
+            RewardError: a column or a ground truth is missing; or, where the rewards are joined, more than
+                `reward_model.max_error_rate` of the samples could not be graded.
         """
         done: Future[RewardOutput] = Future()
         done.set_result(self(data))
         return Grading(done.result, done.cancel)
 
     async def grade_one(self, row: dict[str, Any]) -> Outcome:
-        """Grade one response. What is wrong with it or its grader is part of the outcome.
+        """Grade one response, given as `data_source`, `solution_str`, `ground_truth` and `extra_info`.
 
-        Args:
-            row: `data_source`, `solution_str`, `ground_truth`, `extra_info`.
-
-        Raises:
-            RewardError: no response of this data source can be graded.
+        What is wrong with it or its grader is part of the outcome; RewardError: none of this data source can be graded.
         """
         raise NotImplementedError(f"{type(self).__name__} grades batches only")
 
@@ -112,11 +101,7 @@ class RewardManager:
 
 
 def register(name: str) -> Callable[[ManagerClass], ManagerClass]:
-    """Class decorator: make a reward manager known as `reward_model.reward_manager=NAME`.
-
-    Raises:
-        RewardError: the name is another class's.
-    """
+    """Class decorator: make a reward manager known as `reward_model.reward_manager=NAME`."""
 
     def add(cls: ManagerClass) -> ManagerClass:
         taken, home = _classes.get(name), BUILT_IN.get(name, cls.__module__)
@@ -130,11 +115,7 @@ def register(name: str) -> Callable[[ManagerClass], ManagerClass]:
 
 
 def get_reward_manager_cls(name: str) -> type:
-    """The reward manager that is registered as `name`.
-
-    Raises:
-        RewardError: if there is none.
-    """
+    """The reward manager that is registered as `name`; RewardError if there is none."""
     if name not in _classes and name in BUILT_IN:
         import_module(BUILT_IN[name])
     if name not in _classes:
@@ -158,12 +139,7 @@ class _Called(RewardManager):
 
 
 def load_reward_manager(config: "Config", tokenizer: Any) -> RewardManager:
-    """The manager that `reward_model.reward_manager` names, ready to grade; the caller closes it.
-
-    Raises:
-        RewardError: if no manager has that name.
-        ConfigError: if its options or the custom score function do not fit.
-    """
+    """The manager that `reward_model.reward_manager` names, ready to grade; the caller closes it."""
     manager = get_reward_manager_cls(config.reward_model.reward_manager)(config, tokenizer)
     return manager if isinstance(manager, RewardManager) else _Called(manager)
 
@@ -171,14 +147,9 @@ def load_reward_manager(config: "Config", tokenizer: Any) -> RewardManager:
 def early_grader(config: "Config", tokenizer: Any, num_processes: int = 1) -> RewardManager | None:
     """A manager to grade single responses in the rollout's process; the caller closes it.
 
-    Args:
-        config: the whole configuration.
-        tokenizer: decodes the responses.
-        num_processes: how many processes generate: they share `reward_model.num_workers`, at least one each.
-
-    Returns:
-        None where all are graded together afterwards: with `rollout.mode=sync`, with a manager that grades batches
-        only or is registered on the driver alone, and where a reward model alone grades.
+    The `num_processes` that generate share `reward_model.num_workers`, at least one each. None where all responses are
+    graded together afterwards: with `rollout.mode=sync`, with a manager that grades batches only or is registered on
+    the driver alone, and where a reward model alone grades.
     """
     settings = config.reward_model
     is_model_alone = settings.enable and config.custom_reward_function.path is None

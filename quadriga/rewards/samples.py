@@ -36,13 +36,7 @@ ERROR_COLUMN = "reward_error"
 
 
 class Samples(NamedTuple):
-    """The responses of a batch, decoded, with the facts they are graded by.
-
-    Attributes:
-        rows: one dict a sample: data_source, solution_str, ground_truth, extra_info.
-        lengths: [B] int64, valid tokens of each response.
-        response_length: T.
-    """
+    """The responses of a batch, decoded: a dict of arguments each, `lengths` [B] int64 in tokens, and T."""
 
     rows: list[dict[str, Any]]
     lengths: torch.Tensor
@@ -51,10 +45,6 @@ class Samples(NamedTuple):
 
 class SampleManager(RewardManager):
     """Base of the managers that make a score of each response and put it on its last token.
-
-    Args:
-        config: read are `reward_model` and `data.reward_fn_key`.
-        tokenizer: decodes the responses; anything with `batch_decode`.
 
     Raises:
         ConfigError: `reward_model.reward_kwargs` holds what the manager does not know.
@@ -108,12 +98,7 @@ class SampleManager(RewardManager):
         return round_.result()[0]
 
     def submit(self, rows: list[dict[str, Any]], max_failures: int | None = None) -> Round:
-        """Begin to grade samples.
-
-        Args:
-            rows: those of `Samples`.
-            max_failures: stop once more than this many have failed; the rest is "skipped". None: never.
-        """
+        """Begin to grade `Samples.rows`; the round ends once more than `max_failures` have failed."""
         raise NotImplementedError
 
     def shaped(self, outcomes: list[Outcome], samples: Samples) -> list[Outcome]:
@@ -131,7 +116,7 @@ def read_samples(data: DataProto, tokenizer: Any, reward_fn_key: str, *, needs_t
         needs_truths: whether each row must have a ground truth; else it is None in all.
 
     Raises:
-        RewardError: if a column or a ground truth is missing.
+        RewardError: a column or a ground truth is missing.
     """
     columns = data.non_tensor_batch
     there = sorted(map(str, [*columns, *(() if data.batch is None else data.batch.keys())]))
@@ -177,15 +162,10 @@ def allowed_failures(num_samples: int, max_error_rate: float) -> int:
 
 
 def collect(samples: Samples, outcomes: Sequence[Outcome], max_error_rate: float) -> RewardOutput:
-    """The rewards of a batch.
-
-    Args:
-        samples: what was graded.
-        outcomes: what became of each.
-        max_error_rate: share of failed samples that is still accepted, in [0, 1].
+    """The rewards of a batch, from the outcome of each of its samples.
 
     Raises:
-        RewardError: if more have failed; it ends with the first failure's own traceback.
+        RewardError: a larger share than `max_error_rate` has failed; it ends with the first failure's own traceback.
     """
     _report_failures(samples, outcomes, max_error_rate)
     scores = torch.zeros(len(outcomes), samples.response_length, dtype=torch.float32)

@@ -42,11 +42,7 @@ _PACKAGES = {"math_verify": "math-verify", "sympy": "math-verify", "reasoning_gy
 
 
 def grader_name(data_source: str) -> str:
-    """Name of the grader module for a data source.
-
-    Raises:
-        RewardError: if no grader knows this data source.
-    """
+    """Name of the grader module for a data source; RewardError where no grader knows it."""
     if data_source in GRADERS:
         return GRADERS[data_source]
     for prefix, name in GRADERS_BY_PREFIX.items():
@@ -63,11 +59,7 @@ def grader_name(data_source: str) -> str:
 
 @cache
 def load_grader(name: str) -> Callable[..., Any]:
-    """The `compute_score` function of a grader module.
-
-    Raises:
-        RewardError: if the library that it grades with is not installed.
-    """
+    """The `compute_score` function of a grader module; RewardError where the library behind it is missing."""
     try:
         return import_module(f"quadriga.rewards.graders.{name}").compute_score
     except ModuleNotFoundError as error:
@@ -84,7 +76,7 @@ def default_compute_score(
     """Grade one response by the rule that belongs to its data source.
 
     Args:
-        data_source: the data set's name, see `GRADERS`.
+        data_source: the data set's name, a key of `GRADERS`.
         solution_str: the response, decoded.
         ground_truth: the right answer, in the form the grader expects.
         extra_info: what else the row says.
@@ -117,7 +109,6 @@ class ScoreFunction:
 
     Attributes:
         path: file that holds it; None for the built-in `default_compute_score`.
-        name: its name in that file.
         reward_kwargs: further keyword arguments of every call.
         is_batch: whether one call grades a list of samples (`BATCH_ARGUMENTS`) or one sample (`ITEM_ARGUMENTS`).
     """
@@ -151,11 +142,7 @@ class ScoreFunction:
         return BATCH_ARGUMENTS if self.is_batch else ITEM_ARGUMENTS
 
     def load(self) -> Callable[..., Any]:
-        """The function itself, ready to be called with keyword arguments.
-
-        Raises:
-            ConfigError: if its file fails, has no such function, or the function does not take the arguments.
-        """
+        """The function itself; ConfigError where its file fails, lacks it, or it takes other arguments."""
         function: Callable[..., Any] = default_compute_score
         if self.path is not None:
             function = member_of(import_file(self.path, f"{_SECTION}.path"), self.name, f"{_SECTION}.name")

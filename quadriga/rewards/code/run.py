@@ -69,11 +69,7 @@ class Run(NamedTuple):
 
 @cache
 def require_containment() -> None:
-    """Check, once a process, that programs can be contained here.
-
-    Raises:
-        RewardError: they cannot; no program runs then.
-    """
+    """Check, once a process, that programs can be contained here; RewardError: none runs then."""
     reason = containment.missing()
     if reason:
         raise RewardError(
@@ -161,7 +157,7 @@ def run_remotely(
     language: str = "python",
     parallel: int = 2,
 ) -> Iterator[Run]:
-    """Run the program on each test, over there; runs come as they end.
+    """Run the program on each test, on a Sandbox Fusion server; runs come as they end.
 
     Args:
         program: text in `language`.
@@ -173,7 +169,6 @@ def run_remotely(
 
     Raises:
         RewardError: the server does not answer, or reports an error of its own each time.
-        ValueError: calls of functions in another language.
     """
     if language != "python" and any(case.is_call for case in cases):
         raise ValueError(f"grader code: got function calls in {language!r}, expected them in 'python' only")

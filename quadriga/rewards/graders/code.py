@@ -160,11 +160,7 @@ def _short(value: Any) -> str:
 
 
 def read_cases(ground_truth: Any) -> list[Case]:
-    """The tests of a problem.
-
-    Raises:
-        ValueError: the ground truth is none of the forms that the top of the file lists.
-    """
+    """The tests of a problem; ValueError where the ground truth has none of the forms above."""
     tests = ground_truth
     if isinstance(tests, str):
         try:

@@ -29,8 +29,8 @@ def compute_score(solution_str: str, ground_truth: str, extra_info: dict[str, An
     """1 if the response's answer means the same as the ground truth, else 0.
 
     Raises:
-        ValueError: if the ground truth is not mathematics.
-        TimeoutError: if an expression is too hard to read or compare within 5 s.
+        ValueError: the ground truth is not mathematics.
+        TimeoutError: an expression is too hard to read or compare within 5 s.
     """
     try:
         truth = _parse_truth(str(ground_truth), _limit_s())

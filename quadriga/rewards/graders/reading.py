@@ -34,11 +34,7 @@ def leading_number(text: str) -> Decimal | None:
 
 
 def true_number(ground_truth: object) -> Decimal:
-    """The ground truth as a number.
-
-    Raises:
-        ValueError: where it is none; grading against it would silently give 0 to every answer.
-    """
+    """The ground truth as a number; ValueError where it is none: each answer would silently get 0."""
     number = leading_number(str(ground_truth))
     if number is None:
         raise ValueError(f"ground truth: got {ground_truth!r}, expected a number")

@@ -47,13 +47,9 @@ _PLACE = re.compile(r"\{(solution_str|ground_truth|data_source|extra_info\.\w+)\
 
 
 class RateLimit:
-    """At most so many requests, and so many tokens, in any 60 seconds. Threads may share it.
+    """At most so many requests, and so many tokens (prompts and replies together), in any 60 seconds.
 
-    Args:
-        requests_per_minute: None: any number.
-        tokens_per_minute: of prompts and replies together. None: any number.
-        clock: seconds that only grow.
-        wait: blocks for so many seconds at most, until `notify` of the condition it is given.
+    Threads may share it. `wait` blocks for so many seconds of `clock`, or until `notify` of the condition it is given.
     """
 
     def __init__(
@@ -72,11 +68,7 @@ class RateLimit:
         self._num_tokens = 0.0
 
     def acquire(self, num_tokens: int, deadline: float) -> list[float]:
-        """Wait for room for a request of about so many tokens; returns its entry, for `settle`.
-
-        Raises:
-            TimeoutError: there is no room before the deadline, a time of the clock.
-        """
+        """Wait for room for a request of about so many tokens; TimeoutError at the deadline, a time of the clock."""
         with self._changed:
             while True:
                 now = self._clock()
@@ -163,10 +155,7 @@ class Judge:
         self._limit = RateLimit(requests_per_minute=self.requests_per_minute, tokens_per_minute=self.tokens_per_minute)
 
     def ask(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The judge's reply.
-
-        Args:
-            messages: dicts with "role" and "content".
+        """The judge's reply to messages with "role" and "content".
 
         Raises:
             TimeoutError: no reply within `timeout_s`.
@@ -202,11 +191,7 @@ class Judge:
 
 
 def read_score(reply: str, pattern: str) -> float:
-    """The number in the first group of the last match of a regular expression in a judge's reply.
-
-    Raises:
-        ValueError: nothing matches, or the group is no number.
-    """
+    """The number in the first group of the last match in a judge's reply; ValueError where there is none."""
     matches = list(re.finditer(pattern, reply))
     if not matches:
         raise ValueError(f"judge's reply: got ...{reply[-200:]!r}, expected a match of {pattern!r}")

@@ -21,10 +21,6 @@ class NaiveRewardManager(SampleManager):
     """Grades each sample on its own.
 
     A user's score function is loaded at construction, so that a mistake in its file shows before a model is.
-
-    Args:
-        config: read are `reward_model`, `custom_reward_function` and `data.reward_fn_key`.
-        tokenizer: decodes the responses; anything with `batch_decode`.
     """
 
     grades_early = True
