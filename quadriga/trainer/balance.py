@@ -34,9 +34,7 @@ WORTHWHILE = 1e-3
 class Row:
     """A response: its prompt (equal for those that share its computation), its lengths, and what it costs.
 
-    Attributes:
-        prompt_cost: of the prompt alone.
-        response_cost: of the response where the prompt is there already.
+    `response_cost` is what it adds where its prompt is computed already.
     """
 
     prompt: Hashable
@@ -51,9 +49,9 @@ class SequenceCost:
     """What sequences cost a model, in units of a token's way through its layers without attention.
 
     Attributes:
-        attention_tokens: of a sequence at which attention costs as much as the layers: 12 times the hidden size, or
-            less where the model has grouped heads or a narrow MLP; by default, that of a hidden size of 2048.
-        head: of the vocabulary for a response token.
+        attention_tokens: length of a sequence at which attention costs as much as the layers: 12 times the hidden size,
+            or less with grouped heads or a narrow MLP. The default is that of a hidden size of 2048.
+        head: cost of the vocabulary projection for a response token.
     """
 
     attention_tokens: float = 24_576
@@ -74,13 +72,13 @@ def order_for_ranks(
 
     Args:
         batch: prompts with responses, [B].
-        num_ranks: how many chunks it will be cut into; with one the rows keep their order.
-        responses_per_prompt: how many each prompt has.
-        config: of the update, whose mini-batches are to be even.
-        cost: of sequences.
+        num_ranks: number of chunks; with one the rows keep their order.
+        responses_per_prompt: `rollout.n`.
+        config: the actor's section, whose mini-batches are to be even.
+        cost: prices of the actor's model.
 
     Returns:
-        Metrics of the balance.
+        Metrics `balance/...`.
     """
     batch.batch["row_index"] = torch.arange(len(batch))
     if num_ranks == 1:
@@ -106,8 +104,8 @@ class Balance:
 
     Attributes:
         order: row numbers; the first chunk is for rank 0, and so on.
-        imbalance: the time of all steps over what it would be if each were shared evenly: 1 is even, R is all on one.
-        imbalance_before: that of the rows as they came.
+        imbalance: time of all steps over the time with even shares: 1 is even, R has all work on one rank.
+        imbalance_before: the same of the rows as they came.
     """
 
     order: list[int]
@@ -116,12 +114,10 @@ class Balance:
 
 
 def balance(rows: Sequence[Row], num_ranks: int, mini_batch_size: int) -> Balance:
-    """Share the rows of a batch evenly.
+    """Share the rows of a batch evenly over ranks.
 
-    Args:
-        rows: of the batch.
-        num_ranks: how many chunks the batch will be cut into.
-        mini_batch_size: rows of an optimizer step, in the order of the batch; all rows where it is shuffled later.
+    `mini_batch_size` counts the rows of an optimizer step, in the order of the batch; all rows where it is shuffled
+    later.
     """
     size, larger = divmod(len(rows), num_ranks)
     rank_of = [rank for rank in range(num_ranks) for _ in range(size + (rank < larger))]

@@ -44,8 +44,7 @@ class Run:
     def close(self, *, is_cut_short: bool = False) -> None:
         """Stop and end everything.
 
-        Args:
-            is_cut_short: the loop did not come to its end: workers beside it may be dead, or in the midst of a call.
+        With `is_cut_short` the loop did not reach its end: remote workers may be dead or in the middle of a call.
         """
         try:
             self.trainer.close()
@@ -58,12 +57,7 @@ class Run:
 
 def build_run(config: Config, timeline: Timeline) -> Run:
     """Everything a run needs, loaded and checked, whatever its `task`. Workers that are other processes load their
-    models while this one prepares the data.
-
-    Args:
-        config: the resolved configuration.
-        timeline: records where the start-up spends its time.
-    """
+    models while this one prepares the data."""
     needs = Needs.of(config)
     if config.task == "rl":
         UpdateInputs(config)  # refuses a loss or an option that does not exist, before a process starts

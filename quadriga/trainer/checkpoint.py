@@ -35,14 +35,9 @@ _UNFINISHED = ".unfinished_"
 
 
 class Checkpoints:
-    """The checkpoints of one run.
+    """The checkpoints below a run's directory, of which the newest `max_to_keep` stay (None: all).
 
-    Args:
-        directory: where the run writes.
-        max_to_keep: how many stay; None keeps all.
-
-    Attributes:
-        last_written: step of the checkpoint that this object has written last.
+    `last_written` is the step of the checkpoint that this object wrote last.
     """
 
     def __init__(self, directory: Path, max_to_keep: int | None = None) -> None:

@@ -34,14 +34,7 @@ _KEY = "algorithm.filter_groups"
 
 
 class GroupFilter:
-    """The groups of a step while its batch fills.
-
-    Args:
-        config: `algorithm.filter_groups`, and the size of a batch.
-
-    Attributes:
-        num_groups: prompts that were responded to.
-    """
+    """The groups of a step while its batch fills; `num_groups` counts the prompts that have responses."""
 
     def __init__(self, config: Config) -> None:
         self.settings = config.algorithm.filter_groups
@@ -63,12 +56,12 @@ class GroupFilter:
         """Take the groups that differ.
 
         Args:
-            part: responses to one batch of prompts, graded: `uid`, `token_level_scores` [B, T], `reward_extra`, and
-                metrics in meta_info; the rows of a group one below the other.
+            part: graded responses to one batch of prompts, those of a prompt one below the other: `uid`,
+                `token_level_scores` [B, T], `reward_extra`, and metrics in meta_info.
 
         Raises:
             DataError: this was the last of `max_num_gen_batches`, and there are not enough groups.
-            RewardError: the metric is nothing that the graders return, or is no number.
+            RewardError: the graders do not return the metric, or it is no number.
         """
         values = metric_of_rows(part, self.settings.metric)
         groups: dict[Hashable, list[int]] = {}

@@ -25,17 +25,16 @@ class TrainingLoop:
 
     Args:
         config: the resolved configuration, which trackers store.
-        learners: the worker groups that checkpoints are made of, by the names of their parts.
-        total_training_steps: where the run ends.
-        resumable: what a resumed run goes on from, by the names in the driver's part of a checkpoint; each has
-            `state_dict` and `load_state_dict`.
+        learners: worker groups that save and load checkpoints, by the name of their part.
+        total_training_steps: the last step.
+        resumable: what a resumed run goes on from, by its name in `trainer/state.pt`: objects with `state_dict` and
+            `load_state_dict`.
 
     Attributes:
         global_steps: number of the step that has begun; 0 before the first.
-        metrics: of that step.
-        timer: of that step.
+        metrics, timer: metrics and phases of that step.
         is_stopping: whether a stop before the last step was requested, as of the last `save_where_due`.
-        progress, tracking: the progress bar, or log lines where there is no terminal, and the trackers, in `reporting`.
+        progress, tracking: progress bar (log lines without a terminal) and trackers, inside `reporting`.
     """
 
     progress: Progress

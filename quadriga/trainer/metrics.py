@@ -61,13 +61,10 @@ def spread(name: str, values: torch.Tensor) -> dict[str, float]:
 def performance_metrics(
     batch: DataProto, seconds: Mapping[str, float], measured: Mapping[str, float]
 ) -> dict[str, float]:
-    """Seconds of each phase, tokens a second, and memory.
+    """Seconds of each phase (`step` is their whole), tokens a second, and memory.
 
-    Args:
-        batch: the batch of the step.
-        seconds: of each phase; `step` is the whole of it.
-        measured: metrics of the step so far: tokens that were generated, those of groups that were left out among
-            them; and whether the responses come from the rollout cache.
+    `measured` has the metrics of the step so far: tokens that were generated, those of groups that were left out
+    included, and whether the responses come from the rollout cache.
     """
     num_tokens = int(batch.batch["attention_mask"].sum())
     num_generated = measured.get("rollout/num_response_tokens", 0.0)

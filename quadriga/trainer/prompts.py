@@ -17,14 +17,10 @@ logger = logging.getLogger(__name__)
 
 
 class PromptStream:
-    """Batches of prompts.
+    """Batches of prompts from a stateful loader; one pass over it is an epoch.
 
-    Args:
-        loader: stateful; its batches are dictionaries of columns, and one pass over it is an epoch.
-        is_saved: whether checkpoints are written; a sampler that cannot be resumed is then warned of.
-
-    Attributes:
-        num_taken: batches that were taken since the run began, in whatever process.
+    With `is_saved` (checkpoints are written) it warns of a sampler that cannot be resumed. `num_taken` counts the
+    batches since the run began, those before a resume included.
     """
 
     def __init__(self, loader: Any, *, is_saved: bool = False) -> None:

@@ -55,9 +55,7 @@ class WeightPublisher:
         actor                     └ send_weights │ ── buckets ──┐      without frozen weights that the rollout has
         rollout                                  └ receive_weights ── compare fingerprints
 
-    Args:
-        actor: worker group with the actor.
-        rollout: worker group of the rollout; None: it is in the actor's processes.
+    `rollout` is None where it is in the actor's processes.
     """
 
     def __init__(self, actor: WorkerGroup[Any], rollout: WorkerGroup[Any] | None = None) -> None:
@@ -96,16 +94,16 @@ class Workers:
 
 
 class RayPPOTrainer(TrainingLoop):
-    """PPO, GRPO and their relatives. The name is the one people know; the class runs on either backend.
+    """PPO, GRPO and their relatives, on either backend.
 
     Args:
         config: the resolved configuration.
-        tokenizer: of the model.
-        workers: worker groups that hold the models.
+        tokenizer: decodes responses for samples.
+        workers: handles of the worker groups.
         reward: turns responses into rewards, in training and in validation; by graders, a reward model, or both.
         train_dataloader: stateful; its batches are dictionaries of columns.
         val_dataloader: the same, or None.
-        total_training_steps: where the run ends.
+        total_training_steps: the last step.
     """
 
     def __init__(

@@ -29,16 +29,18 @@ def generate_responses(
 ) -> DataProto:
     """Responses to prompts, from the rollout.
 
+    With `rollout.mode=async` a conversation finds the name of its data set as `data_source`, whatever
+    `data.reward_fn_key` calls that column.
+
     Args:
-        rollout: worker group that generates.
-        config: says which columns the agent loop reads. A conversation finds the name of its data set as `data_source`,
-            whatever `data.reward_fn_key` calls that column.
+        rollout: handle of the workers that generate.
+        config: decides which columns travel.
         prompts: with a `uid` each; meta_info has the step and how to sample. They stay as they are.
         num_samples: responses to each prompt.
 
     Returns:
-        `num_samples` rows for each prompt, one below the other: all that is known of it, and its responses. meta_info
-        is that of the prompts, with `metrics`.
+        `num_samples` rows for each prompt, one below the other: its columns and its responses. meta_info is that of the
+        prompts, with `metrics`.
     """
     rows = repeat_prompts(prompts, num_samples)
     columns, is_async = rows.non_tensor_batch, config.actor_rollout_ref.rollout.mode == "async"

@@ -27,22 +27,15 @@ logger = logging.getLogger(__name__)
 
 
 class BatchRewards:
-    """The rewards of a batch, which are being computed from here on.
-
-    Args:
-        reward: computes them.
-        batch: responses; the outcomes of those that were graded early leave it.
-    """
+    """The rewards of a batch: grading begins at construction, and the outcomes of early grading leave the batch."""
 
     def __init__(self, reward: RewardManager, batch: DataProto) -> None:
         self._grading = reward.begin(batch, batch.non_tensor_batch.pop("reward_outcome", None))
         self.is_joined = False
 
     def join(self, batch: DataProto) -> RewardOutput:
-        """Wait for them, and make them columns: `token_level_scores` [B, T], and `reward_extra`, what else is said.
-
-        Args:
-            batch: the rows that grading was begun with; its `metrics` get those of the rewards.
+        """Wait for the rewards, and add them to the batch that grading began with: `token_level_scores` [B, T],
+        `reward_extra` (what graders return beside the score), and metrics.
 
         Raises:
             RewardError: too many responses could not be graded.
@@ -86,14 +79,11 @@ def joins_late(reward: RewardManager, config: Config) -> bool:
 
 
 class ModelReward(RewardManager):
-    """A reward manager beside a reward model: the score of a response is the sum of what both say.
+    """A reward model beside graders: the score of a response is the sum of both; graders give 0 where nothing is
+    graded.
 
     Metrics beside the graders': mean, max and min of `reward/rm_score` and `reward/rule_score`, the two summands;
     `reward/rm_cut`, inputs of the reward model that were too long; `timing_s/rm`, seconds.
-
-    Args:
-        model: scores every response.
-        graders: add to it; where there is nothing to grade by, zero.
     """
 
     def __init__(self, model: RewardModelWorker, graders: RewardManager) -> None:

@@ -33,12 +33,7 @@ _OBJECTS, _FACTS, _PROMPTS = "answer_objects", "facts", "prompts"
 
 
 class RolloutCache:
-    """Responses from a file where there is one, else generated and then written to a file.
-
-    Args:
-        generate: called with prompts and the number of responses to each; see `generate_responses`.
-        config: names the folder, and what must be the same.
-    """
+    """Responses from a file where there is one, else from `generate` (as `generate_responses`), written to a file."""
 
     def __init__(self, generate: Callable[[DataProto, int], DataProto], config: Config) -> None:
         self.generate, self.config = generate, config

@@ -52,12 +52,12 @@ class CheckpointSaver:
     """Writes the checkpoints of a run, one at a time.
 
     Args:
-        checkpoints: on disk.
-        workers: by the name of their part: worker groups with `save_checkpoint` and `checkpoint_written`.
-        report: called with a sentence about each that is complete.
+        checkpoints: where they are written.
+        workers: worker groups with `save_checkpoint` and `checkpoint_written`, by the name of their part.
+        report: called with a sentence when a checkpoint is complete.
 
     Attributes:
-        longest_s: that one took so far, from its beginning until it was complete.
+        longest_s: seconds from beginning to completion, the longest so far.
     """
 
     def __init__(self, checkpoints: Checkpoints, workers: Mapping[str, Any], report: Callable[[str], None]) -> None:
@@ -68,9 +68,7 @@ class CheckpointSaver:
     def start(self, step: int, write_own_part: Callable[[Path], None]) -> None:
         """Begin the checkpoint of this step, after the one before is complete.
 
-        Args:
-            step: that was just finished.
-            write_own_part: writes the driver's part into a folder.
+        `write_own_part` writes the driver's part into a folder.
 
         Raises:
             CheckpointError: this one or the one before cannot be written; older ones are untouched.
@@ -89,10 +87,7 @@ class CheckpointSaver:
         self._pending = _Pending(step, folder, begun)
 
     def poll(self, *, wait: bool = False) -> bool:
-        """Bring the checkpoint in the making further, if there is one. Returns whether there is none.
-
-        Args:
-            wait: until it is complete.
+        """Advance the checkpoint that is being written, to its end with `wait`. Returns whether none is left.
 
         Raises:
             CheckpointError: it cannot be written.
@@ -138,11 +133,8 @@ class CheckpointSaver:
                 self.poll(wait=True)
 
     def settle(self, *, can_ask: bool) -> None:
-        """The run ends before its time: complete what can be, and say what could not.
-
-        Args:
-            can_ask: whether the workers will answer.
-        """
+        """The run ends before its last step: complete the checkpoint if the workers can still be called (`can_ask`) or
+        have written their parts, else remove it."""
         pending = self._pending
         if pending is None:
             return
@@ -159,15 +151,10 @@ class CheckpointSaver:
 
 
 def save_run_state(directory: Path, state: dict[str, Any], *, with_random_states: bool = True) -> None:
-    """Write the driver's part of a checkpoint into `directory/trainer`.
-
-    Args:
-        directory: of the checkpoint.
-        state: the step, and what a resumed run goes on from.
-        with_random_states: whether those of this process are part of it.
+    """Write the driver's part of a checkpoint into `directory/trainer`, with this process's random states if wanted.
 
     Raises:
-        CheckpointError: it holds, from a data set or sampler of a user's own, what could not be read again.
+        CheckpointError: a user's data set or sampler has a state that could not be read again.
     """
     target = directory / "trainer"
     target.mkdir(parents=True, exist_ok=True)

@@ -40,14 +40,10 @@ MODEL_FOLDER = "model"
 
 
 class SupervisedTrainer(TrainingLoop, ABC):
-    """The loop; an objective says what a step does.
+    """The loop of supervised training: a subclass defines `step` and `judge`.
 
-    Args:
-        config: with a supervised `task`.
-        learner: worker group that holds the model.
-        train_dataloader: stateful; its batches are dictionaries of columns.
-        val_dataloader: the same, or None.
-        total_training_steps: where the run ends.
+    `learner` is the handle of the workers; `train_dataloader` is stateful, and its batches are dictionaries of columns;
+    `val_dataloader` is the same, or None.
     """
 
     def __init__(
@@ -212,13 +208,9 @@ class RewardModelTrainer(SupervisedTrainer):
 
 
 def bradley_terry(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Loss of each pair, and the slopes of their mean.
+    """Losses [pairs], and slopes [pairs, 2], the derivative of the mean loss by each score.
 
-    Args:
-        scores: [pairs, 2], the better response's first.
-
-    Returns:
-        losses [pairs]; slopes [pairs, 2], the derivative of the mean loss by each score.
+    `scores` are [pairs, 2], the better response's first.
     """
     margins = scores[:, 0] - scores[:, 1]
     wrong = torch.sigmoid(-margins) / len(margins)
@@ -228,8 +220,7 @@ def bradley_terry(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def pairs_batch(rows: DataProto) -> DataProto:
     """Pairs as the engine reads them: two rows each, the better response first.
 
-    Args:
-        rows: `input_ids` and `attention_mask` [B, 2, L], and `num_prompt_tokens` [B].
+    `rows` have `input_ids` and `attention_mask` [B, 2, L], and `num_prompt_tokens` [B].
     """
     sequences = []
     columns = (rows.batch.get(key) for key in ("input_ids", "attention_mask", "num_prompt_tokens"))

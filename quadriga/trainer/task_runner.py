@@ -19,12 +19,13 @@ class TaskRunner:
     def run(self, config: Config, start_up: Sequence[tuple[str, float]] = ()) -> None:
         """Build everything, say where the time went, train, and close what was opened.
 
-        A worker that died, or raised what is none of Quadriga's own errors (those would come again), is got over
-        `trainer.max_worker_restarts` times: from the last checkpoint that this run has written, or from its beginning.
+        After the death of a worker, or an error that is none of Quadriga's own (those would come again), the run
+        restarts up to `trainer.max_worker_restarts` times: from the last checkpoint that it has written, or from its
+        beginning.
 
         Args:
             config: the resolved configuration.
-            start_up: what happened before, each part with the time of the wall clock at which it began.
+            start_up: parts of the start-up so far, each with its begin in seconds since 1970.
 
         Raises:
             QuadrigaError: what is wrong with the configuration, the data or the models is said before the first step.

@@ -51,12 +51,7 @@ _NOT_MEASURED = frozenset(
 class Validator:
     """Runs a policy over the validation data.
 
-    Args:
-        config: `val_kwargs` is the sampling, `trainer` names where samples go.
-        tokenizer: of the model.
-        rollout: worker group that generates.
-        reward: grades.
-        dataloader: batches of prompts, or None: there is no validation data.
+    `config.actor_rollout_ref.rollout.val_kwargs` has the sampling; without a `dataloader` there is nothing to validate.
     """
 
     def __init__(
@@ -166,13 +161,9 @@ def _variable_metrics(
 
 
 def score_metrics(scores: Sequence[np.ndarray]) -> dict[str, float]:
-    """mean, std, best and worst of the scores of each prompt.
+    """mean, std, best and worst of the scores of each prompt: metric, such as "best@4/mean" -> value.
 
-    Args:
-        scores: one array of floats per prompt, of any length from 1.
-
-    Returns:
-        metric, such as "best@4/mean" -> value.
+    `scores` has one array of floats per prompt, of any length from 1.
     """
     num_most = max(len(prompt) for prompt in scores)
     metrics = {f"mean@{num_most}": float(np.mean([prompt.mean() for prompt in scores]))}
@@ -202,7 +193,7 @@ def majority_metrics(scores: Sequence[np.ndarray], predictions: Sequence[Sequenc
 
     Args:
         scores: one array of floats per prompt.
-        predictions: the answers that they give, of the same lengths.
+        predictions: the final answers, of the same lengths.
 
     Returns:
         metric, such as "maj@4/mean" -> value; nothing if no prompt has 2 responses.

@@ -48,8 +48,8 @@ class ActorRolloutRefWorker(Learner):
     """The actor, the rollout and the reference policy, or some of them.
 
     Args:
-        config: of which `actor_rollout_ref`, `algorithm`, `data` and `trainer` are read.
-        tokenizer: of the model; saved beside it.
+        config: the resolved configuration.
+        tokenizer: saved beside the model.
         role: which parts are here: a key of `PARTS`.
         is_trained: whether the policy learns; one that only generates needs neither masters nor an optimizer.
     """
@@ -169,15 +169,14 @@ class ActorRolloutRefWorker(Learner):
 
     @contextmanager
     def weights(self, *, has_frozen: bool) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
-        """What one publication sends; it has arrived when the context ends without an error.
+        """What one weight sync sends; it has arrived when the context ends without an error.
 
             all weights trained         all of them
             an adapter, merged          all of them, the adapter merged on the way
             an adapter, alone           the frozen weights and the adapter; once the frozen ones are there, the adapter
             on the actor's own modules  the parameters as they are, for the rollout to see that they are its own
 
-        Args:
-            has_frozen: whether the rollout still has frozen weights that were sent to it.
+        `has_frozen` says whether the rollout still has frozen weights that were sent to it.
         """
         if not self.sends_adapter_alone:
             is_shared = self.parts.rollout and self.generation.engine.shares_weights
@@ -199,11 +198,8 @@ class ActorRolloutRefWorker(Learner):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def offer_weights(self, num_receivers: int) -> Address | None:
-        """Prepare weight sync with a rollout in other processes. Returns, from rank 0, where they find the weights.
-
-        Args:
-            num_receivers: processes of the rollout.
-        """
+        """Prepare weight sync with a rollout in `num_receivers` other processes. Returns, from rank 0, the address of
+        the weights."""
         if self.rank != 0:
             return None
         bucket_bytes = self.rollout_config.update_weights_bucket_megabytes << 20
@@ -214,9 +210,7 @@ class ActorRolloutRefWorker(Learner):
     def send_weights(self, version: int, has_frozen: bool = False) -> None:
         """Send the actor's weights to the rollout in other processes, which receives them meanwhile.
 
-        Args:
-            version: of the weights.
-            has_frozen: whether the rollout took over what was sent last, frozen weights and all.
+        `has_frozen` says whether the rollout loaded what was sent last, frozen weights included.
         """
         with self.weights(has_frozen=has_frozen) as weights:
             if self.sender is not None:

@@ -55,11 +55,7 @@ MODEL_OBJECTS = ("multi_modal_inputs",)
 
 
 def choose_device(wish: str, local_rank: int = 0) -> torch.device:
-    """`auto` is the accelerator where there is one.
-
-    Args:
-        wish: `auto`, or a device as torch names it; `cuda` is the rank's own of those it sees.
-        local_rank: number of the process on its node.
+    """The device of a worker: `auto` is the accelerator where there is one, `cuda` the rank's own of those it sees.
 
     Raises:
         ConfigError: there is no such device here.
@@ -90,16 +86,7 @@ def build_engine(
     section: ActorConfig | CriticConfig | None = None,
     model: ModelConfig | CriticModelConfig | None = None,
 ) -> FSDPEngine:
-    """The training engine of a role.
-
-    Args:
-        loaded: the model.
-        fsdp: how it is sharded.
-        dtype: of the compute weights.
-        processes: the ranks that hold it.
-        name: of the role, for errors.
-        section, model: of the role and its model, where it learns; None: it is used for inference only.
-    """
+    """The training engine of a role, named `name` in errors; without `section` and `model` it is for inference only."""
     return FSDPEngine(
         loaded.scorer,
         read=loaded.read,
@@ -121,8 +108,8 @@ class EngineWorker(Worker):
     """A worker whose model is in a training engine.
 
     Args:
-        config: of which the sections of the role and `trainer` are read.
-        tokenizer: of the model; saved beside it.
+        config: the resolved configuration.
+        tokenizer: saved beside the model.
 
     Attributes:
         engine: holds the model, after `init_model`.
@@ -137,12 +124,9 @@ class EngineWorker(Worker):
         self.share_prompts = config.actor_rollout_ref.actor.use_prefix_sharing
 
     def join(self, sizes: ParallelConfig, fsdp: FSDPConfig, where: str) -> None:
-        """Choose the device and the dtype, and meet the other ranks of the role.
+        """Choose the device and the dtype, and join the process group of the role.
 
-        Args:
-            sizes: tensor, sequence and pipeline parallelism of the role.
-            fsdp: its sharding, and the dtype.
-            where: the section, for errors.
+        `sizes` are those of tensor, sequence and pipeline parallelism; `where` is the section, for errors.
         """
         self.device: torch.device = choose_device(self.config.trainer.device, self.local_rank)
         world = process_group.join(self.place, self.device)
@@ -162,8 +146,7 @@ class Learner(EngineWorker):
     Attributes:
         part: the name of its folder in a checkpoint.
         section: its configuration.
-        objective: its loss, after `init_model`.
-        checkpoint: writes and reads its part of a checkpoint, after `init_model`.
+        objective, checkpoint: its loss, and its part of a checkpoint, after `init_model`.
     """
 
     part = "actor"
@@ -176,13 +159,7 @@ class Learner(EngineWorker):
         self._peak_flops: float | None = None
 
     def make_engine(self, loaded: LoadedModel, model: ModelConfig | CriticModelConfig | None, name: str) -> None:
-        """Put the model into `engine`.
-
-        Args:
-            loaded: the model.
-            model: its section; None: it is used for inference only.
-            name: of the role, for errors.
-        """
+        """Put the model into `engine`; without its section `model` it is for inference only."""
         section = self.section if model else None
         fsdp, dtype = self.section.fsdp_config, self.dtype.value
         self.engine = build_engine(loaded, fsdp, dtype, self.processes, name=name, section=section, model=model)
@@ -204,7 +181,7 @@ class Learner(EngineWorker):
         Args:
             data: the columns of `UpdateInputs`; `meta_info` has `global_steps` and `total_training_steps`.
             rows_per_prompt: rows of the batch for each prompt that `ppo_mini_batch_size` counts.
-            temperature: of the sampling.
+            temperature: sampling temperature, by which logits are divided.
 
         Returns:
             metrics in `meta_info`; `perf/mfu/NAME` is the share of the device's measured peak that was reached.
@@ -245,11 +222,7 @@ def model_inputs(batch: DataProto, objects: Sequence[str] = MODEL_OBJECTS) -> Da
 
 
 class UpdateInputs:
-    """What the updates read.
-
-    Args:
-        config: chooses the losses.
-    """
+    """The columns that the updates read, by the losses that the configuration chooses."""
 
     def __init__(self, config: Config) -> None:
         self._policy = PolicyObjective(config.actor_rollout_ref.actor, config.algorithm.rollout_correction)

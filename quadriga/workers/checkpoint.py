@@ -35,24 +35,15 @@ OPTIMIZER, FROZEN = "optimizer", "frozen"
 
 
 class RoleCheckpoint:
-    """Writes and reads one role's part. All ranks of the role call the same methods in turn.
-
-    Args:
-        engine: of the role.
-        model: the engine's, for its configuration and generation settings.
-        tokenizer: saved beside the model.
-    """
+    """Writes and reads one role's part. All ranks of the role call the same methods in turn."""
 
     def __init__(self, engine: TrainEngine, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         self.engine, self.model, self.tokenizer = engine, model, tokenizer
         self.writer = StateWriter(engine.world)
 
     def start(self, folder: Path, contents: frozenset[str]) -> None:
-        """Copy what `contents` names out of the engine, and begin to write it; `writer` knows when it is on disk.
-
-        Args:
-            folder: of the role; is made.
-            contents: `model`, `optimizer` and `hf_model`, or some of them.
+        """Copy `contents` (of `model`, `optimizer` and `hf_model`) out of the engine, and begin to write it into the
+        role's folder; `writer` knows when it is on disk.
 
         Raises:
             CheckpointError: something cannot be written, now or in the last call.

@@ -14,12 +14,7 @@ from quadriga.workers.models import load_model
 
 
 class CriticWorker(Learner):
-    """The critic of PPO.
-
-    Args:
-        config: of which `critic`, `actor_rollout_ref` and `trainer` are read.
-        tokenizer: of the model; saved beside it.
-    """
+    """The critic of PPO."""
 
     part = "critic"
 

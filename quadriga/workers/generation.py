@@ -19,16 +19,16 @@ class Generation:
     """Responses to prompts: a batch at once, or with `rollout.mode=async` a conversation for each.
 
     Args:
-        config: names the engine, the model and the sampling.
-        tokenizer: of the model.
-        device, dtype: of the engine's computation.
+        config: the resolved configuration.
+        tokenizer: the model's.
+        device, dtype: where the engine computes and in what.
         is_beside_training: whether models train on the same device: the engine sleeps meanwhile
             (`rollout.free_cache_engine`).
-        num_processes: that generate; they share the graders.
+        num_processes: how many generate; they share the graders.
         actor: the actor's own module, where this process has all of its weights.
 
     Attributes:
-        choices: what was chosen, for people to read: the engine, and MCP servers where there are some.
+        choices: the engine, and MCP servers where there are some, to be printed.
     """
 
     def __init__(
@@ -67,11 +67,8 @@ class Generation:
             self.engine.sleep()
 
     def generate(self, prompts: DataProto, weight_version: int) -> DataProto:
-        """Responses by `rollout.generate_sequences` or `rollout.agent_loop.AgentLoopManager.generate`.
-
-        Args:
-            prompts: see there.
-            weight_version: that the engine's weights must have.
+        """Responses by `rollout.generate_sequences` or `rollout.agent_loop.AgentLoopManager.generate`, from an engine
+        whose weights must have the version `weight_version`.
 
         Raises:
             EngineError: a prompt has a token that the model does not know.

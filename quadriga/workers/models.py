@@ -35,7 +35,7 @@ def load_policy(config: Config, dtype: torch.dtype, processes: Processes, *, has
     """The model of `actor_rollout_ref.model` as a policy; a vision encoder that the configuration freezes is frozen.
 
     Args:
-        config: names the model, its adapter and its seed.
+        config: the resolved configuration.
         dtype: of replicated weights; sharded ones are read when they are cut.
         processes: the ranks that will hold it.
         has_adapter: whether it gets the adapter of the configuration, in float32.
@@ -55,14 +55,8 @@ def load_policy(config: Config, dtype: torch.dtype, processes: Processes, *, has
 def load_model(
     config: Config, path: str, scorer: type[Scorer], dtype: torch.dtype, processes: Processes
 ) -> LoadedModel:
-    """A model with a head, and the options of `actor_rollout_ref.model`.
-
-    Args:
-        config: has the options.
-        path: of the model; its files need not have a value head, which is zero then.
-        scorer: the head.
-        dtype: of replicated weights; sharded ones are read when they are cut.
-        processes: the ranks that will hold it.
+    """The model at `path` with a head, and the options of `actor_rollout_ref.model`; a value head that the files do not
+    have is zero. `dtype` is that of replicated weights; sharded ones are read when they are cut.
 
     Raises:
         EngineError: the files lack a weight.
@@ -88,10 +82,6 @@ def load_model(
 
 def check_models(config: Config, *, has_critic: bool) -> None:
     """Refuse models whose heads or layers cannot be divided over the ranks, and policies with too few positions.
-
-    Args:
-        config: the configuration.
-        has_critic: whether the run has a critic.
 
     Raises:
         ConfigError: says what does not fit.

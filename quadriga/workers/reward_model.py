@@ -34,12 +34,7 @@ _KEY = "reward_model.model.input_tokenizer"
 
 
 class RewardModelWorker(EngineWorker):
-    """A frozen reward model.
-
-    Args:
-        config: of which `reward_model` and `trainer` are read.
-        tokenizer: of the policy, whose responses are scored.
-    """
+    """A frozen reward model, and the tokenizer of the policy whose responses it scores."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def init_model(self) -> dict[str, str]:
@@ -220,14 +215,8 @@ def rendered_chats(
 def choose_tokenizer(
     config: Config, policy: PreTrainedTokenizerBase
 ) -> tuple[PreTrainedTokenizerBase | None, int | None, str]:
-    """The tokenizer by which the reward model reads chats, or None: it reads the policy's tokens as they are.
-
-    Args:
-        config: names the reward model and its tokenizer.
-        policy: the policy's tokenizer.
-
-    Returns:
-        the tokenizer, how many tokens it allows, and why it is used or not, for people to read.
+    """The tokenizer by which the reward model reads chats (None: it reads the policy's tokens as they are), how many
+    tokens it allows, and the reason, to be printed.
 
     Raises:
         ConfigError: the tokens must be rendered again and cannot be.

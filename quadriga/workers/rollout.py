@@ -20,12 +20,7 @@ from quadriga.workers.generation import Generation
 
 
 class RolloutWorker(Worker):
-    """Generates, and gets the weights of an actor in other processes.
-
-    Args:
-        config: configuration.
-        tokenizer: of the model.
-    """
+    """Generates, and gets the weights of an actor in other processes."""
 
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
         super().__init__()

@@ -41,11 +41,7 @@ def make_rollout_engine(
 ) -> RolloutEngine:
     """The engine that the configuration names.
 
-    Args:
-        config: configuration.
-        tokenizer: of the model.
-        device, dtype: of the computation.
-        actor: the actor's own module, where this process has all of its weights.
+    `actor` is the actor's own module, where this process has all of its weights.
     """
     engine, given = rollout_engine_class(config), config.actor_rollout_ref.rollout.engine_kwargs
     options = {name: value for name, value in given.items() if name not in ENGINES} | dict(given.get(engine.name) or {})

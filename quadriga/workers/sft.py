@@ -27,12 +27,7 @@ from quadriga.workers.models import LoadedModel, load_policy
 class SupervisedWorker(Learner):
     """A model that learns from given responses.
 
-    Args:
-        config: of which `actor_rollout_ref.model`, `actor_rollout_ref.actor` and `trainer` are read.
-        tokenizer: of the model; saved beside it.
-
-    Attributes:
-        output, column: what `predict` returns: an output of the model, and the name of its column.
+    `predict` returns the model's `output` as `column`.
     """
 
     output: str
