@@ -40,9 +40,8 @@ class TrainEngine(Protocol):
 
     Attributes:
         replicas: the ranks that hold the model with other rows; those with the same rows are one of them.
-        world: all ranks that hold it.
-        device, dtype: where it computes, and in what.
-        cost: of a token.
+        world: all ranks that hold the model.
+        cost: operations for each token.
         model: as this rank has it; its configuration is that of the whole.
         has_replicated_weights: whether `model` has all weights on this rank, so that other roles of the process
             can compute with it.

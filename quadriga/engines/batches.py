@@ -59,12 +59,11 @@ class Passes:
 
     @classmethod
     def of(cls, config: BatchingConfig, rows_per_prompt: int, step: int, *, share_prompts: bool) -> "Passes":
-        """As a role's section says.
+        """The passes that a role's section asks for.
 
         Args:
-            config: of the role.
-            rows_per_prompt: of the batch, for each prompt that `ppo_mini_batch_size` counts.
-            step: of the run; each has shuffles of its own.
+            rows_per_prompt: rows of the batch for each prompt that `ppo_mini_batch_size` counts.
+            step: the training step; each has shuffles of its own.
             share_prompts: whether a prompt is computed once for all rows that have it.
         """
         num_sequences = None if config.use_dynamic_bsz else config.ppo_micro_batch_size_per_gpu
@@ -84,8 +83,6 @@ def mini_batches(
     Args:
         data: the rows of this rank. Their numbers in the whole batch are its `row_index` [B], where there is such a
             column; else they go on from rank to rank.
-        replicas: the data-parallel ranks.
-        passes: how often, in what order, and how many rows at a time.
 
     Yields:
         The rows that are here, in order, and their places in the order of the whole batch: [b] int64 each.
@@ -130,15 +127,13 @@ class RowLength:
 def micro_batches(
     rows: Sequence[RowLength], how: MicroBatching, *, num_at_least: int = 0, attention_tokens: float = math.inf
 ) -> list[list[int]]:
-    """Indices of the rows of each micro-batch; every row is in exactly one, and none is empty.
+    """Indices of the rows of each micro-batch; each of the [b] rows is in exactly one, and none is empty.
 
     Args:
-        rows: [b] of a mini-batch.
-        how: it is cut.
         num_at_least: micro-batches, or as many as there are rows if these are fewer. Ranks that must make equally
             many passes cut once, agree on the largest number, and cut again.
-        attention_tokens: of a sequence at which attention costs as much as all else; infinite: a token costs the same
-            in a sequence of any length. Matters for evenness only.
+        attention_tokens: length of a sequence at which attention costs as much as all else; infinite: a token costs the
+            same in a sequence of any length. Matters for evenness only.
 
     Returns:
         By tokens, the costliest first: the k-th ones of several ranks, which wait for each other, are then alike,
@@ -162,14 +157,7 @@ def micro_batches(
 
 
 class _Unit:
-    """Rows that stay together: responses to one prompt, the longest first, or one row.
-
-    Attributes:
-        first: the lowest index of them.
-        num_tokens: packed.
-        cost: in tokens of a short sequence.
-        order: the costliest first, and never by how the rows were numbered unless they are alike.
-    """
+    """Rows that stay together: responses to one prompt, the longest first, or one row. The cost is in tokens."""
 
     def __init__(self, rows: Sequence[RowLength], members: Sequence[int], attention_tokens: float) -> None:
         self.members = sorted(members, key=lambda index: (-rows[index].num_response_tokens, index))

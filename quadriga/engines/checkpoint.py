@@ -45,11 +45,7 @@ _OTHER_MODEL = "Resume with the model that the checkpoint was made of."
 
 
 class StateWriter:
-    """Writes states in the background, one after the other. All ranks of an engine call the same in turn.
-
-    Args:
-        world: all ranks of the engine.
-    """
+    """Writes states in the background, one after the other. All ranks of the engine call the same in turn."""
 
     def __init__(self, world: ProcessGroup) -> None:
         self.world = world
@@ -77,10 +73,7 @@ class StateWriter:
             self._thread = in_background(lambda: rest([[part.write() for part in parts]]), "checkpoint")
 
     def is_written(self, *, wait: bool = False) -> bool:
-        """Whether the last state is complete on disk, on all ranks.
-
-        Args:
-            wait: until it is.
+        """Whether the last state is complete on disk, on all ranks; with `wait`, it is when this returns.
 
         Raises:
             CheckpointError: on all processes: one of them could not write its part. There is then nothing more to do.
@@ -196,9 +189,7 @@ def load_state(folder: Path, state: State, world: ProcessGroup) -> None:
     """Fill the tensors [...] of a state in place, whatever layout wrote them. All ranks of the engine call it.
 
     Args:
-        folder: what `StateWriter` has written.
         state: room for all of it; of DTensors each rank reads the part that it holds.
-        world: all ranks of the engine.
 
     Raises:
         CheckpointError: on all ranks alike: there is no such state, it is damaged, or is that of another model or

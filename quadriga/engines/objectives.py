@@ -57,10 +57,9 @@ SCORE_SLOPE = "score_slope"
 
 
 def policy_loss_of(config: ActorConfig, correction: RolloutCorrectionConfig | None = None) -> Algorithm:
-    """The policy loss that a configuration chose, its options bound: from columns [b, T] to losses [b, T].
+    """The policy loss that an actor's section chooses, its options bound: from columns [b, T] to losses [b, T].
 
     Args:
-        config: of the actor; every setting of it is offered to the loss.
         correction: its bypass form brings a loss of its own.
 
     Raises:
@@ -80,12 +79,7 @@ def policy_loss_of(config: ActorConfig, correction: RolloutCorrectionConfig | No
 
 
 class PolicyObjective(Objective):
-    """A policy loss, less an entropy bonus, plus a divergence from the reference.
-
-    Args:
-        config: of the actor.
-        correction: off-policy correction for the rollout's mismatch; None: none.
-    """
+    """A policy loss, less an entropy bonus, plus a divergence from the reference."""
 
     name = "actor"
 
@@ -174,11 +168,7 @@ class PolicyObjective(Objective):
 
 
 class ValueObjective(Objective):
-    """Clipped squared error of values against returns.
-
-    Args:
-        config: of the critic.
-    """
+    """Clipped squared error of values against returns."""
 
     name = "critic"
     columns = ("response_mask", "values", "returns")
@@ -207,11 +197,7 @@ class ValueObjective(Objective):
 
 
 class LikelihoodObjective(Objective):
-    """The negative log-likelihood of the tokens under the mask.
-
-    Args:
-        config: says how losses of tokens become one.
-    """
+    """The negative log-likelihood of the tokens under the mask."""
 
     name = "train"
 

@@ -28,7 +28,7 @@ class PromptImages:
 
     Attributes:
         inputs: as the model takes them: `pixel_values` [patches, values], `image_grid_thw` [images, 3].
-        places: of their tokens in the prompt.
+        places: their tokens' indices in the prompt.
         key: equal for equal images.
     """
 
@@ -120,13 +120,11 @@ def _prompt_images(
 
 
 def pack(rows: Sequence[RowTokens], num_columns: int, *, share_prompts: bool, device: torch.device) -> PackedBatch:
-    """Pack rows into tokens [1, N] and targets [M]; rows without a trained token are left out and unpack to zeros.
+    """Pack b rows into tokens [1, N] and targets [M]; rows without a trained token are left out and unpack to zeros.
 
     Args:
-        rows: b of them.
         num_columns: T.
         share_prompts: compute a prompt once for all rows that have it.
-        device: of the packed tensors.
     """
     groups: dict[Hashable, list[int]] = {}
     for number, row in enumerate(rows):

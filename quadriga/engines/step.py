@@ -63,13 +63,8 @@ def infer(
     """The model's outputs for every response token of a batch, without gradients.
 
     Args:
-        engine: holds the model.
         data: input_ids, attention_mask, position_ids [B, P + T] and response_mask [B, T]; for a vision-language model
             position_ids [B, 3, P + T] and the non-tensor multi_modal_inputs.
-        micro: how the batch is cut.
-        temperature: of the distribution.
-        with_entropy: whether its entropy is wanted too.
-        with_sum_pi_squared: whether its sum of squared probabilities is wanted too.
 
     Returns:
         Float32 [B, T] by name, on the CPU, zero where the response mask is.
@@ -94,13 +89,8 @@ def update(
     Every rank of the engine calls it with its own rows, which may be none.
 
     Args:
-        engine: holds the model and its optimizer.
         data: the columns that `infer` reads, those that the objective reads, and `row_index` [B] where the rows of the
             ranks, one below the other, are not in the order of the whole batch.
-        objective: the loss.
-        passes: how often, and in what pieces.
-        lr: learning rate.
-        temperature: of the sampling.
 
     Returns:
         Metrics, averaged over optimizer steps; those of all ranks are yet to be combined.
@@ -130,9 +120,7 @@ class MicroBatchLoss:
     """An objective on one micro-batch, as an engine calls it: packed outputs [M] in, a scalar out; keeps the metrics.
 
     Attributes:
-        objective: the loss.
         rows: b of them, on the engine's device.
-        packed: their tokens.
         counts: of the whole mini-batch, by which the loss is normalised.
         metrics: of the last call.
     """

@@ -52,10 +52,9 @@ def merge(weight: torch.Tensor, factor_a: torch.Tensor, factor_b: torch.Tensor, 
 
 
 def merged(weights: Iterable[tuple[str, torch.Tensor]], scale: float) -> Iterator[tuple[str, torch.Tensor]]:
-    """A stream of a model's parameters, in its order, as that of the model into which the adapter is merged.
+    """A model's parameters, with the adapter merged: one weight [out, in] of W [out, in], A [r, in] and B [out, r].
 
-    Of W [out, in], A [r, in] and B [out, r] one weight [out, in] comes.
-    One weight and its adapter are held at a time: the modules of a model have them side by side.
+    One weight and its adapter are held at a time: a model has them side by side.
     """
     held: dict[str, torch.Tensor] = {}
     for name, tensor in weights:
@@ -71,11 +70,7 @@ def merged(weights: Iterable[tuple[str, torch.Tensor]], scale: float) -> Iterato
 
 
 class AdapterFiles(RenamedFiles):
-    """An adapter that PEFT's names stand for, under the names of a model.
-
-    Args:
-        folder: with `adapter_model.safetensors`.
-    """
+    """PEFT's `adapter_model.safetensors` of a folder, under the names that its tensors have in a model."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(
@@ -84,16 +79,10 @@ class AdapterFiles(RenamedFiles):
 
 
 class MergedFiles:
-    """The weights of a model with an adapter merged into them, in float32 where it reaches.
-
-    Args:
-        base: weights without it.
-        adapter: its factors.
-        scale: of their product.
-        where: for errors.
+    """The weights of a model with an adapter merged into them, the merged ones in float32.
 
     Raises:
-        CheckpointError: the adapter is that of another model.
+        CheckpointError: the adapter is that of another model; names the folder `where`.
     """
 
     def __init__(self, base: WeightFiles, adapter: WeightFiles, scale: float, where: Path) -> None:

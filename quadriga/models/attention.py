@@ -37,17 +37,7 @@ class AttentionPlan(Protocol):
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """Attention of one layer.
-
-        Args:
-            layer: index of the layer, from 0.
-            query: [B, H, N, D], rotated.
-            key, value: [B, K, N, D], rotated.
-            scale: factor on the scores.
-
-        Returns:
-            [B, N, H, D]
-        """
+        """Attention of layer `layer`: query [B, H, N, D], key and value [B, K, N, D], rotated -> [B, N, H, D]."""
         ...
 
 
@@ -155,7 +145,7 @@ class PackedAttention:
     """Attention plan of one packed micro-batch.
 
     Args:
-        segments: every packed token belongs to exactly one of them, in order of `start`.
+        segments: in order of `start`; each packed token belongs to exactly one.
         device: of the packed tokens.
         max_padding: how many padded tokens a bucket may hold for each real one.
     """
@@ -244,15 +234,13 @@ class _Padding:
 
 
 class _Copy(torch.autograd.Function):
-    """Rows in other places: [X, ...] -> values[sources], whose gradient is copied back to [X, ...].
+    """Rows in other places: [X, ...] -> values[sources], with the gradient copied back to [X, ...].
 
-    Each row has one place that counts. Autograd cannot know that: its own gradient of an index is a scatter with
-    atomic or serial additions, ten times as slow.
+    Autograd's own gradient of an index adds, atomically or serially, and is ten times as slow.
 
     Args:
-        sources: the row that each of the result's is a copy of.
-        targets: rows that get a gradient; the others get zeros.
-        places: where in the result the gradient of each of these stands; None: in their order.
+        targets: the rows that get a gradient; the others get zeros.
+        places: where in the result the gradients of these stand; None: in their order.
     """
 
     @staticmethod

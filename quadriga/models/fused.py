@@ -59,11 +59,7 @@ class GatedSiLU(torch.autograd.Function):
 
 
 def fuse(model: PreTrainedModel) -> dict[str, int]:
-    """Let a model's plain RMS norms and SiLU-gated MLPs ([..., D] -> [..., D]) use the functions above; others stay.
-
-    Returns:
-        how many modules of either kind were found.
-    """
+    """Let a model's plain RMS norms and SiLU-gated MLPs ([..., D] -> [..., D]) use the functions above; counts both."""
     # Norms of the Llama family multiply by `weight` itself; Gemma's, say, by one plus it, under the name `eps`.
     norms = [
         module

@@ -94,13 +94,10 @@ def token_scores(
         weight: [V, D], or with a shard [V', D].
         bias: [V] or [V'], or None.
         targets: [M] token ids. With a shard, one that no rank holds has log-probability -inf.
-        temperature: the logits are divided by it.
-        with_entropy: whether to compute entropies too, in nats.
-        with_sum_pi_squared: whether to sum the squared probabilities too.
-        top_k: how many of the likeliest tokens to return, for distillation and diagnostics; None: none. Where the
-            vocabulary has fewer, the rest is -inf with id -1.
+        temperature: divides the logits.
+        top_k: how many of the likeliest tokens to return. Where the vocabulary has fewer, the rest is -inf with id -1.
         chunk_tokens: C.
-        shard: which rows of the vocabulary this rank holds; None: all.
+        shard: the rows of the vocabulary on this rank; None: all.
     """
     is_half = hidden.dtype == weight.dtype and hidden.dtype in (torch.bfloat16, torch.float16)
     use_triton = HAS_TRITON and hidden.is_cuda and is_half and top_k is None
@@ -129,17 +126,13 @@ def head_logits(
     bias: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Float32 logits.
+    """Float32 logits [C, V].
 
     Args:
         hidden: [C, D]
         weight: [V, D], in the dtype of `hidden` or already widened to float32.
         bias: [V] or None.
-        workspace: [C, V] float32 that the logits may be written to. A CPU hands out memory of this size page by page
-            each time anew, which takes as long as reading it; the allocator of a GPU keeps it.
-
-    Returns:
-        [C, V] float32
+        workspace: [C, V] float32 that the logits may be written to: a CPU would map memory of this size anew each time.
     """
     if hidden.is_cuda and hidden.dtype == weight.dtype != torch.float32:
         logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
@@ -157,11 +150,7 @@ def head_logits(
 
 @contextmanager
 def _exact_in_bfloat16() -> Iterator[None]:
-    """Let oneDNN round the factors of float32 products to bfloat16, which these factors are; sums stay float32.
-
-    Where a CPU multiplies bfloat16 in hardware this is the one way to a product of bfloat16 factors whose result
-    is not rounded to bfloat16.
-    """
+    """Let oneDNN round the factors of float32 products to bfloat16, which these factors are; sums stay float32."""
     settings = torch.backends.mkldnn.matmul
     before = settings.fp32_precision
     settings.fp32_precision = "bf16"
@@ -234,15 +223,10 @@ class _TokenScores(torch.autograd.Function):
 
 
 def _combine(parts: torch.Tensor) -> torch.Tensor:
-    """What the parts say together.
+    """Normaliser, entropy, target's logit and sum of squared probabilities: parts [P, 4, M] -> the whole [4, M].
 
-    Args:
-        parts: [P, 4, M] normaliser (-inf of an empty part), entropy within the part, the target's logit (-inf where
-            the part does not have it), and the sum of squared probabilities within the part.
-
-    Returns:
-        [4, M] the same of the whole. With w the share of a part: H = sum of w H_part - w log w, and the squares are
-        the sum of w^2 squares_part.
+    With w the share of a part: H = sum of w H_part - w log w, and the squares are the sum of w^2 squares_part. The
+    normaliser of an empty part, and the logit where the part does not have the target, are -inf.
     """
     normalizers, entropies, chosen, squares = parts.unbind(1)
     normalizer = normalizers.logsumexp(0)

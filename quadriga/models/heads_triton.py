@@ -126,7 +126,7 @@ def statistics(
         hidden: [M, D]
         weight, bias: [V', D] in the dtype of `hidden`; [V'] or None.
         places: [M] rows of the targets; -1: not here.
-        temperature: the logits are divided by it.
+        temperature: divides the logits.
         with_entropy, with_squares: what is wanted; the numbers are zero otherwise.
 
     Returns:
@@ -156,15 +156,11 @@ def logit_gradients(
     places: torch.Tensor,
     outer: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor],
 ) -> torch.Tensor:
-    """The gradient of the logits before the temperature; arguments as for `statistics`, of C tokens.
+    """The gradient [C, V'] of the logits before the temperature; arguments as for `statistics`, of C tokens.
 
     Args:
-        temperature, hidden, weight, bias, places: with [C, D] states and [C] places.
         outer: gradients of log-probs and of entropies (or None), then normalisers and entropies of the whole
             vocabulary: [C] each.
-
-    Returns:
-        [C, V'] in the dtype of `hidden`.
     """
     num_tokens, num_rows = len(hidden), len(weight)
     hidden, weight = _dense(hidden), _dense(weight)

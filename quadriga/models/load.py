@@ -47,8 +47,6 @@ def load_causal_lm(
 
     Args:
         path: a folder with config.json and safetensors, or a name that transformers can resolve.
-        dtype: of the parameters.
-        device: where they live.
         attention: `ATTENTION_NAME` for calls with an attention plan, or an implementation of transformers.
         trust_remote_code: whether code that ships with the model may run.
         override_config: entries of the model's configuration to replace.
@@ -84,14 +82,7 @@ def _auto_class(config: PreTrainedConfig) -> type[AutoModelForCausalLM] | type[A
 def from_pretrained(
     path: str | Path, config: PreTrainedConfig, *, dtype: torch.dtype, trust_remote_code: bool = False, **options: Any
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """The model, and transformers' report of its loading (`missing_keys` and the like).
-
-    Args:
-        path: a folder, or a name that transformers can resolve.
-        config: of the model.
-        dtype: of the parameters.
-        trust_remote_code: whether code that ships with the model may run.
-        options: of transformers' `from_pretrained`.
+    """The model of a folder or hub name, and transformers' report of its loading (`missing_keys` and the like).
 
     Raises:
         CheckpointError: a checkpoint's weights are missing or damaged.

@@ -36,8 +36,7 @@ def add_adapter(model: PreTrainedModel, section: ModelConfig, seed: int) -> Call
 
     Args:
         model: changed in place. Its parameters may be on "meta"; the adapter's are then, too.
-        section: says which adapter.
-        seed: of a new one. Its values depend on this and on the parameter's name, and on nothing else.
+        seed: of a new adapter, whose values depend on this and on the parameter's name alone.
 
     Returns:
         The adapter's values by the parameter's name, A [r, in] and B [out, r] in float32.

@@ -28,8 +28,6 @@ def load_reward_model(
 
     Args:
         path: a folder with config.json and weights, or a name that transformers can resolve.
-        dtype: of the parameters.
-        device: where they live.
         trust_remote_code: whether code that ships with the model may run.
 
     Raises:
@@ -93,7 +91,6 @@ def fresh_reward_model(
     Args:
         path: a causal model or a sequence classifier with one label: a folder, or a name that transformers can resolve.
         pad_token_id: written into the configuration, from which transformers finds the last token of a padded row.
-        device: where it lives.
         trust_remote_code: whether code that ships with the model may run.
         override_config: entries of the model's configuration to replace.
 

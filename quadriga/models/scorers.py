@@ -22,13 +22,7 @@ from quadriga.models.vision import decoder_inputs
 
 @dataclass(frozen=True)
 class Question:
-    """Which outputs are wanted of each predicted token.
-
-    Attributes:
-        temperature: of the distribution.
-        with_entropy: whether its entropy is wanted too.
-        with_sum_pi_squared: whether its sum of squared probabilities is wanted too, which has no gradient.
-    """
+    """The outputs wanted of each predicted token, at a temperature: `sum_pi_squared` has no gradient."""
 
     temperature: float = 1.0
     with_entropy: bool = False
@@ -51,11 +45,9 @@ class Sharing:
         return batch.input_ids, batch.position_ids, batch.plan
 
     def scored(self, hidden: torch.Tensor, batch: PackedBatch, *, in_parts: bool) -> Scored:
-        """What this rank scores, given the hidden states [n, D] of its tokens.
+        """What this rank scores, given the last hidden states [n, D] of its tokens.
 
         Args:
-            hidden: after the last layer and its norm.
-            batch: they are of.
             in_parts: whether the head is cut by tensor parallelism, so that every rank scores all tokens of its group.
         """
         return hidden.index_select(0, batch.predictors), batch.targets, lambda values: values
@@ -63,9 +55,6 @@ class Sharing:
 
 class Scorer(nn.Module, ABC):
     """A model and its outputs for each predicted token: a subclass for each kind of head.
-
-    Args:
-        model: the causal model.
 
     Attributes:
         sharing: how the ranks with the same rows share the work.
@@ -94,8 +83,6 @@ class Scorer(nn.Module, ABC):
         """Float32 [M] by name; the hidden states [1, n, D] of a pipeline stage that has no head.
 
         Args:
-            batch: packed tokens.
-            question: which outputs are wanted.
             received: [1, n, D] of the stage before, where this one has no embedding.
         """
         input_ids, position_ids, plan = self.sharing.inputs(batch)
@@ -145,7 +132,7 @@ class NumberScorer(Scorer):
 
     Attributes:
         output: the name of the numbers.
-        head: the name of the head in the model.
+        head: the path of the head in the model.
     """
 
     output: str
@@ -181,11 +168,7 @@ class ValueScorer(NumberScorer):
 
 
 class RewardScorer(NumberScorer):
-    """`scores`: the reward of each sequence, read at the token before the predicted one.
-
-    Args:
-        model: a decoder with the head `score` [1, D], as `reward_model.load_reward_model` gives it.
-    """
+    """`scores`: the reward of each sequence, read by the head `score` [1, D] before the predicted token."""
 
     output, head = "scores", "score"
 

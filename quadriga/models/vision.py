@@ -110,11 +110,10 @@ class PackedImages:
 def packed_images(
     images: Sequence[tuple[Mapping[str, torch.Tensor], np.ndarray]], device: torch.device
 ) -> PackedImages | None:
-    """The images of several prompts as patches [S, X], grids [I, 3] and places [E]; None: there are none.
+    """Patches [S, X], grids [I, 3] and places [E] of the images of several prompts; None: there are none.
 
     Args:
-        images: of each prompt that has some, as the model takes them, and the packed places of their tokens.
-        device: of the packed tokens.
+        images: for each prompt that has some, the model's inputs, and the packed indices of their tokens.
     """
     if not images:
         return None
@@ -141,12 +140,7 @@ def unseen_image(model: PreTrainedModel, device: torch.device) -> PackedImages:
 
 
 def decoder_inputs(model: PreTrainedModel, input_ids: torch.Tensor, images: PackedImages) -> dict[str, Any]:
-    """What the decoder takes instead of tokens: their embeddings, and in the places of images those of the encoder.
-
-    Args:
-        model: a vision-language model.
-        input_ids: [1, N]
-        images: of these tokens.
+    """What the decoder takes instead of tokens [1, N]: their embeddings, and in places of images the encoder's.
 
     Returns:
         `inputs_embeds` [1, N, D]. For Qwen3-VL also what the encoder adds to the states after the first layers.
@@ -185,8 +179,6 @@ class VisionEncoderCost:
         num_patch_parameters, num_token_parameters: that multiply each patch, and each embedding.
         width: of the states of a patch.
         windows: for each layer the patches along the side of the windows in which it attends; None: all of the image.
-        patches_per_token: see `ImageTokens`.
-        is_frozen: whether it has no gradient.
     """
 
     num_patch_parameters: int
@@ -246,9 +238,8 @@ def copy_processor(config: PreTrainedConfig, target: Path, source: str | Path | 
     As they are: to load and save them would need torchvision.
 
     Args:
-        config: of the model.
         target: a folder that exists.
-        source: the folder, or the name on a hub, of the model; None: where its configuration came from.
+        source: the model's folder or hub name; None: where its configuration came from.
     """
     if not is_vision(config):
         return

@@ -127,7 +127,6 @@ class DistributedFiles:
     """A distributed checkpoint; each tensor is put together from the chunks of all ranks that wrote it.
 
     Args:
-        folder: of a distributed checkpoint.
         prefix: of the names that are weights; left out of the names here.
     """
 
@@ -145,12 +144,7 @@ class DistributedFiles:
 
 
 class RenamedFiles:
-    """The tensors of other files, under other names.
-
-    Args:
-        files: the tensors are in.
-        rename: from a name in the files to one here.
-    """
+    """The tensors of other files; `rename` gives the name that a tensor has here."""
 
     def __init__(self, files: WeightFiles, rename: Callable[[str], str]) -> None:
         self._files, self._names = files, {rename(name): name for name in files.shapes}
@@ -162,9 +156,6 @@ class RenamedFiles:
 
 class ChunkReader(FileSystemReader):
     """Reads a distributed checkpoint of torch without any other process, and without trusting its pickle.
-
-    Args:
-        folder: with `.metadata` and the files that it names.
 
     Attributes:
         tensors: size, dtype and chunks of each tensor, by name.

@@ -49,11 +49,8 @@ class FSDPEngine:
     Args:
         scorer: the model and its head. Its parameters are float32 on arrival, whole, or on "meta" with `read`.
         dtype: of the compute weights.
-        device: where the model computes.
         training: None for a model that is used for inference only.
-        memory: what is given up to save some.
-        name: of the role, for errors.
-        processes: the ranks that hold this model.
+        name: the role's, for errors.
         read: gives the parameters' values, where the scorer has none.
 
     Raises:

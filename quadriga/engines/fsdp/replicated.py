@@ -20,15 +20,13 @@ class ReplicatedWeights:
     """Masters and gradient sums of a module's trained parameters.
 
     Args:
-        root: what computes.
-        module: inside of it; its parameters become the compute weights, in `dtype`; the float32 values of those that
+        root: the module that computes.
+        module: a part of it; its parameters become the compute weights, in `dtype`; the float32 values of those that
             are trained become the masters.
-        dtype: of the compute weights.
-        replicas: ranks that have the same weights, and learn from other rows.
+        replicas: ranks with the same weights and other rows.
 
     Attributes:
         parameters, masters: [...] by name.
-        trained: the names of the parameters that learn.
         names: of the parameters in the whole model: their own.
         sums: gradients [...] in float32, of the parameters that are not masters themselves.
     """

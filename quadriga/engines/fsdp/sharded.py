@@ -87,14 +87,11 @@ class ShardedWeights:
     """The parameters of this rank's layers. Attributes and methods are those of `ReplicatedWeights`.
 
     Args:
-        root: what computes: the scorer, or a pipeline's stage; sharded here.
-        model: inside of it; its parameters have their tensor-parallel shapes, on "meta".
-        parts: of each of its parameters, by the name it has here.
+        root: the module that computes, the scorer or a pipeline's stage; sharded here.
+        model: a part of it; its parameters have their tensor-parallel shapes, on "meta".
+        parts: by the names of its parameters.
         read: gives the whole values.
-        dtype: of the compute weights.
-        processes: the ranks of the engine.
         whole: all parameters of the whole model, in its order.
-        memory: what is given up to save some.
     """
 
     def __init__(
@@ -271,15 +268,12 @@ def shard(
     processes: Processes,
     memory: Memory,
 ) -> ShardedWeights:
-    """The parameters of a scorer's model as its ranks hold them: [V/tp/fsdp, D] of [V, D]. The scorer computes with
-    them afterwards.
+    """The parameters of a scorer's model as its ranks hold them: [V/tp/fsdp, D] of [V, D].
 
     Args:
-        scorer: the model and its head, whole, with float32 values or on "meta".
+        scorer: the model and its head, whole, with float32 values or on "meta"; computes with the shards afterwards.
         read: gives the values; None: the model has them.
         dtype: of the compute weights.
-        processes: the ranks that hold the model.
-        memory: what is given up to save some.
     """
     model, layout = scorer.model, processes.layout
     if read is None:

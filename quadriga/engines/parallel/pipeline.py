@@ -89,13 +89,7 @@ def keep_stage(model: PreTrainedModel, processes: Processes) -> Mapping[str, str
 
 
 class Stage(nn.Module):
-    """The module of one stage, sharded or not, as torch's schedules call it: with the number of a micro-batch.
-
-    Args:
-        scorer: with the layers of this stage.
-        processes: of the engine.
-        dtype: of hidden states.
-    """
+    """The module of one stage, sharded or not, as torch's schedules call it: with the number of a micro-batch."""
 
     def __init__(self, scorer: Scorer, processes: Processes, dtype: torch.dtype) -> None:
         super().__init__()
@@ -121,8 +115,6 @@ class Stage(nn.Module):
 
         Args:
             work: micro-batches, each with its loss in training.
-            question: which outputs are wanted.
-            is_training: whether the gradients of the losses are added up.
 
         Returns:
             the outputs [M] of each micro-batch; none but in the last stage.

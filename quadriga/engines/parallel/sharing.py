@@ -33,12 +33,7 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 
 class SharedTokens(Sharing):
-    """The share of one rank in the work on a packed batch.
-
-    Args:
-        processes: the ranks of the engine.
-        num_vocabulary: entries of the whole vocabulary.
-    """
+    """The share of one rank in the work on a packed batch."""
 
     def __init__(self, processes: Processes, num_vocabulary: int) -> None:
         layout, place = processes.layout, processes.place

@@ -36,10 +36,6 @@ def share_layers(model: PreTrainedModel, group: dist.ProcessGroup) -> dict[str, 
     A column-wise projection [out, in] becomes [out / tp, in], a row-wise one [out, in / tp]; the vocabulary [V', D].
     Parameters may be on "meta".
 
-    Args:
-        model: whole; it computes with the tokens of this rank afterwards.
-        group: the ranks.
-
     Returns:
         by name, the dimension in which a parameter is cut; every rank has the others whole.
     """
