@@ -42,12 +42,7 @@ class Extra:
 class Capability:
     """What the probe found out about one package.
 
-    Attributes:
-        package: the distribution.
-        version: empty when it is not installed.
-        is_usable: whether nothing speaks against it; `reason` says whether it was tried.
-        reason: "imports", `NOT_TRIED`, or why it is not usable.
-        purpose: what it is for.
+    `version` is empty when it is not installed; `reason` is "imports", `NOT_TRIED`, or why it is not usable.
     """
 
     package: str
@@ -76,13 +71,7 @@ EXTRAS = (
 def probe_capabilities(
     extras: Sequence[Extra] = EXTRAS, timeout_s: float = IMPORT_TIMEOUT_S, *, try_all: bool = False
 ) -> list[Capability]:
-    """Look at each optional package, in the order given.
-
-    Args:
-        extras: the packages.
-        timeout_s: after which an import is given up.
-        try_all: whether those that take seconds to load are imported too.
-    """
+    """Look at each optional package, in the order given; `try_all` imports also those that take seconds to load."""
     with ThreadPoolExecutor(NUM_IMPORTS) as pool:
         return list(pool.map(lambda extra: _probe(extra, timeout_s, extra.is_quick or try_all), extras))
 

@@ -23,7 +23,6 @@ class Profiler:
     """Profiles the steps listed in `global_profiler.steps`; with no tool it does nothing and costs nothing.
 
     Args:
-        config: the `global_profiler` section.
         emit: is called with a sentence that says where each profile was written.
 
     Raises:

@@ -111,12 +111,10 @@ def validation_results(metrics: Mapping[str, float]) -> list[ValidationResult]:
 
 
 class Progress(AbstractContextManager["Progress"]):
-    """The state of `total` steps, shown to a person.
+    """A bar on a terminal, or a line per step in a log.
 
     Args:
-        total: number of steps of the whole work.
         initial: steps done before this process (a resumed run); they do not enter the pace.
-        description: what is counted, shown before the count.
         console: where to print; standard output by default. It decides between bar and lines.
         activity: says, while the bar is shown, what is being done at the moment, such as `timer.current`.
         clock: seconds, for tests.

@@ -60,8 +60,6 @@ class Timeline:
     stand beside each other.
 
     Args:
-        title: of the chart.
-        clock: seconds, for tests.
         earlier: what another process did before, part after part, each with the time of the wall clock at which it
             began; the last ends now.
     """

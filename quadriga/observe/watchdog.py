@@ -27,9 +27,7 @@ def waiting(
     """Report every `every_s` seconds, from a daemon thread, that the block is still waiting.
 
     Args:
-        what: what is waited for.
         detail: says what is there and what is missing; called from the watching thread.
-        every_s: seconds between two reports, and before the first.
         emit: where a report goes (`Progress.message` while a progress bar is shown).
     """
     if every_s <= 0:

@@ -20,15 +20,12 @@ from quadriga.algorithms.registry import register_adv_est
 def gae(
     token_level_rewards: Tensor, values: Tensor, response_mask: Tensor, *, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and returns of each token.
+    """Whitened advantages and the returns for the critic, [B, T] each.
 
     Args:
-        token_level_rewards, values, response_mask: [B, T].
+        values: [B, T], the critic's predictions.
         gamma: discount per token, 0 to 1.
         lam: 0 trusts the critic one token ahead, 1 only the rewards.
-
-    Returns:
-        advantages, whitened, and returns: [B, T], 0 outside the mask.
     """
     is_ours = response_mask.bool()
     advantages = torch.zeros_like(values)

@@ -37,18 +37,13 @@ def gdpo(
     gdpo_reward_weights: Sequence[float] | None = None,
     epsilon: float = 1e-6,
 ) -> tuple[Tensor, Tensor]:
-    """The same advantage on every token of a response.
+    """The same advantage on every token of a response, as advantages and as returns, [B, T] each.
 
     Args:
-        token_level_rewards, response_mask: [B, T].
-        uid: [B], equal for responses to the same prompt.
         reward_extra: [B], what the grader returned in addition to each score, by name; some of it numbers.
         gdpo_reward_keys: which of them count; `score` is the response's reward itself.
         gdpo_reward_weights: a factor for each; 1 by default.
         epsilon: added to the deviation of a group.
-
-    Returns:
-        advantages and returns, the same [B, T] twice, 0 outside the mask.
 
     Raises:
         ConfigError: a component that the grader does not give or that is not a number, or weights of another count.

@@ -21,15 +21,10 @@ from quadriga.algorithms.registry import register_adv_est
 def gpg(
     token_level_rewards: Tensor, response_mask: Tensor, uid: Iterable[Hashable], *, f_norm: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """The same advantage on every token of a response.
+    """The same advantage on every token of a response, as advantages and as returns, [B, T] each.
 
     Args:
-        token_level_rewards, response_mask: [B, T].
-        uid: [B], equal for responses to the same prompt.
         f_norm: the constant to divide by.
-
-    Returns:
-        advantages and returns, the same [B, T] twice, 0 outside the mask.
     """
     scores = token_level_rewards.sum(-1)
     groups = Groups.of(uid, scores)

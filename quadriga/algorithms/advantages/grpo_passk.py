@@ -25,16 +25,11 @@ def grpo_passk(
     epsilon: float = 1e-6,
     norm_adv_by_std_in_grpo: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """The same advantage on every token of a response.
+    """The same advantage on every token of a response, as advantages and as returns, [B, T] each.
 
     Args:
-        token_level_rewards, response_mask: [B, T].
-        uid: [B], equal for responses to the same prompt.
         epsilon: added to the group's standard deviation.
         norm_adv_by_std_in_grpo: divide by that deviation (the unbiased one).
-
-    Returns:
-        advantages and returns, the same [B, T] twice, 0 outside the mask.
     """
     scores = token_level_rewards.sum(-1)
     groups = Groups.of(uid, scores)

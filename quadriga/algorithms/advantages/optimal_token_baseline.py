@@ -36,17 +36,12 @@ def optimal_token_baseline(
     *,
     handle_zero_tail: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and returns of each token.
+    """Advantages and returns (undiscounted rewards to go) of each token, [B, T] each.
 
     Args:
-        token_level_rewards, response_mask: [B, T].
-        uid: [B], equal for responses to the same prompt.
         old_log_probs: [B, T] of the sampled tokens.
         sum_pi_squared: [B, T], the sum over the vocabulary of squared probabilities.
         handle_zero_tail: whether the longest response keeps its reward where it is the only one left.
-
-    Returns:
-        advantages and returns (undiscounted rewards to go): [B, T], 0 outside the mask.
     """
     is_ours = response_mask.bool()
     to_go = token_level_rewards.flip(-1).cumsum(-1).flip(-1)
@@ -57,16 +52,11 @@ def optimal_token_baseline(
 def against_optimum(
     to_go: Tensor, is_ours: Tensor, uid: Iterable[Hashable], certainty: tuple[Tensor, Tensor], *, keeps_tail: bool
 ) -> Tensor:
-    """Rewards to go minus the optimal baseline of their place.
+    """Rewards to go [B, T] minus the optimal baseline of their place, 0 outside the mask `is_ours`.
 
     Args:
-        to_go, is_ours: [B, T].
-        uid: [B].
         certainty: `old_log_probs` and `sum_pi_squared`, [B, T] each.
-        keeps_tail: `handle_zero_tail`.
-
-    Returns:
-        [B, T], 0 outside the mask.
+        keeps_tail: `handle_zero_tail` of the estimators.
     """
     log_probs, sum_pi_squared = certainty
     present = is_ours.to(to_go.dtype)

@@ -16,15 +16,7 @@ from quadriga.algorithms.registry import register_adv_est
 
 @register_adv_est("reinforce_plus_plus")
 def reinforce_plus_plus(token_level_rewards: Tensor, response_mask: Tensor, *, gamma: float) -> tuple[Tensor, Tensor]:
-    """Advantages and returns of each token.
-
-    Args:
-        token_level_rewards, response_mask: [B, T].
-        gamma: discount per token, 0 to 1.
-
-    Returns:
-        advantages, whitened, and returns: [B, T], 0 outside the mask.
-    """
+    """Whitened advantages and the returns they come from, [B, T] each; `gamma`, 0 to 1, discounts per token."""
     is_ours = response_mask.bool()
     returns = torch.zeros_like(token_level_rewards)
     to_go = torch.zeros_like(token_level_rewards[:, 0])

@@ -20,15 +20,7 @@ from quadriga.algorithms.registry import register_adv_est
 def reinforce_plus_plus_baseline(
     token_level_rewards: Tensor, response_mask: Tensor, uid: Iterable[Hashable]
 ) -> tuple[Tensor, Tensor]:
-    """The same advantage on every token of a response.
-
-    Args:
-        token_level_rewards, response_mask: [B, T].
-        uid: [B], equal for responses to the same prompt.
-
-    Returns:
-        advantages and returns, the same [B, T] twice, 0 outside the mask.
-    """
+    """The same advantage on every token of a response, as advantages and as returns, [B, T] each."""
     scores = token_level_rewards.sum(-1)
     centered = Groups.of(uid, scores).centered(scores)
     advantages = masked_whiten(spread(centered, response_mask), response_mask)

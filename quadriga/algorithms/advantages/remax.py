@@ -12,14 +12,10 @@ from quadriga.algorithms.registry import register_adv_est
 
 @register_adv_est("remax")
 def remax(token_level_rewards: Tensor, reward_baselines: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Advantages and returns of each token.
+    """Advantages and returns (undiscounted rewards to go), [B, T] each.
 
     Args:
-        token_level_rewards, response_mask: [B, T].
         reward_baselines: [B], the score of the greedy response to the row's prompt.
-
-    Returns:
-        advantages and returns (undiscounted rewards to go): [B, T], 0 outside the mask.
     """
     is_outside = ~response_mask.bool()
     to_go = token_level_rewards.flip(-1).cumsum(-1).flip(-1)

@@ -21,15 +21,7 @@ from quadriga.algorithms.registry import register_adv_est
 @register_adv_est("rloo_vectorized")
 @register_adv_est("rloo")
 def rloo(token_level_rewards: Tensor, response_mask: Tensor, uid: Iterable[Hashable]) -> tuple[Tensor, Tensor]:
-    """The same advantage on every token of a response.
-
-    Args:
-        token_level_rewards, response_mask: [B, T].
-        uid: [B], equal for responses to the same prompt.
-
-    Returns:
-        advantages and returns, the same [B, T] twice, 0 outside the mask.
-    """
+    """The same advantage on every token of a response, as advantages and as returns, [B, T] each."""
     scores = token_level_rewards.sum(-1)
     groups = Groups.of(uid, scores)
     num_others = (groups.size - 1).clamp(min=1)

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Losses per token [B, T], one paper per file; `aggregate.agg_loss` makes a scalar of them.
 
-A new one is a file here and an import below.
+In all of them, with B sequences and T response positions, the fields of the batch are [B, T], and the gradient flows
+through `log_prob` alone. They return losses, 0 outside the mask, and diagnostics per token, [B, T] each. A new one is a
+file here and an import below.
 """
 
 from quadriga.algorithms.losses.bypass_mode import bypass_mode

@@ -37,17 +37,16 @@ def bypass_mode(
     clip_ratio_c: float,
     correction: Any = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of each token.
+    """The loss of each token, [B, T].
 
     Args:
         rollout_log_probs: [B, T] under the policy that sampled.
-        log_prob, advantages, response_mask: [B, T]; gradient through `log_prob` alone.
         clip_ratio_low, clip_ratio_high, clip_ratio_c: as for `vanilla`; read with ppo_clip.
         correction: the section `algorithm.rollout_correction`; None: ppo_clip, and nothing is rejected.
 
     Returns:
-        losses [B, T], 0 outside the mask; diagnostics per token: `rollout_kl` and `rollout_k3_kl` between the two
-        policies, `rollout_rs_masked_fraction`, with reinforce `rollout_is_mean`, else those of `vanilla`.
+        losses; diagnostics `rollout_kl` and `rollout_k3_kl` between the two policies, `rollout_rs_masked_fraction`,
+        with reinforce `rollout_is_mean`, else those of `vanilla`.
     """
     log_ratio = log_ratios(log_prob, rollout_log_probs, response_mask).detach()
     rules = [Rejection(*rule) for rule in correction.rejections] if correction else []

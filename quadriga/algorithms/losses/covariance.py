@@ -41,15 +41,10 @@ def clip_cov(
     clip_ratio_high: float,
     clip_ratio_c: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of each token.
+    """The loss of each token, [B, T]; diagnostics of `vanilla`, and `covariance_clipfrac`.
 
     Args:
-        old_log_prob, log_prob, advantages, response_mask: [B, T], as for `vanilla`.
         covariance_clipped: [B, T], 1 on the tokens left out.
-        clip_ratio_low, clip_ratio_high, clip_ratio_c: as for `vanilla`.
-
-    Returns:
-        losses [B, T], 0 outside the mask; the diagnostics of `vanilla`, and `covariance_clipfrac`.
     """
     clips = {"clip_ratio_low": clip_ratio_low, "clip_ratio_high": clip_ratio_high, "clip_ratio_c": clip_ratio_c}
     losses, of_vanilla = vanilla(old_log_prob, log_prob, advantages, response_mask, **clips)
@@ -67,15 +62,11 @@ def kl_cov(
     *,
     ppo_kl_coef: float = 0.1,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of each token.
+    """The loss of each token, [B, T]; diagnostics `ppo_kl`, `ppo_kl_abs`, `covariance_topfrac`.
 
     Args:
-        old_log_prob, log_prob, advantages, response_mask: [B, T]; gradient through `log_prob` alone.
         covariance_top: [B, T], 1 on the tokens that are held back.
         ppo_kl_coef: weight of the penalty, per nat.
-
-    Returns:
-        losses [B, T], 0 outside the mask; diagnostics per token: `ppo_kl`, `ppo_kl_abs`, `covariance_topfrac`.
     """
     log_ratio = log_ratios(log_prob, old_log_prob, response_mask)
     gain = advantages.masked_fill(~response_mask.bool(), 0)

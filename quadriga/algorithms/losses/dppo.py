@@ -35,16 +35,12 @@ def dppo_tv(
     clip_ratio_high: float,
     ratio_cap: float = 20.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of each token.
+    """The loss of each token, [B, T]; diagnostics `pg_clipfrac` (1 where the region is left), `ppo_kl`,
+    `pg_clipfrac_lower` (1 at the cap).
 
     Args:
-        old_log_prob, log_prob, advantages, response_mask: [B, T]; gradient through `log_prob` alone.
         clip_ratio_low, clip_ratio_high: how far a probability may fall and rise, absolutely.
         ratio_cap: the largest ratio that counts.
-
-    Returns:
-        losses [B, T], 0 outside the mask; diagnostics per token: `pg_clipfrac` (1 where the region is left),
-        `pg_clipfrac_lower` (1 where the cap holds), `ppo_kl`.
     """
     outside = ~response_mask.bool()
     log_p, log_q = (each.masked_fill(outside, 0) for each in (log_prob, old_log_prob))
@@ -64,7 +60,7 @@ def dppo_kl(
     clip_ratio_high: float,
     ratio_cap: float = 20.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of each token; see `dppo_tv`. The clips are divergences in nats."""
+    """The loss of each token, [B, T], as for `dppo_tv`; the clips are divergences in nats."""
     outside = ~response_mask.bool()
     log_p, log_q = (each.masked_fill(outside, 0) for each in (log_prob, old_log_prob))
     p, q = log_p.detach().exp(), log_q.exp()

@@ -20,14 +20,10 @@ from quadriga.errors import ConfigError
 def dro(
     old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, *, dro_beta: float = 0.1
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of each token.
+    """The loss of each token, [B, T]; diagnostics `ppo_kl`.
 
     Args:
-        old_log_prob, log_prob, advantages, response_mask: [B, T]; gradient through `log_prob` alone.
         dro_beta: weight of the penalty, above 0.
-
-    Returns:
-        losses [B, T], 0 outside the mask; diagnostics per token: `ppo_kl`.
     """
     if not dro_beta > 0:
         where = "actor_rollout_ref.actor.policy_loss.dro_beta"

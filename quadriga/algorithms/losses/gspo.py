@@ -28,14 +28,10 @@ def gspo(
     clip_ratio_low: float,
     clip_ratio_high: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of each token.
+    """The loss of each token, [B, T]; diagnostics `pg_clipfrac`, `ppo_kl`.
 
     Args:
-        old_log_prob, log_prob, advantages, response_mask: [B, T]; gradient through `log_prob` alone.
         clip_ratio_low, clip_ratio_high: how far below and above 1 the response's ratio may pull.
-
-    Returns:
-        losses [B, T], 0 outside the mask; diagnostics per token: `pg_clipfrac`, `ppo_kl`.
     """
     log_ratio = log_ratios(log_prob, old_log_prob, response_mask)
     gain = advantages.masked_fill(~response_mask.bool(), 0)

@@ -30,14 +30,10 @@ def sapo(
     tau_pos: float = 1.0,
     tau_neg: float = 1.05,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of each token.
+    """The loss of each token, [B, T]; diagnostics `ppo_kl`.
 
     Args:
-        old_log_prob, log_prob, advantages, response_mask: [B, T]; gradient through `log_prob` alone.
         tau_pos, tau_neg: temperatures for tokens with an advantage above 0, and for the others; above 0.
-
-    Returns:
-        losses [B, T], 0 outside the mask; diagnostics per token: `ppo_kl`.
     """
     for name, tau in (("tau_pos", tau_pos), ("tau_neg", tau_neg)):
         if not tau > 0:

@@ -32,19 +32,16 @@ def vanilla(
     clip_ratio_high: float,
     clip_ratio_c: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of each token.
+    """The loss of each token, [B, T].
 
     Args:
-        old_log_prob: under the policy that the update starts from; no gradient.
-        log_prob: under the policy being trained.
-        advantages: no gradient.
-        response_mask: 0/1 or bool; nothing is read and no gradient flows outside it.
+        old_log_prob: under the policy that the update starts from.
         clip_ratio_low, clip_ratio_high: how far below and above 1 the ratio may pull.
         clip_ratio_c: the bound of the dual clip, above 1.
 
     Returns:
-        losses per token, 0 outside the mask; diagnostics per token, without gradient: `pg_clipfrac` (1 where the clip
-        is active), `pg_clipfrac_lower` (1 where the dual clip is), `ppo_kl` (k1 between the two policies).
+        losses; diagnostics `pg_clipfrac` (1 where the clip is active), `pg_clipfrac_lower` (1 where the dual clip is),
+        `ppo_kl` (k1 between the two policies).
     """
     if not clip_ratio_c > 1:
         raise ConfigError("actor_rollout_ref.actor.clip_ratio_c", got=str(clip_ratio_c), expected="a number above 1")

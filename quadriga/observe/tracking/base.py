@@ -33,8 +33,7 @@ class RunFacts:
 
     Attributes:
         project_name: groups experiments at the tracking services.
-        experiment_name: names this run.
-        config: the resolved configuration, stored with the run.
+        config: the resolved configuration.
         directory: where file-based backends write; `Tracking` creates it.
         resume_step: the step of the checkpoint that this run continues from, 0 if it starts anew. What was recorded
             behind it by a process that died is recorded again.

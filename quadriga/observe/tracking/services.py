@@ -32,11 +32,7 @@ PARAM_CHARACTERS = 6000
 
 
 def require(module: str, *, logger: str, install: str) -> ModuleType:
-    """Import the package of a backend, or say how to get it.
-
-    Raises:
-        ConfigError: it is not installed, or it is and does not import.
-    """
+    """Import the package of a backend; a `ConfigError` says how to get it."""
     try:
         return import_module(module)
     except ImportError as error:
