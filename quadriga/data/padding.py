@@ -48,14 +48,7 @@ def postprocess_data(
 ) -> tuple[Tensor, Tensor]:
     """Bring a tokenizer's output to exactly `max_length` columns: both tensors [B, L] -> [B, max_length].
 
-    Args:
-        input_ids: [B, L].
-        attention_mask: [B, L]; its padding is 0.
-        max_length: columns of the result.
-        pad_token_id: fills `input_ids`.
-        left_pad: whether padding goes in front.
-        truncation: what happens to more than `max_length` columns; errors as for `truncate`.
-        where: what an error names.
+    `pad_token_id` fills `input_ids`, 0 the mask, in front where `left_pad`. What is too long is cut as `truncate` does.
     """
     length = input_ids.shape[-1]
     head, tail = _kept_ends(length, max_length, truncation, where)

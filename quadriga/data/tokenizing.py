@@ -25,12 +25,7 @@ def read_tokenizer(path: str | Path, **options: Any) -> PreTrainedTokenizerBase:
 def load_tokenizer(
     path: str | Path, *, trust_remote_code: bool = False, chat_template: str | None = None
 ) -> PreTrainedTokenizerBase:
-    """A tokenizer that has what training needs: a pad token and a chat template.
-
-    Args:
-        path: a folder or a name on the hub.
-        trust_remote_code: whether code that comes with the tokenizer may be run.
-        chat_template: Jinja text that replaces the tokenizer's own template.
+    """A tokenizer with what training needs: a pad token, and its chat template or `chat_template` (Jinja).
 
     Raises:
         DataError: it cannot be loaded, or has neither pad nor end-of-sequence token, or no chat template.

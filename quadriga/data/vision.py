@@ -84,9 +84,7 @@ class VisionProcessor:
     def inputs(self, pictures: Sequence[Any], *, where: str) -> dict[str, torch.Tensor]:
         """What the model takes of images: `pixel_values` [patches, values] float32, `image_grid_thw` [images, 3] int64.
 
-        Args:
-            pictures: at least one `PIL.Image.Image`, in the order of the prompt.
-            where: for the DataError about one that the processor refuses.
+        DataError: the processor refuses one of them.
         """
         try:
             found = self.image_processor(images=list(pictures), return_tensors="pt")
@@ -109,11 +107,7 @@ class VisionProcessor:
     def prompt(self, ids: list[int], pictures: Sequence[Any], limit: int, *, where: str) -> VisionPrompt:
         """A tokenized prompt and its images, ready for the model.
 
-        Args:
-            ids: of the rendered prompt, one token for each image.
-            pictures: the images.
-            limit: tokens of the longest prompt, those of images included.
-            where: for errors.
+        `ids` have one token for each image; `limit` counts tokens, those of images included.
 
         Raises:
             DataError: ids and images do not belong together, or the prompt is too long. One with images is not cut.

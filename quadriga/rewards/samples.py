@@ -109,11 +109,8 @@ class SampleManager(RewardManager):
 def read_samples(data: DataProto, tokenizer: Any, reward_fn_key: str, *, needs_truths: bool = True) -> Samples:
     """Decode the valid tokens of each response, special tokens left out, and gather its columns.
 
-    Args:
-        data: as for `RewardManager.begin`.
-        tokenizer: anything with `batch_decode`.
-        reward_fn_key: name of the data source's column.
-        needs_truths: whether each row must have a ground truth; else it is None in all.
+    `data` is as for `RewardManager.begin`, its data source's column is `reward_fn_key`; without `needs_truths` the
+    ground truth is None in all rows.
 
     Raises:
         RewardError: a column or a ground truth is missing.

@@ -169,12 +169,7 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def confine(folder: str, limits: Limits, readable: Sequence[str]) -> None:
-    """Give all of it up.
-
-    Args:
-        folder: stays this process's to read and write.
-        limits: that it runs under.
-        readable: folders that it may read besides the system's: where the interpreter and its packages lie.
+    """Give all of it up, but to read and write `folder`, and to read the folders of interpreter and packages.
 
     Raises:
         OSError: the kernel refuses a step. The program must not begin then.
@@ -247,13 +242,9 @@ def landlock_version() -> int:
 
 
 def confine_files(rules: Sequence[tuple[str, int]]) -> None:
-    """Give up every access to files but that which the rules grant; `no_new_privs` must be set.
+    """Give up every access to files but that which the rules (path, rights) grant; `no_new_privs` must be set.
 
-    Args:
-        rules: paths, each with its rights; one that does not exist is left out.
-
-    Raises:
-        OSError: the kernel refuses.
+    A path that does not exist is left out. OSError: the kernel refuses.
     """
     version = landlock_version()
     # Every right that this kernel can take away is taken away: 13 in version 1, then one in each of 2, 3 and 5.
@@ -278,11 +269,7 @@ def confine_files(rules: Sequence[tuple[str, int]]) -> None:
 
 
 def filter_calls(*, may_have_threads: bool) -> None:
-    """Put the calling process under the filter of system calls; `no_new_privs` must be set.
-
-    Raises:
-        OSError: the kernel refuses.
-    """
+    """Put this process under the filter of system calls; `no_new_privs` must be set. OSError: the kernel refuses."""
     name, own_pid = platform.machine(), os.getpid()
     machine = _MACHINES[name]
     steps = [

@@ -83,14 +83,9 @@ def require_containment() -> None:
 def run_cases(
     program: str, cases: Sequence[Case], limits: Limits, *, parallel: int = 1, total_s: float = 8.0
 ) -> Iterator[Run]:
-    """Run the program on each test; runs come as they end, and closing the iterator ends the rest.
+    """Run a Python program on each test, `parallel` at a time; runs come as they end.
 
-    Args:
-        program: Python text.
-        cases: the tests.
-        limits: of one test.
-        parallel: tests at the same time.
-        total_s: seconds for all of them; the ones that have not ended by then are missing from what comes.
+    Closing the iterator ends the rest; tests that have not ended after `total_s` seconds for all of them do not come.
 
     Raises:
         RewardError: programs cannot be contained here, or the supervisor failed.
@@ -160,7 +155,6 @@ def run_remotely(
     """Run the program on each test, on a Sandbox Fusion server; runs come as they end.
 
     Args:
-        program: text in `language`.
         cases: the tests; calls of functions in Python only.
         limits: of one test; `time_s` and `memory_megabytes` are sent, the others are the server's.
         url: of the server; `/run_code` is added if it is not there.

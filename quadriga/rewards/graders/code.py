@@ -58,15 +58,11 @@ def compute_score(
     """The share of the tests that pass, or, without partial credit, 1 if all do and 0 if not.
 
     Args:
-        solution_str: the response.
-        ground_truth: the tests.
-        extra_info: not used.
-        use_partial_credit: see above.
         parallel: tests at the same time.
         total_s: seconds for all tests together; keep it below reward_model.timeout_s.
         sandbox_url: address of a Sandbox Fusion server. None: programs run on this machine, contained.
         language: of the programs; other than "python" needs `sandbox_url`.
-        limits: of one test, see `Limits`.
+        limits: of one test, the fields of `Limits`.
 
     Raises:
         ValueError: the ground truth holds no tests, or there is no such option.

@@ -34,11 +34,7 @@ def compute_score(
 ) -> dict[str, Any]:
     """`score` for the right number, `format_score` for a wrong one in the right form, 0 where no number is found.
 
-    Args:
-        solution_str: the response.
-        ground_truth: the number, or the data set's whole worked answer that ends in `#### number`.
-        extra_info: not used.
-        method: where the number is looked for.
+    The ground truth is the number, or the data set's whole worked answer that ends in `#### number`.
     """
     truth = true_number(str(ground_truth).rpartition(MARK)[2])
     answer = extract_solution(solution_str, method)

@@ -41,8 +41,7 @@ def compute_score(
 
     Raises:
         ValueError: the ground truth is empty.
-        TimeoutError: math-verify did not finish in 5 s.
-        RuntimeError: math-verify failed otherwise; its own error is quoted.
+        TimeoutError: math-verify did not finish in 5 s. RuntimeError: it failed otherwise; its own error is quoted.
     """
     truth = normal(str(ground_truth))
     if not truth:

@@ -30,14 +30,9 @@ def compute_score(
     metric: Literal["em", "sub_match", "f1"] = "em",
     format_score: float = 0.0,
 ) -> dict[str, Any]:
-    """The score of the response by one of the metrics.
+    """The score of the response by `metric`; an answer in tags that gets 0 by it gets `format_score`.
 
-    Args:
-        solution_str: the response.
-        ground_truth: an accepted answer, a list of them, or a dict that holds either as "target".
-        extra_info: not used.
-        metric: which of the three is the score.
-        format_score: score of an answer in tags that the metric gives 0.
+    The ground truth is an accepted answer, a list of them, or a dict that holds either as "target".
     """
     if metric not in ("em", "sub_match", "f1"):
         raise ValueError(f"question answering metric: got {metric!r}, expected 'em', 'sub_match' or 'f1'")

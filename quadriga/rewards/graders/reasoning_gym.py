@@ -45,11 +45,8 @@ def compute_score(
 ) -> dict[str, Any]:
     """The library's score of the response, between 0 and 1; some tasks give partial credit.
 
-    Args:
-        solution_str: the response.
-        ground_truth: the entry's answer, used where `extra_info` does not hold the whole entry.
-        extra_info: "entry" or "metadata", see above.
-        task: name of the task; without it the entry's `metadata["source_dataset"]`.
+    The ground truth is the entry's answer, used where `extra_info` does not hold the whole entry. Without
+    `task`, its name is the entry's `metadata["source_dataset"]`.
 
     Raises:
         ValueError: there is no entry, or no such task.
