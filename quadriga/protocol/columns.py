@@ -22,10 +22,7 @@ ARRAY_TYPES = "_array_types"
 
 
 def object_array(values: Iterable[Any]) -> np.ndarray:
-    """A one-dimensional object array with one entry per value, whatever the values are.
-
-    `np.array(values, dtype=object)` would turn lists of equal length into a second dimension.
-    """
+    """A 1-D object array with one entry per value, where numpy would make a second dimension of equal lists."""
     values = list(values)
     array = np.empty(len(values), dtype=object)
     for row, value in enumerate(values):

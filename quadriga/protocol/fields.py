@@ -13,15 +13,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Field:
-    """A column.
-
-    Attributes:
-        name: its key in `batch` or `non_tensor_batch`.
-        shape: its shape, in the letters of the legend.
-        dtype: its torch dtype, or what an object array holds.
-        unit: what a value means.
-        written_by: packages of quadriga that write it.
-        read_by: packages of quadriga that read it.
+    """A column: key, shape in the letters of the legend, torch dtype or what an object array holds, what a value
+    means, and the packages of quadriga that write and read it.
     """
 
     name: str

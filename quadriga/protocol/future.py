@@ -29,14 +29,13 @@ class DataProtoFuture:
     """Outputs to come, and what is to be done with them when they are there.
 
     Attributes:
-        collect_fn: makes one value out of the list of outputs.
+        collect_fn: makes one value of the list of outputs.
         futures: one handle per worker that was called.
         dispatch_fn: applied to what was collected.
-        resolve: waits for the handles and returns their values; a backend with handles of its own
-            passes its own.
-        rows_of: numbers of the outputs whose rows `collect_fn` puts one below the other, in that order;
-            a part of the rows is then taken without copying the others. None: `collect_fn` does something else.
-        chunks: which part is taken in the end: chunk `number` of `count`, of that chunk the next, and so on.
+        resolve: waits for the handles and returns their values; each backend has its own.
+        rows_of: numbers of the outputs whose rows `collect_fn` joins, in order: a part of the rows is then taken
+            without copying the others. None: `collect_fn` does something else.
+        chunks: the part that is taken: chunk `number` of `count`, of that chunk the next, and so on.
     """
 
     collect_fn: Callable[[list[Any]], Any]

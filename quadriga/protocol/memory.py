@@ -41,10 +41,7 @@ def allocate(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def bytes_of(tensor: torch.Tensor) -> np.ndarray:
-    """The memory of a contiguous tensor on the CPU as bytes.
-
-    Not by way of `Tensor.numpy`, which marks the storage as one that others may write to.
-    """
+    """The bytes of a contiguous tensor on the CPU; `Tensor.numpy` would mark its storage as written by others."""
     if tensor.numel() == 0:
         return np.empty(0, dtype=np.uint8)
     # A contiguous tensor may have any stride in a dimension of one entry, which `view` would not take.
@@ -53,11 +50,7 @@ def bytes_of(tensor: torch.Tensor) -> np.ndarray:
 
 
 def images_key(inputs: Mapping[str, torch.Tensor]) -> str:
-    """Equal for equal images of a prompt, and for nothing else: a hash of names, shapes, dtypes and numbers.
-
-    Args:
-        inputs: the images as the model takes them.
-    """
+    """A hash of a prompt's images (names, shapes, dtypes, numbers): equal for equal images, and for nothing else."""
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted(inputs):
         tensor = inputs[name].detach().cpu().contiguous()
@@ -67,12 +60,7 @@ def images_key(inputs: Mapping[str, torch.Tensor]) -> str:
 
 
 def tensor_over(memory: np.ndarray, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """A contiguous tensor over bytes, without a copy.
-
-    Args:
-        memory: (bytes,) uint8, contiguous.
-        dtype, shape: what the tensor is to be.
-    """
+    """A contiguous tensor over bytes (uint8, contiguous), without a copy."""
     if 0 in shape:
         return torch.empty(tuple(shape), dtype=dtype)
     return torch.from_numpy(memory[: len(memory) // dtype.itemsize * dtype.itemsize]).view(dtype).view(tuple(shape))

@@ -25,8 +25,7 @@ _PLAIN = frozenset({int, float, bool, str, type(None)})
 def deep_equal(left: Any, right: Any) -> bool:
     """Whether two values are equal all the way down: NaN equals NaN, and cycles end.
 
-    A pair of containers that is met again while it is being compared is taken as equal, so two
-    structures are equal if no path from the roots leads to a difference.
+    A pair of containers that is met again while it is being compared is taken as equal.
     """
     pairs: list[tuple[Any, Any]] = [(left, right)]
     seen: set[tuple[int, int]] = set()
@@ -116,8 +115,7 @@ def union_tensor_dict(left: TensorDict, right: TensorDict) -> TensorDict:
     """Add the columns of `right` to `left`, in place, and return `left`.
 
     Raises:
-        ProtocolError: the batch sizes differ, or a column of both is not equal (NaN equals NaN).
-            `left` is then as it was.
+        ProtocolError: the batch sizes differ, or a column of both is not equal; `left` is then as it was.
     """
     if left.batch_size != right.batch_size:
         sizes = f"{tuple(left.batch_size)} and {tuple(right.batch_size)}"
@@ -135,8 +133,7 @@ def union_numpy_dict(left: dict[str, np.ndarray], right: Mapping[str, np.ndarray
     """Add the arrays of `right` to `left`, in place, and return `left`.
 
     Raises:
-        ProtocolError: an array of both is not equal, compared row by row and deeply.
-            `left` is then as it was.
+        ProtocolError: an array of both is not equal, compared row by row and deeply; `left` is then as it was.
     """
     for key in [key for key in right if key in left]:
         first, second, name = left[key], right[key], f"column {key!r}"
@@ -168,8 +165,7 @@ def union_meta_info(left: dict[str, Any], right: Mapping[str, Any]) -> dict[str,
 def merge_meta_info(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """`meta_info` of concatenated parts: any entry but the metrics must be equal wherever it is.
 
-    Metrics, a dictionary or a list of dictionaries in each part, become name -> list of the parts' values; values that
-    are lists are extended.
+    Metrics (a dictionary, or a list of them, in each part) become name -> list of the parts' values.
     """
     merged: dict[str, Any] = {}
     metrics: dict[str, list[Any]] = {}

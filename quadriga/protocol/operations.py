@@ -16,9 +16,7 @@ from quadriga.protocol.proto import DataProto, map_columns
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
     """Append copies of the first rows, cyclically, until `size_divisor` divides the number of rows.
 
-    Returns:
-        the padded data (the same object if nothing was missing, or if there is no row to copy), and how
-        many rows were added.
+    Returns the data (the same object if there is nothing to add, or no row to copy) and the number of rows added.
     """
     if size_divisor < 1:
         raise ProtocolError(f"pad_dataproto_to_divisor: got divisor {size_divisor}, expected 1 or more")

@@ -42,11 +42,7 @@ def map_columns(batch: TensorDict, function: Callable[[torch.Tensor], Any]) -> d
 
 
 def check_batch(batch: TensorDict) -> int:
-    """Raise unless `batch` has one batch dimension and dense tensors in every column, nested ones included.
-
-    Returns:
-        the number of rows.
-    """
+    """Raise unless `batch` has one batch dimension and dense columns, also nested ones. Returns the number of rows."""
     if len(batch.batch_size) != 1:
         found = f"a TensorDict of batch size {tuple(batch.batch_size)}"
         fix = "Build it with batch_size=[number of rows], or fold the others with fold_batch_dim."
@@ -82,11 +78,11 @@ class DataProtoItem:
 
 @dataclass(eq=False, repr=False)
 class DataProto:
-    """Tensors, objects and facts about a batch of samples.
+    """Columns and facts of a batch.
 
     Attributes:
-        batch: the tensor columns, a TensorDict with exactly one batch dimension; None: there are none.
-        non_tensor_batch: the other columns, numpy arrays whose first dimension is the batch.
+        batch: tensor columns, a TensorDict with one batch dimension; None: there are none.
+        non_tensor_batch: other columns, numpy arrays whose first dimension is the batch.
         meta_info: what is true of the whole batch.
 
     Raises:
@@ -139,14 +135,12 @@ class DataProto:
         num_batch_dims: int = 1,
         auto_padding: bool = False,
     ) -> "DataProto":
-        """Build from columns.
+        """Build from columns, the batch first in each.
 
         Args:
-            tensors: tensor columns, the batch first.
-            non_tensors: other columns; arrays are kept, any other sequence becomes an object array.
-            meta_info: what is true of the whole batch.
-            num_batch_dims: how many leading dimensions all tensors must agree in. Rows are counted
-                along the first; 2 is for data that `unfold_batch_dim` is to unfold.
+            non_tensors: arrays are kept, any other sequence becomes an object array.
+            num_batch_dims: how many leading dimensions all tensors must agree in. Rows are counted along the first;
+                2 is for data that `unfold_batch_dim` is to unfold.
             auto_padding: ask the dispatch for chunks of equal size (module docstring).
         """
         if num_batch_dims < 1:
@@ -378,10 +372,9 @@ class DataProto:
         return self
 
     def union(self, other: "DataProto") -> "DataProto":
-        """Add the columns and facts of `other`, in place; returns self.
+        """Add the columns and facts of `other`, which has the same rows, in place; returns self.
 
-        Entries of both must be equal (NaN equals NaN, objects are compared deeply); the error names the
-        entry and the first row that differs. The same rows are expected on both sides.
+        Entries of both must be equal (NaN equals NaN); the error names the entry and the first row that differs.
         """
         if len(self) != len(other) and self.has_columns() and other.has_columns():
             fix = "Repeat or select rows first."
@@ -436,8 +429,6 @@ class DataProto:
         """Mini-batches of all rows, `epochs` times; the last of an epoch may be smaller.
 
         Args:
-            mini_batch_size: rows of a mini-batch.
-            epochs: how often every row comes.
             seed: makes a shuffled order reproducible; None draws it from torch's global generator.
             dataloader_kwargs: `shuffle` (False) and `drop_last` (False), as torch's DataLoader takes them.
         """

@@ -42,11 +42,7 @@ class PackedTensor:
 
 
 def unpack_tensor(dtype_name: str, shape: tuple[int, ...], buffer: Any) -> torch.Tensor:
-    """The tensor whose bytes lie in `buffer`: without a copy, unless the memory may not be written to.
-
-    Shared memory (Ray's object store) is read-only; a tensor over it would let an in-place operation
-    write where it must not, so it is copied.
-    """
+    """The tensor whose bytes lie in `buffer`: without a copy, unless that is read-only, as Ray's shared memory is."""
     memory = np.frombuffer(buffer, dtype=np.uint8)
     tensor = tensor_over(memory, getattr(torch, dtype_name), shape)
     return tensor if memory.flags.writeable else copy_of(tensor)
@@ -55,9 +51,8 @@ def unpack_tensor(dtype_name: str, shape: tuple[int, ...], buffer: Any) -> torch
 def pack(value: Any, memo: dict[int, Any]) -> Any:
     """`value` with the tensors inside plain dictionaries, lists and tuples replaced by PackedTensor.
 
-    A list is searched only if its first entry may hold a tensor, so that lists of token ids cost
-    nothing; a tensor that is overlooked is pickled by torch, which is slower and just as exact.
-    Objects that occur more than once (rows that were repeated) stay one object.
+    A list is searched only if its first entry may hold a tensor; a tensor that is overlooked is pickled by torch,
+    slower and just as exact. Objects that occur more than once (repeated rows) stay one object.
     """
     if id(value) in memo:
         return memo[id(value)][0]

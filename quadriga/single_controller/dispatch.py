@@ -59,12 +59,7 @@ class MeshLayout:
 
 @dataclass(eq=False)
 class GroupLayout:
-    """What dispatch and collect functions may use of a group.
-
-    Attributes:
-        world_size: number of ranks.
-        meshes: those that are known, by name; in "" each rank has a chunk of its own.
-    """
+    """What dispatch and collect functions may use of a group; in the mesh "" each rank has a chunk of its own."""
 
     world_size: int
     meshes: dict[str, MeshLayout] = field(default_factory=dict)
@@ -105,11 +100,7 @@ def take_per_rank(group: GroupLayout, /, *args: Any, **kwargs: Any) -> PerRank:
 
 
 def split_rows(mesh_name: str, group: GroupLayout, /, *args: Any, **kwargs: Any) -> PerRank:
-    """A chunk of the rows of every DataProto for each data-parallel rank of a mesh; ranks that share it get the same.
-
-    Args:
-        mesh_name: the mesh; "": every rank has a chunk of its own.
-    """
+    """A chunk of the rows of every DataProto for each data-parallel rank of a mesh; its ranks get the same one."""
     dp_ranks = group.mesh(mesh_name).dp_ranks
     chunks = max(dp_ranks) + 1
     parts: dict[str, list[Any]] = {}
@@ -151,10 +142,7 @@ def collect_list(group: GroupLayout, outputs: list[Any]) -> list[Any]:
 
 
 def collect_rows(mesh_name: str, group: GroupLayout, outputs: list[Any]) -> DataProto | None:
-    """All rows of the ranks of a mesh that are collected, in the order of their chunks.
-
-    None if the method returns nothing.
-    """
+    """The rows of the collected ranks of a mesh, in the order of their chunks; None if the method returns nothing."""
     outputs = [outputs[rank] for rank in group.mesh(mesh_name).collected]
     if all(output is None for output in outputs):
         return None
@@ -255,8 +243,7 @@ def update_dispatch_mode(
 def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> Dispatch:
     """The mode for engines whose data-parallel size differs from the world size.
 
-    Args:
-        mesh_name: the name under which every worker calls `register_mesh`.
+    `mesh_name` is the name under which every worker calls `register_mesh`.
     """
     return Dispatch("", partial(split_rows, mesh_name), partial(collect_rows, mesh_name), mesh_name)
 
@@ -281,11 +268,7 @@ Dispatch.members |= {
 def rank_arguments(
     mode: Dispatch, group: GroupLayout, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[list[Arguments], tuple[int, int]]:
-    """The arguments of each rank.
-
-    Returns:
-        `(args, kwargs)` rank by rank, and the padding that was asked for: rows added, and rows then.
-    """
+    """`(args, kwargs)` rank by rank, and the padding that was asked for: rows added, and rows then."""
     if mode.dispatch_fn is None:
         fix = f"Give it some: update_dispatch_mode({mode!r}, ..., ...)."
         raise DispatchError("dispatch mode", got="a mode without functions", fix=fix)
@@ -314,9 +297,7 @@ def collect_outputs(
 ) -> Any:
     """One result of all ranks' outputs, without the rows that come from padding.
 
-    Args:
-        padding: rows added, and rows then. The last rows are cut off, or as many times more as the rows grew.
-        where: the call, for an error message.
+    `padding` is rows added, and rows then: the last rows are cut off, or as many times more as the rows grew.
     """
     try:
         result = collect_fn(layout, outputs)
@@ -372,11 +353,9 @@ def register(
 
     Args:
         dispatch_mode: how arguments are split and outputs collected.
-        execute_mode: with RANK_ZERO, rank 0 alone is called, with the arguments whole, and its output is
-            the result; the dispatch mode has nothing to split then.
+        execute_mode: with RANK_ZERO, rank 0 alone is called, with the arguments whole, and its output is the result.
         blocking: whether the call on the group waits for the result, or returns a DataProtoFuture of it.
-        materialize_futures: whether arguments that are futures are waited for before the method runs,
-            in the worker; otherwise the method gets the futures.
+        materialize_futures: whether the worker waits for arguments that are futures; else the method gets the futures.
     """
     mode: Any = dispatch_mode
     if isinstance(mode, Mapping) and set(mode) == {"dispatch_fn", "collect_fn"}:

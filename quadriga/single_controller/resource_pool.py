@@ -21,14 +21,7 @@ from quadriga.errors import WorkerError
 
 
 class ResourcePool:
-    """Numbers of processes on each node.
-
-    Args:
-        process_on_nodes: one number per node; [4, 4] is eight processes on two nodes.
-
-    Attributes:
-        world_size: processes on all nodes together.
-    """
+    """Numbers of processes on each node: [4, 4] is eight processes (`world_size`) on two nodes."""
 
     def __init__(self, process_on_nodes: Sequence[int]) -> None:
         if not process_on_nodes or any(count < 1 for count in process_on_nodes):
@@ -44,13 +37,7 @@ class ResourcePool:
 
 @dataclass(frozen=True)
 class NodeResources:
-    """What a node of a cluster has.
-
-    Attributes:
-        node_id: the cluster's name for it.
-        address: its IP address.
-        total, free: amounts by resource, such as {"CPU": 8, "GPU": 4}.
-    """
+    """A node of a cluster: its id and IP address, and amounts by resource, such as {"CPU": 8, "GPU": 4}."""
 
     node_id: str
     address: str
@@ -81,8 +68,7 @@ def choose_nodes(
 
     Args:
         pools: numbers of processes on each node, by name of the pool.
-        each: what one process takes.
-        nodes: of the cluster.
+        each: resources of one process.
 
     Returns:
         the nodes of each pool, in the order of its numbers.
@@ -152,13 +138,7 @@ THREADS = "OMP_NUM_THREADS"
 
 @dataclass(frozen=True)
 class ThreadShare:
-    """The threads of one worker process.
-
-    Attributes:
-        num_threads: threads that compute.
-        is_passive: whether a thread that waits gives its core away instead of spinning on it.
-        reason: why, fit to be printed.
-    """
+    """The threads of one worker process; `is_passive`: a thread that waits gives its core away instead of spinning."""
 
     num_threads: int
     is_passive: bool
@@ -175,12 +155,8 @@ def share_of_cores(cores: int, processes: int, processes_on_node: int = 0) -> Th
     """The threads of each process of a pool on one node.
 
     Args:
-        cores: that a process may use on the node.
         processes: how many of the pool's processes are there; they compute at the same time.
         processes_on_node: those of all pools there, if that is known; they take turns.
-
-    Raises:
-        WorkerError: one of the numbers makes no sense.
     """
     if cores < 1 or processes < 1:
         raise WorkerError("share of cores", got=f"{cores} cores for {processes} processes", expected="at least 1 each")

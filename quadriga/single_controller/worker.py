@@ -67,13 +67,7 @@ def placed(place: WorkerPlace) -> Iterator[None]:
 
 
 class Worker:
-    """Base class of every role's worker.
-
-    Attributes:
-        place: where it stands.
-        rank, world_size: its number in its group, and how many there are.
-        local_rank, local_world_size: the same on its node.
-    """
+    """Base class of every role's worker; it knows its `place` before `__init__` runs."""
 
     place: WorkerPlace
     rank: int
@@ -94,8 +88,7 @@ class Worker:
     def register_mesh(self, mesh_name: str, dp_rank: int, is_collect: bool) -> None:
         """Say which chunk of the data this rank works on, and whether its output is the one to collect.
 
-        `make_nd_compute_dataproto_dispatch_fn(mesh_name)` reads it. Each data-parallel rank needs
-        exactly one worker that is collected.
+        Each data-parallel rank needs exactly one worker that is collected.
         """
         self._meshes[mesh_name] = (dp_rank, is_collect)
 

@@ -79,12 +79,8 @@ class WorkerGroup(GroupLayout, ABC, Generic[W]):
     """Base class of the backends.
 
     Args:
-        worker_class: the class of the workers; its registered methods become the group's.
-        world_size: how many workers there are.
+        worker_class: its registered methods become the group's (`methods`: how each is called).
         name: the role, for error messages; "": the name of the class.
-
-    Attributes:
-        methods: how each registered method is called, by name.
     """
 
     def __init__(self, worker_class: type[W], world_size: int, name: str = "") -> None:
@@ -101,20 +97,14 @@ class WorkerGroup(GroupLayout, ABC, Generic[W]):
 
     @abstractmethod
     def start_all(self, method_name: str, per_rank: Sequence[Arguments]) -> list[Any]:
-        """Start a method on the ranks 0, 1, ... with the arguments of each.
-
-        Returns:
-            handles of their outputs in rank order, without having waited for any.
-        """
+        """Start a method on the ranks 0, 1, ... without waiting. Returns handles of their outputs in rank order."""
 
     @staticmethod
     @abstractmethod
     def resolve(handles: Sequence[Any], borrow: bool = False) -> list[Any]:
         """Wait for handles and return their outputs; the first failing rank's error is raised.
 
-        Args:
-            handles: what `start_all` returned.
-            borrow: the caller copies the rows of the outputs: they may lie in memory that is only lent.
+        With `borrow` the caller copies the rows of the outputs: they may lie in memory that is only lent.
         """
 
     def mesh(self, name: str) -> MeshLayout:
@@ -215,7 +205,6 @@ class LocalWorkerGroup(WorkerGroup[W]):
     collective: the ranks take turns, so they cannot meet.
 
     Args:
-        cls_with_init: what to build.
         resource_pool: one worker for each of its processes; None: a single worker.
         name: the role, for error messages; "": the name of the class.
 
@@ -271,10 +260,8 @@ class WorkerGroups:
         classes: what to build, by role.
         roles: pool of each role.
         pools: processes on each node of each pool.
-        device: what computes.
 
     Attributes:
-        groups: by role; their workers are built, or are being built.
         is_remote: the workers are other processes than the driver, so that a call need not hold it up.
     """
 

@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls to worker processes on the driver's side: the wait for their outputs, and the processes' end.
 
-    resolve        consumes the outputs of the calls; waits for all of them, or for the first failure
-                   unblocked by: the last output; a Failure; a process that Ray says is gone; a node or the
-                   cluster's head that takes no connections
-    report thread  (observe.watchdog) every 30 s gets from each late process what it is doing, and prints it
+What `resolve` consumes, waits for and is unblocked by is in `docs/controller.md`, under Waits.
 
     good case      ray.get(all, 0.25 s) ---- all there ----> outputs
     long wait      ray.wait(all, 0.25 s) again and again; what is ready is looked at: is it a failure?
@@ -60,12 +57,9 @@ class Call:
     """The handle of a method that was started: what `RayWorkerGroup.start_all` returns.
 
     Attributes:
-        ref: Ray's reference of what it will return.
-        actor: the process that runs it.
-        address: where that is; None: not known yet.
-        worker, method: what was called.
-        arguments: describes the arguments, for an error message. It may hold on to them; a call that is pickled has
-            the text instead.
+        ref: Ray's reference of the output.
+        address: of the process (`actor`); None: not known yet.
+        arguments: describes them, for an error message. It may hold on to them; a pickled call has the text instead.
     """
 
     ref: Any
@@ -103,7 +97,6 @@ def resolve(
     """Wait for calls and return their outputs, in the order of the calls.
 
     Args:
-        handles: what was started.
         borrow: outputs may be read-only views of shared memory, which the caller copies and does not keep.
         report_every_s: seconds between two reports on a long wait; None: `REPORT_EVERY_S`.
         emit: where the reports go.
@@ -129,13 +122,7 @@ def resolve(
 
 
 class _Wait:
-    """Calls, and what has come of them.
-
-    Attributes:
-        what: the calls in few words: `actor.update_actor on 4 ranks`.
-        calls: by reference, in their order.
-        outputs: what has come so far, failures too.
-    """
+    """Calls, and the outputs so far, failures too."""
 
     def __init__(self, calls: Sequence[Call]) -> None:
         names = ", ".join(dict.fromkeys(f"{call.worker.role}.{call.method}" for call in calls))
@@ -163,11 +150,7 @@ class _Wait:
         return not self.pending() or bool(self.failed())
 
     def look_at_nodes(self) -> None:
-        """Give up the calls of nodes that take no connections.
-
-        Raises:
-            WorkerError: the cluster is gone.
-        """
+        """Give up the calls of nodes that take no connections; an error if the cluster's head does not either."""
         host, port = head_address()
         if is_lost(host, port):
             raise WorkerError(
@@ -302,11 +285,9 @@ def _asked_again(call: Call) -> RayError | None:
 
 
 def end_processes(actors: Sequence[Any], address_refs: Sequence[Any]) -> None:
-    """Kill worker processes, and wait until they are gone.
+    """Kill worker processes, and wait until they are gone; one that has ended already does no harm.
 
-    Args:
-        actors: Ray's handles of the processes; one that has ended already does no harm.
-        address_refs: what their `address` methods will return; those that have started are waited for.
+    `address_refs` are outputs of their `address` methods; those that have started are waited for.
 
     Raises:
         WorkerError: processes are still there after `END_LIMIT_S`.
@@ -339,10 +320,9 @@ def end_processes(actors: Sequence[Any], address_refs: Sequence[Any]) -> None:
 
 
 def _end_here(processes: Sequence[tuple[int, int]], patience_s: float) -> list[int]:
-    """Wait until processes of this node are gone, after `patience_s` with a SIGKILL; returns those that are left.
+    """Wait until processes (pid and start of each) of this node are gone, after `patience_s` with a SIGKILL.
 
-    Args:
-        processes: pid and start of each.
+    Returns the pids that are left.
     """
     start = time.monotonic()
     is_killed = False

@@ -59,7 +59,7 @@ def cluster(arguments: Mapping[str, Any], num_processes: int, timeline_file: str
 
     Args:
         arguments: of `ray.init`: `ray_kwargs.ray_init`.
-        num_processes: that the run's pools have together; a cluster that is started gets a logical CPU for each.
+        num_processes: of all pools together; a cluster that is started gets a logical CPU for each.
         timeline_file: where Ray's timeline is written after the block.
 
     Raises:
@@ -135,11 +135,7 @@ def forwarded_variables() -> dict[str, str]:
 
 
 def _joining_env(where: str, address: str, given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Environment of a job on a cluster that is up: the directory and the variables of this process.
-
-    Raises:
-        WorkerError: there is no cluster at the address.
-    """
+    """Environment of a job on a cluster that is up: the directory and the variables of this process."""
     is_address = ":" in address and "://" not in address and address.rpartition(":")[2].isdecimal()
     if address != "auto" and not is_address:
         raise WorkerError(
@@ -196,10 +192,7 @@ def own_node_id() -> str:
 
 
 def run_on_node(node_id: str, function: Callable[..., Any], *args: Any, limit_s: float = 60.0) -> Any:
-    """The result of a function of ours on a node.
-
-    Args:
-        limit_s: time for it, with the start of a process of Ray's there; not on this node, where it is just called.
+    """The result of a function of ours on a node; `limit_s` counts the start of a process there, if it is another one.
 
     Raises:
         ray.exceptions.RayError: the node is not there, or did not respond in time.
@@ -213,8 +206,6 @@ def run_on_node(node_id: str, function: Callable[..., Any], *args: Any, limit_s:
 
 def await_lost_nodes(limit_s: float = 30.0) -> None:
     """Wait until Ray has noticed of every lost node that it is lost: before that it would place processes there.
-
-    To be called before processes are started again after a failure.
 
     Raises:
         WorkerError: Ray still counts on one after `limit_s`.

@@ -242,9 +242,7 @@ def cause_of_death(error: RayError, log: CrashLog, oom_kills_before: int, pid: i
 
     Args:
         error: what Ray raised for a call to it.
-        log: what was found on its node.
         oom_kills_before: the kernel's count of such kills when the process started.
-        pid: the process.
     """
     text = str(error)
     lines = [line.strip() for line in text.splitlines() if line.strip()] or ["no reason given"]

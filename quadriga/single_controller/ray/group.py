@@ -52,11 +52,7 @@ _OF_THE_GROUP = frozenset(
 
 
 class RayClassWithInitArgs(ClassWithInitArgs[W]):
-    """A worker class, the arguments to build it with, and options of the actors in which it runs.
-
-    Args:
-        cls: the class, plain or wrapped in `ray.remote`; the options given there are kept.
-    """
+    """A worker class (plain, or wrapped in `ray.remote` with options), and the arguments to build it with."""
 
     def __init__(self, cls: type[W] | ActorClass, *args: Any, **kwargs: Any) -> None:
         self.options: dict[str, Any] = {}
@@ -94,11 +90,7 @@ class WorkerDict(Worker):
 def create_colocated_worker_cls(
     class_dict: Mapping[str, RayClassWithInitArgs[Any]],
 ) -> RayClassWithInitArgs[WorkerDict]:
-    """One class for several roles that share their processes.
-
-    Args:
-        class_dict: what to build, by role. Options of the actors must agree.
-    """
+    """One class for several roles that share their processes. Options of the actors must agree."""
     if not class_dict:
         raise WorkerError("create_colocated_worker_cls", got="no roles", expected="at least one")
     roles = {str(role): entry for role, entry in class_dict.items()}
@@ -114,11 +106,10 @@ def create_colocated_worker_cls(
 
 
 class WorkerProcesses:
-    """Processes, one per rank, and the roles that are built in them.
+    """Processes, one on each bundle of the pool, and the roles that are built in them; waits for none of them.
 
     Args:
         name: stands before the rank in messages.
-        pool: on each of its bundles a process is started; waits for none of them.
         options: of the Ray actors.
         entries: class and arguments of the worker of each role, built as soon as all processes have started.
     """
@@ -160,11 +151,7 @@ class WorkerProcesses:
 
     @cached_property
     def addresses(self) -> list[ProcessAddress]:
-        """Where the processes run; waits until all have started, and has their workers built.
-
-        Raises:
-            WorkerError: one could not be started.
-        """
+        """Where the processes run; waits until all have started, and has their workers built."""
         size = len(self.actors)
         starts = [
             Call(ref, actor, None, WorkerName(self.name, rank, size), "start", str)
@@ -186,10 +173,9 @@ class WorkerProcesses:
 
 
 class RayWorkerGroup(WorkerGroup[W]):
-    """Workers in Ray's processes.
+    """Workers in Ray's processes, one for each process of the pool.
 
     Args:
-        resource_pool: one worker for each of its processes.
         ray_cls_with_init: what to build; of `create_colocated_worker_cls`: several roles in each process (`spawn`).
         name: the role, for messages; "": the name of the class.
         processes: of another group, in which this class's workers have been built; None: they are started.
@@ -250,11 +236,7 @@ class RayWorkerGroup(WorkerGroup[W]):
         return self, name
 
     def spawn(self, prefix_set: Collection[str]) -> "dict[str, RayWorkerGroup[Any]]":
-        """A group for each of the roles, in the same processes.
-
-        Args:
-            prefix_set: roles that `create_colocated_worker_cls` was given.
-        """
+        """A group for each of the roles, in the same processes."""
         unknown = sorted(role for role in prefix_set if role not in self._roles)
         if unknown:
             raise WorkerError(
@@ -271,14 +253,9 @@ class RayWorkerGroup(WorkerGroup[W]):
 
 
 class RayWorkerGroups(WorkerGroups):
-    """All worker groups of a run on Ray: roles on one pool share its processes.
-
-    The processes are started, and waited for by the first call.
+    """All worker groups of a run on Ray: roles on one pool share its processes; the first call waits for them.
 
     With the device `auto`, each process takes a GPU where the cluster has any.
-
-    Raises:
-        WorkerError: the cluster has not enough for the pools.
     """
 
     is_remote = True

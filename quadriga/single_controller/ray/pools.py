@@ -27,14 +27,7 @@ PLACEMENT_S = 10.0
 
 @dataclass(frozen=True)
 class Bundle:
-    """The resources of one process.
-
-    Attributes:
-        placement_group: the node's placement group.
-        index: of the bundle in it.
-        node_id: the node.
-        groups: names of the groups that run on it.
-    """
+    """The resources of one process: bundle `index` of a node's placement group, and the groups that run on it."""
 
     placement_group: Any
     index: int
@@ -58,8 +51,7 @@ def check_resources(pools: Mapping[str, Sequence[int]], each: Mapping[str, float
     """A node of the cluster for each node of each pool, chosen by `choose_nodes`.
 
     Raises:
-        WorkerError: the cluster has not enough. What would suffice if nothing else ran is waited for a moment, for
-            the resources of what has just ended.
+        WorkerError: the cluster has not enough. What would suffice if nothing else ran is waited for a moment.
     """
     await_lost_nodes()
     deadline = time.monotonic() + RELEASE_S
@@ -88,9 +80,7 @@ class RayResourcePool(ResourcePool):
         max_colocate_count: how many groups may run on the pool; each takes this part of the resources.
 
     Attributes:
-        process_resources: what a process takes.
-        neighbours: processes of all pools that take turns with this one, its own included, by the id of their node;
-            empty: it has the machine to itself.
+        neighbours: processes of all pools that take turns with this one, its own included, by the id of their node.
     """
 
     neighbours: Mapping[str, int]
@@ -113,11 +103,7 @@ class RayResourcePool(ResourcePool):
         self._bundles: list[Bundle] = []
 
     def bundles(self) -> list[Bundle]:
-        """The resources of each rank, taken now unless they are already.
-
-        Raises:
-            WorkerError: the cluster has not enough.
-        """
+        """The resources of each rank, taken now unless they are already; an error if the cluster has not enough."""
         if self._bundles:
             return self._bundles
         each = self.process_resources
@@ -201,7 +187,6 @@ class ResourcePoolManager:
     Args:
         resource_pool_spec: processes on each node, by name of the pool.
         mapping: name of the pool, by role. Roles on one pool take turns on its devices.
-        use_gpu: whether a process takes a GPU.
         max_colocate_count: how many groups may run on each pool.
 
     Raises:
@@ -240,8 +225,7 @@ class ResourcePoolManager:
         """Take the resources of all pools. Returns the pools by name.
 
         Raises:
-            WorkerError: the cluster has not enough for all of them together; says what is there and what is missing.
-                Nothing is taken then.
+            WorkerError: the cluster has not enough for all of them together; nothing is taken then.
         """
         pools = list(self.pools.values())
         if pools and not any(pool.placement_groups for pool in pools):

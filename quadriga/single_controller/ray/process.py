@@ -9,13 +9,9 @@
                                 <---    a Status
                                       life thread       looks once a second whether the raylet is still its parent
 
-    working thread   consumes calls; waits for their arguments (Ray fetches them) and for other ranks in collectives
-    control thread   consumes questions; waits for nothing but the interpreter's lock
-    life thread      waits for the end of the node's raylet; then kills the process and all of its process group
-
-What ends the process: `calls.end_processes`; the end of its owner (Ray sees to it); the end of its raylet (the life
-thread does: Ray leaves a process that computes alone). In each case Ray or the life thread kills the process group, so
-what a worker has started ends as well.
+What each thread waits for is in `docs/controller.md`, under Waits. What ends the process: `calls.end_processes`; the
+end of its owner (Ray sees to it); the end of its raylet (the life thread does: Ray leaves a process that computes
+alone). In each case Ray or the life thread kills the process group, so what a worker has started ends as well.
 """
 
 import asyncio
@@ -88,13 +84,7 @@ class Status:
 
 @dataclass
 class _Running:
-    """A method in work, in the thread that made this.
-
-    Attributes:
-        arguments: what it was called with, as far as that is known.
-        coroutine: of an asynchronous method.
-        outcome: an output, packed, or a Failure.
-    """
+    """A method in work, in the thread that made this; `outcome` is its packed output or a Failure."""
 
     role: str
     method: str
@@ -120,12 +110,7 @@ class _Running:
 
 
 class WorkerProcess:
-    """The actor's class.
-
-    Args:
-        name: what the process is called in front of the lines that it prints.
-        rank: its number among those of that name.
-    """
+    """The actor's class; `name` and `rank` stand in front of the lines that the process prints."""
 
     def __init__(self, name: str, rank: int) -> None:
         self._name, self._rank = name, rank
@@ -161,11 +146,7 @@ class WorkerProcess:
         )
 
     def build(self, role: str, entry: ClassWithInitArgs[Any], place: WorkerPlace) -> Failure | None:
-        """Build the worker of a role.
-
-        Returns:
-            None, or why it could not be built; calls to it return the same failure.
-        """
+        """Build the worker of a role. Returns why it could not be built: calls to it return the same failure."""
         # What torch.distributed and others read.
         os.environ.update({name.upper(): str(value) for name, value in asdict(place).items()})
         self._names[role] = WorkerName(role, place.rank, place.world_size, ray.util.get_node_ip_address(), os.getpid())
@@ -180,14 +161,11 @@ class WorkerProcess:
         return running.outcome
 
     def call(self, header: bytes | tuple[str, str, Any], *values: Any) -> Any:
-        """Call a method of a role's worker.
+        """Call a method of a role's worker. Returns its output, packed, or a Failure.
 
         Args:
             header: role, method and body of a `transport.Message`, as `RayWorkerGroup.start_all` puts them together.
             values: what the message's references stand for.
-
-        Returns:
-            what `transport.pack_result` makes of the output, or a Failure.
         """
         if isinstance(header, bytes):
             role_bytes, method_bytes, body = header.split(b"\n", 2)

@@ -69,12 +69,7 @@ class _Column(NamedTuple):
 
 @dataclass(slots=True)
 class _Part:
-    """Bytes that stay out of the stream.
-
-    Attributes:
-        memory: the bytes.
-        root: the tensor whose storage they lie in; None: they are no tensor's, or a copy.
-    """
+    """Bytes that stay out of the stream; `root` is the tensor whose storage they lie in, None if they are a copy."""
 
     memory: np.ndarray
     root: torch.Tensor | None = None
@@ -140,11 +135,7 @@ def open_column(dtype_name: str, shape: tuple[int, ...], buffer: Any) -> torch.T
 
 
 def _pickled(value: Any) -> list[_Part]:
-    """The stream of a pickled value, and what stays out of it.
-
-    Raises:
-        _NeedsRayError: the value is Ray's to pickle.
-    """
+    """The stream of a pickled value, and what stays out of it; a _NeedsRayError if it is Ray's to pickle."""
     file = io.BytesIO()
     pickler = _Pickler(file)
     pickler.dump(value)
@@ -345,10 +336,8 @@ def pack_result(value: Any) -> Any:
 def unpack_result(value: Any, borrow: bool = False) -> Any:
     """Inverse of `pack_result`, after `ray.get`.
 
-    Args:
-        value: what `ray.get` gave.
-        borrow: columns may lie in read-only shared memory. `DataProto.concat` copies them, even those
-            of a single part; they must not reach anything else.
+    With `borrow`, columns may lie in read-only shared memory: they must reach nothing but `DataProto.concat`, which
+    copies them, even those of a single part.
     """
     if isinstance(value, bytes):
         stream, memories = pickle.loads(value)
