@@ -75,8 +75,7 @@ def _bounds(value: float | str, expected: str = _TWO_BOUNDS) -> tuple[float | No
 
 
 class RolloutCorrectionConfig(Section):
-    """Off-policy correction: importance sampling weights and rejection of samples whose policy differs from the trained
-    one (staleness, numerics of the rollout engine). Off until one is set."""
+    """Off-policy correction: importance sampling weights and rejection of samples, for staleness and engine mismatch."""
 
     preset: Preset | None = None
     """A named off-policy correction: a choice of the keys below; those given as well hold. `disabled`: none."""

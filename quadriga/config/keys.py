@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The schema seen as a table of dotted keys: what each is called, takes, defaults to and means; search in it.
 
-Each task has a table of its own: the keys that it reads, as it spells them (`root.py`). Two further tables are data:
-`key_aliases.tsv`, by which names keys are found as well, and `verl_keys.tsv`, what becomes of verl's keys without a
-field here.
+Each task has a table of its own: the keys that it reads, as it spells them (`root.py`). `key_aliases.tsv` has further
+names by which keys are found, `verl_keys.tsv` what becomes of verl's keys without a field here.
 """
 
 import ast

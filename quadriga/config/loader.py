@@ -75,11 +75,7 @@ def load_config(
 
 
 def parse_override(argument: str, task: str = "rl") -> tuple[str, Any]:
-    """Splits `a.b=c` and reads the value as the key's type asks: text as it stands, the rest as YAML.
-
-    Raises:
-        ConfigError: it is not of the form `key=value`, or the value is not YAML.
-    """
+    """Splits `a.b=c` and reads the value as the key's type asks, as text or YAML; ConfigError says what is wrong."""
     match = _OVERRIDE.fullmatch(argument)
     if match is None:
         fix = "Write the key, an equals sign and the value, without spaces around the sign."

@@ -1,17 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`actor_rollout_ref.rollout.multi_turn` and `.agent`: multi-turn responses with tools or a user simulator.
 
-Two files of their own stand beside the configuration, tools (`tool_config_path`) and interactions
-(`interaction_config_path`):
-
-    tools:                                       interaction:
-      - class_name: bank.py:Account                - name: teacher
-        config: {currency: EUR}                      class_name: teacher.py:Teacher
-    mcp_servers:                                     config: {patience: 3}
-      files: {command: python, args: [serve.py]}
-      search: {url: "http://127.0.0.1:8000/mcp", tools: [find]}
-
-A class is `file.py:Name`, the file seen from the folder of the YAML file, or `package.module.Name`.
+Tools that are classes or MCP servers stand in a YAML file of their own (`examples/tools/tools.yaml`), user simulators
+in another one (`examples/tools/interactions.yaml`). A class is `file.py:Name`, the file seen from the folder of the
+YAML file, or `package.module.Name`.
 """
 
 from pathlib import Path

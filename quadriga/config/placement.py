@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which role runs in which resource pool, and how the ranks of a role are arranged.
 
-    together   all: actor_rollout_ref + critic + reward_model
-    grouped    policy: actor_rollout      scoring: ref + critic + reward_model
-    apart      actor_rollout: actor_rollout      ref: ref      critic: critic      reward_model: reward_model
-
 Roles of one pool are colocated in its processes. `actor_rollout_ref` is the policy with the reference inside;
 `actor_rollout` is the policy where the reference is a role of its own, or where there is none. In an arrangement of
 one's own the policy may also be two roles in two pools, `actor` and `rollout`: weight sync then goes between them.
@@ -29,6 +25,7 @@ _ARRANGEMENTS: dict[str, dict[str, str]] = {
     "grouped": {"actor_rollout": "policy", "ref": "scoring", "critic": "scoring", "reward_model": "scoring"},
     "apart": {"actor_rollout": "actor_rollout", "ref": "ref", "critic": "critic", "reward_model": "reward_model"},
 }
+"""Value of `trainer.placement` -> role -> name of its pool."""
 _KEY = "trainer.placement"
 
 

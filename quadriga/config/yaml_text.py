@@ -82,11 +82,7 @@ def combined(problems: Sequence[ConfigError]) -> ConfigError:
 
 
 def read_yaml(path: Path, problems: list[ConfigError]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Reads one file.
-
-    Returns:
-        Its tree, and for every dotted key the file and line it stands in. What is wrong is added to `problems`.
-    """
+    """One file's tree, and for every dotted key the line it stands in; what is wrong is added to `problems`."""
     places: dict[str, str] = {}
     where, expected = str(path), "YAML"
     try:
