@@ -8,11 +8,9 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, fie
 from quadriga.config.base import Section, filled, refuse
 from quadriga.config.types import Count, KLKind, Name, Share
 
-_LEVELS = ("token", "seq_sum", "seq_mean", "seq_max")
-_KINDS = ("k1", "k2", "k3")
 _TWO_BOUNDS = "a number above 0, or two as LOWER_UPPER"
-_RULES = tuple(f"{level}_{kind}" for level in _LEVELS for kind in _KINDS)
-
+_LEVELS = ("token", "seq_sum", "seq_mean", "seq_max")
+_RULES = tuple(f"{level}_{kind}" for level in _LEVELS for kind in ("k1", "k2", "k3"))
 _POLICY_GRADIENT = {"bypass_mode": True, "loss_type": "reinforce"}
 _TOKEN, _SEQUENCE = {"rollout_is": "token"}, {"rollout_is": "sequence"}
 _GEO = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.999_1.001"}
@@ -75,7 +73,7 @@ def _bounds(value: float | str, expected: str = _TWO_BOUNDS) -> tuple[float | No
 
 
 class RolloutCorrectionConfig(Section):
-    """Off-policy correction: importance sampling weights and rejection of samples, for staleness and engine mismatch."""
+    """Off-policy correction: importance sampling weights and rejection of samples, for staleness or engine mismatch."""
 
     preset: Preset | None = None
     """A named off-policy correction: a choice of the keys below; those given as well hold. `disabled`: none."""

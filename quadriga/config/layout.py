@@ -43,14 +43,11 @@ class Layout:
 
     @classmethod
     def of(cls, world_size: int, where: str, *, fsdp: int = -1, sp: int = 1, tp: int = 1, pp: int = 1) -> "Layout":
-        """The layout of `world_size` ranks; `where` is the section that errors name.
+        """The layout of `world_size` ranks; ConfigError at `where`, their section, if the sizes do not divide them.
 
         Args:
             fsdp: ranks that shard one copy of the weights, pp and tp aside: a multiple of `sp`; 1: none; -1: all.
             sp, tp, pp: ranks that share the rows of a data-parallel rank, in each of three ways.
-
-        Raises:
-            ConfigError: the sizes do not divide the ranks.
         """
         shared, named = sp * tp * pp, f"tp={tp} sp={sp} pp={pp}"
         if world_size % shared:

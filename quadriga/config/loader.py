@@ -24,7 +24,6 @@ from quadriga.errors import ConfigError
 
 # Hydra's + (a new key) and ++ (a key, new or not) are taken and mean nothing: every key is known.
 _OVERRIDE = re.compile(r"\s*\+{0,2}(?P<key>[A-Za-z_][\w\-]*(?:\.[\w\-/]+)*)=(?P<value>.*)", re.DOTALL)
-_NULLS = ("null", "Null", "NULL", "~")
 _MISSING = object()
 
 
@@ -91,7 +90,7 @@ def parse_override(argument: str, task: str = "rl") -> tuple[str, Any]:
     # A text may begin with a brace (a directory of "{project_name}"), unless a dictionary may stand in its place.
     is_quoted = text[:1] in ("[", "'", '"') or (text[:1] == "{" and leaf is not None and leaf.is_open)
     if text == "" or (leaf is not None and leaf.is_text and key == leaf.key and not is_quoted):
-        return key, None if text in _NULLS else text
+        return key, None if text in ("null", "Null", "NULL", "~") else text
     try:
         value = parse_yaml(text)
     except yaml.YAMLError as error:

@@ -31,20 +31,15 @@ class ToolEntry(Section):
 
 
 class ServerEntry(Section):
-    """An MCP server: a program that is started, or an address."""
+    """An MCP server: the `url` of one that runs, or a program that speaks over its standard input and output. It is
+    started in the folder `cwd`, null for that of the YAML file. `tools` names those that are offered; null: all."""
 
     command: Name | None = None
-    """Program that speaks over its standard input and output."""
     args: list[str] = Field(default_factory=list)
-    """Its arguments."""
     env: dict[str, str] = Field(default_factory=dict)
-    """Its environment, besides a few variables of ours."""
     cwd: str | None = None
-    """Folder it is started in; null: that of the YAML file."""
     url: Name | None = None
-    """Address of a server that runs already."""
     tools: list[str] | None = None
-    """Names of the tools that are offered; null: all."""
 
     @model_validator(mode="after")
     def _one_way(self) -> "ServerEntry":

@@ -12,8 +12,6 @@ from quadriga.config.actor import FSDPConfig, ParallelConfig
 from quadriga.config.base import Finding, ReadIf, Section, unused, wrong
 from quadriga.config.types import Count, Name, PathText, Share
 
-# What a configuration of transformers means that says nothing of labels.
-_DEFAULT_LABELS = 2
 _PASSES = ("micro_batch_size_per_gpu", "use_dynamic_bsz", "forward_max_token_len_per_gpu", "max_length")
 
 
@@ -101,7 +99,8 @@ def check_classifier(reward: RewardModelConfig, max_sequence_tokens: int) -> Ite
         got = f"'{path}', whose config.json names {', '.join(names)}: it has no classification head"
         yield wrong(key, got, "an architecture that ends in ForSequenceClassification, with one label", fix)
         return
-    labels = described.get("num_labels", len(described.get("id2label") or range(_DEFAULT_LABELS)))
+    # A configuration of transformers that says nothing of labels means two.
+    labels = described.get("num_labels", len(described.get("id2label") or range(2)))
     if labels != 1:
         got = f"'{path}', a classifier with {labels} labels by its config.json"
         yield wrong(key, got, "one label, the score", fix)
