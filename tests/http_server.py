@@ -4,7 +4,7 @@
 import json
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -29,7 +29,9 @@ class Handler(BaseHTTPRequestHandler):
         for name, value in {**(headers or {}), "Content-Length": str(len(text))}.items():
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(text)
+        # A client that is tested on giving up has gone.
+        with suppress(ConnectionError):
+            self.wfile.write(text)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Say nothing."""
