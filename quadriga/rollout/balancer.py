@@ -69,12 +69,7 @@ def start_engines(makers: Sequence[Callable[[], E]]) -> list[E]:
 
 
 class Balancer(RolloutEngine):
-    """A `RolloutEngine` over several.
-
-    Args:
-        engines: with equal weights.
-        description: for people to read; "": that of the first engine, and how many there are.
-    """
+    """A `RolloutEngine` over several with equal weights."""
 
     name = "balancer"
     takes_images = True  # each engine says whether it does
@@ -314,10 +309,6 @@ class SharedStream(Generic[T]):
 
     Consumes: the source, in the thread that calls `lend`. Waits for: every reader that has not left. Unblocked by: a
     reader that requests the next tensor, or leaves because its engine failed or was satisfied.
-
-    Args:
-        source: what is lent; its next item is requested only when no reader uses the one before any more.
-        num_readers: how many will read.
     """
 
     def __init__(self, source: Iterable[T], num_readers: int) -> None:

@@ -11,11 +11,7 @@ T = TypeVar("T")
 
 
 class EventLoopThread:
-    """An event loop that goes on while the caller's thread or loop is blocked. It does not keep the process alive.
-
-    Args:
-        name: of the thread.
-    """
+    """An event loop that goes on while the caller's thread or loop is blocked. It does not keep the process alive."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()

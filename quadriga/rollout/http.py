@@ -46,11 +46,10 @@ class HTTPEngine(RolloutEngine):
         urls: of the servers, without `/v1`.
         model: the name under which they serve it.
         eos_token_ids: end-of-text tokens of the model.
-        max_num_seqs: requests in flight at the same time.
+        max_num_seqs: the most requests in flight.
         logprobs_mode: which log-probabilities the servers report.
         timeout_s: seconds without a byte after which a server counts as lost.
         num_tries: rounds over all servers before a request fails.
-        headers: sent with every request, as for a key.
 
     Raises:
         RolloutError: there is no server, or an address is none.

@@ -35,13 +35,11 @@ def generate_sequences(
     The prompt of a row is what stands in `input_ids` under its `attention_mask`, for that is what training sees.
 
     Args:
-        engine: generates.
         prompts: batch `input_ids`, `attention_mask`, `position_ids` [B, P] or [B, 3, P]; non-tensors `uid`, and
             `sample_index` where the samples of one prompt are spread over several calls; `multi_modal_data`,
             `multi_modal_inputs` and `raw_prompt_ids` where prompts have images. meta_info: `global_steps`; `do_sample`
             (as the configuration says); `validate` (False: the settings of training); `weight_version` (that of the
             engine).
-        config: of the rollout.
         response_length: T; also the longest response, in tokens.
         pad_token_id: fills the responses.
         seed: `trainer.seed`. A sequence's own seed comes from it, the step, the uid and the number of the sample.

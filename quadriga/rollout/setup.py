@@ -17,10 +17,7 @@ class EngineSetup:
     """What an engine's `from_config` gets. Each engine reads what it needs of the configuration.
 
     Attributes:
-        config: configuration; `actor_rollout_ref.rollout` is the section of rollout engines.
-        tokenizer: of the model.
-        options: of this engine, out of `rollout.engine_kwargs`.
-        device, dtype: of the computation.
+        options: this engine's part of `rollout.engine_kwargs`.
         actor: the actor's own module, where this process has all of its weights.
     """
 

@@ -191,10 +191,7 @@ class Conversation:
         return min(self.limits.response_tokens, total) - len(self.token_ids)
 
     async def generate(self, **changes: Any) -> Turn:
-        """The model's next turn.
-
-        Args:
-            changes: of `SamplingParams`, for this turn.
+        """The model's next turn; `changes` replace fields of `SamplingParams` for this turn alone.
 
         Raises:
             ConversationOver: no token fits any more, or the model's turn was cut or given up.
@@ -273,12 +270,7 @@ class Conversation:
 
 
 class TurnEncoder:
-    """Renders and tokenizes prompts and turns.
-
-    Args:
-        tokenizer: with a chat template.
-        template_kwargs: of `data.apply_chat_template_kwargs`.
-    """
+    """Renders and tokenizes prompts and turns with the tokenizer's chat template."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]) -> None:
         self.tokenizer = tokenizer
@@ -305,10 +297,6 @@ class TurnEncoder:
 
     def following(self, messages: Sequence[Mapping[str, Any]], written: Sequence[int]) -> list[int]:
         """Token ids that stand between what the model wrote and what it writes next.
-
-        Args:
-            messages: of tools or the user, in the order of their turn.
-            written: the model's last turn.
 
         Raises:
             RolloutError: the template leaves messages of this role out, or refuses them.

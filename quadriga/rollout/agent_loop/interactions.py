@@ -59,10 +59,8 @@ class UserSimulator:
     """An `Interaction` in one conversation: an async context, in which `reply` may be used.
 
     Args:
-        interactions: of the configuration, by name.
         kwargs: the sample's `interaction_kwargs`; `name` is one of `interactions`.
-        thread: where it runs.
-        timeout_s: seconds that one call may take.
+        timeout_s: the limit of one call, in seconds.
 
     Raises:
         RolloutError: there is no interaction of that name.

@@ -52,11 +52,9 @@ class AgentLoopManager:
     """Loads tools, user simulators and loops once, and leads batch after batch.
 
     Args:
-        config: of the rollout.
-        tokenizer: of the model.
         prompt_length: P, `data.max_prompt_length`.
         response_length: T, `data.max_response_length`: everything after the prompt, tools included.
-        template_kwargs: of `data.apply_chat_template_kwargs`.
+        template_kwargs: `data.apply_chat_template_kwargs`.
         log_dir: where MCP servers' standard error is written; None: a temporary folder.
 
     Raises:
@@ -118,7 +116,6 @@ class AgentLoopManager:
         """A conversation for each row. Not from within an event loop: there, `lead`.
 
         Args:
-            engine: generates.
             prompts: as `generate_sequences` takes them; non-tensors besides: `raw_prompt` where tools are offered;
                 `agent_name`, `tools_kwargs`, `interaction_kwargs`, `data_source`, `reward_model`, `extra_info` where
                 they exist.
@@ -214,12 +211,7 @@ class AgentLoopManager:
 
 
 def samples_of(prompts: DataProto, default_agent: str) -> list[Sample]:
-    """The rows of a batch.
-
-    Args:
-        prompts: batch `input_ids`, `attention_mask`, `position_ids` [B, P] or [B, 3, P]; non-tensors as they come.
-        default_agent: name of the loop of rows that name none in `agent_name`.
-    """
+    """The rows of a batch with `input_ids`, `attention_mask`, `position_ids` [B, P] or [B, 3, P]."""
     batch, images = prompts.batch, images_of(prompts)
     num_axes = 1 if batch["position_ids"].dim() == 2 else batch["position_ids"].shape[1]
     samples = []

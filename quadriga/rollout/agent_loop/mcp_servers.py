@@ -38,11 +38,8 @@ class Server:
     """An MCP server. Its methods run in the tool thread.
 
     Args:
-        name: of the server in its file.
-        entry: how it is reached.
-        folder: where a program is started that names no other.
+        folder: working directory of a program whose entry names none.
         log: takes the standard error of a program that is started.
-        package: `mcp`.
     """
 
     def __init__(self, name: str, entry: ServerEntry, folder: Path, log: Path, package: Any) -> None:
@@ -151,8 +148,6 @@ def server_tools(path: str, thread: ToolThread, servers: list[Server], log_dir: 
     """The tools of the servers in a YAML file; each server that is started or reached is added to `servers`.
 
     Args:
-        path: of the file.
-        thread: where the connections live.
         log_dir: takes the standard error of each program: `mcp-NAME.HOST-PID.log`. None: a temporary folder.
 
     Raises:

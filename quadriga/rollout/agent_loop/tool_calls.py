@@ -82,9 +82,7 @@ class ToolThread(EventLoopThread):
         """What a user's function returns, plain or async.
 
         Args:
-            where: it is called, for errors.
-            function, kwargs: the function and its arguments.
-            limit_s: seconds that it may take.
+            limit_s: the time that it may take, in seconds.
             is_for_model: whether the model reads the result, and so a `ToolError`; else that is a failure like others.
 
         Raises:
@@ -187,14 +185,8 @@ class ToolResponse:
 class ToolBox:
     """The tools of one conversation: an async context, in which `call_all` and `rewards` may be used.
 
-    Args:
-        specs: of the configuration, by name.
-        tools_kwargs: of the sample, by the name of a tool.
-        config: limits.
-        thread: where tools run.
-
     Raises:
-        RolloutError: `tools_kwargs` name what there is not.
+        RolloutError: the sample's `tools_kwargs` name a tool or an argument that there is not.
     """
 
     def __init__(
