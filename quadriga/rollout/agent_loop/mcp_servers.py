@@ -160,7 +160,7 @@ def server_tools(path: str, thread: ToolThread, servers: list[Server], log_dir: 
     try:
         package = import_module("mcp")
     except ImportError as error:
-        fix = "pip install -e '.[mcp]', or leave them out."
+        fix = "Install it: pip install -e '.[mcp]', or leave the servers out."
         raise RolloutError("mcp_servers", got=str(error), expected="the package mcp", fix=fix) from error
     installed = version("mcp")
     if int(installed.partition(".")[0]) < LEAST_VERSION:

@@ -125,7 +125,7 @@ def test_servers_that_cannot_be_used(
 @pytest.mark.skipif(find_spec("mcp") is not None, reason="the package mcp is installed")
 def test_without_the_package(converse, make_prompts, recorder, tools_yaml) -> None:
     """The error says what to install."""
-    with pytest.raises(RolloutError, match=r"expected the package mcp\. Install quadriga\[mcp\]"):
+    with pytest.raises(RolloutError, match=r"expected the package mcp\. Install it: pip install -e"):
         converse(recorder(["x"]), make_prompts(["?"]), {"tool_config_path": tools_yaml()})
 
 
