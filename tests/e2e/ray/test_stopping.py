@@ -53,6 +53,8 @@ def test_interrupt(
     """Ctrl-C, to the whole process group as a terminal sends it: one line says how to go on, nothing stays."""
     process = start_on(ray_cluster, *ENDLESS)
     wait_for_steps(process, tmp_path / "run", 2)
+    # It is written while the next steps go on.
+    wait_for(lambda: Checkpoints(tmp_path / "run").newest() is not None, lambda: "no checkpoint")
     output = interrupt(process)
     assert output.rstrip().endswith("quadriga train: interrupted")
     assert_nothing_left(session_members)
