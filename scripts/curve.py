@@ -79,7 +79,7 @@ def plot_curves(
     small = [
         (label, series, color)
         for label, series, color in (
-            ("tokens per answer", length, LENGTH),
+            ("tokens per response", length, LENGTH),
             ("tokens per second", speed, SPEED),
         )
         if series[0].size

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shows what a run learned: accuracy before and after, three answers before and after, and the curve as a picture.
+"""Shows what a run learned: accuracy before and after, three responses before and after, and the curve as a picture.
 
     .venv/bin/python scripts/report.py outputs/quickstart/largest --title "SmolLM2-135M learns to compare numbers"
 
@@ -29,7 +29,7 @@ def accuracies(steps: Mapping[int, Mapping[str, float]]) -> dict[int, float]:
     return {step: sum(values) / len(values) for step, values in means.items() if values}
 
 
-def answers(path: Path) -> list[str]:
+def responses(path: Path) -> list[str]:
     """The same few prompts at the first and at the last validation, as lines to print."""
     if not path.exists():
         return []
@@ -67,7 +67,7 @@ def main() -> int:
     if validated:
         (_, before), (last, after) = validated[0], validated[-1]
         print(f"  validation accuracy: {before:.3f} before, {after:.3f} after {last} steps")
-    for line in answers(args.directory / SAMPLES_FILE):
+    for line in responses(args.directory / SAMPLES_FILE):
         print(line)
     picture = args.directory / "curve.png"
     titles = {"title": args.title, "subtitle": args.subtitle, "validation_label": args.validation_label}
