@@ -27,12 +27,15 @@ if TYPE_CHECKING:
     from quadriga.rewards.scoring import ScoreFunction, default_compute_score
 
 _HOMES = {
-    **{f"{name.title()}RewardManager": f"managers.{name}" for name in ("batch", "dapo", "judge", "naive", "prime")},
-    **dict.fromkeys(("Grading", "RewardManager", "RewardOutput", "early_grader"), "registry"),
-    **dict.fromkeys(("get_reward_manager_cls", "load_reward_manager", "register"), "registry"),
-    **dict.fromkeys(("ScoreFunction", "default_compute_score"), "scoring"),
-    "GradingPool": "pool",
-    "Outcome": "outcome",
+    "managers.batch": "BatchRewardManager",
+    "managers.dapo": "DapoRewardManager",
+    "managers.judge": "JudgeRewardManager",
+    "managers.naive": "NaiveRewardManager",
+    "managers.prime": "PrimeRewardManager",
+    "outcome": "Outcome",
+    "pool": "GradingPool",
+    "registry": "Grading RewardManager RewardOutput early_grader get_reward_manager_cls load_reward_manager register",
+    "scoring": "ScoreFunction default_compute_score",
 }
 
 __all__ = [
@@ -43,6 +46,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    for module, names in _HOMES.items():
+        if name in names.split():
+            return getattr(import_module(f"{__name__}.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

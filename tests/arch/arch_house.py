@@ -31,7 +31,7 @@ SIZES: dict[str, Size] = {
     "models": Size(2384, 13, 123),
     "observe": Size(1478, 14, 89),
     "protocol": Size(1431, 9, 81),
-    "rewards": Size(3222, 29, 157),
+    "rewards": Size(3226, 29, 157),
     "rollout": Size(7441, 40, 425),
     "single_controller": Size(3032, 13, 162),
     "trainer": Size(2919, 20, 153),
