@@ -99,10 +99,10 @@ def sit(args: Namespace) -> int:
     try:
         for number, outcome in outcomes(args.campaign, range(first, last_wanted), args, until):
             done[number] = outcome
-            groups[outcome.group] += outcome.count
+            groups += outcome.events
             told = outcome.failure or ", ".join(f"{key} {value:.3g}" for key, value in outcome.figures.items())
             mark = "FAILED" if outcome.failure else "ok"
-            print(f"{args.campaign} {number} {outcome.group}: {mark} {told}", flush=True)
+            print(f"{args.campaign} {number} {dict(outcome.events)}: {mark} {told}", flush=True)
     finally:
         # Cases end in any order: those behind one that did not end run again in the next sitting.
         end = first
@@ -118,7 +118,7 @@ def sit(args: Namespace) -> int:
 def _add(name: str, done: dict[int, Outcome], seconds: float) -> None:
     groups, figures = Counter[str](), defaultdict[str, list[float]](list)
     for outcome in done.values():
-        groups[outcome.group] += outcome.count
+        groups += outcome.events
         for key, value in outcome.figures.items():
             figures[key].append(value)
     git = ["git", "-C", str(REPOSITORY)]

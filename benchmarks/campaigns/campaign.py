@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a campaign of `benchmarks/chaos.py` is: one module of this folder with a `CAMPAIGN`."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,16 +12,20 @@ class Outcome:
     """What came of one case.
 
     Attributes:
-        group: part of the campaign that the case belongs to, such as the phase in which a process was killed.
+        group: part of the campaign that the case belongs to; or, where a case stands for several events, how many of
+            each group they were: {"generation": 2, "update": 1}.
         failure: what was not as promised, with all that is needed to see it again; "" where everything was.
         figures: numbers worth keeping, by a name with its unit (`named_after_s`).
-        count: events that the case stands for (kills, programs).
     """
 
-    group: str
+    group: str | Mapping[str, int]
     failure: str = ""
     figures: Mapping[str, float] = field(default_factory=dict)
-    count: int = 1
+
+    @property
+    def events(self) -> Counter[str]:
+        """How many events of each group the case stands for."""
+        return Counter({self.group: 1} if isinstance(self.group, str) else self.group)
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,8 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     They are [4096, 4096] on CUDA and [1024, 1024] elsewhere. A data sheet's peak is that of another machine.
     """
     size = 4096 if device.type == "cuda" else 1024
-    left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    # Not random ones: a resumed run would draw from torch's generator once more than the run left alone.
+    left, right = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
     best = 0.0
     for _ in range(4):
         if left.is_cuda:

@@ -10,7 +10,7 @@ from quadriga.observe.stopping import heeding_sigterm
 from quadriga.observe.timing import Timeline
 from quadriga.trainer.build import build_run
 from quadriga.trainer.checkpoint import Checkpoints, write_configuration
-from quadriga.trainer.saving import random_states, restore_random_states
+from quadriga.trainer.saving import random_states, restore_random_states, seed_random_states
 
 
 class TaskRunner:
@@ -33,6 +33,7 @@ class TaskRunner:
         timeline = Timeline(earlier=start_up)
         write_configuration(config.trainer.directory, show(config))
         print(describe_machine())
+        seed_random_states(config.trainer.seed)
         at_first = random_states()
         self._saved: int | None = None
         restarts = config.trainer.max_worker_restarts
