@@ -10,6 +10,7 @@ from quadriga.observe.stopping import heeding_sigterm
 from quadriga.observe.timing import Timeline
 from quadriga.trainer.build import build_run
 from quadriga.trainer.checkpoint import Checkpoints, write_configuration
+from quadriga.trainer.run_lock import run_lock
 from quadriga.trainer.saving import random_states, restore_random_states, seed_random_states
 
 
@@ -30,6 +31,10 @@ class TaskRunner:
         Raises:
             QuadrigaError: what is wrong with the configuration, the data or the models is said before the first step.
         """
+        with run_lock(config.trainer.directory):
+            self._run(config, start_up)
+
+    def _run(self, config: Config, start_up: Sequence[tuple[str, float]]) -> None:
         timeline = Timeline(earlier=start_up)
         write_configuration(config.trainer.directory, show(config))
         print(describe_machine())

@@ -2,6 +2,7 @@
 """What a person sees who gives a run something wrong: one clear error, no traceback, and nothing lost on the disk."""
 
 import json
+import os
 import resource
 import subprocess
 import time
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from quadriga.cli.main import main
 from quadriga.trainer.checkpoint import verify
+from quadriga.trainer.run_lock import LOCK, run_lock
 
 WAIT_S = 120.0
 
@@ -61,6 +63,18 @@ def assert_says(error: str, *parts: str) -> None:
 
 
 # --- data ------------------------------------------------------------------------------------------------------------
+
+
+def test_directory_of_a_run_that_goes_on(refused: Callable[..., str], tmp_path: Path) -> None:
+    """Nothing in it is touched: neither its configuration nor the log that a run begun anew moves aside."""
+    (tmp_path / "run").mkdir()
+    for name in ("config.yaml", "metrics.jsonl"):
+        (tmp_path / "run" / name).write_text('{"step": 1}\n')
+    with run_lock(tmp_path / "run"):
+        error = refused()
+        assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [LOCK, "config.yaml", "metrics.jsonl"]
+    assert_says(error, f"default_local_dir={tmp_path / 'run'}", f"process {os.getpid()} on ", "Wait for its end")
+    assert {path.read_text() for path in (tmp_path / "run").iterdir()} == {'{"step": 1}\n'}
 
 
 def test_missing_column(refused: Callable[..., str], make_rows: Callable, write: Callable, tmp_path: Path) -> None:
