@@ -181,6 +181,6 @@ def test_a_lock_that_is_deleted_while_it_is_waited_for_is_taken_anew(
 
 def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match=r"default_local_dir=.*NotADirectoryError"):
-        with run_lock(tmp_path / "file" / "run"):
-            pass
+    refused = pytest.raises(CheckpointError, match=r"default_local_dir=.*NotADirectoryError")
+    with refused, run_lock(tmp_path / "file" / "run"):
+        pass
