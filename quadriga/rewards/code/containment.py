@@ -75,7 +75,7 @@ _REFUSED = {
         "namespaces and mounts": (272, 308, 165, 166, 155, 161, 428, 429, 430, 431, 432, 433, 442),
         "keys, bpf, perf, userfaultfd, personality, syslog": (250, 248, 249, 321, 298, 323, 135, 103),
         "files by handle, notification": (303, 304, 253, 294, 300),
-        "memory that outlives a limit": (319, 447, 29, 30, 31, 68, 64, 240),
+        "memory and disk that outlive a limit": (319, 447, 29, 30, 31, 68, 64, 240, 285),
         "mode, owner, times, attributes, truncate": (
             *(90, 91, 268, 452, 92, 93, 94, 260, 188, 189, 190, 197, 198, 199, 463, 466, 132, 235, 280, 261, 76),
         ),
@@ -88,7 +88,7 @@ _REFUSED = {
         "namespaces and mounts": (97, 268, 40, 39, 41, 51, 428, 429, 430, 431, 432, 433, 442),
         "keys, bpf, perf, userfaultfd, personality, syslog": (219, 217, 218, 280, 241, 282, 92, 116),
         "files by handle, notification": (264, 265, 26, 262),
-        "memory that outlives a limit": (279, 447, 194, 195, 196, 186, 190, 180),
+        "memory and disk that outlive a limit": (279, 447, 194, 195, 196, 186, 190, 180, 47),
         "mode, owner, times, attributes, truncate": (52, 53, 452, 55, 54, 5, 6, 7, 14, 15, 16, 463, 466, 88, 45),
     },
 }

@@ -25,7 +25,7 @@ from quadriga.errors import RewardError
 from quadriga.http_client import HTTPClient
 from quadriga.rewards.code import containment
 from quadriga.rewards.code.containment import Limits
-from quadriga.rewards.code.supervisor import COMMAND
+from quadriga.rewards.code.supervisor import COMMAND, HEADER
 
 # An editable installation is found by the site's start-up files, which the supervisor goes without.
 _OWN_FOLDER = str(Path(__file__).resolve().parents[3])
@@ -124,23 +124,38 @@ def run_cases(
 
 
 def _runs(process: subprocess.Popen[bytes], num_cases: int, deadline: float) -> Iterator[Run]:
-    assert process.stdout is not None and process.stderr is not None
-    num_seen, rest, fd = 0, b"", process.stdout.fileno()
-    while num_seen < num_cases:
-        if not select([fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
+    assert process.stderr is not None
+    for num_seen in range(num_cases):
+        try:
+            index, status, code, cpu_s, *sizes = HEADER.unpack(_read(process, HEADER.size, deadline))
+            streams = [_read(process, size, deadline).decode("utf-8", "replace") for size in sizes]
+        except TimeoutError:
             return
-        block = os.read(fd, 1 << 20)
-        if not block:
+        except EOFError:
             said = process.stderr.read().decode("utf-8", "replace").strip()
             raise RewardError(
                 "supervisor of a program's tests",
                 got=f"its end after {num_seen} of {num_cases} tests: {said[-2000:] or 'it said nothing'}",
                 expected="an outcome for each",
-            )
-        *lines, rest = (rest + block).split(b"\n")
-        for line in lines:
-            num_seen += 1
-            yield Run(**json.loads(line))
+            ) from None
+        yield Run(index, status.rstrip(b"\0").decode(), code, cpu_s, *streams)
+
+
+def _read(process: subprocess.Popen[bytes], size: int, deadline: float) -> bytearray:
+    """So many bytes of its standard output; TimeoutError at the deadline, EOFError where it ends before."""
+    assert process.stdout is not None
+    content, num_read = bytearray(size), 0
+    view = memoryview(content)
+    # The deadline comes first: a supervisor that always has something to say would never let it be seen.
+    while num_read < size:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0 or not select([process.stdout], [], [], left_s)[0]:
+            raise TimeoutError
+        num_new = os.readv(process.stdout.fileno(), [view[num_read:]])
+        if not num_new:
+            raise EOFError
+        num_read += num_new
+    return content
 
 
 def run_remotely(

@@ -8,14 +8,16 @@ line of the model's, and it gets the inputs only: the expected outputs never rea
       | -- the job, as JSON -----> |                              |
       |                            | -- fork -------------------> |  gives everything up (`containment`), then runs
       |                            | <----------- its end ------- |
-      | <-- one line a test ------ |  status and streams          |
+      | <-- one outcome a test --- |  status and streams          |
       |                            |  ... `parallel` at a time
 
     supervisor   waits for the ends of processes, 50 ms at most; a process past its wall time or with too full a folder
-                 is killed. SIGKILL only, so nothing can be ignored.
+                 is killed. SIGKILL only, so nothing can be ignored. It never waits for the grader: while that has not
+                 read all outcomes, no further test is started.
     everything   ends with the supervisor, which ends with the grader: the kernel kills a child whose parent is gone.
 
-Streams are files in memory, not pipes: they need no reader, and the limit on a file's size bounds them.
+Streams are files in memory, not pipes: they need no reader, and the limit on a file's size bounds them. They travel as
+they are, each after its length (`HEADER`): nothing in them is read before the grader has them apart.
 """
 
 import io
@@ -23,9 +25,11 @@ import json
 import os
 import selectors
 import signal
+import struct
 import sys
 import time
 import types
+from collections import deque
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,11 +42,14 @@ COMMAND = "import sys; sys.path[:] = sys.argv[1:]; from quadriga.rewards.code.su
 RESULT_FD = 3
 """Where a function's result goes: not to the standard output, where the program may print."""
 
+HEADER = struct.Struct("=I8sid3Q")
+"""Before each test's streams: its index, status, exit code, CPU seconds, and the bytes of the three streams."""
+
 # Where a process notes that it is contained, just before it closes it and the program begins.
 _CONTAINED_FD = 4
 
 _POLL_S = 0.05
-_ERROR_CHARS = 4000
+_ERROR_BYTES = 8000
 
 
 class _Running(NamedTuple):
@@ -103,15 +110,17 @@ class Supervisor:
         self._readable = job["readable"]
         self._selector = selectors.DefaultSelector()
         self._running: dict[int, _Running] = {}
+        self._unsent: deque[memoryview] = deque()
+        os.set_blocking(1, False)
 
     def run(self) -> dict[str, Any] | None:
         """None when all tests have ended; in the process of a test, which leaves by here too, its case."""
         for index, case in enumerate(self._cases):
-            while len(self._running) >= self._parallel:
+            while len(self._running) >= self._parallel or self._unsent:
                 self._wait()
             if self._start(index, case) == 0:
                 return case
-        while self._running:
+        while self._running or self._unsent:
             self._wait()
         return None
 
@@ -162,7 +171,10 @@ class Supervisor:
     def _wait(self) -> None:
         """Until a test has ended, or 50 ms: report what has ended, kill what is over its limits."""
         for key, _ in self._selector.select(_POLL_S):
-            self._report(key.data, "")
+            if key.fd == 1:
+                self._send()
+            else:
+                self._report(key.data, "")
         now = time.monotonic()
         for running in list(self._running.values()):
             over = "wall" if now > running.deadline else "folder" if self._is_full(running.folder) else ""
@@ -187,20 +199,39 @@ class Supervisor:
         over = over or ("folder" if self._is_full(running.folder) else "")
         self._selector.unregister(running.pid_fd)
         del self._running[running.index]
-        limit = self._limits.output_megabytes * MEGABYTE
-        stdout, stderr, result, contained = (_content(fd, limit) for fd in running.streams)
+        stdout, stderr, result, contained = map(_content, running.streams)
+        stderr = stderr[-_ERROR_BYTES:]
         if not contained and not over:
-            raise RuntimeError(f"a test's process could not be contained, and its program has not run: {stderr}")
+            said = stderr.decode("utf-8", "replace")
+            raise RuntimeError(f"a test's process could not be contained, and its program has not run: {said}")
         os.close(running.pid_fd)
         for entry in os.scandir(running.folder):
             os.unlink(entry.path)
         running.folder.rmdir()
         cpu_s = usage.ru_utime + usage.ru_stime
-        ended = {"status": _status(status, over, cpu_s, self._limits), "code": os.waitstatus_to_exitcode(status)}
-        streams = {"stdout": stdout, "stderr": stderr[-_ERROR_CHARS:], "result": result}
-        line = json.dumps({"index": running.index, **ended, "cpu_s": cpu_s, **streams}).encode() + b"\n"
-        while line:
-            line = line[os.write(1, line) :]
+        ended = _status(status, over, cpu_s, self._limits)
+        # What it printed counts only where it ended well.
+        streams = (stdout, stderr, result) if ended == "ok" else (b"", stderr, b"")
+        code = os.waitstatus_to_exitcode(status)
+        head = HEADER.pack(running.index, ended.encode(), code, cpu_s, *map(len, streams))
+        self._unsent.extend(memoryview(part) for part in (head, *streams) if part)
+        self._send()
+
+    def _send(self) -> None:
+        """What the grader's pipe takes without waiting; the rest when it has room again."""
+        is_waiting = 1 in self._selector.get_map()
+        while self._unsent:
+            try:
+                num_sent = os.write(1, self._unsent[0])
+            except BlockingIOError:
+                if not is_waiting:
+                    self._selector.register(1, selectors.EVENT_WRITE)
+                return
+            self._unsent[0] = self._unsent[0][num_sent:]
+            if not self._unsent[0]:
+                self._unsent.popleft()
+        if is_waiting:
+            self._selector.unregister(1)
 
 
 def _status(status: int, over: str, cpu_s: float, limits: Limits) -> str:
@@ -224,8 +255,8 @@ def _memory_file(name: str, content: bytes = b"") -> int:
     return fd
 
 
-def _content(fd: int, limit: int) -> str:
-    # A program may have moved the end of its own stream; what it has written is bounded by the limit on files.
-    content = os.pread(fd, min(limit, os.fstat(fd).st_size), 0)
+def _content(fd: int) -> bytes:
+    # A program may have moved the end of its own stream, but never past the limit on files.
+    content = os.pread(fd, os.fstat(fd).st_size, 0)
     os.close(fd)
-    return content.decode("utf-8", "replace")
+    return content

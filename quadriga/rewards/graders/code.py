@@ -18,12 +18,14 @@ Besides the score it returns "pass_rate" (share of the tests that passed), "num_
 first failure, "" where all passed.
 """
 
+import gc
 import json
 import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import partial
+from operator import methodcaller
 from typing import Any
 
 from quadriga.rewards.code.containment import Limits
@@ -118,11 +120,12 @@ def why_failed(run: Run, case: Case, limits: Limits) -> str:
     if not run.result:
         return "the program ended before its function returned"
     try:
-        if is_same_result(json.loads(run.result), case.expected):
-            return ""
-    except (json.JSONDecodeError, RecursionError):
+        result = _read_json(run.result)
+    except (ValueError, RecursionError) as error:
         # The program has written there by itself.
-        return f"its function's result cannot be read: {_short(run.result)}"
+        return f"its function's result cannot be read: {_short(run.result)} ({error})"
+    if is_same_result(result, case.expected):
+        return ""
     return f"wrong answer: got {_short(run.result)}, expected {_short(case.expected)}"
 
 
@@ -150,8 +153,24 @@ def _graded(num_passed: int, num_tests: int, reason: str, use_partial_credit: bo
     return {"score": score, "pred": None, "pass_rate": share, "num_tests": num_tests, "reason": reason}
 
 
+def _read_json(text: str) -> Any:
+    """The value; ValueError or RecursionError where the text is none that Python reads."""
+    was_collecting = gc.isenabled()
+    # There are no cycles in it, and to look for them again and again makes millions of empty lists take seconds.
+    gc.disable()
+    try:
+        return json.loads(text)
+    finally:
+        if was_collecting:
+            gc.enable()
+
+
 def _short(value: Any) -> str:
-    text = repr(value)
+    try:
+        text = repr(value[:81] if isinstance(value, str) else value)
+    except (ValueError, RecursionError) as error:
+        # Of a ground truth: an integer of thousands of digits, or lists in lists without end.
+        text = f"{type(value).__name__} ({error})"
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
@@ -161,7 +180,7 @@ def read_cases(ground_truth: Any) -> list[Case]:
     if isinstance(tests, str):
         try:
             tests = json.loads(tests)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"ground truth: got text that is not JSON ({error}), expected tests as JSON") from error
     if not isinstance(tests, Mapping) or "inputs" not in tests or "outputs" not in tests:
         got = f"the keys {sorted(map(str, tests))}" if isinstance(tests, Mapping) else type(tests).__name__
@@ -171,7 +190,15 @@ def read_cases(ground_truth: Any) -> list[Case]:
         raise ValueError(f"ground truth: got {len(inputs)} inputs and {len(outputs)} outputs, expected one of each")
     name, pairs = tests.get("fn_name"), zip(inputs, outputs, strict=True)
     if name:
-        return [Case({"function": name, "arguments": _arguments(given)}, output) for given, output in pairs]
+        cases = [Case({"function": name, "arguments": _arguments(given)}, output) for given, output in pairs]
+        try:
+            json.dumps([case.given for case in cases])
+            json.dumps(outputs, default=methodcaller("tolist"))
+        except (TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise ValueError(
+                f"ground truth: got calls that JSON cannot hold ({error}), expected JSON values"
+            ) from error
+        return cases
     return [Case({"input": _text(given)}, _text(output)) for given, output in pairs]
 
 
@@ -181,30 +208,31 @@ def is_same_text(printed: str, expected: str) -> bool:
     Where the expected word is a number with a decimal point, a number within 1e-6 of it (absolutely or relatively) is
     the same.
     """
-    lines, wanted = ([line.rstrip() for line in text.rstrip().splitlines()] for text in (printed, expected))
-    if lines == wanted:
-        return True
-    if len(lines) != len(wanted):
-        return False
-    words = [(line.split(), want.split()) for line, want in zip(lines, wanted, strict=True)]
-    return all(
-        len(got) == len(want) and all(_is_same_word(*pair) for pair in zip(got, want, strict=True))
-        for got, want in words
-    )
+    lines, wanted = (text.rstrip().splitlines() for text in (printed, expected))
+    return len(lines) == len(wanted) and all(map(_is_same_line, lines, wanted))
 
 
 def is_same_result(result: Any, expected: Any) -> bool:
     """Whether a function's result is the expected one; numbers with a fraction within 1e-6."""
     if isinstance(expected, str):
         try:
-            if _is_same_value(result, json.loads(expected)):
+            if _is_same_value(result, _read_json(expected)):
                 return True
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             # A plain text, which stands for itself.
             return _is_same_value(result, expected)
     if _is_same_value(result, expected):
         return True
     return isinstance(expected, Sequence) and len(expected) == 1 and _is_same_value(result, expected[0])
+
+
+def _is_same_line(line: str, expected: str) -> bool:
+    if line.rstrip() == expected.rstrip():
+        return True
+    wanted = expected.split()
+    # One word more than is wanted tells enough.
+    words = line.split(maxsplit=len(wanted))
+    return len(words) == len(wanted) and all(map(_is_same_word, words, wanted))
 
 
 def _is_same_word(word: str, expected: str) -> bool:
@@ -220,34 +248,56 @@ def _is_same_word(word: str, expected: str) -> bool:
 
 
 def _is_same_value(value: Any, expected: Any) -> bool:
-    if isinstance(expected, list | tuple):
-        is_list = isinstance(value, list) and len(value) == len(expected)
-        return is_list and all(_is_same_value(*pair) for pair in zip(value, expected, strict=True))
-    if isinstance(expected, Mapping):
-        keys = {str(key): entry for key, entry in expected.items()}
-        is_dict = isinstance(value, Mapping) and value.keys() == keys.keys()
-        return is_dict and all(_is_same_value(value[key], entry) for key, entry in keys.items())
+    # Not by recursion: lists may lie in lists deeper than Python's stack.
+    pairs = [(value, expected)]
+    while pairs:
+        value, expected = pairs.pop()
+        # Arrays and numbers of NumPy, as tables of ground truths may hold them.
+        expected = expected.tolist() if hasattr(expected, "tolist") else expected
+        if isinstance(expected, list | tuple):
+            if not isinstance(value, list) or len(value) != len(expected):
+                return False
+            pairs += zip(value, expected, strict=True)
+        elif isinstance(expected, Mapping):
+            keys = {str(key): entry for key, entry in expected.items()}
+            if not isinstance(value, Mapping) or value.keys() != keys.keys():
+                return False
+            pairs += [(value[key], entry) for key, entry in keys.items()]
+        elif not _is_same_scalar(value, expected):
+            return False
+    return True
+
+
+def _is_same_scalar(value: Any, expected: Any) -> bool:
     if isinstance(value, bool) or isinstance(expected, bool):
         return value is expected
     if isinstance(value, float) or isinstance(expected, float):
-        are_numbers = isinstance(value, int | float) and isinstance(expected, int | float)
-        return are_numbers and _is_close(value, expected)
+        try:
+            return isinstance(value, int | float) and isinstance(expected, int | float) and _is_close(value, expected)
+        except OverflowError:
+            # An integer beyond every float.
+            return False
     return value == expected
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list | tuple):
-        return "\n".join(map(str, value))
-    raise ValueError(f"ground truth: got {type(value).__name__} as a test's input or output, expected text or lines")
+    if not isinstance(value, str | list | tuple):
+        raise ValueError(
+            f"ground truth: got {type(value).__name__} as a test's input or output, expected text or lines"
+        )
+    try:
+        text = value if isinstance(value, str) else "\n".join(map(str, value))
+        text.encode("utf-8", "surrogateescape")
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"ground truth: got {_short(value)} as a test's input or output ({error})") from error
+    return text
 
 
 def _arguments(given: Any) -> list[Any]:
     if isinstance(given, str):
         try:
             return [json.loads(line) for line in given.splitlines() if line.strip()]
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"ground truth: got the arguments {given[:80]!r}, expected JSON, one a line") from error
     if isinstance(given, list | tuple):
         return list(given)

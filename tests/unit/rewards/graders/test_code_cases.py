@@ -2,11 +2,35 @@
 """Test cases: read from ground truths, and answers compared."""
 
 import json
+import math
 
+import numpy as np
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
-from quadriga.rewards.code.run import Case
-from quadriga.rewards.graders.code import is_same_result, is_same_text, read_cases
+from quadriga.rewards.code.containment import Limits
+from quadriga.rewards.code.run import Case, Run
+from quadriga.rewards.graders.code import is_same_result, is_same_text, read_cases, why_failed
+
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.integers(10**300, 10**330)
+    | st.floats()
+    | st.text(st.characters(codec=None), max_size=5)
+)
+VALUES = st.recursive(
+    SCALARS, lambda parts: st.lists(parts, max_size=3) | st.dictionaries(st.text(max_size=3), parts, max_size=3)
+)
+
+
+def nested(depth):
+    value = []
+    for _ in range(depth):
+        value = [value]
+    return value
 
 
 def test_standard_input_as_text_or_lines_or_json():
@@ -33,6 +57,15 @@ def test_calls_as_lists_or_json_lines():
         ({"inputs": [1], "outputs": ["1"]}, "int as a test's input"),
         ({"inputs": ["x ="], "outputs": ["1"], "fn_name": "f"}, "expected JSON, one a line"),
         ({"inputs": [5], "outputs": ["1"], "fn_name": "f"}, "int as a test's arguments"),
+        ('{"inputs": [' + "1" * 5000 + "]}", r"not JSON \(Exceeds the limit"),
+        ("[" * 100_000, r"not JSON \(maximum recursion"),
+        ({"inputs": ["1" * 5000], "outputs": ["1"], "fn_name": "f"}, "expected JSON, one a line"),
+        ({"inputs": [[b"x"]], "outputs": ["1"], "fn_name": "f"}, "calls that JSON cannot hold .*bytes"),
+        ({"inputs": [[1]], "outputs": [{1, 2}], "fn_name": "f"}, "calls that JSON cannot hold .*set"),
+        ({"inputs": [[1]], "outputs": [nested(5000)], "fn_name": "f"}, "calls that JSON cannot hold .*recursion"),
+        ({"inputs": [[10**5000]], "outputs": ["1"], "fn_name": "f"}, "calls that JSON cannot hold .*Exceeds"),
+        ({"inputs": ["\ud800"], "outputs": ["1"]}, r"got '\\ud800' as a test's input or output .*surrogates"),
+        ({"inputs": [[10**5000]], "outputs": ["1"]}, "got list .* as a test's input or output"),
     ],
 )
 def test_a_truth_without_tests_is_an_error(truth, message):
@@ -54,6 +87,14 @@ def test_a_truth_without_tests_is_an_error(truth, message):
         ("YES", "yes", False),
         ("", "3", False),
         ("", "", True),
+        ("1", "", False),
+        (" 1 2 ", "1.0 2", True),
+        ("1 2 3", "1.0 2", False),
+        ("1\r\n2\r\n", "1\n2", True),
+        ("1" * 5000, "2.5", False),
+        ("1e999", "2.5", False),
+        ("\x00", "2.5", False),
+        ("\ufffd", "2.5", False),
     ],
 )
 def test_outputs(printed, expected, is_same):
@@ -80,7 +121,47 @@ def test_outputs(printed, expected, is_same):
         ({"1": 2}, {"2": 2}, False),
         (None, "null", True),
         ("3", 3, False),
+        (10**400, 2.5, False),
+        (10**400, [2.5], False),
+        (10**400, "2.5", False),
+        (2.5, 10**400, False),
+        (10**400, 10**400, True),
+        (math.inf, 2.5, False),
+        (math.inf, math.inf, True),
+        (3, "1" * 5000, False),
+        (3, "[" * 100_000, False),
+        ("\ud800", "\ud800", True),
+        (nested(5000), nested(5000), True),
+        (nested(5000), nested(5002), False),
+        ([1, 2], np.array([1, 2]), True),
+        ([1, 2], [np.int64(1), np.float32(2)], True),
     ],
 )
 def test_results(result, expected, is_same):
     assert is_same_result(result, expected) is is_same
+
+
+@given(VALUES, VALUES)
+@example([10**400], [2.5])
+@example(float("nan"), 10**400)
+def test_no_result_makes_a_comparison_fail(result, expected):
+    for given_result in (result, expected):
+        run = Run(0, "ok", 0, 0.0, json.dumps(given_result), "", json.dumps(given_result))
+        for case in (Case({"function": "f", "arguments": []}, expected), Case({"input": ""}, json.dumps(expected))):
+            reason = why_failed(run, case, Limits())
+            assert reason == "" or reason.startswith("wrong answer: got ")
+    if "nan" not in repr(expected):
+        assert is_same_result(expected, expected)
+
+
+@given(st.text(st.characters(codec=None)), st.text(st.characters(codec=None)))
+def test_no_output_makes_a_comparison_fail(printed, expected):
+    assert is_same_text(expected, expected)
+    assert is_same_text(printed, expected) in (True, False)
+
+
+@pytest.mark.parametrize("result", ["1" * 5000, "[" * 100_000, '{"":' * 100_000, "{", "\x00", "\ufffd", "[1e", "1 2"])
+def test_a_result_that_cannot_be_read_is_a_wrong_one(result):
+    reason = why_failed(Run(0, "ok", 0, 0.0, "", "", result), Case({"function": "f", "arguments": []}, 3), Limits())
+    assert reason.startswith("its function's result cannot be read: ")
+    assert len(reason) < 300
