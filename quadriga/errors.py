@@ -6,9 +6,11 @@
     ├── DataError          a data file, a row, a tokenizer
     ├── ProtocolError      a DataProto that does not hold together
     ├── WorkerError        a worker, a worker group, a resource pool, a dispatch mode
+    │   └── WorkerLostError  a worker's process or node is gone, or silent
     ├── EngineError        a training engine
     │   └── PeerLostError  a collective that another process left
     ├── RolloutError       a generation engine
+    │   └── EngineLostError  a generation engine whose process is gone
     ├── WeightSyncError    weights that are not those of the trainer
     ├── RewardError        a grader, a reward manager
     └── CheckpointError    a checkpoint that cannot be written or read
@@ -68,6 +70,10 @@ class WorkerError(QuadrigaError):
     """A worker, a worker group, a resource pool or a dispatch mode failed."""
 
 
+class WorkerLostError(WorkerError):
+    """A worker's process or node is gone, or does not answer: a run can go on with new ones."""
+
+
 class EngineError(QuadrigaError):
     """A training engine failed or was asked for what it cannot do."""
 
@@ -78,6 +84,10 @@ class PeerLostError(EngineError):
 
 class RolloutError(QuadrigaError):
     """A generation engine failed or was asked for what it cannot do."""
+
+
+class EngineLostError(RolloutError):
+    """A generation engine's process is gone or failed: another engine can answer its requests."""
 
 
 class WeightSyncError(QuadrigaError):

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from operator import itemgetter
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, Self, TypeVar, cast
 
 import numpy as np
 import torch
@@ -81,11 +81,18 @@ class WorkerGroup(GroupLayout, ABC, Generic[W]):
     Args:
         worker_class: its registered methods become the group's (`methods`: how each is called).
         name: the role, for error messages; "": the name of the class.
+
+    Attributes:
+        ranks: of the workers that are called; all, unless `use_ranks` leaves some out.
+        shares_processes: whether other roles are in the workers' processes.
     """
+
+    shares_processes: bool = False
 
     def __init__(self, worker_class: type[W], world_size: int, name: str = "") -> None:
         super().__init__(world_size)
         self.worker_class = worker_class
+        self.ranks = list(range(world_size))
         self.name = name or worker_class.__name__
         found = {each: getattr(getattr(worker_class, each, None), REGISTRATION, None) for each in dir(worker_class)}
         self.methods: dict[str, Registration] = {method: how for method, how in found.items() if how is not None}
@@ -97,7 +104,7 @@ class WorkerGroup(GroupLayout, ABC, Generic[W]):
 
     @abstractmethod
     def start_all(self, method_name: str, per_rank: Sequence[Arguments]) -> list[Any]:
-        """Start a method on the ranks 0, 1, ... without waiting. Returns handles of their outputs in rank order."""
+        """Start a method on `ranks` without waiting. Returns handles of their outputs in rank order."""
 
     @staticmethod
     @abstractmethod
@@ -106,6 +113,21 @@ class WorkerGroup(GroupLayout, ABC, Generic[W]):
 
         With `borrow` the caller copies the rows of the outputs: they may lie in memory that is only lent.
         """
+
+    @staticmethod
+    @abstractmethod
+    def first_outcomes(handles: Sequence[Any]) -> dict[Any, Any]:
+        """Wait for one of several handles. Returns what has come: outputs, which the caller copies as with `borrow`,
+        and of those that failed the errors."""
+
+    @abstractmethod
+    def restart(self, rank: int) -> None:
+        """End a worker, in whatever state it is, and build another in its place."""
+
+    def use_ranks(self, ranks: Sequence[int]) -> Self:
+        """Call these workers alone from here on, for methods in which they do not meet. They keep their ranks."""
+        self.ranks, self.world_size, self.meshes = sorted(ranks), len(ranks), GroupLayout(len(ranks)).meshes
+        return self
 
     def mesh(self, name: str) -> MeshLayout:
         """Which chunk each rank works on in the mesh `name`; the workers are called for it once."""
@@ -218,18 +240,19 @@ class LocalWorkerGroup(WorkerGroup[W]):
     ) -> None:
         pool = resource_pool or ResourcePool([1])
         super().__init__(cls_with_init.cls, pool.world_size, name)
-        arguments = cls_with_init.args, cls_with_init.kwargs
+        self._entry, arguments = cls_with_init, (cls_with_init.args, cls_with_init.kwargs)
         seats = [(local_rank, count) for count in pool.process_on_nodes for local_rank in range(count)]
+        self._places = [WorkerPlace(rank, pool.world_size, *seat) for rank, seat in enumerate(seats)]
         self.workers: list[W] = []
-        for rank, (local_rank, local_size) in enumerate(seats):
-            with placed(WorkerPlace(rank, pool.world_size, local_rank, local_size)):
+        for place in self._places:
+            with placed(place):
                 self.workers.append(cls_with_init.cls.__new__(cls_with_init.cls, *arguments[0], **arguments[1]))
         self.resolve(self.start_all("__init__", [arguments] * pool.world_size))
 
     def start_all(self, method_name: str, per_rank: Sequence[Arguments]) -> list[Future[Any]]:
         """Run a method on the ranks, one after the other, to its end; a coroutine in an event loop of its own."""
         outcomes: list[Future[Any]] = []
-        for rank, (args, kwargs) in enumerate(per_rank):
+        for rank, (args, kwargs) in zip(self.ranks, per_rank, strict=False):
             outcome: Future[Any] = Future()
             try:
                 output = getattr(self.workers[rank], method_name)(*args, **kwargs)
@@ -238,7 +261,7 @@ class LocalWorkerGroup(WorkerGroup[W]):
                 outcome.set_exception(error)
             except Exception as error:
                 failed = WorkerError(
-                    f"{self.name}[rank {rank}/{self.world_size}] failed in {method_name}",
+                    f"{self.name}[rank {rank}/{len(self.workers)}] failed in {method_name}",
                     got=f"{type(error).__name__}: {error} (called with {describe_arguments(args, kwargs)})",
                 )
                 failed.__cause__ = error
@@ -249,6 +272,14 @@ class LocalWorkerGroup(WorkerGroup[W]):
     @staticmethod
     def resolve(handles: Sequence[Future[Any]], borrow: bool = False) -> list[Any]:
         return [handle.result() for handle in handles]
+
+    @staticmethod
+    def first_outcomes(handles: Sequence[Future[Any]]) -> dict[Future[Any], Any]:
+        return {handle: handle.exception() or handle.result() for handle in handles}
+
+    def restart(self, rank: int) -> None:
+        with placed(self._places[rank]):
+            self.workers[rank] = self._entry()
 
 
 class WorkerGroups:

@@ -15,9 +15,10 @@ from quadriga.data.sft_dataset import MultiTurnSFTDataset, SFTDataset
 from quadriga.observe.timing import Timeline
 from quadriga.rewards import RewardManager, load_reward_manager
 from quadriga.single_controller import ClassWithInitArgs, LocalWorkerGroup, WorkerGroups
-from quadriga.trainer.ray_trainer import RayPPOTrainer, WeightPublisher, Workers
+from quadriga.trainer.ray_trainer import RayPPOTrainer, Workers
 from quadriga.trainer.rewards import ModelReward
 from quadriga.trainer.roles import Needs, Role
+from quadriga.trainer.rollout_pool import RolloutPool, WeightPublisher
 from quadriga.trainer.sft import RewardModelTrainer, SFTTrainer, SupervisedTrainer
 from quadriga.workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker, RolloutWorker
 from quadriga.workers.base import UpdateInputs
@@ -78,7 +79,7 @@ def build_run(config: Config, timeline: Timeline) -> Run:
         choices = models()
         total = config.trainer.total_training_steps or config.trainer.total_epochs * max(1, len(train))
         if config.task == "rl":
-            workers = handles(team)
+            workers = handles(team, config)
             with timeline.part("rewards"):
                 reward = build_reward(config, tokenizer, workers.reward_model)
             trainer = RayPPOTrainer(config, tokenizer, workers, reward, train, val, total)
@@ -137,17 +138,18 @@ def load_models(team: WorkerGroups, timeline: Timeline) -> dict[str, str]:
     return choices
 
 
-def handles(team: WorkerGroups) -> Workers:
+def handles(team: WorkerGroups, config: Config) -> Workers:
     """The team's groups as the loop calls them. A rollout on processes of its own has the actor's weights then."""
     groups = {Role(role): group for role, group in team.groups.items()}
     workers = {role: group.as_worker() for role, group in groups.items()}
     policy = next(role for role in (Role.ActorRolloutRef, Role.ActorRollout, Role.Actor) if role in groups)
-    rollout = Role.Rollout if policy == Role.Actor else policy
-    apart = None if rollout == policy else groups[rollout]
+    weights = WeightPublisher(groups[policy])
+    if policy == Role.Actor:
+        weights = RolloutPool(groups[policy], groups[Role.Rollout], config.trainer.max_worker_restarts)
     return Workers(
         actor=workers[policy],
-        rollout=workers[rollout],
-        weights=WeightPublisher(groups[policy], apart),
+        rollout=weights if isinstance(weights, RolloutPool) else workers[policy],
+        weights=weights,
         reference=workers.get(Role.ActorRolloutRef) or workers.get(Role.RefPolicy),
         critic=workers.get(Role.Critic),
         reward_model=workers.get(Role.RewardModel),

@@ -31,7 +31,6 @@ from quadriga.observe.progress import step_fields
 from quadriga.observe.timing import PhaseTimer
 from quadriga.protocol import DataProto
 from quadriga.rewards import RewardManager
-from quadriga.single_controller.worker_group import WorkerGroup
 from quadriga.trainer.balance import SequenceCost, order_for_ranks
 from quadriga.trainer.group_filter import GroupFilter
 from quadriga.trainer.loop import TrainingLoop
@@ -41,41 +40,10 @@ from quadriga.trainer.responses import generate_responses, sample_rows, write_sa
 from quadriga.trainer.rewards import BatchRewards, grade, joins_late
 from quadriga.trainer.roles import Needs
 from quadriga.trainer.rollout_cache import RolloutCache
+from quadriga.trainer.rollout_pool import RolloutPool, WeightPublisher
 from quadriga.trainer.validate import Validator
-from quadriga.workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker, RolloutWorker
+from quadriga.workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
 from quadriga.workers.base import UpdateInputs, model_inputs
-
-
-class WeightPublisher:
-    """Gives the rollout the actor's weights.
-
-    Where the rollout has processes of its own, weights of version 0 are sent at once:
-
-        driver     publish(v) ────┬──────────────┬───────────────────────> both are done
-        actor                     └ send_weights │ ── buckets ──┐      without frozen weights that the rollout has
-        rollout                                  └ receive_weights ── compare fingerprints
-
-    `rollout` is None where it is in the actor's processes.
-    """
-
-    def __init__(self, actor: WorkerGroup[Any], rollout: WorkerGroup[Any] | None = None) -> None:
-        self._actor, self._rollout, self._has_frozen = actor, rollout, False
-        if rollout is not None:
-            address, *_ = actor.method("offer_weights")(rollout.world_size)
-            rollout.method("expect_weights")(address)
-            self.publish(0)
-
-    def publish(self, version: int) -> None:
-        """Afterwards the rollout generates with the actor's weights, under this version; else a WeightSyncError."""
-        if self._rollout is None:
-            self._actor.method("publish_weights")(version)
-            return
-        has_frozen, self._has_frozen = self._has_frozen, False
-        sent = self._actor.method("send_weights")(version, has_frozen)
-        received = self._rollout.method("receive_weights")(version)
-        sent.get()
-        received.get()
-        self._has_frozen = True
 
 
 @dataclass(frozen=True)
@@ -86,7 +54,7 @@ class Workers:
     """
 
     actor: ActorRolloutRefWorker
-    rollout: ActorRolloutRefWorker | RolloutWorker
+    rollout: ActorRolloutRefWorker | RolloutPool
     weights: WeightPublisher
     reference: ActorRolloutRefWorker | None
     critic: CriticWorker | None
@@ -162,6 +130,8 @@ class RayPPOTrainer(TrainingLoop):
         with self.profiler.step(self.global_steps), self.timer.phase("step"):
             batch = self.step()
         self.metrics |= data_metrics(batch) | performance_metrics(batch, self.timer.seconds, self.metrics)
+        for name, count in self.weights.take_counts().items():
+            self.metrics[name] = self.metrics.get(name, 0.0) + count
         return batch
 
     def step(self) -> DataProto:

@@ -17,7 +17,8 @@ from quadriga.errors import DataError
 from quadriga.observe.tracking.jsonl import jsonable
 from quadriga.protocol import DataProto
 from quadriga.trainer.checkpoint import write_atomically
-from quadriga.workers import ActorRolloutRefWorker, RolloutWorker
+from quadriga.trainer.rollout_pool import RolloutPool
+from quadriga.workers import ActorRolloutRefWorker
 from quadriga.workers.base import CONVERSATION_OBJECTS, PROMPT_OBJECTS, PROMPT_TENSORS
 
 PASSING = (*PROMPT_TENSORS, "raw_prompt_ids", "sample_index", "multi_modal_data")
@@ -25,7 +26,7 @@ PASSING = (*PROMPT_TENSORS, "raw_prompt_ids", "sample_index", "multi_modal_data"
 
 
 def generate_responses(
-    rollout: ActorRolloutRefWorker | RolloutWorker, config: Config, prompts: DataProto, num_samples: int
+    rollout: ActorRolloutRefWorker | RolloutPool, config: Config, prompts: DataProto, num_samples: int
 ) -> DataProto:
     """Responses to prompts, from the rollout.
 

@@ -39,7 +39,8 @@ from quadriga.rewards import RewardManager
 from quadriga.trainer.prompts import assign_uids
 from quadriga.trainer.responses import generate_responses, sample_rows, write_samples
 from quadriga.trainer.rewards import grade
-from quadriga.workers import ActorRolloutRefWorker, RolloutWorker
+from quadriga.trainer.rollout_pool import RolloutPool
+from quadriga.workers import ActorRolloutRefWorker
 
 CORE_VARIABLES = ("acc", "reward")
 CORE_METRICS = ("mean@{}", "best@{}/mean", "maj@{}/mean")
@@ -58,7 +59,7 @@ class Validator:
         self,
         config: Config,
         tokenizer: Any,
-        rollout: ActorRolloutRefWorker | RolloutWorker,
+        rollout: ActorRolloutRefWorker | RolloutPool,
         reward: RewardManager,
         dataloader: Any,
     ) -> None:

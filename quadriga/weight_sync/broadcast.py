@@ -17,7 +17,7 @@ group and has its own store: rank 0 is the trainer's first process, which has th
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -42,11 +42,11 @@ and for tensors that gloo still holds. A tensor larger than a part is sent witho
 
 @dataclass(frozen=True)
 class Address:
-    """Where receivers find the sender: host and port of its store, and how many of them there are."""
+    """Where receivers find the sender: host and port of its store, and the ranks of all of them in the rollout."""
 
     host: str
     port: int
-    num_receivers: int
+    ranks: tuple[int, ...]
 
 
 class Channel:
@@ -57,7 +57,7 @@ class Channel:
 
     def __init__(self, address: Address, rank: int, device: torch.device, store: dist.TCPStore | None = None) -> None:
         self._address, self._rank, self._device, self._store = address, rank, device, store
-        self._size = address.num_receivers + 1
+        self._size = len(address.ranks) + 1
         self._headers: Any = None
         self._contents: Any = None
         self._buffer: torch.Tensor | None = None
@@ -121,6 +121,8 @@ class Channel:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
+            # The others wait for this process: they see its connections end.
+            self.close()
             raise WeightSyncError(
                 f"weight sync by broadcast, process {self._rank} of {self._size} in {what}",
                 got=str(error).strip().partition("\n")[0],
@@ -135,10 +137,10 @@ class WeightSender:
     Receivers must be able to resolve `host`. For `bucket_bytes` see `SHARES`.
     """
 
-    def __init__(self, host: str, num_receivers: int, device: torch.device, bucket_bytes: int) -> None:
+    def __init__(self, host: str, ranks: Sequence[int], device: torch.device, bucket_bytes: int) -> None:
         self._bucket_bytes = bucket_bytes // SHARES
         store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
-        self.address = Address(host, store.port, num_receivers)
+        self.address = Address(host, store.port, tuple(ranks))
         self.channel = Channel(self.address, 0, device, store)
 
     def publish(self, weights: NamedWeights, version: int) -> None:
@@ -161,11 +163,11 @@ class WeightSender:
 
 
 class WeightReceiver(CopiedWeights):
-    """The rollout's side, in each of its processes, whose ranks count from 0."""
+    """The rollout's side, in the process of one of the address's ranks."""
 
     def __init__(self, address: Address, rank: int, device: torch.device) -> None:
         super().__init__()
-        self.channel = Channel(address, rank + 1, device)
+        self.channel = Channel(address, address.ranks.index(rank) + 1, device)
 
     def receive(self, target: WeightTarget, version: int) -> None:
         """Load what the trainer sends next into the target.

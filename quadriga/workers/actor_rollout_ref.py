@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The policy in its three parts: the actor that learns, the rollout that generates, the reference that stays."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -197,13 +197,15 @@ class ActorRolloutRefWorker(Learner):
             self.weight_sync.publish(weights, rollout, version)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def offer_weights(self, num_receivers: int) -> Address | None:
-        """Prepare weight sync with a rollout in `num_receivers` other processes. Returns, from rank 0, the address of
-        the weights."""
+    def offer_weights(self, ranks: Sequence[int]) -> Address | None:
+        """Prepare weight sync with these ranks of a rollout in other processes, and no others any more. Returns, from
+        rank 0, the address of the weights."""
         if self.rank != 0:
             return None
+        if self.sender is not None:
+            self.sender.close()
         bucket_bytes = self.rollout_config.update_weights_bucket_megabytes << 20
-        self.sender = WeightSender(self.place.master_addr, num_receivers, self.processes.world.device, bucket_bytes)
+        self.sender = WeightSender(self.place.master_addr, ranks, self.processes.world.device, bucket_bytes)
         return self.sender.address
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
@@ -213,10 +215,12 @@ class ActorRolloutRefWorker(Learner):
         `has_frozen` says whether the rollout loaded what was sent last, frozen weights included.
         """
         with self.weights(has_frozen=has_frozen) as weights:
-            if self.sender is not None:
-                self.sender.publish(weights, version)
-            for _ in weights:  # the other ranks take part in gathering each tensor
-                pass
+            try:
+                if self.sender is not None:
+                    self.sender.publish(weights, version)
+            finally:
+                for _ in weights:  # all ranks take part in gathering each tensor, even where it could not be sent
+                    pass
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, directory: Path) -> None:

@@ -41,7 +41,9 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def expect_weights(self, address: Address) -> None:
-        """Take the address that weights will come from."""
+        """Take the address that weights will come from, and leave an earlier one."""
+        if self._receiver is not None:
+            self._receiver.close()
         self._receiver = WeightReceiver(address, self.rank, self.device)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)

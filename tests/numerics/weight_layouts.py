@@ -149,7 +149,7 @@ def train(folder: Path, name: str, world: ProcessGroup) -> None:
     shapes = {name: list(tensor.shape) for name, tensor in published(engine, model)}
     sender = None
     if world.is_first:
-        sender = WeightSender("localhost", len(ROLLOUTS), CPU, BUCKET_BYTES)
+        sender = WeightSender("localhost", range(len(ROLLOUTS)), CPU, BUCKET_BYTES)
         tell(folder / f"{name}.address", {"address": asdict(sender.address), "shapes": shapes})
 
     def work() -> None:

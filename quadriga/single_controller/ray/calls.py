@@ -25,7 +25,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, NodeDiedError, RayError, RaySystemError, RayTaskError
 
-from quadriga.errors import PeerLostError, QuadrigaError, WorkerError
+from quadriga.errors import PeerLostError, QuadrigaError, WorkerError, WorkerLostError
 from quadriga.observe.watchdog import waiting
 from quadriga.single_controller.ray import transport
 from quadriga.single_controller.ray.cluster import head_address, is_lost, own_node_id, responds, run_on_node
@@ -119,6 +119,26 @@ def resolve(
     if wait.failed():
         raise wait.error()
     return [transport.unpack_result(wait.outputs[call.ref], borrow) for call in handles]
+
+
+def first_outcomes(handles: Sequence[Call]) -> dict[Call, Any]:
+    """Wait for one of several calls. Returns the outputs of those that have come, lent as with `borrow` of `resolve`,
+    and the error of each that failed."""
+    wait = _Wait(handles)
+    with waiting(wait.what, wait.report, REPORT_EVERY_S):
+        look = time.monotonic() + LOOK_AT_NODES_S
+        while not wait.is_over(POLL_S) and not wait.outputs:
+            if time.monotonic() >= look:
+                wait.look_at_nodes()
+                look = time.monotonic() + LOOK_AT_NODES_S
+    outcomes: dict[Call, Any] = {}
+    for ref, output in wait.outputs.items():
+        if isinstance(output, _Loss):
+            output = _error_of_loss(output)
+        else:
+            output = output.as_error() if isinstance(output, Failure) else transport.unpack_result(output, borrow=True)
+        outcomes[wait.calls[ref]] = output
+    return outcomes
 
 
 class _Wait:
@@ -259,7 +279,7 @@ def _error_of_loss(loss: _Loss) -> WorkerError:
             log = CrashLog((f"(they could not be read: {type(failure).__name__})",))
     got, fix = cause_of_death(error, log, address.oom_kills if address else log.oom_kills, call.worker.pid)
     given = f" (called with {call.arguments()})" if call.arguments() else ""
-    died = WorkerError(f"{call.worker} died in {call.method}", got=f"{got}{given}", fix=fix)
+    died = WorkerLostError(f"{call.worker} died in {call.method}", got=f"{got}{given}", fix=fix)
     died.worker = str(call.worker)
     if log.last_lines:
         died.add_note(f"\n{call.worker}, process {call.worker.pid}, its last lines on standard error:")

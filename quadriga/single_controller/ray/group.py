@@ -140,33 +140,56 @@ class WorkerProcesses:
         fixed: dict[str, Any] = {"concurrency_groups": {"control": 1}, "allow_out_of_order_execution": False}
         given = {key: value for key, value in options.items() if key != "runtime_env"}
         process = ray.remote(**share, **fixed, **given)(WorkerProcess)
-        self.actors = [
+        self._processes = [
             process.options(
                 scheduling_strategy=PlacementGroupSchedulingStrategy(bundle.placement_group, bundle.index),
                 runtime_env={**runtime_env, "env_vars": {**threads[bundle.node_id].environment(), **chosen}},
-            ).remote(name, rank)
-            for rank, bundle in enumerate(self.bundles)
+            )
+            for bundle in self.bundles
         ]
+        self.is_ended = False
+        self.actors = [process.remote(name, rank) for rank, process in enumerate(self._processes)]
         self.address_refs = [actor.address.remote() for actor in self.actors]
 
     @cached_property
     def addresses(self) -> list[ProcessAddress]:
         """Where the processes run; waits until all have started, and has their workers built."""
-        size = len(self.actors)
-        starts = [
-            Call(ref, actor, None, WorkerName(self.name, rank, size), "start", str)
-            for rank, (ref, actor) in enumerate(zip(self.address_refs, self.actors, strict=True))
-        ]
-        addresses: list[ProcessAddress] = calls.resolve(starts)
+        ranks = range(len(self.actors))
+        addresses: list[ProcessAddress] = calls.resolve([self._start_of(rank) for rank in ranks])
+        self._build(ranks, addresses)
+        return addresses
+
+    @property
+    def num_roles(self) -> int:
+        """How many roles share the processes."""
+        return len(self._entries)
+
+    def restart(self, rank: int) -> None:
+        """End the process of a rank, start another on its bundle, and have its workers built there.
+
+        Waits until the process has started: as long as the cluster lacks the resources.
+        """
+        calls.end_processes([self.actors[rank]], [self.address_refs[rank]])
+        if self.is_ended:
+            raise WorkerError(f"{self.name}[rank {rank}]", got="a restart", expected="a group that is not shut down")
+        self.actors[rank] = self._processes[rank].remote(self.name, rank)
+        self.address_refs[rank] = self.actors[rank].address.remote()
+        [self.addresses[rank]] = calls.resolve([self._start_of(rank)])
+        self._build([rank], self.addresses)
+
+    def _start_of(self, rank: int) -> Call:
+        name = WorkerName(self.name, rank, len(self.actors))
+        return Call(self.address_refs[rank], self.actors[rank], None, name, "start", str)
+
+    def _build(self, ranks: Sequence[int], addresses: Sequence[ProcessAddress]) -> None:
         nodes, master = [address.node_id for address in addresses], addresses[0]
         for role, entry in self._entries.items():
             # Arguments may be large (a tokenizer): one object for all processes.
             shared = ray.put(ClassWithInitArgs(entry.cls, *entry.args, **entry.kwargs))
-            for rank, node in enumerate(nodes):
-                local = nodes[:rank].count(node)
-                place = WorkerPlace(rank, size, local, nodes.count(node), master.node, master.port)
+            for rank in ranks:
+                local, count = nodes[:rank].count(nodes[rank]), nodes.count(nodes[rank])
+                place = WorkerPlace(rank, len(nodes), local, count, master.node, master.port)
                 self.actors[rank].build.remote(role, shared, place)
-        return addresses
 
 
 # ---- groups -------------------------------------------------------------------------------------
@@ -207,21 +230,30 @@ class RayWorkerGroup(WorkerGroup[W]):
             }
 
     def start_all(self, method_name: str, per_rank: Sequence[Arguments]) -> list[Call]:
-        """Start a method on the ranks 0, 1, ...; what they share goes into the object store once."""
+        """Start a method on the group's ranks; what they share goes into the object store once."""
         group, method = self._group_of(method_name)
         addresses, started = self.processes.addresses, []
-        for rank, message in enumerate(OUTBOX.pack(per_rank)):
+        for number, message in enumerate(OUTBOX.pack(per_rank)):
+            rank = self.ranks[number]
             address, actor = addresses[rank], self.processes.actors[rank]
-            worker = WorkerName(group.name, rank, self.world_size, address.node, address.pid)
+            worker = WorkerName(group.name, rank, len(addresses), address.node, address.pid)
             # One argument in place of three: Ray takes time for each.
             header: Any = group.name, method, message.body
             if isinstance(message.body, bytes):
                 header = f"{group.name}\n{method}\n".encode() + message.body
             ref = actor.call.remote(header, *message.refs)
-            started.append(Call(ref, actor, address, worker, method, partial(describe_arguments, *per_rank[rank])))
+            started.append(Call(ref, actor, address, worker, method, partial(describe_arguments, *per_rank[number])))
         return started
 
     resolve = staticmethod(calls.resolve)
+    first_outcomes = staticmethod(calls.first_outcomes)
+
+    @property
+    def shares_processes(self) -> bool:
+        return self.processes.num_roles > 1
+
+    def restart(self, rank: int) -> None:
+        self.processes.restart(rank)
 
     def method(self, name: str) -> Callable[..., Any]:
         """The registered method `name`, bound to the group; of several roles: `<role>_<method>`."""
@@ -246,6 +278,7 @@ class RayWorkerGroup(WorkerGroup[W]):
 
     def shutdown(self) -> None:
         """End the processes, with all roles in them, and wait until they are gone."""
+        self.processes.is_ended = True
         for bundle in self.processes.bundles:
             if self.processes.name in bundle.groups:
                 bundle.groups.remove(self.processes.name)

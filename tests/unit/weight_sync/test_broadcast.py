@@ -45,7 +45,7 @@ class Line:
     """A sender and its receivers."""
 
     def __init__(self, num_receivers: int, bucket_bytes: int = 2000) -> None:
-        self.sender = WeightSender("localhost", num_receivers, CPU, bucket_bytes)
+        self.sender = WeightSender("localhost", range(num_receivers), CPU, bucket_bytes)
         self.receivers = [WeightReceiver(self.sender.address, rank, CPU) for rank in range(num_receivers)]
 
     def publish(

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What of a policy with an adapter travels to a rollout that applies adapters, which stands in for vLLM here."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ from quadriga.config import Config
 from quadriga.errors import WeightSyncError
 from quadriga.models.adapter_files import is_factor
 from quadriga.protocol import DataProto
-from quadriga.trainer.ray_trainer import WeightPublisher
+from quadriga.single_controller import LocalWorkerGroup, WorkerGroup
+from quadriga.single_controller.dispatch import Arguments
+from quadriga.trainer.rollout_pool import RolloutPool
 from quadriga.workers import ActorRolloutRefWorker, RolloutWorker, rollout_engines
 from tests.unit.rollout.vllm.stand_in import StandIn, stand_in_for_vllm
 
@@ -103,29 +106,16 @@ def test_an_engine_that_gets_whole_weights(
     assert ("goes merged (lora_merge=true)" in chosen.get("adapter", "")) == has_adapter
 
 
-class Call:
-    """A call of a worker in a thread: both a future, and what a group of one worker returns."""
-
-    def __init__(self, method: Callable[..., Any], *args: Any) -> None:
-        self._future = in_background(partial(method, *args), "worker")
-
-    def get(self) -> Any:
-        return self._future.result()
-
-    def __iter__(self) -> Any:
-        return iter([self.get()])
-
-
-class Group:
-    """A worker, as a group of one."""
-
-    world_size = 1
+class Group(LocalWorkerGroup[Any]):
+    """A worker that is there already, as a group of one; its methods run in threads, so that two groups can meet."""
 
     def __init__(self, worker: Any) -> None:
-        self._worker = worker
+        WorkerGroup.__init__(self, type(worker), 1)
+        self.workers = [worker]
 
-    def method(self, name: str) -> Callable[..., Call]:
-        return partial(Call, getattr(self._worker, name))
+    def start_all(self, method_name: str, per_rank: Sequence[Arguments]) -> list[Future[Any]]:
+        [(args, kwargs)] = per_rank
+        return [in_background(partial(getattr(self.workers[0], method_name), *args, **kwargs), "worker")]
 
 
 def test_to_a_rollout_elsewhere(run: Config, tokenizer: Any) -> None:
@@ -135,7 +125,7 @@ def test_to_a_rollout_elsewhere(run: Config, tokenizer: Any) -> None:
     rollout.init_model()
     engine = rollout.generation.engine
     assert isinstance(engine, StandIn)
-    weights = WeightPublisher(Group(actor), Group(rollout))  # pyrefly: ignore[bad-argument-type]
+    weights = RolloutPool(Group(actor), Group(rollout))
     weights.publish(1)
     engine.core.is_busy = True
     with pytest.raises(WeightSyncError, match="responses are being generated"):

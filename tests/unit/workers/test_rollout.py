@@ -26,7 +26,7 @@ class Apart:
         self.chosen = {**self.actor.init_model(), **self.rollout.init_model()}
 
     def connect(self) -> None:
-        address = self.actor.offer_weights(1)
+        address = self.actor.offer_weights([0])
         assert address is not None
         self.rollout.expect_weights(address)
 
