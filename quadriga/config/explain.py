@@ -182,4 +182,4 @@ def _processes(config: Config) -> Iterator[str]:
     if len(pools) > 1:
         yield "pools take turns, so a process has the threads that it would have if there were no other pool"
     if restarts := trainer.max_worker_restarts:
-        yield f"after a failure: up to {_count(restarts, 'restart')} from the last checkpoint"
+        yield f"after the loss of a process or a node: up to {_count(restarts, 'restart')} an hour"

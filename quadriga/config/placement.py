@@ -109,7 +109,7 @@ def check_placement(config: Config) -> Iterator[Finding]:
         changed = {
             _KEY: trainer.placement != "together",
             "trainer.resource_pools": trainer.resource_pools,
-            "trainer.max_worker_restarts": trainer.max_worker_restarts,
+            "trainer.max_worker_restarts": trainer.max_worker_restarts != TrainerConfig().max_worker_restarts,
             "ray_kwargs.ray_init": ray.ray_init,
             "ray_kwargs.timeline_json_file": ray.timeline_json_file,
         }

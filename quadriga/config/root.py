@@ -36,7 +36,7 @@ _SHARED_DATA = (
     "val_batch_size", "tokenizer", "apply_chat_template_kwargs", "shuffle", "seed", "cache_dir",
 )  # fmt: skip
 _RL_TRAINER = (
-    "log_val_generations", "placement", "resource_pools", "max_worker_restarts", "balance_batch", "val_only",
+    "log_val_generations", "placement", "resource_pools", "balance_batch", "val_only",
     "critic_warmup", "rollout_data_dir", "validation_data_dir",
 )  # fmt: skip
 _ACTOR = "actor_rollout_ref.actor"

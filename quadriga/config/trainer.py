@@ -94,8 +94,9 @@ class TrainerConfig(Section):
     apart: none. Or the pool of each role by name: {actor_rollout: one, ref: two, critic: two}."""
     resource_pools: Pools = Field(default_factory=dict)
     """Pools of another shape than `nnodes` and `n_gpus_per_node` say: name -> processes on each machine."""
-    max_worker_restarts: NonNegativeInt = 0
-    """Times that the workers are started again after one of them failed; the run resumes from its last checkpoint."""
+    max_worker_restarts: NonNegativeInt = 3
+    """Times within an hour that the workers are started again after a process or a node was lost; the run goes on from
+    its newest state. A completed checkpoint resets the count."""
     balance_batch: bool = True
     """Whether the sequences of a batch are balanced over data-parallel ranks by their lengths."""
     val_only: bool = False

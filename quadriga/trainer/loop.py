@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from quadriga.config import Config
-from quadriga.observe.progress import Progress
+from quadriga.observe.progress import Progress, step_fields
 from quadriga.observe.stopping import expiry, stop_requested
 from quadriga.observe.timing import PhaseTimer
 from quadriga.observe.tracking import RunFacts, Tracking
@@ -34,6 +34,8 @@ class TrainingLoop:
         global_steps: number of the step that has begun; 0 before the first.
         metrics, timer: metrics and phases of that step.
         is_stopping: whether a stop before the last step was requested, as of the last `save_where_due`.
+        recovery: number of restarts so far, and the monotonic second of the loss before the last one; None: no restart,
+            or it stands in the metrics already.
         progress, tracking: progress bar (log lines without a terminal) and trackers, inside `reporting`.
     """
 
@@ -50,6 +52,7 @@ class TrainingLoop:
         self.global_steps, self.is_stopping = 0, False
         self.metrics: dict[str, float] = {}
         self.timer = PhaseTimer()
+        self.recovery: tuple[int, float] | None = None
         self._expires_at, self._longest_step_s = expiry(), 0.0
 
     def load_checkpoint(self) -> bool:
@@ -78,6 +81,15 @@ class TrainingLoop:
     def is_due(self, frequency: int) -> bool:
         """Whether what is done every so many steps, and in the last one, is done in this one. -1: never."""
         return frequency > 0 and (self.is_last_step or self.global_steps % frequency == 0)
+
+    def log_step(self) -> None:
+        """Show and track the metrics of the step; after a restart its number and the seconds that it cost."""
+        if self.recovery is not None:
+            number, lost_at = self.recovery
+            self.metrics |= {"recovery/restarts": number, "recovery/seconds": time.monotonic() - lost_at}
+            self.recovery = None
+        self.progress.update(self.global_steps, step_fields(self.metrics))
+        self.tracking.log(self.metrics, self.global_steps)
 
     def save_where_due(self) -> None:
         """Begin the checkpoint of this step where it has one, and complete it where no other step may follow: a stop

@@ -27,7 +27,6 @@ from quadriga.algorithms.rollout_correction import correct_rollout
 from quadriga.config import Config
 from quadriga.observe.metrics import reduce_metrics
 from quadriga.observe.profiler import Profiler
-from quadriga.observe.progress import step_fields
 from quadriga.observe.timing import PhaseTimer
 from quadriga.protocol import DataProto
 from quadriga.rewards import RewardManager
@@ -174,8 +173,7 @@ class RayPPOTrainer(TrainingLoop):
         if self.is_due(trainer.test_freq):
             self.metrics |= self.validate()
         self.metrics |= {"training/global_step": self.global_steps, "training/epoch": self.prompts.epoch}
-        self.progress.update(self.global_steps, step_fields(self.metrics))
-        self.tracking.log(self.metrics, self.global_steps)
+        self.log_step()
         if hasattr(self.train_dataloader.sampler, "update"):
             self.train_dataloader.sampler.update(batch=batch)
         if hasattr(self.train_dataloader.dataset, "on_batch_end"):

@@ -28,7 +28,6 @@ from quadriga.config import Config
 from quadriga.data.files import written_aside
 from quadriga.errors import DataError, EngineError
 from quadriga.observe.metrics import reduce_metrics
-from quadriga.observe.progress import step_fields
 from quadriga.observe.timing import PhaseTimer
 from quadriga.protocol import DataProto
 from quadriga.trainer.loop import TrainingLoop
@@ -99,8 +98,7 @@ class SupervisedTrainer(TrainingLoop, ABC):
         is_at_end = self.is_last_step and self.val_dataloader is not None
         if is_at_end or self.is_due(self.settings.test_freq):
             self.metrics |= self.validate()
-        self.progress.update(self.global_steps, step_fields(self.metrics))
-        self.tracking.log(self.metrics, self.global_steps)
+        self.log_step()
         self.save_where_due()
 
     def update(self, batch: DataProto) -> None:

@@ -1,17 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run from its configuration to its last step: what is said when it is cut short, how it gets over a lost worker."""
+"""A run from its configuration to its last step: what is said when it is cut short, how it gets over a lost worker.
 
+a worker, a node, the run's own cluster is lost    the workers are started again on what is left, the newest state
+                                                   is loaded, the step is taken again
+the same step loses a worker once more,            the run ends, and says how it can go on
+or the restarts of an hour are used up
+a worker raises an exception                       the run ends: the exception would come again
+"""
+
+import time
 from collections.abc import Sequence
 
 from quadriga.config import Config, show
-from quadriga.errors import PeerLostError, QuadrigaError, WorkerError
+from quadriga.errors import PeerLostError, QuadrigaError, WorkerLostError
 from quadriga.observe.machine import describe_machine
-from quadriga.observe.stopping import heeding_sigterm
+from quadriga.observe.stopping import heeding_sigterm, stop_requested
 from quadriga.observe.timing import Timeline
-from quadriga.trainer.build import build_run
+from quadriga.trainer.build import Run, build_run
 from quadriga.trainer.checkpoint import Checkpoints, write_configuration
 from quadriga.trainer.run_lock import run_lock
 from quadriga.trainer.saving import random_states, restore_random_states, seed_random_states
+
+RESTARTS_KEY = "trainer.max_worker_restarts"
+RESTART_WINDOW_S = 3600.0
+"""The time in which `trainer.max_worker_restarts` are counted."""
 
 
 class TaskRunner:
@@ -20,9 +32,8 @@ class TaskRunner:
     def run(self, config: Config, start_up: Sequence[tuple[str, float]] = ()) -> None:
         """Build everything, say where the time went, train, and close what was opened.
 
-        After the death of a worker, or an error that is none of Quadriga's own (those would come again), the run
-        restarts up to `trainer.max_worker_restarts` times: from the last checkpoint that it has written, or from its
-        beginning.
+        The loss of a worker is got over up to `trainer.max_worker_restarts` times within an hour; a checkpoint that is
+        completed resets the count.
 
         Args:
             config: the resolved configuration.
@@ -30,56 +41,96 @@ class TaskRunner:
 
         Raises:
             QuadrigaError: what is wrong with the configuration, the data or the models is said before the first step.
+            WorkerLostError: a worker was lost and the run does not go on by itself: why, and how it does.
         """
+        self.config = config
+        self._run: Run | None = None
+        self._is_stopping = False
+        self._written: int | None = None
+        self._restarts: list[float] = []
+        self._losses: dict[str, str] = {}
         with run_lock(config.trainer.directory):
-            self._run(config, start_up)
+            self._until_done(config, start_up)
 
-    def _run(self, config: Config, start_up: Sequence[tuple[str, float]]) -> None:
+    def _until_done(self, config: Config, start_up: Sequence[tuple[str, float]]) -> None:
         timeline = Timeline(earlier=start_up)
         write_configuration(config.trainer.directory, show(config))
         print(describe_machine())
         seed_random_states(config.trainer.seed)
         at_first = random_states()
-        self._saved: int | None = None
-        restarts = config.trainer.max_worker_restarts
         while True:
             try:
                 self._train(config, timeline)
-                return
-            except QuadrigaError as error:
-                is_lost_worker = error.worker and isinstance(error, (WorkerError, PeerLostError))
-                if not restarts or not is_lost_worker:
-                    raise
-                restarts -= 1
-                left = f"{restarts} restart{'' if restarts == 1 else 's'} left"
-                print(f"\n{error}\nThe workers are built anew; {left} after this.")
+                break
+            except (WorkerLostError, PeerLostError) as error:
+                config = self._after_loss(error)
             restore_random_states(at_first)
             timeline = Timeline("restart")
-            if self._saved is not None:
-                newest = Checkpoints(config.trainer.directory).path(self._saved)
-                resume = {"resume_mode": "resume_path", "resume_from_path": str(newest)}
-                config = config.model_copy(update={"trainer": config.trainer.model_copy(update=resume)})
+        if self._losses:
+            lines = [f"  in {place}: {told}" for place, told in self._losses.items()]
+            print("\n".join([f"The workers were started again {len(lines)} times, after losses", *lines]))
+
+    def _after_loss(self, error: QuadrigaError) -> Config:
+        """The configuration to go on with; raises the error, and how the run goes on, if it does not by itself."""
+        now, limit, run = time.monotonic(), self.config.trainer.max_worker_restarts, self._run
+        place = f"step {run.trainer.global_steps}" if run else f"the start-up after step {self._written or 0}"
+        if run and run.trainer.checkpoints.last_written not in (None, self._written):
+            self._written = run.trainer.checkpoints.last_written
+            self._restarts.clear()
+        self._restarts = [at for at in self._restarts if now - at < RESTART_WINDOW_S]
+        reason = ""
+        if self._is_stopping:
+            reason = "a stop was requested"
+        elif place in self._losses:
+            reason = f"{place} has lost a worker before, so the cause may be in it"
+        elif len(self._restarts) >= limit:
+            reason = (
+                f"{len(self._restarts)} restarts within an hour and since the last checkpoint, {RESTARTS_KEY}={limit}"
+            )
+        if reason:
+            advice = how_to_go_on(self.config)
+            error.fix = f"{error.fix} The workers are not started again: {reason}. {advice}".strip()
+            raise error
+        self._restarts.append(now)
+        self._lost_at = now
+        self._losses[place] = error.where
+        state, resume = "where it began, for it has written no checkpoint yet", {}
+        if self._written is not None:
+            # The newest that this run has written; older ones stand behind it.
+            state, resume = f"the checkpoint of step {self._written}", {"resume_mode": "auto"}
+        left = f"{limit - len(self._restarts)} of {limit} restarts are left ({RESTARTS_KEY})"
+        print(f"\n{error}\nRecovery: the workers are started again, and the run goes on from {state}; {left}.")
+        return self.config.model_copy(update={"trainer": self.config.trainer.model_copy(update=resume)})
 
     def _train(self, config: Config, timeline: Timeline) -> None:
-        run = build_run(config, timeline)
+        self._run, self._is_stopping = None, False
+        run = self._run = build_run(config, timeline)
         trainer = run.trainer
+        if self._losses:
+            trainer.recovery = len(self._losses), self._lost_at
         is_cut_short = True
         try:
             print(timeline.render())
             with heeding_sigterm():
-                trainer.fit()
+                try:
+                    trainer.fit()
+                finally:
+                    self._is_stopping = stop_requested.is_set()
             is_cut_short = False
         except KeyboardInterrupt:
             trainer.saver.settle(can_ask=not run.team.is_remote)
-            step, change = trainer.checkpoints.newest(), ""
-            if config.trainer.resume_mode != "auto":
-                change = " with trainer.resume_mode=auto"
-            advice = f"The same command{change} goes on from the checkpoint of step {step}."
-            if step is None:
-                advice = "There is no checkpoint to go on from; trainer.save_freq=N writes one every N steps."
-            print(f"\ninterrupted in step {trainer.global_steps}. {advice}")
+            print(f"\ninterrupted in step {trainer.global_steps}. {how_to_go_on(config)}")
             raise
         finally:
             trainer.saver.settle(can_ask=not run.team.is_remote)
-            self._saved = trainer.checkpoints.last_written or self._saved
             run.close(is_cut_short=is_cut_short)
+
+
+def how_to_go_on(config: Config) -> str:
+    """What stands on the disk, and what takes the run up again from there."""
+    step, change = Checkpoints(config.trainer.directory).newest(), ""
+    if step is None:
+        return "There is no checkpoint to go on from; trainer.save_freq=N writes one every N steps."
+    if config.trainer.resume_mode != "auto":
+        change = " with trainer.resume_mode=auto"
+    return f"The same command{change} goes on from the checkpoint of step {step}."

@@ -225,12 +225,16 @@ def start(arguments: Callable[..., list[str]], tmp_path: Path) -> Iterator[Calla
 
 @pytest.fixture(scope="session")
 def metric_lines() -> Callable[[Path], list[dict[str, Any]]]:
-    """The lines of a run's metrics.jsonl without what depends on the clock and the machine's load."""
+    """The lines of a run's metrics.jsonl without what depends on the clock, the machine's load and what went wrong."""
 
     def read(run: Path) -> list[dict[str, Any]]:
         lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         return [
-            {name: value for name, value in json.loads(line).items() if not name.startswith(("timing_s/", "perf/"))}
+            {
+                name: value
+                for name, value in json.loads(line).items()
+                if not name.startswith(("timing_s/", "perf/", "recovery/"))
+            }
             for line in lines
         ]
 

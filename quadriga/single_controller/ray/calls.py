@@ -102,8 +102,8 @@ def resolve(
         emit: where the reports go.
 
     Raises:
-        WorkerError: a worker raised, or its process, its node or the cluster is gone. An error of Quadriga's own comes
-            as its own type. The worker's traceback, or the end of its standard error, is a note of the error.
+        WorkerError: a worker raised; an error of Quadriga's own comes as its own type. Its traceback is a note.
+        WorkerLostError: its process, its node or the cluster is gone. The end of its standard error is a note.
     """
     wait = _Wait(handles)
     # Where all respond in time, one call to Ray is enough; otherwise they are looked at one by one.
@@ -173,7 +173,7 @@ class _Wait:
         """Give up the calls of nodes that take no connections; an error if the cluster's head does not either."""
         host, port = head_address()
         if is_lost(host, port):
-            raise WorkerError(
+            raise WorkerLostError(
                 f"Ray cluster at {host}:{port}: got no answer from its head while waiting for {self.what}, expected a "
                 "cluster that stays up until the run ends",
                 fix="Start it again; a run that wrote checkpoints goes on from the last one.",

@@ -125,7 +125,7 @@ def test_the_words() -> None:
     text = explain(load_config([*keys, "trainer.resource_pools.scoring=[1]", "trainer.max_worker_restarts=1"]).config)
     assert "pool policy: 4 processes on 2 machines (2 + 2), which share a machine's cores (2 to a machine)" in text
     assert "pool scoring: 1 process on one machine, with reference (if one is used) and critic" in text
-    assert "up to 1 restart from the last checkpoint" in text
+    assert "after the loss of a process or a node: up to 1 restart an hour" in text
 
 
 @pytest.mark.parametrize(

@@ -5,17 +5,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from quadriga.config import Config, load_config
-from quadriga.errors import ConfigError, DataError, EngineError, PeerLostError, QuadrigaError, WorkerError
+from quadriga.config import load_config
+from quadriga.errors import ConfigError
 from quadriga.trainer import launch
 from quadriga.trainer.launch import run_ppo
-from quadriga.trainer.task_runner import TaskRunner
 
 
 def test_without_ray_the_fix_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,39 +60,3 @@ def test_until_it_is_known_where_neither_torch_nor_ray_is_loaded() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize(
-    ("error", "worker", "is_lost"),
-    [
-        (WorkerError("actor"), "actor[rank 0/1 on 10.0.0.2]", True),
-        (PeerLostError("collective"), "actor[rank 1/2 on 10.0.0.2]", True),
-        (WorkerError("resource pool all"), "", False),
-        (EngineError("prompts"), "actor[rank 0/1 on 10.0.0.2]", False),
-        (DataError("data.train_files"), "", False),
-    ],
-)
-def test_which_errors_a_restart_may_get_over(
-    error: QuadrigaError,
-    worker: str,
-    is_lost: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """The run begins anew, from its own last checkpoint; as often as `trainer.max_worker_restarts` says."""
-    error.worker = worker
-    places: list[str | None] = []
-
-    def fails(runner: TaskRunner, config: Any, timeline: Any) -> None:
-        places.append(config.trainer.resume_from_path)
-        runner._saved = 3
-        raise error
-
-    monkeypatch.setattr(TaskRunner, "_train", fails)
-    trainer = {"backend": "ray", "default_local_dir": str(tmp_path), "max_worker_restarts": 2}
-    with pytest.raises(type(error)):
-        TaskRunner().run(Config(trainer=trainer))
-    resumed = str(tmp_path / "global_step_3")
-    assert places == ([None, resumed, resumed] if is_lost else [None])
-    assert ("1 restart left after this" in capsys.readouterr().out) == is_lost

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run does after a loss: which it gets over, which end it, and what it says. Losses of real processes: ray/."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quadriga.cli.main import main
+from quadriga.trainer import task_runner
+
+COMMON = (
+    "trainer.total_training_steps=6",
+    "data.shuffle=True",
+    "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
+)
+# Raises in the midst of the loop, after the optimizer's step: once after each step that is named, or each time.
+ROWS = """
+from pathlib import Path
+from quadriga import errors
+from quadriga.data import RLHFDataset
+
+class Rows(RLHFDataset):
+    def on_batch_end(self, batch):
+        step = batch.meta_info["global_steps"]
+        mark = Path(__file__).with_name("lost_after_" + str(step))
+        if step in {steps} and not ({is_once} and mark.exists()):
+            mark.touch()
+            raise {error}
+"""
+LOST = 'errors.WorkerLostError("actor[rank 1/2] died in update_actor", got="SIGSEGV", fix="Look at its log.")'
+
+
+@pytest.fixture
+def losing(tmp_path: Path) -> Callable[..., tuple[str, ...]]:
+    """`losing(error, steps, is_once)`: overrides of a run that raises there."""
+
+    def make(error: str, *steps: int, is_once: bool = True) -> tuple[str, ...]:
+        text = ROWS.replace("{steps}", str(steps)).replace("{error}", error).replace("{is_once}", str(is_once))
+        (tmp_path / "rows.py").write_text(text)
+        return *COMMON, f"data.custom_cls.path={tmp_path / 'rows.py'}", "data.custom_cls.name=Rows"
+
+    return make
+
+
+def test_each_completed_checkpoint_gives_the_restarts_back(
+    train: Callable[..., Path],
+    losing: Callable[..., tuple[str, ...]],
+    metric_lines: Callable[[Path], list[dict[str, Any]]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Four losses with two restarts; the numbers are those of the run left alone, and the losses stand beside them. A
+    collective that a peer has left, with no sign of that peer, is a loss too."""
+    peer = f'{LOST} if step < 5 else errors.PeerLostError("actor[rank 0/2] failed in update_actor")'
+    overrides = losing(peer, 2, 3, 4, 5)
+    alone = train(*COMMON, "trainer.save_freq=1", run="alone")
+    lost = train(*overrides, "trainer.save_freq=1", "trainer.max_worker_restarts=2")
+    output = capsys.readouterr().out
+    assert metric_lines(lost) == metric_lines(alone)
+    fields = [line for line in (lost / "metrics.jsonl").read_text().splitlines() if '"recovery/restarts"' in line]
+    assert len(fields) == 4
+    assert '"recovery/restarts": 4.0, "recovery/seconds": ' in fields[-1]
+    assert "recovery/" not in (alone / "metrics.jsonl").read_text()
+    told = [line for line in output.splitlines() if line.startswith("Recovery: ")]
+    assert len(told) == 4
+    key = "restarts are left (trainer.max_worker_restarts)."
+    assert told[0].endswith(f"the run goes on from the checkpoint of step 1; 1 of 2 {key}")
+    assert "  in step 4: actor[rank 1/2] died in update_actor" in output.splitlines()
+
+
+def test_a_budget_that_is_spent(
+    arguments: Callable[..., list[str]], losing: Callable[..., tuple[str, ...]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The error says which key, what stands on the disk and how to go on; and so it does."""
+    command = ["train", *arguments(*losing(LOST, 4, 5, 6), "trainer.save_freq=3", "trainer.max_worker_restarts=2")]
+    assert main(command) == 1
+    assert (
+        "actor[rank 1/2] died in update_actor: got SIGSEGV. Look at its log. The workers are not started again: 2 "
+        "restarts within an hour and since the last checkpoint, trainer.max_worker_restarts=2. The same command goes "
+        "on from the checkpoint of step 3."
+    ) in " ".join(capsys.readouterr().err.split())
+    assert main(command) == 0
+
+
+def test_a_step_that_is_lost_twice_ends_the_run(
+    arguments: Callable[..., list[str]], losing: Callable[..., tuple[str, ...]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", *arguments(*losing(LOST, 3, is_once=False), "trainer.save_freq=1")]) == 1
+    told = capsys.readouterr()
+    assert told.out.count("Recovery: ") == 1
+    assert "step 3 has lost a worker before, so the cause may be in it" in " ".join(told.err.split())
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        'errors.WorkerError("actor[rank 0/2] failed in update_actor", got="TypeError: in a loss")',
+        'errors.EngineError("actor[rank 0/2] failed in update_actor: out of memory")',
+    ],
+)
+def test_what_a_worker_raises_ends_the_run_at_once(
+    error: str,
+    arguments: Callable[..., list[str]],
+    losing: Callable[..., tuple[str, ...]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["train", *arguments(*losing(error, 2), "trainer.save_freq=1")]) == 1
+    assert "Recovery: " not in capsys.readouterr().out
+
+
+def test_restarts_are_counted_for_an_hour(
+    train: Callable[..., Path], losing: Callable[..., tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an hour of no length, one restart is enough for any number of losses."""
+    monkeypatch.setattr(task_runner, "RESTART_WINDOW_S", 0.0)
+    train(*losing(LOST, 2, 3, 4), "trainer.save_freq=-1", "trainer.max_worker_restarts=1")
