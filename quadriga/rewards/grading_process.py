@@ -13,15 +13,12 @@ function does.
       | <----------- GRADED, outcome -- |  one at a time, each sent before the next sample is begun
       | -- [arguments, ...] ----------> |  the next samples, once all are graded
 
-It ends when the driver does, in two ways: between samples it sees the end of the pipe; in the middle of a sample
-that hangs, even inside C code that holds the interpreter, the kernel ends it by the signal that was set for that: the
-other end of the lifeline has closed.
+It ends when the driver does: between samples it sees the end of the pipe; in the middle of a sample its supervisor
+ends it (`quadriga.descendants`), with everything that score functions have started.
 """
 
-import fcntl
 import os
 import pickle
-import signal
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
@@ -34,23 +31,18 @@ READY, LOADING, UNUSABLE, GRADED = "ready", "loading", "unusable", "graded"
 
 COMMAND = (
     "import sys; sys.path[:] = sys.argv[3:]; "
-    "from quadriga.rewards.grading_process import main; main(int(sys.argv[1]), int(sys.argv[2]))"
+    "from quadriga.descendants import supervise; supervise(int(sys.argv[2])); "
+    "from quadriga.rewards.grading_process import main; main(int(sys.argv[1]))"
 )
 """Program text for `python -c`: arguments are the two file descriptors and the driver's import path."""
 
 Arguments = dict[str, Any]
 
 
-def main(connection_fd: int, lifeline_fd: int) -> None:
+def main(connection_fd: int) -> None:
     """Serve until the driver closes the pipe."""
-    # The kernel ends this process when the other end of the lifeline is closed, by a signal whose default is that;
-    # nothing is ever written to the lifeline, so only its end raises it.
-    signal.signal(signal.SIGIO, signal.SIG_DFL)
-    fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(lifeline_fd, fcntl.F_SETFL, fcntl.fcntl(lifeline_fd, fcntl.F_GETFL) | os.O_ASYNC)
     # Programs that a score function starts must not keep the pipe open after this process has died.
     os.set_inheritable(connection_fd, False)
-    os.set_inheritable(lifeline_fd, False)
     connection = Connection(connection_fd)
     try:
         _serve(connection)
@@ -83,10 +75,14 @@ def _serve(connection: Connection) -> None:
 
 def _grade(function: ScoreFunction, compute_score: Callable[..., Any], arguments: Arguments) -> Outcome | list[Outcome]:
     """The outcome of one sample, or of each of a list of samples when the function grades batches."""
-    num_samples = len(arguments["solution_strs"]) if function.is_batch else 1
+    num_samples, own_pid = len(arguments["solution_strs"]) if function.is_batch else 1, os.getpid()
     try:
         returned = compute_score(**arguments)
         return read_outcomes(returned, num_samples) if function.is_batch else read_outcome(returned)
     except BaseException as error:
         # A score function may call sys.exit, and libraries have limits that are not Exceptions.
         return [raised(error)] * num_samples if function.is_batch else raised(error)
+    finally:
+        if os.getpid() != own_pid:
+            # A forked copy that came back: the outcome is its parent's to send.
+            os._exit(0)

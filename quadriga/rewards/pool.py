@@ -11,6 +11,8 @@
 The first sample of a chunk without an outcome is the one in work, and its time began with the outcome before it. So a
 process that hangs, dies or is killed costs that one sample; those behind it go back to the queue.
 
+What score functions print is passed on, `SAMPLE_BYTES` of a sample and `MINUTE_BYTES` a minute; the rest is counted.
+
 The start methods of `multiprocessing` would run the user's script again, and the pools that are built on them end a
 process alone, not what it has started.
 """
@@ -32,6 +34,7 @@ from contextlib import AbstractContextManager, suppress
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
+from quadriga.descendants import end_descendants, end_group
 from quadriga.errors import RewardError
 from quadriga.rewards.grading_process import COMMAND, GRADED, LOADING, READY, UNUSABLE, Arguments
 from quadriga.rewards.outcome import Outcome, failure
@@ -45,32 +48,78 @@ CHUNK_S = 0.01
 
 MAX_CHUNK = 64
 
+SAMPLE_BYTES, MINUTE_BYTES = 4096, 65536
+"""How much of what score functions print is shown: of one sample, and of all of the pool in a minute."""
+
+_END_LIMIT_S = 15.0
+
+
+class Printed:
+    """What the score functions of a pool print: shown on the standard output up to the limits, then counted."""
+
+    def __init__(self) -> None:
+        self._lock, self._since = threading.Lock(), time.monotonic()
+        self._room, self._num_left_out = MINUTE_BYTES, 0
+
+    def show(self, data: bytes, room: int) -> int:
+        """Show at most `room` bytes; returns how many were."""
+        with self._lock:
+            if time.monotonic() > self._since + 60:
+                self.close()
+                self._since, self._room = time.monotonic(), MINUTE_BYTES
+            shown = data[: min(room, self._room)]
+            self._room -= len(shown)
+            self._num_left_out += len(data) - len(shown)
+            if shown:
+                sys.stdout.write(shown.decode(errors="replace"))
+                sys.stdout.flush()
+        return len(shown)
+
+    def close(self) -> None:
+        """Say how much was left out."""
+        if self._num_left_out:
+            limits = f"{SAMPLE_BYTES:,} of a sample and {MINUTE_BYTES:,} a minute"
+            print(f"\nscore functions printed {self._num_left_out:,} more bytes; {limits} are shown.", flush=True)
+        self._num_left_out = 0
+
 
 class GradingProcess:
     """A grading process, which one thread leads at a time. `kill` may be called by any."""
 
-    def __init__(self, function: ScoreFunction) -> None:
+    def __init__(self, function: ScoreFunction, printed: Printed) -> None:
         ours, theirs = socket.socketpair()
         their_lifeline, self._lifeline = os.pipe()
+        self._output, their_output = os.pipe()
         fds = (theirs.fileno(), their_lifeline)
         try:
-            # A process group of its own: Ctrl-C reaches the driver alone, which then decides, and what a score function
-            # has started can be killed together with it.
+            # The process is the supervisor of the one that grades. A process group of its own: Ctrl-C reaches the
+            # driver alone, which then decides. Unbuffered, so that what a sample prints is shown when it hangs.
             self.process = subprocess.Popen(
-                [sys.executable, "-c", COMMAND, *map(str, fds), *map(str, sys.path)],
+                [sys.executable, "-u", "-c", COMMAND, *map(str, fds), *map(str, sys.path)],
                 stdin=subprocess.DEVNULL,
+                stdout=their_output,
+                stderr=their_output,
                 pass_fds=fds,
                 process_group=0,
             )
         finally:
             theirs.close()
             os.close(their_lifeline)
-        self._connection = Connection(ours.detach())
+            os.close(their_output)
+        os.set_blocking(self._output, False)
+        self._connection, self._printed = Connection(ours.detach()), printed
         self._messages = select.poll()
         self._messages.register(self._connection, select.POLLIN)
+        self._messages.register(self._output, select.POLLIN)
+        self._lock = threading.Lock()
         self.is_ready = self.is_ended = False
         self.since = time.monotonic()
         self.send(function)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it waits for samples: it has not ended, and sends nothing."""
+        return not self._connection.poll()
 
     def send(self, message: Any) -> None:
         """Send the score function, or a chunk of samples."""
@@ -84,8 +133,10 @@ class GradingProcess:
         The outcome is a failure where the process was too late or has died; then it is stopped. Loading has a limit of
         its own, `LOADING_LIMIT_S`; a QuadrigaError says that the score function or a grader's library cannot be loaded.
         """
-        self.since = time.monotonic()
-        while self._messages.poll(1000 * (timeout_s if self.is_ready else LOADING_LIMIT_S)):
+        self._begin_wait(timeout_s)
+        while ready := self._wait():
+            if self._connection.fileno() not in ready:
+                continue
             try:
                 kind, value = self._connection.recv()
             except (EOFError, OSError):
@@ -101,6 +152,7 @@ class GradingProcess:
             self.is_ready = kind != LOADING
             if kind == last:
                 return value
+            self._begin_wait(timeout_s)
         self.stop()
         if self.is_ready:
             error = f"no score within {timeout_s:g} s; the grading process was killed (reward_model.timeout_s)"
@@ -112,12 +164,35 @@ class GradingProcess:
             fix="Look at what runs at import in custom_reward_function.path.",
         )
 
+    def _begin_wait(self, timeout_s: float) -> None:
+        self.since, self._room = time.monotonic(), SAMPLE_BYTES
+        self._until = self.since + (timeout_s if self.is_ready else LOADING_LIMIT_S)
+
+    def _wait(self) -> list[int]:
+        """Wait for something to read, and pass on what was printed. Returns what is ready; nothing: it is too late."""
+        limit_s = self._until - time.monotonic()
+        ready = [fd for fd, _ in self._messages.poll(1000 * limit_s)] if limit_s > 0 else []
+        if self._output in ready:
+            self._pass_on()
+        return ready
+
+    def _pass_on(self) -> None:
+        # What was printed before an outcome is there before it. One read, since there may be more and more. At its end
+        # the pipe is always ready: it is looked at no more, and that may have been found before.
+        with suppress(BlockingIOError, KeyError):
+            data = os.read(self._output, 1 << 20)
+            self._room -= self._printed.show(data, self._room)
+            if not data:
+                self._messages.unregister(self._output)
+
     def kill(self) -> None:
         """Kill the process and everything it has started; the thread that leads it sees its pipe end."""
         self.is_ended = True
-        # Where nothing of the group is left, there is nothing to kill.
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        # The supervisor may have ended; or its child has stopped it.
+        with self._lock, suppress(ProcessLookupError, BrokenPipeError):
+            if not self._connection.closed:
+                os.write(self._lifeline, b"x")
+                self.process.send_signal(signal.SIGCONT)
 
     def stop(self, *, is_ending: bool = False) -> str:
         """Kill, and free what the driver holds; returns how it ended: by itself within 1 s, if `is_ending`."""
@@ -126,9 +201,20 @@ class GradingProcess:
                 with suppress(subprocess.TimeoutExpired):
                     self.process.wait(timeout=1.0)
             self.kill()
-            self.process.wait()
-            self._connection.close()
-            os.close(self._lifeline)
+            try:
+                self.process.wait(_END_LIMIT_S)
+            except subprocess.TimeoutExpired:
+                end_descendants(self.process.pid)
+                self.process.kill()
+                self.process.wait()
+            # Its supervisor has done so, unless it was killed.
+            end_group(self.process.pid)
+            self._room = SAMPLE_BYTES
+            self._pass_on()
+            with self._lock:
+                self._connection.close()
+                os.close(self._lifeline)
+                os.close(self._output)
         code = self.process.returncode
         return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
 
@@ -227,6 +313,7 @@ class GradingPool(AbstractContextManager["GradingPool"]):
         self._lock = threading.Lock()
         self._queue: deque[_Call] = deque()
         self._processes: set[GradingProcess] = set()
+        self._printed = Printed()
         self._idle: list[GradingProcess] = []
         self._item_s = CHUNK_S
         self._is_closed = False
@@ -277,6 +364,7 @@ class GradingPool(AbstractContextManager["GradingPool"]):
         self._threads.shutdown()
         for process in list(self._processes):
             self._remove(process)
+        self._printed.close()
         self._fail(RewardError("grading pool", got="close()", expected="samples to be graded first"))
 
     def __exit__(self, *_: object) -> None:
@@ -337,24 +425,29 @@ class GradingPool(AbstractContextManager["GradingPool"]):
                     round_.record(key, one)
                 if not process.is_ended:
                     self._item_s += 0.1 * (max(time.monotonic() - process.since, 1e-6) - self._item_s)
+        except Exception as error:
+            round_.end(error)
+            raise
         finally:
             with self._lock:
                 self._queue.extendleft(reversed(chunk))
-            if process.is_ended:
-                self._remove(process)
-            with round_.lock:
-                round_.processes.discard(process)
+            try:
+                if process.is_ended:
+                    self._remove(process)
+            finally:
+                with round_.lock:
+                    round_.processes.discard(process)
 
     def _process(self) -> GradingProcess:
         """An idle process, or a new one that has loaded the score function."""
         with self._lock:
             while self._idle:
                 process = self._idle.pop()
-                if process.process.poll() is None:
+                if process.is_idle:
                     return process
                 # It was killed between two rounds.
                 self._remove(process)
-            process = GradingProcess(self._function)
+            process = GradingProcess(self._function, self._printed)
             self._processes.add(process)
         try:
             process.receive(LOADING_LIMIT_S, last=READY)

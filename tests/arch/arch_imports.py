@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from arch_tree import Source
 
-_CORE = frozenset({"errors", "partition", "background", "config", "observe", "protocol"})
+_CORE = frozenset({"errors", "partition", "background", "descendants", "config", "observe", "protocol"})
 _BELOW_TRAINER = _CORE | {"algorithms", "rewards", "data", "single_controller", "workers"}
 _BELOW_WORKERS = _BELOW_TRAINER - {"workers"} | {"models", "engines", "rollout", "weight_sync"}
 
@@ -17,10 +17,11 @@ LAYERS: dict[str, frozenset[str]] = {
     "errors": frozenset(),
     "partition": frozenset(),
     "background": frozenset(),
-    "user_file": frozenset({"errors"}),
+    "descendants": frozenset(),
     "http_client": frozenset({"errors"}),
     "config": frozenset({"errors"}),
     "observe": frozenset({"errors", "config"}),
+    "user_file": frozenset({"errors", "observe"}),
     "protocol": frozenset({"errors"}),
     "algorithms": frozenset({"errors", "user_file"}),
     "rewards": _CORE | {"user_file", "http_client"},

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The end of processes that run users' code, with everything that they have started.
+
+    driver ── lifeline ──> supervisor ── fork ──> runs a user's code ── starts ──> others, in sessions of their own
+                               ▲                                                      │
+                               └── becomes the parent of each that loses its own ─────┘
+
+supervisor   waits for the end of its child, or of the driver; unblocked by SIGCHLD, by a byte in the lifeline or its
+             end, or by another parent than the driver; then it kills all that is below it, until nothing is left.
+
+A supervisor that is killed takes its child along, not what the child has started. Where the kernel's control groups
+(cgroup v2) can be written, the child has one, and the driver, or the next supervisor there, ends what is in it.
+"""
+
+import ctypes
+import os
+import resource
+import select
+import signal
+import sys
+import time
+from collections import defaultdict
+from contextlib import suppress
+from pathlib import Path
+
+_DIE_WITH_PARENT, _SUBREAPER = 1, 36  # options of prctl
+_SWEEP_LIMIT_S = 10.0
+_POLL_S = 1.0
+
+
+def supervise(lifeline_fd: int) -> None:
+    """Split this process, which must have a single thread, in two: the child returns from here, in a process group of
+    its own and the first that the kernel takes when memory runs out. The other one stays as its supervisor and ends as
+    the child has ended; it never returns."""
+    supervisor, driver = os.getpid(), os.getppid()
+    _prctl(_SUBREAPER, 1)
+    group = _make_group(supervisor)
+    wake_fd, note_fd = os.pipe()
+    child = os.fork()
+    if child:
+        _supervise(child, driver, lifeline_fd, wake_fd, note_fd)
+    for fd in (lifeline_fd, wake_fd, note_fd):
+        os.close(fd)
+    os.setpgid(0, 0)
+    _prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+    if os.getppid() != supervisor:
+        os._exit(1)
+    # Each of the two is refused on some systems, and the supervisor works without.
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    with suppress(OSError):
+        if group is not None:
+            (group / "cgroup.procs").write_text("0")
+
+
+def descendants(root: int) -> list[int]:
+    """Ids of all processes below one, parents first; ended ones that nobody has waited for are among them."""
+    children: dict[int, list[int]] = defaultdict(list)
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        # One that has ended meanwhile has no file any more.
+        with suppress(OSError):
+            parent = int(entry.read_bytes().rpartition(b")")[2].split()[1])
+            children[parent].append(int(entry.parent.name))
+    found = [root]
+    for pid in found:
+        found += children[pid]
+    return found[1:]
+
+
+def end_descendants(root: int) -> None:
+    """Kill all processes below one. They are stopped first, so that none starts another in the meantime."""
+    stopped: set[int] = set()
+    while new := set(descendants(root)) - stopped:
+        _signal_all(new, signal.SIGSTOP)
+        stopped |= new
+    _signal_all(stopped, signal.SIGKILL)
+
+
+def end_group(supervisor: int) -> None:
+    """Kill what is in the control group of a supervisor's child, and remove the group; nothing where there is none."""
+    group = _group(supervisor)
+    if group is None or not group.is_dir():
+        return
+    until = time.monotonic() + _SWEEP_LIMIT_S
+    # Another process may be at the same, and files of a group that goes away fail in several ways.
+    with suppress(OSError):
+        (group / "cgroup.kill").write_text("1")
+        while (group / "cgroup.procs").read_bytes() and time.monotonic() < until:
+            time.sleep(0.005)
+        group.rmdir()
+
+
+def _supervise(child: int, driver: int, lifeline_fd: int, wake_fd: int, note_fd: int) -> None:
+    """The supervisor's part: it holds nothing open but these."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    for fd in map(int, os.listdir("/dev/fd")):
+        if fd > 2 and fd not in (lifeline_fd, wake_fd, note_fd):
+            with suppress(OSError):  # that of the listing itself
+                os.close(fd)
+    os.set_blocking(note_fd, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(note_fd, warn_on_full_buffer=False)
+    watched = select.poll()
+    watched.register(lifeline_fd, select.POLLIN)
+    watched.register(wake_fd, select.POLLIN)
+    ends: dict[int, int] = {}
+    is_over = False
+    while not is_over:
+        _reap(ends)
+        ready = [] if child in ends else [fd for fd, _ in watched.poll(1000 * _POLL_S)]
+        if wake_fd in ready:
+            os.read(wake_fd, 4096)
+        # A forked child of the driver may hold the lifeline open: so the parent is looked at as well.
+        is_over = child in ends or lifeline_fd in ready or os.getppid() != driver
+    until = time.monotonic() + _SWEEP_LIMIT_S
+    while _reap(ends) and time.monotonic() < until:
+        end_descendants(os.getpid())
+        time.sleep(0.002)
+    with suppress(ProcessLookupError):  # all that is known of it where there is no /proc
+        os.killpg(child, signal.SIGKILL)
+    end_group(os.getpid())
+    code = os.waitstatus_to_exitcode(ends.get(child, signal.SIGKILL))
+    if code < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+def _reap(ends: dict[int, int]) -> bool:
+    """Note how children have ended; returns whether there are others."""
+    try:
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            ends[ended[0]] = ended[1]
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _signal_all(pids: set[int], number: signal.Signals) -> None:
+    for pid in pids:
+        # It has ended, or has become another user's.
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
+
+
+def _group(supervisor: int) -> Path | None:
+    """The place of a control group beside that of this process; None without cgroup v2."""
+    with suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            for mount in ("/sys/fs/cgroup", "/sys/fs/cgroup/unified") if line.startswith("0::") else ():
+                own = Path(f"{mount}{line[3:]}".rstrip("/"))
+                if (own / "cgroup.procs").exists():
+                    return own / f"quadriga-{supervisor}"
+    return None
+
+
+def _make_group(supervisor: int) -> Path | None:
+    """A control group for a child, where one can be made; those of supervisors that were killed are ended."""
+    group = _group(supervisor)
+    if group is None:
+        return None
+    with suppress(OSError):
+        group.mkdir()
+        for other in group.parent.glob("quadriga-*"):
+            if not Path("/proc", other.name.removeprefix("quadriga-")).exists():
+                end_group(int(other.name.removeprefix("quadriga-")))
+        return group
+    return None
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
