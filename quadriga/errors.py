@@ -14,6 +14,7 @@
     ├── WeightSyncError    weights that are not those of the trainer
     ├── RewardError        a grader, a reward manager
     └── CheckpointError    a checkpoint that cannot be written or read
+        └── DamagedCheckpointError  one whose files are not what was written
 
 Each says *where: got what, expected what. How to fix.*
 """
@@ -100,6 +101,10 @@ class RewardError(QuadrigaError):
 
 class CheckpointError(QuadrigaError):
     """A checkpoint could not be written or read."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint is not what was written: a file is missing, cut, changed or cannot be read."""
 
 
 def first_line(error: BaseException) -> str:

@@ -85,6 +85,9 @@ class TrainerConfig(Section):
     """auto: resume from the run's newest checkpoint, if any; disable: start anew; resume_path: from the given one."""
     resume_from_path: Annotated[PathText | None, ReadIf("resume_mode", ("resume_path",))] = None
     """Checkpoint to resume from, with `resume_mode=resume_path`."""
+    resume_fallback: Annotated[Literal["newest_intact", "none"], ReadIf("resume_mode", ("auto",))] = "newest_intact"
+    """What a run does whose newest checkpoint is damaged. newest_intact: it resumes from the newest earlier one that
+    is not, and keeps the damaged one under another name; none: it ends."""
     max_ckpt_to_keep: Annotated[Count | None, ReadIf("save_freq", (-1,), is_one=False)] = None
     """Checkpoints that stay on disk; older ones are deleted. null: all."""
     log_val_generations: NonNegativeInt = 0

@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, metadata
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from quadriga.errors import CheckpointError
+from quadriga.errors import CheckpointError, DamagedCheckpointError
 from quadriga.partition import buckets
 
 SHARD_BYTES = 64 << 20
@@ -174,7 +174,8 @@ class ChunkReader(FileSystemReader):
         except Exception as error:
             raise _unreadable(path, error) from error
         if not isinstance(listed, Metadata) or listed.storage_data is None:
-            raise CheckpointError(str(path), got=type(listed).__name__, expected="a list of chunks", fix=_ANOTHER)
+            got = type(listed).__name__
+            raise DamagedCheckpointError(str(path), got=got, expected="a list of chunks", fix=_ANOTHER)
         ends: dict[str, int] = {}
         for chunk in listed.storage_data.values():
             ends[chunk.relative_path] = max(ends.get(chunk.relative_path, 0), chunk.offset + chunk.length)
@@ -182,7 +183,8 @@ class ChunkReader(FileSystemReader):
             size = (folder / name).stat().st_size if (folder / name).is_file() else None
             if size is None or size < end:
                 got = "no such file" if size is None else f"{size} bytes"
-                raise CheckpointError(str(folder / name), got=got, expected=f"at least {end} bytes", fix=_ANOTHER)
+                expected = f"at least {end} bytes"
+                raise DamagedCheckpointError(str(folder / name), got=got, expected=expected, fix=_ANOTHER)
         self.listed: Metadata = listed
         entries = listed.state_dict_metadata.items()
         self.tensors = {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
@@ -218,11 +220,11 @@ def write_safetensors(folder: Path, weights: WeightFiles, dtype: torch.dtype = t
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _unreadable(path: Path, error: Exception) -> CheckpointError:
+def _unreadable(path: Path, error: Exception) -> DamagedCheckpointError:
     reason = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
     # The error of a missing file names it.
     path = Path(error.filename) if isinstance(error, OSError) and error.filename else path
-    return CheckpointError(str(path), got=reason, expected="whole files of weights", fix=_ANOTHER)
+    return DamagedCheckpointError(str(path), got=reason, expected="whole files of weights", fix=_ANOTHER)
 
 
 class _MetadataUnpickler(pickle.Unpickler):

@@ -11,7 +11,7 @@
 
 A folder named global_step_N is complete: it got this name by a rename after its last byte was on disk, and loses
 it by another before its first byte is deleted. Whatever a killed run left behind has another name and is swept away
-by the next save.
+by the next save. A complete one that is found to be damaged later is kept as damaged_global_step_N.
 """
 
 import hashlib
@@ -19,12 +19,12 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from quadriga.config.trainer import TrainerConfig
-from quadriga.errors import CheckpointError
+from quadriga.errors import CheckpointError, DamagedCheckpointError
 from quadriga.workers.checkpoint import HF_FOLDER
 
 MANIFEST = "manifest.json"
@@ -32,6 +32,8 @@ LATEST = "latest_checkpointed_iteration.txt"
 CONFIGURATION = "config.yaml"
 _COMPLETE = re.compile(r"global_step_(\d+)")
 _UNFINISHED = ".unfinished_"
+_SUPERSEDED = ".superseded"
+"""In a checkpoint: a run has begun at an earlier step since, so that this one is no part of its past."""
 
 
 class Checkpoints:
@@ -56,9 +58,22 @@ class Checkpoints:
         predecessor where they are.
         """
         steps = self.steps()
-        file = self.directory / LATEST
-        written = file.read_text(encoding="utf-8").strip() if file.is_file() else ""
-        return int(written) if written in map(str, steps) else max(steps, default=None)
+        written = self._written()
+        if written in map(str, steps):
+            return int(written)
+        return max(self._own(steps) or steps, default=None)
+
+    def _written(self) -> str:
+        """What stands in the file that names the step written last."""
+        try:
+            return (self.directory / LATEST).read_bytes().decode(errors="replace").strip()
+        except FileNotFoundError:
+            return ""
+        except OSError as error:
+            return str(error.strerror)
+
+    def _own(self, steps: list[int]) -> list[int]:
+        return [step for step in steps if not (self.path(step) / _SUPERSEDED).exists()]
 
     def path(self, step: int) -> Path:
         """Where the checkpoint of a step is or would be."""
@@ -72,10 +87,7 @@ class Checkpoints:
         """
         with self.guarded(step):
             for leftover in self.directory.glob(f"{_UNFINISHED}*"):
-                if leftover.is_dir():
-                    shutil.rmtree(leftover)
-                else:
-                    leftover.unlink()
+                _delete(leftover)
             self._aside(step).mkdir(parents=True)
         return self._aside(step)
 
@@ -96,7 +108,7 @@ class Checkpoints:
             _sync(aside)
             verify(aside)
             if self.path(step).exists():
-                self._discard(self.path(step))
+                self._make_room(step)
             aside.rename(self.path(step))
             _sync(self.directory)
             write_atomically(self.directory / LATEST, f"{step}\n")
@@ -135,25 +147,119 @@ class Checkpoints:
     def _aside(self, step: int) -> Path:
         return self.directory / f"{_UNFINISHED}{step}_{os.getpid()}"
 
+    def _make_room(self, step: int) -> None:
+        """Take the name of an older checkpoint of the same step away."""
+        if self._written() == str(step):
+            # After a kill in between nothing names a checkpoint that is not there.
+            (self.directory / LATEST).unlink()
+        try:
+            verify(self.path(step))
+        except DamagedCheckpointError:
+            self._set_aside(self.path(step))
+        else:
+            self._discard(self.path(step))
+
     def _discard(self, checkpoint: Path) -> None:
         """Take its name first: half a checkpoint must not look like a whole one."""
         aside = self.directory / f"{_UNFINISHED}{checkpoint.name}_{os.getpid()}"
         checkpoint.rename(aside)
-        shutil.rmtree(aside)
+        _delete(aside)
 
-    def to_resume(self, config: TrainerConfig) -> Path | None:
-        """The checkpoint that a run with this configuration goes on from, verified; None to start anew."""
-        if config.resume_mode == "disable":
-            return None
+    def _set_aside(self, checkpoint: Path) -> Path:
+        """Keep a damaged checkpoint under a name that says so, and that nothing else uses."""
+        number, aside = 1, self.directory / f"damaged_{checkpoint.name}"
+        while aside.exists():
+            number += 1
+            aside = self.directory / f"damaged_{checkpoint.name}_{number}"
+        return checkpoint.rename(aside)
+
+    def resume(self, config: TrainerConfig, load: Callable[[Path], None]) -> Path | None:
+        """Verify and load the checkpoint that a run with this configuration goes on from.
+
+        Args:
+            load: reads a checkpoint. It may be called again, with an older one, after a DamagedCheckpointError.
+
+        Returns:
+            The checkpoint; None: the run begins anew.
+
+        Raises:
+            DamagedCheckpointError: it is damaged, and the user named it, or no older one is whole or is to be taken.
+            CheckpointError: it is that of another model or optimizer, or the directory cannot be changed.
+        """
+        path, damaged = None, {}
         if config.resume_mode == "resume_path":
             path = Path(config.resume_from_path or "")
-        else:
-            step = self.newest()
-            if step is None:
-                return None
-            path = self.path(step)
-        verify(path)
+            try:
+                verify(path)
+                load(path)
+            except DamagedCheckpointError as error:
+                error.fix = Checkpoints(path.parent)._advice({path})
+                raise
+        elif config.resume_mode == "auto":
+            path, damaged = self._load_newest(config.resume_fallback == "newest_intact", load)
+        try:
+            self._leave_behind(path, damaged)
+        except OSError as error:
+            expected = "permission to rename and write there"
+            raise CheckpointError(str(self.directory), got=_reason(error), expected=expected) from error
         return path
+
+    def _load_newest(
+        self, takes_older: bool, load: Callable[[Path], None]
+    ) -> tuple[Path | None, dict[Path, DamagedCheckpointError]]:
+        """The checkpoint that was loaded, and the damage that was passed over."""
+        steps, written, newest = self.steps(), self._written(), self.newest()
+        damaged: dict[Path, DamagedCheckpointError] = {}
+        if written and written != str(newest):
+            expected = f"the step of a checkpoint that is there: {', '.join(map(str, steps)) or 'there is none'}"
+            place = self.directory / LATEST
+            damaged[place] = DamagedCheckpointError(str(place), got=repr(written), expected=expected)
+        own = [step for step in self._own(steps) if newest is not None and step < newest]
+        for path in map(self.path, reversed([*own, *([] if newest is None else [newest])])):
+            if damaged and not takes_older:
+                break
+            try:
+                verify(path)
+                load(path)
+                return path, damaged
+            except DamagedCheckpointError as error:
+                damaged[path] = error
+        if not damaged:
+            return None, {}
+        error, *others = damaged.values()
+        error.fix = " ".join([*(f"{one.where}: got {one.got}." for one in others), self._advice(set(damaged))])
+        raise error
+
+    def _leave_behind(self, path: Path | None, damaged: Mapping[Path, DamagedCheckpointError]) -> None:
+        """Say what was damaged, and keep it; mark what is no part of the past of a run that goes on from here."""
+        is_ours = path is not None and path.resolve().parent == self.directory.resolve()
+        begun = step_of(path) if path is not None and is_ours else 0
+        for place, error in damaged.items():
+            print(f"DAMAGED: {error.where}: got {error.got}, expected {error.expected}.")
+            if place.name != LATEST:
+                print(f"It is kept as {self._set_aside(place)}.")
+        if damaged:
+            print(f"The run goes on from {path}: what came after step {begun} is done again.", flush=True)
+            write_atomically(self.directory / LATEST, f"{begun}\n")
+        for step in self.steps():
+            if step > begun:
+                (self.path(step) / _SUPERSEDED).touch()
+
+    def _advice(self, damaged: set[Path]) -> str:
+        """How to go on without the damaged ones: which other is whole."""
+        for path in [self.path(step) for step in reversed(self.steps())]:
+            if path in damaged:
+                continue
+            try:
+                verify(path)
+            except DamagedCheckpointError:
+                continue
+            return f"Resume from {path} with trainer.resume_mode=resume_path trainer.resume_from_path={path}."
+        return (
+            f"No other checkpoint in {self.directory} is whole. Put the files back from a copy, or name a checkpoint "
+            "elsewhere with trainer.resume_mode=resume_path trainer.resume_from_path, or begin anew with "
+            "trainer.resume_mode=disable."
+        )
 
 
 def step_of(checkpoint: Path) -> int:
@@ -194,25 +300,33 @@ def verify(checkpoint: Path) -> None:
     """Compare a checkpoint with its manifest.
 
     Raises:
-        CheckpointError: it is missing, or a file is missing, cut or damaged; names it.
+        DamagedCheckpointError: it is missing, or a file is missing, cut, changed or cannot be read; names it.
     """
-    fix = "Resume from another checkpoint with trainer.resume_mode=resume_path trainer.resume_from_path=..."
-    manifest = checkpoint / MANIFEST
-    if not manifest.is_file():
-        raise CheckpointError(str(checkpoint), got=f"no {MANIFEST}", expected="a complete checkpoint", fix=fix)
+    fix = "Take another checkpoint."
+    file = manifest = checkpoint / MANIFEST
     try:
-        files = json.loads(manifest.read_text(encoding="utf-8"))
-    except ValueError as error:
-        got = f"no JSON ({error})"
-        raise CheckpointError(str(manifest), got=got, expected="the list of files", fix=fix) from error
-    for name, facts in files.items():
-        file, expected = checkpoint / name, f"{facts['bytes']} bytes"
-        if not file.is_file():
-            raise CheckpointError(str(file), got="no such file", expected=expected, fix=fix)
-        if (size := file.stat().st_size) != facts["bytes"]:
-            raise CheckpointError(str(file), got=f"{size} bytes", expected=expected, fix=fix)
-        if _sha256(file) != facts["sha256"]:
-            raise CheckpointError(str(file), got="other content than was written", expected="its SHA-256", fix=fix)
+        files = json.loads(manifest.read_bytes())
+        if files == {}:
+            raise ValueError("it is empty")
+        facts = [(name, int(each["bytes"]), str(each["sha256"])) for name, each in files.items()]
+        if outside := [name for name in files if Path(name).is_absolute() or ".." in Path(name).parts]:
+            raise ValueError(f"it names {outside[0]}, which is outside")
+        for name, size, digest in facts:
+            file = checkpoint / name
+            found = file.stat().st_size
+            if found != size:
+                raise DamagedCheckpointError(str(file), got=f"{found} bytes", expected=f"{size} bytes", fix=fix)
+            if _sha256(file) != digest:
+                got = "other content than was written"
+                raise DamagedCheckpointError(str(file), got=got, expected="its SHA-256", fix=fix)
+    except FileNotFoundError as error:
+        raise DamagedCheckpointError(str(file), got="no such file", expected="one that was written", fix=fix) from error
+    except OSError as error:
+        got = f"{type(error).__name__}: {error.strerror}"
+        raise DamagedCheckpointError(str(file), got=got, expected="a file that can be read", fix=fix) from error
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        got = f"no list of files ({type(error).__name__}: {error})"
+        raise DamagedCheckpointError(str(manifest), got=got, expected="the list of files", fix=fix) from error
 
 
 def write_configuration(directory: Path, text: str) -> None:
@@ -239,6 +353,14 @@ def write_atomically(path: Path, text: str) -> None:
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)
+
+
+def _delete(path: Path) -> None:
+    """What is still open elsewhere stays for a while on NFS; the next save finds it again."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink()
 
 
 def _reason(error: OSError | CheckpointError) -> str:

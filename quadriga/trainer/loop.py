@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from quadriga.config import Config
@@ -17,7 +18,7 @@ from quadriga.observe.stopping import expiry, stop_requested
 from quadriga.observe.timing import PhaseTimer
 from quadriga.observe.tracking import RunFacts, Tracking
 from quadriga.trainer.checkpoint import Checkpoints, step_of
-from quadriga.trainer.saving import CheckpointSaver, load_run_state, save_run_state
+from quadriga.trainer.saving import CheckpointSaver, load_run_state, restore_random_states, save_run_state
 
 
 class TrainingLoop:
@@ -57,18 +58,21 @@ class TrainingLoop:
 
     def load_checkpoint(self) -> bool:
         """Go on from the checkpoint that the configuration asks for. Returns whether there is one."""
-        path = self.checkpoints.to_resume(self.settings)
-        if path is None:
-            return False
-        self.global_steps = step_of(path)
+        path = self.checkpoints.resume(self.settings, self._load)
+        if path is not None:
+            print(f"resumed from {path}")
+        return path is not None
+
+    def _load(self, path: Path) -> None:
+        step, contents = step_of(path), self.config.actor_rollout_ref.actor.checkpoint.load_contents
+        state = load_run_state(path, step)
         for learner in self.saver.workers.values():
             learner.load_checkpoint(path.absolute())
-        contents = self.config.actor_rollout_ref.actor.checkpoint.load_contents
-        state = load_run_state(path, with_random_states="extra" in contents)
+        if "extra" in contents and "random" in state:
+            restore_random_states(state["random"])
         for name, one in self.resumable.items():
             one.load_state_dict(state[name])
-        print(f"resumed from {path}")
-        return True
+        self.global_steps = step
 
     def close(self) -> None:
         """Stop what the loop itself has started. The workers end with their groups."""

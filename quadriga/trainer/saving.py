@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from quadriga.background import in_background
-from quadriga.errors import CheckpointError, QuadrigaError
+from quadriga.errors import CheckpointError, DamagedCheckpointError, QuadrigaError
 from quadriga.observe.watchdog import waiting
 from quadriga.trainer.checkpoint import Checkpoints
 
@@ -165,20 +165,24 @@ def save_run_state(directory: Path, state: dict[str, Any], *, with_random_states
     (target / RUN_STATE).write_bytes(content.getvalue())
 
 
-def load_run_state(directory: Path, *, with_random_states: bool = True) -> dict[str, Any]:
-    """Read what `save_run_state` wrote, and put the random states back if they are there and wanted.
+def load_run_state(directory: Path, step: int) -> dict[str, Any]:
+    """Read what `save_run_state` wrote after a step; "random" are the random states, where they were wanted.
 
     Raises:
-        CheckpointError: the file cannot be read.
+        DamagedCheckpointError: the file cannot be read, or is that of another step.
     """
     path = directory / "trainer" / RUN_STATE
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise CheckpointError(str(path), got=f"{error.strerror}", expected="the state of a run", fix=_FIX) from error
+        got = error.strerror or str(error)
+        raise DamagedCheckpointError(str(path), got=got, expected="the state of a run", fix=_FIX) from error
     state = _parse_state(content, path)
-    if with_random_states and "random" in state:
-        restore_random_states(state["random"])
+    found = state.get("step") if isinstance(state, dict) else None
+    if found != step:
+        # Whole folders were swapped: each agrees with its own manifest.
+        got = f"the state after step {found}"
+        raise DamagedCheckpointError(str(path), got=got, expected=f"that after step {step}", fix=_FIX)
     return state
 
 
@@ -216,7 +220,7 @@ def _parse_state(content: bytes, path: Path) -> dict[str, Any]:
     try:
         return torch.load(io.BytesIO(content), weights_only=True)
     except (EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             str(path),
             got=str(error).strip().partition("\n")[0] or type(error).__name__,
             expected="the state of a run, in numbers, texts, lists, dictionaries and tensors",

@@ -125,6 +125,27 @@ def test_every_checkpoint_is_a_place_to_go_on_from(
             assert_same_weights(resumed, alone, role="critic")
 
 
+@pytest.mark.parametrize(("overrides", "name"), [(GRPO, "trainer/state.pt"), (CRITIC, "critic/optimizer/.metadata")])
+def test_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(
+    overrides: tuple[str, ...],
+    name: str,
+    train: Callable[..., Path],
+    metric_lines: Callable[[Path], list[dict[str, Any]]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It takes the steps in between again, each stands once in its files, and it ends with the same numbers."""
+    run = train(*COMMON, *overrides, "trainer.save_freq=2")
+    before = metric_lines(run), (run / "samples.jsonl").read_bytes(), weights(run)
+    damaged = run / f"global_step_{NUM_STEPS}" / name
+    damaged.write_bytes(content := damaged.read_bytes()[:-1])
+    train(*COMMON, *overrides, "trainer.save_freq=2")
+    assert f"DAMAGED: {damaged}: got {len(content)} bytes" in capsys.readouterr().out
+    assert (run / f"damaged_global_step_{NUM_STEPS}" / name).read_bytes() == content
+    lines, samples, tensors = before
+    assert metric_lines(run) == lines and (run / "samples.jsonl").read_bytes() == samples
+    assert [key for key, value in weights(run).items() if not torch.equal(value, tensors[key])] == []
+
+
 def test_finished_run_stays_as_it_is(train: Callable[..., Path]) -> None:
     """The same command once more finds nothing to do, and takes nothing away."""
     run = train(*COMMON, "trainer.save_freq=3")

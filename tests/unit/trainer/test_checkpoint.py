@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints: whole or not at all, whatever happens while they are written or deleted."""
 
+import os
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from quadriga.config import TrainerConfig
-from quadriga.errors import CheckpointError
+from quadriga.errors import CheckpointError, DamagedCheckpointError
 from quadriga.trainer.checkpoint import (
     LATEST,
     MANIFEST,
@@ -33,6 +35,15 @@ def write(checkpoints: Checkpoints, step: int, text: str = "weights") -> Path:
         (directory / name / "state").write_text(f"{text} {step}")
     checkpoints.complete(step)
     return checkpoints.path(step)
+
+
+def resumed(checkpoints: Checkpoints, **trainer: str) -> Path | None:
+    """The checkpoint that a run with these keys goes on from."""
+    return checkpoints.resume(TrainerConfig(**trainer), lambda path: None)
+
+
+def damage(checkpoint: Path) -> None:
+    (checkpoint / "actor" / "state").write_text("weighty")
 
 
 def names(directory: Path) -> list[str]:
@@ -195,8 +206,30 @@ def test_run_begun_anew_goes_on_from_its_own(checkpoints: Checkpoints) -> None:
     write(checkpoints, 100, "predecessor")
     for step in (1, 2):
         write(checkpoints, step)
-    assert checkpoints.to_resume(TrainerConfig()) == checkpoints.path(2)
+    assert resumed(checkpoints) == checkpoints.path(2)
     assert checkpoints.steps() == [2, 100]
+
+
+@pytest.mark.parametrize("note", ["", "7", "2 or so", "\x00"], ids=["none", "gone", "no number", "no text"])
+def test_what_is_no_past_of_a_run_is_never_gone_on_from(
+    note: str, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run has begun anew, or from an earlier step: what stood there then is not an older state of it."""
+    for step in (1, 2, 3, 9):
+        write(checkpoints, step, "predecessor")
+    assert resumed(checkpoints, resume_mode="disable") is None
+    write(checkpoints, 2)
+    write(checkpoints, 3)
+    (checkpoints.directory / LATEST).write_text(note)
+    assert resumed(checkpoints) == checkpoints.path(3)
+    assert ("DAMAGED" in capsys.readouterr().out) == bool(note)
+    damage(checkpoints.path(3))
+    assert resumed(checkpoints) == checkpoints.path(2)
+    damage(checkpoints.path(2))
+    with pytest.raises(DamagedCheckpointError, match=r"global_step_2/actor/state.* Resume from .*global_step_9 with"):
+        resumed(checkpoints)
+    first = str(checkpoints.path(1))
+    assert resumed(checkpoints, resume_mode="resume_path", resume_from_path=first) == Path(first)
 
 
 def test_newest_without_its_note(checkpoints: Checkpoints) -> None:
@@ -209,45 +242,188 @@ def test_newest_without_its_note(checkpoints: Checkpoints) -> None:
     assert checkpoints.newest() == 2
 
 
-@pytest.mark.parametrize(
-    ("damage", "words"),
-    [
-        (lambda path: (path / "actor" / "state").unlink(), "actor/state: got no such file"),
-        (lambda path: (path / "actor" / "state").write_text("weight"), "actor/state: got 6 bytes, expected 9 bytes"),
-        (lambda path: (path / "actor" / "state").write_text("weighty 3"), "actor/state: got other content"),
-        (lambda path: (path / MANIFEST).unlink(), f"got no {MANIFEST}"),
-        (lambda path: (path / MANIFEST).write_text("{"), "got no JSON"),
-        (shutil.rmtree, f"got no {MANIFEST}"),
-    ],
-    ids=["missing", "cut", "changed", "no manifest", "damaged manifest", "nothing"],
-)
-def test_damage_is_named(damage: Callable[[Path], object], words: str, checkpoints: Checkpoints) -> None:
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "missing": (lambda path: (path / "actor" / "state").unlink(), "actor/state: got no such file"),
+    "cut": (lambda path: (path / "actor" / "state").write_text("weight"), "actor/state: got 6 bytes, expected 9 bytes"),
+    "changed": (lambda path: (path / "actor" / "state").write_text("weighty 3"), "actor/state: got other content"),
+    "a folder": (
+        lambda path: (path / "actor" / "state").replace(path / "x") and (path / "actor" / "state").mkdir(),
+        "",
+    ),
+    "no manifest": (lambda path: (path / MANIFEST).unlink(), f"{MANIFEST}: got no such file"),
+    "half a manifest": (lambda path: (path / MANIFEST).write_text("{"), "got no list of files (JSONDecodeError"),
+    "empty manifest": (
+        lambda path: (path / MANIFEST).write_text("{}"),
+        "got no list of files (ValueError: it is empty)",
+    ),
+    "other manifest": (lambda path: (path / MANIFEST).write_text("[1]"), "got no list of files (AttributeError"),
+    "no facts": (lambda path: (path / MANIFEST).write_text('{"actor": {}}'), "got no list of files (KeyError"),
+    "no text": (lambda path: (path / MANIFEST).write_bytes(b"\xff{}"), "got no list of files (UnicodeDecodeError"),
+    "nested": (lambda path: (path / MANIFEST).write_text("[" * 100_000), "got no list of files (RecursionError"),
+    "outside": (
+        lambda path: (path / MANIFEST).write_text('{"../x": {"bytes": 1, "sha256": ""}}'),
+        "it names ../x, which is outside",
+    ),
+    "far outside": (
+        lambda path: (path / MANIFEST).write_text('{"/etc/passwd": {"bytes": 1, "sha256": ""}}'),
+        "it names /etc/passwd, which is outside",
+    ),
+    "nothing": (shutil.rmtree, f"{MANIFEST}: got no such file"),
+}
+
+
+@pytest.mark.parametrize(("spoil", "words"), DAMAGES.values(), ids=DAMAGES)
+def test_damage_is_named(spoil: Callable[[Path], object], words: str, checkpoints: Checkpoints) -> None:
     path = write(checkpoints, 3)
-    damage(path)
-    with pytest.raises(CheckpointError) as caught:
+    spoil(path)
+    with pytest.raises(DamagedCheckpointError) as caught:
         verify(path)
     assert words in str(caught.value)
-    assert "resume_path" in str(caught.value)
+
+
+def test_a_file_that_may_not_be_read_is_damage(checkpoints: Checkpoints) -> None:
+    """Root may read it; so a process of another user looks."""
+    path = write(checkpoints, 3)
+    for one in (*checkpoints.directory.parents[:3], checkpoints.directory):
+        one.chmod(0o755)
+    (path / "actor" / "state").chmod(0)
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            if os.getuid() == 0:
+                os.setuid(65534)
+            verify(path)
+        except DamagedCheckpointError as error:
+            status = 0 if "actor/state: got PermissionError" in str(error) else 2
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 def test_where_to_resume(checkpoints: Checkpoints) -> None:
-    assert checkpoints.to_resume(TrainerConfig()) is None
+    assert resumed(checkpoints) is None
     first = write(checkpoints, 1)
     second = write(checkpoints, 2)
-    assert checkpoints.to_resume(TrainerConfig()) == second
-    assert checkpoints.to_resume(TrainerConfig(resume_mode="disable")) is None
-    named = TrainerConfig(resume_mode="resume_path", resume_from_path=str(first))
-    assert checkpoints.to_resume(named) == first
-    with pytest.raises(CheckpointError, match=r"no manifest\.json"):
-        checkpoints.to_resume(TrainerConfig(resume_mode="path", resume_from_path=str(checkpoints.directory)))
+    assert resumed(checkpoints) == second
+    assert resumed(checkpoints, resume_mode="disable") is None
+    assert resumed(checkpoints, resume_mode="resume_path", resume_from_path=str(first)) == first
+    with pytest.raises(CheckpointError, match=r"manifest\.json: got no such file"):
+        resumed(checkpoints, resume_mode="path", resume_from_path=str(checkpoints.directory))
 
 
-def test_damaged_newest_is_not_passed_over(checkpoints: Checkpoints) -> None:
-    """Going on from an older one instead would lose steps in silence."""
+@pytest.mark.parametrize("spoil", [spoil for spoil, _ in DAMAGES.values()], ids=DAMAGES)
+def test_damaged_newest_is_passed_over_and_kept(
+    spoil: Callable[[Path], object], checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is damaged is never swept, overwritten or counted, and a second one with the same step neither."""
+    checkpoints.max_to_keep = 2
     write(checkpoints, 1)
-    (write(checkpoints, 2) / "actor" / "state").write_text("weights 9")
-    with pytest.raises(CheckpointError, match="global_step_2"):
-        checkpoints.to_resume(TrainerConfig())
+    for number in (1, 2):
+        spoil(write(checkpoints, 2, f"weight{number}"))
+        was = {path: path.read_bytes() for path in checkpoints.path(2).rglob("*") if path.is_file()}
+        assert resumed(checkpoints) == checkpoints.path(1)
+        said = capsys.readouterr().out
+        aside = checkpoints.directory / ("damaged_global_step_2" if number == 1 else "damaged_global_step_2_2")
+        if was:
+            assert (
+                "DAMAGED: " in said and f"kept as {aside}." in said and "what came after step 1 is done again" in said
+            )
+        assert {aside / path.relative_to(checkpoints.path(2)): content for path, content in was.items()} == {
+            path: path.read_bytes() for path in aside.rglob("*") if path.is_file()
+        }
+        assert (checkpoints.steps(), checkpoints.newest()) == ([1], 1)
+    write(checkpoints, 2)
+    write(checkpoints, 3)
+    assert checkpoints.steps() == [2, 3] and resumed(checkpoints) == checkpoints.path(3)
+    assert sum(name.startswith("damaged_") for name in names(checkpoints.directory)) == (2 if was else 0)
+
+
+def test_damage_that_shows_when_it_is_loaded_is_passed_over_too(checkpoints: Checkpoints) -> None:
+    for step in (1, 2, 3):
+        write(checkpoints, step)
+    tried: list[str] = []
+
+    def load(path: Path) -> None:
+        tried.append(path.name)
+        if path.name != "global_step_1":
+            raise DamagedCheckpointError(str(path), got="half of it")
+
+    assert checkpoints.resume(TrainerConfig(), load) == checkpoints.path(1)
+    assert tried == ["global_step_3", "global_step_2", "global_step_1"]
+    assert names(checkpoints.directory)[:2] == ["damaged_global_step_2", "damaged_global_step_3"]
+
+
+def test_checkpoint_of_another_model_is_no_damage(checkpoints: Checkpoints) -> None:
+    for step in (1, 2):
+        write(checkpoints, step)
+
+    def load(path: Path) -> None:
+        raise CheckpointError(str(path), got="another model")
+
+    with pytest.raises(CheckpointError, match="another model"):
+        checkpoints.resume(TrainerConfig(), load)
+    assert checkpoints.steps() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"resume_fallback": "none"},
+        {"resume_mode": "resume_path", "resume_from_path": "global_step_3"},
+    ],
+    ids=["none", "named by the user"],
+)
+def test_damaged_one_is_refused_by_the_name_of_a_whole_one(
+    keys: dict[str, str], checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2, 3):
+        write(checkpoints, step)
+    damage(checkpoints.path(2))
+    damage(checkpoints.path(3))
+    monkeypatch.chdir(checkpoints.directory)
+    advice = "global_step_3/actor/state: got 7 bytes, .*resume_path trainer.resume_from_path=.*global_step_1"
+    with pytest.raises(DamagedCheckpointError, match=advice):
+        resumed(checkpoints, **keys)
+    assert checkpoints.steps() == [1, 2, 3]
+
+
+def test_where_all_are_damaged_the_run_does_not_begin_anew(checkpoints: Checkpoints) -> None:
+    for step in (1, 2):
+        damage(write(checkpoints, step))
+    said = "global_step_2/actor/state: got 7.* global_step_1/actor/state: got 7.*No other .*resume_mode=disable"
+    said = said.replace(" global_step_1", ".*global_step_1")
+    for _ in range(2):
+        with pytest.raises(DamagedCheckpointError, match=said):
+            resumed(checkpoints)
+        assert names(checkpoints.directory) == ["global_step_1", "global_step_2", LATEST]
+    for step in (1, 2):
+        shutil.rmtree(checkpoints.path(step))
+    with pytest.raises(DamagedCheckpointError, match=f"{LATEST}: got '2', expected .*there is none"):
+        resumed(checkpoints)
+
+
+def test_damaged_one_is_not_overwritten_by_a_run_from_before_it(checkpoints: Checkpoints) -> None:
+    first = write(checkpoints, 1)
+    damage(write(checkpoints, 2))
+    assert resumed(checkpoints, resume_mode="resume_path", resume_from_path=str(first)) == first
+    write(checkpoints, 2)
+    assert (checkpoints.directory / "damaged_global_step_2" / "actor" / "state").read_text() == "weighty"
+    verify(checkpoints.path(2))
+
+
+def test_checkpoint_that_is_still_open_elsewhere_does_not_end_the_run(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On NFS the folder of a deleted file that is open stays until it is closed."""
+    checkpoints.max_to_keep = 1
+    write(checkpoints, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rmdir", Mock(side_effect=OSError(39, "Directory not empty")))
+        write(checkpoints, 2)
+    assert checkpoints.steps() == [2] and len(list(checkpoints.directory.glob(".unfinished_*"))) == 1
+    write(checkpoints, 3)
+    assert names(checkpoints.directory) == ["global_step_3", LATEST]
 
 
 def test_step_stands_in_the_name(tmp_path: Path) -> None:

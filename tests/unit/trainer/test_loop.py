@@ -83,7 +83,7 @@ def asked_to_stop() -> Iterator[None]:
 def saved(loop: Counting) -> list[int]:
     """The steps that have a checkpoint, each with the loop's own part."""
     steps = loop.checkpoints.steps()
-    states = [load_run_state(loop.checkpoints.path(step), with_random_states=False) for step in steps]
+    states = [load_run_state(loop.checkpoints.path(step), step) for step in steps]
     assert [(state["step"], state["loader"]) for state in states] == [(step, {"number": 7}) for step in steps]
     return steps
 

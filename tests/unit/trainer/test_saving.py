@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from quadriga.errors import CheckpointError
+from quadriga.errors import CheckpointError, DamagedCheckpointError
 from quadriga.trainer.checkpoint import LATEST, Checkpoints, verify
-from quadriga.trainer.saving import CheckpointSaver, load_run_state, save_run_state
+from quadriga.trainer.saving import CheckpointSaver, load_run_state, restore_random_states, save_run_state
 
 
 class Worker:
@@ -173,23 +173,30 @@ def test_random_states_come_back(tmp_path: Path) -> None:
     save_run_state(tmp_path, {"step": 3})
     expected = [draw(), draw()]
     random.seed(0), np.random.seed(0), torch.manual_seed(0)
-    load_run_state(tmp_path)
+    restore_random_states(load_run_state(tmp_path, 3)["random"])
     assert [draw(), draw()] == expected
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [(False, True), (True, False)])
-def test_random_states_may_stay_out(saved: bool, loaded: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("saved", [False, True])
+def test_random_states_may_stay_out(saved: bool, tmp_path: Path) -> None:
     save_run_state(tmp_path, {"step": 3}, with_random_states=saved)
-    draw()
     before = torch.get_rng_state()
-    load_run_state(tmp_path, with_random_states=loaded)
+    assert ("random" in load_run_state(tmp_path, 3)) == saved
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_state_of_another_step_is_none_of_this_checkpoint(tmp_path: Path) -> None:
+    save_run_state(tmp_path, {"step": 3})
+    with pytest.raises(
+        DamagedCheckpointError, match=r"state\.pt: got the state after step 3, expected that after step 4"
+    ):
+        load_run_state(tmp_path, 4)
 
 
 def test_facts_come_back(tmp_path: Path) -> None:
     loader = {"position": 4, "generator": torch.arange(3), "rows": [1, 2], "nested": {"epoch": None}}
     save_run_state(tmp_path, {"step": 3, "loader": loader, "kl_controller": {"value": 0.1}})
-    state = load_run_state(tmp_path)
+    state = load_run_state(tmp_path, 3)
     assert (state["step"], state["kl_controller"]) == (3, {"value": 0.1})
     assert torch.equal(state["loader"].pop("generator"), loader.pop("generator"))
     assert state["loader"] == loader
@@ -201,7 +208,7 @@ def test_unreadable_file_is_named(content: bytes | None, tmp_path: Path) -> None
         (tmp_path / "trainer").mkdir()
         (tmp_path / "trainer" / "state.pt").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"state\.pt"):
-        load_run_state(tmp_path)
+        load_run_state(tmp_path, 3)
 
 
 def test_state_that_could_not_be_read_again_is_refused_at_the_save(tmp_path: Path) -> None:
