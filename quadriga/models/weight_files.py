@@ -71,6 +71,10 @@ def open_weights(folder: str | Path) -> WeightFiles:
             files = [folder / file for file in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise _unreadable(index, error) from error
+        # Not resolved: in a hub's cache files are links to where their content is.
+        for file in files:
+            if not file.is_relative_to(folder) or ".." in file.relative_to(folder).parts:
+                raise _leads_outside(index, file)
         if missing := [file for file in files if not file.is_file()]:
             expected = f"the file that {INDEX} names"
             raise CheckpointError(str(missing[0]), got="no such file", expected=expected, fix=_ANOTHER)
@@ -180,6 +184,8 @@ class ChunkReader(FileSystemReader):
         for chunk in listed.storage_data.values():
             ends[chunk.relative_path] = max(ends.get(chunk.relative_path, 0), chunk.offset + chunk.length)
         for name, end in sorted(ends.items()):
+            if not (folder / name).resolve().is_relative_to(folder.resolve()):
+                raise _leads_outside(path, folder / name)
             size = (folder / name).stat().st_size if (folder / name).is_file() else None
             if size is None or size < end:
                 got = "no such file" if size is None else f"{size} bytes"
@@ -225,6 +231,11 @@ def _unreadable(path: Path, error: Exception) -> DamagedCheckpointError:
     # The error of a missing file names it.
     path = Path(error.filename) if isinstance(error, OSError) and error.filename else path
     return DamagedCheckpointError(str(path), got=reason, expected="whole files of weights", fix=_ANOTHER)
+
+
+def _leads_outside(listing: Path, file: Path) -> CheckpointError:
+    got = f"{file}{f', a link to {file.resolve()}' if file.is_symlink() else ''}"
+    return CheckpointError(str(listing), got=got, expected="files in its own folder", fix=_ANOTHER)
 
 
 class _MetadataUnpickler(pickle.Unpickler):

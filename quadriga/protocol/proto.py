@@ -27,7 +27,7 @@ import torch
 from tensordict import TensorDict
 
 from quadriga.errors import ProtocolError
-from quadriga.protocol import columns, merge, wire
+from quadriga.protocol import columns, disk, merge, wire
 
 RowIndex = Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor
 AUTO_PADDING = "_auto_padding"
@@ -454,7 +454,7 @@ class DataProto:
             self.batch = self.batch.to(device)
         return self
 
-    save_to_disk, load_from_disk = wire.save_to_disk, staticmethod(wire.load_from_disk)
+    save_to_disk, load_from_disk = disk.save_to_disk, classmethod(disk.load_from_disk)
     get_data_info, print_size, __repr__ = columns.get_data_info, columns.print_size, columns.one_line
 
     def __copy__(self) -> "DataProto":

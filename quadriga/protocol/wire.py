@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wire format: how a DataProto becomes bytes, for another process or for the disk.
+"""Wire format: how a DataProto becomes bytes for another process of the run; `disk.py` has the form of files.
 
 Pickle protocol 5 with out-of-band buffers (PEP 574). A tensor is described by its dtype and shape and
 hands its memory over as a `pickle.PickleBuffer`: a transport that takes buffers (Ray, a
@@ -10,20 +10,15 @@ What does not travel: devices (tensors arrive on the CPU), autograd graphs, view
 shares memory with another arrives with its own).
 """
 
-import os
 import pickle
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from tensordict import TensorDict
 
-from quadriga.errors import ProtocolError
 from quadriga.protocol.memory import bytes_of, copy_of, tensor_over
 
-FILE_MAGIC = b"quadriga.DataProto.1\n"
 OUT_OF_BAND_PROTOCOL = 5
 
 
@@ -81,40 +76,3 @@ def rebuild_proto(cls: type, rows: int, columns: Any, arrays: dict[str, np.ndarr
     batch = None if columns is None else TensorDict(columns, batch_size=[rows])
     writable = {key: value if value.flags.writeable else value.copy() for key, value in arrays.items()}
     return cls(batch=batch, non_tensor_batch=writable, meta_info=meta_info)
-
-
-def save_to_disk(data: Any, filepath: str | os.PathLike[str]) -> None:
-    """Pickle a DataProto into a file: written aside, then renamed, so the file is whole or not there."""
-    path = Path(filepath)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(FILE_MAGIC)
-            pickle.dump(data, file, protocol=OUT_OF_BAND_PROTOCOL)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-
-
-def load_from_disk(filepath: str | os.PathLike[str]) -> Any:
-    """Read what `save_to_disk` wrote. The file is a pickle: open only files you trust.
-
-    Raises:
-        ProtocolError: there is no such file, it is not one of ours, or it is damaged.
-    """
-    where, fix = f"load_from_disk({str(filepath)!r})", "Write the file with DataProto.save_to_disk."
-    try:
-        with open(filepath, "rb") as file:
-            is_ours = file.read(len(FILE_MAGIC)) == FILE_MAGIC
-            value = pickle.load(file) if is_ours else None
-    except Exception as error:
-        # A damaged pickle stream may fail with any exception at all.
-        found = str(error) if isinstance(error, OSError) else f"a damaged file ({error})"
-        raise ProtocolError(where, got=found, expected="a saved DataProto", fix=fix) from error
-    if not is_ours:
-        raise ProtocolError(where, got="another kind of file", expected="a saved DataProto", fix=fix)
-    return value

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights by name, from the folders that transformers writes and from those of our checkpoints."""
 
+import json
 import pickle
 from collections.abc import Callable
 from enum import Enum
@@ -88,6 +89,54 @@ def test_damage_is_named(
     with pytest.raises(CheckpointError) as caught:
         open_weights(tmp_path)
     assert words in str(caught.value)
+
+
+def renamed_in_list(folder: Path, name: str) -> None:
+    """The list of chunks with another name for its file."""
+    listed = pickle.loads((folder / ".metadata").read_bytes())
+    for chunk in listed.storage_data.values():
+        chunk.relative_path = name
+    (folder / ".metadata").write_bytes(pickle.dumps(listed))
+
+
+@pytest.mark.parametrize("way", ["..", "absolute", "a link", "a link to a folder"])
+def test_lists_that_lead_outside_are_refused(way: str, tmp_path: Path) -> None:
+    """The file that is named is a good one: it is the place that is refused."""
+    folder, other = tmp_path / "here", tmp_path / "other"
+    distributed(folder)
+    other.mkdir()
+    file = (folder / "__0_0.distcp").rename(other / "__0_0.distcp")
+    names = {"..": "../other/__0_0.distcp", "absolute": str(file), "a link": "__0_0.distcp"}
+    if way == "a link":
+        (folder / "__0_0.distcp").symlink_to(file)
+    elif way == "a link to a folder":
+        (folder / "sub").symlink_to(other)
+    renamed_in_list(folder, names.get(way, "sub/__0_0.distcp"))
+    with pytest.raises(CheckpointError, match=r"/\.metadata: got .*/__0_0\.distcp.*expected files in its own folder"):
+        open_weights(folder)
+
+
+@pytest.mark.parametrize("write", [distributed, indexed])
+def test_a_checkpoint_behind_a_link_or_a_way_up_is_read(write: Callable[[Path], None], tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    write(tmp_path / "disk")
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    for folder in (tmp_path / "link", tmp_path / "disk" / ".." / "disk"):
+        assert torch.equal(open_weights(folder).read("scale"), WEIGHTS["scale"])
+
+
+@pytest.mark.parametrize("is_absolute", [False, True])
+def test_an_index_that_leads_outside_is_refused(is_absolute: bool, tmp_path: Path) -> None:
+    for write, place in ((one_file, tmp_path / "other"), (indexed, tmp_path / "here")):
+        place.mkdir()
+        write(place)
+    name = str(tmp_path / "other" / "model.safetensors") if is_absolute else "../other/model.safetensors"
+    path = tmp_path / "here" / "model.safetensors.index.json"
+    path.write_text(json.dumps({"weight_map": {"scale": name}}))
+    with pytest.raises(
+        CheckpointError, match=r"index\.json: got .*/other/model\.safetensors, expected files in its own"
+    ):
+        open_weights(tmp_path / "here")
 
 
 def test_bytes_that_are_no_tensor_are_named(tmp_path: Path) -> None:

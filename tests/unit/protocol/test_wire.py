@@ -2,7 +2,6 @@
 """The wire format: what travels, as what, and where its bytes lie."""
 
 import pickle
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +9,6 @@ import torch
 from PIL import Image
 from tensordict import TensorDict
 
-from quadriga.errors import ProtocolError
 from quadriga.protocol import DataProto, deep_equal, object_array
 
 DTYPES = [
@@ -128,36 +126,6 @@ def test_torch_save_is_never_called(monkeypatch: pytest.MonkeyPatch) -> None:
     in_band(
         DataProto.from_dict({"x": torch.ones(2)}, {"o": [{"t": torch.ones(1)}, [torch.ones(2)]]}, {"m": torch.ones(1)})
     )
-
-
-def test_save_and_load(tmp_path: Path) -> None:
-    data = DataProto.from_dict({"x": torch.arange(4).to(torch.bfloat16)}, {"uid": list("abcd")}, {"step": 3})
-    path = tmp_path / "new" / "batch.bin"
-    data.save_to_disk(path)
-    loaded = DataProto.load_from_disk(path)
-    assert torch.equal(loaded.batch["x"], data.batch["x"]) and loaded.meta_info == {"step": 3}
-    assert [file.name for file in path.parent.iterdir()] == ["batch.bin"]
-
-
-def test_a_failed_save_leaves_the_old_file(tmp_path: Path) -> None:
-    path = tmp_path / "batch.bin"
-    DataProto(meta_info={"step": 1}).save_to_disk(path)
-    with pytest.raises(Exception, match="pickle"):
-        DataProto(meta_info={"step": lambda: 2}).save_to_disk(path)
-    assert DataProto.load_from_disk(path).meta_info == {"step": 1}
-    assert [file.name for file in tmp_path.iterdir()] == ["batch.bin"]
-
-
-def test_files_that_are_none(tmp_path: Path) -> None:
-    whole = tmp_path / "whole"
-    DataProto.from_dict({"x": torch.ones(100)}).save_to_disk(whole)
-    cases = {"text": b"hello", "empty": b"", "pickle": pickle.dumps(1), "cut": whole.read_bytes()[:-50]}
-    for name, content in cases.items():
-        (tmp_path / name).write_bytes(content)
-        with pytest.raises(ProtocolError, match=f"{name}.*expected a saved DataProto"):
-            DataProto.load_from_disk(tmp_path / name)
-    with pytest.raises(ProtocolError, match="No such file"):
-        DataProto.load_from_disk(tmp_path / "nowhere")
 
 
 @pytest.mark.gpu

@@ -134,7 +134,7 @@ def test_another_temperature(make: Callable) -> None:
         make()[0](prompts(1), 2)
 
 
-@pytest.mark.parametrize("content", [b"", b"no responses"])
+@pytest.mark.parametrize("content", [b"", b"no responses", b"quadriga.DataProto.1\n\x80\x05N."])
 def test_file_that_is_something_else(content: bytes, make: Callable, tmp_path: Path) -> None:
     (tmp_path / "cached").mkdir()
     (tmp_path / "cached" / "1_0.answers").write_bytes(content)

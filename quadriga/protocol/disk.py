@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A DataProto in a file that cannot name code; what is read equals what was written, bit for bit.
+
+The file is one of safetensors, and any reader of these can open it:
+
+    0, 1, ...    the memory of tensors and numpy arrays; one that occurs several times stands there once
+    objects      an Arrow stream: the columns of objects, each with the numbers of its distinct entries
+    layout       JSON: columns, entries and facts by name, and what in the other parts they are
+
+Entries may be None, numbers, texts, bytes, dates, lists, tuples, sets, dictionaries, tensors, arrays and images, in one
+another. Objects of any other class are refused, and so is a value that contains itself.
+"""
+
+import datetime
+import json
+import os
+import struct
+import tempfile
+from collections.abc import Callable
+from decimal import Decimal
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from safetensors.torch import safe_open
+from tensordict import TensorDict
+
+from quadriga.errors import ProtocolError
+from quadriga.protocol.columns import object_array
+from quadriga.protocol.memory import bytes_of
+from quadriga.protocol.wire import rebuild_proto
+
+_KEY, _VERSION = "quadriga_proto", "2"
+_PICKLED = b"quadriga.DataProto.1\n"
+# What every version of safetensors knows; other dtypes lie there as bytes.
+_NATIVE = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+_PLAIN = frozenset({type(None), bool, int, float, str})
+_COLLECTIONS = {tuple: "$tuple", set: "$set", frozenset: "$frozenset"}
+_TEXTS: dict[type, tuple[str, Callable[[Any], str], Callable[[str], Any]]] = {
+    datetime.datetime: ("$datetime", datetime.datetime.isoformat, datetime.datetime.fromisoformat),
+    datetime.date: ("$date", datetime.date.isoformat, datetime.date.fromisoformat),
+    datetime.time: ("$time", datetime.time.isoformat, datetime.time.fromisoformat),
+    Decimal: ("$decimal", str, Decimal),
+    complex: ("$complex", repr, complex),
+}
+
+
+def save_to_disk(data: Any, filepath: str | os.PathLike[str]) -> None:
+    """Write a DataProto into a file that its owner alone can read: aside, then renamed, so it is whole or not there.
+
+    Raises:
+        ProtocolError: an entry is of a class that a file cannot hold (module docstring); the error names both.
+        OSError: there is no room or permission.
+    """
+    path = Path(filepath)
+    parts = _Writer(f"save_to_disk({str(filepath)!r})").parts(data)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.writelines(parts)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def load_from_disk(cls: type, filepath: str | os.PathLike[str]) -> Any:
+    """Read what `save_to_disk` wrote. Nothing that a file names is called; the pickles of older versions are refused.
+
+    Raises:
+        ProtocolError: there is no such file, it is not one of ours, or it is damaged.
+    """
+    where, fix = f"load_from_disk({str(filepath)!r})", "Write the file with DataProto.save_to_disk."
+    try:
+        with open(filepath, "rb") as file:
+            if file.read(len(_PICKLED)) == _PICKLED:
+                got, fix = (
+                    "a pickle of an older version, which may run any code",
+                    "Delete it and have it written again.",
+                )
+                raise ProtocolError(where, got=got, expected="a DataProto as it is saved today", fix=fix)
+        with safe_open(filepath, framework="pt") as opened:
+            if (opened.metadata() or {}).get(_KEY) != _VERSION:
+                raise ProtocolError(where, got="another kind of file", expected="a saved DataProto", fix=fix)
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}
+        return rebuild_proto(cls, *_Reader(tensors).proto())
+    except ProtocolError:
+        raise
+    # Damaged bytes may be anything at all: a name that is missing, a shape that does not fit, a list for a number.
+    except Exception as error:
+        found = str(error) if isinstance(error, OSError) else f"another kind of file, or a damaged one ({error})"
+        raise ProtocolError(where, got=found, expected="a saved DataProto", fix=fix) from error
+
+
+class _Writer:
+    """Takes a DataProto apart into the memory of tensors and what JSON and Arrow can hold."""
+
+    def __init__(self, where: str) -> None:
+        self._where, self._at = where, ""
+        self._memory: list[tuple[str, torch.dtype, list[int], Any]] = []
+        # The values are kept: an id is only unique among living objects.
+        self._met: dict[int, tuple[Any, Any]] = {}
+
+    def parts(self, data: Any) -> list[Any]:
+        """What stands in the file, in order."""
+        columns, arrays = {}, {}
+        try:
+            for key, array in data.non_tensor_batch.items():
+                self._at = f"non_tensor_batch[{key!r}]"
+                if is_column := array.dtype == object and array.ndim == 1:
+                    columns[key] = self._column(array)
+                arrays[key] = {"$column": key} if is_column else self._encode(array)
+            self._at = "batch"
+            batch = None if data.batch is None else self._encode(_as_dict(data.batch))
+            facts = {}
+            for key, value in data.meta_info.items():
+                self._at = f"meta_info[{key!r}]"
+                facts[key] = self._encode(value)
+            rows = 0 if data.batch is None else len(data)
+            self._add("layout", _to_json([rows, batch, list(arrays.items()), list(facts.items())]))
+        except (RecursionError, ValueError) as error:
+            # Too deep or in itself, or an integer of more digits than Python reads.
+            raise self._refusal(str(error)) from error
+        if columns:
+            batch, stream = pa.record_batch(list(columns.values()), names=list(columns)), pa.BufferOutputStream()
+            with pa.ipc.new_stream(stream, batch.schema) as writer:
+                writer.write_batch(batch)
+            self._add("objects", stream.getvalue())
+        # As the format asks for: without gaps, and each dtype at a multiple of its size.
+        self._memory.sort(key=lambda part: -part[1].itemsize)
+        header: dict[str, Any] = {"__metadata__": {"format": "pt", _KEY: _VERSION}}
+        end = 0
+        for name, dtype, shape, memory in self._memory:
+            start, end = end, end + len(memory)
+            header[name] = {"dtype": _NATIVE[dtype], "shape": shape, "data_offsets": [start, end]}
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        return [struct.pack("<Q", len(text)), text, *(memory for *_, memory in self._memory)]
+
+    def _column(self, array: np.ndarray) -> Any:
+        """An Arrow array; rows that share an object, as repeated ones do, share it again when they are read."""
+        numbers: dict[int, int] = {}
+        rows = [numbers.setdefault(id(value), len(numbers)) for value in array]
+        distinct = list({id(value): value for value in array}.values())
+        return pa.DictionaryArray.from_arrays(pa.array(rows, pa.int32()), self._values(distinct))
+
+    def _values(self, values: list[Any]) -> Any:
+        kinds = set(map(type, values))
+        try:
+            if kinds == {str}:
+                return pa.array(values, pa.large_string())
+            if kinds == {list} and {int}.issuperset(map(type, chain.from_iterable(values))):
+                return pa.array(values, pa.large_list(pa.int64()))
+        except (UnicodeEncodeError, OverflowError, pa.ArrowInvalid):
+            pass  # a lone surrogate or an integer of over 64 bits, which JSON can hold
+        texts, column = [], self._at
+        for row, value in enumerate(values):
+            self._at = f"{column}, distinct entry {row}"
+            texts.append(_to_json(self._encode(value)))
+        return pa.array(texts, pa.large_binary())
+
+    def _encode(self, value: Any) -> Any:
+        """The value in JSON's types; what has no such form is a dictionary of one key that begins with a $."""
+        kind = type(value)
+        if kind in _PLAIN:
+            return value
+        if kind is list:
+            return value if _PLAIN.issuperset(map(type, value)) else [self._encode(entry) for entry in value]
+        if kind is dict:
+            if {str}.issuperset(map(type, value)) and not (len(value) == 1 and next(iter(value)).startswith("$")):
+                return {key: self._encode(entry) for key, entry in value.items()}
+            return {"$dict": [[self._encode(key), self._encode(entry)] for key, entry in value.items()]}
+        if kind in _COLLECTIONS:
+            return {_COLLECTIONS[kind]: [self._encode(entry) for entry in value]}
+        if kind in _TEXTS:
+            return {_TEXTS[kind][0]: _TEXTS[kind][1](value)}
+        if isinstance(value, np.generic) and value.dtype.kind in "biufcSUmM":
+            return {"$scalar": [value.dtype.str, value.tobytes().hex()]}
+        if id(value) not in self._met:
+            self._met[id(value)] = (value, self._stored(value))
+        return self._met[id(value)][1]
+
+    def _stored(self, value: Any) -> dict[str, Any]:
+        """A value whose memory stands in the file by itself."""
+        kind, name = type(value), str(len(self._memory))
+        if kind is torch.Tensor and value.layout is torch.strided and not value.is_quantized:
+            tensor = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+            memory, shape = bytes_of(tensor), list(tensor.shape)
+            is_native = tensor.dtype in _NATIVE
+            self._add(name, memory, *((tensor.dtype, shape) if is_native else ()))
+            return {"$tensor": [name, str(tensor.dtype).removeprefix("torch."), shape]}
+        if kind is np.ndarray and value.dtype == object:
+            return {"$objects": [list(value.shape), [self._encode(entry) for entry in value.flat]]}
+        if kind is np.ndarray and value.dtype.kind in "biufcSUmM":
+            self._add(name, value.tobytes())
+            return {"$array": [name, value.dtype.str, list(value.shape)]}
+        if kind is bytes:
+            self._add(name, value)
+            return {"$bytes": name}
+        if kind.__module__.startswith("PIL.") and getattr(value, "palette", self) is None:
+            self._add(name, value.tobytes())
+            return {"$image": [name, value.mode, list(value.size), self._encode(value.info)]}
+        raise self._refusal(f"an object of the class {kind.__module__}.{kind.__qualname__}")
+
+    def _add(self, name: str, memory: Any, dtype: torch.dtype = torch.uint8, shape: list[int] | None = None) -> None:
+        self._memory.append((name, dtype, [len(memory)] if shape is None else shape, memory))
+
+    def _refusal(self, got: str) -> ProtocolError:
+        expected = "None, numbers, texts, bytes, dates, tensors, arrays, images, and lists and dictionaries of these"
+        fix = "Turn it into these, or leave it out (DataProto.select)."
+        return ProtocolError(f"{self._where}: {self._at}", got=got, expected=expected, fix=fix)
+
+
+class _Reader:
+    """Puts together what a `_Writer` took apart."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._kinds: dict[str, Callable[[Any], Any]] = {
+            **{name: kind for kind, name in _COLLECTIONS.items()},
+            **{name: read for name, _, read in _TEXTS.values()},
+            "$dict": dict,
+            "$scalar": lambda found: np.frombuffer(bytes.fromhex(found[1]), found[0])[0],
+            "$tensor": self._tensor,
+            "$objects": lambda found: object_array(found[1]).reshape(found[0]),
+            "$array": lambda found: np.frombuffer(self._bytes(found[0]), found[1]).reshape(found[2]).copy(),
+            "$bytes": self._bytes,
+            "$image": self._image,
+        }
+        self._kinds["$column"] = self._columns().__getitem__ if "objects" in tensors else {}.__getitem__
+
+    def proto(self) -> tuple[int, dict[str, Any] | None, dict[str, np.ndarray], dict[str, Any]]:
+        """Rows, tensor columns, other columns and facts."""
+        rows, batch, arrays, facts = self._from_json(self._bytes("layout"))
+        return rows, batch, dict(arrays), dict(facts)
+
+    def _from_json(self, text: bytes) -> Any:
+        return json.loads(text.decode("utf-8", "surrogatepass"), object_hook=self._decoded)
+
+    def _decoded(self, found: dict[str, Any]) -> Any:
+        name = next(iter(found), "") if len(found) == 1 else ""
+        return self._kinds[name](found[name]) if name.startswith("$") else found
+
+    def _bytes(self, name: str) -> bytes:
+        return self._tensors[name].numpy().tobytes()
+
+    def _tensor(self, found: list[Any]) -> torch.Tensor:
+        name, dtype, shape = found
+        # What lies there as bytes is copied to where its dtype may begin.
+        tensor, dtype = self._tensors[name], getattr(torch, dtype)
+        return (tensor if tensor.dtype == dtype else tensor.clone().view(dtype)).view(shape)
+
+    def _image(self, found: list[Any]) -> Any:
+        from PIL import Image
+
+        name, mode, size, info = found
+        image = Image.frombytes(mode, tuple(size), self._bytes(name))
+        image.info = info
+        return image
+
+    def _columns(self) -> dict[str, np.ndarray]:
+        """The columns of objects by name."""
+        batch = pa.ipc.open_stream(self._bytes("objects")).read_next_batch()
+        batch.validate(full=True)
+        columns = {}
+        for key, column in zip(batch.schema.names, batch.columns, strict=True):
+            values = column.dictionary
+            if values.type == pa.large_list(pa.int64()):
+                flat, ends = values.values.to_numpy().tolist(), values.offsets.to_numpy().tolist()
+                entries = [flat[start:end] for start, end in pairwise(ends)]
+            elif values.type == pa.large_binary():
+                entries = [self._from_json(text) for text in values.to_pylist()]
+            else:
+                entries = values.cast(pa.large_string()).to_pylist()
+            columns[key] = object_array(entries)[column.indices.to_numpy()]
+        return columns
+
+
+def _as_dict(columns: TensorDict) -> dict[str, Any]:
+    return {key: _as_dict(value) if isinstance(value, TensorDict) else value for key, value in columns.items()}
+
+
+def _to_json(value: Any) -> bytes:
+    """UTF-8 that keeps a lone surrogate, and two of them apart, as escapes would not."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
