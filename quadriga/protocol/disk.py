@@ -160,8 +160,12 @@ class _Writer:
                 return pa.array(values, pa.large_string())
             if kinds == {list} and {int}.issuperset(map(type, chain.from_iterable(values))):
                 return pa.array(values, pa.large_list(pa.int64()))
+            return self._as_json(values)
         except (UnicodeEncodeError, OverflowError, pa.ArrowInvalid):
-            pass  # a lone surrogate or an integer of over 64 bits, which JSON can hold
+            # A lone surrogate, or an integer of over 64 bits.
+            return self._as_json(values)
+
+    def _as_json(self, values: list[Any]) -> Any:
         texts, column = [], self._at
         for row, value in enumerate(values):
             self._at = f"{column}, distinct entry {row}"
