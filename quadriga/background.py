@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work in a thread of its own."""
+"""Work in a thread of its own, once or until it succeeds."""
 
+import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from functools import partial
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 10.0, 600.0
 
 
 def in_background(work: Callable[[], T], name: str) -> Future[T]:
@@ -14,3 +18,46 @@ def in_background(work: Callable[[], T], name: str) -> Future[T]:
     future = executor.submit(work)
     executor.shutdown(wait=False)
     return future
+
+
+class Restarts(Generic[T]):
+    """What is started again in threads of its own, by number: at once, then after pauses that double, until it lasts.
+
+    Nothing runs by itself: `ended` begins what is due.
+    """
+
+    def __init__(self, start: Callable[[int], T], name: str) -> None:
+        self._start, self._name = start, name
+        self._due: dict[int, float] = {}
+        self._running: dict[int, Future[T]] = {}
+        self._num_in_a_row = Counter[int]()
+
+    def request(self, number: int) -> None:
+        """Start one again. Returns at once."""
+        count = self._num_in_a_row[number]
+        self._num_in_a_row[number] += 1
+        pause = min(FIRST_PAUSE_S * 2 ** (count - 1), LONGEST_PAUSE_S) if count else 0.0
+        self._due[number] = time.monotonic() + pause
+        self._begin()
+
+    def ended(self) -> dict[int, Future[T]]:
+        """The starts that are over, with a result or an error; each once."""
+        self._begin()
+        over = {number: start for number, start in self._running.items() if start.done()}
+        for number in over:
+            del self._running[number]
+        return over
+
+    def lasts(self, number: int) -> None:
+        """One has done its work: the next time it is started again at once."""
+        self._num_in_a_row.pop(number, None)
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for the starts that are under way, whatever comes of them."""
+        for start in self._running.values():
+            start.exception(timeout_s)
+
+    def _begin(self) -> None:
+        for number in [number for number, due in self._due.items() if due <= time.monotonic()]:
+            del self._due[number]
+            self._running[number] = in_background(partial(self._start, number), f"{self._name} {number}")

@@ -79,7 +79,7 @@ def build_run(config: Config, timeline: Timeline) -> Run:
         choices = models()
         total = config.trainer.total_training_steps or config.trainer.total_epochs * max(1, len(train))
         if config.task == "rl":
-            workers = handles(team, config)
+            workers = handles(team)
             with timeline.part("rewards"):
                 reward = build_reward(config, tokenizer, workers.reward_model)
             trainer = RayPPOTrainer(config, tokenizer, workers, reward, train, val, total)
@@ -138,14 +138,14 @@ def load_models(team: WorkerGroups, timeline: Timeline) -> dict[str, str]:
     return choices
 
 
-def handles(team: WorkerGroups, config: Config) -> Workers:
+def handles(team: WorkerGroups) -> Workers:
     """The team's groups as the loop calls them. A rollout on processes of its own has the actor's weights then."""
     groups = {Role(role): group for role, group in team.groups.items()}
     workers = {role: group.as_worker() for role, group in groups.items()}
     policy = next(role for role in (Role.ActorRolloutRef, Role.ActorRollout, Role.Actor) if role in groups)
     weights = WeightPublisher(groups[policy])
     if policy == Role.Actor:
-        weights = RolloutPool(groups[policy], groups[Role.Rollout], config.trainer.max_worker_restarts)
+        weights = RolloutPool(groups[policy], groups[Role.Rollout])
     return Workers(
         actor=workers[policy],
         rollout=weights if isinstance(weights, RolloutPool) else workers[policy],

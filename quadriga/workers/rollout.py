@@ -47,10 +47,12 @@ class RolloutWorker(Worker):
         self._receiver = WeightReceiver(address, self.rank, self.device)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def receive_weights(self, version: int) -> None:
-        """Load what the actor sends meanwhile; the engine refuses to generate with any other weights."""
+    def receive_weights(self, version: int) -> bool:
+        """Load what the actor sends meanwhile; the engine refuses to generate with any other weights. Returns whether
+        the next time an adapter may come alone."""
         self.receiver.receive(self.generation.engine, version)
         self.weight_version = version
+        return self.generation.engine.has_frozen_weights
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def generate_sequences(self, prompts: DataProto) -> DataProto:

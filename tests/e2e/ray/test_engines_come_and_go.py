@@ -23,7 +23,6 @@ KEYS = (
     "trainer.placement={actor: training, ref: training, rollout: generation}",
     "trainer.resource_pools.generation=[2]",
     "trainer.total_training_steps=5",
-    "trainer.max_worker_restarts=3",
     "data.max_response_length=192",
     "actor_rollout_ref.rollout.ignore_eos=True",
     "actor_rollout_ref.rollout.n=6",
@@ -39,7 +38,7 @@ def test_a_run_goes_on_without_an_engine_and_takes_it_back(
     caplog: pytest.LogCaptureFixture,
     tmp_path: Path,
 ) -> None:
-    """Killed in the middle of step 2. Step 3 waits for it to be there again, so that it is seen to take part."""
+    """Killed in the middle of step 2. Step 4 waits for it to be there again, so that it is seen to take part."""
     alone = train(*KEYS, f"trainer.rollout_data_dir={tmp_path / 'alone_rows'}", run="alone")
     generate, sizes = RolloutPool.generate_sequences, list[int]()
 
@@ -49,8 +48,7 @@ def test_a_run_goes_on_without_an_engine_and_takes_it_back(
             pid = pool._rollout.processes.addresses[1].pid
             threading.Timer(0.3, os.kill, (pid, signal.SIGKILL)).start()
         if step == 4:
-            for start in pool._starting.values():
-                start.result(timeout=120)
+            pool._restarts.wait(120)
         rows = generate(pool, prompts)
         sizes.append(pool._rollout.world_size)
         return rows

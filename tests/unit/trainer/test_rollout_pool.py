@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from quadriga import background
 from quadriga.errors import EngineError, EngineLostError, QuadrigaError, WeightSyncError, WorkerLostError
 from quadriga.protocol import DataProto
 from quadriga.single_controller import ClassWithInitArgs, Dispatch, LocalWorkerGroup, ResourcePool, Worker, register
@@ -52,9 +53,10 @@ class Engine(Worker):
         assert self.rank in Actor.ranks
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def receive_weights(self, version: int) -> None:
+    def receive_weights(self, version: int) -> bool:
         self._do("receive")
         self.version = version
+        return True
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def generate_sequences(self, prompts: DataProto) -> DataProto:
@@ -69,24 +71,27 @@ LOST = WorkerLostError("rollout[rank 1/3] died in generate_sequences", got="SIGK
 
 @pytest.fixture
 def make_pool() -> Any:
-    """`make_pool(max_restarts)`: three engines."""
+    """`make_pool()`: three engines."""
     Actor.sent.clear()
     Engine.failures.clear()
 
-    def make(max_restarts: int = 3) -> RolloutPool:
+    def make() -> RolloutPool:
         engines = LocalWorkerGroup(ClassWithInitArgs(Engine), ResourcePool([3]), "rollout")
-        return RolloutPool(LocalWorkerGroup(ClassWithInitArgs(Actor)), engines, max_restarts)
+        return RolloutPool(LocalWorkerGroup(ClassWithInitArgs(Actor)), engines)
 
     return make
 
 
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time for pauses between restarts, in seconds."""
+    now = [1000.0]
+    monkeypatch.setattr(background.time, "monotonic", lambda: now[0])
+    return now
+
+
 def rows(count: int) -> DataProto:
     return DataProto.from_dict(tensors={"row": torch.arange(count)})
-
-
-def started(pool: RolloutPool) -> None:
-    for start in pool._starting.values():
-        start.exception(timeout=10)
 
 
 @pytest.mark.parametrize("error", [LOST, EngineLostError("vllm.generate", got="a dead core")])
@@ -99,7 +104,7 @@ def test_rows_of_a_lost_engine_are_generated_by_the_others(make_pool: Any, error
     assert answers["row"].tolist() == list(range(100, 107))
     assert answers["rank"].tolist() == [0, 0, 0, 0, 2, 2, 2]
     assert pool.take_counts() == {"rollout/requests_moved": 2}
-    started(pool)
+    pool._restarts.wait(10)
     answers = pool.generate_sequences(rows(7)).batch
     assert answers["rank"].tolist() == [0, 0, 0, 1, 1, 2, 2] and set(answers["version"].tolist()) == {4}
     # At once, and whole: the new engine has nothing yet.
@@ -113,7 +118,7 @@ def test_engines_that_are_lost_without_rows_or_two_at_once(make_pool: Any) -> No
     Engine.failures[2, "generate"] = LOST
     assert pool.generate_sequences(rows(2)).batch["row"].tolist() == [100, 101]
     assert pool.take_counts() == {}
-    started(pool)
+    pool._restarts.wait(10)
     Engine.failures |= {(1, "generate"): LOST, (2, "generate"): LOST}
     answers = pool.generate_sequences(rows(5)).batch
     assert answers["row"].tolist() == list(range(100, 105)) and answers["rank"].tolist() == [0] * 5
@@ -121,7 +126,7 @@ def test_engines_that_are_lost_without_rows_or_two_at_once(make_pool: Any) -> No
 
 
 def test_the_last_engine_and_an_error_of_the_users_own_end_the_run(make_pool: Any) -> None:
-    pool = make_pool(max_restarts=0)
+    pool = make_pool()
     Engine.failures |= {(rank, "generate"): LOST for rank in range(3)}
     with pytest.raises(WorkerLostError, match="died in generate_sequences"):
         pool.generate_sequences(rows(6))
@@ -141,13 +146,15 @@ def test_an_engine_that_is_lost_while_weights_are_sent(make_pool: Any) -> None:
     assert set(pool.generate_sequences(rows(4)).batch["version"].tolist()) == {1}
 
 
-def test_an_engine_with_other_weights_is_refused_by_name(make_pool: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_with_other_weights_is_refused_by_name(
+    make_pool: Any, caplog: pytest.LogCaptureFixture, clock: list[float]
+) -> None:
     """One that came back is left out, and started again; one that was there before ends the run."""
     wrong = WeightSyncError("weights of version 1", got="2 of 9 weights that differ: a, b")
     pool = make_pool()
     Engine.failures[1, "generate"] = LOST
     pool.generate_sequences(rows(6))
-    started(pool)
+    pool._restarts.wait(10)
     Engine.failures[1, "receive"] = wrong
     with caplog.at_level(logging.WARNING):
         pool.publish(1)
@@ -155,7 +162,9 @@ def test_an_engine_with_other_weights_is_refused_by_name(make_pool: Any, caplog:
         "rollout engine 1 is refused, 2 are left" in caplog.text and "2 of 9 weights that differ: a, b" in caplog.text
     )
     assert pool.generate_sequences(rows(6)).batch["version"].tolist() == [1] * 6
-    started(pool)
+    clock[0] += 11
+    pool.generate_sequences(rows(6))
+    pool._restarts.wait(10)
     pool.publish(2)
     assert pool._rollout.ranks == [0, 1, 2]
     Engine.failures[1, "receive"] = wrong
@@ -163,15 +172,25 @@ def test_an_engine_with_other_weights_is_refused_by_name(make_pool: Any, caplog:
         pool.publish(3)
 
 
-def test_an_engine_that_never_starts_is_given_up(make_pool: Any, caplog: pytest.LogCaptureFixture) -> None:
-    pool = make_pool(max_restarts=2)
-    no_memory = EngineError("model", got="no memory")
+def test_an_engine_that_does_not_start_is_tried_again(
+    make_pool: Any, caplog: pytest.LogCaptureFixture, clock: list[float]
+) -> None:
+    """At once, and then after pauses that double; the run goes on with the others meanwhile."""
+    pool, no_memory = make_pool(), EngineError("model", got="no memory")
     Engine.failures |= {(1, "generate"): LOST, (1, "init"): no_memory}
     pool.generate_sequences(rows(6))
-    for version in (1, 2, 3):
-        started(pool)
-        Engine.failures[1, "init"] = no_memory
-        pool.publish(version)
-    assert caplog.text.count("rollout engine 1 did not start again: model: got no memory") == 2
-    assert "rollout engine 1 is not started again (trainer.max_worker_restarts=2): the run goes on" in caplog.text
-    assert pool.generate_sequences(rows(4)).batch["rank"].tolist() == [0, 0, 2, 2]
+    starts = []
+    for second in range(0, 64, 2):
+        clock[0] = 1000.0 + second
+        if second < 50:
+            Engine.failures[1, "init"] = no_memory
+        pool._restarts.wait(10)
+        num_failed = caplog.text.count("rollout engine 1 did not start again")
+        pool.publish(second)
+        pool._restarts.wait(10)
+        starts += [second] * (caplog.text.count("rollout engine 1 did not start again") - num_failed)
+    assert starts == [0, 12, 34]
+    clock[0] = 1080.0
+    pool.publish(80)
+    pool._restarts.wait(10)
+    assert set(pool.generate_sequences(rows(4)).batch["rank"].tolist()) == {0, 1, 2}
