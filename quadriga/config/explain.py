@@ -183,3 +183,5 @@ def _processes(config: Config) -> Iterator[str]:
         yield "pools take turns, so a process has the threads that it would have if there were no other pool"
     if restarts := trainer.max_worker_restarts:
         yield f"after the loss of a process or a node: up to {_count(restarts, 'restart')} an hour"
+    limit = f"; one whose call takes over {trainer.phase_timeout_s} s too" if trainer.phase_timeout_s else ""
+    yield f"a process that does not answer for {trainer.stall_timeout_s} s is killed, and so lost{limit}"

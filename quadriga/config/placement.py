@@ -106,10 +106,12 @@ def check_placement(config: Config) -> Iterator[Finding]:
             if (value := getattr(trainer, name)) != 1:
                 fix = "Several processes run on Ray: set trainer.backend=ray (`quadriga train --ray`)."
                 yield wrong(f"trainer.{name}", f"{value}, with trainer.backend=local", "1", fix)
+        plain = TrainerConfig()
+        on_ray = ("max_worker_restarts", "stall_timeout_s", "phase_timeout_s")
         changed = {
             _KEY: trainer.placement != "together",
             "trainer.resource_pools": trainer.resource_pools,
-            "trainer.max_worker_restarts": trainer.max_worker_restarts != TrainerConfig().max_worker_restarts,
+            **{f"trainer.{name}": getattr(trainer, name) != getattr(plain, name) for name in on_ray},
             "ray_kwargs.ray_init": ray.ray_init,
             "ray_kwargs.timeline_json_file": ray.timeline_json_file,
         }

@@ -7,7 +7,7 @@ from pathlib import Path
 from string import Formatter
 from typing import Annotated, Any, Literal
 
-from annotated_types import MinLen
+from annotated_types import Ge, MinLen
 from pydantic import AfterValidator, Field, NonNegativeInt
 
 from quadriga.config.base import Finding, ReadIf, Section, refuse, wrong
@@ -100,6 +100,12 @@ class TrainerConfig(Section):
     max_worker_restarts: NonNegativeInt = 3
     """Times within an hour that the workers are started again after a process or a node was lost; the run goes on from
     its newest state. A completed checkpoint resets the count."""
+    stall_timeout_s: Annotated[int, Ge(10)] = 300
+    """Seconds after which a worker process whose control thread does not answer is killed and counts as lost. One that
+    answers may work for as long as it likes."""
+    phase_timeout_s: Count | None = None
+    """Seconds that one call of a worker may take (a batch's generation, an update, loading a model); beyond them the
+    stacks of all processes are printed, and it is killed and counts as lost. null: any time."""
     balance_batch: bool = True
     """Whether the sequences of a batch are balanced over data-parallel ranks by their lengths."""
     val_only: bool = False

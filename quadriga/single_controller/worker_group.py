@@ -24,6 +24,7 @@ from typing import Any, Generic, Self, TypeVar, cast
 import numpy as np
 import torch
 
+from quadriga.config.trainer import TrainerConfig
 from quadriga.errors import QuadrigaError, WorkerError
 from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.single_controller.dispatch import (
@@ -291,6 +292,7 @@ class WorkerGroups:
         classes: what to build, by role.
         roles: pool of each role.
         pools: processes on each node of each pool.
+        settings: of the run; `device` and the limits of time are read where workers are other processes.
 
     Attributes:
         is_remote: the workers are other processes than the driver, so that a call need not hold it up.
@@ -304,7 +306,7 @@ class WorkerGroups:
         classes: Mapping[str, ClassWithInitArgs[Any]],
         roles: Mapping[str, str],
         pools: Mapping[str, Sequence[int]],
-        device: str,
+        settings: TrainerConfig,
     ) -> None:
         self.groups = {role: LocalWorkerGroup(entry, name=role) for role, entry in classes.items()}
 

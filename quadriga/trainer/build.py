@@ -118,7 +118,7 @@ def start_workers(config: Config, tokenizer: Any, needs: Needs) -> WorkerGroups:
         for role in map(Role, placement.roles)
     }
     module, _, name = TEAMS[config.trainer.backend].partition(":")
-    return getattr(import_module(module), name)(workers, placement.roles, placement.pools, config.trainer.device)
+    return getattr(import_module(module), name)(workers, placement.roles, placement.pools, config.trainer)
 
 
 def load_models(team: WorkerGroups, timeline: Timeline) -> dict[str, str]:

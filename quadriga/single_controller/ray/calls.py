@@ -278,6 +278,7 @@ def _error_of_loss(loss: _Loss) -> WorkerError:
         except RayError as failure:
             log = CrashLog((f"(they could not be read: {type(failure).__name__})",))
     got, fix = cause_of_death(error, log, address.oom_kills if address else log.oom_kills, call.worker.pid)
+    got, fix = _KILLED.get(address, (got, fix))
     given = f" (called with {call.arguments()})" if call.arguments() else ""
     died = WorkerLostError(f"{call.worker} died in {call.method}", got=f"{got}{given}", fix=fix)
     died.worker = str(call.worker)
@@ -302,6 +303,9 @@ def _asked_again(call: Call) -> RayError | None:
 
 
 # ---- the end of processes -----------------------------------------------------------------------
+
+_KILLED: dict[ProcessAddress | None, tuple[str, str]] = {}
+"""What was wrong with a process that this one has killed, and the reason to kill it."""
 
 
 def end_processes(actors: Sequence[Any], address_refs: Sequence[Any]) -> None:
@@ -337,6 +341,16 @@ def end_processes(actors: Sequence[Any], address_refs: Sequence[Any]) -> None:
             "process left",
             fix="Such a process waits for a device or a file system; the node's `dmesg` may say why.",
         )
+
+
+def kill(address: ProcessAddress, got: str, fix: str) -> None:
+    """Kill a process wherever it is; who waits for it is told what was wrong with it.
+
+    Raises:
+        ray.exceptions.RayError: its node did not do it.
+    """
+    _KILLED[address] = got, fix
+    run_on_node(address.node_id, _end_here, [(address.pid, address.started)], 0.0, limit_s=END_LIMIT_S + 5.0)
 
 
 def _end_here(processes: Sequence[tuple[int, int]], patience_s: float) -> list[int]:

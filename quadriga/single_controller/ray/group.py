@@ -23,6 +23,7 @@ import ray
 from ray.actor import ActorClass
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from quadriga.config.trainer import TrainerConfig
 from quadriga.errors import WorkerError
 from quadriga.observe.machine import num_usable_cores
 from quadriga.single_controller.dispatch import Arguments
@@ -30,6 +31,7 @@ from quadriga.single_controller.ray import calls
 from quadriga.single_controller.ray.calls import Call
 from quadriga.single_controller.ray.cluster import await_lost_nodes, run_on_node
 from quadriga.single_controller.ray.errors import WorkerName
+from quadriga.single_controller.ray.heartbeat import Heartbeat
 from quadriga.single_controller.ray.pools import RayResourcePool, ResourcePoolManager
 from quadriga.single_controller.ray.process import ProcessAddress, WorkerProcess
 from quadriga.single_controller.ray.transport import OUTBOX
@@ -154,10 +156,13 @@ class WorkerProcesses:
     @cached_property
     def addresses(self) -> list[ProcessAddress]:
         """Where the processes run; waits until all have started, and has their workers built."""
-        ranks = range(len(self.actors))
-        addresses: list[ProcessAddress] = calls.resolve([self._start_of(rank) for rank in ranks])
-        self._build(ranks, addresses)
+        addresses: list[ProcessAddress] = calls.resolve(self.starts())
+        self._build(range(len(addresses)), addresses)
         return addresses
+
+    def starts(self) -> list[Call]:
+        """The start of each process that there is, whose output is its address."""
+        return [self._start_of(rank) for rank in range(len(self.actors))]
 
     @property
     def num_roles(self) -> int:
@@ -298,11 +303,12 @@ class RayWorkerGroups(WorkerGroups):
         classes: Mapping[str, ClassWithInitArgs[Any]],
         roles: Mapping[str, str],
         pools: Mapping[str, Sequence[int]],
-        device: str,
+        settings: TrainerConfig,
     ) -> None:
-        use_gpu = device == "cuda" or (device == "auto" and ray.cluster_resources().get("GPU", 0) > 0)
+        use_gpu = settings.device == "cuda" or (settings.device == "auto" and ray.cluster_resources().get("GPU", 0) > 0)
         self.groups: dict[str, RayWorkerGroup[Any]] = {}
         self._of_pools: dict[str, RayWorkerGroup[Any]] = {}
+        self._heartbeat: Heartbeat | None = None
         # One group to a pool: each process has its whole share of the machine.
         self._manager = ResourcePoolManager(pools, roles, use_gpu, max_colocate_count=1)
         try:
@@ -316,6 +322,7 @@ class RayWorkerGroups(WorkerGroups):
                 }
                 self._of_pools[name] = RayWorkerGroup(pool, create_colocated_worker_cls(inside))
                 self.groups |= self._of_pools[name].spawn(inside)
+            self._heartbeat = Heartbeat([group.processes.starts for group in self._of_pools.values()], settings)
         except BaseException:
             self.end()
             raise
@@ -332,6 +339,8 @@ class RayWorkerGroups(WorkerGroups):
 
     def end(self) -> None:
         """Kill the processes of all groups, give their resources back, and wait until both have happened."""
+        if self._heartbeat:
+            self._heartbeat.close()
         # Each of them, whatever comes of the others.
         with ExitStack() as stack:
             stack.callback(self._manager.close)

@@ -5,8 +5,8 @@
     ------                            ----------------------------------------------------
     build.remote, call.remote   --->  working thread    build, call: in the order of submission
     Call.ref                    <---    an output, or a Failure
-    status.remote               --->  control thread    status: looks at the working thread's frames
-                                <---    a Status
+    status.remote               --->  control thread    status, stacks: look at the frames of the other threads
+                                <---    a Status                                                    heartbeat.py
                                       life thread       looks once a second whether the raylet is still its parent
 
 What each thread waits for is in `docs/controller.md`, under Waits. What ends the process: `calls.end_processes`; the
@@ -25,6 +25,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -200,6 +201,16 @@ class WorkerProcess:
         running_s = time.monotonic() - running.start
         return Status(running.role, running.method, running_s, location_of(running.frames()))
 
+    @ray.method(concurrency_group="control")
+    def stacks(self) -> str:
+        """The frames of all threads but this one, the innermost last."""
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        return "\n".join(
+            f"  thread {names.get(ident, ident)}\n{''.join(traceback.format_stack(frame)).rstrip()}"
+            for ident, frame in sys._current_frames().items()
+            if ident != threading.get_ident()
+        )
+
     @contextmanager
     def _run(self, role: str, method: str) -> Iterator[_Running]:
         """Shows what runs; if that raises, the outcome is a Failure."""
@@ -217,13 +228,23 @@ class WorkerProcess:
 
 def start_of(pid: int) -> int:
     """When a process of this node started, in clock ticks since the node did; 0 if it has ended."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
-            fields = file.read().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
+    fields = _stat(pid)
     # A zombie has ended; it only waits to be reaped.
     return 0 if fields[0] in "ZX" else int(fields[19])
+
+
+def state_of(pid: int) -> str:
+    """What the kernel says about a process of this node that does not answer; "" for nothing of note."""
+    return {"T": "stopped by a signal", "t": "stopped by a debugger", "D": "waits for a device"}.get(_stat(pid)[0], "")
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat from the state on; that of a process that has ended is X."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return ["X"]
 
 
 def _end_with_parent(parent: int) -> None:

@@ -8,6 +8,7 @@ import traceback
 import pytest
 import torch
 
+from quadriga.config.trainer import TrainerConfig
 from quadriga.errors import DataError, WorkerError
 from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.single_controller import ClassWithInitArgs, Dispatch, LocalWorkerGroup, ResourcePool, Worker, register
@@ -243,7 +244,7 @@ def test_a_group_to_each_role_and_those_are_closed_that_can_be() -> None:
         "ref": ClassWithInitArgs(Silent),
         "critic": ClassWithInitArgs(Counter, closed, "critic"),
     }
-    groups = WorkerGroups(classes, dict.fromkeys(classes, "all"), {"all": [1]}, "cpu")
+    groups = WorkerGroups(classes, dict.fromkeys(classes, "all"), {"all": [1]}, TrainerConfig())
     assert {role: (group.name, group.world_size) for role, group in groups.groups.items()} == {
         "actor": ("actor", 1),
         "ref": ("ref", 1),
