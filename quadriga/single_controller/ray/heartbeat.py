@@ -56,7 +56,12 @@ class Heartbeat:
         emit: where messages go.
     """
 
-    def __init__(self, starts: Sequence[Callable[[], list[Call]]], settings: TrainerConfig, emit: Callable[[str], None] = print) -> None:
+    def __init__(
+        self,
+        starts: Sequence[Callable[[], list[Call]]],
+        settings: TrainerConfig,
+        emit: Callable[[str], None] = print,
+    ) -> None:
         self.stall_s, self.phase_s, self.emit = settings.stall_timeout_s, settings.phase_timeout_s, emit
         self._starts, self._known = starts, set[Any]()
         self._watched: list[_Watched] = []
