@@ -23,6 +23,8 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from functools import partial
 
+from quadriga.redact import redacted_text
+
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A sentence with the nearest known names, for `fix` below; "" if none is near."""
@@ -46,7 +48,7 @@ class QuadrigaError(Exception):
     def __str__(self) -> str:
         parts = {"got": self.got, "expected": self.expected}
         facts = ", ".join(f"{name} {said}" for name, said in parts.items() if said)
-        return f"{self.where}{f': {facts}' if facts else ''}. {self.fix}".strip()
+        return redacted_text(f"{self.where}{f': {facts}' if facts else ''}. {self.fix}".strip())
 
     def __reduce__(self):
         fields = {"got": self.got, "expected": self.expected, "fix": self.fix}
@@ -110,4 +112,4 @@ class DamagedCheckpointError(CheckpointError):
 def first_line(error: BaseException) -> str:
     """What an error of others says, without the rest of a long report."""
     lines = [line.strip() for line in str(error).strip().splitlines()[:2]]
-    return ": ".join([type(error).__name__, *lines])
+    return redacted_text(": ".join([type(error).__name__, *lines]))

@@ -17,6 +17,7 @@ from importlib import import_module
 
 from quadriga import __version__
 from quadriga.errors import ConfigError, QuadrigaError
+from quadriga.redact import redacted_text
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("quadriga.cli.train", "train a model with rewards"),
@@ -39,6 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # So that a log has the lines when they are printed, and between those of standard error.
         sys.stdout.reconfigure(line_buffering=True)
     arguments = list(sys.argv[1:] if argv is None else argv)
+    # Trackers record the command line.
+    sys.argv = [*sys.argv[:1], *map(redacted_text, sys.argv[1:])]
     # It may stand anywhere, also behind the keys of a long command line.
     has_traceback = _TRACEBACK_OPTION in arguments or os.environ.get("QUADRIGA_TRACEBACK") == "1"
     arguments = [one for one in arguments if one != _TRACEBACK_OPTION]

@@ -7,6 +7,7 @@ from quadriga.config.keys import leaf_keys
 from quadriga.config.placement import role_pools
 from quadriga.config.root import Config, spelled
 from quadriga.config.yaml_text import to_yaml
+from quadriga.redact import redacted
 
 _ROLE_WORDS = {
     "actor_rollout_ref": "actor, rollout and reference (if one is used)",
@@ -61,8 +62,9 @@ def needs_reference(config: Config) -> bool:
 
 
 def show(config: Config) -> str:
-    """The resolved tree as YAML, the keys that the task reads; read again, it gives an equal configuration."""
-    dumped, tree = config.model_dump(mode="json"), {}
+    """The resolved tree as YAML, the keys that the task reads. Read again, with what `quadriga.redact` hides given once
+    more, it gives an equal configuration."""
+    dumped, tree = redacted(config.model_dump(mode="json")), {}
     for key in leaf_keys(config.task):
         value, node = dumped, tree
         for name in spelled(key, config.task, in_full=True).split("."):

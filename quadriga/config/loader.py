@@ -21,6 +21,7 @@ from quadriga.config.keys import leaf_keys, leaf_of, nearest_keys, section_keys,
 from quadriga.config.root import PRESETS, Config, respell, spelled, spelled_text
 from quadriga.config.yaml_text import as_text, combined, parse_yaml, read_yaml
 from quadriga.errors import ConfigError
+from quadriga.redact import HIDDEN, hidden_names
 
 # Hydra's + (a new key) and ++ (a key, new or not) are taken and mean nothing: every key is known.
 _OVERRIDE = re.compile(r"\s*\+{0,2}(?P<key>[A-Za-z_][\w\-]*(?:\.[\w\-/]+)*)=(?P<value>.*)", re.DOTALL)
@@ -61,6 +62,7 @@ def load_config(
         for key, value in tree.items():
             reading.assign(str(key), value, places)
     notices = list(reading.take_overrides(overrides))
+    reading.refuse_hidden()
     config = reading.validate()
     notices += [f"{', '.join(keys)}: {sentence}" for sentence, keys in reading.noted.items()]
     if for_training and config is not None:
@@ -96,11 +98,12 @@ def parse_override(argument: str, task: str = "rl") -> tuple[str, Any]:
     except yaml.YAMLError as error:
         if leaf is None:
             return key, text
-        got = f"'{text}' ({getattr(error, 'problem', None) or error})"
+        got = f"{as_text(text, key)} ({getattr(error, 'problem', None) or error})"
         fix = "Put text with special signs in quotes."
         raise ConfigError(key, got=got, expected="a value in YAML", fix=fix) from error
     if isinstance(value, dict) and any(":" in str(name) and inner is None for name, inner in value.items()):
-        raise ConfigError(key, got=text, expected="a dictionary", fix="Write a space after the colon: {name: value}.")
+        fix = "Write a space after the colon: {name: value}."
+        raise ConfigError(key, got=as_text(value, key), expected="a dictionary", fix=fix)
     return key, value
 
 
@@ -125,7 +128,7 @@ class _Reading:
                 self.problems.append(problem)
                 continue
             if key in seen:
-                yield f"{key} stands twice on the command line; the last value holds: {as_text(value)}."
+                yield f"{key} stands twice on the command line; the last value holds: {as_text(value, key)}."
             seen.add(key)
             self.assign(key, value, {})
 
@@ -143,12 +146,13 @@ class _Reading:
         elif value is not None:
             below = (one.removeprefix(f"{key}.") for one in leaf_keys(self.task) if one.startswith(f"{key}."))
             inside = dict.fromkeys(one.split(".")[0] for one in below)
-            self._refuse(key, place, got=as_text(value), expected="a section", fix=f"It holds {', '.join(inside)}.")
+            fix = f"It holds {', '.join(inside)}."
+            self._refuse(key, place, got=as_text(value, key), expected="a section", fix=fix)
 
     def _set(self, key: str, value: Any, place: str | None) -> None:
         if "${" in str(value):
             fix = "References are not filled in: write the value."
-            self._refuse(key, place, got=as_text(value), expected="a value", fix=fix)
+            self._refuse(key, place, got=as_text(value, key), expected="a value", fix=fix)
             return
         *path, last = spelled(key, self.task, in_full=True).split(".")
         node = self.values
@@ -156,7 +160,8 @@ class _Reading:
             node = node.setdefault(name, {})
             if not isinstance(node, dict):
                 above = spelled(".".join(path[:depth]), self.task)
-                self._refuse(key, place, got=f"a key under {above}", expected=f"none, for {above} is {as_text(node)}")
+                expected = f"none, for {above} is {as_text(node, above)}"
+                self._refuse(key, place, got=f"a key under {above}", expected=expected)
                 return
         # An entry of a dictionary goes over what is there. Copied: an anchor in YAML is one object in two places.
         is_merged = isinstance(value, dict) and isinstance(node.get(last), dict)
@@ -179,10 +184,17 @@ class _Reading:
         else:
             known = [as_text(one) for one in rule.accepted if one is not None]
             expected = known[0] if known else "the key left out"
-            self._refuse(key, place, got=as_text(value), expected=expected, fix=rule.sentence)
+            self._refuse(key, place, got=as_text(value, key), expected=expected, fix=rule.sentence)
 
     def _refuse(self, key: str, place: str | None, *, got: str, expected: str = "", fix: str = "") -> None:
         self.problems.append(ConfigError(f"{key} ({place})" if place else key, got=got, expected=expected, fix=fix))
+
+    def refuse_hidden(self) -> None:
+        """Whoever starts a run again from what it has written gives the keys again."""
+        for key in self.places:
+            for name in hidden_names(self._value(key), key):
+                expected, fix = "the value, which a run does not write down", f"Give it again: {name}=..."
+                self._refuse(name, self.places[key], got=HIDDEN, expected=expected, fix=fix)
 
     def validate(self) -> Config | None:
         """The configuration, with defaults where keys are wrong, so that the checks between keys can go on."""
@@ -213,7 +225,7 @@ class _Reading:
                 elif isinstance(value, str) and leaf is not None and expected.startswith("one of "):
                     near = get_close_matches(value, expected.removeprefix("one of ").split(", "), n=1)
                     fix = f"Did you mean {near[0]}?" if near else f"Set {key}={leaf.default or 'null'}, the default."
-                self._refuse(key, self.places.get(key), got=as_text(value), expected=expected, fix=fix)
+                self._refuse(key, self.places.get(key), got=as_text(value, key), expected=expected, fix=fix)
             assert wrong, f"pydantic refuses what was not given: {errors}"
             for key in wrong:
                 self._value(key, remove=True)

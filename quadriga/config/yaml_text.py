@@ -15,6 +15,7 @@ import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode
 
 from quadriga.errors import ConfigError
+from quadriga.redact import redacted
 
 # libyaml's bindings are ten times faster and not in every build of PyYAML.
 _BaseLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -64,8 +65,9 @@ to_yaml = partial(yaml.dump, Dumper=_Dumper, sort_keys=False, allow_unicode=True
 """YAML text, sections in blocks and lists on one line."""
 
 
-def as_text(value: Any) -> str:
-    """A value as the user would write it, on one line."""
+def as_text(value: Any, name: str = "") -> str:
+    """A value as the user would write it, on one line; what is a key, by its `name` or its look, is hidden."""
+    value = redacted(value, name)
     if isinstance(value, str):
         return f"'{value}'"
     text = " ".join(to_yaml([value]).strip()[1:-1].split())

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any, Literal, NamedTuple
 
+from quadriga.redact import redacted_text
+
 Kind = Literal["graded", "raised", "invalid", "timeout", "died", "skipped"]
 
 
@@ -34,7 +36,7 @@ def raised(error: BaseException) -> Outcome:
     # The outermost frame is the grading process's own: it says nothing about the mistake.
     inner = error.__traceback__.tb_next if error.__traceback__ else None
     text = "".join(traceback.format_exception(type(error), error, inner or error.__traceback__)).rstrip()
-    return failure("timeout" if isinstance(error, TimeoutError) else "raised", text)
+    return failure("timeout" if isinstance(error, TimeoutError) else "raised", redacted_text(text))
 
 
 def read_outcome(returned: Any) -> Outcome:

@@ -21,6 +21,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from quadriga.config.trainer import TrainerConfig
@@ -330,14 +331,14 @@ def verify(checkpoint: Path) -> None:
 
 
 def write_configuration(directory: Path, text: str) -> None:
-    """Write config.yaml, and so find out before an hour of training that its result has nowhere to go.
+    """Write config.yaml for its owner alone; that its result has nowhere to go is found before an hour of training.
 
     Raises:
         CheckpointError: nothing can be written there.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        write_atomically(directory / CONFIGURATION, text)
+        write_atomically(directory / CONFIGURATION, text, mode=0o600)
     except OSError as error:
         raise CheckpointError(
             f"trainer.default_local_dir={directory}: got {_reason(error)}, expected a directory that can be written",
@@ -345,11 +346,12 @@ def write_configuration(directory: Path, text: str) -> None:
         ) from error
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file that is whole under its name, whatever happens."""
+def write_atomically(path: Path, text: str, mode: int = 0o666) -> None:
+    """Write a file that is whole under its name, whatever happens; `mode` less what the process's umask takes."""
     aside = path.with_name(f"{_UNFINISHED}{path.name}")
     try:
-        aside.write_text(text, encoding="utf-8")
+        with open(aside, "w", encoding="utf-8", opener=partial(os.open, mode=mode)) as file:
+            file.write(text)
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)

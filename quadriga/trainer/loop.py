@@ -17,6 +17,7 @@ from quadriga.observe.progress import Progress, step_fields
 from quadriga.observe.stopping import expiry, stop_requested
 from quadriga.observe.timing import PhaseTimer
 from quadriga.observe.tracking import RunFacts, Tracking
+from quadriga.redact import redacted
 from quadriga.trainer.checkpoint import Checkpoints, step_of
 from quadriga.trainer.saving import CheckpointSaver, load_run_state, restore_random_states, save_run_state
 
@@ -117,7 +118,8 @@ class TrainingLoop:
     @contextmanager
     def reporting(self) -> Iterator[None]:
         """Shows progress, and tracks metrics; what goes wrong inside the block is seen by both."""
-        total, settings, config = self.total_training_steps, self.settings, self.config.model_dump(mode="json")
+        total, settings = self.total_training_steps, self.settings
+        config = redacted(self.config.model_dump(mode="json"))
         facts = RunFacts(settings.project_name, settings.experiment_name, config, settings.directory, self.global_steps)
         with (
             Progress(total, initial=self.global_steps, activity=lambda: self.timer.current) as self.progress,

@@ -8,18 +8,19 @@ from collections.abc import Iterable, Iterator
 
 from arch_tree import Source
 
-_CORE = frozenset({"errors", "partition", "background", "descendants", "config", "observe", "protocol"})
+_CORE = frozenset({"errors", "redact", "partition", "background", "descendants", "config", "observe", "protocol"})
 _BELOW_TRAINER = _CORE | {"algorithms", "rewards", "data", "single_controller", "workers"}
 _BELOW_WORKERS = _BELOW_TRAINER - {"workers"} | {"models", "engines", "rollout", "weight_sync"}
 
 # Each layer and what it may import besides itself. The order is the one in which they stand on each other.
 LAYERS: dict[str, frozenset[str]] = {
-    "errors": frozenset(),
+    "redact": frozenset(),
+    "errors": frozenset({"redact"}),
     "partition": frozenset(),
     "background": frozenset(),
     "descendants": frozenset(),
     "http_client": frozenset({"errors"}),
-    "config": frozenset({"errors"}),
+    "config": frozenset({"errors", "redact"}),
     "observe": frozenset({"errors", "config"}),
     "user_file": frozenset({"errors", "observe"}),
     "protocol": frozenset({"errors"}),

@@ -129,6 +129,7 @@ class Server:
                     cwd=entry.cwd or str(self.folder),
                 )
                 self.log.parent.mkdir(parents=True, exist_ok=True)
+                self.log.touch(0o600)  # a server may print what it was started with
                 log = stack.enter_context(self.log.open("a", encoding="utf-8"))
                 transport = import_module("mcp.client.stdio").stdio_client(parameters, errlog=log)
             streams = await stack.enter_async_context(transport)

@@ -70,3 +70,43 @@ def test_an_unknown_action_is_a_usage_error() -> None:
     with pytest.raises(SystemExit) as caught:
         main(["shaw"])
     assert caught.value.code == 2
+
+
+def test_keys_are_hidden_and_given_again(capsys, tmp_path: Path) -> None:
+    """What `show` prints is read again once the keys are given; before, each is named."""
+    given = [
+        "custom_reward_function.path=x.py",
+        "custom_reward_function.reward_kwargs={judge: {api_key: opensesame, url: 'http://me:opensesame@h', n: 3}}",
+        "ray_kwargs.ray_init.runtime_env.env_vars={HF_TOKEN: opensesame, MODE: fast}",
+        "actor_rollout_ref.rollout.engine_kwargs.vllm={headers: {Authorization: Bearer opensesame}, max_tokens: '5'}",
+    ]
+    assert main(["show", *given]) == 0
+    printed = capsys.readouterr().out
+    assert "opensesame" not in printed and "MODE: fast" in printed and "max_tokens: '5'" in printed
+    (tmp_path / "config.yaml").write_text(printed)
+    again = ["--config", str(tmp_path / "config.yaml")]
+    with pytest.raises(ConfigError, match="4 things") as caught:
+        main(["show", *again])
+    kwargs = "custom_reward_function.reward_kwargs"
+    assert caught.match(
+        rf"{kwargs}\.judge\.api_key \(.*line \d+\): got <hidden>.*Give it again: {kwargs}\.judge\.api_key="
+    )
+    assert load_config([*given], [tmp_path / "config.yaml"]).config == load_config(given).config
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "ray_kwargs.ray_init.runtime_env.env_vars={HF_TOKEN: '${opensesame}'}",
+        "ray_kwargs.ray_init.runtime_env.env_vars={HF_TOKEN: opensesame",
+        "ray_kwargs.ray_init.runtime_env.env_vars={HF_TOKEN:opensesame}",
+        "ray_kwargs.ray_init={_redis_password: opensesame, typo: 1}",
+        "data.api_key=opensesame",
+        "trainer.seed={password: opensesame}",
+        "--api_key = opensesame",
+    ],
+)
+def test_errors_about_values_hide_keys(wrong: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        main(["show", wrong])
+    assert "opensesame" not in str(caught.value)
