@@ -33,6 +33,8 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parents[2]
 if __name__ == "__main__":
     sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "benchmarks")]
+# Read when modules are loaded, so the same for forks and for real starts.
+os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 import torch  # noqa: E402
 from transformers import LlamaForCausalLM  # noqa: E402
@@ -194,7 +196,7 @@ class Attempt:
         with open(folder / "marks", "r+b") as file:
             self.marks = mmap.mmap(file.fileno(), 2)
         self.limit = time.monotonic() + LIMIT_S
-        own = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TMPDIR": str(folder / "tmp")}
+        own = {"TMPDIR": str(folder / "tmp")}
         with open(folder / "log", "ab") as log:
             if is_real_start:
                 line = [sys.executable, __file__, variant, str(files)]
