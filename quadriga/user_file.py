@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from quadriga.errors import ConfigError, did_you_mean
+from quadriga.observe.watchdog import waiting
 
 
 def import_file(path: str | Path, where: str) -> ModuleType:
@@ -34,7 +35,8 @@ def import_file(path: str | Path, where: str) -> ModuleType:
     if str(file.parent) not in sys.path:
         sys.path.append(str(file.parent))  # last, so that no file of the user's hides an installed package
     try:
-        spec.loader.exec_module(module)
+        with waiting(f"{file} to be imported ({where})"):
+            spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise ConfigError(

@@ -124,3 +124,5 @@ class AgentConfig(Section):
     """Agent loop of rows that name none in the column `agent_name`: `single_turn_agent`, `tool_agent`, or your own."""
     agent_loop_path: PathText | None = None
     """Python file that registers agent loops of your own."""
+    timeout_s: PositiveFloat = 600.0
+    """Seconds that a loop of your own may take between two responses of the engine; then its conversation fails."""

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 
+from quadriga.observe.watchdog import waiting
+
 BAR_WIDTH = 32
 # A gap between two parts is shown when it is long enough for a person to wonder about.
 SHOWN_GAP_S = 0.5
@@ -88,7 +90,8 @@ class Timeline:
         self._parts.append(part)
         self._open.depth = depth + 1
         try:
-            yield
+            with waiting(f"{name}, a part of the {self._title}"):
+                yield
         finally:
             self._open.depth = depth
             part.end_s = self._clock() - self._origin

@@ -24,6 +24,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from quadriga.errors import QuadrigaError
+from quadriga.observe.watchdog import waiting
 from quadriga.rewards.outcome import Outcome, raised, read_outcome, read_outcomes
 from quadriga.rewards.scoring import ScoreFunction, grader_name, load_grader
 
@@ -58,16 +59,18 @@ def _serve(connection: Connection) -> None:
         compute_score = function.load()
         connection.send((READY, None))
         while True:
-            for arguments in connection.recv():
-                name = "" if function.path is not None else grader_name(arguments["data_source"])
-                if name and name not in loaded:
-                    # Outside of any sample's time: libraries such as sympy take seconds to import.
-                    connection.send((LOADING, None))
-                    load_grader(name)
-                    loaded.add(name)
-                    connection.send((READY, None))
-                outcome = _grade(function, compute_score, arguments)
-                connection.send_bytes(pickle.dumps((GRADED, outcome), pickle.HIGHEST_PROTOCOL))
+            chunk = connection.recv()
+            with waiting("the score of a sample"):
+                for arguments in chunk:
+                    name = "" if function.path is not None else grader_name(arguments["data_source"])
+                    if name and name not in loaded:
+                        # Outside of any sample's time: libraries such as sympy take seconds to import.
+                        connection.send((LOADING, None))
+                        load_grader(name)
+                        loaded.add(name)
+                        connection.send((READY, None))
+                    outcome = _grade(function, compute_score, arguments)
+                    connection.send_bytes(pickle.dumps((GRADED, outcome), pickle.HIGHEST_PROTOCOL))
     except QuadrigaError as error:
         # Only loading raises these here: a score function's own errors are outcomes.
         connection.send((UNUSABLE, error))

@@ -17,6 +17,7 @@ from quadriga.observe.progress import Progress, step_fields
 from quadriga.observe.stopping import expiry, stop_requested
 from quadriga.observe.timing import PhaseTimer
 from quadriga.observe.tracking import RunFacts, Tracking
+from quadriga.observe.watchdog import waiting
 from quadriga.redact import redacted
 from quadriga.trainer.checkpoint import Checkpoints, step_of
 from quadriga.trainer.saving import CheckpointSaver, load_run_state, restore_random_states, save_run_state
@@ -108,7 +109,8 @@ class TrainingLoop:
         expires = 0 < self._expires_at - time.time() <= needed_s
         may_be_last = settings.save_freq > 0 and (self.is_stopping or expires)
         if may_be_last or self.is_due(settings.save_freq):
-            state = {"step": self.global_steps, **{name: one.state_dict() for name, one in self.resumable.items()}}
+            with waiting("the state of the data set and the sampler"):
+                state = {"step": self.global_steps, **{name: one.state_dict() for name, one in self.resumable.items()}}
             has_random_states = "extra" in self.config.actor_rollout_ref.actor.checkpoint.save_contents
             write = partial(save_run_state, state=state, with_random_states=has_random_states)
             self.saver.start(self.global_steps, write)

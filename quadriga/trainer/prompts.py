@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from quadriga.errors import CheckpointError, DataError
+from quadriga.observe.watchdog import watched
 from quadriga.protocol import DataProto
 
 logger = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ class PromptStream:
         # end of an epoch.
         for _ in range(3):
             if self._batches is None:
-                self._batches = iter(self.loader)
+                self._batches = watched(self.loader, "a batch of prompts (data set, sampler, collation)")
             batch = next(self._batches, None)
             if batch is not None:
                 self.num_taken += 1

@@ -28,6 +28,7 @@ from quadriga.config import Config
 from quadriga.observe.metrics import reduce_metrics
 from quadriga.observe.profiler import Profiler
 from quadriga.observe.timing import PhaseTimer
+from quadriga.observe.watchdog import waiting
 from quadriga.protocol import DataProto
 from quadriga.rewards import RewardManager
 from quadriga.trainer.balance import SequenceCost, order_for_ranks
@@ -174,10 +175,11 @@ class RayPPOTrainer(TrainingLoop):
             self.metrics |= self.validate()
         self.metrics |= {"training/global_step": self.global_steps, "training/epoch": self.prompts.epoch}
         self.log_step()
-        if hasattr(self.train_dataloader.sampler, "update"):
-            self.train_dataloader.sampler.update(batch=batch)
-        if hasattr(self.train_dataloader.dataset, "on_batch_end"):
-            self.train_dataloader.dataset.on_batch_end(batch=batch)
+        with waiting("the sampler and the data set to take note of a batch (update, on_batch_end)"):
+            if hasattr(self.train_dataloader.sampler, "update"):
+                self.train_dataloader.sampler.update(batch=batch)
+            if hasattr(self.train_dataloader.dataset, "on_batch_end"):
+                self.train_dataloader.dataset.on_batch_end(batch=batch)
         self.save_where_due()
 
     def next_prompts(self, num_before: int = 0) -> DataProto:

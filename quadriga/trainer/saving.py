@@ -77,7 +77,10 @@ class CheckpointSaver:
         begun = time.monotonic()
         folder = self.checkpoints.begin(step)
         try:
-            with self.checkpoints.guarded(step):
+            with (
+                self.checkpoints.guarded(step),
+                waiting(f"the checkpoint of step {step} to be begun", emit=self.report),
+            ):
                 for worker in self.workers.values():
                     worker.save_checkpoint(folder.absolute())
                 write_own_part(folder)

@@ -29,6 +29,7 @@ from quadriga.data.files import written_aside
 from quadriga.errors import DataError, EngineError
 from quadriga.observe.metrics import reduce_metrics
 from quadriga.observe.timing import PhaseTimer
+from quadriga.observe.watchdog import watched
 from quadriga.protocol import DataProto
 from quadriga.trainer.loop import TrainingLoop
 from quadriga.workers.checkpoint import HF_FOLDER
@@ -66,7 +67,7 @@ class SupervisedTrainer(TrainingLoop, ABC):
             if self.val_dataloader is not None and self.settings.val_before_train and self.global_steps == 0:
                 self.tracking.log(self.validate(), 0)
             while not self.is_last_step:
-                for columns in self.train_dataloader:
+                for columns in watched(self.train_dataloader, "a batch of training rows"):
                     self.train_step(DataProto.from_single_dict(columns))
                     self.finish_step()
                     if self.is_stopping:
@@ -113,7 +114,7 @@ class SupervisedTrainer(TrainingLoop, ABC):
             return {}
         sums: dict[str, list[float]] = {}
         with self.timer.phase("validation"):
-            for columns in self.val_dataloader:
+            for columns in watched(self.val_dataloader, "a batch of validation rows"):
                 for name, (total, count) in self.judge(DataProto.from_single_dict(columns)).items():
                     entry = sums.setdefault(f"val/{name}", [0.0, 0.0])
                     entry[0], entry[1] = entry[0] + total, entry[1] + count

@@ -34,6 +34,7 @@ import numpy as np
 
 from quadriga.config import Config
 from quadriga.observe.metrics import reduce_metrics
+from quadriga.observe.watchdog import watched
 from quadriga.protocol import DataProto
 from quadriga.rewards import RewardManager
 from quadriga.trainer.prompts import assign_uids
@@ -71,7 +72,7 @@ class Validator:
         rows: list[dict[str, Any]] = []
         errors: dict[str, float] = {}
         sampling, trainer = self.config.actor_rollout_ref.rollout.val_kwargs, self.config.trainer
-        for number, columns in enumerate(self.dataloader or ()):
+        for number, columns in enumerate(watched(self.dataloader or (), "a batch of validation prompts")):
             prompts = assign_uids(DataProto.from_single_dict(columns), f"val-{number}")
             prompts.meta_info |= {"global_steps": step, "validate": True, "do_sample": sampling.do_sample}
             batch = generate_responses(self.rollout, self.config, prompts, sampling.n)

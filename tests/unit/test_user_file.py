@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from quadriga.errors import ConfigError
+from quadriga.observe import watchdog
 from quadriga.user_file import import_file, member_of
 
 
@@ -74,3 +75,11 @@ def test_functions_and_classes_of_a_file(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=expected):
             member_of(module, name, "key", base=base)
+
+
+def test_an_import_that_hangs_is_named_with_its_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(watchdog, "EVERY_S", 0.02)
+    path = tmp_path / "slow.py"
+    path.write_text("import time\n\ntime.sleep(0.3)\n")
+    import_file(path, "data.custom_cls")
+    assert f"for {path} to be imported (data.custom_cls), at {path}:3 in <module>" in capsys.readouterr().out

@@ -10,6 +10,7 @@ from quadriga.observe.tracking.base import RunFacts, Sample, TrackingBackend
 from quadriga.observe.tracking.console import ConsoleBackend
 from quadriga.observe.tracking.jsonl import JsonlBackend
 from quadriga.observe.tracking.services import MlflowBackend, SwanlabBackend, TensorboardBackend, WandbBackend
+from quadriga.observe.watchdog import waiting
 
 BACKENDS: dict[str, Callable[..., TrackingBackend]] = {
     "console": ConsoleBackend,
@@ -49,7 +50,8 @@ class Tracking(AbstractContextManager["Tracking"]):
         self._backends: list[TrackingBackend] = []
         try:
             for name in dict.fromkeys(backends):
-                self._backends.append(ConsoleBackend(progress) if name == "console" else BACKENDS[name](facts))
+                with waiting(f"the tracker {name} to start"):
+                    self._backends.append(ConsoleBackend(progress) if name == "console" else BACKENDS[name](facts))
         except BaseException:
             self.close(has_failed=True)
             raise
@@ -77,7 +79,8 @@ class Tracking(AbstractContextManager["Tracking"]):
         errors: list[Exception] = []
         for backend in self._backends:
             try:
-                call(backend)
+                with waiting(f"{type(backend).__name__} to record the run"):
+                    call(backend)
             except Exception as error:
                 error.add_note(f"while {type(backend).__name__} was recording the run")
                 errors.append(error)

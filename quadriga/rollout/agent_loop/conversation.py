@@ -16,9 +16,11 @@ that no turn of the model follows are left out at the end: they have no loss, an
 last token.
 """
 
+import asyncio
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -122,6 +124,7 @@ class Conversation:
         messages: all turns as text, for a user simulator; they are never rendered.
         finish_reason: why it ended; "" while it goes on.
         failure: what ended it if it failed; "" if nothing did.
+        activity: what it is at, for a report on a long wait.
         tool_rewards: by the name of a tool, what its use earned.
         turn_scores: that a user simulator gave, in order.
     """
@@ -140,12 +143,32 @@ class Conversation:
     messages: list[dict[str, Any]] = field(init=False)
     finish_reason: str = ""
     failure: str = ""
+    activity: str = "not begun"
     tool_rewards: dict[str, float] = field(default_factory=dict)
     turn_scores: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self._own_time: asyncio.Timeout | None = None
+        self._own_limit_s = 0.0
         self.prompt_ids = list(self.sample.prompt_ids)
         self.messages = list(self.sample.messages or [])
+
+    @asynccontextmanager
+    async def limited(self, limit_s: float) -> AsyncIterator[None]:
+        """Around a loop: it may take so long before, between and after responses of the engine; then a TimeoutError."""
+        self._own_limit_s, self.activity = limit_s, "in the loop"
+        try:
+            async with asyncio.timeout(limit_s) as self._own_time:
+                yield
+        except TimeoutError as error:
+            if self._own_time is None or not self._own_time.expired():
+                raise
+            where = "actor_rollout_ref.rollout.agent.timeout_s"
+            raise TimeoutError(
+                f"the loop took over {limit_s:g} s by itself after turn {len(self.turns)} ({where})"
+            ) from error
+        finally:
+            self._own_time = None
 
     def begin(self, messages: Sequence[Mapping[str, Any]] | None, schemas: Sequence[Mapping[str, Any]] = ()) -> None:
         """Replaces the prompt that the data set rendered, to offer tools or to say something else.
@@ -206,7 +229,13 @@ class Conversation:
         sampling = replace(self.sampling, **{"seed": seed, **changes, "max_tokens": max_tokens})
         started = time.perf_counter()
         images = None if self.sample.images is None else self.sample.images.followed_by(self.token_ids)
+        limit, self.activity = self._own_time, "in the engine"
+        if limit is not None:
+            limit.reschedule(None)
         completion = await self.engine.generate([*self.prompt_ids, *self.token_ids], sampling, images)
+        self.activity = f"in the loop after turn {len(self.turns) + 1}"
+        if limit is not None:
+            limit.reschedule(asyncio.get_running_loop().time() + self._own_limit_s)
         where = f"engine, conversation of row {self.sample.row}, turn {len(self.turns)}"
         completion.require_fit(sampling.max_tokens, where)
         token_ids = list(completion.token_ids)

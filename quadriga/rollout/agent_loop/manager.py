@@ -18,7 +18,9 @@ import os
 import socket
 import time
 import traceback
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -28,12 +30,14 @@ from transformers import PreTrainedTokenizerBase
 from quadriga.config.rollout import RolloutConfig
 from quadriga.errors import ConfigError, QuadrigaError, RolloutError
 from quadriga.observe.metrics import Metric
+from quadriga.observe.watchdog import waiting
 from quadriga.protocol import DataProto
 from quadriga.protocol.columns import object_array
 from quadriga.rewards.outcome import Outcome
 from quadriga.rollout.agent_loop.conversation import Conversation, ConversationOver, Limits, Sample, Turn, TurnEncoder
+from quadriga.rollout.agent_loop.guards import begin_printing, guarded
 from quadriga.rollout.agent_loop.interactions import load_interactions
-from quadriga.rollout.agent_loop.loops import REGISTRY, AgentLoop, Services
+from quadriga.rollout.agent_loop.loops import REGISTRY, AgentLoop, Services, SingleTurnAgent, ToolAgent
 from quadriga.rollout.agent_loop.mcp_servers import Server, server_tools
 from quadriga.rollout.agent_loop.tool_calls import ToolFailedError, ToolThread
 from quadriga.rollout.agent_loop.tools import ToolSpec, class_tools, function_tools
@@ -146,10 +150,12 @@ class AgentLoopManager:
             for sample, own in zip(samples, sequence_seeds(prompts, seed), strict=True)
         ]
         outcomes: list[Outcome | None] = [None] * len(chats)
+        wait = waiting(f"{len(chats)} conversations", lambda: _state(chats))
         try:
-            async with asyncio.TaskGroup() as group:
-                for chat in chats:
-                    group.create_task(self._lead_one(chat, outcomes, grade))
+            with wait, guarded(self.config.agent.timeout_s):
+                async with asyncio.TaskGroup() as group:
+                    for chat in chats:
+                        group.create_task(self._lead_one(chat, outcomes, grade))
         except BaseExceptionGroup as failed:
             # The first one ended the others; they say nothing of their own.
             raise failed.exceptions[0] from failed.exceptions[0].__cause__
@@ -174,23 +180,35 @@ class AgentLoopManager:
     async def _lead_one(self, chat: Conversation, outcomes: list[Outcome | None], grade: Grade | None) -> None:
         sample = chat.sample
         try:
+            begin_printing()
             if sample.agent not in self._loops:
                 self._loops[sample.agent] = REGISTRY[sample.agent](self.services)
-            await self._loops[sample.agent].run(chat)
+            loop = self._loops[sample.agent]
+            # What these two call has limits of its own.
+            is_ours = type(loop).run in (SingleTurnAgent.run, ToolAgent.run)
+            async with nullcontext() if is_ours else chat.limited(self.config.agent.timeout_s):
+                await loop.run(chat)
             chat.finish(chat.finish_reason or "stop")
         except ConversationOver as over:
             chat.finish(over.reason)
         except ToolFailedError as failure:
             chat.finish(f"tool_error: {failure}", failure=failure.details or str(failure))
-        except Exception as error:
+        except (KeyboardInterrupt, GeneratorExit):
+            raise
+        except BaseException as error:
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and task and task.cancelling():
+                raise
             if isinstance(error, QuadrigaError):
                 error.add_note(f"in the conversation of row {sample.row}, uid {sample.uid}, turn {len(chat.turns)}")
                 raise
-            # A loop of a user's failed: an environment, say. It ends its own conversation, as a tool does.
+            # A loop of a user's failed, or called sys.exit: it ends its own conversation, as a tool does.
             details = "".join(traceback.format_exception(error)).rstrip()
             chat.finish(f"loop_error: {type(error).__name__}: {error}"[:2000], failure=details)
         if grade is not None:
+            chat.activity = "being graded"
             outcomes[sample.row] = await grade(graded_row(chat))
+        chat.activity = ""
 
     def _count_failures(self, chats: list[Conversation]) -> None:
         """Says how many failed and why; where all do, the run stops."""
@@ -208,6 +226,13 @@ class AgentLoopManager:
                 fix=f"{first}\n{failed[0].failure}",
             )
         logger.warning("%d of %d conversations failed. %s", len(failed), len(chats), first)
+
+
+def _state(chats: Sequence[Conversation]) -> str:
+    """How many have ended, and what the others are at."""
+    activities = Counter(chat.activity for chat in chats if chat.activity)
+    left = ", ".join(f"{count} {activity}" for activity, count in activities.most_common(6))
+    return f"{len(chats) - activities.total()} ended, {left}"
 
 
 def samples_of(prompts: DataProto, default_agent: str) -> list[Sample]:

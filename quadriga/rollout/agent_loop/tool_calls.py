@@ -23,11 +23,14 @@ Python cannot end a thread: a plain function that is over its limit is given up,
 import asyncio
 import inspect
 import json
+import os
+import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
+from contextvars import copy_context
 from dataclasses import dataclass
 from threading import Thread
 from typing import Any, Literal
@@ -36,6 +39,7 @@ from pydantic import BaseModel
 
 from quadriga.config.multi_turn import MultiTurnConfig
 from quadriga.errors import RolloutError, did_you_mean
+from quadriga.observe.watchdog import place_of
 from quadriga.rollout.agent_loop.parsers import ToolCall
 from quadriga.rollout.agent_loop.tools import Tool, ToolError, ToolSpec
 from quadriga.rollout.event_loop import EventLoopThread
@@ -69,6 +73,7 @@ class ToolThread(EventLoopThread):
         super().__init__("quadriga-tools")
         self._places = asyncio.Semaphore(MAX_CALLS)
         self._given_up: set[Thread] = set()
+        self._place = ""
 
     async def call(
         self,
@@ -91,7 +96,7 @@ class ToolThread(EventLoopThread):
             ToolsStuckError: too many calls of plain functions were given up and still run.
         """
         try:
-            return await asyncio.wrap_future(self.submit(self._limited(function, kwargs, limit_s)))
+            return await self._respond(self._limited(function, kwargs, limit_s), limit_s)
         except ToolsStuckError:
             raise
         except ToolError as error:
@@ -110,6 +115,23 @@ class ToolThread(EventLoopThread):
             )
             failure.details = "".join(traceback.format_exception(error)).rstrip()
             raise failure from error
+
+    async def _respond(self, work: Coroutine[Any, Any, Any], limit_s: float) -> Any:
+        """The result of work on the thread's loop. Where an async function blocks that loop, the thread is given up."""
+        loop, result = self._loop, asyncio.wrap_future(self.submit(work))
+        while True:
+            responds = self.submit(asyncio.sleep(0))
+            done, _ = await asyncio.wait({result}, timeout=limit_s)
+            if done:
+                return result.result()
+            if loop is self._loop and responds.done():
+                continue
+            if loop is self._loop:
+                self._place = place_of(sys._current_frames().get(self._thread.ident or 0))
+                self._given_up.add(self._thread)
+                super().__init__("quadriga-tools")
+                self._places = asyncio.Semaphore(MAX_CALLS)
+            raise TimeoutError(f"a call blocked all others for {limit_s:g} s{self._place}; it should `await`")
 
     @property
     def num_given_up(self) -> int:
@@ -130,6 +152,13 @@ class ToolThread(EventLoopThread):
                 task.cancel()
 
     async def _run(self, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> Any:
+        try:
+            return await self._returned(function, kwargs)
+        except (SystemExit, KeyboardInterrupt) as error:
+            # They would end the loop instead of the call.
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
+
+    async def _returned(self, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> Any:
         if inspect.iscoroutinefunction(function):
             return await function(**kwargs)
         if self.num_given_up >= MAX_GIVEN_UP:
@@ -140,7 +169,9 @@ class ToolThread(EventLoopThread):
                 fix="Give the tool a time limit of its own, or let it do its work in a process that it can kill.",
             )
         returned: Future[Any] = Future()
-        thread = Thread(target=_deliver, args=(returned, function, kwargs), name="quadriga-tool", daemon=True)
+        # The conversation's context goes along: what it prints is counted there.
+        arguments = (_deliver, returned, function, kwargs)
+        thread = Thread(target=copy_context().run, args=arguments, name="quadriga-tool", daemon=True)
         thread.start()
         try:
             result = await asyncio.wrap_future(returned)
@@ -153,12 +184,19 @@ class ToolThread(EventLoopThread):
 def _deliver(returned: "Future[Any]", function: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
     if not returned.set_running_or_notify_cancel():
         return
+    pid = os.getpid()
     try:
-        returned.set_result(function(**kwargs))
+        result = function(**kwargs)
+        if os.getpid() == pid:
+            returned.set_result(result)
     except BaseException as error:
         # A tool may call sys.exit; inside a future that would end the loop instead of the call.
         is_plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
         returned.set_exception(error if is_plain else RuntimeError(f"{type(error).__name__}: {error}"))
+    finally:
+        if os.getpid() != pid:
+            # A forked copy that came back: the conversation is its parent's.
+            os._exit(0)
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """A long wait speaks, a short one does not."""
 
+import re
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
 
 from quadriga.observe import watchdog
-from quadriga.observe.watchdog import waiting
+from quadriga.observe.watchdog import waiting, watched
 
 
 class Ear:
@@ -71,7 +73,38 @@ def test_an_interval_of_zero_is_refused():
 )
 def test_durations(seconds, text, monkeypatch):
     ear, readings = Ear(), iter([0.0])
-    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: next(readings, seconds)))
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: next(readings, seconds), sleep=time.sleep))
+    with waiting("x", lambda: "", every_s=0.01, emit=ear):
+        ear.wait_for(1)
+    assert ear.reports[0] == f"waiting {text} for x: "
+
+
+def test_without_a_detail_it_says_where_the_code_is():
+    ear = Ear()
     with waiting("x", every_s=0.01, emit=ear):
         ear.wait_for(1)
-    assert ear.reports[0] == f"waiting {text} for x"
+    assert re.fullmatch(rf"waiting 0 s for x, at {__file__}:\d+ in wait_for", ear.reports[0])
+
+
+def test_of_waits_in_one_another_the_innermost_speaks():
+    outer, inner = Ear(), Ear()
+    with waiting("outer", every_s=0.01, emit=outer):
+        outer.wait_for(1)
+        with waiting("inner", every_s=0.01, emit=inner):
+            inner.wait_for(1)
+            count = len(outer.reports)
+            inner.wait_for(10)
+            assert len(outer.reports) <= count + 1
+        outer.wait_for(count + 3)
+
+
+def test_each_item_is_waited_for(monkeypatch, capsys):
+    monkeypatch.setattr(watchdog, "EVERY_S", 0.01)
+
+    def rows():
+        yield 1
+        time.sleep(0.3)
+        yield 2
+
+    assert list(watched(rows(), "a row")) == [1, 2]
+    assert re.search(rf"for a row, at {__file__}:\d+ in rows\n", capsys.readouterr().out)

@@ -270,3 +270,34 @@ def test_what_fails_besides_a_call(thread: ToolThread, method: str, result: Any,
 
     with pytest.raises(ToolFailedError, match=expected):
         asyncio.run(use())
+
+
+async def _blocks() -> None:
+    time.sleep(3)
+
+
+async def _exits() -> None:
+    raise SystemExit(3)
+
+
+async def _responds() -> str:
+    await asyncio.sleep(0)
+    return "fine"
+
+
+def test_an_async_function_that_blocks_or_exits_costs_its_own_call() -> None:
+    """The thread that it blocks is given up, and named by where it hangs; the next call has another one."""
+    thread = ToolThread()
+
+    async def run() -> None:
+        with pytest.raises(
+            ToolFailedError, match=r"blocked all others for 0.2 s, at .*test_tool_calls.py:\d+ in _blocks"
+        ):
+            await thread.call("tool", _blocks, {}, 0.2)
+        with pytest.raises(ToolFailedError, match="RuntimeError: SystemExit: 3"):
+            await thread.call("tool", _exits, {}, 5)
+        assert await thread.call("tool", _responds, {}, 5) == "fine"
+        assert thread.num_given_up == 1
+
+    asyncio.run(run())
+    thread.close()
