@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The end of processes that run users' code, with everything that they have started.
+"""The end of processes that run users' code, with everything that they have started, and with their folders.
 
     driver ── lifeline ──> supervisor ── fork ──> runs a user's code ── starts ──> others, in sessions of their own
                                ▲                                                      │
@@ -10,22 +10,30 @@ supervisor   waits for the end of its child, or of the driver; unblocked by SIGC
 
 A supervisor that is killed takes its child along, not what the child has started. Where the kernel's control groups
 (cgroup v2) can be written, the child has one, and the driver, or the next supervisor there, ends what is in it.
+
+A temporary folder (`own_folder`) is locked by its owner, which no dead process is: a supervisor removes the unlocked
+ones, of whatever run, at its begin and at its end.
 """
 
 import ctypes
+import fcntl
 import os
 import resource
 import select
+import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections import defaultdict
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _DIE_WITH_PARENT, _SUBREAPER = 1, 36  # options of prctl
 _SWEEP_LIMIT_S = 10.0
 _POLL_S = 1.0
+_FOLDERS = "quadriga-folder-"
 
 
 def supervise(lifeline_fd: int) -> None:
@@ -34,6 +42,7 @@ def supervise(lifeline_fd: int) -> None:
     the child has ended; it never returns."""
     supervisor, driver = os.getpid(), os.getppid()
     _prctl(_SUBREAPER, 1)
+    remove_stale_folders()
     group = _make_group(supervisor)
     wake_fd, note_fd = os.pipe()
     child = os.fork()
@@ -90,6 +99,49 @@ def end_group(supervisor: int) -> None:
         group.rmdir()
 
 
+@contextmanager
+def own_folder() -> Iterator[str]:
+    """An empty temporary folder, which others may pass through but not list. It is removed at the end."""
+    folder, lock = "", -1
+    while lock < 0:
+        folder = tempfile.mkdtemp(prefix=_FOLDERS)
+        # Before it is locked, another process may take it for a dead one's, and remove it.
+        with suppress(FileNotFoundError):
+            lock = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not os.path.exists(folder):
+                os.close(lock)
+                lock = -1
+    try:
+        os.chmod(folder, 0o711)
+        yield folder
+    finally:
+        _remove_folder(folder)
+        os.close(lock)
+
+
+def remove_stale_folders() -> None:
+    """Remove this user's folders that no living process has locked."""
+    for path in Path(tempfile.gettempdir()).glob(f"{_FOLDERS}*"):
+        # Another user's, or another process has removed it.
+        with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            with suppress(BlockingIOError):
+                if os.fstat(lock).st_uid == os.geteuid():
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    _remove_folder(str(path))
+            os.close(lock)
+
+
+def _remove_folder(folder: str) -> None:
+    """Remove it; what is killed at this moment may still write there for some milliseconds."""
+    until = time.monotonic() + 1.0
+    shutil.rmtree(folder, ignore_errors=True)
+    while os.path.exists(folder) and time.monotonic() < until:
+        time.sleep(0.005)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def _supervise(child: int, driver: int, lifeline_fd: int, wake_fd: int, note_fd: int) -> None:
     """The supervisor's part: it holds nothing open but these."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -120,6 +172,7 @@ def _supervise(child: int, driver: int, lifeline_fd: int, wake_fd: int, note_fd:
     with suppress(ProcessLookupError):  # all that is known of it where there is no /proc
         os.killpg(child, signal.SIGKILL)
     end_group(os.getpid())
+    remove_stale_folders()
     code = os.waitstatus_to_exitcode(ends.get(child, signal.SIGKILL))
     if code < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -29,6 +29,7 @@ import stat
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from quadriga.rewards.code.system_calls import filter_calls, is_known_machine, make_call
 
@@ -36,7 +37,8 @@ MEGABYTE = 1 << 20
 NETWORK_SIGNAL = signal.SIGSYS
 
 _PR_SET_PDEATHSIG, _PR_SET_KEEPCAPS, _PR_SET_NO_NEW_PRIVS = 1, 8, 38
-_CLONE_NEWUSER = 0x10000000
+_CLONE_NEWNS, _CLONE_NEWUSER = 0x20000, 0x10000000
+_MS_NOSUID, _MS_NODEV, _MS_REC, _MS_SLAVE = 2, 4, 0x4000, 0x80000
 _CAP_DAC_OVERRIDE, _CAP_DAC_READ_SEARCH = 1 << 1, 1 << 2
 _CAPABILITY_VERSION = 0x20080522
 # Far above any user's number: each contained process takes this plus its process id.
@@ -64,7 +66,8 @@ class Limits:
         wall_s: time by the clock, for a program that sleeps or waits.
         memory_megabytes: address space, stacks of threads included.
         output_megabytes: each of its streams, and each file it writes.
-        folder_megabytes: everything in its folder together; looked at 20 times a second.
+        folder_megabytes: everything in its folder together, held by the kernel; where no file system in memory can be
+            had, looked at 20 times a second, and no file can be removed.
         num_files: files in its folder, and files open at the same time.
         num_threads: threads; no other process than the program's own is ever made.
     """
@@ -106,8 +109,33 @@ def die_with_parent(parent_pid: int) -> None:
         os._exit(1)
 
 
-def confine(folder: str, limits: Limits, readable: Sequence[str]) -> None:
+def mount_memory(folders: Sequence[os.PathLike[str]], limits: Limits) -> None:
+    """Put a small file system in memory on each folder, which only this process and its children see.
+
+    The kernel then holds the limits on a folder, files without a name included, and frees it all with the last of them.
+
+    Raises:
+        OSError: the system forbids it. This process may have changed its user namespace, and is of no more use.
+    """
+    user, group = os.geteuid(), os.getegid()
+    make_call("unshare", _CLONE_NEWNS | (_CLONE_NEWUSER if user else 0))
+    if user:
+        # Only a user that the namespace knows can own files, or take a namespace in it.
+        for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
+            Path("/proc/self", name).write_text(text)
+    make_call("mount", None, b"/", None, _MS_REC | _MS_SLAVE, None)
+    # 0 would be no limit. The folder itself is one of its files.
+    size, num_files = max(4096, int(limits.folder_megabytes * MEGABYTE)), int(limits.num_files) + 1
+    options = f"size={size},nr_inodes={num_files},mode=700".encode()
+    for folder in folders:
+        make_call("mount", b"quadriga", os.fsencode(folder), b"tmpfs", _MS_NOSUID | _MS_NODEV, options)
+
+
+def confine(folder: str, limits: Limits, readable: Sequence[str], *, may_remove: bool) -> None:
     """Give all of it up, but to read and write `folder`, and to read the folders of interpreter and packages.
+
+    Args:
+        may_remove: whether it may remove files from `folder`: those that it keeps open would be counted by nobody.
 
     Raises:
         OSError: the kernel refuses a step. The program must not begin then.
@@ -119,7 +147,7 @@ def confine(folder: str, limits: Limits, readable: Sequence[str]) -> None:
     die_with_parent(parent)
     make_call("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     read_only = [(path, _READ) for path in (*_SYSTEM, *_DEVICES, *readable)]
-    confine_files([*read_only, ("/dev/null", _OWN), (folder, _OWN)])
+    confine_files([*read_only, ("/dev/null", _OWN), (folder, _OWN if may_remove else _OWN & ~_REMOVE_FILE)])
     filter_calls(may_have_threads=are_threads_counted)
 
 

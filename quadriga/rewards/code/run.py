@@ -10,7 +10,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -21,6 +20,7 @@ from pathlib import Path
 from select import select
 from typing import Any, NamedTuple
 
+from quadriga.descendants import own_folder
 from quadriga.errors import RewardError
 from quadriga.http_client import HTTPClient
 from quadriga.rewards.code import containment
@@ -28,7 +28,7 @@ from quadriga.rewards.code.containment import Limits
 from quadriga.rewards.code.supervisor import COMMAND, HEADER
 
 # An editable installation is found by the site's start-up files, which the supervisor goes without.
-_OWN_FOLDER = str(Path(__file__).resolve().parents[3])
+_PACKAGE_FOLDER = str(Path(__file__).resolve().parents[3])
 _URL = "custom_reward_function.reward_kwargs.code.sandbox_url"
 _MARK = "\n---- quadriga result ----\n"
 _STATUS = {"Finished": "ok", "Error": "error", "TimeLimitExceeded": "time"}
@@ -80,6 +80,18 @@ def require_containment() -> None:
         )
 
 
+@cache
+def can_mount() -> bool:
+    """Whether a supervisor can have file systems of its own here, tried once a process; many containers forbid it."""
+    with own_folder() as folder:
+        command = (
+            "import sys; sys.path[:] = sys.argv[2:]; from quadriga.rewards.code import containment as c; "
+            "c.mount_memory(sys.argv[1:2], c.Limits())"
+        )
+        tried = [sys.executable, "-I", "-S", "-c", command, folder, _PACKAGE_FOLDER, *sys.path]
+        return subprocess.run(tried, capture_output=True).returncode == 0
+
+
 def run_cases(
     program: str, cases: Sequence[Case], limits: Limits, *, parallel: int = 1, total_s: float = 8.0
 ) -> Iterator[Run]:
@@ -93,20 +105,21 @@ def run_cases(
     require_containment()
     deadline = time.monotonic() + total_s
     prefixes = sorted({sys.prefix, sys.base_prefix} - {"/"})
-    with tempfile.TemporaryDirectory(prefix="quadriga-code-") as folder:
-        os.chmod(folder, 0o711)
+    with own_folder() as folder:
         job = {
+            "grader": os.getpid(),
             "program": program,
             "cases": [case.given for case in cases],
             "limits": asdict(limits),
             "parallel": parallel,
             "folder": folder,
+            "is_in_memory": can_mount(),
             # What a program may import from: the interpreter's own folders, and nothing of the run's.
             "path": [path for path in sys.path if path.startswith(tuple(f"{prefix}{os.sep}" for prefix in prefixes))],
             "readable": prefixes,
         }
         with subprocess.Popen(
-            [sys.executable, "-I", "-S", "-X", "utf8", "-c", COMMAND, _OWN_FOLDER, *sys.path],
+            [sys.executable, "-I", "-S", "-X", "utf8", "-c", COMMAND, _PACKAGE_FOLDER, *sys.path],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -65,9 +65,11 @@ class _Running(NamedTuple):
 
 def main() -> None:
     """Run the job on the standard input; in the process of a test, run the program."""
-    containment.die_with_parent(os.getppid())
     job = json.load(sys.stdin.buffer)
-    case = Supervisor(job).run()
+    supervisor = Supervisor(job)
+    # Not earlier: who takes a user namespace loses it.
+    containment.die_with_parent(job["grader"])
+    case = supervisor.run()
     if case is not None:
         # The process of a test comes out here, and ends as any program does: threads are joined, exit handlers run.
         execute(job["program"], case)
@@ -105,11 +107,17 @@ class Supervisor:
         self._cases = job["cases"]
         self._limits = Limits(**job["limits"])
         self._parallel = job["parallel"]
-        self._folder = Path(job["folder"])
+        self._is_in_memory = job["is_in_memory"]
         self._path = job["path"]
         self._readable = job["readable"]
         self._selector = selectors.DefaultSelector()
         self._running: dict[int, _Running] = {}
+        # Each is one test's at a time, and empty between two.
+        self._folders = [Path(job["folder"], str(number)) for number in range(self._parallel)]
+        for folder in self._folders:
+            folder.mkdir()
+        if self._is_in_memory:
+            containment.mount_memory(self._folders, self._limits)
         self._unsent: deque[memoryview] = deque()
         os.set_blocking(1, False)
 
@@ -125,8 +133,7 @@ class Supervisor:
         return None
 
     def _start(self, index: int, case: dict[str, Any]) -> int:
-        folder = self._folder / str(index)
-        folder.mkdir()
+        folder = self._folders.pop()
         out, error, result, contained = map(_memory_file, ("stdout", "stderr", "result", "contained"))
         streams = (out, error, result, contained)
         given = _memory_file("stdin", case.get("input", "").encode("utf-8", "surrogateescape"))
@@ -161,7 +168,7 @@ class Supervisor:
         sys.stderr = sys.__stderr__ = io.TextIOWrapper(
             io.BufferedWriter(stderr), "utf-8", "backslashreplace", line_buffering=True
         )
-        containment.confine(str(folder), self._limits, self._readable)
+        containment.confine(str(folder), self._limits, self._readable, may_remove=self._is_in_memory)
         os.write(_CONTAINED_FD, b"1")
         os.close(_CONTAINED_FD)
         for name in [name for name in sys.modules if name.partition(".")[0] == "quadriga"]:
@@ -183,12 +190,15 @@ class Supervisor:
                 self._report(running, over)
 
     def _is_full(self, folder: Path) -> bool:
+        if self._is_in_memory:
+            # The file system itself is full then.
+            return False
         num_files = size = 0
         with os.scandir(folder) as entries:
             for entry in entries:
                 num_files += 1
                 try:
-                    size += entry.stat(follow_symlinks=False).st_size
+                    size += 512 * entry.stat(follow_symlinks=False).st_blocks
                 except FileNotFoundError:
                     # The program has removed it in between.
                     continue
@@ -207,7 +217,7 @@ class Supervisor:
         os.close(running.pid_fd)
         for entry in os.scandir(running.folder):
             os.unlink(entry.path)
-        running.folder.rmdir()
+        self._folders.append(running.folder)
         cpu_s = usage.ru_utime + usage.ru_stime
         ended = _status(status, over, cpu_s, self._limits)
         # What it printed counts only where it ended well.

@@ -5,7 +5,7 @@
     every other call that has a name here       EPERM
     fork, vfork, clone but of a thread          EAGAIN, as at a limit of processes
     socket, but for AF_UNIX                     the process is killed by SIGSYS: the one attempt that ends a program
-    clone3, io_uring, what has no name here     ENOSYS: libraries then use older calls, which a filter can read
+    clone3, openat2, io_uring, others           ENOSYS: libraries then use older calls, which a filter can read
 
 What is on the list acts on the caller alone, on files (which Landlock guards) or on descriptors that it opened itself.
 Nothing on it reaches another process or outlives the caller.
@@ -15,6 +15,7 @@ Nothing on it reaches another process or outlives the caller.
                     descriptors that it passes come out at the other end, which is the caller's too.
     fcntl, ioctl    by command: none that names an owner to be signalled (F_SETOWN, F_SETOWN_EX, F_SETSIG, F_NOTIFY,
                     F_SETLEASE, FIOSETOWN, SIOCSPGRP, FIOASYNC). O_ASYNC without an owner signals nobody.
+    open, openat    but of a file without a name (O_TMPFILE), which no listing of a folder counts.
     xattrs, flock   not even to read: Landlock guards neither attributes nor locks of the user's files.
 """
 
@@ -117,7 +118,7 @@ _NUMBERED_ALIKE = {
 # A name that one of the machines lacks is passed over there.
 _ALLOWED = """
     read write readv writev pread64 pwrite64 preadv pwritev preadv2 pwritev2 lseek sendfile copy_file_range ftruncate
-    fsync fdatasync open openat openat2 creat close close_range dup dup2 dup3 pipe pipe2 access faccessat faccessat2
+    fsync fdatasync creat close close_range dup dup2 dup3 pipe pipe2 access faccessat faccessat2
     stat lstat fstat newfstatat statx statfs fstatfs readlink readlinkat getdents getdents64 getcwd chdir fchdir
     rename renameat renameat2 unlink unlinkat mkdir mkdirat rmdir umask
     poll ppoll select pselect6 epoll_create epoll_create1 epoll_ctl epoll_wait epoll_pwait epoll_pwait2 eventfd eventfd2
@@ -144,6 +145,9 @@ _ALLOWED_IF = {
     "getpgid": [(0, _ALL, [0, _OWN_PID])],
     "prlimit64": [(0, _ALL, [0, _OWN_PID])],
     "sched_setaffinity": [(0, _ALL, [0, _OWN_PID])],
+    # But with O_TMPFILE.
+    "open": [(2, 0x400000, [0])],
+    "openat": [(4, 0x400000, [0])],
     # Names of threads and of memory.
     "prctl": [(0, _ALL, [15, 16, 0x53564D41])],
     # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, locks of files, F_DUPFD_CLOEXEC.
@@ -162,10 +166,12 @@ _NUMBER_AT, _MACHINE_AT, _ARGUMENTS_AT = 0, 4, 16
 _MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _SET_MODE_FILTER = 1
 
-_REFUSED = _ERRNO | errno.EPERM
+_REFUSED, _UNKNOWN = _ERRNO | errno.EPERM, _ERRNO | errno.ENOSYS
 _OTHERWISE = {
     **dict.fromkeys(("fork", "vfork", "clone"), _ERRNO | errno.EAGAIN),
-    **dict.fromkeys(("clone3", "io_uring_setup", "io_uring_enter", "io_uring_register"), _ERRNO | errno.ENOSYS),
+    **dict.fromkeys(
+        ("clone3", "openat2", "io_uring_setup", "io_uring_enter", "io_uring_register"), _ERRNO | errno.ENOSYS
+    ),
 }
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -244,7 +250,7 @@ def _rule(name: str, always: frozenset[str]) -> list[bytes]:
         return [_step(_RETURN, _ALLOW)]
     if name == "socket":
         return _tests([(0, _ALL, [_AF_UNIX])], _REFUSED, _KILL)
-    otherwise = _OTHERWISE.get(name, _REFUSED if name else _ERRNO | errno.ENOSYS)
+    otherwise = _OTHERWISE.get(name, _REFUSED if name else _UNKNOWN)
     return _tests(_ALLOWED_IF[name], _ALLOW, otherwise) if name in _ALLOWED_IF else [_step(_RETURN, otherwise)]
 
 

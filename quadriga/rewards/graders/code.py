@@ -38,7 +38,9 @@ LONGEST_REASON = 300
 TOLERANCE = 1e-6
 _is_close = partial(math.isclose, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
 # A limit that a program meets as an error of its own, by the beginning of the last line that it leaves.
+_FOLDER = "folder limit: more than {0.folder_megabytes} MB or {0.num_files} files"
 _LIMIT_OF_ERROR = {
+    "OSError: [Errno 28]": _FOLDER,
     "MemoryError": "memory limit, {0.memory_megabytes} MB",
     "BlockingIOError": "process limit, no process beside its own",
     "RuntimeError: can't start new thread": "thread limit, {0.num_threads} and their memory",
@@ -140,7 +142,7 @@ def _ended(run: Run, limits: Limits) -> str:
         "time": f"time limit: {limits.time_s:g} s of CPU time",
         "wall": f"time limit: {limits.wall_s:g} s by the clock",
         "output": f"output limit: more than {limits.output_megabytes} MB in one stream or file",
-        "folder": f"folder limit: more than {limits.folder_megabytes} MB or {limits.num_files} files",
+        "folder": _FOLDER.format(limits),
         "network": "network: it tried to open a socket and was killed",
         "crash": f"it was ended by signal {-run.code}" + (f": {error}" if error else ""),
     }

@@ -126,12 +126,12 @@ def test_nothing_of_the_run_is_seen(monkeypatch, tmp_path):
     assert "ModuleNotFoundError" in graded("import quadriga")["reason"]
 
 
-def test_its_own_folder_is_empty_writable_and_gone_afterwards():
+def test_its_own_folder_is_empty_writable_and_gone_afterwards(monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     program = "import os\nopen('a', 'w').write('x')\nprint(os.listdir('.'), os.getcwd() == os.environ['TMPDIR'])"
     tests = {"inputs": ["", ""], "outputs": ["['a'] True"] * 2}
-    before = set(Path("/tmp").glob("quadriga-code-*"))
     assert graded(program, tests)["score"] == 1.0
-    assert not set(Path("/tmp").glob("quadriga-code-*")) - before
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_time_of_all_tests_together_ends_them():
@@ -166,12 +166,17 @@ def test_everything_ends_with_the_grader():
 )
 def test_a_user_who_is_not_root_is_contained_as_well(tmp_path):
     program = COUNT.replace("\n", "\\n")
+    files = "import tempfile\\nfile = tempfile.TemporaryFile()\\nprint(file.write(b'x'))"
     hostile = ["open('/etc/passwd')", "import os; os.fork()", "import socket; socket.socket()", "bytearray(100 << 30)"]
     code = f"""
 import sys, tempfile
 sys.path[:0] = [{str(tmp_path)!r}]
+from quadriga.rewards.code import run
 from quadriga.rewards.graders.code import compute_score
 print(compute_score("{program}", dict(inputs=[""], outputs=["0\\nTrue\\n"]), memory_megabytes=512))
+for may_mount in (run.can_mount(), False):
+    run.can_mount = lambda: may_mount
+    print(may_mount, compute_score("{files}", dict(inputs=[""], outputs=["1"])))
 for program in {hostile!r}:
     print(compute_score(program, dict(inputs=[""], outputs=[""])))
 """
@@ -183,8 +188,10 @@ for program in {hostile!r}:
     as_nobody = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "/usr/bin/python3", "-c", code]
     done = subprocess.run(as_nobody, capture_output=True, text=True, cwd="/tmp", env={"TMPDIR": "/tmp"})
     assert done.returncode == 0, done.stderr
-    first, *others = done.stdout.splitlines()
+    first, in_memory, on_disk, *others = done.stdout.splitlines()
     assert "'score': 1.0" in first
+    assert in_memory.startswith("False") or "'score': 1.0" in in_memory
+    assert "'score': 0.0" in on_disk
     reasons = ["PermissionError", "process limit", "network", "memory limit"]
     assert [(0, reason in line) for reason, line in zip(reasons, others, strict=True)] == [(0, True)] * 4
     assert all("'score': 0.0" in line for line in others)

@@ -90,6 +90,10 @@ def verdict(name, *arguments, may_have_threads=True, audit=None, number=None):
         *[("fcntl", (3, command, PID), REFUSED) for command in (8, 10, 15, 16, 1024, 1025, 1026, 1031, 1033)],
         *[("ioctl", (3, command), ALLOWED) for command in (0x5401, 0x5421, 0x541B)],
         *[("ioctl", (3, command), REFUSED) for command in (0x8901, 0x8902, 0x5452, 0x5412, 0x541C)],
+        # Files.
+        ("openat", (-100, 0, os.O_RDWR | os.O_DIRECTORY), ALLOWED),
+        ("openat", (-100, 0, os.O_TMPFILE | os.O_RDWR), REFUSED),
+        ("openat2", (), UNKNOWN),
         # Steering.
         ("sched_setaffinity", (0, 8), ALLOWED),
         ("sched_setaffinity", (PID, 8), ALLOWED),
@@ -139,6 +143,12 @@ def verdict(name, *arguments, may_have_threads=True, audit=None, number=None):
 )
 def test_the_filter_answers(machine, name, arguments, expected):
     assert verdict(name, *arguments) == expected
+
+
+@pytest.mark.parametrize("machine", ["x86_64"], indirect=True)
+def test_the_older_call_to_open_a_file(machine):
+    assert verdict("open", 0, os.O_RDWR | os.O_CREAT, 0o600) == ALLOWED
+    assert verdict("open", 0, os.O_TMPFILE | os.O_RDWR) == REFUSED
 
 
 def test_other_machines_and_unknown_calls(machine):
