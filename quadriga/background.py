@@ -52,7 +52,7 @@ class Restarts(Generic[T]):
         """One has done its work: the next time it is started again at once."""
         self._num_in_a_row.pop(number, None)
 
-    def wait(self, timeout_s: float) -> None:
+    def wait(self, timeout_s: float | None = None) -> None:
         """Wait for the starts that are under way, whatever comes of them."""
         for start in self._running.values():
             start.exception(timeout_s)

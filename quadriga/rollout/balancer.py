@@ -22,6 +22,7 @@ from typing import Generic, TypeVar
 
 import torch
 
+from quadriga.background import Restarts
 from quadriga.errors import QuadrigaError, RolloutError, WeightSyncError
 from quadriga.partition import Parts
 from quadriga.rollout.interface import (
@@ -43,16 +44,17 @@ R = TypeVar("R")
 E = TypeVar("E", bound=RolloutEngine)
 
 
-def start_engines(makers: Sequence[Callable[[], E]]) -> list[E]:
+def start_engines(makers: Sequence[Callable[[], E]], num_shares: int = 0) -> list[E]:
     """Make engines one after the other; where one does not start, those before it are closed.
 
-    Several divide the threads that this process has: their processes find their share in `OMP_NUM_THREADS`.
+    Several divide the threads that this process has: their processes find their share in `OMP_NUM_THREADS`. There are
+    `num_shares` of them; 0: as many as makers.
     """
     engines: list[E] = []
     before = os.environ.get("OMP_NUM_THREADS")
-    if len(makers) > 1:
+    if (shares := num_shares or len(makers)) > 1:
         threads = int(before) if before and before.isdecimal() else torch.get_num_threads()
-        os.environ["OMP_NUM_THREADS"] = str(max(1, threads // len(makers)))
+        os.environ["OMP_NUM_THREADS"] = str(max(1, threads // shares))
     try:
         for make in makers:
             engines.append(make())
@@ -69,12 +71,22 @@ def start_engines(makers: Sequence[Callable[[], E]]) -> list[E]:
 
 
 class Balancer(RolloutEngine):
-    """A `RolloutEngine` over several with equal weights."""
+    """A `RolloutEngine` over several with equal weights.
+
+    Args:
+        makers: of the same engines again. One that dies is made again in the background, and gets requests once it has
+            loaded the next weights and their fingerprints are those of the others. Without them it is left for good.
+    """
 
     name = "balancer"
     takes_images = True  # each engine says whether it does
 
-    def __init__(self, engines: Sequence[RolloutEngine], description: str = "") -> None:
+    def __init__(
+        self,
+        engines: Sequence[RolloutEngine],
+        description: str = "",
+        makers: Sequence[Callable[[], RolloutEngine]] = (),
+    ) -> None:
         super().__init__()
         if not engines:
             raise RolloutError("Balancer", got="no engines", expected="at least one")
@@ -85,6 +97,10 @@ class Balancer(RolloutEngine):
         """Tokens of each engine's unfinished requests: of their prompts, and the most that they may generate."""
         self.dead: dict[int, Exception] = {}
         """Why an engine gets no more requests, by its number."""
+        self._makers = list(makers)
+        self._restarts = Restarts(self._make_again, "rollout engine")
+        self._is_new: set[int] = set()
+        """Engines among the dead that were made again, and wait for weights."""
         self.weight_version = engines[0].weight_version
 
     @property
@@ -94,8 +110,16 @@ class Balancer(RolloutEngine):
 
     @property
     def has_frozen_weights(self) -> bool:
-        """Whether all engines that are alive have them."""
-        return bool(self.alive) and all(self.engines[number].has_frozen_weights for number in self.alive)
+        """Whether all engines that the next load reaches have them; those that were made again are among them."""
+        for number, made in self._restarts.ended().items():
+            if error := made.exception():
+                logger.warning("engine %d of %d did not start again: %s", number, len(self.engines), error)
+                self._restarts.request(number)
+            else:
+                self.engines[number] = made.result()
+                self._is_new.add(number)
+        reached = {*self.alive, *self._is_new}
+        return bool(reached) and all(self.engines[number].has_frozen_weights for number in reached)
 
     async def generate(
         self, prompt_token_ids: Prompt, sampling: SamplingParams, images: Images | None = None
@@ -111,6 +135,8 @@ class Balancer(RolloutEngine):
             except Exception as error:  # raised again below, if no other engine can serve the request
                 failed[number] = error
             else:
+                self._restarts.lasts(number)
+                self.counts["rollout/requests_moved"] += len(failed)
                 self._mark_dead(failed)
                 return completion
             finally:
@@ -129,6 +155,7 @@ class Balancer(RolloutEngine):
 
         responses: dict[int, Completion] = {}
         failed: dict[int, Exception] = {}
+        num_moved = 0
         while len(responses) < len(prompts):
             usable = [number for number in self.alive if number not in failed]
             if not usable:
@@ -138,8 +165,11 @@ class Balancer(RolloutEngine):
             rows = {number: share for number, share in shares if share}
             done, errors = self._on_each(rows, generate)
             for number, completions in done.items():
+                self._restarts.lasts(number)
                 responses.update(zip(rows[number], completions, strict=True))
             failed |= errors
+            num_moved += sum(len(rows[number]) for number in errors)
+        self.counts["rollout/requests_moved"] += num_moved
         self._mark_dead(failed)
         return [responses[row] for row in range(len(prompts))]
 
@@ -156,23 +186,46 @@ class Balancer(RolloutEngine):
             WeightSyncError: an engine found the weights wrong. One with another error as its cause is about itself.
         """
         self.weight_version = -1
-        alive = self.alive
-        stream = SharedStream(weights, len(alive))
+        alive, new = self.alive, sorted(self._is_new)
+        stream = SharedStream(weights, len(alive) + len(new))
 
         def load(number: int, _: None) -> None:
             try:
+                if number in new and self._state == "asleep":
+                    self.engines[number].sleep()
                 self.engines[number].load_weights(stream.read(), version)
             finally:
                 stream.leave()
 
-        done, failed = self._on_each(dict.fromkeys(alive), load, meanwhile=stream.lend)
-        for error in failed.values():
-            if isinstance(error, WeightSyncError) and error.__cause__ is None:
+        done, failed = self._on_each(dict.fromkeys([*alive, *new]), load, meanwhile=stream.lend)
+        for number, error in failed.items():
+            if number in alive and isinstance(error, WeightSyncError) and error.__cause__ is None:
                 raise error
-        if not done:
+        if not done.keys() - new:
             raise self._none_left(failed)
         self._mark_dead(failed)
+        self._admit([number for number in new if number in done])
         self.weight_version = version
+
+    def _admit(self, numbers: Sequence[int]) -> None:
+        """Give requests to engines that were made again, if they have loaded what the others have."""
+        expected = self.engines[self.alive[0]].fingerprint()
+        for number in numbers:
+            self._is_new.discard(number)
+            reason = self.dead.pop(number)
+            if names := expected.differences(self.engines[number].fingerprint()):
+                got = f"other weights in {len(names)} tensors: {', '.join(names[:5])}"
+                where = f"engine {number} of {len(self.engines)}, made again"
+                self._mark_dead({number: WeightSyncError(where, got=got, expected="those of the others")})
+                continue
+            self.counts["rollout/engine_restarts"] += 1
+            logger.warning("engine %d of %d is made again, after: %s", number, len(self.engines), reason)
+
+    def _make_again(self, number: int) -> RolloutEngine:
+        """Another engine in the place of a dead one, whose memory and processes go first."""
+        self._close_dead(number)
+        [engine] = start_engines([self._makers[number]], len(self.engines))
+        return engine
 
     def named_weights(self) -> Iterable[tuple[str, torch.Tensor]]:
         """Those of the first engine."""
@@ -198,27 +251,38 @@ class Balancer(RolloutEngine):
 
     def sleep(self) -> None:
         """An engine that fails to, while others do not, is dead."""
+        super().sleep()
         self._by_each(lambda engine: engine.sleep())
 
     def wake(self) -> None:
         """An engine that fails to, while others do not, is dead."""
+        super().wake()
         self._by_each(lambda engine: engine.wake())
 
     def close(self) -> None:
-        """Close all engines; a dead one that cannot be closed is a warning."""
-        for number, engine in enumerate(self.engines):
-            try:
-                engine.close()
-            except Exception as error:
-                if number not in self.dead:
-                    raise
-                logger.warning("engine %d of %d, which is dead, did not close: %s", number, len(self.engines), error)
+        """Close all engines; a dead one that cannot be closed is a warning. One that is being made is waited for."""
+        super().close()
+        self._restarts.wait()
+        made = [one.result() for one in self._restarts.ended().values() if one.exception() is None]
+        for engine in [*made, *(self.engines[number] for number in {*self.alive, *self._is_new})]:
+            engine.close()
+        for number in self.dead.keys() - self._is_new:
+            self._close_dead(number)
+
+    def _close_dead(self, number: int) -> None:
+        try:
+            self.engines[number].close()
+        except Exception as error:  # whatever is left of it
+            logger.warning("engine %d of %d, which is dead, did not close: %s", number, len(self.engines), error)
 
     def _mark_dead(self, failed: Mapping[int, Exception]) -> None:
         """Engines failed at what others have done."""
         for number, error in failed.items():
-            if number not in self.dead:
+            if number not in self.dead or number in self._is_new:
                 self.dead[number] = error
+                self._is_new.discard(number)
+                if self._makers:
+                    self._restarts.request(number)
                 logger.warning(
                     "engine %d of %d is given nothing more, %d are left: %s",
                     number, len(self.engines), len(self.alive), error,

@@ -7,6 +7,7 @@ its tests from tests/contract/test_rollout_engines.py.
 
 import asyncio
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
@@ -172,6 +173,7 @@ class RolloutEngine(WeightTarget, ABC):
         takes_images: whether prompts may have images.
         shares_weights: whether it computes with the actor's own parameters.
         description: what was chosen at its start, for people to read.
+        counts: what befell it since they were last read, by the name of the metric.
     """
 
     name = "rollout"
@@ -184,6 +186,7 @@ class RolloutEngine(WeightTarget, ABC):
         self._state: Literal["awake", "asleep", "closed"] = "awake"
         self._pending: list[_Request] = []
         self._is_aborting = False
+        self.counts = Counter[str]()
 
     @classmethod
     def from_config(cls, setup: EngineSetup) -> "RolloutEngine":

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from quadriga.errors import QuadrigaError, RolloutError, WeightSyncError, first_line
+from quadriga.errors import EngineLostError, QuadrigaError, RolloutError, WeightSyncError, first_line
 from quadriga.observe.probe import release_numbers
 from quadriga.rollout.interface import (
     BatchImages,
@@ -108,9 +108,9 @@ def refused(name: str, title: str, what: str) -> RolloutError:
     )
 
 
-def died(name: str, title: str, what: str) -> RolloutError:
+def died(name: str, title: str, what: str) -> EngineLostError:
     """The error of requests that an engine will not serve any more."""
-    return RolloutError(
+    return EngineLostError(
         f"{name}.generate",
         got=f"{title}, which {what}",
         expected="responses",

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 
 from quadriga.config import Config, show
-from quadriga.errors import PeerLostError, QuadrigaError, WorkerLostError
+from quadriga.errors import EngineLostError, PeerLostError, QuadrigaError, WorkerLostError
 from quadriga.observe.machine import describe_machine
 from quadriga.observe.stopping import heeding_sigterm, stop_requested
 from quadriga.observe.timing import Timeline
@@ -62,7 +62,7 @@ class TaskRunner:
             try:
                 self._train(config, timeline)
                 break
-            except (WorkerLostError, PeerLostError) as error:
+            except (WorkerLostError, PeerLostError, EngineLostError) as error:
                 config = self._after_loss(error)
             restore_random_states(at_first)
             timeline = Timeline("restart")

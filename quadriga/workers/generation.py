@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rollout engine at work, colocated with the actor or on processes of its own."""
 
+from collections import Counter
+
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -8,6 +10,7 @@ from quadriga.config import Config
 from quadriga.errors import EngineError
 from quadriga.models.load import load_config
 from quadriga.observe.machine import release_free_memory
+from quadriga.observe.metrics import Metric
 from quadriga.protocol import DataProto
 from quadriga.rewards import early_grader
 from quadriga.rollout import generate_sequences
@@ -100,6 +103,9 @@ class Generation:
         finally:
             if self.sleeps:
                 self.engine.sleep()
+        if not prompts.meta_info.get("validate", False):  # of validation no metrics of the engine are kept
+            counts, self.engine.counts = self.engine.counts, Counter()
+            responses.meta_info["metrics"] |= {name: Metric(count, "sum") for name, count in counts.items() if count}
         release_free_memory()
         return responses
 

@@ -12,11 +12,13 @@ unblocked by: the end of a response, `abort`, the caller's cancellation, `close`
 
 import base64
 import itertools
+import logging
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -32,6 +34,9 @@ from quadriga.rollout.sglang.host import LEAST, WHERE, installed, require_versio
 from quadriga.rollout.sglang.receiver import LOADER
 from quadriga.rollout.third_party import died, refused
 
+logger = logging.getLogger(__name__)
+
+HEALTH_CHECK_EVERY_S, SILENT_S = 10.0, 300.0
 HOST = "quadriga.rollout.sglang.host"
 _END_S = 30.0
 _URL = "actor_rollout_ref.rollout.engine_kwargs.sglang.url"
@@ -82,6 +87,7 @@ class SGLangProcess:
             self._end_process()
             raise refused("sglang", "SGLang", self.version)
         threading.Thread(target=self._read, name="sglang", daemon=True).start()
+        threading.Thread(target=self._check_health, name="sglang health", daemon=True).start()
 
     def close(self) -> None:
         """End SGLang and its process."""
@@ -128,6 +134,18 @@ class SGLangProcess:
         for future in waiting.values():
             if future.set_running_or_notify_cancel():
                 future.set_exception(died("sglang", "SGLang", "has ended"))
+
+    def _check_health(self) -> None:
+        """Kill the host once it is silent, so that its requests fail and others can serve them."""
+        while not self._has_ended:
+            time.sleep(HEALTH_CHECK_EVERY_S)
+            try:
+                self.ask("is_alive").result(SILENT_S)
+            except TimeoutError:
+                logger.warning("SGLang's process %d has not answered for %g s: killed", self.process.pid, SILENT_S)
+                os.killpg(self.process.pid, signal.SIGKILL)
+            except RolloutError:
+                return  # it has ended, which its requests say
 
     def _end_process(self) -> None:
         """Tell the host to end SGLang and itself; what is left of its processes then is killed."""

@@ -109,8 +109,9 @@ class SGLangEngine(ThirdPartyEngine):
                 what = f"sglang {process.version} in processes of its own, on a copy of the weights; {cache}{sleep}"
                 return engine(process, bucket_bytes=setup.bucket_bytes, description=what)
 
-            engines = start_engines([start] * rollout.data_parallel_size)
-            return engines[0] if len(engines) == 1 else Balancer(engines)
+            makers = [start] * rollout.data_parallel_size
+            engines = start_engines(makers)
+            return engines[0] if len(engines) == 1 else Balancer(engines, makers=makers)
         urls = [options.pop("url")] if "url" in options else options.pop("urls")
         is_list = isinstance(urls, list) and bool(urls) and all(isinstance(url, str) for url in urls)
         if not is_list or len({*urls}) < len(urls) or options.keys() - {"timeout_s", "headers"}:
@@ -125,13 +126,14 @@ class SGLangEngine(ThirdPartyEngine):
             what = f"sglang {server.version} at {url}, which gets the weights over HTTP"
             return engine(server, bucket_bytes=setup.bucket_bytes // len(urls), description=what)
 
-        engines = start_engines([partial(connect, url) for url in urls])
+        connects = [partial(connect, url) for url in urls]
+        engines = start_engines(connects)
         if len(engines) == 1:
             return engines[0]
         versions = ", ".join(dict.fromkeys(engine.connection.version for engine in engines))
         unseeded = next((engine.description for engine in engines if not engine.connection.has_seeds), "")
         what = f"sglang {versions} at {', '.join(urls)}, balanced, which get the weights over HTTP"
-        return Balancer(engines, what + "".join(unseeded.partition("; ")[1:]))
+        return Balancer(engines, what + "".join(unseeded.partition("; ")[1:]), connects)
 
     async def generate(
         self, prompt_token_ids: Prompt, sampling: SamplingParams, images: Images | None = None

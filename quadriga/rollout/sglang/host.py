@@ -87,6 +87,8 @@ class Library:
                 "output_ids": list(reply["output_ids"]),
                 "meta_info": {name: reply["meta_info"].get(name) for name in names},
             }
+        if method == "is_alive":
+            return True
         if method == "abort_request":
             return self._manager.abort_request(**arguments)
         if method == "flush_cache":

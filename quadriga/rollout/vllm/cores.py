@@ -9,13 +9,15 @@ in its own processes  vLLM's front end runs in a thread here; requests join and 
     any thread ──── ask ───────────┘      of our own      └──────────────────┘         └─────────────────┘
 
 consumes: requests from any thread and any event loop; each is a coroutine on the thread's loop.
-waits for: the engine core's process; its death ends every call with an error that says so.
+waits for: the engine core's process; its death ends every call with an error that says so. A process that does not
+answer a question between two of its steps for `SILENT_S` is killed.
 unblocked by: the end of a response, `abort`, the caller's cancellation, `close`.
 """
 
 import asyncio
 import inspect
 import itertools
+import logging
 import math
 import threading
 from abc import ABC, abstractmethod
@@ -33,7 +35,10 @@ from quadriga.rollout.interface import Completion, SamplingParams
 from quadriga.rollout.third_party import FINISH_REASONS, LogProbsOf, split_log_probs
 from quadriga.rollout.vllm.library import WHERE, Library, started
 
+logger = logging.getLogger(__name__)
+
 _END_S = 30.0
+HEALTH_CHECK_EVERY_S, SILENT_S = 10.0, 300.0
 
 
 class Request(NamedTuple):
@@ -108,6 +113,8 @@ class Core(ABC):
     """vLLM's engine."""
 
     is_in_process: ClassVar[bool]
+    is_lost: bool = False
+    """Whether its process has ended."""
 
     @abstractmethod
     def ask(self, method: str, *args: Any, **options: Any) -> Any:
@@ -194,6 +201,11 @@ class ProcessCore(Core):
         except BaseException:
             self._thread.close(_END_S)
             raise
+        self._thread.submit(self._check_health())
+
+    @property
+    def is_lost(self) -> bool:
+        return self.engine.errored
 
     def ask(self, method: str, *args: Any, **options: Any) -> Any:
         return self._submit(getattr(self.engine, method), *args, **options).result()
@@ -224,6 +236,19 @@ class ProcessCore(Core):
         # ending: the last reference goes here.
         del self.engine
         self._thread.close(_END_S)
+
+    async def _check_health(self) -> None:
+        """Kill vLLM's process once it is silent, so that its requests fail and others can serve them."""
+        while not self.is_lost:
+            await asyncio.sleep(HEALTH_CHECK_EVERY_S)
+            processes = self.engine.engine_core.resources.engine_manager.processes
+            try:
+                await asyncio.wait_for(self.engine.is_sleeping(), SILENT_S)
+            except TimeoutError:
+                pids = [process.pid for process in processes]
+                logger.warning("vLLM's process %s has not answered for %g s, and is killed", pids, SILENT_S)
+                for process in processes:
+                    process.kill()
 
     async def _respond(self, request: Request) -> Response:
         response, request_id = Response(request.expanded), str(next(self._ids))

@@ -104,8 +104,9 @@ class VLLMEngine(ThirdPartyEngine):
             assert shape is not None, "it was just added"
             adapter = Adapter(shape, Manifest.of(skeleton).part(is_factor))
         make = partial(cls, setup, manifest, eos_token_ids, adapter=adapter, is_vision=is_vision)
-        engines = start_engines([make] * setup.rollout.data_parallel_size)
-        return engines[0] if len(engines) == 1 else Balancer(engines)
+        makers = [make] * setup.rollout.data_parallel_size
+        engines = start_engines(makers)
+        return engines[0] if len(engines) == 1 else Balancer(engines, makers=makers)
 
     @property
     def has_frozen_weights(self) -> bool:
@@ -321,7 +322,10 @@ class VLLMEngine(ThirdPartyEngine):
         except RolloutError:
             raise
         except Exception as error:  # vLLM's failures have no class in common
-            raise died(self.name, self.title, f"failed: {first_line(error)}") from error
+            if self.core.is_lost:
+                raise died(self.name, self.title, f"has ended: {first_line(error)}") from error
+            got, fix = f"{self.title}, which failed: {first_line(error)}", "Its own message stands in the log above."
+            raise RolloutError(f"{self.name}.generate", got=got, expected="responses", fix=fix) from error
 
 
 class WorkerExtension:

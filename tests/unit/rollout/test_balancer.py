@@ -12,6 +12,7 @@ import torch
 from quadriga.errors import RolloutError, WeightSyncError
 from quadriga.rollout import Completion, SamplingParams, ScriptedEngine
 from quadriga.rollout.balancer import Balancer
+from quadriga.weight_sync import Fingerprint
 
 
 class Engine(ScriptedEngine):
@@ -243,3 +244,59 @@ def test_engines_with_different_weights() -> None:
 def test_no_engines() -> None:
     with pytest.raises(RolloutError, match="no engines"):
         Balancer([])
+
+
+def test_an_engine_that_died_is_made_again(caplog: pytest.LogCaptureFixture) -> None:
+    """It gets requests once it has loaded the next weights; what moved and what was made again is counted."""
+    made: list[Engine] = []
+
+    def make() -> Engine:
+        made.append(Engine())
+        return made[-1]
+
+    balancer = Balancer([Engine(), Engine(lives=2)], makers=[make, make])
+    prompts = [[number] * 4 for number in range(1, 9)]
+    assert [one.token_ids for one in balancer.generate_batch(prompts, params(8))] == prompts
+    assert balancer.counts == {"rollout/requests_moved": 4} and balancer.alive == [0]
+    balancer._restarts.wait(10)
+    balancer.generate_batch(prompts, params(8))
+    assert len(made) == 1 and made[0].asked == []
+    balancer.sleep()
+    assert not balancer.has_frozen_weights
+    balancer.load_weights([("a", torch.ones(3))], 7)
+    balancer.wake()
+    assert balancer.alive == [0, 1] and balancer.engines[1] is made[0] and made[0].weight_version == 7
+    assert [one.token_ids for one in balancer.generate_batch(prompts, params(8))] == prompts
+    assert len(made[0].asked) == 4 and balancer.counts["rollout/engine_restarts"] == 1
+    assert "engine 1 of 2 is made again, after: the server has gone" in caplog.text
+    balancer.close()
+    assert made[0].is_closed
+
+
+def test_an_engine_that_comes_back_with_other_weights_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    class Forgetful(Engine):
+        def fingerprint(self) -> Fingerprint:
+            return Fingerprint({"a": "something else"})
+
+    balancer = Balancer([Engine(), Engine(lives=0)], makers=[Engine, Forgetful])
+    balancer.generate_batch([[1], [2]], params(2))
+    balancer._restarts.wait(10)
+    assert not balancer.has_frozen_weights
+    balancer.load_weights([("a", torch.ones(3))], 7)
+    assert balancer.alive == [0] and balancer.weight_version == 7
+    assert "engine 1 of 2, made again: got other weights in 1 tensors: a, expected those of the others" in caplog.text
+    balancer.close()
+
+
+def test_an_engine_that_is_not_made_again_or_dies_of_the_weights_stays_dead(caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> Engine:
+        raise ConnectionError("no memory")
+
+    balancer = Balancer([Engine(), Engine(lives=0), Engine(lives=0)], makers=[Engine, fail, lambda: Engine(lives=0)])
+    balancer.generate_batch([[1], [2], [3]], params(3))
+    balancer._restarts.wait(10)
+    assert not balancer.has_frozen_weights
+    balancer.load_weights([("a", torch.ones(3))], 7)
+    assert balancer.alive == [0] and "engine 1 of 3 did not start again: no memory" in caplog.text
+    assert str(balancer.dead[2]) == "the server has gone"
+    balancer.close()
