@@ -36,7 +36,7 @@ from quadriga.rollout.third_party import died, refused
 
 logger = logging.getLogger(__name__)
 
-HEALTH_CHECK_EVERY_S, SILENT_S = 10.0, 300.0
+HEALTH_CHECK_EVERY_S = 10.0
 HOST = "quadriga.rollout.sglang.host"
 _END_S = 30.0
 _URL = "actor_rollout_ref.rollout.engine_kwargs.sglang.url"
@@ -46,6 +46,9 @@ _NUM_CONTROLS = 4
 class SGLangProcess:
     """A host process with SGLang's engine, whose end nothing else shares.
 
+    One that does not answer a health check for `silent_s` seconds is killed: its requests fail, and others can serve
+    them.
+
     Attributes:
         num_processes: tensor-parallel ranks.
         has_seeds: whether a seed determines its response: SGLang's "deterministic inference".
@@ -54,14 +57,14 @@ class SGLangProcess:
         RolloutError: SGLang is missing, too old, or refuses the model or the options.
     """
 
-    def __init__(self, arguments: Mapping[str, Any]) -> None:
+    def __init__(self, arguments: Mapping[str, Any], silent_s: float = 300.0) -> None:
         require_version(installed())
         self.num_processes: int = arguments["tp_size"]
         self.has_seeds = bool(arguments["enable_deterministic_inference"])
         self._numbers = itertools.count()
         self._replies: dict[int, Future[Any]] = {}
         self._lock = threading.Lock()
-        self._has_ended = False
+        self._has_ended, self._silent_s = False, silent_s
         # SGLang and what it imports print hundreds of warnings; errors still come through.
         environment = {"PYTHONWARNINGS": "ignore", "TRANSFORMERS_VERBOSITY": "error"} | dict(os.environ)
         if arguments["device"] == "cpu":
@@ -136,13 +139,14 @@ class SGLangProcess:
                 future.set_exception(died("sglang", "SGLang", "has ended"))
 
     def _check_health(self) -> None:
-        """Kill the host once it is silent, so that its requests fail and others can serve them."""
         while not self._has_ended:
             time.sleep(HEALTH_CHECK_EVERY_S)
             try:
-                self.ask("is_alive").result(SILENT_S)
+                self.ask("is_alive").result(self._silent_s)
             except TimeoutError:
-                logger.warning("SGLang's process %d has not answered for %g s: killed", self.process.pid, SILENT_S)
+                logger.warning(
+                    "SGLang's process %d has not answered for %g s: killed", self.process.pid, self._silent_s
+                )
                 os.killpg(self.process.pid, signal.SIGKILL)
             except RolloutError:
                 return  # it has ended, which its requests say

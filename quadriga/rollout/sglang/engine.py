@@ -105,7 +105,7 @@ class SGLangEngine(ThirdPartyEngine):
             sleep = "" if can_sleep else "; memory is kept while training"
 
             def start() -> "SGLangEngine":
-                process = SGLangProcess(arguments)
+                process = SGLangProcess(arguments, setup.config.trainer.stall_timeout_s)
                 what = f"sglang {process.version} in processes of its own, on a copy of the weights; {cache}{sleep}"
                 return engine(process, bucket_bytes=setup.bucket_bytes, description=what)
 

@@ -9,8 +9,7 @@ in its own processes  vLLM's front end runs in a thread here; requests join and 
     any thread ──── ask ───────────┘      of our own      └──────────────────┘         └─────────────────┘
 
 consumes: requests from any thread and any event loop; each is a coroutine on the thread's loop.
-waits for: the engine core's process; its death ends every call with an error that says so. A process that does not
-answer a question between two of its steps for `SILENT_S` is killed.
+waits for: the engine core's process; its death ends every call with an error that says so.
 unblocked by: the end of a response, `abort`, the caller's cancellation, `close`.
 """
 
@@ -38,7 +37,7 @@ from quadriga.rollout.vllm.library import WHERE, Library, started
 logger = logging.getLogger(__name__)
 
 _END_S = 30.0
-HEALTH_CHECK_EVERY_S, SILENT_S = 10.0, 300.0
+HEALTH_CHECK_EVERY_S = 10.0
 
 
 class Request(NamedTuple):
@@ -185,12 +184,16 @@ class InProcessCore(Core):
 
 
 class ProcessCore(Core):
-    """vLLM's engine in processes of its own, with these arguments."""
+    """vLLM's engine in processes of its own, with these arguments.
+
+    One that does not answer a health check, between two of its steps, for `silent_s` seconds is killed: its requests
+    fail, and others can serve them.
+    """
 
     is_in_process = False
 
-    def __init__(self, library: Library, arguments: dict[str, Any]) -> None:
-        self._ids = itertools.count(1)
+    def __init__(self, library: Library, arguments: dict[str, Any], silent_s: float = 300.0) -> None:
+        self._ids, self._silent_s = itertools.count(1), silent_s
         self._running: set[str] = set()
         self._thread = EventLoopThread("vllm")
         vllm = library.module
@@ -238,15 +241,14 @@ class ProcessCore(Core):
         self._thread.close(_END_S)
 
     async def _check_health(self) -> None:
-        """Kill vLLM's process once it is silent, so that its requests fail and others can serve them."""
         while not self.is_lost:
             await asyncio.sleep(HEALTH_CHECK_EVERY_S)
             processes = self.engine.engine_core.resources.engine_manager.processes
             try:
-                await asyncio.wait_for(self.engine.is_sleeping(), SILENT_S)
+                await asyncio.wait_for(self.engine.is_sleeping(), self._silent_s)
             except TimeoutError:
                 pids = [process.pid for process in processes]
-                logger.warning("vLLM's process %s has not answered for %g s, and is killed", pids, SILENT_S)
+                logger.warning("vLLM's process %s has not answered for %g s, and is killed", pids, self._silent_s)
                 for process in processes:
                     process.kill()
 

@@ -205,7 +205,9 @@ class VLLMEngine(ThirdPartyEngine):
         rollout = self.setup.rollout
         is_in_process = rollout.mode == "sync" and rollout.tensor_model_parallel_size == 1
         try:
-            return (InProcessCore if is_in_process else ProcessCore)(self.library, self.arguments)
+            if is_in_process:
+                return InProcessCore(self.library, self.arguments)
+            return ProcessCore(self.library, self.arguments, self.setup.config.trainer.stall_timeout_s)
         except QuadrigaError:
             raise
         except Exception as error:  # vLLM's failures have no class in common
