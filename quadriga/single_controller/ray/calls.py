@@ -15,6 +15,7 @@ raises leaves its peers hanging in theirs. Either way the driver has the error w
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -28,13 +29,23 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, NodeDiedError
 from quadriga.errors import PeerLostError, QuadrigaError, WorkerError, WorkerLostError
 from quadriga.observe.watchdog import waiting
 from quadriga.single_controller.ray import transport
-from quadriga.single_controller.ray.cluster import head_address, is_lost, own_node_id, responds, run_on_node
+from quadriga.single_controller.ray.cluster import (
+    head_address,
+    is_cluster_lost,
+    is_lost,
+    own_node_id,
+    responds,
+    run_on_node,
+)
 from quadriga.single_controller.ray.errors import CrashLog, Failure, WorkerName, cause_of_death, crash_log
 from quadriga.single_controller.ray.process import ProcessAddress, Status, start_of
 
 REPORT_EVERY_S = 30.0
 POLL_S = 0.25
 LOOK_AT_NODES_S = 5.0
+
+HEAD_LOST = threading.Event()
+"""Set by the heartbeat: short calls alone would not notice before Ray ends the driver, after a minute."""
 
 GRACE_S = 1.0
 """After a failure, time for the others to fail as well, so that the cause is distinguished from its consequences."""
@@ -106,6 +117,8 @@ def resolve(
         WorkerLostError: its process, its node or the cluster is gone. The end of its standard error is a note.
     """
     wait = _Wait(handles)
+    if HEAD_LOST.is_set():
+        wait.look_at_nodes()
     # Where all respond in time, one call to Ray is enough; otherwise they are looked at one by one.
     with suppress(RayError):
         wait.outputs = dict(zip(wait.calls, ray.get(list(wait.calls), timeout=POLL_S), strict=True))
@@ -125,6 +138,8 @@ def first_outcomes(handles: Sequence[Call]) -> dict[Call, Any]:
     """Wait for one of several calls. Returns the outputs of those that have come, lent as with `borrow` of `resolve`,
     and the error of each that failed."""
     wait = _Wait(handles)
+    if HEAD_LOST.is_set():
+        wait.look_at_nodes()
     with waiting(wait.what, wait.report, REPORT_EVERY_S):
         look = time.monotonic() + LOOK_AT_NODES_S
         while not wait.is_over(POLL_S) and not wait.outputs:
@@ -172,11 +187,11 @@ class _Wait:
     def look_at_nodes(self) -> None:
         """Give up the calls of nodes that take no connections; an error if the cluster's head does not either."""
         host, port = head_address()
-        if is_lost(host, port):
+        if is_cluster_lost():
             raise WorkerLostError(
                 f"Ray cluster at {host}:{port}: got no answer from its head while waiting for {self.what}, expected a "
                 "cluster that stays up until the run ends",
-                fix="Start it again; a run that wrote checkpoints goes on from the last one.",
+                fix="A run starts its own cluster again; one that it joined has to be started by hand.",
             )
         addresses = {ref: address for ref in self.pending() if (address := self.calls[ref].address)}
         ports = {(address.node, address.raylet_port) for address in addresses.values()}
@@ -322,7 +337,7 @@ def end_processes(actors: Sequence[Any], address_refs: Sequence[Any]) -> None:
     ready, _ = ray.wait(list(address_refs), num_returns=len(address_refs), timeout=0)
     addresses: list[ProcessAddress] = [address for ref in ready if (address := _value(ref)) is not None]
     # Without its head Ray kills nothing, and waits for a minute before it says so.
-    has_head = not is_lost(*head_address())
+    has_head = not is_cluster_lost()
     for actor in actors if has_head else ():
         ray.kill(actor, no_restart=True)
     left: list[str] = []

@@ -8,8 +8,9 @@
 The driver is the process that calls `cluster`: the command's own. A cluster that was joined stays up; what the run had
 in it ends with the driver. One that was started has at least as many logical CPUs as the pools have processes,
 whatever the number of cores: a process of a pool without GPUs takes one, and how many threads it computes with is
-decided by the cores (`resource_pool.py`). It ends with the process that started it, by whatever signal; after a
-SIGKILL two small agents of Ray's try for a minute to report that to the head, and end then.
+decided by the cores (`resource_pool.py`). It ends with the process that started it, by whatever signal, and its folder
+goes with it (`sweep.py`), unless the run failed: Ray's logs may say why. Where its head or its raylet ends before, it
+is started again when workers are (`renew_own_cluster`).
 
 Whether a node is there is seen at its ports, without Ray: Ray gives a node that stopped responding 15 s and a head
 60 s, and then ends the driver without a message of ours.
@@ -17,9 +18,11 @@ Whether a node is there is seen at its ports, without Ray: Ray gives a node that
 
 import os
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import ray
@@ -28,6 +31,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from quadriga.errors import WorkerError
 from quadriga.observe.probe import release_numbers
+from quadriga.single_controller.ray import sweep
 
 LEAST_RAY = "2.60"
 ADDRESS_KEY = "ray_kwargs.ray_init.address"
@@ -82,14 +86,59 @@ def cluster(arguments: Mapping[str, Any], num_processes: int, timeline_file: str
         yield ray.get_runtime_context().gcs_address
         return
     global_worker_stdstream_dispatcher.add_handler("quadriga", _drop_noise)
-    try:
-        yield _connect(address, given, where).address_info["gcs_address"]
+    with ExitStack() as stack:
+        stack.callback(global_worker_stdstream_dispatcher.remove_handler, "quadriga")
+        stack.callback(ray.shutdown)
+        if address == "local":
+            _OWN.append(_OwnCluster(given, where))
+            stack.push(lambda kind, *_: _OWN.pop().end(is_failed=kind not in (None, KeyboardInterrupt)))
+        else:
+            _connect(address, given, where)
+        yield ray.get_runtime_context().gcs_address
         if timeline_file:
             os.makedirs(os.path.dirname(os.path.abspath(timeline_file)), exist_ok=True)
             ray.timeline(filename=timeline_file)
-    finally:
+
+
+class _OwnCluster:
+    """The cluster that this process has started, and the program that sweeps behind both."""
+
+    def __init__(self, arguments: dict[str, Any], where: str) -> None:
+        self.arguments, self.where = arguments, where
+        self.session = str(_connect("local", arguments, where).address_info["session_dir"])
+        started = ray._private.worker._global_node.all_processes
+        self._parts = [started[name][0].process for name in ("gcs_server", "raylet")]
+        program = [sys.executable, "-I", "-S", sweep.__file__, self.session, str(os.getpid())]
+        # In a session of its own: it outlives a Ctrl-C, and what is sent to the driver's group.
+        self._sweeper = subprocess.Popen(program, start_new_session=True, stdin=subprocess.DEVNULL)
+
+    def is_broken(self) -> bool:
+        """Whether its head or its raylet has ended."""
+        return any(part.poll() is not None for part in self._parts)
+
+    def end(self, *, is_failed: bool) -> None:
+        """End all of it; after a failure Ray's logs stay."""
         ray.shutdown()
-        global_worker_stdstream_dispatcher.remove_handler("quadriga")
+        self._sweeper.kill()
+        self._sweeper.wait()
+        if not is_failed:
+            sweep.sweep(self.session)
+
+
+_OWN: list[_OwnCluster] = []
+"""At most one."""
+
+
+def is_cluster_lost() -> bool:
+    """Whether the cluster that this process is connected to has lost its head, or its own one a part."""
+    return any(own.is_broken() for own in _OWN) or is_lost(*head_address())
+
+
+def renew_own_cluster() -> None:
+    """Start the cluster of this process again if a part of it has ended; one that was joined is another's to start."""
+    for own in [own for own in _OWN if own.is_broken()]:
+        own.end(is_failed=False)
+        _OWN[:] = [_OwnCluster(own.arguments, own.where)]
 
 
 def _drop_noise(batch: dict[str, Any]) -> None:

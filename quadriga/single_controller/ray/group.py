@@ -29,7 +29,7 @@ from quadriga.observe.machine import num_usable_cores
 from quadriga.single_controller.dispatch import Arguments
 from quadriga.single_controller.ray import calls
 from quadriga.single_controller.ray.calls import Call
-from quadriga.single_controller.ray.cluster import await_lost_nodes, run_on_node
+from quadriga.single_controller.ray.cluster import await_lost_nodes, renew_own_cluster, run_on_node
 from quadriga.single_controller.ray.errors import WorkerName
 from quadriga.single_controller.ray.heartbeat import Heartbeat
 from quadriga.single_controller.ray.pools import RayResourcePool, ResourcePoolManager
@@ -312,6 +312,7 @@ class RayWorkerGroups(WorkerGroups):
         # One group to a pool: each process has its whole share of the machine.
         self._manager = ResourcePoolManager(pools, roles, use_gpu, max_colocate_count=1)
         try:
+            renew_own_cluster()
             # Ray would still place processes on a node that has just been lost.
             await_lost_nodes()
             for name, pool in self._manager.create_resource_pool().items():

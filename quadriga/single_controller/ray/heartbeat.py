@@ -23,7 +23,7 @@ from ray.exceptions import RayError
 from quadriga.config.trainer import TrainerConfig
 from quadriga.single_controller.ray import calls
 from quadriga.single_controller.ray.calls import Call
-from quadriga.single_controller.ray.cluster import run_on_node
+from quadriga.single_controller.ray.cluster import is_cluster_lost, run_on_node
 from quadriga.single_controller.ray.errors import WorkerName
 from quadriga.single_controller.ray.process import ProcessAddress, Status, state_of
 
@@ -67,6 +67,7 @@ class Heartbeat:
         self._watched: list[_Watched] = []
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        calls.HEAD_LOST.clear()
         self._thread.start()
 
     def close(self) -> None:
@@ -77,6 +78,9 @@ class Heartbeat:
     def _beat(self) -> None:
         # Looks are counted, not the time between them: the driver itself may have been stopped for an hour.
         while not self._is_over.wait(EVERY_S) and ray.is_initialized():
+            if is_cluster_lost():
+                calls.HEAD_LOST.set()
+                return
             self._take_started()
             for each in list(self._watched):
                 try:

@@ -16,7 +16,7 @@ import ray
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
 from quadriga.errors import WorkerError
-from quadriga.single_controller.ray.cluster import await_lost_nodes
+from quadriga.single_controller.ray.cluster import await_lost_nodes, is_cluster_lost
 from quadriga.single_controller.resource_pool import NodeResources, ResourcePool, address_order, choose_nodes
 
 # The resources of what has just ended come back within a fraction of a second; Ray reports them with some delay.
@@ -177,8 +177,10 @@ class RayResourcePool(ResourcePool):
     def close(self) -> None:
         """Give the resources back; Ray ends the processes that still use them."""
         groups, self._bundles = self.placement_groups, []
-        for group in groups:
-            remove_placement_group(group)
+        # Without its head Ray would try for a minute, and then end this process.
+        if groups and ray.is_initialized() and not is_cluster_lost():
+            for group in groups:
+                remove_placement_group(group)
 
 
 class ResourcePoolManager:

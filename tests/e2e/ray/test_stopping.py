@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """A command whose workers are on a cluster is interrupted, asked to stop, or killed: nothing of it stays."""
 
+import json
+import os
 import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from quadriga.trainer.checkpoint import Checkpoints, verify
 from watching import WAIT_S, assert_nothing_left, titles, wait_for, wait_for_steps
 
 Start = Callable[..., subprocess.Popen[str]]
 ENDLESS = ("trainer.save_freq=1", "trainer.total_training_steps=5000")
-# After a SIGKILL these try for a minute, a number fixed in Ray, to report it to a head that is gone; then they end.
-LATE = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 
 
 def test_sigterm_saves_the_step_in_work(
@@ -65,18 +67,39 @@ def test_interrupt(
 def test_killed_command(
     start_on: Start, session_members: Callable[[int], list[int]], ray_folder: Path, tmp_path: Path
 ) -> None:
-    """SIGKILL takes the workers with it, and the cluster that the command started.
+    """SIGKILL takes the workers with it, and the cluster that the command started: agents, folder, shared memory.
 
     On a cluster that stays up: test_failures.py, where a worker has children too."""
     own = f"ray_kwargs.ray_init={{_temp_dir: {ray_folder / 'own'}, object_store_memory: 100000000}}"
+    shared = set(os.listdir("/dev/shm"))
     process = start_on("", *ENDLESS, own)
     wait_for_steps(process, tmp_path / "run", 2)
     assert len(session_members(process.pid)) > 3
     process.kill()
     process.communicate(timeout=WAIT_S)
 
-    def left() -> dict[int, str]:
-        found = titles(session_members(process.pid))
-        return {pid: title for pid, title in found.items() if not title.startswith(LATE)}
+    def left() -> list[str]:
+        folders = [str(path) for path in (ray_folder / "own").glob("session_*")]
+        return [*titles(session_members(process.pid)).values(), *folders, *(set(os.listdir("/dev/shm")) - shared)]
 
     wait_for(lambda: not left(), lambda: str(left()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["raylet/raylet", "gcs/gcs_server"])
+def test_a_run_starts_its_own_cluster_again(
+    part: str, start_on: Start, session_members: Callable[[int], list[int]], ray_folder: Path, tmp_path: Path
+) -> None:
+    """It ends by itself, with every step once."""
+    own = f"ray_kwargs.ray_init={{_temp_dir: {ray_folder / 'again'}, object_store_memory: 100000000}}"
+    process = start_on("", "trainer.save_freq=1", "trainer.total_training_steps=40", own)
+    wait_for_steps(process, tmp_path / "run", 3)
+    for pid, title in titles(session_members(process.pid)).items():
+        if title.endswith(part):
+            os.kill(pid, signal.SIGKILL)
+    output, _ = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 0, output
+    assert output.count("Recovery: the workers are started again") == 1
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, 41))
+    assert list((ray_folder / "again").glob("session_*")) == []

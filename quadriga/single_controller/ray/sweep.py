@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a cluster that a run started leaves behind, taken away: its processes and its session's folder.
+
+Runs as a program of its own beside the driver, so that it also follows a SIGKILL of the driver: then Ray's own agents
+would stay for a minute, and its folder for good. It imports nothing but the standard library, to be there at once.
+"""
+
+import os
+import shutil
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+LIMIT_S = 10.0
+
+
+def members(session: str) -> list[int]:
+    """The processes whose output goes into a session's folder, as that of all of Ray's and of their children does."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        # It may end meanwhile, or be another user's.
+        with suppress(OSError):
+            if any(os.readlink(entry / "fd" / number).startswith(f"{session}/") for number in "12"):
+                found.append(int(entry.name))
+    return found
+
+
+def sweep(session: str) -> None:
+    """Kill the processes of a session that is over, and remove its folder."""
+    deadline = time.monotonic() + LIMIT_S
+    while (left := members(session)) and time.monotonic() < deadline:
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
+    shutil.rmtree(session, ignore_errors=True)
+    latest = Path(session).with_name("session_latest")
+    if latest.is_symlink() and not latest.exists():
+        latest.unlink(missing_ok=True)
+
+
+if __name__ == "__main__":
+    driver = int(sys.argv[2])
+    while os.getppid() == driver:
+        time.sleep(0.2)
+    sweep(sys.argv[1])
