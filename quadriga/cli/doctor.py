@@ -4,7 +4,6 @@
 import argparse
 import os
 import platform
-import re
 import shutil
 import sys
 import tomllib
@@ -103,10 +102,7 @@ def _machine_lines() -> list[str]:
     torch = import_module("torch")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     threads = [f"{name}={os.environ[name]}" for name in _THREAD_VARIABLES if name in os.environ]
-    meminfo, disk = Path("/proc/meminfo"), shutil.disk_usage(Path.cwd())
-    # Memory that can be had without swapping, of the machine as a whole.
-    available = re.search(r"MemAvailable:\s+(\d+)", meminfo.read_text()) if meminfo.exists() else None
-    free = int(available[1]) * 1024 if available else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    free, disk = observe.machine.available_bytes(), shutil.disk_usage(Path.cwd())
     return [
         observe.machine.describe_machine(),
         f"dtype on {device}: {observe.machine.choose_dtype('auto', device).reason}",

@@ -107,7 +107,7 @@ def check_placement(config: Config) -> Iterator[Finding]:
                 fix = "Several processes run on Ray: set trainer.backend=ray (`quadriga train --ray`)."
                 yield wrong(f"trainer.{name}", f"{value}, with trainer.backend=local", "1", fix)
         plain = TrainerConfig()
-        on_ray = ("max_worker_restarts", "stall_timeout_s", "phase_timeout_s")
+        on_ray = ("max_worker_restarts", "state_copies", "stall_timeout_s", "phase_timeout_s")
         changed = {
             _KEY: trainer.placement != "together",
             "trainer.resource_pools": trainer.resource_pools,

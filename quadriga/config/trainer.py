@@ -106,6 +106,9 @@ class TrainerConfig(Section):
     phase_timeout_s: Count | None = None
     """Seconds that one call of a worker may take (a batch's generation, an update, loading a model); beyond them the
     stacks of all processes are printed, and it is killed and counts as lost. null: any time."""
+    state_copies: bool = True
+    """Whether the state after each step is copied into the nodes' memory, so that a lost process costs no more than a
+    step (on Ray, where restarts are allowed); it takes twice the size of the trained weights and their optimizer."""
     balance_batch: bool = True
     """Whether the sequences of a batch are balanced over data-parallel ranks by their lengths."""
     val_only: bool = False

@@ -8,6 +8,7 @@ the head, r the rank of an adapter.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -47,6 +48,7 @@ class TrainEngine(Protocol):
             can compute with it.
         image_tokens: how images stand in prompts; None: a text model.
         output_names: the names of the outputs that a question wants.
+        copying: work that reads the tensors of `state`; an optimizer step waits for it.
     """
 
     replicas: ProcessGroup
@@ -58,6 +60,7 @@ class TrainEngine(Protocol):
     has_replicated_weights: bool
     image_tokens: ImageTokens | None
     output_names: Callable[[Question], tuple[str, ...]]
+    copying: Future[None] | None
 
     def forward(self, batches: Sequence[PackedBatch], question: Question) -> list[Outputs]:
         """Outputs [M] of micro-batches without gradients, in order; none from a pipeline stage without the head."""

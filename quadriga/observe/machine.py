@@ -83,6 +83,14 @@ def num_usable_cores() -> int:
     return cores
 
 
+def available_bytes() -> int:
+    """Memory that this process can have without swapping, of the machine and of its control group."""
+    field = _field(Path("/proc/meminfo"), "MemAvailable")
+    free = int(field.split()[0]) * 1024 if field else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit, held = (_read(Path(f"/sys/fs/cgroup/memory.{name}")) for name in ("max", "current"))
+    return min(free, int(limit) - int(held)) if limit.isdigit() and held.isdigit() else free
+
+
 def describe_machine() -> str:
     """One line for logs and reports: cores, memory, accelerators, system, versions."""
     cpu = _field(_CPUINFO, "model name") or platform.processor() or platform.machine()

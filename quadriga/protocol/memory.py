@@ -11,6 +11,7 @@ import hashlib
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +20,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 HUGE_PAGES_FROM_BYTES = 4 << 20
 PAGE_BYTES = 4096
 MADV_HUGEPAGE = 14
+SLOT_HEADER_BYTES = 64
+"""Before the content of a slot: its step (0 while it is written) and the sum of the content, in int64 each."""
 
 _madvise = ctypes.CDLL(None).madvise if sys.platform == "linux" else None
 _lent: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -93,6 +96,19 @@ def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
     when_copied = _lent.get(root_of(source)) if _lent else None
     if when_copied is not None:
         when_copied()
+
+
+def slot_of(memory: Any, step: int) -> Any:
+    """The slot of a step, of memory that has two (an array of bytes)."""
+    half = len(memory) // 2
+    return memory[step % 2 * half :][:half]
+
+
+def whole_steps(memory: np.ndarray) -> list[int]:
+    """The steps of which such memory is whole, by their sums."""
+    slots = memory.reshape(2, -1).view(np.int64)
+    first = SLOT_HEADER_BYTES // slots.itemsize
+    return [int(slot[0]) for slot in slots if slot[0] and slot[first:].sum() == slot[1]]
 
 
 # torch warns, once in a process, when a tensor is made over memory that may not be written to. Here it is the rule:

@@ -31,6 +31,7 @@ TEAMS = {
     "local": "quadriga.single_controller.worker_group:WorkerGroups",
     "ray": "quadriga.single_controller.ray:RayWorkerGroups",
 }
+STATE_COPIES = "quadriga.single_controller.ray.copies:StateCopies"
 SUPERVISED = {"sft": (SFTWorker, SFTTrainer), "reward_model": (RewardModelTrainingWorker, RewardModelTrainer)}
 """The worker and the loop of each `task` but `rl`."""
 
@@ -119,6 +120,15 @@ def start_workers(config: Config, tokenizer: Any, needs: Needs) -> WorkerGroups:
     }
     module, _, name = TEAMS[config.trainer.backend].partition(":")
     return getattr(import_module(module), name)(workers, placement.roles, placement.pools, config.trainer)
+
+
+def state_copies(config: Config) -> Any:
+    """What keeps copies of the state over restarts of the workers; None where there are no restarts."""
+    trainer = config.trainer
+    if trainer.backend != "ray" or not trainer.state_copies or not trainer.max_worker_restarts or trainer.val_only:
+        return None
+    module, _, name = STATE_COPIES.partition(":")
+    return getattr(import_module(module), name)()
 
 
 def load_models(team: WorkerGroups, timeline: Timeline) -> dict[str, str]:

@@ -20,7 +20,13 @@ from quadriga.observe.tracking import RunFacts, Tracking
 from quadriga.observe.watchdog import waiting
 from quadriga.redact import redacted
 from quadriga.trainer.checkpoint import Checkpoints, step_of
-from quadriga.trainer.saving import CheckpointSaver, load_run_state, restore_random_states, save_run_state
+from quadriga.trainer.saving import (
+    CheckpointSaver,
+    load_run_state,
+    random_states,
+    restore_random_states,
+    save_run_state,
+)
 
 
 class TrainingLoop:
@@ -39,6 +45,7 @@ class TrainingLoop:
         is_stopping: whether a stop before the last step was requested, as of the last `save_where_due`.
         recovery: number of restarts so far, and the monotonic second of the loss before the last one; None: no restart,
             or it stands in the metrics already.
+        copies: the backend's `StateCopies`; `newest_copy`: its newest state, to go on from. None: there is none.
         progress, tracking: progress bar (log lines without a terminal) and trackers, inside `reporting`.
     """
 
@@ -56,21 +63,40 @@ class TrainingLoop:
         self.metrics: dict[str, float] = {}
         self.timer = PhaseTimer()
         self.recovery: tuple[int, float] | None = None
+        self.copies: Any = None
+        self.newest_copy: Any = None
         self._expires_at, self._longest_step_s = expiry(), 0.0
 
     def load_checkpoint(self) -> bool:
-        """Go on from the checkpoint that the configuration asks for. Returns whether there is one."""
-        path = self.checkpoints.resume(self.settings, self._load)
-        if path is not None:
-            print(f"resumed from {path}")
-        return path is not None
+        """Go on from the newest copy, or the checkpoint that the configuration asks for. Returns whether it does."""
+        newest, copies = self.newest_copy, self.copies
+        place = self.checkpoints.resume(self.settings, self._load) if newest is None else self._load_copy(newest)
+        if place is not None:
+            print(f"resumed from {place}")
+        reason = next((one.cannot_resume for one in self.resumable.values() if hasattr(one, "cannot_resume")), "")
+        if copies is not None:
+            print(f"state copies: {f'none, for {reason}' if reason else copies.attach(self.saver.workers)}")
+        if place is not None:
+            self._copy()
+        return place is not None
 
     def _load(self, path: Path) -> None:
         step, contents = step_of(path), self.config.actor_rollout_ref.actor.checkpoint.load_contents
         state = load_run_state(path, step)
         for learner in self.saver.workers.values():
             learner.load_checkpoint(path.absolute())
-        if "extra" in contents and "random" in state:
+        self._restore(state, step, with_random_states="extra" in contents and "random" in state)
+
+    def _load_copy(self, newest: Any) -> str:
+        newest.load(self.saver.workers)
+        self._restore(newest.driver, newest.step, with_random_states=True)
+        # Its checkpoint may have been lost on the way to the disk.
+        if self.is_due(self.settings.save_freq) and self.checkpoints.newest() != newest.step:
+            self._begin_checkpoint()
+        return f"the copy of step {newest.step} in memory"
+
+    def _restore(self, state: Mapping[str, Any], step: int, *, with_random_states: bool) -> None:
+        if with_random_states:
             restore_random_states(state["random"])
         for name, one in self.resumable.items():
             one.load_state_dict(state[name])
@@ -109,13 +135,23 @@ class TrainingLoop:
         expires = 0 < self._expires_at - time.time() <= needed_s
         may_be_last = settings.save_freq > 0 and (self.is_stopping or expires)
         if may_be_last or self.is_due(settings.save_freq):
-            with waiting("the state of the data set and the sampler"):
-                state = {"step": self.global_steps, **{name: one.state_dict() for name, one in self.resumable.items()}}
-            has_random_states = "extra" in self.config.actor_rollout_ref.actor.checkpoint.save_contents
-            write = partial(save_run_state, state=state, with_random_states=has_random_states)
-            self.saver.start(self.global_steps, write)
+            self._begin_checkpoint()
+        self._copy()
         if may_be_last:
             self.saver.finish()
+
+    def _copy(self) -> None:
+        if self.copies is not None:
+            self.copies.copy(self.global_steps, self._run_state() | {"random": random_states()})
+
+    def _begin_checkpoint(self) -> None:
+        has_random_states = "extra" in self.config.actor_rollout_ref.actor.checkpoint.save_contents
+        write = partial(save_run_state, state=self._run_state(), with_random_states=has_random_states)
+        self.saver.start(self.global_steps, write)
+
+    def _run_state(self) -> dict[str, Any]:
+        with waiting("the state of the data set and the sampler"):
+            return {"step": self.global_steps, **{name: one.state_dict() for name, one in self.resumable.items()}}
 
     @contextmanager
     def reporting(self) -> Iterator[None]:

@@ -16,7 +16,7 @@ from quadriga.errors import EngineLostError, PeerLostError, QuadrigaError, Worke
 from quadriga.observe.machine import describe_machine
 from quadriga.observe.stopping import heeding_sigterm, stop_requested
 from quadriga.observe.timing import Timeline
-from quadriga.trainer.build import Run, build_run
+from quadriga.trainer.build import Run, build_run, state_copies
 from quadriga.trainer.checkpoint import Checkpoints, write_configuration
 from quadriga.trainer.run_lock import run_lock
 from quadriga.trainer.saving import random_states, restore_random_states, seed_random_states
@@ -50,7 +50,12 @@ class TaskRunner:
         self._restarts: list[float] = []
         self._losses: dict[str, str] = {}
         with run_lock(config.trainer.directory):
-            self._until_done(config, start_up)
+            self._copies = state_copies(config)
+            try:
+                self._until_done(config, start_up)
+            finally:
+                if self._copies is not None:
+                    self._copies.close()
 
     def _until_done(self, config: Config, start_up: Sequence[tuple[str, float]]) -> None:
         timeline = Timeline(earlier=start_up)
@@ -98,6 +103,8 @@ class TaskRunner:
         if self._written is not None:
             # The newest that this run has written; older ones stand behind it.
             state, resume = f"the checkpoint of step {self._written}", {"resume_mode": "auto"}
+        if self._copies is not None and self._copies.steps:
+            state = f"the copy in memory of step {self._copies.steps}, the last that is whole, else {state}"
         left = f"{limit - len(self._restarts)} of {limit} restarts are left ({RESTARTS_KEY})"
         print(f"\n{error}\nRecovery: the workers are started again, and the run goes on from {state}; {left}.")
         return self.config.model_copy(update={"trainer": self.config.trainer.model_copy(update=resume)})
@@ -111,6 +118,9 @@ class TaskRunner:
         is_cut_short = True
         try:
             print(timeline.render())
+            if self._copies is not None:
+                trainer.copies, newest = self._copies, self._copies.newest()
+                trainer.newest_copy = newest if newest is not None and newest.step >= (self._written or 0) else None
             with heeding_sigterm():
                 try:
                     trainer.fit()

@@ -13,9 +13,9 @@ update_actor, update_critic  MODEL_INPUTS, MODEL_OBJECTS, the fields of the obje
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -27,15 +27,17 @@ from quadriga.engines.batches import Passes
 from quadriga.engines.fsdp.engine import FSDPEngine, Memory, Training
 from quadriga.engines.objectives import Objective, PolicyObjective, ValueObjective
 from quadriga.engines.parallel.processes import Processes
+from quadriga.engines.state_copy import CopyPlan, StateCopier, read_copy
 from quadriga.engines.step import lr_at, update
 from quadriga.errors import ConfigError
 from quadriga.models.flops import peak_flops
 from quadriga.models.lora import describe_adapter
+from quadriga.models.weight_files import MODEL
 from quadriga.observe.machine import Choice, choose_dtype
 from quadriga.observe.metrics import Metric
 from quadriga.protocol import DataProto
 from quadriga.single_controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
-from quadriga.workers.checkpoint import RoleCheckpoint
+from quadriga.workers.checkpoint import OPTIMIZER, RoleCheckpoint
 from quadriga.workers.models import LoadedModel
 
 MESH = "replicas"
@@ -43,6 +45,9 @@ MESH = "replicas"
 BY_REPLICA = make_nd_compute_dataproto_dispatch_fn(MESH)
 """A chunk of rows for each data-parallel rank, the same for all ranks of its model-parallel group; one of them
 returns the result."""
+
+COPIED = frozenset({MODEL, OPTIMIZER})
+"""What of an engine's state is copied after each step: all that a checkpoint can have."""
 
 PROMPT_TENSORS = ("input_ids", "attention_mask", "position_ids")
 PROMPT_OBJECTS = ("raw_prompt_ids", "uid", "sample_index", "multi_modal_data", "multi_modal_inputs")
@@ -214,6 +219,32 @@ class Learner(EngineWorker):
     def load_checkpoint(self, directory: Path) -> None:
         """Read the model and its optimizer from below `directory`."""
         self.checkpoint.load(directory / self.part, frozenset(self.section.checkpoint.load_contents))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def plan_copies(self) -> CopyPlan | None:
+        """How the ranks copy the model and its optimizer; from rank 0."""
+        self.copier = StateCopier(self.engine.state(COPIED), self.engine.world)
+        return self.copier.plan if self.rank == 0 else None
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def open_copies(self, paths: Sequence[str]) -> str:
+        """Open the memory of this rank, one of those of all ranks. Returns why it cannot be; empty if it can."""
+        try:
+            self.copier.open(paths[self.rank])
+        except OSError as error:
+            return str(error)
+        return ""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def copy_state(self, step: int) -> None:
+        """Begin to copy the model and its optimizer as they are after this step."""
+        self.engine.copying = self.copier.start(step)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_copy(self, plan: CopyPlan, read: Callable[[int, int, int], Any]) -> None:
+        """Read the model and its optimizer from a copy; see `read_copy`."""
+        read_copy(plan, read, self.engine.state(COPIED))
+        self.engine.state_was_loaded(COPIED)
 
 
 def model_inputs(batch: DataProto, objects: Sequence[str] = MODEL_OBJECTS) -> DataProto:

@@ -10,6 +10,7 @@ Legend: M predicted tokens of a packed micro-batch.
 """
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -80,6 +81,7 @@ class FSDPEngine:
         self.output_names = scorer.output_names
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         self.num_nonfinite_steps = torch.zeros((), dtype=torch.int64)
+        self.copying: Future[None] | None = None
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 # With dropout the log-probs of a policy's own tokens would not be its own.
@@ -168,6 +170,8 @@ class FSDPEngine:
         weights, training = self.parameters, self.training
         weights.attach_gradients()
         norm = weights.grad_norm()
+        if self.copying is not None:
+            self.copying.result()
         is_finite = bool(torch.isfinite(norm))
         if is_finite:
             self.num_nonfinite_steps.zero_()

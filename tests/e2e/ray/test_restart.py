@@ -73,7 +73,7 @@ def test_run_that_lost_its_workers_equals_the_run_left_alone(
     train(*COMMON, *earlier, run="disturbed")
     alone = train(*COMMON, run="alone")
     capfd.readouterr()
-    on_ray = ("trainer.backend=ray",)
+    on_ray = ("trainer.backend=ray", "trainer.state_copies=False")
     train(*COMMON, *rows, *on_ray, run="disturbed")
     output = capfd.readouterr().out
     assert [(tmp_path / f"killed_after_{step}").exists() for step in (2, 5)] == [True, True]
