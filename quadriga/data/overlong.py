@@ -44,13 +44,14 @@ class PromptMeter:
         texts, beyond = [], []
         for row, (prompt, values) in enumerate(zip(prompts, images, strict=True), start=start):
             where = f"{path} row {row}"
-            messages, given, num_beyond = as_messages(prompt, where=where), as_list(values), 0
+            at_prompt = f"{where}, column {self.prompt_key!r}"
+            messages, given, num_beyond = as_messages(prompt, where=at_prompt), as_list(values), 0
             if self.processor is not None:
                 messages = with_parts(messages, len(given), where=where)
                 for image in given:  # each stands as one token in the rendered text
                     size = picture_size(image, folder=Path(path).parent, where=where)
                     num_beyond += self.processor.num_tokens(*size, where=where) - 1
-            texts.append(self.encoder.render(messages, where=where))
+            texts.append(self.encoder.render(messages, where=at_prompt))
             beyond.append(num_beyond)
         return [len(ids) + more for ids, more in zip(self.encoder.encode(texts), beyond, strict=True)]
 

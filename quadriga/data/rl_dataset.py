@@ -80,8 +80,8 @@ class RLHFDataset(FileDataset):
         Returns:
             `input_ids`, `attention_mask` and `position_ids`, int64 [P], padded on the left; `raw_prompt_ids`, the same
             ids as a list without padding; the row's columns but the prompt; `index`, `tools_kwargs` and
-            `interaction_kwargs` out of `extra_info` (`index` is the row's number where it has none); and, with
-            `data.return_raw_chat`, `raw_prompt` (chat messages), with `data.return_full_prompt`, `full_prompts`
+            `interaction_kwargs` out of `extra_info` (`index` is the row's number where it has none); `source_row`; and,
+            with `data.return_raw_chat`, `raw_prompt` (chat messages), with `data.return_full_prompt`, `full_prompts`
             (rendered text). With a processor `position_ids` are [3, P], `raw_prompt_ids` have one token for each image,
             and `multi_modal_data` and `multi_modal_inputs` take the place of the column of images.
 
@@ -95,7 +95,8 @@ class RLHFDataset(FileDataset):
         own_number = number - int(self._ends[position - 1]) if position else number
         where = f"{table.path} row {own_number}"
         row = dict.fromkeys(self._columns) | table[own_number]
-        messages = as_messages(row.pop(self.config.prompt_key), where=where)
+        at_prompt = f"{where}, column {self.config.prompt_key!r}"
+        messages = as_messages(row.pop(self.config.prompt_key), where=at_prompt)
         key, folder, pictures = self.config.image_key or "", table.path.parent, []
         if self.processor is not None:
             values = as_list(row.pop(key, None))
@@ -108,7 +109,7 @@ class RLHFDataset(FileDataset):
                 expected="a vision-language model",
                 fix="Take one, or set data.image_key=null to train on the text alone.",
             )
-        text = self.encoder.render(messages, where=where)
+        text = self.encoder.render(messages, where=at_prompt)
         row |= prompt_columns(text, pictures, self.encoder, self.processor, self.config, where=where)
         if self.config.return_raw_chat:
             row["raw_prompt"] = messages
@@ -116,6 +117,7 @@ class RLHFDataset(FileDataset):
             row["full_prompts"] = text
         extra = row.get("extra_info") or {}
         row["index"] = number if extra.get("index") is None else extra["index"]
+        row["source_row"] = where
         row["tools_kwargs"] = extra.get("tools_kwargs") or {}
         row["interaction_kwargs"] = extra.get("interaction_kwargs") or {}
         return row

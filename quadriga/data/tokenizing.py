@@ -50,6 +50,13 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str, *, has_templa
 
     Errors and notices call it `name`; with `has_template` a chat template comes from elsewhere.
     """
+    if not tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys():
+        raise DataError(
+            f"tokenizer {name}",
+            got="a vocabulary without a token: what transformers makes of a folder without a tokenizer",
+            expected="tokenizer.json, or the files of another kind of tokenizer",
+            fix="Copy them there, or set data.tokenizer to a folder that has them.",
+        )
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
             raise DataError(
@@ -119,6 +126,15 @@ class ChatEncoder:
                 expected="messages in the form that the model was trained on",
                 fix="Correct the row, or change data.apply_chat_template_kwargs.",
             ) from error
+        try:
+            str(text).encode()
+        except UnicodeEncodeError as error:
+            half, before = error.object[error.start], error.object[: error.start][-40:]
+            got, fix = (
+                f"half of a character, {half!r}, behind {before!r}",
+                "Correct the row: its text was cut in two there.",
+            )
+            raise DataError(where, got=got, expected="text that UTF-8 can hold", fix=fix) from error
         # One conversation that is not tokenized gives text; the annotation of transformers covers every other case too.
         return cast(str, text)
 

@@ -99,6 +99,8 @@ extra_info | (B,) | object: dict | data | rollout rewards
     what the row brings along: split, ...
 index | (B,) | object: int | data | trainer
     number of the row in its data set
+source_row | (B,) | object: str | data | rewards
+    file and number of the row, for errors
 agent_name | (B,) | object: str | data | rollout
     name of the loop that leads the row's conversation
 tools_kwargs | (B,) | object: dict | data | rollout

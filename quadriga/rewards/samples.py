@@ -36,11 +36,13 @@ ERROR_COLUMN = "reward_error"
 
 
 class Samples(NamedTuple):
-    """The responses of a batch, decoded: a dict of arguments each, `lengths` [B] int64 in tokens, and T."""
+    """The responses of a batch, decoded: a dict of arguments each, `lengths` [B] int64 in tokens, and T; `places` are
+    those of the rows in the data files, for errors."""
 
     rows: list[dict[str, Any]]
     lengths: torch.Tensor
     response_length: int
+    places: list[str]
 
 
 class SampleManager(RewardManager):
@@ -133,23 +135,28 @@ def read_samples(data: DataProto, tokenizer: Any, reward_fn_key: str, *, needs_t
     lengths = valid.long().sum(dim=-1)
     token_ids = [row[:length] for row, length in zip(responses.tolist(), lengths.tolist(), strict=True)]
     rows, known = [], columns.get("extra_info", [None] * len(token_ids))
+    places = list(columns.get("source_row", [f"row {row} of the batch" for row in range(len(token_ids))]))
     for row, text in enumerate(tokenizer.batch_decode(token_ids, skip_special_tokens=True)):
         extra_info: Any = {} if known[row] is None else known[row]
         if of_conversation := {name: columns[name][row] for name in OF_CONVERSATION if name in columns}:
             extra_info = {**extra_info, **of_conversation}
-        truth = _ground_truth(columns["reward_model"][row], row) if needs_truths else None
+        truth = _ground_truth(columns["reward_model"][row], places[row]) if needs_truths else None
         facts = {"data_source": columns[reward_fn_key][row], "solution_str": text, "ground_truth": truth}
         rows.append({**facts, "extra_info": extra_info})
-    return Samples(rows, lengths, response_length)
+    return Samples(rows, lengths, response_length, places)
 
 
-def _ground_truth(reward_model: Any, row: int) -> Any:
-    if isinstance(reward_model, dict) and "ground_truth" in reward_model:
-        return reward_model["ground_truth"]
-    got = f"a dict with {', '.join(map(str, reward_model))}" if isinstance(reward_model, dict) else repr(reward_model)
-    raise RewardError(
-        f"reward_model of row {row}", got=got, expected="a dict with 'ground_truth'", fix="Correct the data file."
-    )
+def _ground_truth(reward_model: Any, place: str) -> Any:
+    got = repr(reward_model)
+    if isinstance(reward_model, dict):
+        truth = reward_model.get("ground_truth")
+        # NaN is a table's word for what is missing. None may be meant: some graders want no truth.
+        is_missing = isinstance(truth, float) and math.isnan(truth)
+        if "ground_truth" in reward_model and not is_missing:
+            return truth
+        got = "the ground truth NaN" if is_missing else f"a dict with {', '.join(map(str, reward_model))}"
+    expected, fix = "a dict with 'ground_truth'", "Correct the data file."
+    raise RewardError(f"{place}, column 'reward_model'", got=got, expected=expected, fix=fix)
 
 
 def allowed_failures(num_samples: int, max_error_rate: float) -> int:
@@ -201,7 +208,8 @@ def _report_failures(samples: Samples, outcomes: Sequence[Outcome], max_error_ra
         return
     first = failed[0]
     found = f"{len(failed)} of {len(outcomes)} samples could not be graded"
-    cause = f"The first, row {first} of data source {samples.rows[first]['data_source']}: {outcomes[first].error}"
+    source = f"{samples.places[first]}, of data source {samples.rows[first]['data_source']}"
+    cause = f"The first, {source}: {outcomes[first].error}"
     if len(failed) > allowed_failures(len(outcomes), max_error_rate):
         raise RewardError(
             "reward",

@@ -350,7 +350,8 @@ def write_atomically(path: Path, text: str, mode: int = 0o666) -> None:
     """Write a file that is whole under its name, whatever happens; `mode` less what the process's umask takes."""
     aside = path.with_name(f"{_UNFINISHED}{path.name}")
     try:
-        with open(aside, "w", encoding="utf-8", opener=partial(os.open, mode=mode)) as file:
+        # JSON can hold half of a character as its escape, UTF-8 cannot.
+        with open(aside, "w", encoding="utf-8", errors="backslashreplace", opener=partial(os.open, mode=mode)) as file:
             file.write(text)
         aside.replace(path)
     finally:

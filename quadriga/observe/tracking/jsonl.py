@@ -81,7 +81,9 @@ class _LineFile:
             path.rename(other)
 
     def append(self, record: Mapping[str, Any]) -> None:
-        line = json.dumps(jsonable(record), ensure_ascii=False, allow_nan=False).encode() + b"\n"
+        # Half of a character (a lone surrogate), which UTF-8 cannot hold, becomes its escape in JSON.
+        text = json.dumps(jsonable(record), ensure_ascii=False, allow_nan=False) + "\n"
+        line = text.encode(errors="backslashreplace")
         size = None
         try:
             if self._descriptor is None:

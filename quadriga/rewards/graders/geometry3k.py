@@ -7,13 +7,10 @@ acc: the last `\\boxed{...}` means the same as the ground truth, see `graders/ma
 `<think>...</think>` followed by something with a box. Both are returned, and logged apart.
 """
 
-import re
 from typing import Any
 
 from quadriga.rewards.components import weighted
 from quadriga.rewards.graders import math
-
-_FORM = re.compile(r"\s*<think>.*</think>.*\\boxed\{.*\}.*", re.S)
 
 
 def compute_score(
@@ -27,7 +24,9 @@ def compute_score(
     answer = math.compute_score(solution_str, ground_truth, extra_info)
     # Without a box the reader of mathematics would take any number of the text.
     acc = answer["score"] if "\\boxed" in solution_str else 0.0
-    parts = {"acc": acc, "format": float(_FORM.fullmatch(solution_str) is not None)}
+    thought, _, rest = solution_str.partition("</think>")
+    has_form = thought.lstrip().startswith("<think>") and "}" in rest.partition("\\boxed{")[2]
+    parts = {"acc": acc, "format": float(has_form)}
     return {
         **weighted(parts, {"acc": 1.0 - format_weight, "format": format_weight}),
         "pred": answer["pred"] if "\\boxed" in solution_str else None,

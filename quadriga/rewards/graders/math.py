@@ -2,7 +2,8 @@
 """Mathematical answers compared by meaning (math-verify): 1/2, 0.5 and \\frac{1}{2} are the same answer.
 
 The last `\\boxed{...}` of a response counts, and nothing else of it; without a box, the answer that math-verify finds
-at the end of the text. (math-verify itself would read the boxes of one line as one answer of several parts.)
+at the end of the text. (math-verify itself would read the boxes of one line as one answer of several parts.) It reads
+the last 4,000 characters, for its time grows with the square of them; a longer box holds no answer.
 
 math-verify says "wrong" when it fails or runs out of time, unless it is set to raise, as it is here. Its own time
 limit is an alarm signal, which exists in a process's main thread only (where graders run); elsewhere it is off and
@@ -21,6 +22,7 @@ from sympy import Number
 from quadriga.rewards.graders.reading import last_box
 
 STEP_LIMIT_S = 5
+LONGEST_TEXT = 4000
 LARGEST_VOTE = 1e15
 _EXTRACTION = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
 
@@ -36,7 +38,9 @@ def compute_score(solution_str: str, ground_truth: str, extra_info: dict[str, An
         truth = _parse_truth(str(ground_truth), _limit_s())
         # A box that is never closed holds no answer; the rest of the text is none either.
         box = last_box(solution_str)
-        text = f"\\boxed{{{box}}}" if box is not None else "" if "\\boxed{" in solution_str else solution_str
+        text = "" if "\\boxed{" in solution_str else solution_str[-LONGEST_TEXT:]
+        if box is not None and len(box) <= LONGEST_TEXT:
+            text = f"\\boxed{{{box}}}"
         answers = parse(text, _EXTRACTION, parsing_timeout=_limit_s(), raise_on_error=True)
         # What majority voting counts: numbers by value, everything else by the text that was read. Expressions are not
         # written out: for one such as 9^{9^9} that may never end.

@@ -17,7 +17,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Literal
 
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.S)
+from quadriga.rewards.graders.reading import last_answer
+
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
@@ -44,10 +45,10 @@ def compute_score(
     accepted = [normal(text) for text in texts] if is_usable else [""]
     if not all(accepted):
         raise ValueError(f"ground truth: got {ground_truth!r}, expected a text, texts, or a dict with 'target'")
-    found = _ANSWER.findall(solution_str)
-    if not found:
+    found = last_answer(solution_str)
+    if found is None:
         return {"score": 0.0, "em": 0.0, "sub_match": 0.0, "f1": 0.0, "pred": None}
-    answer = normal(found[-1])
+    answer = normal(found)
     words, f1 = answer.split(), 0.0
     for wanted in map(str.split, accepted):
         # Harmonic mean of precision and recall over the words, repeated words counted.

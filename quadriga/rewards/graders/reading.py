@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What graders read from running text: decimal numbers (signs, thousands separators, currency signs), and boxes."""
+"""What graders read from running text: decimal numbers (signs, thousands separators, currency), answers in tags, boxes.
+
+In time that is linear in the text.
+"""
 
 import re
 from decimal import Decimal
@@ -18,8 +21,11 @@ _NUMBER = re.compile(
 )
 # One number on its own may carry its separators anywhere ("12,34"), because nothing else can be meant.
 _LONE_NUMBER = re.compile(
-    r"\s*(?P<sign>[-\u2212]?)\s*\$?\s*(?P<minus>[-\u2212]?)(?P<digits>[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)"
+    r"\s*+(?P<sign>[-\u2212]?)\s*+\$?\s*+(?P<minus>[-\u2212]?)(?P<digits>[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)"
 )
+
+# To the end of the text where nothing closes it, so that the next one is not tried in vain: time is linear.
+_ANSWER = re.compile(r"<answer>(.*?)(</answer>|\Z)", re.DOTALL)
 
 
 def find_numbers(text: str) -> list[Decimal]:
@@ -51,6 +57,12 @@ def plain_text(number: Decimal | None) -> str | None:
 def _decimal(digits: str, *, is_negative: bool) -> Decimal:
     number = Decimal(digits.replace(",", ""))
     return -number if is_negative else number
+
+
+def last_answer(text: str) -> str | None:
+    """What stands in the last `<answer>...</answer>`; None where there is none, or it is never closed."""
+    closed = [answer for answer, end in _ANSWER.findall(text) if end]
+    return closed[-1] if closed else None
 
 
 def last_box(text: str) -> str | None:

@@ -19,11 +19,12 @@ Schemas: TypeAlias = Mapping[str, Mapping[str, Any]]
 """By the name of a tool, the JSON schema of its arguments."""
 
 _BLOCK = re.compile(r"<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
-_FUNCTION = re.compile(r"<function=([^>\n]*)>(.*?)(?:</function>|\Z)", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\n]*)>(.*?)(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
-_PAIR = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+# Each form takes what is not closed up to the end: were the next beginning tried in vain, time would be quadratic.
+_FUNCTION = re.compile(r"<function=([^<>\n]*)>(.*?)(?:</function>|\Z)", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^<>\n]*)>(.*?)(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
+_PAIR = re.compile(r"<arg_key>(.*?)(?:</arg_key>\s*+<arg_value>(.*?)(</arg_value>|\Z)|\Z)", re.DOTALL)
 _HARMONY = re.compile(
-    r"to=functions\.([\w.\-]+)(?:(?!<\|message\|>).)*?<\|message\|>(.*?)(?:<\|call\|>|<\|end\|>|<\|return\|>|\Z)",
+    r"to=functions\.([\w.\-]++).*?(?:(<\|message\|>)(.*?)(?:<\|call\|>|<\|end\|>|<\|return\|>|\Z)|\Z)",
     re.DOTALL,
 )
 _SHOWN = 200
@@ -86,7 +87,8 @@ def glm(text: str, schemas: Schemas) -> list[ToolCall]:
     calls = []
     for body, end in _BLOCK.findall(text):
         name = body.partition("<arg_key>")[0].strip()
-        calls.append(_tagged_call("" if "\n" in name else name, _PAIR.findall(body), body, end, form, schemas))
+        pairs = [(key, value) for key, value, is_closed in _PAIR.findall(body) if is_closed]
+        calls.append(_tagged_call("" if "\n" in name else name, pairs, body, end, form, schemas))
     return calls
 
 
@@ -94,7 +96,9 @@ def gpt_oss(text: str, schemas: Schemas) -> list[ToolCall]:
     """Calls as messages to `functions.NAME`; gpt-oss writes them."""
     form = "expected a message to=functions.NAME with a JSON object, ended by <|call|>"
     calls = []
-    for name, body in _HARMONY.findall(text):
+    for name, mark, body in _HARMONY.findall(text):
+        if not mark:
+            continue
         try:
             calls.append(_with_arguments(name, json.loads(body or "{}"), form))
         except (ValueError, RecursionError) as error:

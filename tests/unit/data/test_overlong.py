@@ -100,7 +100,7 @@ def test_processes_give_what_one_gives(measure, path: Path, monkeypatch: pytest.
 def test_a_prompt_that_is_none_names_file_and_row(measure, write, row, monkeypatch, num_workers: int):
     monkeypatch.setattr(overlong, "BATCH_ROWS", 2)
     path = write("bad.jsonl", [row(), row(), row(), row(prompt=[])])
-    with pytest.raises(DataError, match=r"bad\.jsonl row 3: got the prompt \[\]"):
+    with pytest.raises(DataError, match=r"bad\.jsonl row 3, column 'prompt': got the prompt \[\]"):
         measure(path, num_workers=num_workers)
 
 

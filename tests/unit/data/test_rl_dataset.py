@@ -28,6 +28,7 @@ def test_a_row(tokenizer, config, write, row):
         "reward_model": {"style": "rule", "ground_truth": "w1"},
         "extra_info": {"split": "train", "index": 5},
         "index": 5,
+        "source_row": f"{path} row 0",
         "tools_kwargs": {},
         "interaction_kwargs": {},
     }
@@ -163,3 +164,34 @@ def test_a_copy_in_another_process_is_the_same(tokenizer, config, write, row, na
     copy = pickle.loads(pickle.dumps(dataset))
     assert copy[1]["raw_prompt_ids"] == dataset[1]["raw_prompt_ids"]
     assert copy[1]["extra_info"] == dataset[1]["extra_info"]
+
+
+HALF = "\ud83d"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        (f"w0 {HALF} w1", r"got half of a character, '\\ud83d', behind '<user> w0 '"),
+        ([{"role": "user", "content": HALF}, {"role": "user", "content": "\ude00"}], "got half of a character"),
+        (None, "got the prompt None"),
+        (float("nan"), "got the prompt nan"),
+        ({"role": "user", "content": "w0"}, r"got the prompt \{'role'"),
+        ([{"role": "user"}, "w0"], r"got the prompt \[\{'role'"),
+    ],
+)
+@pytest.mark.parametrize("filters", [False, True])
+def test_a_bad_prompt_is_named_with_file_row_and_column(
+    tokenizer, config, write, row, prompt: object, said: str, filters: bool
+):
+    """Whether all are measured at the start, or each is read when its turn comes."""
+    path = write("t.jsonl", [row(), row(prompt=prompt), row()])
+    with pytest.raises(DataError, match=rf"t\.jsonl row 1, column 'prompt': {said}"):
+        RLHFDataset(path, tokenizer, config(filter_overlong_prompts=filters))[1]
+
+
+def test_a_row_knows_where_it_stands(tokenizer, config, write, row):
+    """In its own file, whatever its index says and wherever it comes in a batch."""
+    files = [write("a.jsonl", [row(index=5)] * 3), write("b.jsonl", [row(index=5)] * 2)]
+    batch = collate_fn([RLHFDataset(files, tokenizer, config())[item] for item in (4, 0)])
+    assert [place.rpartition("/")[2] for place in batch["source_row"]] == ["b.jsonl row 1", "a.jsonl row 0"]

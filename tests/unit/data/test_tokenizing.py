@@ -4,6 +4,7 @@
 from pathlib import Path
 
 import pytest
+from transformers import GPT2Config, Qwen2Config
 
 from quadriga.data import load_tokenizer
 from quadriga.data.tokenizing import ChatEncoder, as_messages
@@ -88,3 +89,11 @@ def test_tokenizers_that_training_cannot_use(make_tokenizer, tmp_path: Path, mis
 def test_a_folder_without_a_tokenizer(tmp_path: Path):
     with pytest.raises(DataError, match="expected a folder or hub name with a tokenizer"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("family", [Qwen2Config, GPT2Config])
+def test_a_model_without_a_tokenizer(family, tmp_path: Path):
+    """From a config.json alone transformers makes a tokenizer that turns every text into nothing."""
+    family().save_pretrained(tmp_path)
+    with pytest.raises(DataError, match=r"got a vocabulary without a token.*expected tokenizer\.json.*data\.tokenizer"):
+        load_tokenizer(tmp_path, chat_template="{{ messages }}")

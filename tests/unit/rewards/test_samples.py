@@ -65,12 +65,22 @@ def test_the_column_of_the_data_source_has_the_name_of_the_configuration():
 
 @pytest.mark.parametrize(
     ("reward_model", "words"),
-    [(None, "got None"), ({"style": "rule"}, "got a dict with style"), ("5", "got '5'")],
+    [
+        (None, "got None"),
+        ({"style": "rule"}, "got a dict with style"),
+        ("5", "got '5'"),
+        ({"ground_truth": float("nan")}, "got the ground truth NaN"),
+    ],
 )
 def test_a_row_without_a_ground_truth_is_named(reward_model, words):
+    """By its place in its file; without one, by that in the batch."""
     column = np.array([{"ground_truth": "a"}, reward_model], dtype=object)
-    with pytest.raises(RewardError, match=f"reward_model of row 1: {words}, expected a dict with 'ground_truth'"):
+    said = f"column 'reward_model': {words}, expected a dict with 'ground_truth'"
+    with pytest.raises(RewardError, match=f"^row 1 of the batch, {said}"):
         read_samples(batch(["a", "b"], reward_model=column), Letters(), "data_source")
+    places = np.array(["t.jsonl row 2", "t.jsonl row 5"], dtype=object)
+    with pytest.raises(RewardError, match=rf"^t\.jsonl row 5, {said}"):
+        read_samples(batch(["a", "b"], reward_model=column, source_row=places), Letters(), "data_source")
 
 
 def test_a_batch_without_responses_is_refused():
@@ -99,7 +109,8 @@ def test_score_functions_hear_how_a_conversation_went():
 
 def samples(*lengths, response_length=4):
     rows = [{"data_source": f"source {row}"} for row in range(len(lengths))]
-    return Samples(rows, torch.tensor(lengths, dtype=torch.int64), response_length)
+    places = [f"row {row} of the batch" for row in range(len(lengths))]
+    return Samples(rows, torch.tensor(lengths, dtype=torch.int64), response_length, places)
 
 
 def graded(score, **extra):
@@ -137,7 +148,10 @@ def test_failures_are_counted_kept_and_said(caplog):
     values = {name: metric.value for name, metric in output.metrics.items()}
     assert values == {"reward/errors": 2, "reward/timeouts": 1, "reward/error_rate": 0.5}
     assert output.metrics["reward/error_rate"].weight == 4
-    assert "2 of 4 samples could not be graded and count as 0. The first, row 1 of data source source 1" in caplog.text
+    assert (
+        "2 of 4 samples could not be graded and count as 0. The first, row 1 of the batch, of data source source 1"
+        in caplog.text
+    )
 
 
 def test_too_many_failures_stop_the_run_with_the_first_traceback():
@@ -146,7 +160,7 @@ def test_too_many_failures_stop_the_run_with_the_first_traceback():
         collect(samples(1, 1, 1), outcomes, 0.5)
     message = str(caught.value)
     assert "2 of 3 samples could not be graded, expected at most 50% (reward_model.max_error_rate)" in message
-    assert message.endswith("The first, row 1 of data source source 1: Traceback:\n  KeyError: 'x'")
+    assert message.endswith("The first, row 1 of the batch, of data source source 1: Traceback:\n  KeyError: 'x'")
 
 
 def test_a_round_that_stopped_early_says_so():

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each parser reads the calls of its form, and says what is wrong with one that it cannot read."""
 
+import re
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -102,3 +105,42 @@ def test_names() -> None:
     assert tuple(PARSERS) == FORMATS
     with pytest.raises(ValidationError, match=r"'hermes', 'qwen3_coder', 'glm' or 'gpt-oss'.*input_value='xml'"):
         MultiTurnConfig.model_validate({"format": "xml"})
+
+
+PIECES = [
+    "<tool_call>", "</tool_call>", "<tool_call><function=", "<function=", "<function=a>", "<parameter=", "a.",
+    "<arg_key>", "<arg_key></arg_key>", "<arg_key>k</arg_key><arg_value>", "</arg_key> ", "to=functions.", " ", "{",
+    "<parameter=a>", "to=functions.a ", "to=functions.a<|message|>", '{"name":',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PARSERS)
+@pytest.mark.parametrize("before", ["", "<tool_call>", "<tool_call><function=a>", "<tool_call>a<arg_key>"])
+def test_time_is_linear(name: str, before: str) -> None:
+    """16 times the text: linear is 16, quadratic 256; what takes less than 20 ms is neither."""
+
+    def seconds(text: str) -> float:
+        times = []
+        for _ in range(3):
+            begun = time.process_time()
+            PARSERS[name](text, SCHEMAS)
+            times.append(time.process_time() - begun)
+        return min(times)
+
+    for piece in PIECES:
+        short, long = (seconds(before + (piece * length)[:length]) for length in (4_000, 64_000))
+        assert long < 0.02 or long < 64 * short, (piece, short, long)
+
+
+@given(st.lists(st.sampled_from(["<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "a", " "])).map("".join))
+def test_pairs_of_glm(body: str) -> None:
+    """What the plain expression finds, in another time; of a key that stands twice the last value."""
+    plain = re.findall(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", body, re.DOTALL)
+    (call,) = PARSERS["glm"](f"<tool_call>f{body}</tool_call>", {})
+    assert call.problem or call.arguments == {key.strip(): value for key, value in plain}
+
+
+@given(st.lists(st.sampled_from(["to=functions.", "f", ".g ", "<|message|>", "<|call|>", "{}", " "])).map("".join))
+def test_messages_of_gpt_oss(text: str) -> None:
+    plain = r"to=functions\.([\w.\-]+)(?:(?!<\|message\|>).)*?<\|message\|>(.*?)(?:<\|call\|>|<\|end\|>|\Z)"
+    assert [call.name for call in PARSERS["gpt-oss"](text, {})] == [name for name, _ in re.findall(plain, text, re.S)]
