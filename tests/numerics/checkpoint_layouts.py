@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The program that test_checkpoint_layouts.py starts in four processes: states written and read under every layout.
+"""The program that test_checkpoint_layouts.py starts in four processes: states of every layout, written, copied, read.
 
 python checkpoint_layouts.py RANK FOLDER PORT PORT PORT PORT
 
@@ -8,6 +8,7 @@ read    by 2 of them, then by 4, then by the first alone: what all have written
 """
 
 import errno
+import pickle
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -22,8 +23,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from quadriga.engines import process_group
 from quadriga.engines.checkpoint import StateWriter, load_state
 from quadriga.engines.process_group import ProcessGroup
+from quadriga.engines.state_copy import StateCopier, read_copy
 from quadriga.errors import CheckpointError
 from quadriga.models.weight_files import open_weights
+from quadriga.protocol.memory import slot_of
 from quadriga.single_controller import WorkerPlace
 
 CPU = torch.device("cpu")
@@ -112,6 +115,20 @@ def write(folder: Path, layouts: Sequence[str], world: ProcessGroup) -> None:
         writer.start({folder / layout / part: state for part, state in states.items()})
         clear(states)
         writer.is_written(wait=True)
+        copy(folder / layout, layout, world)
+
+
+def copy(folder: Path, layout: str, world: ProcessGroup) -> None:
+    """The same state into the memory of each rank, a file here; the plan is the same on all ranks."""
+    state = {name: tensor for part in state_of(layout, world.rank).values() for name, tensor in part.items()}
+    copier = StateCopier(state, world)
+    memory = folder / f"memory_{world.rank}"
+    memory.write_bytes(bytes(2 * copier.plan.slot_bytes[world.rank]))
+    copier.open(str(memory))
+    copier.start(1).result()
+    if world.is_first:
+        (folder / "plan").write_bytes(pickle.dumps(copier.plan))
+    world.totals(1)
 
 
 def differences(folder: Path, writer: str, reader: str, world: ProcessGroup) -> list[str]:
@@ -120,13 +137,27 @@ def differences(folder: Path, writer: str, reader: str, world: ProcessGroup) -> 
     clear(found)
     for part in PARTS:
         load_state(folder / writer / part, found[part], world)
-    unlike = [
+    unlike = unequal(expected, found)
+    clear(found)
+
+    def content(rank: int, start: int, size: int) -> bytearray:
+        memory = (folder / writer / f"memory_{rank}").read_bytes()
+        return bytearray(slot_of(memory, 1)[start : start + size])
+
+    plan = pickle.loads((folder / writer / "plan").read_bytes())
+    read_copy(plan, content, {name: one for state in found.values() for name, one in state.items()})
+    unlike += [f"{name}, copied" for name in unequal(expected, found)]
+    return [name for names in world.gather(unlike) for name in names]
+
+
+def unequal(expected: dict[str, dict[str, torch.Tensor]], found: dict[str, dict[str, torch.Tensor]]) -> list[str]:
+    """Names of the tensors of which this rank holds other numbers."""
+    return [
         name
         for part in PARTS
         for name, tensor in expected[part].items()
         if not torch.equal(local(found[part][name]), local(tensor))
     ]
-    return [name for names in world.gather(unlike) for name in names]
 
 
 def read(folder: Path, layouts: Sequence[str], world: ProcessGroup) -> dict[Any, Any]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Written by four, two or one process under one layout, read under any other: every value is the same, to the bit.
+"""Written or copied by four, two or one process under one layout, read under any other: every value is the same.
 
 What it does not prove: that an engine's own state has these names; the tests of the engine do.
 """

@@ -5,7 +5,9 @@ What it does not prove: that a copy which was cut short is left alone; tests/uni
 """
 
 import os
+import re
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import pytest
 import torch
 
 from quadriga.models.weight_files import open_weights
+from tests.e2e.conftest import REPOSITORY, end_with_the_tests
 
 NUM_STEPS = 6
 COMMON = (
@@ -102,3 +105,60 @@ def test_run_that_lost_a_worker_equals_the_run_left_alone(
         assert [name for name in left if not torch.equal(left[name], right[name])] == []
     files = subprocess.run(["ls", "-l", f"/proc/{os.getpid()}/fd"], capture_output=True, text=True).stdout
     assert "quadriga-state-copy" not in files
+
+
+# Two nodes on this machine; the second, where one of the two ranks is, goes when step 3 is over. The driver waits
+# before that until what the nodes copied of earlier steps has reached the other one.
+TWO_NODES = """
+import os, sys, time
+import ray
+from ray.cluster_utils import Cluster
+from quadriga.cli.main import main
+from quadriga.data import RLHFDataset
+
+node = dict(num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20)
+quick = dict(health_check_initial_delay_ms=0, health_check_period_ms=1000, prestart_worker_first_driver=False)
+cluster = Cluster(initialize_head=True, head_node_args=dict(node, temp_dir={folder!r}, _system_config=quick))
+second = cluster.add_node(**node, node_ip_address="127.0.0.2")
+ray.init(address=cluster.address, log_to_driver=False)
+lost = []
+
+
+def on_batch_end(self, batch):
+    time.sleep(3.0)
+    if batch.meta_info["global_steps"] == 3 and not lost:
+        lost.append(second)
+        cluster.remove_node(second, allow_graceful=False)
+
+
+RLHFDataset.on_batch_end = on_batch_end
+sys.exit(main(["train", *{arguments!r}]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ray_cluster")
+def test_the_neighbour_of_a_lost_node_has_its_copies(
+    train: Callable[..., Path],
+    arguments: Callable[..., list[str]],
+    metric_lines: Callable[[Path], list[dict[str, Any]]],
+    ray_folder: Path,
+    tmp_path: Path,
+) -> None:
+    """Both ranks go on on the node that is left, from the copy of a step before the loss."""
+    on_ray = (*COMMON, "trainer.backend=ray", "trainer.n_gpus_per_node=1", "trainer.nnodes=2", "data.val_files=[]")
+    alone = train(*COMMON, "trainer.backend=ray", "trainer.n_gpus_per_node=2", "data.val_files=[]", run="alone")
+    program = TWO_NODES.format(folder=str(ray_folder / "two"), arguments=arguments(*on_ray, run="disturbed"))
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+        preexec_fn=end_with_the_tests,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^resumed from the copy of step [12] in memory$", done.stdout, re.MULTILINE), done.stdout
+    assert "of its ranks and of those of the node before" in done.stdout
+    assert metric_lines(tmp_path / "disturbed") == metric_lines(alone)
