@@ -4,10 +4,11 @@
     .venv/bin/python benchmarks/state_copies.py --steps 14
 
 All in one run, so that whatever else the machine does falls on both: the copy that is made after step 2 is paid for by
-step 3, and none by step 4. From the end of one step to the end of the next, so with what the driver does between them.
-The first pair is left out (memory is taken for the first time).
+step 3, and none by step 4. From the end of one step to the end of the next, so with what the driver does between them;
+by the clock, and in CPU seconds of the ranks, which others on the machine disturb less.
 """
 
+import os
 import tempfile
 import time
 from argparse import ArgumentParser
@@ -23,22 +24,28 @@ from quadriga.trainer import build
 from side import DTYPES
 from step import MODEL
 
-ends: dict[int, float] = {}
-"""When each step was over, by its number."""
+ends: dict[int, tuple[float, float]] = {}
+"""When each step was over by the clock, and by the CPU seconds of the ranks, by its number."""
 
 
 class EverySecond(StateCopies):
     """Copies after steps of even number."""
 
     def copy(self, step: int, driver: dict[str, Any]) -> None:
-        ends[step] = time.perf_counter()
+        pids = [address.pid for address in self._workers["actor"]._group.processes.addresses]
+        stats = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
+        ticks = sum(int(fields[11]) + int(fields[12]) for fields in stats)
+        ends[step] = time.perf_counter(), ticks / os.sysconf("SC_CLK_TCK")
         if step > 1:
-            print(
-                f"step {step}: {ends[step] - ends[step - 1]:.2f} s, {'with' if step % 2 else 'without'} a copy",
-                flush=True,
-            )
+            what = "with a copy" if step % 2 else "without a copy"
+            print(f"step {step}, {what}: {taken(step, 0):.2f} s, {taken(step, 1):.2f} CPU seconds", flush=True)
         if step % 2 == 0:
             super().copy(step, driver)
+
+
+def taken(step: int, clock: int) -> float:
+    """Seconds of a step, by the clock (0) or of the ranks' CPUs (1)."""
+    return ends[step][clock] - ends[step - 1][clock]
 
 
 def main() -> None:
@@ -55,16 +62,16 @@ def main() -> None:
         quadriga_side.write_rows(rows, args.steps)
         on_ray = ["trainer.backend=ray", "trainer.n_gpus_per_node=2", "trainer.total_epochs=1"]
         quadriga(["train", *quadriga_side.overrides(args, rows), *on_ray])
-    seconds = {step: ends[step] - ends[step - 1] for step in sorted(ends)[4:]}
-    pairs = [(seconds[step], seconds[step + 1]) for step in seconds if step % 2 and step + 1 in seconds]
-    print(f"\n{workload.NUM_SEQUENCES} sequences of {workload.NUM_NEW_TOKENS} tokens, {args.dtype}, seconds of a step:")
-    for copied, plain in pairs:
-        print(f"  with a copy {copied:6.2f}   without {plain:6.2f}   ratio {copied / plain:.4f}")
     print(
-        f"  medians     {median(one for one, _ in pairs):6.2f}           {median(one for _, one in pairs):6.2f}   ",
-        end="",
+        f"\n{workload.NUM_SEQUENCES} sequences of {workload.NUM_NEW_TOKENS} tokens, {args.dtype}, first pair left out:"
     )
-    print(f"median of ratios {median(one / other for one, other in pairs):.4f}")
+    pairs = [(step, step + 1) for step in range(5, len(ends), 2)]
+    for clock, unit in enumerate(("seconds", "CPU seconds")):
+        ratios = [taken(copied, clock) / taken(plain, clock) for copied, plain in pairs]
+        middle = (median(taken(step, clock) for step in steps) for steps in zip(*pairs, strict=True))
+        print(
+            f"{unit}: {' '.join(f'{one:.2f}' for one in middle)}, median of {len(ratios)} ratios {median(ratios):.4f}"
+        )
 
 
 if __name__ == "__main__":
