@@ -94,7 +94,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "images": ("trainer.save_freq=2",),
 }
 # Changed by the clock and the load of the machine.
-CLOCK = ("timing_s/", "perf/")
+CLOCK = ("timing_s/", "perf/", "recovery/")
 ASIDE = re.compile(r"metrics\.\d+\.jsonl")
 
 
@@ -106,7 +106,12 @@ def words(variant: str, files: Path) -> list[str]:
 
 def prepare(files: Path) -> None:
     """Models, data, and each variant's run left alone; again where the package has changed."""
-    sources = [*sorted((REPOSITORY / "quadriga").rglob("*.py")), Path(__file__)]
+    prepare_once(files, __file__, _run_alone)
+
+
+def prepare_once(files: Path, campaign: str, run_alone: Callable[[Path], None]) -> None:
+    """Models and data in an empty folder, and what `run_alone` adds; once until package or campaign changes."""
+    sources = [*sorted((REPOSITORY / "quadriga").rglob("*.py")), Path(campaign)]
     state = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
     done = files / "done"
     if done.is_file() and done.read_text() == state:
@@ -123,12 +128,16 @@ def prepare(files: Path) -> None:
     tiny.write_rows(home / "val.parquet", [tiny.make_row(number) for number in range(20, 24)])
     (home / "reward.py").write_text(tiny.REWARD)
     write_studio(studio)
+    run_alone(files)
+    done.write_text(state)
+
+
+def _run_alone(files: Path) -> None:
     for variant in VARIANTS:
         (files / variant).mkdir()
         attempt = Attempt(variant, files / variant, files, is_real_start=True)
         if status := attempt.wait():
             raise SystemExit(f"the run of {variant} left alone ended with {status}: {files / variant / 'log'}")
-    done.write_text(state)
 
 
 # ---- in the process that is killed --------------------------------------------------------------

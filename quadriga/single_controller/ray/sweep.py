@@ -17,12 +17,14 @@ LIMIT_S = 10.0
 
 
 def members(session: str) -> list[int]:
-    """The processes whose output goes into a session's folder, as that of all of Ray's and of their children does."""
+    """The processes whose output goes into a session's folder, and those that Ray has named with a file open there."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         # It may end meanwhile, or be another user's.
         with suppress(OSError):
-            if any(os.readlink(entry / "fd" / number).startswith(f"{session}/") for number in "12"):
+            is_named = (entry / "cmdline").read_bytes().startswith(b"ray::")
+            files = (entry / "fd").iterdir() if is_named else [entry / "fd" / "1", entry / "fd" / "2"]
+            if any(os.readlink(file).startswith(f"{session}/") for file in files):
                 found.append(int(entry.name))
     return found
 
