@@ -131,11 +131,14 @@ def mount_memory(folders: Sequence[os.PathLike[str]], limits: Limits) -> None:
         make_call("mount", b"quadriga", os.fsencode(folder), b"tmpfs", _MS_NOSUID | _MS_NODEV, options)
 
 
-def confine(folder: str, limits: Limits, readable: Sequence[str], *, may_remove: bool) -> None:
+def confine(folder: str, limits: Limits, readable: Sequence[str], *, may_remove: bool) -> int | None:
     """Give all of it up, but to read and write `folder`, and to read the folders of interpreter and packages.
 
     Args:
         may_remove: whether it may remove files from `folder`: those that it keeps open would be counted by nobody.
+
+    Returns:
+        What `filter_calls` returns: the listener for refused system calls.
 
     Raises:
         OSError: the kernel refuses a step. The program must not begin then.
@@ -148,7 +151,7 @@ def confine(folder: str, limits: Limits, readable: Sequence[str], *, may_remove:
     make_call("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     read_only = [(path, _READ) for path in (*_SYSTEM, *_DEVICES, *readable)]
     confine_files([*read_only, ("/dev/null", _OWN), (folder, _OWN if may_remove else _OWN & ~_REMOVE_FILE)])
-    filter_calls(may_have_threads=are_threads_counted)
+    return filter_calls(may_have_threads=are_threads_counted)
 
 
 def _take_own_user(folder: str) -> bool:

@@ -55,7 +55,8 @@ class Run(NamedTuple):
     """What became of one test.
 
     `status` is "ok" where the program ended by itself with exit status 0; else "error" (another status), "crash" (a
-    signal), the limit that ended it ("time", "wall", "output", "folder"), or "network".
+    signal), the limit that ended it ("time", "wall", "output", "folder"), or "network". `refused` has the names of
+    system calls that containment refused it.
     """
 
     index: int
@@ -65,6 +66,7 @@ class Run(NamedTuple):
     stdout: str
     stderr: str
     result: str
+    refused: str = ""
 
 
 @cache

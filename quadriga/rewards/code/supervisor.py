@@ -7,6 +7,7 @@ line of the model's, and it gets the inputs only: the expected outputs never rea
     grader                       supervisor                    process of a test
       | -- the job, as JSON -----> |                              |
       |                            | -- fork -------------------> |  gives everything up (`containment`), then runs
+      |                            | <--- what it was refused --- |  waits for the answer
       |                            | <----------- its end ------- |
       | <-- one outcome a test --- |  status and streams          |
       |                            |  ... `parallel` at a time
@@ -25,16 +26,20 @@ import json
 import os
 import selectors
 import signal
+import socket
 import struct
 import sys
 import time
 import types
 from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from quadriga.rewards.code import containment
 from quadriga.rewards.code.containment import MEGABYTE, NETWORK_SIGNAL, Limits
+from quadriga.rewards.code.system_calls import refuse_call
 
 COMMAND = "import sys; sys.path[:] = sys.argv[1:]; from quadriga.rewards.code.supervisor import main; main()"
 """Program text for `python -I -S -c`; the arguments are the import path."""
@@ -42,25 +47,32 @@ COMMAND = "import sys; sys.path[:] = sys.argv[1:]; from quadriga.rewards.code.su
 RESULT_FD = 3
 """Where a function's result goes: not to the standard output, where the program may print."""
 
-HEADER = struct.Struct("=I8sid3Q")
-"""Before each test's streams: its index, status, exit code, CPU seconds, and the bytes of the three streams."""
+HEADER = struct.Struct("=I8sid4Q")
+"""Before each test's streams: its index, status, exit code, CPU seconds, and the bytes of the three streams and of the
+names of the system calls that it was refused."""
 
-# Where a process notes that it is contained, just before it closes it and the program begins.
-_CONTAINED_FD = 4
+# Where a process says that it is contained, just before it closes it and the program begins.
+_NOTICE_FD = 4
+# So many are told; then the kernel refuses by itself (ENOSYS), and no program can keep a supervisor busy.
+_MAX_REFUSALS = 8
 
 _POLL_S = 0.05
 _ERROR_BYTES = 8000
 
 
-class _Running(NamedTuple):
-    """One test under way: its process, its streams, its folder, and when its time is up."""
+@dataclass(eq=False)
+class _Running:
+    """One test under way: its process, its streams, its folder, when its time is up, and what it has been refused."""
 
     index: int
     pid: int
     pid_fd: int
-    streams: tuple[int, int, int, int]
+    streams: tuple[int, int, int]
     folder: Path
     deadline: float
+    is_contained: bool = False
+    listener: int | None = None
+    refused: list[str] = field(default_factory=list)
 
 
 def main() -> None:
@@ -120,6 +132,10 @@ class Supervisor:
             containment.mount_memory(self._folders, self._limits)
         self._unsent: deque[memoryview] = deque()
         os.set_blocking(1, False)
+        # From the processes of all tests: each message is whole.
+        self._notices, self._notice = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._notices.setblocking(False)
+        self._selector.register(self._notices, selectors.EVENT_READ)
 
     def run(self) -> dict[str, Any] | None:
         """None when all tests have ended; in the process of a test, which leaves by here too, its case."""
@@ -134,12 +150,12 @@ class Supervisor:
 
     def _start(self, index: int, case: dict[str, Any]) -> int:
         folder = self._folders.pop()
-        out, error, result, contained = map(_memory_file, ("stdout", "stderr", "result", "contained"))
-        streams = (out, error, result, contained)
+        out, error, result = map(_memory_file, ("stdout", "stderr", "result"))
+        streams = (out, error, result)
         given = _memory_file("stdin", case.get("input", "").encode("utf-8", "surrogateescape"))
         pid = os.fork()
         if pid == 0:
-            self._become_test(folder, (given, *streams))
+            self._become_test(index, folder, (given, *streams, self._notice.fileno()))
             return 0
         os.close(given)
         pid_fd = os.pidfd_open(pid)
@@ -148,11 +164,12 @@ class Supervisor:
         self._selector.register(pid_fd, selectors.EVENT_READ, running)
         return pid
 
-    def _become_test(self, folder: Path, streams: tuple[int, ...]) -> None:
-        # Before its number is another's: it would close that one when it is freed.
-        self._selector.close()
+    def _become_test(self, index: int, folder: Path, streams: tuple[int, ...]) -> None:
         # First out of the way of the numbers that the streams are to have.
         aside = [os.dup2(fd, 100 + number) for number, fd in enumerate(streams)]
+        # Before their numbers are others': they would close those when they are freed.
+        for owner in (self._selector, self._notices, self._notice):
+            owner.close()
         for number, fd in enumerate(aside):
             os.dup2(fd, number)
         os.closerange(len(aside), 4096)
@@ -168,9 +185,11 @@ class Supervisor:
         sys.stderr = sys.__stderr__ = io.TextIOWrapper(
             io.BufferedWriter(stderr), "utf-8", "backslashreplace", line_buffering=True
         )
-        containment.confine(str(folder), self._limits, self._readable, may_remove=self._is_in_memory)
-        os.write(_CONTAINED_FD, b"1")
-        os.close(_CONTAINED_FD)
+        listener = containment.confine(str(folder), self._limits, self._readable, may_remove=self._is_in_memory)
+        with socket.socket(fileno=_NOTICE_FD) as notice:
+            socket.send_fds(notice, [index.to_bytes(4, "little")], [] if listener is None else [listener])
+        if listener is not None:
+            os.close(listener)
         for name in [name for name in sys.modules if name.partition(".")[0] == "quadriga"]:
             # A program has no business with them, and may have modules of the same name.
             del sys.modules[name]
@@ -180,14 +199,40 @@ class Supervisor:
         for key, _ in self._selector.select(_POLL_S):
             if key.fd == 1:
                 self._send()
-            else:
+            elif key.fileobj is self._notices:
+                self._take_notices()
+            elif key.fd == key.data.pid_fd:
                 self._report(key.data, "")
+            elif key.fd == key.data.listener:
+                self._refuse(key.data)
         now = time.monotonic()
         for running in list(self._running.values()):
             over = "wall" if now > running.deadline else "folder" if self._is_full(running.folder) else ""
             if over:
                 os.kill(running.pid, signal.SIGKILL)
                 self._report(running, over)
+
+    def _take_notices(self) -> None:
+        """Of processes that they are contained, with the listeners of the calls that they will be refused."""
+        with suppress(BlockingIOError):
+            while True:
+                message, listeners, _, _ = socket.recv_fds(self._notices, 4, 1)
+                running = self._running[int.from_bytes(message, "little")]
+                running.is_contained = True
+                for running.listener in listeners:
+                    self._selector.register(running.listener, selectors.EVENT_READ, running)
+
+    def _refuse(self, running: _Running) -> None:
+        assert running.listener is not None
+        running.refused += filter(None, [refuse_call(running.listener)])
+        if len(running.refused) >= _MAX_REFUSALS:
+            self._stop_listening(running)
+
+    def _stop_listening(self, running: _Running) -> None:
+        if running.listener is not None:
+            self._selector.unregister(running.listener)
+            os.close(running.listener)
+            running.listener = None
 
     def _is_full(self, folder: Path) -> bool:
         if self._is_in_memory:
@@ -207,11 +252,13 @@ class Supervisor:
     def _report(self, running: _Running, over: str) -> None:
         _, status, usage = os.wait4(running.pid, 0)
         over = over or ("folder" if self._is_full(running.folder) else "")
+        self._take_notices()
+        self._stop_listening(running)
         self._selector.unregister(running.pid_fd)
         del self._running[running.index]
-        stdout, stderr, result, contained = map(_content, running.streams)
+        stdout, stderr, result = map(_content, running.streams)
         stderr = stderr[-_ERROR_BYTES:]
-        if not contained and not over:
+        if not running.is_contained and not over:
             said = stderr.decode("utf-8", "replace")
             raise RuntimeError(f"a test's process could not be contained, and its program has not run: {said}")
         os.close(running.pid_fd)
@@ -222,6 +269,7 @@ class Supervisor:
         ended = _status(status, over, cpu_s, self._limits)
         # What it printed counts only where it ended well.
         streams = (stdout, stderr, result) if ended == "ok" else (b"", stderr, b"")
+        streams += (", ".join(dict.fromkeys(running.refused)).encode(),)
         code = os.waitstatus_to_exitcode(status)
         head = HEADER.pack(running.index, ended.encode(), code, cpu_s, *map(len, streams))
         self._unsent.extend(memoryview(part) for part in (head, *streams) if part)

@@ -2,7 +2,7 @@
 """The system calls that a model's program may make: a list of allowed ones; every other is refused by the kernel.
 
     on the list, or with arguments on it        the call is made
-    every other call that has a name here       EPERM
+    every other call that has a name here       EPERM, and the listener, if there is one, is told which
     fork, vfork, clone but of a thread          EAGAIN, as at a limit of processes
     socket, but for AF_UNIX                     the process is killed by SIGSYS: the one attempt that ends a program
     clone3, openat2, io_uring, others           ENOSYS: libraries then use older calls, which a filter can read
@@ -21,8 +21,10 @@ Nothing on it reaches another process or outlives the caller.
 
 import ctypes
 import errno
+import fcntl
 import os
 import platform
+import select
 import struct
 from functools import cache
 from itertools import groupby
@@ -134,8 +136,8 @@ _ALLOWED = """
 """
 
 _ALL, _STREAM, _AF_UNIX, _CLONE_THREAD, _NEW_NAMESPACES = 0xFFFFFFFF, 1, 1, 0x10000, 0x7E020080
-# Stand in the filter until a process knows its number, and whether it may have threads.
-_OWN_PID, _THREAD = 0x7FFFFFF5, 0x7FFFFFF6
+# Stand in the filter until a process knows its number, whether it may have threads, and whether somebody listens.
+_OWN_PID, _THREAD, _REFUSED = 0x7FFFFFF5, 0x7FFFFFF6, 0x7FFFFFF7
 # Words of 32 bits (two an argument, the low one first) that decide, under a mask: a call is allowed if each of them is
 # one of the values.
 _ALLOWED_IF = {
@@ -160,18 +162,18 @@ _ALLOWED_IF = {
 }
 
 # What a filter returns, its operations, and where it finds the facts of a call.
-_ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+_ALLOW, _KILL, _ERRNO, _TELL = 0x7FFF0000, 0x80000000, 0x00050000, 0x7FC00000
 _LOAD, _JUMP, _EQUAL, _AT_LEAST, _AND, _RETURN = 0x20, 0x05, 0x15, 0x35, 0x54, 0x06
 _NUMBER_AT, _MACHINE_AT, _ARGUMENTS_AT = 0, 4, 16
 _MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-_SET_MODE_FILTER = 1
+_SET_MODE_FILTER, _NEW_LISTENER = 1, 8
+# What a listener reads of a call (its own number first, the call's at 16), and what it answers.
+_RECEIVE, _ANSWER, _CALL_BYTES = 0xC0502100, 0xC0182101, 80
 
-_REFUSED, _UNKNOWN = _ERRNO | errno.EPERM, _ERRNO | errno.ENOSYS
+_UNKNOWN = _ERRNO | errno.ENOSYS
 _OTHERWISE = {
     **dict.fromkeys(("fork", "vfork", "clone"), _ERRNO | errno.EAGAIN),
-    **dict.fromkeys(
-        ("clone3", "openat2", "io_uring_setup", "io_uring_enter", "io_uring_register"), _ERRNO | errno.ENOSYS
-    ),
+    **dict.fromkeys(("clone3", "openat2", "io_uring_setup", "io_uring_enter", "io_uring_register"), _UNKNOWN),
 }
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -210,20 +212,59 @@ def make_call(name: str, *arguments: object) -> int:
     return result
 
 
-def filter_calls(*, may_have_threads: bool) -> None:
-    """Put this process under the filter of system calls; `no_new_privs` must be set. OSError: the kernel refuses."""
-    code = program(os.getpid(), may_have_threads=may_have_threads)
-    make_call("seccomp", _SET_MODE_FILTER, 0, ctypes.byref(_Filter(len(code) // 8, code)))
+def filter_calls(*, may_have_threads: bool) -> int | None:
+    """Put this process under the filter of system calls; `no_new_privs` must be set.
+
+    Returns:
+        A descriptor for another process's `refuse_call`, without which refused calls wait for ever. None where such a
+        listener stands already, a container's own: the kernel then refuses by itself.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    for has_listener in (True, False):
+        code = program(os.getpid(), may_have_threads=may_have_threads, has_listener=has_listener)
+        flags = _NEW_LISTENER if has_listener else 0
+        try:
+            listener = make_call("seccomp", _SET_MODE_FILTER, flags, ctypes.byref(_Filter(len(code) // 8, code)))
+        except OSError as error:
+            if not has_listener or error.errno != errno.EBUSY:
+                raise
+        else:
+            return listener if has_listener else None
+    return None
 
 
-def program(pid: int, *, may_have_threads: bool) -> bytes:
+def program(pid: int, *, may_have_threads: bool, has_listener: bool) -> bytes:
     """The filter of the process of that number, as the kernel takes it."""
-    # Masked as they are, the flags of no clone are equal to _ALL.
-    known = {_OWN_PID: pid, _THREAD: _CLONE_THREAD if may_have_threads else _ALL}
+    known = {
+        _OWN_PID: pid,
+        # Masked as they are, the flags of no clone are equal to _ALL.
+        _THREAD: _CLONE_THREAD if may_have_threads else _ALL,
+        _REFUSED: _TELL if has_listener else _ERRNO | errno.EPERM,
+    }
     code = _FILTER
     for mark, value in known.items():
         code = code.replace(struct.pack("=I", mark), struct.pack("=I", value))
     return code
+
+
+def refuse_call(listener: int) -> str:
+    """Refuse the call in which a filtered process waits, and return the call's name; "" if none waits any more."""
+    poll = select.poll()
+    poll.register(listener, select.POLLIN)
+    # Where the process has ended the descriptor is ready too, and reading it may block.
+    if not any(events & select.POLLIN for _, events in poll.poll(0)):
+        return ""
+    call = bytearray(_CALL_BYTES)
+    try:
+        fcntl.ioctl(listener, _RECEIVE, call)
+        ((own_number, number),) = struct.iter_unpack("=Q8xi60x", call)
+        fcntl.ioctl(listener, _ANSWER, struct.pack("=QqiI", own_number, 0, -errno.EPERM, 0))
+    except FileNotFoundError:
+        # It has been killed in between.
+        return ""
+    return call_names()[number]
 
 
 def _filter() -> bytes:

@@ -42,7 +42,7 @@ _FOLDER = "folder limit: more than {0.folder_megabytes} MB or {0.num_files} file
 _LIMIT_OF_ERROR = {
     "OSError: [Errno 28]": _FOLDER,
     "MemoryError": "memory limit, {0.memory_megabytes} MB",
-    "BlockingIOError": "process limit, no process beside its own",
+    "BlockingIOError": "process limit, no process beside its own (fork and clone are refused)",
     "RuntimeError: can't start new thread": "thread limit, {0.num_threads} and their memory",
 }
 
@@ -92,7 +92,7 @@ def compute_score(
             failure = why_failed(run, cases[run.index], checked)
             num_passed += not failure
             if failure:
-                failures[run.index] = failure
+                failures[run.index] = failure + (f" (containment refused {run.refused})" if run.refused else "")
             if run.status in _ENDS_PROBLEM or (failure and not use_partial_credit):
                 break
         else:

@@ -118,6 +118,34 @@ def test_what_a_program_tries_scores_0_with_its_reason(program, reason):
     assert_nothing_is_left()
 
 
+@pytest.mark.parametrize(
+    ("program", "told"),
+    [
+        ("import os\nos.kill(os.getppid(), 9)", "Operation not permitted (containment refused kill)"),
+        (
+            "import os\ntry:\n    os.setsid()\nexcept OSError:\n    print(4)",
+            "expected '3\\n' (containment refused setsid)",
+        ),
+        ("import os\nopen('a', 'w')\nos.chmod('a', 0)", "(containment refused chmod)"),
+        ("import socket\nsocket.socketpair(type=socket.SOCK_DGRAM)", "(containment refused socketpair)"),
+        ("import os\nos.memfd_create('x')", "(containment refused memfd_create)"),
+        ("import os, time\ntry:\n    os.setsid()\nfinally:\n    time.sleep(60)", "clock (containment refused setsid)"),
+    ],
+)
+def test_a_program_that_needs_what_is_refused_learns_which_call(program, told):
+    assert told in graded(program, wall_s=2.0)["reason"]
+
+
+def test_a_program_that_is_refused_again_and_again_keeps_nobody_busy():
+    refused = "\n    try:\n        os.kill(1, 9)\n    except OSError as error:\n        number = error.errno"
+    begun = time.process_time()
+    assert "output limit" in graded(f"import os\nwhile True:{refused}\n    print(number)")["reason"]
+    assert time.process_time() - begun < 1
+    program = f"import os\nfor _ in range(99):{refused}\nprint(number)"
+    assert graded(program, {"inputs": [""], "outputs": ["38"]})["score"] == 1.0
+    assert_nothing_is_left()
+
+
 def test_nothing_of_the_run_is_seen(monkeypatch, tmp_path):
     monkeypatch.setenv("SECRET_KEY", "hidden")
     (tmp_path / "truth.txt").write_text("3")

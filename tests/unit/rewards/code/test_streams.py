@@ -14,7 +14,7 @@ from quadriga.rewards.graders.code import compute_score
 pytestmark = pytest.mark.skipif(bool(containment.missing()), reason=f"no containment here: {containment.missing()}")
 
 # An outcome of a test that has passed, as the supervisor writes it.
-FORGED = HEADER.pack(0, b"ok", 0, 0.0, 1, 0, 0) + b"3"
+FORGED = HEADER.pack(0, b"ok", 0, 0.0, 1, 0, 0, 0) + b"3"
 
 
 def run_one(program, **given):

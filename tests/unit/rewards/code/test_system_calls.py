@@ -5,12 +5,14 @@ The filter's program is run by an interpreter of its few operations, so that arm
 the numbers of arm64 are right where the system's headers are not at hand.
 """
 
+import ctypes
 import errno
 import fcntl
 import importlib
 import os
 import platform
 import re
+import select
 import socket
 import struct
 import subprocess
@@ -43,7 +45,7 @@ def machine(request, monkeypatch):
 
 def verdict(name, *arguments, may_have_threads=True, audit=None, number=None):
     """What the filter answers to a call, by an interpreter of its program."""
-    code = system_calls.program(PID, may_have_threads=may_have_threads)
+    code = system_calls.program(PID, may_have_threads=may_have_threads, has_listener=False)
     number = system_calls.call_number(name) if number is None else number
     audit = MACHINES[platform.machine()] if audit is None else audit
     padded = [value & (1 << 64) - 1 for value in (*arguments, *[0] * (6 - len(arguments)))]
@@ -180,23 +182,29 @@ contained = pytest.mark.skipif(bool(containment.missing()), reason=f"no containm
 
 
 def attempt(function):
-    """What a function returned, or the number of its OSError, in a process under the filter and nothing else."""
-    reading, writing = os.pipe()
+    """What a function returned, or the error's number and the refused calls, under the filter and nothing else."""
+    ours, theirs = socket.socketpair()
     pid = os.fork()
     if pid == 0:
         try:
             system_calls.make_call("prctl", 38, 1, 0, 0, 0)
-            system_calls.filter_calls(may_have_threads=True)
-            os.write(writing, str(function()).encode())
+            listener = system_calls.filter_calls(may_have_threads=True)
+            socket.send_fds(theirs, [b" "], [listener])
+            os.close(listener)
+            theirs.send(str(function()).encode())
         except OSError as error:
-            os.write(writing, str(error.errno).encode())
+            theirs.send(str(error.errno).encode())
         finally:
             os._exit(0)
-    os.close(writing)
-    with open(reading, encoding="utf-8") as stream:
-        said = stream.read()
+    theirs.close()
+    _, (listener,), _, _ = socket.recv_fds(ours, 1, 1)
+    names = []
+    while ours not in select.select([ours, listener], [], [])[0]:
+        names.append(system_calls.refuse_call(listener))
+    os.close(listener)
     os.waitpid(pid, 0)
-    return said
+    with ours:
+        return " ".join([ours.recv(1000).decode(), *filter(None, names)])
 
 
 def signal_by_owner(pid, command):
@@ -216,20 +224,20 @@ def test_no_road_leads_to_another_process_of_the_same_user_without_landlock():
         try:
             before = os.sched_getaffinity(victim.pid)
             roads = {
-                "F_SETOWN": lambda: signal_by_owner(victim.pid, 8),
-                "F_SETOWN_EX": lambda: signal_by_owner(victim.pid, 15),
-                "FIOSETOWN": lambda: fcntl.ioctl(os.pipe()[0], 0x8901, struct.pack("=i", victim.pid)),
-                "SIOCSPGRP": lambda: fcntl.ioctl(
-                    socket.socketpair()[0].fileno(), 0x8902, struct.pack("=i", victim.pid)
-                ),
+                "fcntl": lambda: signal_by_owner(victim.pid, 8),
+                "fcntl ": lambda: signal_by_owner(victim.pid, 15),
+                "ioctl": lambda: fcntl.ioctl(os.pipe()[0], 0x8901, struct.pack("=i", victim.pid)),
+                "ioctl ": lambda: fcntl.ioctl(socket.socketpair()[0].fileno(), 0x8902, struct.pack("=i", victim.pid)),
                 "kill": lambda: os.kill(victim.pid, 9),
-                "pidfd": lambda: os.pidfd_open(victim.pid),
-                "affinity": lambda: os.sched_setaffinity(victim.pid, [min(before)]),
-                "priority": lambda: os.setpriority(os.PRIO_PROCESS, victim.pid, 19),
-                "mrelease": lambda: system_calls.make_call("process_mrelease", 99, 0),
-                "queue": lambda: system_calls.make_call("rt_sigqueueinfo", victim.pid, 9, None),
+                "pidfd_open": lambda: os.pidfd_open(victim.pid),
+                "sched_setaffinity": lambda: os.sched_setaffinity(victim.pid, [min(before)]),
+                "setpriority": lambda: os.setpriority(os.PRIO_PROCESS, victim.pid, 19),
+                "process_mrelease": lambda: system_calls.make_call("process_mrelease", 99, 0),
+                "rt_sigqueueinfo": lambda: system_calls.make_call("rt_sigqueueinfo", victim.pid, 9, None),
             }
-            assert {name: attempt(road) for name, road in roads.items()} == dict.fromkeys(roads, str(errno.EPERM))
+            assert {name: attempt(road) for name, road in roads.items()} == {
+                name: f"{errno.EPERM} {name.strip()}" for name in roads
+            }
             assert victim.poll() is None
             assert os.sched_getaffinity(victim.pid) == before
         finally:
@@ -253,11 +261,30 @@ def test_no_datagram_leaves_and_a_stream_pair_works(tmp_path):
             socket.socketpair()[0].sendmsg([b"x"], [], 0, address)
 
         assert attempt(by_stream_pair) == "b'stays in'"
-        assert attempt(lambda: socket.socketpair(type=socket.SOCK_DGRAM)) == str(errno.EPERM)
-        assert attempt(lambda: socket.socketpair(type=socket.SOCK_SEQPACKET)) == str(errno.EPERM)
-        assert attempt(lambda: socket.socketpair()[0].sendto(b"x", address)) == str(errno.EPERM)
-        assert attempt(lambda: socket.socketpair()[0].connect(address)) == str(errno.EPERM)
+        assert attempt(lambda: socket.socketpair(type=socket.SOCK_DGRAM)) == f"{errno.EPERM} socketpair"
+        assert attempt(lambda: socket.socketpair(type=socket.SOCK_SEQPACKET)) == f"{errno.EPERM} socketpair"
+        assert attempt(lambda: socket.socketpair()[0].sendto(b"x", address)) == f"{errno.EPERM} sendto"
+        assert attempt(lambda: socket.socketpair()[0].connect(address)) == f"{errno.EPERM} connect"
         # Here the kernel itself refuses: the address lies where the filter cannot look.
         assert attempt(by_message) == str(errno.EISCONN)
         with pytest.raises(BlockingIOError):
             outside.recv(100)
+
+
+@contained
+def test_where_another_listens_already_the_kernel_refuses_by_itself():
+    """As in a container whose manager answers some calls: there may be one listener only."""
+
+    allow_all = system_calls._Filter(1, struct.pack("=HBBI", 0x06, 0, 0, 0x7FFF0000))
+    pid = os.fork()
+    if pid == 0:
+        try:
+            system_calls.make_call("prctl", 38, 1, 0, 0, 0)
+            system_calls.make_call("seccomp", 1, 8, ctypes.byref(allow_all))
+            listener = system_calls.filter_calls(may_have_threads=True)
+            os.kill(os.getppid(), 0)
+        except PermissionError:
+            os._exit(42 if listener is None else 1)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 42
