@@ -146,8 +146,8 @@ def test_the_neighbour_of_a_lost_node_has_its_copies(
     tmp_path: Path,
 ) -> None:
     """Both ranks go on on the node that is left, from the copy of a step before the loss."""
-    on_ray = (*COMMON, "trainer.backend=ray", "trainer.n_gpus_per_node=1", "trainer.nnodes=2", "data.val_files=[]")
-    alone = train(*COMMON, "trainer.backend=ray", "trainer.n_gpus_per_node=2", "data.val_files=[]", run="alone")
+    on_ray = (*COMMON, "trainer.backend=ray", "trainer.n_gpus_per_node=1", "trainer.nnodes=2")
+    alone = train(*COMMON, "trainer.backend=ray", "trainer.n_gpus_per_node=2", run="alone")
     program = TWO_NODES.format(folder=str(ray_folder / "two"), arguments=arguments(*on_ray, run="disturbed"))
     done = subprocess.run(
         [sys.executable, "-c", program],
