@@ -135,11 +135,11 @@ def remove_stale_folders() -> None:
 
 def _remove_folder(folder: str) -> None:
     """Remove it; what is killed at this moment may still write there for some milliseconds."""
-    until = time.monotonic() + 1.0
-    shutil.rmtree(folder, ignore_errors=True)
-    while os.path.exists(folder) and time.monotonic() < until:
-        time.sleep(0.005)
+    for pause_s in (0.0, 0.01, 0.1, 1.0):
+        time.sleep(pause_s)
         shutil.rmtree(folder, ignore_errors=True)
+        if not os.path.exists(folder):
+            return
 
 
 def _supervise(child: int, driver: int, lifeline_fd: int, wake_fd: int, note_fd: int) -> None:

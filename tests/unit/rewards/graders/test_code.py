@@ -83,6 +83,35 @@ def test_calls_that_fail_say_why(program, reason):
     assert result["reason"].startswith("test 1 of 2")
 
 
+@pytest.mark.parametrize(
+    ("result", "reason"),
+    [
+        ("10**400", "wrong answer: got '1000"),
+        ("10**5000", "ValueError: Exceeds the limit"),
+        ("[float('nan'), float('inf')]", "wrong answer: got '[NaN, Infinity]'"),
+        ("cycle", "ValueError: Circular reference"),
+        ("deep", "RecursionError"),
+        ("1j", "TypeError"),
+        ("b'2.5'", "wrong answer: got '[50, 46, 53]'"),
+        ("Strange()", "ZeroDivisionError"),
+        ("'\\ud800'", "wrong answer: got "),
+        ("{(1, 2): 3}", "TypeError: keys must be"),
+        ("{'a'} | {1}", "TypeError"),
+        ("sys.stdout", "UnsupportedOperation"),
+        ("print", "TypeError"),
+    ],
+)
+def test_strange_results_are_wrong_and_no_error_of_the_grader(result, reason):
+    program = (
+        "import sys\nclass Strange:\n    __repr__ = __str__ = __iter__ = lambda self: 1 / 0 if sys else 1\n"
+        "cycle, deep = [], []\ncycle.append(cycle)\nfor _ in range(100_000):\n    deep = [deep]\n"
+        f"def f():\n    return {result}"
+    )
+    graded = compute_score(program, {"inputs": [[]], "outputs": [2.5], "fn_name": "f"})
+    assert graded["score"] == 0.0
+    assert reason in graded["reason"]
+
+
 def test_partial_credit_and_none():
     program = "print(abs(sum(map(int, input().split()))) or 1)"
     result = compute_score(program, SUMS)
