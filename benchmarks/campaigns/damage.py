@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Damage to every file of a checkpoint: bytes flipped, files cut, missing, swapped, unreadable.
+
+A case takes a finished run of a variant of campaigns/kills.py, with its last four checkpoints, and damages a file of
+the newest one, of several, or of all; or the file that names the newest. The same command is then to find it before it
+is used, to say so, to keep what is damaged as it is, to resume from the newest checkpoint that is whole, and to end
+with the files of the run left alone. Where none is whole it must end with an error and change nothing.
+
+Whole folders that were swapped agree with their manifests each, and are told by the step in their state. Unreadable
+files need a user who is not root: started by root, these cases run as nobody, who must be able to read this
+repository and its environment. Runs are forks of an interpreter that has loaded the modules and computed nothing.
+"""
+
+import ctypes
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from campaigns import kills
+from campaigns.campaign import Campaign, Outcome
+from campaigns.kills import difference, main, tiny
+
+KINDS = ("flipped", "cut", "missing", "swapped", "unreadable")
+LATEST, MANIFEST = "latest_checkpointed_iteration.txt", "manifest.json"
+NOBODY, LIMIT_S = 65534, 300.0
+KEPT = 4
+
+
+def words(variant: str, files: Path) -> list[str]:
+    """The arguments of a run that keeps its last checkpoints."""
+    key = "trainer.max_ckpt_to_keep"
+    return [*(word for word in kills.words(variant, files) if not word.startswith(key)), f"{key}={KEPT}"]
+
+
+def prepare(files: Path) -> None:
+    """The runs left alone; again where the package has changed."""
+    kills.prepare(files)
+    for variant in kills.VARIANTS:
+        folder = files / "kept" / variant
+        if (folder / "done").is_file():
+            continue
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        if status := forked(folder, words(variant, files)):
+            raise SystemExit(f"the run of {variant} left alone ended with {status}: {folder / 'log'}")
+        (folder / "done").touch()
+
+
+def forked(
+    folder: Path,
+    arguments: list[str],
+    *,
+    user: int | None = None,
+    meanwhile: Callable[[int], None] | None = None,
+) -> int:
+    """The exit status of `quadriga` in a fork of this process that works in a folder; its output is added to `log`.
+
+    Args:
+        user: whose rights it has; None: those of this process.
+        meanwhile: called again and again with its process, as long as it lives.
+    """
+    (folder / "tmp").mkdir(exist_ok=True)
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            os.setsid()
+            os.chdir(folder)
+            log = os.open("log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            if user is not None:
+                os.chown("log", user, user)
+                os.setgroups([])
+                os.setgid(user)
+                os.setuid(user)
+            ctypes.CDLL(None).prctl(tiny.PR_SET_PDEATHSIG, signal.SIGKILL)
+            os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TMPDIR": str(folder / "tmp")}
+            os.environ |= {"HOME": str(folder / "tmp")} if user is not None else {}
+            tempfile.tempdir = None
+            for number, descriptor in enumerate((os.open(os.devnull, os.O_RDONLY), log, log)):
+                os.dup2(descriptor, number)
+            status = main(arguments)
+            sys.stdout.flush()
+        finally:
+            os._exit(status)
+    until = time.monotonic() + LIMIT_S
+    while True:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() > until:
+            os.killpg(pid, signal.SIGKILL)
+        if meanwhile is not None:
+            meanwhile(pid)
+        time.sleep(0.002)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file of a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def spoil(kind: str, file: Path, other: Path, draw: random.Random) -> None:
+    """Damage a file; `other` is the one that it is swapped with."""
+    content = file.read_bytes()
+    if kind == "flipped":
+        place = draw.randrange(len(content))
+        changed = bytes([content[place] ^ (1 << draw.randrange(8))])
+        file.write_bytes(content[:place] + changed + content[place + 1 :])
+    elif kind == "cut":
+        file.write_bytes(content[: draw.randrange(len(content))])
+    elif kind == "missing":
+        file.unlink()
+    elif kind == "unreadable":
+        file.chmod(0)
+    else:
+        file.write_bytes(other.read_bytes())
+        other.write_bytes(content)
+
+
+def run(number: int, folder: Path, files: Path) -> Outcome:
+    """One damaged run, started again."""
+    draw = random.Random(number)
+    variants = list(kills.VARIANTS)
+    variant, kind = variants[number % len(variants)], KINDS[number // len(variants) % len(KINDS)]
+    alone, top = files / "kept" / variant / "run", folder / "run"
+    shutil.copytree(alone, top)
+    steps = sorted(int(path.name.rpartition("_")[2]) for path in top.glob("global_step_*"))
+    newest = top / f"global_step_{steps[-1]}"
+    names = [str(path.relative_to(newest)) for path in sorted(newest.rglob("*")) if path.is_file()]
+    # Each file in turn, and the one that names the newest.
+    name = [*names, LATEST][(number // len(variants) // len(KINDS) + KINDS.index(kind) * 5) % (len(names) + 1)]
+    num_damaged = draw.choice((1, 1, 1, 2, 3, len(steps)))
+    if name == LATEST:
+        num_damaged = 1
+        spoil(kind, top / LATEST, top / "config.yaml", draw)
+        if kind == "swapped":
+            shutil.copy2(alone / "config.yaml", top / "config.yaml")
+    elif kind == "swapped" and draw.random() < 0.3:
+        name, num_damaged, second = "the whole folder", 2, top / f"global_step_{steps[-2]}"
+        for one, other in ((newest, folder / "aside"), (second, newest), (folder / "aside", second)):
+            one.rename(other)
+    else:
+        for step in steps[-num_damaged:]:
+            # Swapped with another file of the checkpoint, or with the same one of an older checkpoint.
+            place = top / f"global_step_{step}"
+            own = [place / each for each in names if (place / each).read_bytes() != (place / name).read_bytes()]
+            older = [alone / f"global_step_{steps[0] if step != steps[0] else steps[1]}" / name]
+            other = draw.choice(
+                [draw.choice(own), *(each for each in older if each.read_bytes() != (place / name).read_bytes())]
+            )
+            if other.is_relative_to(alone):
+                other = Path(shutil.copy2(other, folder / "older"))
+            spoil(kind, place / name, other, draw)
+    before = contents(top)
+    if kind == "unreadable" and os.getuid() == 0:
+        (folder / "tmp").mkdir()
+        for path in (folder, *folder.rglob("*")):
+            os.chown(path, NOBODY, NOBODY)
+    user = NOBODY if kind == "unreadable" and os.getuid() == 0 else None
+    begun = time.monotonic()
+    status = forked(folder, words(variant, files), user=user)
+    seconds, log = time.monotonic() - begun, (folder / "log").read_text(errors="replace")
+    told = f"{variant}, {kind}, {name} of {num_damaged} of {len(steps)}"
+    failure = judged(before, top, alone, log, status, [] if name == LATEST else steps[-num_damaged:], steps)
+    if "Traceback" in log:
+        failure = f"{failure}; a traceback"
+    return Outcome(kind, f"{told}: {failure}, in {folder}" if failure else "", {"seconds": seconds})
+
+
+def judged(
+    before: dict[str, bytes], top: Path, alone: Path, log: str, status: int, damaged: list[int], steps: list[int]
+) -> str:
+    """What is not as promised, "" where all is."""
+    if damaged == steps:
+        after = contents(top)
+        if status != 1 or "is whole" not in log:
+            return f"all are damaged: status {status}, and the log does not say how to go on"
+        changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+        return f"all are damaged, and {changed} were changed" if changed - {"config.yaml"} else ""
+    if status:
+        return f"status {status}"
+    # A flip in the space between two entries of the manifest damages nothing.
+    is_passed_over = bool(damaged) and "DAMAGED: " in log
+    for step in damaged if is_passed_over else []:
+        kept = top / f"damaged_global_step_{step}"
+        name = f"global_step_{step}/"
+        if contents(kept) != {path.removeprefix(name): each for path, each in before.items() if path.startswith(name)}:
+            return f"{kept.name} is not as the damage has left it"
+        shutil.rmtree(kept)
+    left = [step for step in steps if not is_passed_over or step not in damaged]
+    if f"resumed from {Path('run') / f'global_step_{left[-1]}'}" not in log and damaged:
+        return f"not resumed from step {left[-1]}"
+    return difference(alone, top)
+
+
+CAMPAIGN = Campaign(
+    what="bytes flipped, files cut, missing, swapped, unreadable, in every file of a checkpoint",
+    promise="found before use, said and kept; an older state taken; the run ends with the files of the one left alone",
+    wanted={"": 300} | dict.fromkeys(KINDS, 50),
+    run=run,
+    processes=2,
+    prepare=prepare,
+)
