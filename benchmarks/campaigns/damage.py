@@ -41,6 +41,9 @@ def words(variant: str, files: Path) -> list[str]:
 def prepare(files: Path) -> None:
     """The runs left alone; again where the package has changed."""
     kills.prepare(files)
+    # safetensors writes for its user alone.
+    for path in files.rglob("*"):
+        path.chmod(path.stat().st_mode | 0o444)
     for variant in kills.VARIANTS:
         folder = files / "kept" / variant
         if (folder / "done").is_file():

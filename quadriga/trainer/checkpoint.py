@@ -194,12 +194,16 @@ class Checkpoints:
                 verify(path)
                 load(path)
             except DamagedCheckpointError as error:
-                error.fix = Checkpoints(path.parent)._advice({path})
+                # The folder of a run may have been named in place of one in it.
+                others = Checkpoints(path if Checkpoints(path).steps() else path.parent)
+                error.fix = others._advice({path})
                 raise
         elif config.resume_mode == "auto":
             path, damaged = self._load_newest(config.resume_fallback == "newest_intact", load)
         try:
             self._leave_behind(path, damaged)
+            if path is not None and config.resume_mode == "auto" and self._written() != str(step_of(path)):
+                write_atomically(self.directory / LATEST, f"{step_of(path)}\n")
         except OSError as error:
             expected = "permission to rename and write there"
             raise CheckpointError(str(self.directory), got=_reason(error), expected=expected) from error
@@ -241,7 +245,6 @@ class Checkpoints:
                 print(f"It is kept as {self._set_aside(place)}.")
         if damaged:
             print(f"The run goes on from {path}: what came after step {begun} is done again.", flush=True)
-            write_atomically(self.directory / LATEST, f"{begun}\n")
         for step in self.steps():
             if step > begun:
                 (self.path(step) / _SUPERSEDED).touch()
@@ -321,7 +324,10 @@ def verify(checkpoint: Path) -> None:
                 got = "other content than was written"
                 raise DamagedCheckpointError(str(file), got=got, expected="its SHA-256", fix=fix)
     except FileNotFoundError as error:
-        raise DamagedCheckpointError(str(file), got="no such file", expected="one that was written", fix=fix) from error
+        place, got, expected = file, "no such file", "one that was written"
+        if file == manifest:
+            place, got, expected = checkpoint, f"no {MANIFEST}", "a complete checkpoint"
+        raise DamagedCheckpointError(str(place), got=got, expected=expected, fix=fix) from error
     except OSError as error:
         got = f"{type(error).__name__}: {error.strerror}"
         raise DamagedCheckpointError(str(file), got=got, expected="a file that can be read", fix=fix) from error

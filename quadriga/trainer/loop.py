@@ -157,8 +157,9 @@ class TrainingLoop:
     def reporting(self) -> Iterator[None]:
         """Shows progress, and tracks metrics; what goes wrong inside the block is seen by both."""
         total, settings = self.total_training_steps, self.settings
-        config = redacted(self.config.model_dump(mode="json"))
-        facts = RunFacts(settings.project_name, settings.experiment_name, config, settings.directory, self.global_steps)
+        config, names = redacted(self.config.model_dump(mode="json")), (settings.project_name, settings.experiment_name)
+        is_restart = self.recovery is not None
+        facts = RunFacts(*names, config, settings.directory, self.global_steps, is_restart=is_restart)
         with (
             Progress(total, initial=self.global_steps, activity=lambda: self.timer.current) as self.progress,
             Tracking(settings.loggers, facts, self.progress) as self.tracking,

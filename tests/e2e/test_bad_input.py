@@ -351,7 +351,7 @@ def test_checkpoint_of_another_model(
 def test_run_is_no_checkpoint(train: Callable[..., Path], refused: Callable[..., str]) -> None:
     run = train("trainer.save_freq=2")
     error = refused("trainer.resume_mode=resume_path", f"trainer.resume_from_path={run}")
-    assert_says(error, str(run), "expected a complete checkpoint")
+    assert_says(error, str(run), "expected a complete checkpoint", f"resume_from_path={run / 'global_step_2'}")
 
 
 # --- Ctrl-C ----------------------------------------------------------------------------------------------------------

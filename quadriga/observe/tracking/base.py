@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a tracking backend is, and the facts about a run that it gets."""
 
-from collections.abc import Mapping, Sequence
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +38,9 @@ class RunFacts:
         project_name: groups experiments at the tracking services.
         config: the resolved configuration.
         directory: where file-based backends write; `Tracking` creates it.
-        resume_step: the step of the checkpoint that this run continues from, 0 if it starts anew. What was recorded
-            behind it by a process that died is recorded again.
+        resume_step: the step that this run continues from, 0 if it starts at its beginning. What was recorded behind it
+            before the run was cut short is computed again.
+        is_restart: whether the run has begun in this process before, and goes on from this step after a loss.
     """
 
     project_name: str
@@ -44,15 +48,70 @@ class RunFacts:
     config: Mapping[str, Any]
     directory: Path
     resume_step: int = 0
+    is_restart: bool = False
+
+    @property
+    def is_continued(self) -> bool:
+        """Whether what is recorded already is of this run."""
+        return self.resume_step > 0 or self.is_restart
+
+    @property
+    def first_step(self) -> int:
+        """The first step that is recorded from here on; 0 is the validation before the first."""
+        return self.resume_step + 1 if self.resume_step > 0 else 0
 
     def load_id(self, backend: str) -> str | None:
         """The identity this run has at a tracking service, if it is a continued one."""
         path = self.directory / f".{backend}_run_id"
-        return path.read_text().strip() if self.resume_step > 0 and path.exists() else None
+        return path.read_text().strip() if self.is_continued and path.exists() else None
 
     def save_id(self, backend: str, identity: str) -> None:
         """Remember the identity for the process that may continue this run."""
         (self.directory / f".{backend}_run_id").write_text(f"{identity}\n")
+
+
+class RecordedSteps:
+    """Up to which step a service has a run. It takes nothing back: steps that are computed again stay away from it.
+
+    Args:
+        facts: of the run; the steps stand in a file of its directory, and survive a kill.
+        backend: its name in `trainer.logger`.
+        identity: of the run at the service; None: it is a new one there.
+    """
+
+    def __init__(self, facts: RunFacts, backend: str, identity: str | None) -> None:
+        self._path, self._first = facts.directory / f".{backend}_recorded", facts.first_step
+        is_known = identity is not None and self._path.is_file()
+        self._last: dict[str, int] = json.loads(self._path.read_text()) if is_known else {}
+        self._before = dict(self._last)
+        if (last := max(self._before.values(), default=-1)) >= self._first:
+            print(
+                f"{backend} has the run up to step {last}: steps from {self._first} on are not recorded a second time. "
+                f"Without {self._path.with_name(f'.{backend}_run_id')} they go to a new run there."
+            )
+
+    def has(self, kind: str, step: int) -> bool:
+        """Whether the service has what is to be recorded of a step."""
+        return self._first <= step <= self._before.get(kind, -1)
+
+    def add(self, kind: str, step: int) -> None:
+        """The service has it."""
+        self._last[kind] = max(step, self._last.get(kind, step))
+        aside = self._path.with_name(f"{self._path.name}.tmp")
+        aside.write_text(json.dumps(self._last))
+        os.replace(aside, self._path)
+
+
+def once(record: Callable[[Any, Any, int], None]) -> Callable[[Any, Any, int], None]:
+    """A method of a backend with `steps: RecordedSteps` that records nothing twice."""
+
+    @wraps(record)
+    def recording(backend: Any, content: Any, step: int) -> None:
+        if not backend.steps.has(record.__name__, step):
+            record(backend, content, step)
+            backend.steps.add(record.__name__, step)
+
+    return recording
 
 
 def sample_columns(samples: Sequence[Sample]) -> list[str]:

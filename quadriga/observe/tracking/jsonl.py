@@ -29,8 +29,8 @@ class JsonlBackend(TrackingBackend):
     """
 
     def __init__(self, facts: RunFacts) -> None:
-        self._metrics = _LineFile(facts.directory / METRICS_FILE, facts.resume_step)
-        self._samples = _LineFile(facts.directory / SAMPLES_FILE, facts.resume_step)
+        self._metrics = _LineFile(facts.directory / METRICS_FILE, facts)
+        self._samples = _LineFile(facts.directory / SAMPLES_FILE, facts)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self._metrics.append({"step": step, **{name: float(value) for name, value in metrics.items()}})
@@ -60,14 +60,14 @@ def read_metrics(path: Path) -> dict[int, dict[str, float]]:
 class _LineFile:
     """Lines that are there as a whole or not at all, opened when the first one comes."""
 
-    def __init__(self, path: Path, resume_step: int) -> None:
+    def __init__(self, path: Path, facts: RunFacts) -> None:
         self._path = path
         self._descriptor: int | None = None
         if not path.exists():
             return
-        if resume_step > 0:
+        if facts.is_continued:
             # Byte for byte; written aside and renamed, so that a kill here loses nothing.
-            kept = [line for line, record in _complete_lines(path) if int(record["step"]) <= resume_step]
+            kept = [line for line, record in _complete_lines(path) if int(record["step"]) < facts.first_step]
             aside = path.with_name(f"{path.name}.tmp")
             with aside.open("wb") as file:
                 file.writelines(kept)

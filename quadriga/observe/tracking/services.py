@@ -8,7 +8,8 @@
 | mlflow | without MLFLOW_TRACKING_URI the `mlruns` directory of the run |
 | swanlab | SWANLAB_MODE=offline keeps everything in the run's directory |
 
-Each package is imported when its backend is made. A continued run has the identity of the one it continues.
+Each package is imported when its backend is made. A continued run has the identity of the one it continues, and
+records what it computes again only where that can be hidden (TensorBoard).
 """
 
 import json
@@ -21,7 +22,7 @@ from types import ModuleType
 from typing import Any
 
 from quadriga.errors import ConfigError
-from quadriga.observe.tracking.base import RunFacts, Sample, TrackingBackend, sample_columns
+from quadriga.observe.tracking.base import RecordedSteps, RunFacts, Sample, TrackingBackend, once, sample_columns
 from quadriga.observe.tracking.jsonl import jsonable
 
 STEP_AXIS = "step"
@@ -78,9 +79,8 @@ class TensorboardBackend(TrackingBackend):
 class WandbBackend(TrackingBackend):
     """Scalars over the training step, and samples as one table per validation.
 
-    The service refuses a step that lies behind its last one, and a continued run repeats the steps since its
-    checkpoint; so the training step is a metric of its own, which the charts use as their axis, and a repeated step
-    lies on top of its first version.
+    The service numbers what it is sent by itself; so the training step is a metric of its own, which the charts use as
+    their axis.
     """
 
     def __init__(self, facts: RunFacts) -> None:
@@ -95,12 +95,15 @@ class WandbBackend(TrackingBackend):
             resume="allow" if identity else None,
         )
         facts.save_id("wandb", self._run.id)
+        self.steps = RecordedSteps(facts, "wandb", identity)
         self._run.define_metric(STEP_AXIS)
         self._run.define_metric("*", step_metric=STEP_AXIS)
 
+    @once
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self._run.log({**metrics, STEP_AXIS: step})
 
+    @once
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
         columns = sample_columns(samples)
         plain = (str, int, float, type(None))
@@ -116,8 +119,7 @@ class WandbBackend(TrackingBackend):
 class MlflowBackend(TrackingBackend):
     """Metrics, the configuration as parameters and as a file, and samples as files.
 
-    A repeated step is stored a second time with a later time stamp, which the charts take. Characters that MLflow
-    refuses in a name are written out: "mean@8" becomes "mean_at_8".
+    Characters that MLflow refuses in a name are written out: "mean@8" becomes "mean_at_8".
     """
 
     def __init__(self, facts: RunFacts) -> None:
@@ -132,6 +134,7 @@ class MlflowBackend(TrackingBackend):
         if identity is not None:
             self._client.update_run(identity, status="RUNNING")
         self._run_id = identity or self._begin(facts)
+        self.steps = RecordedSteps(facts, "mlflow", identity)
         self._client.log_dict(self._run_id, jsonable(facts.config), f"config/step_{facts.resume_step}.json")
 
     def _begin(self, facts: RunFacts) -> str:
@@ -148,6 +151,7 @@ class MlflowBackend(TrackingBackend):
             self._client.log_batch(run_id, params=params[start : start + PARAMS_PER_REQUEST])
         return run_id
 
+    @once
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         now_ms = round(time.time() * 1000)
         entries = [
@@ -157,6 +161,7 @@ class MlflowBackend(TrackingBackend):
         for start in range(0, len(entries), METRICS_PER_REQUEST):
             self._client.log_batch(self._run_id, metrics=entries[start : start + METRICS_PER_REQUEST])
 
+    @once
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
         record = {"step": step, "samples": jsonable(list(samples))}
         self._client.log_dict(self._run_id, record, f"samples/step_{step}.json")
@@ -185,10 +190,13 @@ class SwanlabBackend(TrackingBackend):
         )
         if self._run.id:
             facts.save_id("swanlab", self._run.id)
+        self.steps = RecordedSteps(facts, "swanlab", identity)
 
+    @once
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self._swanlab.log(dict(metrics), step=step)
 
+    @once
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
         columns = sample_columns(samples)
         texts = ["\n".join(f"{name}: {one[name]}" for name in columns if name in one) for one in samples]

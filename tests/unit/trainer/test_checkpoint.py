@@ -250,7 +250,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: (path / "actor" / "state").replace(path / "x") and (path / "actor" / "state").mkdir(),
         "",
     ),
-    "no manifest": (lambda path: (path / MANIFEST).unlink(), f"{MANIFEST}: got no such file"),
+    "no manifest": (lambda path: (path / MANIFEST).unlink(), f"got no {MANIFEST}, expected a complete checkpoint"),
     "half a manifest": (lambda path: (path / MANIFEST).write_text("{"), "got no list of files (JSONDecodeError"),
     "empty manifest": (
         lambda path: (path / MANIFEST).write_text("{}"),
@@ -268,7 +268,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: (path / MANIFEST).write_text('{"/etc/passwd": {"bytes": 1, "sha256": ""}}'),
         "it names /etc/passwd, which is outside",
     ),
-    "nothing": (shutil.rmtree, f"{MANIFEST}: got no such file"),
+    "nothing": (shutil.rmtree, f"got no {MANIFEST}, expected a complete checkpoint"),
 }
 
 
@@ -306,9 +306,11 @@ def test_where_to_resume(checkpoints: Checkpoints) -> None:
     first = write(checkpoints, 1)
     second = write(checkpoints, 2)
     assert resumed(checkpoints) == second
+    (checkpoints.directory / LATEST).unlink()
+    assert resumed(checkpoints) == second and (checkpoints.directory / LATEST).read_text() == "2\n"
     assert resumed(checkpoints, resume_mode="disable") is None
     assert resumed(checkpoints, resume_mode="resume_path", resume_from_path=str(first)) == first
-    with pytest.raises(CheckpointError, match=r"manifest\.json: got no such file"):
+    with pytest.raises(CheckpointError, match=r"no manifest\.json, .* Resume from .*global_step_2 "):
         resumed(checkpoints, resume_mode="path", resume_from_path=str(checkpoints.directory))
 
 

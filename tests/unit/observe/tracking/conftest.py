@@ -19,8 +19,8 @@ SAMPLES = [
 def make_run(tmp_path: Path) -> Callable[..., RunFacts]:
     """A run in this test's directory, new or continued."""
 
-    def make(resume_step: int = 0) -> RunFacts:
-        return RunFacts("numbers", "largest", CONFIG, tmp_path, resume_step)
+    def make(resume_step: int = 0, *, is_restart: bool = False) -> RunFacts:
+        return RunFacts("numbers", "largest", CONFIG, tmp_path, resume_step, is_restart)
 
     return make
 

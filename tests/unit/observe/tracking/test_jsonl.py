@@ -83,6 +83,16 @@ def test_a_killed_and_continued_run_leaves_the_same_bytes_as_one_left_alone(tmp_
     assert (alone.directory / "metrics.jsonl").read_bytes() == (killed.directory / "metrics.jsonl").read_bytes()
 
 
+def test_a_run_that_is_restarted_from_its_beginning_goes_on_in_its_file(make_run):
+    """The validation before the first step, which is step 0, stands there once too."""
+    run = make_run()
+    record(run, range(3))
+    record(make_run(is_restart=True), range(4))
+    assert [file.name for file in run.directory.iterdir()] == ["metrics.jsonl"]
+    lines = (run.directory / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [0, 1, 2, 3]
+
+
 def test_a_new_run_in_an_old_directory_keeps_the_old_record(make_run):
     for step in (1, 2, 3):
         record(make_run(), [step])

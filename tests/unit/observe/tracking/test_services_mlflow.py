@@ -36,10 +36,11 @@ def test_a_run_and_its_continuation(make_run, samples, own_environment):
 
     second = MlflowBackend(make_run(resume_step=1))
     assert second._run_id == first._run_id
-    second.log({"val-core/a/reward/mean@8": 0.75}, 2)
+    for step in (2, 3):
+        second.log({"val-core/a/reward/mean@8": step / 4}, step)
     second.close()
     history = second._client.get_metric_history(second._run_id, "val-core/a/reward/mean_at_8")
-    assert [(point.step, point.value) for point in history] == [(1, 0.25), (2, 0.5), (2, 0.75)]
+    assert [(point.step, point.value) for point in history] == [(1, 0.25), (2, 0.5), (3, 0.75)]
     assert second._client.get_run(second._run_id).info.status == "FINISHED"
     (file,) = run.directory.glob("mlruns/*/*/artifacts/samples/step_2.json")
     assert json.loads(file.read_text())["samples"] == samples

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The real wandb, offline: rows over the training step, a table of samples, one identity over a resume.
+"""The real wandb, offline: rows over the training step, a table of samples, one identity over a resume
+and a restart, and no step twice.
 
 That the service shows them well is not tried here.
 """
@@ -62,10 +63,16 @@ def test_an_offline_run_and_its_continuation(make_run, samples, monkeypatch):
     second = WandbBackend(make_run(resume_step=2))
     assert second._run.id == identity
     second.log({"critic/rewards/mean": 0.75}, 3)
+    second.log_samples(samples, 3)
     second.close()
+    third = WandbBackend(make_run(is_restart=True))
+    assert third._run.id == identity
+    for step in (1, 2, 3, 4):
+        third.log({"critic/rewards/mean": step / 4}, step)
+    third.close()
     rows = history(run.directory)
     measured = [(row["step"], row["critic/rewards/mean"]) for row in rows if "critic/rewards/mean" in row]
-    assert sorted(measured) == [(1, 0.25), (2, 0.5), (3, 0.75), (3, 0.75)]
+    assert sorted(measured) == [(1, 0.25), (2, 0.5), (3, 0.75), (4, 1.0)]
     (table,) = [row for row in rows if "samples/nrows" in row]
     assert table["step"] == 3 and table["samples/nrows"] == 2 and table["samples/_type"] == "table-file"
     stored = json.loads(next(run.directory.glob("wandb/*/files/media/table/samples*.json")).read_text())
