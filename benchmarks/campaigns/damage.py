@@ -126,54 +126,55 @@ def spoil(kind: str, file: Path, other: Path, draw: random.Random) -> None:
         other.write_bytes(content)
 
 
+def spoil_checkpoints(
+    kind: str, name: str, steps: list[int], draw: random.Random, top: Path, alone: Path
+) -> tuple[str, list[int]]:
+    """Damage the file of this name in the newest checkpoint, in several, or in all. Returns what, and their steps."""
+    if name == LATEST:
+        # What it is swapped with is a file that a run writes anew.
+        spoil(kind, top / LATEST, top / "config.yaml", draw)
+        return LATEST, []
+    first, second = (top / f"global_step_{step}" for step in (steps[-1], steps[-2]))
+    if kind == "swapped" and draw.random() < 0.3:
+        for one, other in ((first, top / "aside"), (second, first), (top / "aside", second)):
+            one.rename(other)
+        return "whole folders", steps[-2:]
+    damaged = steps[-draw.choice((1, 1, 1, 2, 3, len(steps))) :]
+    for step in damaged:
+        # Swapped with another file of the checkpoint, or with the same one of another checkpoint.
+        place, content = top / f"global_step_{step}", (top / f"global_step_{step}" / name).read_bytes()
+        others = [path for path in place.rglob("*") if path.is_file() and path.read_bytes() != content]
+        copy = shutil.copy2(alone / f"global_step_{steps[0] if step != steps[0] else steps[1]}" / name, top.parent)
+        is_own = draw.random() < 0.5 or Path(copy).read_bytes() == content
+        spoil(kind, place / name, draw.choice(others) if is_own else Path(copy), draw)
+    return f"{name} of {len(damaged)} of {len(steps)}", damaged
+
+
 def run(number: int, folder: Path, files: Path) -> Outcome:
     """One damaged run, started again."""
     draw = random.Random(number)
-    variants = list(kills.VARIANTS)
-    variant, kind = variants[number % len(variants)], KINDS[number // len(variants) % len(KINDS)]
+    turn, variant = divmod(number, len(kills.VARIANTS))
+    variant = list(kills.VARIANTS)[variant]
+    turn, kind = turn // len(KINDS), KINDS[turn % len(KINDS)]
     alone, top = files / "kept" / variant / "run", folder / "run"
     shutil.copytree(alone, top)
     steps = sorted(int(path.name.rpartition("_")[2]) for path in top.glob("global_step_*"))
     newest = top / f"global_step_{steps[-1]}"
-    names = [str(path.relative_to(newest)) for path in sorted(newest.rglob("*")) if path.is_file()]
     # Each file in turn, and the one that names the newest.
-    name = [*names, LATEST][(number // len(variants) // len(KINDS) + KINDS.index(kind) * 5) % (len(names) + 1)]
-    num_damaged = draw.choice((1, 1, 1, 2, 3, len(steps)))
-    if name == LATEST:
-        num_damaged = 1
-        spoil(kind, top / LATEST, top / "config.yaml", draw)
-        if kind == "swapped":
-            shutil.copy2(alone / "config.yaml", top / "config.yaml")
-    elif kind == "swapped" and draw.random() < 0.3:
-        name, num_damaged, second = "the whole folder", 2, top / f"global_step_{steps[-2]}"
-        for one, other in ((newest, folder / "aside"), (second, newest), (folder / "aside", second)):
-            one.rename(other)
-    else:
-        for step in steps[-num_damaged:]:
-            # Swapped with another file of the checkpoint, or with the same one of an older checkpoint.
-            place = top / f"global_step_{step}"
-            own = [place / each for each in names if (place / each).read_bytes() != (place / name).read_bytes()]
-            older = [alone / f"global_step_{steps[0] if step != steps[0] else steps[1]}" / name]
-            other = draw.choice(
-                [draw.choice(own), *(each for each in older if each.read_bytes() != (place / name).read_bytes())]
-            )
-            if other.is_relative_to(alone):
-                other = Path(shutil.copy2(other, folder / "older"))
-            spoil(kind, place / name, other, draw)
-    before = contents(top)
+    names = [*(str(path.relative_to(newest)) for path in sorted(newest.rglob("*")) if path.is_file()), LATEST]
+    name = names[(turn + KINDS.index(kind) * 5) % len(names)]
+    told, damaged = spoil_checkpoints(kind, name, steps, draw, top, alone)
+    before, user = contents(top), None
     if kind == "unreadable" and os.getuid() == 0:
+        user = NOBODY
         (folder / "tmp").mkdir()
         for path in (folder, *folder.rglob("*")):
-            os.chown(path, NOBODY, NOBODY)
-    user = NOBODY if kind == "unreadable" and os.getuid() == 0 else None
+            os.chown(path, user, user)
     begun = time.monotonic()
     status = forked(folder, words(variant, files), user=user)
     seconds, log = time.monotonic() - begun, (folder / "log").read_text(errors="replace")
-    told = f"{variant}, {kind}, {name} of {num_damaged} of {len(steps)}"
-    failure = judged(before, top, alone, log, status, [] if name == LATEST else steps[-num_damaged:], steps)
-    if "Traceback" in log:
-        failure = f"{failure}; a traceback"
-    return Outcome(kind, f"{told}: {failure}, in {folder}" if failure else "", {"seconds": seconds})
+    failure = "a traceback" if "Traceback" in log else judged(before, top, alone, log, status, damaged, steps)
+    return Outcome(kind, f"{variant}, {kind}, {told}: {failure}, in {folder}" if failure else "", {"seconds": seconds})
 
 
 def judged(
