@@ -127,8 +127,13 @@ def explained(where: Path) -> Iterator[None]:
     # A full disk is an OSError to Python, a SafetensorError to safetensors, a RuntimeError to torch, and a bare
     # Exception to tokenizers.
     except Exception as error:
-        named = Path(error.filename) if isinstance(error, OSError) and error.filename else where
-        reason = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
+        told: BaseException | None = error
+        # torch's writer raises an error of its own over that of the disk: "unexpected pos 64 vs 0".
+        while told is not None and not isinstance(told, OSError):
+            told = told.__context__
+        told = told or error
+        named = Path(told.filename) if isinstance(told, OSError) and told.filename else where
+        reason = f"{type(told).__name__}: {told}".strip().partition("\n")[0]
         raise CheckpointError(str(named), got=reason, expected="room and permission to write it") from error
 
 

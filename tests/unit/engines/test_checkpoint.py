@@ -112,6 +112,19 @@ def test_folder_that_cannot_be_made(tmp_path: Path) -> None:
         StateWriter(ALONE).start({tmp_path / "file" / "state": make_state()})
 
 
+@pytest.mark.parametrize("size", [1, 100_000])
+def test_full_disk_is_named_as_what_it_is(size: int, tmp_path: Path) -> None:
+    """Not by what torch's writer says when it closes its file: "unexpected pos"."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "__0_0.distcp").symlink_to("/dev/full")
+    writer = StateWriter(ALONE)
+    writer.start({tmp_path / "model": {"model.weight": torch.ones(size)}})
+    with pytest.raises(
+        CheckpointError, match=r"/model: got OSError: \[Errno 28\] No space left on device, expected room"
+    ):
+        writer.is_written(wait=True)
+
+
 def test_same_state_has_the_same_bytes(tmp_path: Path) -> None:
     """Neither paths nor random numbers are in the files."""
     one, two = write(tmp_path / "one", make_state()), write(tmp_path / "two", make_state())

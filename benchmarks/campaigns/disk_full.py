@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A disk that is full at a random write of a run, and has room again later.
+
+The folder of the run is a file system in memory of its own, in a mount namespace that only this process and its
+children see: that needs root, or CAP_SYS_ADMIN. Half of the cases make it too small for the run; the other half fill
+it at a random moment, so that the small writes between two checkpoints meet it too. What meets it must end the run
+with one error that names the full disk. All that was whole then must still be: checkpoints, lines of metrics and
+samples, responses. With room again the same command must end with the files of the run left alone.
+"""
+
+import ctypes
+import errno
+import os
+import random
+import time
+from pathlib import Path
+
+from campaigns import kills
+from campaigns.campaign import Campaign, Outcome
+from campaigns.damage import contents, forked, prepare, words
+from campaigns.kills import difference
+from quadriga.errors import CheckpointError
+from quadriga.trainer.checkpoint import Checkpoints, verify
+
+CLONE_NEWNS, MS_REMOUNT, MS_REC, MS_PRIVATE, MNT_DETACH = 0x20000, 32, 0x4000, 0x40000, 2
+PAGE, BALLAST = 4096, "ballast"
+LIBRARY = ctypes.CDLL(None, use_errno=True)
+
+
+def mount(source: str, place: Path, kind: str | None, flags: int, options: str | None = None) -> None:
+    """The system call."""
+    words = [None if word is None else word.encode() for word in (source, str(place), kind)]
+    if LIBRARY.mount(*words, flags, options and options.encode()):
+        number = ctypes.get_errno()
+        raise OSError(number, f"{os.strerror(number)} (file systems in memory need root)", str(place))
+
+
+def own_namespace() -> None:
+    """What is mounted from here on ends with this process and its children."""
+    if LIBRARY.unshare(CLONE_NEWNS):
+        number = ctypes.get_errno()
+        raise OSError(number, f"{os.strerror(number)} (a mount namespace needs root)")
+    mount("none", Path("/"), None, MS_REC | MS_PRIVATE)
+
+
+def size_of(folder: Path) -> int:
+    """Bytes that a file system in memory needs for a folder."""
+    return sum(-(-path.lstat().st_size // PAGE) * PAGE if path.is_file() else PAGE for path in folder.rglob("*"))
+
+
+class Filler:
+    """Fills the disk a moment after a run has written so many lines of metrics, and then keeps it full."""
+
+    def __init__(self, top: Path, num_lines: int, delay_s: float) -> None:
+        self.top, self.num_lines, self.delay_s = top, num_lines, delay_s
+        self.at = float("inf")
+
+    def __call__(self, pid: int) -> None:
+        lines = self.top / "metrics.jsonl"
+        if self.at == float("inf"):
+            if (lines.read_bytes().count(b"\n") if lines.is_file() else 0) >= self.num_lines:
+                self.at = time.monotonic() + self.delay_s
+        elif time.monotonic() >= self.at:
+            with (self.top / BALLAST).open("ab", buffering=0) as file:
+                try:
+                    while True:
+                        file.write(bytes(PAGE))
+                except OSError as error:
+                    if error.errno != errno.ENOSPC:
+                        raise
+
+
+def run(number: int, folder: Path, files: Path) -> Outcome:
+    """One run on a disk that gets full, and once more with room."""
+    draw = random.Random(number)
+    variant, is_small = list(kills.VARIANTS)[number % len(kills.VARIANTS)], bool(number // len(kills.VARIANTS) % 2)
+    alone, top = files / "kept" / variant / "run", folder / "run"
+    top.mkdir()
+    own_namespace()
+    needed = size_of(alone)
+    size = draw.randrange(PAGE * 8, needed) // PAGE * PAGE if is_small else needed * 3
+    mount("tmpfs", top, "tmpfs", 0, f"size={size}")
+    try:
+        filler = None if is_small else Filler(top, draw.randint(0, kills.NUM_STEPS - 1), draw.uniform(0, 0.4))
+        status = forked(folder, words(variant, files), meanwhile=filler)
+        log = (folder / "log").read_text(errors="replace")
+        failure = "" if status == 0 else judged(top, alone, log, status)
+        group = "small" if is_small else "filled"
+        (top / BALLAST).unlink(missing_ok=True)
+        mount("tmpfs", top, "tmpfs", MS_REMOUNT, f"size={needed * 3}")
+        if not failure and (status := forked(folder, words(variant, files))):
+            failure = f"status {status} with room again"
+        failure = failure or difference(alone, top)
+        if failure:
+            # What is mounted goes with its processes.
+            os.system(f"cp -a {top} {folder / 'left'}")
+    finally:
+        LIBRARY.umount2(str(top).encode(), MNT_DETACH)
+    told = f"{variant}, {size >> 10} KiB" if is_small else f"{variant}, filled"
+    met = {"has_met_it": float("No space left" in log)}
+    return Outcome(group, f"{told}: {failure}, in {folder}" if failure else "", met)
+
+
+def judged(top: Path, alone: Path, log: str, status: int) -> str:
+    """What is not as promised of a run that has met the full disk, "" where all is."""
+    if status != 1 or "Traceback" in log or "No space left on device" not in log:
+        return f"status {status}, and not one error that names the full disk"
+    checkpoints = Checkpoints(top)
+    for step in checkpoints.steps():
+        try:
+            verify(checkpoints.path(step))
+        except CheckpointError as error:
+            return str(error)
+    # Every line of metrics that was written stays, and has its checkpoint but for the last two: one that is being
+    # written, and one that has just begun.
+    lines = (top / "metrics.jsonl").read_bytes().splitlines(keepends=True) if (top / "metrics.jsonl").exists() else []
+    if any(not line.endswith(b"\n") for line in lines):
+        return "half a line in metrics.jsonl"
+    every = 2 if "global_step_7" not in {path.name for path in alone.iterdir()} else 1
+    newest = checkpoints.newest() or 0
+    if newest < len(lines) - 2 * every:
+        return f"{len(lines)} steps were taken, and the newest checkpoint is of step {newest}"
+    whole = contents(alone)
+    others = contents(top).items()
+    if wrong := [
+        name for name, each in others if name.startswith(("rollouts/", "validation/")) and whole[name] != each
+    ]:
+        return f"{wrong} are not whole"
+    return ""
+
+
+CAMPAIGN = Campaign(
+    what="disk full at a random write",
+    promise="one error that names it; nothing lost that was whole; with room again the run ends as the one left alone",
+    wanted={"": 50},
+    run=run,
+    processes=2,
+    prepare=prepare,
+)
