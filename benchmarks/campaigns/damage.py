@@ -6,9 +6,9 @@ the newest one, of several, or of all; or the file that names the newest. The sa
 is used, to say so, to keep what is damaged as it is, to resume from the newest checkpoint that is whole, and to end
 with the files of the run left alone. Where none is whole it must end with an error and change nothing.
 
-Whole folders that were swapped agree with their manifests each, and are told by the step in their state. Unreadable
-files need a user who is not root: started by root, these cases run as nobody, who must be able to read this
-repository and its environment. Runs are forks of an interpreter that has loaded the modules and computed nothing.
+Whole folders that were swapped agree with their manifests each, and are told by the step in their state. Where root
+runs the campaign, the runs give up its right to read what nobody may read. They are forks of an interpreter that has
+loaded the modules and computed nothing.
 """
 
 import ctypes
@@ -19,6 +19,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,8 +29,8 @@ from campaigns.kills import difference, main, tiny
 
 KINDS = ("flipped", "cut", "missing", "swapped", "unreadable")
 LATEST, MANIFEST = "latest_checkpointed_iteration.txt", "manifest.json"
-NOBODY, LIMIT_S = 65534, 300.0
-KEPT = 4
+LIMIT_S, KEPT = 300.0, 4
+CAPABILITY_VERSION, READS_ALL = 0x20080522, 1 << 1 | 1 << 2
 
 
 def words(variant: str, files: Path) -> list[str]:
@@ -41,9 +42,6 @@ def words(variant: str, files: Path) -> list[str]:
 def prepare(files: Path) -> None:
     """The runs left alone; again where the package has changed."""
     kills.prepare(files)
-    # safetensors writes for its user alone.
-    for path in files.rglob("*"):
-        path.chmod(path.stat().st_mode | 0o444)
     for variant in kills.VARIANTS:
         folder = files / "kept" / variant
         if (folder / "done").is_file():
@@ -59,13 +57,11 @@ def forked(
     folder: Path,
     arguments: list[str],
     *,
-    user: int | None = None,
     meanwhile: Callable[[int], None] | None = None,
 ) -> int:
     """The exit status of `quadriga` in a fork of this process that works in a folder; its output is added to `log`.
 
     Args:
-        user: whose rights it has; None: those of this process.
         meanwhile: called again and again with its process, as long as it lives.
     """
     (folder / "tmp").mkdir(exist_ok=True)
@@ -76,19 +72,16 @@ def forked(
             os.setsid()
             os.chdir(folder)
             log = os.open("log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-            if user is not None:
-                os.chown("log", user, user)
-                os.setgroups([])
-                os.setgid(user)
-                os.setuid(user)
+            heed_permissions()
             ctypes.CDLL(None).prctl(tiny.PR_SET_PDEATHSIG, signal.SIGKILL)
             os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TMPDIR": str(folder / "tmp")}
-            os.environ |= {"HOME": str(folder / "tmp")} if user is not None else {}
             tempfile.tempdir = None
             for number, descriptor in enumerate((os.open(os.devnull, os.O_RDONLY), log, log)):
                 os.dup2(descriptor, number)
             status = main(arguments)
             sys.stdout.flush()
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(status)
     until = time.monotonic() + LIMIT_S
@@ -101,6 +94,17 @@ def forked(
         if meanwhile is not None:
             meanwhile(pid)
         time.sleep(0.002)
+
+
+def heed_permissions() -> None:
+    """Without CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH the modes of files hold for root too."""
+    library = ctypes.CDLL(None, use_errno=True)
+    header, sets = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0), (ctypes.c_uint32 * 6)()
+    for call in (library.capget, library.capset):
+        if call(header, sets):
+            raise OSError(ctypes.get_errno(), "capabilities")
+        sets[0] &= ~READS_ALL
+        sets[1] &= ~READS_ALL
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -164,14 +168,9 @@ def run(number: int, folder: Path, files: Path) -> Outcome:
     names = [*(str(path.relative_to(newest)) for path in sorted(newest.rglob("*")) if path.is_file()), LATEST]
     name = names[(turn + KINDS.index(kind) * 5) % len(names)]
     told, damaged = spoil_checkpoints(kind, name, steps, draw, top, alone)
-    before, user = contents(top), None
-    if kind == "unreadable" and os.getuid() == 0:
-        user = NOBODY
-        (folder / "tmp").mkdir()
-        for path in (folder, *folder.rglob("*")):
-            os.chown(path, user, user)
+    before = contents(top)
     begun = time.monotonic()
-    status = forked(folder, words(variant, files), user=user)
+    status = forked(folder, words(variant, files))
     seconds, log = time.monotonic() - begun, (folder / "log").read_text(errors="replace")
     failure = "a traceback" if "Traceback" in log else judged(before, top, alone, log, status, damaged, steps)
     return Outcome(kind, f"{variant}, {kind}, {told}: {failure}, in {folder}" if failure else "", {"seconds": seconds})
