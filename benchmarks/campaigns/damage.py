@@ -82,6 +82,7 @@ def forked(
             sys.stdout.flush()
         except BaseException:
             traceback.print_exc()
+            raise
         finally:
             os._exit(status)
     until = time.monotonic() + LIMIT_S
