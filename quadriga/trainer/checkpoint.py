@@ -74,7 +74,7 @@ class Checkpoints:
             return str(error.strerror)
 
     def _own(self, steps: list[int]) -> list[int]:
-        return [step for step in steps if not (self.path(step) / _SUPERSEDED).exists()]
+        return [step for step in steps if not os.path.exists(self.path(step) / _SUPERSEDED)]
 
     def path(self, step: int) -> Path:
         """Where the checkpoint of a step is or would be."""
