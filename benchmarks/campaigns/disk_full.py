@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A disk that is full at a random write of a run, and has room again later.
+"""A disk that is full at a random write of a run, and has room again later; or a folder that may no longer be written.
 
 The folder of the run is a file system in memory of its own, in a mount namespace that only this process and its
-children see: that needs root, or CAP_SYS_ADMIN. Half of the cases make it too small for the run; the other half fill
-it at a random moment, so that the small writes between two checkpoints meet it too. What meets it must end the run
-with one error that names the full disk. All that was whole then must still be: checkpoints, lines of metrics and
-samples, responses. With room again the same command must end with the files of the run left alone.
+children see: that needs root, or CAP_SYS_ADMIN. Two cases of five make it too small for the run; two fill it at a
+random moment, so that the small writes between two checkpoints meet it too; one takes the permission to write away
+then. What meets it must end the run with one error that names it. All that was whole then must still be: checkpoints,
+lines of metrics and samples, responses. With room again the same command must end with the files of the run left
+alone.
 """
 
 import ctypes
 import errno
 import os
 import random
+import shutil
 import time
 from pathlib import Path
 
@@ -48,11 +50,11 @@ def size_of(folder: Path) -> int:
     return sum(-(-path.lstat().st_size // PAGE) * PAGE if path.is_file() else PAGE for path in folder.rglob("*"))
 
 
-class Filler:
-    """Fills the disk a moment after a run has written so many lines of metrics, and then keeps it full."""
+class Loss:
+    """Fills the disk, or forbids to write in a folder, a moment after a run has written so many lines of metrics."""
 
-    def __init__(self, top: Path, num_lines: int, delay_s: float) -> None:
-        self.top, self.num_lines, self.delay_s = top, num_lines, delay_s
+    def __init__(self, top: Path, num_lines: int, delay_s: float, *, is_full: bool) -> None:
+        self.top, self.num_lines, self.delay_s, self.is_full = top, num_lines, delay_s, is_full
         self.at = float("inf")
 
     def __call__(self, pid: int) -> None:
@@ -60,7 +62,10 @@ class Filler:
         if self.at == float("inf"):
             if (lines.read_bytes().count(b"\n") if lines.is_file() else 0) >= self.num_lines:
                 self.at = time.monotonic() + self.delay_s
+        elif time.monotonic() >= self.at and not self.is_full:
+            self.top.chmod(0o555)
         elif time.monotonic() >= self.at:
+            # Again and again: what the run deletes makes no room for it.
             with (self.top / BALLAST).open("ab", buffering=0) as file:
                 try:
                     while True:
@@ -73,19 +78,21 @@ class Filler:
 def run(number: int, folder: Path, files: Path) -> Outcome:
     """One run on a disk that gets full, and once more with room."""
     draw = random.Random(number)
-    variant, is_small = list(kills.VARIANTS)[number % len(kills.VARIANTS)], bool(number // len(kills.VARIANTS) % 2)
+    turn, place = divmod(number, len(kills.VARIANTS))
+    variant, group = list(kills.VARIANTS)[place], ("small", "filled", "small", "filled", "forbidden")[turn % 5]
     alone, top = files / "kept" / variant / "run", folder / "run"
     top.mkdir()
     own_namespace()
     needed = size_of(alone)
-    size = draw.randrange(PAGE * 8, needed) // PAGE * PAGE if is_small else needed * 3
+    size = draw.randrange(PAGE * 8, needed) // PAGE * PAGE if group == "small" else needed * 3
     mount("tmpfs", top, "tmpfs", 0, f"size={size}")
     try:
-        filler = None if is_small else Filler(top, draw.randint(0, kills.NUM_STEPS - 1), draw.uniform(0, 0.4))
-        status = forked(folder, words(variant, files), meanwhile=filler)
+        loss = Loss(top, draw.randint(0, kills.NUM_STEPS - 1), draw.uniform(0, 0.4), is_full=group == "filled")
+        status = forked(folder, words(variant, files), meanwhile=None if group == "small" else loss)
         log = (folder / "log").read_text(errors="replace")
-        failure = "" if status == 0 else judged(top, alone, log, status)
-        group = "small" if is_small else "filled"
+        named = "Permission denied" if group == "forbidden" else "No space left on device"
+        failure = "" if status == 0 else judged(top, alone, log, status, named)
+        top.chmod(0o755)
         (top / BALLAST).unlink(missing_ok=True)
         mount("tmpfs", top, "tmpfs", MS_REMOUNT, f"size={needed * 3}")
         if not failure and (status := forked(folder, words(variant, files))):
@@ -93,18 +100,17 @@ def run(number: int, folder: Path, files: Path) -> Outcome:
         failure = failure or difference(alone, top)
         if failure:
             # What is mounted goes with its processes.
-            os.system(f"cp -a {top} {folder / 'left'}")
+            shutil.copytree(top, folder / "left")
     finally:
         LIBRARY.umount2(str(top).encode(), MNT_DETACH)
-    told = f"{variant}, {size >> 10} KiB" if is_small else f"{variant}, filled"
-    met = {"has_met_it": float("No space left" in log)}
-    return Outcome(group, f"{told}: {failure}, in {folder}" if failure else "", met)
+    told = f"{variant}, {group}, {size >> 10} KiB: {failure}, in {folder}" if failure else ""
+    return Outcome(group, told, {"has_met_it": float(named in log)})
 
 
-def judged(top: Path, alone: Path, log: str, status: int) -> str:
-    """What is not as promised of a run that has met the full disk, "" where all is."""
-    if status != 1 or "Traceback" in log or "No space left on device" not in log:
-        return f"status {status}, and not one error that names the full disk"
+def judged(top: Path, alone: Path, log: str, status: int, named: str) -> str:
+    """What is not as promised of a run that could not write, "" where all is."""
+    if status != 1 or "Traceback" in log or named not in log:
+        return f"status {status}, and not one error that says {named}"
     checkpoints = Checkpoints(top)
     for step in checkpoints.steps():
         try:
@@ -130,7 +136,7 @@ def judged(top: Path, alone: Path, log: str, status: int) -> str:
 
 
 CAMPAIGN = Campaign(
-    what="disk full at a random write",
+    what="disk full, or permission lost, at a random write",
     promise="one error that names it; nothing lost that was whole; with room again the run ends as the one left alone",
     wanted={"": 50},
     run=run,
