@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several engines as one: requests go to the engine with the fewest tokens in flight, and an engine that dies is left.
+"""Several engines as one: requests go to the engine with the fewest tokens in flight; one that dies is made again.
 
                        ┌─ engine 0   120 tokens in flight
     request ─ Balancer ┼─ engine 1    40 tokens in flight   <── the next request
-                       └─ engine 2    dead: its requests go to the others
+                       └─ engine 2    dead: its requests go to the others; made again, it joins with the next weights
 
 Consumes: requests, from tasks of an event loop or as a batch. Waits for: the engine that a request was given to.
 Unblocked by: its response or its error.

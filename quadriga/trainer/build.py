@@ -55,6 +55,8 @@ class Run:
                 self.team.end()
             else:
                 self.team.close()
+            if isinstance(self.trainer, RayPPOTrainer):
+                self.trainer.weights.close()
 
 
 def build_run(config: Config, timeline: Timeline) -> Run:

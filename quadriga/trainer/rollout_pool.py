@@ -42,6 +42,9 @@ class WeightPublisher:
         """What befell the engines since the last call, by name of the metric; nothing where nothing did."""
         return {}
 
+    def close(self) -> None:
+        """Wait until nothing is started any more; the workers have been ended before."""
+
 
 class RolloutPool(WeightPublisher):
     """Engines in processes of their own, which come and go while the run goes on. They have weights of version 0.
@@ -64,6 +67,10 @@ class RolloutPool(WeightPublisher):
     def take_counts(self) -> dict[str, int]:
         counts, self._counts = self._counts, Counter()
         return dict(counts)
+
+    def close(self) -> None:
+        # The end of the processes ends their starts; after that of the connection to Ray they would begin a new one.
+        self._restarts.wait()
 
     def publish(self, version: int) -> None:
         self._version = version

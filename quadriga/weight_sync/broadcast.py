@@ -34,6 +34,9 @@ from quadriga.weight_sync.publish import CopiedWeights, NamedWeights, WeightTarg
 
 # The other side may still be generating, or updating.
 TIMEOUT = timedelta(minutes=30)
+# All processes come at once to where they meet. One that dies on its way there breaks no connection: only its absence
+# is seen.
+MEETING_TIMEOUT = timedelta(seconds=60)
 SHARES = 4
 """Parts of `bucket_bytes`. One holds the bucket; the others leave room for the pieces of the tensor that is gathered,
 and for tensors that gloo still holds. A tensor larger than a part is sent without a copy. So a sender needs at most
@@ -62,6 +65,11 @@ class Channel:
         self._contents: Any = None
         self._buffer: torch.Tensor | None = None
         """Of a receiver: as large as the largest bucket that has come in this publication."""
+
+    def meet(self) -> None:
+        """Connect with all the others, unless that has been done."""
+        with self._open("the meeting"):
+            pass
 
     def send(self, header: dict[str, Any], content: torch.Tensor | None = None) -> None:
         """Give every receiver a header of JSON and [bytes] uint8, which may be overwritten afterwards."""
@@ -109,13 +117,14 @@ class Channel:
         try:
             if self._headers is None:
                 with waiting(f"all {self._size} processes of a weight sync, here {self._rank}"):
-                    address, place = self._address, (self._rank, self._size, TIMEOUT)
-                    store = self._store or dist.TCPStore(address.host, address.port, is_master=False, timeout=TIMEOUT)
-                    headers = dist.ProcessGroupGloo(dist.PrefixStore("headers", store), *place)
+                    address, place = self._address, (self._rank, self._size)
+                    store = self._store or dist.TCPStore(address.host, address.port, None, False, MEETING_TIMEOUT)
+                    headers = dist.ProcessGroupGloo(dist.PrefixStore("headers", store), *place, MEETING_TIMEOUT)
+                    headers._set_default_timeout(TIMEOUT)
                     self._contents = headers
                     if self._device.type == "cuda":
                         torch.cuda.set_device(self._device)
-                        self._contents = dist.ProcessGroupNCCL(dist.PrefixStore("contents", store), *place)
+                        self._contents = dist.ProcessGroupNCCL(dist.PrefixStore("contents", store), *place, TIMEOUT)
                     self._headers = headers
             yield
         except torch.OutOfMemoryError:
@@ -146,6 +155,7 @@ class WeightSender:
     def publish(self, weights: NamedWeights, version: int) -> None:
         """Send a complete set of weights to all receivers; a WeightSyncError if the connection breaks."""
         sent: dict[str, str] = {}
+        self.channel.meet()  # the first bucket may take a while
         try:
             for entries, content in pack(_noted(weights, sent), self._bucket_bytes):
                 room = max(content.numel(), self._bucket_bytes)

@@ -6,13 +6,14 @@ Sender and receivers are threads here; what it does not prove: nccl, several mac
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 
 from quadriga.errors import EngineError, WeightSyncError
-from quadriga.weight_sync import Fingerprint, WeightReceiver, WeightSender, fingerprint
+from quadriga.weight_sync import Fingerprint, WeightReceiver, WeightSender, broadcast, fingerprint
 from quadriga.weight_sync.broadcast import Channel
 
 CPU = torch.device("cpu")
@@ -198,3 +199,15 @@ def test_a_receiver_that_is_gone(line: Callable[..., Line]) -> None:
     with pytest.raises(WeightSyncError, match=r"process 0 of 2 in a .*left alone"):
         for version in range(2, 50):
             one.sender.publish(weights(version).items(), version)
+
+
+def test_a_receiver_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that was killed on its way: the others wait for a minute, here for a second, and not for half an hour."""
+    monkeypatch.setattr(broadcast, "MEETING_TIMEOUT", timedelta(seconds=1))
+    sender = WeightSender("localhost", [0, 2], CPU, 2000)
+    receiver = WeightReceiver(sender.address, 2, CPU)
+    with ThreadPoolExecutor(1) as thread:
+        received = thread.submit(receiver.receive, Rollout(), 1)
+        with pytest.raises(WeightSyncError, match="process 0 of 3 in the meeting"):
+            sender.publish([("a", torch.ones(2))], 1)
+        assert isinstance(received.exception(), WeightSyncError)
