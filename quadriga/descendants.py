@@ -8,6 +8,9 @@
 supervisor   waits for the end of its child, or of the driver; unblocked by SIGCHLD, by a byte in the lifeline or its
              end, or by another parent than the driver; then it kills all that is below it, until nothing is left.
 
+A process that cannot have a supervisor, because it was started by others, has a `Guardian`: a process beside it that
+notes what descends from it, and ends what is left once it has ended.
+
 A supervisor that is killed takes its child along, not what the child has started. Where the kernel's control groups
 (cgroup v2) can be written, the child has one, and the driver, or the next supervisor there, ends what is in it.
 
@@ -22,9 +25,12 @@ import resource
 import select
 import shutil
 import signal
+import socket
+import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -34,6 +40,11 @@ _DIE_WITH_PARENT, _SUBREAPER = 1, 36  # options of prctl
 _SWEEP_LIMIT_S = 10.0
 _POLL_S = 1.0
 _FOLDERS = "quadriga-folder-"
+_MARKS = "QUADRIGA_GUARDED_BY"
+_GUARDIAN = (
+    "import sys; sys.path[:] = sys.argv[6:]; "
+    "from quadriga.descendants import _guard; _guard(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:6])"
+)
 
 
 def supervise(lifeline_fd: int) -> None:
@@ -65,11 +76,10 @@ def supervise(lifeline_fd: int) -> None:
 def descendants(root: int) -> list[int]:
     """Ids of all processes below one, parents first; ended ones that nobody has waited for are among them."""
     children: dict[int, list[int]] = defaultdict(list)
-    for entry in Path("/proc").glob("[0-9]*/stat"):
+    for pid in _all_pids():
         # One that has ended meanwhile has no file any more.
-        with suppress(OSError):
-            parent = int(entry.read_bytes().rpartition(b")")[2].split()[1])
-            children[parent].append(int(entry.parent.name))
+        if fields := _read(pid, "stat").rpartition(b")")[2].split():
+            children[int(fields[1])].append(pid)
     found = [root]
     for pid in found:
         found += children[pid]
@@ -140,6 +150,112 @@ def _remove_folder(folder: str) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         if not os.path.exists(folder):
             return
+
+
+class Guardian:
+    """Ends what this process has started from here on, when `close` is called or the process ends, by whatever signal.
+
+    It looks at the descendants every second, and knows others by a mark in their environment. Shared memory that they
+    have mapped is removed with them, and so is `folder`.
+    """
+
+    def __init__(self, folder: str = "") -> None:
+        mark = uuid.uuid4().hex
+        os.environ[_MARKS] = f"{os.environ.get(_MARKS, '')}{mark},"
+        self._lifeline, theirs = socket.socketpair()
+        with theirs:
+            fd = theirs.fileno()
+            before = ",".join(map(str, descendants(os.getpid())))
+            words = (str(fd), str(os.getpid()), before, mark, folder, *map(str, sys.path))
+            self.process = subprocess.Popen(
+                [sys.executable, "-S", "-c", _GUARDIAN, *words],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(fd,),
+                start_new_session=True,
+            )
+
+    def close(self) -> None:
+        """End all that is left, and return then."""
+        with self._lifeline as lifeline:
+            lifeline.settimeout(3 * _SWEEP_LIMIT_S)
+            with suppress(BrokenPipeError, ConnectionResetError):
+                lifeline.sendall(b"x")
+                lifeline.recv(1)
+
+
+def shared_memory(pids: set[int]) -> set[Path]:
+    """Files in /dev/shm that processes have mapped."""
+    found = set[Path]()
+    for pid in pids:
+        # It has ended, or is another user's.
+        with suppress(OSError):
+            for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
+                place = line[73:].strip() if "/dev/shm/" in line else ""
+                if place.startswith("/dev/shm/") and not place.endswith(" (deleted)"):
+                    found.add(Path(place))
+    return found
+
+
+def _guard(lifeline_fd: int, root: int, earlier: str, mark: str, folder: str) -> None:
+    """The guardian's program."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    lifeline = socket.socket(fileno=lifeline_fd)
+    before, known = {int(pid): _start(int(pid)) for pid in earlier.split(",") if pid}, dict[int, bytes]()
+    watched = select.poll()
+    watched.register(lifeline_fd, select.POLLIN)
+    # A forked child may hold the lifeline open: so the parent is looked at as well.
+    while not watched.poll(1000 * _POLL_S) and os.getppid() == root:
+        known |= {pid: _start(pid) for pid in descendants(root)}
+        # One that has lost its parent is a descendant no more.
+        known = {pid: start for pid, start in known.items() if _start(pid) == start}
+    _end_known(root, before, known, mark)
+    with suppress(BrokenPipeError):
+        lifeline.sendall(b"x")
+    while os.getppid() == root:
+        time.sleep(0.02)
+    # Processes that remove shared memory when the others have ended, multiprocessing's, had their time.
+    _end_known(root, before, known, mark, with_trackers=True)
+    if folder:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _end_known(
+    root: int, before: dict[int, bytes], known: dict[int, bytes], mark: str, with_trackers: bool = False
+) -> None:
+    until, files = time.monotonic() + _SWEEP_LIMIT_S, set[Path]()
+    patience = time.monotonic() + (_SWEEP_LIMIT_S / 3 if with_trackers else 0)
+    while time.monotonic() < until:
+        there = set(descendants(root)) | {pid for pid, start in known.items() if _start(pid) == start}
+        there |= {pid for pid in _all_pids() if mark.encode() in _read(pid, "environ")}
+        there -= {os.getpid(), root} | {pid for pid in there if before.get(pid) == _start(pid)}
+        there = {pid for pid in there if _start(pid)}
+        trackers = {pid for pid in there if b"resource_tracker" in _read(pid, "cmdline")}
+        if not (there if with_trackers else there - trackers):
+            break
+        victims = there - trackers if time.monotonic() < patience or not with_trackers else there
+        files |= shared_memory(victims)
+        _signal_all(victims, signal.SIGSTOP)
+        _signal_all(victims, signal.SIGKILL)
+        time.sleep(0.02)
+    for file in files:
+        file.unlink(missing_ok=True)
+
+
+def _all_pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def _read(pid: int, name: str) -> bytes:
+    with suppress(OSError):  # it has ended, or is another user's
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    return b""
+
+
+def _start(pid: int) -> bytes:
+    """When a process was started, which tells it from others with its number; nothing where it has ended."""
+    fields = _read(pid, "stat").rpartition(b")")[2].split()
+    return b"" if not fields or fields[0] in b"ZX" else fields[19]
 
 
 def _supervise(child: int, driver: int, lifeline_fd: int, wake_fd: int, note_fd: int) -> None:

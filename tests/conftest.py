@@ -1,13 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every test shares: those for an accelerator are skipped where there is none; how tests spread over processes."""
+"""What every test shares: those for an accelerator are skipped where there is none; how tests spread over processes.
 
+What tests start ends with the process of pytest, also where that one is killed: see `quadriga.descendants.Guardian`.
+Temporary files lie in a folder that goes with it; the folders of `tmp_path` stay, as pytest keeps them.
+"""
+
+import os
+import tempfile
 from importlib import import_module
 from typing import Any
 
 import pytest
 
+from quadriga.descendants import Guardian
+
 # Processes of pytest-xdist take whole files, these folders first: a long file that starts last keeps one waiting.
 LONGEST_FIRST = ("tests/e2e/ray/", "tests/e2e/", "tests/numerics/", "tests/contract/")
+
+
+GUARDIAN = pytest.StashKey[Guardian]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A guardian for each process of pytest; that of pytest-xdist's controller removes the temporary files."""
+    folder = ""
+    if not hasattr(config, "workerinput"):
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+        # A short name: sockets lie in it, whose paths have a limit. Tests act as other users, too.
+        folder = tempfile.mkdtemp(prefix="qt-")
+        os.chmod(folder, 0o1777)
+        os.environ["TMPDIR"] = tempfile.tempdir = folder
+    config.stash[GUARDIAN] = Guardian(folder)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """The end of the tests."""
+    if GUARDIAN in config.stash:
+        config.stash[GUARDIAN].close()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

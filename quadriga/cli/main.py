@@ -16,6 +16,7 @@ from difflib import get_close_matches
 from importlib import import_module
 
 from quadriga import __version__
+from quadriga.descendants import Guardian
 from quadriga.errors import ConfigError, QuadrigaError
 from quadriga.redact import redacted_text
 
@@ -30,6 +31,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "export": ("quadriga.cli.export", "turn a checkpoint into a Hugging Face folder"),
 }
 """Command -> its module, whose `main` (or what is named behind a colon) is called, and what it does."""
+
+GUARDED = ("train", "generate", "sft", "eval")
+"""Commands that start processes and run users' code: what these leave behind ends with the command."""
 
 _TRACEBACK_OPTION = "--traceback"
 
@@ -69,7 +73,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         close = get_close_matches(options.command, COMMANDS, n=1, cutoff=0.5)
         hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(COMMANDS)}"
         parser.error(f"no command '{options.command}'; {hint}")
-    return _run(options.command, options.arguments, has_traceback)
+    # Where Python code calls this, its other processes are not the command's to end.
+    guardian = Guardian() if argv is None and options.command in GUARDED else None
+    try:
+        return _run(options.command, options.arguments, has_traceback)
+    finally:
+        if guardian is not None:
+            guardian.close()
 
 
 def _run(command: str, arguments: list[str], has_traceback: bool) -> int:
