@@ -26,7 +26,6 @@ import numpy as np
 import pyarrow as pa
 import torch
 from safetensors.torch import safe_open
-from tensordict import TensorDict
 
 from quadriga.errors import ProtocolError
 from quadriga.protocol.columns import object_array
@@ -92,7 +91,8 @@ def load_from_disk(cls: type, filepath: str | os.PathLike[str]) -> Any:
             if (opened.metadata() or {}).get(_KEY) != _VERSION:
                 raise ProtocolError(where, got="another kind of file", expected="a saved DataProto", fix=fix)
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}
-        return rebuild_proto(cls, *_Reader(tensors).proto())
+        rows, batch, arrays, facts = _Reader(tensors).from_json(tensors["layout"].numpy().tobytes())
+        return rebuild_proto(cls, rows, batch, dict(arrays), dict(facts))
     except ProtocolError:
         raise
     # Damaged bytes may be anything at all: a name that is missing, a shape that does not fit, a list for a number.
@@ -120,7 +120,7 @@ class _Writer:
                     columns[key] = self._column(array)
                 arrays[key] = {"$column": key} if is_column else self._encode(array)
             self._at = "batch"
-            batch = None if data.batch is None else self._encode(_as_dict(data.batch))
+            batch = None if data.batch is None else self._encode(data.batch.to_dict())
             facts = {}
             for key, value in data.meta_info.items():
                 self._at = f"meta_info[{key!r}]"
@@ -242,17 +242,14 @@ class _Reader:
         }
         self._kinds["$column"] = self._columns().__getitem__ if "objects" in tensors else {}.__getitem__
 
-    def proto(self) -> tuple[int, dict[str, Any] | None, dict[str, np.ndarray], dict[str, Any]]:
-        """Rows, tensor columns, other columns and facts."""
-        rows, batch, arrays, facts = self._from_json(self._bytes("layout"))
-        return rows, batch, dict(arrays), dict(facts)
+    def from_json(self, text: bytes) -> Any:
+        """The value that `_Writer` made this of."""
 
-    def _from_json(self, text: bytes) -> Any:
-        return json.loads(text.decode("utf-8", "surrogatepass"), object_hook=self._decoded)
+        def decoded(found: dict[str, Any]) -> Any:
+            name = next(iter(found), "") if len(found) == 1 else ""
+            return self._kinds[name](found[name]) if name.startswith("$") else found
 
-    def _decoded(self, found: dict[str, Any]) -> Any:
-        name = next(iter(found), "") if len(found) == 1 else ""
-        return self._kinds[name](found[name]) if name.startswith("$") else found
+        return json.loads(text.decode("utf-8", "surrogatepass"), object_hook=decoded)
 
     def _bytes(self, name: str) -> bytes:
         return self._tensors[name].numpy().tobytes()
@@ -282,15 +279,11 @@ class _Reader:
                 flat, ends = values.values.to_numpy().tolist(), values.offsets.to_numpy().tolist()
                 entries = [flat[start:end] for start, end in pairwise(ends)]
             elif values.type == pa.large_binary():
-                entries = [self._from_json(text) for text in values.to_pylist()]
+                entries = [self.from_json(text) for text in values.to_pylist()]
             else:
                 entries = values.cast(pa.large_string()).to_pylist()
             columns[key] = object_array(entries)[column.indices.to_numpy()]
         return columns
-
-
-def _as_dict(columns: TensorDict) -> dict[str, Any]:
-    return {key: _as_dict(value) if isinstance(value, TensorDict) else value for key, value in columns.items()}
 
 
 def _to_json(value: Any) -> bytes:
