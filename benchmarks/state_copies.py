@@ -16,10 +16,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
+
 import quadriga_side
 import workload
 from quadriga.cli.main import main as quadriga
-from quadriga.single_controller.ray.copies import StateCopies
+from quadriga.engines.process_group import ALONE
+from quadriga.engines.state_copy import StateCopier
+from quadriga.models.weight_files import open_weights
+from quadriga.single_controller.ray.copies import Keeper, StateCopies
 from quadriga.trainer import build
 from side import DTYPES
 from step import MODEL
@@ -48,6 +53,23 @@ def taken(step: int, clock: int) -> float:
     return ends[step][clock] - ends[step - 1][clock]
 
 
+def cpu_seconds_of_copies(model: Path, num_copies: int = 9) -> float:
+    """Median CPU seconds of a copy of all ranks' parts together, in this process; the first two take the memory."""
+    kinds = ("model", "optimizer.exp_avg", "optimizer.exp_avg_sq")
+    shapes = open_weights(model).shapes
+    copier = StateCopier({f"{kind}.{name}": torch.ones(shapes[name]) for kind in kinds for name in shapes}, ALONE)
+    paths, refusal = (keeper := Keeper()).make({("actor", 0): 2 * copier.plan.slot_bytes[0]})
+    assert not refusal, refusal
+    copier.open(paths["actor", 0])
+    taken_s = []
+    for step in range(1, num_copies + 1):
+        start = time.process_time()
+        copier.start(step).result()
+        taken_s.append(time.process_time() - start)
+    keeper.make({})
+    return median(taken_s[2:])
+
+
 def main() -> None:
     """Run, and print the pairs and the ratio."""
     parser = ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -55,6 +77,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--steps", type=int, default=14)
     args = parser.parse_args()
+    print(f"CPU seconds of a copy by itself: {cpu_seconds_of_copies(args.model):.3f}", flush=True)
     args.reward = "equal"
     build.STATE_COPIES = f"{EverySecond.__module__}:{EverySecond.__name__}"
     with tempfile.TemporaryDirectory(prefix="quadriga-benchmark-") as scratch:
