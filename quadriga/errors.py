@@ -6,7 +6,8 @@
     ├── DataError          a data file, a row, a tokenizer
     ├── ProtocolError      a DataProto that does not hold together
     ├── WorkerError        a worker, a worker group, a resource pool, a dispatch mode
-    │   └── WorkerLostError  a worker's process or node is gone, or silent
+    │   ├── WorkerLostError  a worker's process or node is gone, or silent
+    │   └── NoRoomError      a cluster with fewer resources than the pools need
     ├── EngineError        a training engine
     │   └── PeerLostError  a collective that another process left
     ├── RolloutError       a generation engine
@@ -75,6 +76,10 @@ class WorkerError(QuadrigaError):
 
 class WorkerLostError(WorkerError):
     """A worker's process or node is gone, or does not answer: a run can go on with new ones."""
+
+
+class NoRoomError(WorkerError):
+    """A cluster has not the resources that the pools of a run need."""
 
 
 class EngineError(QuadrigaError):

@@ -82,6 +82,18 @@ def arranged_roles(config: Config, *, has_critic: bool) -> Iterator[tuple[str, P
             yield *sections[role], sum(config.trainer.processes_of(pool)) if config.trainer.backend == "ray" else 1
 
 
+def with_fewer_processes(config: Config) -> Iterator[Config]:
+    """The configuration on ever fewer processes: a machine less in each pool, then a process less on the last one;
+    those whose sizes divide the ranks."""
+    trainer, has_model = config.trainer, config.reward_model.enable
+    pools = {pool: trainer.processes_of(pool) for pool in role_pools(trainer, has_reward_model=has_model).values()}
+    while any(counts != [1] for counts in pools.values()):
+        pools = {pool: counts[:-1] or [max(1, counts[0] - 1)] for pool, counts in pools.items()}
+        smaller = config.model_copy(update={"trainer": trainer.model_copy(update={"resource_pools": pools})})
+        if not any(isinstance(finding, ConfigError) for finding in check_layouts(smaller)):
+            yield smaller
+
+
 def check_layouts(config: Config) -> Iterator[Finding]:
     """Yields sizes that do not divide the ranks, once for each section.
 

@@ -17,7 +17,7 @@ import ipaddress
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from quadriga.errors import WorkerError
+from quadriga.errors import NoRoomError, WorkerError
 
 
 class ResourcePool:
@@ -74,7 +74,7 @@ def choose_nodes(
         the nodes of each pool, in the order of its numbers.
 
     Raises:
-        WorkerError: the cluster has not enough; says what each node has and what is missing.
+        NoRoomError: the cluster has not enough; says what each node has and what is missing.
     """
     free = {node.node_id: dict(node.free) for node in nodes}
     chosen: dict[str, list[NodeResources | None]] = {name: [None] * len(counts) for name, counts in pools.items()}
@@ -112,7 +112,7 @@ def _not_enough(
     wanted: Mapping[str, float],
     nodes: Sequence[NodeResources],
     free: Mapping[str, Mapping[str, float]],
-) -> WorkerError:
+) -> NoRoomError:
     # What an idle cluster would lack as well is not a matter of who else uses it.
     gaps = [_missing(wanted, node.total) for node in nodes]
     is_too_small = all(gaps)
@@ -121,7 +121,7 @@ def _not_enough(
     least = min(gaps, key=lambda gap: sum(gap.values()), default=wanted)
     others = ", ".join(f"{other} {list(counts)}" for other, counts in pools.items() if other != name)
     needed, lacking = (", ".join(f"{gap[each]:g} {each}" for each in gap) for gap in (wanted, least))
-    return WorkerError(
+    return NoRoomError(
         f"resource pool {name} {list(pools[name])}{f' beside {others}' if others else ''}",
         got="; ".join(node.describe(list(wanted)) for node in nodes) or "a cluster without nodes",
         expected=f"{needed}{'' if is_too_small else ' free'} on one node: {lacking} missing",

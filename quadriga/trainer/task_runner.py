@@ -10,9 +10,11 @@ a worker raises an exception                       the run ends: the exception w
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 from quadriga.config import Config, show
-from quadriga.errors import EngineLostError, PeerLostError, QuadrigaError, WorkerLostError
+from quadriga.config.placement import with_fewer_processes
+from quadriga.errors import EngineLostError, NoRoomError, PeerLostError, QuadrigaError, WorkerLostError
 from quadriga.observe.machine import describe_machine
 from quadriga.observe.stopping import heeding_sigterm, stop_requested
 from quadriga.observe.timing import Timeline
@@ -111,7 +113,7 @@ class TaskRunner:
 
     def _train(self, config: Config, timeline: Timeline) -> None:
         self._run, self._is_stopping = None, False
-        run = self._run = build_run(config, timeline)
+        run = self._run = self._build(config, timeline)
         trainer = run.trainer
         if self._losses:
             trainer.recovery = len(self._losses), self._lost_at
@@ -134,6 +136,23 @@ class TaskRunner:
         finally:
             trainer.saver.settle(can_ask=not run.team.is_remote)
             run.close(is_cut_short=is_cut_short)
+
+    def _build(self, config: Config, timeline: Timeline) -> Run:
+        """The run; after a loss with fewer processes, where the cluster has no room for all of them."""
+        try:
+            return build_run(config, timeline)
+        except NoRoomError as error:
+            missing = error
+        for smaller in with_fewer_processes(config) if self._losses else ():
+            with suppress(NoRoomError):
+                run = build_run(smaller, timeline)
+                pools = ", ".join(f"{pool} {counts}" for pool, counts in smaller.trainer.resource_pools.items())
+                print(
+                    f"NOTICE: {missing}\nThe run goes on with fewer processes: {pools}. Its numbers differ from those on "
+                    "all of them by rounding. The next restart asks for all of them again."
+                )
+                return run
+        raise missing
 
 
 def how_to_go_on(config: Config) -> str:

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from quadriga.trainer.checkpoint import Checkpoints, verify
+from tests.e2e.conftest import end_with_the_tests
 from watching import WAIT_S, assert_nothing_left, titles, wait_for, wait_for_steps
 
 Start = Callable[..., subprocess.Popen[str]]
@@ -103,3 +105,54 @@ def test_a_run_starts_its_own_cluster_again(
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(1, 41))
     assert list((ray_folder / "again").glob("session_*")) == []
+
+
+TWO_NODES = """
+import sys, ray
+from ray.cluster_utils import Cluster
+node = dict(num_cpus=1, include_dashboard=False, object_store_memory=100 * 2**20)
+quick = dict(health_check_initial_delay_ms=0, health_check_period_ms=1000, prestart_worker_first_driver=False)
+cluster = Cluster(initialize_head=True, head_node_args=dict(node, temp_dir={folder!r}, _system_config=quick))
+second = cluster.add_node(**node)
+print(cluster.address, flush=True)
+sys.stdin.readline()
+cluster.remove_node(second, allow_graceful=False)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_what_a_lost_node_leaves(
+    start_on: Start, metric_lines: Callable[[Path], list[dict[str, Any]]], ray_folder: Path, tmp_path: Path
+) -> None:
+    """One process in place of two: said loudly, and the numbers are those of two up to rounding."""
+    program = TWO_NODES.format(folder=str(ray_folder / "two"))
+    keeper = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=end_with_the_tests,
+    )
+    assert keeper.stdin and keeper.stdout
+    try:
+        address = keeper.stdout.readline().strip()
+        more = ("trainer.nnodes=2", "trainer.save_freq=1", "trainer.total_training_steps=30")
+        process = start_on(address, *more)
+        wait_for_steps(process, tmp_path / "run", 3)
+        keeper.stdin.write("lose the second\n")
+        keeper.stdin.flush()
+        output, _ = process.communicate(timeout=WAIT_S)
+    finally:
+        keeper.kill()
+        keeper.communicate()
+    assert process.returncode == 0, output
+    assert "The run goes on with fewer processes: all [1]." in output
+    process = start_on("", *more[1:], run="alone")
+    output, _ = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 0, output
+    lost, alone = metric_lines(tmp_path / "run"), metric_lines(tmp_path / "alone")
+    assert [line["step"] for line in lost] == list(range(1, 31))
+    for one, two in zip(lost, alone, strict=True):
+        for name in ("actor/pg_loss", "actor/grad_norm", "actor/entropy", "critic/rewards/mean"):
+            assert one[name] == pytest.approx(two[name], rel=1e-5, abs=1e-5), (one["step"], name)

@@ -6,6 +6,7 @@ import inspect
 import pytest
 
 from quadriga.config import explain, load_config, place_roles, training_findings
+from quadriga.config.placement import with_fewer_processes
 from quadriga.config.trainer import RAY_INIT_KEYS
 from quadriga.errors import ConfigError
 
@@ -149,3 +150,15 @@ def test_rays_own_arguments() -> None:
     hidden = {name for name in RAY_INIT_KEYS if name.startswith("_") or name == "object_spilling_directory"}
     assert RAY_INIT_KEYS - hidden <= set(inspect.signature(ray.init).parameters)
     assert hidden <= set(inspect.getdoc(ray.init).replace("`", " ").split())
+
+
+def test_with_fewer_processes_only_what_divides_the_ranks() -> None:
+    """A machine less first, then a process less; tp=2 leaves even numbers."""
+    keys = [
+        RAY,
+        "trainer.n_gpus_per_node=4",
+        "trainer.nnodes=3",
+        "actor_rollout_ref.actor.tensor_model_parallel_size=2",
+    ]
+    smaller = [one.trainer.resource_pools for one in with_fewer_processes(load_config(keys).config)]
+    assert smaller == [{"all": [4, 4]}, {"all": [4]}, {"all": [2]}]
