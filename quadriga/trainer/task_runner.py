@@ -148,8 +148,8 @@ class TaskRunner:
                 run = build_run(smaller, timeline)
                 pools = ", ".join(f"{pool} {counts}" for pool, counts in smaller.trainer.resource_pools.items())
                 print(
-                    f"NOTICE: {missing}\nThe run goes on with fewer processes: {pools}. Its numbers differ from those on "
-                    "all of them by rounding. The next restart asks for all of them again."
+                    f"NOTICE: {missing}\nThe run goes on with fewer processes: {pools}. Its numbers differ by "
+                    "rounding. The next restart asks for all of them again."
                 )
                 return run
         raise missing
