@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -28,8 +28,12 @@ stop_requested = threading.Event()
 
 
 @contextmanager
-def heeding_sigterm() -> Iterator[None]:
-    """Inside, SIGTERM is a request. In a thread that is not the main one, which gets no signals, nothing changes."""
+def heeding_sigterm(fallback: Callable[[], str] = str) -> Iterator[None]:
+    """Inside, SIGTERM is a request. In a thread that is not the main one, which gets no signals, nothing changes.
+
+    Args:
+        fallback: says what stands if the process is killed before the step ends; a step may take longer than the grace.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -44,7 +48,8 @@ def heeding_sigterm() -> Iterator[None]:
             return
         stop_requested.set()
         # Not print: the signal may have come in the midst of one.
-        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"{STOP_NOTICE}\n".encode())
+        notice = f"{STOP_NOTICE} {fallback()}".rstrip()
+        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"{notice}\n".encode())
 
     before = signal.signal(signal.SIGTERM, request)
     try:

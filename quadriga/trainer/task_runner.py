@@ -123,7 +123,7 @@ class TaskRunner:
             if self._copies is not None:
                 trainer.copies, newest = self._copies, self._copies.newest()
                 trainer.newest_copy = newest if newest is not None and newest.step >= (self._written or 0) else None
-            with heeding_sigterm():
+            with heeding_sigterm(lambda: f"If it is killed before: {how_to_go_on(config)}"):
                 try:
                     trainer.fit()
                 finally:

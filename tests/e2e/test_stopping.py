@@ -76,6 +76,7 @@ def test_sigterm_saves_the_step_in_work(
     assert process.returncode == 130, output
     last = len(metric_lines(tmp_path / "run"))
     assert "SIGTERM: the run ends after this step" in output
+    assert "once more ends it at once. If it is killed before: T" in output
     told = f"interrupted in step {last}. The same command goes on from the checkpoint of step {last}."
     assert told in output and output.rstrip().endswith("quadriga train: interrupted")
     checkpoints = Checkpoints(tmp_path / "run")
