@@ -224,8 +224,10 @@ class Supervisor:
 
     def _refuse(self, running: _Running) -> None:
         assert running.listener is not None
-        running.refused += filter(None, [refuse_call(running.listener)])
-        if len(running.refused) >= _MAX_REFUSALS:
+        name = refuse_call(running.listener)
+        running.refused += [name] if name else []
+        # A process gives up its memory for milliseconds after its last call: its listener would be ready all the time.
+        if name is None or len(running.refused) >= _MAX_REFUSALS:
             self._stop_listening(running)
 
     def _stop_listening(self, running: _Running) -> None:

@@ -147,13 +147,13 @@ def program(pid: int, *, may_have_threads: bool, has_listener: bool) -> bytes:
     return code
 
 
-def refuse_call(listener: int) -> str:
-    """Refuse the call in which a filtered process waits, and return the call's name; "" if none waits any more."""
+def refuse_call(listener: int) -> str | None:
+    """Refuse the call in which a filtered process waits, and return the call's name; None if it waits no more."""
     poll = select.poll()
     poll.register(listener, select.POLLIN)
-    # Where the process has ended the descriptor is ready too, and reading it may block.
+    # Where the process is at its end the descriptor is ready too, and reading it may block.
     if not any(events & select.POLLIN for _, events in poll.poll(0)):
-        return ""
+        return None
     call = bytearray(_CALL_BYTES)
     try:
         fcntl.ioctl(listener, _RECEIVE, call)
@@ -161,7 +161,7 @@ def refuse_call(listener: int) -> str:
         fcntl.ioctl(listener, _RESPOND, struct.pack("=QqiI", own_number, 0, -errno.EPERM, 0))
     except FileNotFoundError:
         # It has been killed in between.
-        return ""
+        return None
     return call_names()[number]
 
 
