@@ -139,7 +139,9 @@ def test_a_program_that_needs_what_is_refused_learns_which_call(program, told):
 def test_a_program_that_is_refused_again_and_again_keeps_nobody_busy():
     refused = "\n    try:\n        os.kill(1, 9)\n    except OSError as error:\n        number = error.errno"
     begun = time.process_time()
-    assert "output limit" in graded(f"import os\nwhile True:{refused}\n    print(number)")["reason"]
+    reason = graded(f"import os\nwhile True:{refused}\n    print(number)")["reason"]
+    # Whichever limit comes first.
+    assert "limit" in reason and "(containment refused kill)" in reason
     assert time.process_time() - begun < 1
     program = f"import os\nfor _ in range(99):{refused}\nprint(number)"
     assert graded(program, {"inputs": [""], "outputs": ["38"]})["score"] == 1.0
