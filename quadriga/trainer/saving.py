@@ -189,14 +189,6 @@ def load_run_state(directory: Path, step: int) -> dict[str, Any]:
     return state
 
 
-def seed_random_states(seed: int) -> None:
-    """Seed Python, numpy and torch in this process: a data set or a reward that draws from them draws the same again.
-    Quadriga's own choices have generators of their own."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-
-
 def random_states() -> dict[str, Any]:
     """Those of Python, numpy and torch in this process."""
     kind, keys, position, has_gauss, cached = np.random.get_state()

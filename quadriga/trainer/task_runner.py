@@ -8,9 +8,13 @@ or the restarts of an hour are used up
 a worker raises an exception                       the run ends: the exception would come again
 """
 
+import random
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+
+import numpy as np
+import torch
 
 from quadriga.config import Config, show
 from quadriga.config.placement import with_fewer_processes
@@ -21,7 +25,7 @@ from quadriga.observe.timing import Timeline
 from quadriga.trainer.build import Run, build_run, state_copies
 from quadriga.trainer.checkpoint import Checkpoints, write_configuration
 from quadriga.trainer.run_lock import run_lock
-from quadriga.trainer.saving import random_states, restore_random_states, seed_random_states
+from quadriga.trainer.saving import random_states, restore_random_states
 
 RESTARTS_KEY = "trainer.max_worker_restarts"
 RESTART_WINDOW_S = 3600.0
@@ -63,7 +67,10 @@ class TaskRunner:
         timeline = Timeline(earlier=start_up)
         write_configuration(config.trainer.directory, show(config))
         print(describe_machine())
-        seed_random_states(config.trainer.seed)
+        # A user's data set or reward that draws from these draws the same again; our own choices have their generators.
+        random.seed(config.trainer.seed)
+        np.random.seed(config.trainer.seed % 2**32)
+        torch.manual_seed(config.trainer.seed)
         at_first = random_states()
         while True:
             try:
