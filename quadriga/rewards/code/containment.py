@@ -22,7 +22,6 @@ on the list alone, whoever the user is; the kernel adds to it:
 
 import ctypes
 import os
-import platform
 import resource
 import signal
 import stat
@@ -96,7 +95,7 @@ def missing() -> str:
     if not sys.platform.startswith("linux"):
         return f"the system is {sys.platform}, and containment needs Linux"
     if not is_known_machine():
-        return f"the machine is {platform.machine()}, and the filter of system calls knows x86-64 and arm64"
+        return f"the machine is {os.uname().machine}, and the filter of system calls knows x86-64 and arm64"
     if landlock_version() == 0:
         return "this kernel has no Landlock, or it is off (Linux 5.13 with landlock in its list of security modules)"
     return ""

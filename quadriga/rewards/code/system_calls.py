@@ -25,7 +25,6 @@ import ctypes
 import errno
 import fcntl
 import os
-import platform
 import select
 import struct
 from functools import cache
@@ -84,13 +83,13 @@ class _Filter(ctypes.Structure):
 
 def is_known_machine() -> bool:
     """Whether the system calls of this machine have their names here."""
-    return platform.machine() in _MACHINES
+    return os.uname().machine in _MACHINES
 
 
 @cache
 def call_names() -> dict[int, str]:
     """The system calls of this machine, by their numbers."""
-    return {int(row[platform.machine()]): name for name, row in _table().items() if row[platform.machine()]}
+    return {int(row[os.uname().machine]): name for name, row in _table().items() if row[os.uname().machine]}
 
 
 @cache
@@ -103,7 +102,7 @@ def make_call(name: str, *arguments: object) -> int:
     """Make a system call, with integers and what ctypes takes. OSError: the kernel refuses."""
     # As wide as a register: a narrower number would leave bits of it undefined.
     wide = [ctypes.c_long(value) if isinstance(value, int) else value for value in arguments]
-    result = _libc.syscall(ctypes.c_long(int(_table()[name][platform.machine()])), *wide)
+    result = _libc.syscall(ctypes.c_long(int(_table()[name][os.uname().machine])), *wide)
     if result < 0:
         error = ctypes.get_errno()
         raise OSError(error, f"{name}: {os.strerror(error)}")
@@ -171,7 +170,7 @@ def _filter() -> bytes:
     rules = [(number, _rule(names.get(number, ""))) for number in range(max(names) + 2)]
     # The tree asks for the first number of each stretch with the same rule.
     stretches = [(next(group)[0], rule) for rule, group in groupby(rules, key=itemgetter(1))]
-    begin = [_step(_LOAD, _MACHINE_AT), _step(_EQUAL, _MACHINES[platform.machine()], 1, 0), _step(_RETURN, _KILL)]
+    begin = [_step(_LOAD, _MACHINE_AT), _step(_EQUAL, _MACHINES[os.uname().machine], 1, 0), _step(_RETURN, _KILL)]
     return b"".join([*begin, _step(_LOAD, _NUMBER_AT), *_tree(stretches)])
 
 

@@ -10,7 +10,6 @@ import errno
 import fcntl
 import importlib
 import os
-import platform
 import re
 import select
 import socket
@@ -18,6 +17,7 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -36,7 +36,7 @@ HEADERS = {
 @pytest.fixture(params=MACHINES)
 def machine(request, monkeypatch):
     """The module as it is on that machine, with its filter complete for process `PID`, threads allowed."""
-    monkeypatch.setattr(platform, "machine", lambda: request.param)
+    monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(machine=request.param))
     importlib.reload(system_calls)
     yield request.param
     monkeypatch.undo()
@@ -48,7 +48,7 @@ def verdict(name, *arguments, may_have_threads=True, audit=None, number=None):
     code = system_calls.program(PID, may_have_threads=may_have_threads, has_listener=False)
     numbers = {known: number for number, known in system_calls.call_names().items()}
     number = numbers[name] if number is None else number
-    audit = MACHINES[platform.machine()] if audit is None else audit
+    audit = MACHINES[os.uname().machine] if audit is None else audit
     padded = [value & (1 << 64) - 1 for value in (*arguments, *[0] * (6 - len(arguments)))]
     facts = struct.pack("=IIQ6Q", number, audit, 0, *padded)
     steps, at, value = [struct.unpack_from("=HBBI", code, at) for at in range(0, len(code), 8)], 0, 0
