@@ -221,7 +221,7 @@ def run(number: int, folder: Path, files: Path) -> Outcome:
             start, reached = time.monotonic(), case.num_steps()
             case.hit(victim)
             events[victim] += 1
-            if victim in TITLES and victim != "raylet" | is_joined:
+            if victim in TITLES:
                 case.wait(lambda reached=reached: case.num_steps() > reached, "step after a recovery")
                 downtimes.append(time.monotonic() - start)
         case.wait(lambda: False, "end")
