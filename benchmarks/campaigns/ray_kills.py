@@ -42,13 +42,16 @@ from ray.util.placement_group import placement_group_table
 node = dict(num_cpus=8, include_dashboard=False, object_store_memory=100 * 2**20)
 quick = dict(health_check_initial_delay_ms=0, health_check_period_ms=1000, prestart_worker_first_driver=False)
 cluster = Cluster(initialize_head=True, head_node_args=dict(node, _system_config=quick))
-second = cluster.add_node(**node)
+# Addresses of their own: who joins here is on the head's node.
+number = 2
+second = cluster.add_node(**node, node_ip_address="127.0.0.2")
 ray.init(address=cluster.address, log_to_driver=False)
 print(cluster.address, flush=True)
 for line in sys.stdin:
     if line == "raylet\\n":
         cluster.remove_node(second, allow_graceful=False)
-        second = cluster.add_node(**node)
+        number += 1
+        second = cluster.add_node(**node, node_ip_address=f"127.0.0.{number}")
     kept = [group for group in placement_group_table().values() if group["state"] != "REMOVED"]
     print(json.dumps(len(kept)), flush=True)
 """

@@ -21,7 +21,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -103,12 +103,13 @@ def cluster(arguments: Mapping[str, Any], num_processes: int, timeline_file: str
 class _OwnCluster:
     """The cluster that this process has started, and the program that sweeps behind both."""
 
-    def __init__(self, arguments: dict[str, Any], where: str) -> None:
+    def __init__(self, arguments: dict[str, Any], where: str, former: Sequence[str] = ()) -> None:
         self.arguments, self.where = arguments, where
-        self.session = str(_connect("local", arguments, where).address_info["session_dir"])
+        # Ray makes the folder of a session before this one again.
+        self.sessions = [*former, str(_connect("local", arguments, where).address_info["session_dir"])]
         started = ray._private.worker._global_node.all_processes
         self._parts = [started[name][0].process for name in ("gcs_server", "raylet")]
-        program = [sys.executable, "-I", "-S", sweep.__file__, self.session, str(os.getpid())]
+        program = [sys.executable, "-I", "-S", sweep.__file__, str(os.getpid()), *self.sessions]
         # In a session of its own: it outlives a Ctrl-C, and what is sent to the driver's group.
         self._sweeper = subprocess.Popen(program, start_new_session=True, stdin=subprocess.DEVNULL)
 
@@ -122,7 +123,8 @@ class _OwnCluster:
         self._sweeper.kill()
         self._sweeper.wait()
         if not is_failed:
-            sweep.sweep(self.session)
+            for session in self.sessions:
+                sweep.sweep(session)
 
 
 _OWN: list[_OwnCluster] = []
@@ -138,7 +140,7 @@ def renew_own_cluster() -> None:
     """Start the cluster of this process again if a part of it has ended; one that was joined is another's to start."""
     for own in [own for own in _OWN if own.is_broken()]:
         own.end(is_failed=False)
-        _OWN[:] = [_OwnCluster(own.arguments, own.where)]
+        _OWN[:] = [_OwnCluster(own.arguments, own.where, own.sessions)]
 
 
 def _drop_noise(batch: dict[str, Any]) -> None:

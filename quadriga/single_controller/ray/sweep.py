@@ -32,19 +32,21 @@ def members(session: str) -> list[int]:
 def sweep(session: str) -> None:
     """Kill the processes of a session that is over, and remove its folder."""
     deadline = time.monotonic() + LIMIT_S
-    while (left := members(session)) and time.monotonic() < deadline:
+    while ((left := members(session)) or os.path.exists(session)) and time.monotonic() < deadline:
         for pid in left:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        # Again where what is dying still wrote into it.
+        shutil.rmtree(session, ignore_errors=True)
         time.sleep(0.05)
-    shutil.rmtree(session, ignore_errors=True)
     latest = Path(session).with_name("session_latest")
     if latest.is_symlink() and not latest.exists():
         latest.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":
-    driver = int(sys.argv[2])
+    driver = int(sys.argv[1])
     while os.getppid() == driver:
         time.sleep(0.2)
-    sweep(sys.argv[1])
+    for each in sys.argv[2:]:
+        sweep(each)
