@@ -29,6 +29,8 @@ def pytest_configure(config: pytest.Config) -> None:
         # A short name: sockets lie in it, whose paths have a limit. Tests act as other users, too.
         folder = tempfile.mkdtemp(prefix="qt-")
         os.chmod(folder, 0o1777)
+        # Ray's tests of clusters write an address there, whatever folder their clusters have.
+        os.mkdir(f"{folder}/ray")
         os.environ["TMPDIR"] = tempfile.tempdir = folder
     config.stash[GUARDIAN] = Guardian(folder)
 

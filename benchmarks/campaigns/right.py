@@ -92,8 +92,8 @@ asyncio.run(main())
 import asyncio, socket
 async def main():
     a, b = socket.socketpair()
-    reader, _ = await asyncio.open_connection(sock=a)
-    _, writer = await asyncio.open_connection(sock=b)
+    reader, kept = await asyncio.open_connection(sock=a)
+    unread, writer = await asyncio.open_connection(sock=b)
     input()
     writer.write(input().encode() + b"\n")
     writer.writelines([b"x" * 100000] * 3)
@@ -350,7 +350,7 @@ _PRINTED: dict[str, tuple[str, Callable[[int], str]]] = {
         lambda n: "\n".join(f"{k} {k * k}" for k in range(n * 200)),
     ),
     "floating numbers": ("n = int(input())\nprint(1 / n, n ** 0.5)", lambda n: f"{1 / n:.9f} {n**0.5:.9f}"),
-    "huge integers": ("n = int(input())\nprint(7 ** (n * 30))", lambda n: str(7 ** (n * 30))),
+    "huge integers": ("n = int(input())\nprint(7 ** (n * 5))", lambda n: str(7 ** (n * 5))),
     "unicode": ("n = int(input())\nprint('äß€😀' * n)", lambda n: "äß€😀" * n),
 }
 

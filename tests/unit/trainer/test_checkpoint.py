@@ -284,8 +284,9 @@ def test_damage_is_named(spoil: Callable[[Path], object], words: str, checkpoint
 def test_a_file_that_may_not_be_read_is_damage(checkpoints: Checkpoints) -> None:
     """Root may read it; so a process of another user looks."""
     path = write(checkpoints, 3)
-    for one in (*checkpoints.directory.parents[:3], checkpoints.directory):
-        one.chmod(0o755)
+    for one in (checkpoints.directory, *checkpoints.directory.parents):
+        if not one.stat().st_mode & 0o001:
+            one.chmod(0o755)
     (path / "actor" / "state").chmod(0)
     pid = os.fork()
     if pid == 0:
