@@ -33,7 +33,7 @@ SIZES: dict[str, Size] = {
     "protocol": Size(1698, 10, 100),
     "rewards": Size(3642, 30, 182),
     "rollout": Size(7770, 41, 444),
-    "single_controller": Size(3675, 16, 211),
+    "single_controller": Size(3679, 16, 211),
     "trainer": Size(3538, 22, 195),
     "weight_sync": Size(560, 5, 38),
     "workers": Size(1503, 11, 76),
