@@ -41,6 +41,8 @@ _SWEEP_LIMIT_S = 10.0
 _POLL_S = 1.0
 _FOLDERS = "quadriga-folder-"
 _MARKS = "QUADRIGA_GUARDED_BY"
+# Programs that take away what others leave behind: multiprocessing's, and that of a cluster of our own.
+_TRACKERS = (b"resource_tracker", b"single_controller/ray/sweep.py")
 _GUARDIAN = (
     "import sys; sys.path[:] = sys.argv[6:]; "
     "from quadriga.descendants import _guard; _guard(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:6])"
@@ -214,7 +216,7 @@ def _guard(lifeline_fd: int, root: int, earlier: str, mark: str, folder: str) ->
         lifeline.sendall(b"x")
     while os.getppid() == root:
         time.sleep(0.02)
-    # Processes that remove shared memory when the others have ended, multiprocessing's, had their time.
+    # Those that take away what the others have left get their time.
     _end_known(root, before, known, mark, with_trackers=True)
     if folder:
         shutil.rmtree(folder, ignore_errors=True)
@@ -230,7 +232,7 @@ def _end_known(
         there |= {pid for pid in _all_pids() if mark.encode() in _read(pid, "environ")}
         there -= {os.getpid(), root} | {pid for pid in there if before.get(pid) == _start(pid)}
         there = {pid for pid in there if _start(pid)}
-        trackers = {pid for pid in there if b"resource_tracker" in _read(pid, "cmdline")}
+        trackers = {pid for pid in there if any(one in _read(pid, "cmdline") for one in _TRACKERS)}
         if not (there if with_trackers else there - trackers):
             break
         victims = there - trackers if time.monotonic() < patience or not with_trackers else there
