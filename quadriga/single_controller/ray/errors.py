@@ -18,10 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+import torch.distributed as dist
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RuntimeEnvSetupError
 
 from quadriga import errors
-from quadriga.errors import QuadrigaError, WorkerError
+from quadriga.errors import PeerLostError, QuadrigaError, WorkerError
 from quadriga.single_controller import dispatch
 
 NUM_LAST_LINES = 20
@@ -35,6 +36,9 @@ _LIBRARIES = tuple(
 )
 
 # ---- a method that raised -----------------------------------------------------------------------
+
+_LEFT_ALONE = re.compile(r"gloo/transport|Connection (closed|reset) by|ncclRemoteError|communicator was aborted")
+"""What the back ends of collectives, which raise a bare RuntimeError, say where another process left one."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +75,8 @@ class Failure:
         trace: the formatted traceback, without the frames that only brought the call to the worker.
         time_s: wall clock time of the exception, in seconds.
         running_s: for how long the method ran.
-        error: the exception, if it is one of Quadriga's own; its `worker` is the one that it came from, if the method
-            met the failure of another one.
+        error: the exception, if it is one of Quadriga's own or a PeerLostError by what caused it; its `worker` is the
+            one that it came from, if the method met the failure of another one.
     """
 
     worker: WorkerName
@@ -96,9 +100,12 @@ class Failure:
         if isinstance(error, QuadrigaError):
             # A subclass from elsewhere goes by the name of its nearest base here, which the driver certainly has.
             kind = next(cls for cls in type(error).__mro__ if cls.__module__ == errors.__name__)
+            kind = PeerLostError if _is_left_alone(error) else kind
             got, expected, fix = str(error.got), str(error.expected), str(error.fix)
             ours = kind(str(error.where), got=got, expected=expected, fix=fix)
             ours.worker = error.worker
+        elif _is_left_alone(error):
+            ours = PeerLostError("a collective", got=str(error).partition("\n")[0], expected="all ranks to take part")
         return cls(
             worker,
             method,
@@ -129,6 +136,17 @@ class Failure:
 
     def __str__(self) -> str:
         return f"{self.worker} failed in {self.method}: {self.summary} (at {self.location})"
+
+
+def _is_left_alone(error: BaseException | None) -> bool:
+    """Whether an exception, or one that caused it, is a collective's that another process left."""
+    while error is not None:
+        if isinstance(error, dist.DistNetworkError) or (
+            isinstance(error, RuntimeError) and _LEFT_ALONE.search(str(error))
+        ):
+            return True
+        error = error.__cause__
+    return False
 
 
 def is_of_interest(filename: str) -> bool:

@@ -10,7 +10,15 @@ pytest.importorskip("ray")
 
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RayError, RuntimeEnvSetupError
 
-from quadriga.single_controller.ray.errors import CrashLog, cause_of_death, crash_log, oom_kills
+from quadriga.errors import PeerLostError, QuadrigaError, WeightSyncError, WorkerError
+from quadriga.single_controller.ray.errors import (
+    CrashLog,
+    Failure,
+    WorkerName,
+    cause_of_death,
+    crash_log,
+    oom_kills,
+)
 
 OUT_OF_MEMORY = """1 worker(s) were killed due to the node running low on memory. Memory on the node \
 (IP: 192.0.2.2, ID: 29abddaafc22) was 2.17GB used / 23.54GB limit (0.092225)
@@ -150,3 +158,26 @@ def test_the_kernels_count_is_read_where_there_is_one(tmp_path):
 
     assert oom_kills(vmstat) == 7
     assert oom_kills(tmp_path / "none") == 0
+
+
+GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:3: Connection reset by peer"
+
+
+@pytest.mark.parametrize(
+    ("error", "cause", "expected"),
+    [
+        (RuntimeError(GLOO), None, PeerLostError),
+        (WeightSyncError("engine", got="it rejected the weights"), RuntimeError(GLOO), PeerLostError),
+        (WeightSyncError("engine", got="it rejected the weights"), RuntimeError("mat1 and mat2"), WeightSyncError),
+        (RuntimeError("mat1 and mat2 shapes"), None, WorkerError),
+        (ConnectionResetError("Connection reset by peer"), None, WorkerError),
+    ],
+)
+def test_a_collective_that_another_process_left(
+    error: Exception, cause: Exception | None, expected: type[QuadrigaError]
+) -> None:
+    """Wherever it was, the death is the cause to look for, and the run can go on; a user's own error ends it."""
+    error.__cause__ = cause
+    raised = Failure.of(error, WorkerName("actor", 1, 2), "publish_weights", "", 0.1).as_error()
+    assert type(raised) is expected
+    assert "publish_weights" in str(raised)
