@@ -20,12 +20,14 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 from campaigns import kills  # noqa: E402
 from campaigns.campaign import Campaign, Outcome  # noqa: E402
+from quadriga.descendants import shared_memory  # noqa: E402
 from tests.e2e import conftest as tiny  # noqa: E402
 
 NUM_STEPS, NUM_EVENTS, LIMIT_S, GONE_S = 40, 6, 240.0, 30.0
@@ -168,11 +170,22 @@ class RayRun:
     def left(self) -> list[str]:
         """What is there that a run which has ended should not leave."""
         left = [title for session in self.sessions for title in titles(session).values()]
-        left += [f"/dev/shm/{name}" for name in set(os.listdir("/dev/shm")) - self.shared]
+        new = {Path("/dev/shm") / name for name in set(os.listdir("/dev/shm")) - self.shared}
+        left += map(str, new - shared_memory(self.strangers()) if new else ())
         if self.keeper:
             left += [title for title in titles(self.keeper.pid).values() if TITLES["worker"] in title]
             return [*left, "placement groups"] if self.ask_keeper("left") else left
         return [*left, *map(str, self.ray_folder.glob("ray/session_2*"))]
+
+    def strangers(self) -> set[int]:
+        """Processes of this machine that are not of this case: their environment does not name its folder."""
+        mark, found = f"TMPDIR={self.folder / 'tmp'}".encode(), set[int]()
+        for place in Path("/proc").glob("[0-9]*"):
+            # It has ended.
+            with suppress(OSError):
+                if mark not in (place / "environ").read_bytes():
+                    found.add(int(place.name))
+        return found
 
     def end(self) -> None:
         """End all that was started."""
