@@ -9,7 +9,6 @@ the others join one of two nodes, which stays up for the case: its second node i
 Equal is what is equal in `kills`, and the fields that tell of recoveries aside.
 """
 
-import json
 import os
 import random
 import shutil
@@ -37,7 +36,7 @@ JOINED = {"worker": 4, "driver": 2, "raylet": 2}
 TITLES = {"worker": "ray::WorkerProcess", "raylet": "raylet/raylet", "head": "gcs/gcs_server"}
 QUIET = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 KEEPER = """
-import json, sys
+import sys
 import ray
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table
@@ -55,7 +54,7 @@ for line in sys.stdin:
         number += 1
         second = cluster.add_node(**node, node_ip_address=f"127.0.0.{number}")
     kept = [group for group in placement_group_table().values() if group["state"] != "REMOVED"]
-    print(json.dumps(len(kept)), flush=True)
+    print("placement groups:", len(kept), flush=True)
 """
 
 
@@ -118,7 +117,11 @@ class RayRun:
         assert self.keeper and self.keeper.stdin and self.keeper.stdout
         self.keeper.stdin.write(f"{what}\n")
         self.keeper.stdin.flush()
-        return json.loads(self.keeper.stdout.readline())
+        # Ray prints there too.
+        for line in self.keeper.stdout:
+            if line.startswith("placement groups: "):
+                return int(line.split()[-1])
+        raise BrokenError("the joined cluster's program has ended")
 
     def num_steps(self) -> int:
         """Lines of metrics.jsonl."""
