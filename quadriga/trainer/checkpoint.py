@@ -65,9 +65,10 @@ class Checkpoints:
         return max(self._own(steps) or steps, default=None)
 
     def _written(self) -> str:
-        """What stands in the file that names the step written last."""
+        """What stands in the file that names the step written last; it is written with an end of line."""
         try:
-            return (self.directory / LATEST).read_bytes().decode(errors="replace").strip()
+            text = (self.directory / LATEST).read_bytes().decode(errors="replace")
+            return text[:-1] if text.endswith("\n") else text and f"{text} without an end of line"
         except FileNotFoundError:
             return ""
         except OSError as error:

@@ -210,7 +210,10 @@ def test_run_begun_anew_goes_on_from_its_own(checkpoints: Checkpoints) -> None:
     assert checkpoints.steps() == [2, 100]
 
 
-@pytest.mark.parametrize("note", ["", "7", "2 or so", "\x00"], ids=["none", "gone", "no number", "no text"])
+NOTES = {"none": "", "gone": "7\n", "no number": "2 or so\n", "no text": "\x00", "cut": "2"}
+
+
+@pytest.mark.parametrize("note", NOTES.values(), ids=NOTES)
 def test_what_is_no_past_of_a_run_is_never_gone_on_from(
     note: str, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
 ) -> None:
