@@ -1,26 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`quadriga eval`: grade a model, a run or a checkpoint on validation data."""
+"""`quadriga eval`: grade a model, a run or a checkpoint on validation data, or a file of responses."""
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 
 from quadriga.cli.config import add_config_arguments, load_from
+from quadriga.data.files import TABLE_SUFFIXES
 from quadriga.trainer.checkpoint import model_folder
-from quadriga.trainer.evaluate import evaluate
+from quadriga.trainer.evaluate import evaluate, score_file
 
 
 def main(argv: Sequence[str]) -> int:
-    """Answer every prompt of data.val_files with the sampling of rollout.val_kwargs, and print the metrics."""
-    parser = argparse.ArgumentParser(prog="quadriga eval", description=__doc__)
-    parser.add_argument("model", help="a Hugging Face folder or name, a run's directory, or one of its global_step_N")
+    """Answer every prompt of data.val_files with the sampling of rollout.val_kwargs, and print the metrics; of a file
+    that has responses, grade these."""
+    parser = argparse.ArgumentParser(prog="quadriga eval", description=main.__doc__)
+    parser.add_argument(
+        "model", help="a Hugging Face folder or name, a run's directory, one of its global_step_N; or a parquet, json "
+        "or jsonl file with responses",
+    )  # fmt: skip
+    parser.add_argument("--response-key", default="responses", help="of such a file: column of the responses")
+    parser.add_argument("--reward-model-key", default="reward_model", help="of such a file: column of the ground truth")
     add_config_arguments(parser)
     arguments = parser.parse_intermixed_args(list(argv))
+    if Path(arguments.model).suffix in TABLE_SUFFIXES:
+        keys = arguments.response_key, arguments.reward_model_key
+        print_metrics(score_file(load_from(arguments), arguments.model, *keys))
+        return 0
     arguments.overrides.append(f"actor_rollout_ref.model.path={model_folder(arguments.model)}")
     config = load_from(arguments)
     metrics, rows = evaluate(config)
     for row in rows:
         print(f"  {row['input']!r}\n    -> {row['output']!r} (score {row['score']:g}, truth {row['ground_truth']!r})")
+    print_metrics(metrics)
+    return 0
+
+
+def print_metrics(metrics: dict[str, float]) -> None:
+    """One line for each."""
     width = max((len(name) for name in metrics), default=0)
     for name, value in metrics.items():
         print(f"{name:<{width}}  {value:.4f}")
-    return 0

@@ -1,21 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`quadriga generate`: responses of a model, a run or a checkpoint to prompts."""
+"""`quadriga generate`: responses of a model, a run or a checkpoint to prompts, or to the rows of files."""
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 
 from quadriga.cli.config import add_config_arguments, load_from
 from quadriga.data.vision import IMAGE
 from quadriga.errors import ConfigError
 from quadriga.trainer.checkpoint import model_folder
-from quadriga.trainer.evaluate import answer
+from quadriga.trainer.evaluate import answer, answer_files
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the responses to one or more prompts."""
-    parser = argparse.ArgumentParser(prog="quadriga generate", description=__doc__)
+    """Print the responses to one or more prompts, or write those to the rows of data.val_files with --output."""
+    parser = argparse.ArgumentParser(prog="quadriga generate", description=main.__doc__)
     parser.add_argument("model", help="a Hugging Face folder or name, a run's directory, or one of its global_step_N")
-    parser.add_argument("--prompt", action="append", required=True, help="what the user says; may be repeated")
+    parser.add_argument("--prompt", action="append", default=[], help="what the user says; may be repeated")
+    parser.add_argument(
+        "--output", type=Path, help="a parquet file to write: the rows of data.val_files, whose data.prompt_key has "
+        "the prompts, and a column `responses`",
+    )  # fmt: skip
     parser.add_argument(
         "--image", action="append", default=[], help="a file for an <image> in the prompts, in their order; may be "
         "repeated. A single prompt without <image> gets its images in front",
@@ -25,6 +30,13 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_intermixed_args(list(argv))
     arguments.overrides.append(f"actor_rollout_ref.model.path={model_folder(arguments.model)}")
     config = load_from(arguments)
+    if arguments.output is not None and not arguments.prompt and config.data.val_files:
+        print(f"{answer_files(config, arguments.output)} rows: {arguments.output}")
+        return 0
+    if arguments.output is not None or not arguments.prompt:
+        got = "no --prompt" if not arguments.prompt else "--prompt and --output"
+        expected = "--prompt, or data.val_files and --output"
+        raise ConfigError("quadriga generate", got=got, expected=expected)
     system = [{"role": "system", "content": arguments.system}] if arguments.system else []
     prompts, images = dealt(arguments.prompt, arguments.image)
     chats = [[*system, {"role": "user", "content": prompt}] for prompt in prompts]

@@ -29,6 +29,8 @@ from fsspec.implementations.local import LocalFileSystem
 
 from quadriga.errors import DataError
 
+_PARQUET, _JSON = (".parquet", ".pq"), (".json", ".jsonl", ".ndjson")
+TABLE_SUFFIXES = (*_PARQUET, *_JSON)
 _VERSION_FIELDS = ("etag", "mtime", "lastmodified", "last_modified", "last-modified", "updated", "created", "md5hash")
 
 
@@ -55,6 +57,10 @@ class RowTable:
             else:
                 yield [row.get(column) for row in self._rows[start : start + size]]
 
+    def to_arrow(self) -> pa.Table:
+        """All rows, as a Parquet file holds them; `pyarrow.ArrowException` if a column has values of several types."""
+        return self._rows if isinstance(self._rows, pa.Table) else pa.Table.from_pylist(list(self))
+
     @cached_property
     def digest(self) -> str:
         """SHA-256 of the file's content."""
@@ -65,7 +71,7 @@ class RowTable:
 def read_table(path: Path) -> RowTable:
     """Read a parquet, json or jsonl file, by its suffix; a DataError names file and line of what is wrong."""
     suffix = path.suffix.lower()
-    if suffix in (".parquet", ".pq"):
+    if suffix in _PARQUET:
         try:
             # One file is read as one file: a folder name such as `split=train` above it adds no column.
             parquet = pq.ParquetFile(path).read()
@@ -75,7 +81,7 @@ def read_table(path: Path) -> RowTable:
             fix = "Write or download it again."
             raise DataError(str(path), got=got, expected="a parquet file", fix=fix) from error
         table = RowTable(path, parquet.column_names, parquet)
-    elif suffix in (".json", ".jsonl", ".ndjson"):
+    elif suffix in _JSON:
         rows = _read_json(path, is_lines=suffix != ".json")
         table = RowTable(path, dict.fromkeys(key for row in rows for key in row), rows)
     else:

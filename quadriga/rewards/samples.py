@@ -99,6 +99,15 @@ class SampleManager(RewardManager):
             raise
         return round_.result()[0]
 
+    def grade_all(self, samples: Samples) -> list[Outcome]:
+        """The outcomes of all samples; RewardError where too many could not be graded."""
+        max_failures = allowed_failures(len(samples.rows), self.settings.max_error_rate)
+        work = self.submit(samples.rows, max_failures)
+        with waiting(f"the grades of {len(samples.rows)} responses", detail=work.progress):
+            outcomes = work.result()
+        _report_failures(samples, outcomes, self.settings.max_error_rate)
+        return outcomes
+
     def submit(self, rows: list[dict[str, Any]], max_failures: int | None = None) -> Round:
         """Begin to grade `Samples.rows`; the round ends once more than `max_failures` have failed."""
         raise NotImplementedError
@@ -140,13 +149,14 @@ def read_samples(data: DataProto, tokenizer: Any, reward_fn_key: str, *, needs_t
         extra_info: Any = {} if known[row] is None else known[row]
         if of_conversation := {name: columns[name][row] for name in OF_CONVERSATION if name in columns}:
             extra_info = {**extra_info, **of_conversation}
-        truth = _ground_truth(columns["reward_model"][row], places[row]) if needs_truths else None
+        truth = ground_truth(columns["reward_model"][row], places[row]) if needs_truths else None
         facts = {"data_source": columns[reward_fn_key][row], "solution_str": text, "ground_truth": truth}
         rows.append({**facts, "extra_info": extra_info})
     return Samples(rows, lengths, response_length, places)
 
 
-def _ground_truth(reward_model: Any, place: str) -> Any:
+def ground_truth(reward_model: Any, place: str, column: str = "reward_model") -> Any:
+    """The ground truth in a row's `reward_model`; RewardError, with the row's place and column, if it has none."""
     got = repr(reward_model)
     if isinstance(reward_model, dict):
         truth = reward_model.get("ground_truth")
@@ -156,7 +166,7 @@ def _ground_truth(reward_model: Any, place: str) -> Any:
             return truth
         got = "the ground truth NaN" if is_missing else f"a dict with {', '.join(map(str, reward_model))}"
     expected, fix = "a dict with 'ground_truth'", "Correct the data file."
-    raise RewardError(f"{place}, column 'reward_model'", got=got, expected=expected, fix=fix)
+    raise RewardError(f"{place}, column {column!r}", got=got, expected=expected, fix=fix)
 
 
 def allowed_failures(num_samples: int, max_error_rate: float) -> int:

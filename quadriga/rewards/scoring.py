@@ -156,6 +156,12 @@ class ScoreFunction:
         try:
             signature.bind(**{**dict.fromkeys(self.arguments), **self.reward_kwargs})
         except TypeError as error:
+            names = tuple(signature.parameters)
+            if (names[:1], names[2:]) == (("data_source",), ("ground_truth",)) and not self.is_batch:
+                # As verl's main_eval calls it: by place, whatever the response is called.
+                return lambda data_source, solution_str, ground_truth, **_: loaded(
+                    data_source, solution_str, ground_truth
+                )
             fixed = f" and reward_kwargs ({', '.join(self.reward_kwargs)})" if self.reward_kwargs else ""
             raise ConfigError(
                 f"{_SECTION}.name={self.name}",

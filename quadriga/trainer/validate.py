@@ -89,11 +89,14 @@ class Validator:
         shown: dict[str, dict[str, Any]] = {}
         for row in rows:
             shown.setdefault(row["uid"], {name: row[name] for name in ("input", "output", "ground_truth", "score")})
-        return _metrics_of(rows) | errors, list(shown.values())[: trainer.log_val_generations]
+        return sample_metrics(rows) | errors, list(shown.values())[: trainer.log_val_generations]
 
 
-def _metrics_of(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Of the score, and of what graders add; columns that are no numbers are left out."""
+def sample_metrics(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """`validation_metrics` of the score of each row, and of what graders add; columns without numbers are left out.
+
+    `rows` have `data_source`, `uid` and `score`, and perhaps `pred`.
+    """
     names = dict.fromkeys(name for row in rows for name in row if name not in _NOT_MEASURED)
     return validation_metrics(
         [row["data_source"] for row in rows],

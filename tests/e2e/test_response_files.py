@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files with prompts in, files with responses out, and their grades."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from quadriga.cli.main import main
+
+Write = Callable[[Path, list[dict[str, Any]]], Path]
+BY_PLACE = '''
+def share(data_source, response, ground_truth):
+    """The share of the letter that is asked for."""
+    return response.count(ground_truth) / max(1, len(response))
+'''
+
+
+@pytest.fixture
+def prompts(tmp_path: Path, write: Write) -> Path:
+    """Prompts without anything to grade by."""
+    rows = [{"question": [{"role": "user", "content": f"say a {number}"}], "id": number} for number in range(5)]
+    return write(tmp_path / "prompts.parquet", rows)
+
+
+def generate(home: Path, files: Path, output: Path, *overrides: str) -> int:
+    keys = [f"data.val_files={files}", "data.prompt_key=question", "data.max_response_length=6"]
+    keys += ["actor_rollout_ref.rollout.n=3", "data.max_prompt_length=32", *overrides]
+    return main(["generate", str(home / "model"), "--output", str(output), *keys])
+
+
+def test_each_row_gets_its_responses(home: Path, prompts: Path, tmp_path: Path) -> None:
+    """Texts for every row in its place, the same for any batch size, beside the columns that were there."""
+    for number, size in enumerate(("null", "2")):
+        assert generate(home, prompts, tmp_path / f"{number}.parquet", f"data.val_batch_size={size}") == 0
+    table = pq.read_table(tmp_path / "0.parquet")
+    assert table.column_names == ["question", "id", "responses"]
+    rows = table.to_pylist()
+    assert [row["id"] for row in rows] == list(range(5))
+    assert all(len(row["responses"]) == 3 for row in rows)
+    assert len({text for row in rows for text in row["responses"]}) > 5
+    assert pq.read_table(tmp_path / "1.parquet") == table
+
+
+def test_rows_that_would_be_dropped_are_told(
+    home: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert generate(home, prompts, tmp_path / "out.parquet", "data.val_max_samples=2") == 1
+    assert "got 2 of 5 rows, by data.filter_overlong_prompts or data.val_max_samples" in capsys.readouterr().err
+    assert not (tmp_path / "out.parquet").exists()
+
+
+def test_responses_of_a_file_are_graded(
+    home: Path, tmp_path: Path, write: Write, make_rows: Callable[..., list[dict[str, Any]]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """The mean over rows of the mean of a row, by a function that takes its arguments by place."""
+    (tmp_path / "share.py").write_text(BY_PLACE)
+    rows = [row | {"texts": texts} for row, texts in zip(make_rows(2), (["aa", "ab"], ["b", "b"]), strict=True)]
+    file = write(tmp_path / "responses.parquet", rows)
+    function = [f"custom_reward_function.path={tmp_path / 'share.py'}", "custom_reward_function.name=share"]
+    assert main(["eval", str(file), "--response-key", "texts", *function]) == 0
+    lines = dict(line.split() for line in capsys.readouterr().out.splitlines())
+    assert (lines["test_score/letters"], lines["val-core/letters/reward/mean@2"]) == ("0.3750", "0.3750")
+    assert lines["val-core/letters/reward/best@2/mean"] == "0.5000"
+    assert main(["eval", str(file), *function]) == 1
+    assert "expected 'responses' among them" in capsys.readouterr().err
+
+
+def test_one_response_may_be_a_text(tmp_path: Path, write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    """The built-in grader of the data source."""
+    rows = [
+        {"data_source": "openai/gsm8k", "reward_model": {"ground_truth": "4"}, "responses": one}
+        for one in ("#### 4", "5")
+    ]
+    assert main(["eval", str(write(tmp_path / "r.parquet", rows))]) == 0
+    assert capsys.readouterr().out.splitlines()[0].split() == ["test_score/openai/gsm8k", "0.5000"]
