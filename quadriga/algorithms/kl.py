@@ -165,12 +165,12 @@ def apply_kl_penalty(
 
     Returns:
         token_level_rewards [B, T], scores minus coefficient times divergence; and the metrics
-        `actor/reward_kl_penalty` (mean over sequences of their mean per token) and `actor/reward_kl_penalty_coeff`.
+        `actor/reward_kl_penalty` (mean over sequences of their mean per token, 0 for one without tokens) and
+        `actor/reward_kl_penalty_coeff`.
     """
     divergence = kl_penalty(old_log_probs, ref_log_prob, kind).masked_fill(~response_mask.bool(), 0)
     coefficient = kl_ctrl.value
-    has_tokens = response_mask.bool().any(-1)
-    current = masked_mean(masked_mean(divergence, response_mask, dim=-1), has_tokens).item()
-    kl_ctrl.update(current_kl=current, n_steps=int(has_tokens.sum()))
+    current = masked_mean(divergence, response_mask, dim=-1).mean().item()
+    kl_ctrl.update(current_kl=current, n_steps=len(divergence))
     metrics = {"actor/reward_kl_penalty": current, "actor/reward_kl_penalty_coeff": coefficient}
     return token_level_scores - coefficient * divergence, metrics

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The training loop: one short sequential program on the driver, over workers that may be anywhere.
 
-    generate -> reward -> old log-probs -> reference -> values -> advantages -> critic -> actor -> publish weights
-    └── until the batch is full ──┘   (with algorithm.filter_groups)
+    generate -> reward -> old log-probs -> reference -> values -> KL in reward -> off-policy correction -> advantages
+    └── until the batch is full ──┘   (with algorithm.filter_groups)           -> critic -> actor -> publish weights
 
 Rewards begin once the responses are there. They are joined at once, or, with `reward_model.launch_reward_fn_async`,
 after the values; see `trainer/rewards.py`.
@@ -149,6 +149,7 @@ class RayPPOTrainer(TrainingLoop):
             if self.critic:
                 with self.timer.phase("values"):
                     batch.union(self.critic.compute_values(model_inputs(batch)))
+        self.charge_divergence(batch)
         self.correct_rollout(batch)
         self.compute_advantages(batch)
         learned = self.draw_rows(batch)
@@ -245,17 +246,11 @@ class RayPPOTrainer(TrainingLoop):
         mismatch = log_prob_mismatch(batch.batch["old_log_probs"], batch.batch["rollout_log_probs"], mask)
         self.metrics |= {f"rollout/{name}": value for name, value in mismatch.items()}
 
-    def correct_rollout(self, batch: DataProto) -> None:
-        """Off-policy correction: `rollout_is_weights` and `response_mask` [B, T]."""
-        correction = self.config.algorithm.rollout_correction
-        if correction.needs_old_log_probs:
-            changed, metrics = correct_rollout(dict(batch.batch.items()), correction)
-            for name, column in changed.items():
-                batch.batch[name] = column
-            self.metrics |= metrics
+    def charge_divergence(self, batch: DataProto) -> None:
+        """`token_level_rewards` [B, T]: the scores, less a KL penalty with `use_kl_in_reward`.
 
-    def compute_advantages(self, batch: DataProto) -> None:
-        """`token_level_rewards`, `advantages` and `returns` [B, T], here on the driver."""
+        Before rejection, which changes the mask: what a response did counts in its reward, whatever is learned from it.
+        """
         with self.timer.phase("adv"):
             columns = batch.batch
             columns["token_level_rewards"] = columns["token_level_scores"]
@@ -269,8 +264,21 @@ class RayPPOTrainer(TrainingLoop):
                     self.config.algorithm.kl_penalty,
                 )
                 self.metrics |= kl_metrics
-            fields = {**dict(columns.items()), **batch.non_tensor_batch}
-            columns["advantages"], columns["returns"] = estimate_advantages(self.estimator, fields)
+
+    def correct_rollout(self, batch: DataProto) -> None:
+        """Off-policy correction: `rollout_is_weights` and `response_mask` [B, T]."""
+        correction = self.config.algorithm.rollout_correction
+        if correction.needs_old_log_probs:
+            changed, metrics = correct_rollout(dict(batch.batch.items()), correction)
+            for name, column in changed.items():
+                batch.batch[name] = column
+            self.metrics |= metrics
+
+    def compute_advantages(self, batch: DataProto) -> None:
+        """`advantages` and `returns` [B, T], here on the driver."""
+        with self.timer.phase("adv"):
+            fields = {**dict(batch.batch.items()), **batch.non_tensor_batch}
+            batch.batch["advantages"], batch.batch["returns"] = estimate_advantages(self.estimator, fields)
 
     def draw_rows(self, batch: DataProto) -> DataProto:
         """The rows to learn from: all, or with `use_pf_ppo` as many drawn by their scores, whatever their order."""

@@ -114,12 +114,12 @@ def test_controller_of_the_configuration() -> None:
 
 
 def test_penalty_in_the_reward() -> None:
-    """By hand: means per sequence 0.3 and 0.1, the empty one not counted, coefficient 2 as it was before the update."""
+    """By hand: means per sequence 0.3, 0.1 and, of the empty one, 0; coefficient 2 as it was before the update."""
     mask = torch.tensor([[1, 1], [1, 0], [0, 0]])
     old = torch.tensor([[0.2, 0.4], [0.1, 9.0], [9.0, 9.0]])
     scores = torch.tensor([[0.0, 1.0], [1.0, 0.0], [0.0, 0.0]])
     controller = AdaptiveKLController(2.0, target_kl=0.1, horizon=10)
     rewards, metrics = apply_kl_penalty(scores, old, torch.zeros(3, 2), mask, controller, "kl")
     torch.testing.assert_close(rewards, torch.tensor([[-0.4, 0.2], [0.8, 0.0], [0.0, 0.0]]))
-    assert metrics == {"actor/reward_kl_penalty": pytest.approx(0.2), "actor/reward_kl_penalty_coeff": 2.0}
-    assert controller.value == pytest.approx(2.0 * (1 + 0.2 * 2 / 10))
+    assert metrics == {"actor/reward_kl_penalty": pytest.approx(0.4 / 3), "actor/reward_kl_penalty_coeff": 2.0}
+    assert controller.value == pytest.approx(2.0 * (1 + 0.2 * 3 / 10))
