@@ -23,6 +23,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from functools import partial
 from operator import methodcaller
@@ -219,17 +220,14 @@ def is_same_text(printed: str, expected: str) -> bool:
 
 
 def is_same_result(result: Any, expected: Any) -> bool:
-    """Whether a function's result is the expected one; numbers with a fraction within 1e-6."""
+    """Whether a function's result is the expected one, as `==` in Python; numbers with a fraction within 1e-6."""
+    readings = [expected]
     if isinstance(expected, str):
-        try:
-            if _is_same_value(result, _read_json(expected)):
-                return True
-        except (ValueError, RecursionError):
-            # A plain text, which stands for itself.
-            return _is_same_value(result, expected)
-    if _is_same_value(result, expected):
-        return True
-    return isinstance(expected, Sequence) and len(expected) == 1 and _is_same_value(result, expected[0])
+        # Text that is not JSON stands for itself.
+        with suppress(ValueError, RecursionError):
+            readings.append(_read_json(expected))
+    alone = [reading[0] for reading in readings if isinstance(reading, Sequence) and len(reading) == 1]
+    return any(_is_same_value(result, reading) for reading in readings + alone)
 
 
 def _is_same_word(word: str, expected: str) -> bool:
@@ -266,8 +264,6 @@ def _is_same_value(value: Any, expected: Any) -> bool:
 
 
 def _is_same_scalar(value: Any, expected: Any) -> bool:
-    if isinstance(value, bool) or isinstance(expected, bool):
-        return value is expected
     if isinstance(value, float) or isinstance(expected, float):
         try:
             return isinstance(value, int | float) and isinstance(expected, int | float) and _is_close(value, expected)

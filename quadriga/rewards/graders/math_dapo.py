@@ -16,7 +16,7 @@ from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
-from quadriga.rewards.graders.reading import find_numbers, last_box
+from quadriga.rewards.graders.reading import find_numbers, last_box, plain_math
 from quadriga.rewards.pool import GradingPool
 from quadriga.rewards.scoring import ScoreFunction
 
@@ -65,17 +65,17 @@ def extract_answer(solution_str: str) -> str | None:
     lines = _ANSWER.findall(tail)
     text = lines[-1] if lines else tail
     box = last_box(text)
-    return box if box is not None else (text.strip(" .*") if lines else None)
+    return box if box is not None else (text.lstrip(" *").rstrip(" .*") if lines else None)
 
 
 def normal(text: str) -> str:
     """An answer as its text is compared."""
     box = last_box(text)
-    text = _TEXT.sub(r"\1", text if box is None else box)
+    text = _TEXT.sub(r"\1", plain_math(text if box is None else box))
     text = _FRACTION.sub(r"\\frac", _LEFT_OUT.sub("", text))
-    # "x = 5" answers with 5.
+    # "x = 5" answers with 5, and "x >= 5" does not.
     head, mark, rest = text.rpartition("=")
-    text = rest if mark and len(head) <= 2 else text
+    text = rest if mark and len(head) <= 2 and head[-1:] not in ("<", ">", "!") else text
     return text.rstrip(".").lower()
 
 

@@ -24,6 +24,10 @@ _LONE_NUMBER = re.compile(
     r"\s*+(?P<sign>[-\u2212]?)\s*+\$?\s*+(?P<minus>[-\u2212]?)(?P<digits>[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)"
 )
 
+_MARK_AS_TEXT = re.compile(r"\\text\{([^{}A-Za-z\\]*)\}")
+_MIXED_NUMBER = re.compile(r"(?<![\w.,/}])([0-9]{1,9})[ \t]+([0-9]{1,9})/([0-9]{1,9})(?![\w/])")
+_POINT_AT_THE_END = re.compile(r"(?<=[0-9])\.(?=\s*(?:\Z|[$}]))")
+
 # To the end of the text where nothing closes it, so that the next one is not tried in vain: time is linear.
 _ANSWER = re.compile(r"<answer>(.*?)(</answer>|\Z)", re.DOTALL)
 
@@ -57,6 +61,21 @@ def plain_text(number: Decimal | None) -> str | None:
 def _decimal(digits: str, *, is_negative: bool) -> Decimal:
     number = Decimal(digits.replace(",", ""))
     return -number if is_negative else number
+
+
+def plain_math(text: str) -> str:
+    r"""LaTeX in which four things that readers of mathematics take amiss are written plainly.
+
+    `7 3/4` becomes 31/4, `3.` 3, `11\text{:}30` 11:30, and `\varnothing` `\emptyset`.
+    """
+    text = _MARK_AS_TEXT.sub(r"\1", text).replace("\\varnothing", "\\emptyset")
+    text = _MIXED_NUMBER.sub(_one_fraction, text)
+    return _POINT_AT_THE_END.sub("", text)
+
+
+def _one_fraction(mixed: re.Match[str]) -> str:
+    whole, numerator, denominator = map(int, mixed.groups())
+    return f"{whole * denominator + numerator}/{denominator}"
 
 
 def last_answer(text: str) -> str | None:

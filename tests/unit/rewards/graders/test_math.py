@@ -36,6 +36,34 @@ def test_equal_meaning_is_right(response, truth, score):
     assert compute_score(response, truth)["score"] == score
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "score"),
+    [
+        (r"50\%", "50", 1.0),
+        ("50%", r"50\%", 1.0),
+        ("3.", "3", 1.0),
+        ("7 3/4", "7.75", 1.0),
+        ("-7 3/4", "-7.75", 1.0),
+        ("7 3/4", "73/4", 0.0),
+        (r"\emptyset", r"\varnothing", 1.0),
+        (r"11\text{:}30", "11:30", 1.0),
+        (r"\neq 5", "5", 0.0),
+        (r"\neq 5", r"\ne 5", 1.0),
+        (r"x \neq 5", r"x \ne 5", 1.0),
+        ("MATH", "HTAM", 0.0),
+        ("MATH", r"\text{math}", 1.0),
+        ("xyz", "zyx", 1.0),
+        ("(2,1)", r"\{1,2\}", 0.0),
+        ("(1,2)", r"\{1,2\}", 0.0),
+        ("2, 1", r"\{1,2\}", 1.0),
+        (r"\left(2, 1\right)", "(2,1)", 1.0),
+    ],
+)
+def test_forms_are_read_alike_on_both_sides(one, other, score):
+    assert compute_score(rf"\boxed{{{one}}}", other)["score"] == score
+    assert compute_score(rf"\boxed{{{other}}}", one)["score"] == score
+
+
 def test_equal_numbers_are_the_same_vote():
     assert compute_score(r"\boxed{\frac{1}{2}}", "1")["pred"] == compute_score(r"\boxed{0.5}", "1")["pred"] == "0.5"
     assert compute_score(r"\boxed{x + 1}", "1")["pred"] == "x + 1"

@@ -20,6 +20,18 @@ from quadriga.rewards.graders.math_dapo import compute_score
         (r"Answer: x = 5", "5", 1),
         (r"Answer: 34\text{ cm}", "34cm", 1),
         (r"Answer: \dfrac{1}{2}", r"\frac{1}{2}", 1),
+        ("Answer: .5", "0.5", 1),
+        ("Answer: .5", "5", 0),
+        ("**Answer:** .5**.", "0.5", 1),
+        ("Answer: 3.", "3", 1),
+        (r"Answer: 50\%", "50", 1),
+        (r"Answer: 50%", r"50\%", 1),
+        (r"Answer: 11\text{:}30", "11:30", 1),
+        (r"Answer: \varnothing", r"\emptyset", 1),
+        ("Answer: 7 3/4", "31/4", 1),
+        ("Answer: 7 3/4", "73/4", 0),
+        ("Answer: x >= 5", "5", 0),
+        (r"Answer: \neq 5", "5", 0),
         ("it is 34", "34", 0),
         ("", "34", 0),
     ],
@@ -34,6 +46,9 @@ def test_meaning_counts_where_math_verify_is_there():
     assert compute_score(r"Answer: $\frac{4}{8}$", "0.5", use_symbols=False)["score"] == -1.0
     assert compute_score(r"Answer: $(x-1)(x+1)$", "x^2-1", wrong_score=0.0)["score"] == 1.0
     assert compute_score("Answer: x", "x^2-1", wrong_score=0.0)["score"] == 0.0
+    assert compute_score("Answer: 7 3/4", "7.75")["score"] == 1.0
+    for wrong, truth in ((r"\neq 5", "5"), ("MATH", "HTAM"), ("(2,1)", r"\{1,2\}")):
+        assert compute_score(f"Answer: {wrong}", truth)["score"] == -1.0
 
 
 def test_a_comparison_without_end_is_an_error_in_time_and_the_next_one_works(monkeypatch):
