@@ -59,6 +59,9 @@ CRASH_LOG_LIMIT_S = 5.0
 END_LIMIT_S = 10.0
 """Time for killed processes to be gone."""
 
+NODE_LIMIT_S = 60.0
+"""Time for a process to start on another node."""
+
 RAY_KILLS_S = 3.0
 """Time for Ray to kill a process; what then still lives is killed without it."""
 
@@ -347,15 +350,26 @@ def end_processes(actors: Sequence[Any], address_refs: Sequence[Any]) -> None:
         if node_id == own_node_id():
             alive = _end_here(processes, RAY_KILLS_S if has_head else 0.0)
         elif has_head and responds(node, raylet_port):
-            alive = run_on_node(node_id, _end_here, processes, RAY_KILLS_S, limit_s=END_LIMIT_S + 5.0)
+            alive = _end_there(node_id, processes)
         # Else a process ends itself: when its node's raylet does, and a raylet when it has no head for a minute.
         left += [f"process {pid} on {node}" for pid in alive]
     if left:
         raise WorkerError(
-            f"closing a worker group: got {', '.join(left)} alive {END_LIMIT_S:g} s after SIGKILL, expected no "
-            "process left",
+            f"closing a worker group: got {', '.join(left)} alive {END_LIMIT_S:g} s after SIGKILL or not "
+            "answered for, expected no process left",
             fix="Such a process waits for a device or a file system; the node's `dmesg` may say why.",
         )
+
+
+def _end_there(node_id: str, processes: list[tuple[int, int]]) -> list[int]:
+    """The same on another node, where a busy machine may take long to start the process that looks."""
+    try:
+        return run_on_node(node_id, _end_here, processes, RAY_KILLS_S, limit_s=END_LIMIT_S + NODE_LIMIT_S)
+    except GetTimeoutError:
+        return [pid for pid, _ in processes]
+    except RayError:
+        # The node is gone, and what ran there with it.
+        return []
 
 
 def kill(address: ProcessAddress, got: str, fix: str) -> None:
@@ -365,7 +379,7 @@ def kill(address: ProcessAddress, got: str, fix: str) -> None:
         ray.exceptions.RayError: its node did not do it.
     """
     _KILLED[address] = got, fix
-    run_on_node(address.node_id, _end_here, [(address.pid, address.started)], 0.0, limit_s=END_LIMIT_S + 5.0)
+    run_on_node(address.node_id, _end_here, [(address.pid, address.started)], 0.0, limit_s=END_LIMIT_S + NODE_LIMIT_S)
 
 
 def _end_here(processes: Sequence[tuple[int, int]], patience_s: float) -> list[int]:
