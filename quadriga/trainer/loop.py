@@ -5,19 +5,22 @@ they must end before the last one, and where progress and metrics go.
 A subclass counts `global_steps` and measures each step, by a `timer` with the phase `step`.
 """
 
+import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from quadriga.config import Config
+from quadriga.data.files import written_aside
 from quadriga.observe.progress import Progress, step_fields
 from quadriga.observe.stopping import expiry, stop_requested
 from quadriga.observe.timing import PhaseTimer
 from quadriga.observe.tracking import RunFacts, Tracking
 from quadriga.observe.watchdog import waiting
+from quadriga.protocol import DataProto
 from quadriga.redact import redacted
 from quadriga.trainer.checkpoint import Checkpoints, step_of
 from quadriga.trainer.saving import (
@@ -27,6 +30,32 @@ from quadriga.trainer.saving import (
     restore_random_states,
     save_run_state,
 )
+from quadriga.workers.checkpoint import HF_FOLDER
+
+MODEL_FOLDER = "model"
+"""Where a run's directory has the model that it ended with: an ordinary Hugging Face folder."""
+
+
+class Step(NamedTuple):
+    """A step that was taken, measured and reported.
+
+    Attributes:
+        loop: that has taken it; it may differ between steps, after the workers were started again.
+        batch: all rows of the step with what was computed; None before the first step of a loop.
+    """
+
+    loop: "TrainingLoop"
+    batch: DataProto | None
+
+    @property
+    def number(self) -> int:
+        """Of the step, from 1 on."""
+        return self.loop.global_steps
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What was measured in the step; valid until the next one is taken."""
+        return self.loop.metrics
 
 
 class TrainingLoop:
@@ -102,6 +131,15 @@ class TrainingLoop:
             one.load_state_dict(state[name])
         self.global_steps = step
 
+    def steps(self) -> Iterator[Step]:
+        """Train from the newest checkpoint, or from the start, to the last step, giving each step once it is taken."""
+        raise NotImplementedError
+
+    def fit(self) -> None:
+        """Train from the newest checkpoint, or from the start, to the last step."""
+        for _ in self.steps():
+            pass
+
     def close(self) -> None:
         """Stop what the loop itself has started. The workers end with their groups."""
 
@@ -139,6 +177,19 @@ class TrainingLoop:
         self._copy()
         if may_be_last:
             self.saver.finish()
+
+    def write_model(self) -> None:
+        """The model that learns as an ordinary folder, `model` in the run's directory."""
+        target, learner = self.checkpoints.directory / MODEL_FOLDER, self.saver.workers["actor"]
+        with written_aside(target, where="trainer.default_local_dir") as draft:
+            aside = draft.absolute().with_suffix(".parts")
+            try:
+                learner.save_model(aside)
+                learner.checkpoint_written(wait=True)
+                (aside / HF_FOLDER).rename(draft)
+            finally:
+                shutil.rmtree(aside, ignore_errors=True)
+        self.progress.message(f"model: {target}")
 
     def _copy(self) -> None:
         if self.copies is not None:

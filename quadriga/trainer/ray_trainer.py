@@ -33,7 +33,7 @@ from quadriga.protocol import DataProto
 from quadriga.rewards import RewardManager
 from quadriga.trainer.balance import SequenceCost, order_for_ranks
 from quadriga.trainer.group_filter import GroupFilter
-from quadriga.trainer.loop import TrainingLoop
+from quadriga.trainer.loop import Step, TrainingLoop
 from quadriga.trainer.metrics import check_log_probs, data_metrics, performance_metrics
 from quadriga.trainer.prompts import PromptStream, assign_uids
 from quadriga.trainer.responses import generate_responses, sample_rows, write_samples
@@ -108,8 +108,8 @@ class RayPPOTrainer(TrainingLoop):
         self.filters_groups = algorithm.filter_groups.enable
         self.profiler = Profiler(config.global_profiler)
 
-    def fit(self) -> None:
-        """Train from the newest checkpoint, or from the start, to the last step."""
+    def steps(self) -> Iterator[Step]:
+        """As `TrainingLoop.steps`; before the first step the policy may be validated."""
         if self.load_checkpoint():
             self.weights.publish(self.global_steps)
         with self.reporting():
@@ -118,7 +118,9 @@ class RayPPOTrainer(TrainingLoop):
             if self.config.trainer.val_only:
                 return
             while not self.is_last_step:
-                self.finish_step(self.train_step())
+                batch = self.train_step()
+                self.finish_step(batch)
+                yield Step(self, batch)
                 if self.is_stopping:
                     raise KeyboardInterrupt
             self.saver.finish()

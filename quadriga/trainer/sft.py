@@ -17,26 +17,21 @@ The second pass has the gradient of the loss, exactly, and pairs need not stay t
 another micro-batch, or on another rank, than the one that it is compared with. The price is the first pass.
 """
 
-import shutil
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.nn.functional import logsigmoid
 
 from quadriga.config import Config
-from quadriga.data.files import written_aside
 from quadriga.errors import DataError, EngineError
 from quadriga.observe.metrics import reduce_metrics
 from quadriga.observe.timing import PhaseTimer
 from quadriga.observe.watchdog import watched
 from quadriga.protocol import DataProto
-from quadriga.trainer.loop import TrainingLoop
-from quadriga.workers.checkpoint import HF_FOLDER
+from quadriga.trainer.loop import Step, TrainingLoop
 from quadriga.workers.reward_model import SequenceTokens, sequences_batch
-
-MODEL_FOLDER = "model"
-"""Where a run's directory has the model that it ended with: an ordinary Hugging Face folder."""
 
 
 class SupervisedTrainer(TrainingLoop, ABC):
@@ -60,16 +55,18 @@ class SupervisedTrainer(TrainingLoop, ABC):
     def judge(self, rows: DataProto) -> dict[str, tuple[float, float]]:
         """Sum and count of each metric of validation rows."""
 
-    def fit(self) -> None:
-        """Train from the newest checkpoint, or from the start, to the last step, and write the model."""
+    def steps(self) -> Iterator[Step]:
+        """As `TrainingLoop.steps`; behind the last step the model is written."""
         self.load_checkpoint()
         with self.reporting():
             if self.val_dataloader is not None and self.settings.val_before_train and self.global_steps == 0:
                 self.tracking.log(self.validate(), 0)
             while not self.is_last_step:
                 for columns in watched(self.train_dataloader, "a batch of training rows"):
-                    self.train_step(DataProto.from_single_dict(columns))
+                    rows = DataProto.from_single_dict(columns)
+                    self.train_step(rows)
                     self.finish_step()
+                    yield Step(self, rows)
                     if self.is_stopping:
                         raise KeyboardInterrupt
                     if self.is_last_step:
@@ -122,19 +119,6 @@ class SupervisedTrainer(TrainingLoop, ABC):
         shown = "   ".join(f"{name.removeprefix('val/')} {value:.4f}" for name, value in metrics.items())
         self.progress.message(f"validation at step {self.global_steps}: {shown}")
         return metrics
-
-    def write_model(self) -> None:
-        """The model as an ordinary folder, `model` in the run's directory."""
-        target = self.checkpoints.directory / MODEL_FOLDER
-        with written_aside(target, where="trainer.default_local_dir") as draft:
-            aside = draft.absolute().with_suffix(".parts")
-            try:
-                self.learner.save_model(aside)
-                self.learner.checkpoint_written(wait=True)
-                (aside / HF_FOLDER).rename(draft)
-            finally:
-                shutil.rmtree(aside, ignore_errors=True)
-        self.progress.message(f"model: {target}")
 
 
 class SFTTrainer(SupervisedTrainer):

@@ -10,7 +10,7 @@ a worker raises an exception                       the run ends: the exception w
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -24,6 +24,7 @@ from quadriga.observe.stopping import heeding_sigterm, stop_requested
 from quadriga.observe.timing import Timeline
 from quadriga.trainer.build import Run, build_run, state_copies
 from quadriga.trainer.checkpoint import Checkpoints, write_configuration
+from quadriga.trainer.loop import Step
 from quadriga.trainer.run_lock import run_lock
 from quadriga.trainer.saving import random_states, restore_random_states
 
@@ -36,7 +37,15 @@ class TaskRunner:
     """Runs one training from configuration to last step. On Ray this is the driver."""
 
     def run(self, config: Config, start_up: Sequence[tuple[str, float]] = ()) -> None:
+        """Train to the last step; see `steps`."""
+        for _ in self.steps(config, start_up):
+            pass
+
+    def steps(self, config: Config, start_up: Sequence[tuple[str, float]] = ()) -> Iterator[Step]:
         """Build everything, say where the time went, train, and close what was opened.
+
+        Gives a `Step` without a batch when everything is built, and one after each step of the training. Between them
+        the run stands still; to close the iterator ends it.
 
         The loss of a worker is got over up to `trainer.max_worker_restarts` times within an hour; a checkpoint that is
         completed resets the count.
@@ -58,12 +67,12 @@ class TaskRunner:
         with run_lock(config.trainer.directory):
             self._copies = state_copies(config)
             try:
-                self._until_done(config, start_up)
+                yield from self._until_done(config, start_up)
             finally:
                 if self._copies is not None:
                     self._copies.close()
 
-    def _until_done(self, config: Config, start_up: Sequence[tuple[str, float]]) -> None:
+    def _until_done(self, config: Config, start_up: Sequence[tuple[str, float]]) -> Iterator[Step]:
         timeline = Timeline(earlier=start_up)
         write_configuration(config.trainer.directory, show(config))
         print(describe_machine())
@@ -74,7 +83,7 @@ class TaskRunner:
         at_first = random_states()
         while True:
             try:
-                self._train(config, timeline)
+                yield from self._train(config, timeline)
                 break
             except (WorkerLostError, PeerLostError, EngineLostError) as error:
                 config = self._after_loss(error)
@@ -118,7 +127,7 @@ class TaskRunner:
         print(f"\n{error}\nRecovery: the workers are started again, and the run goes on from {state}; {left}.")
         return self.config.model_copy(update={"trainer": self.config.trainer.model_copy(update=resume)})
 
-    def _train(self, config: Config, timeline: Timeline) -> None:
+    def _train(self, config: Config, timeline: Timeline) -> Iterator[Step]:
         self._run, self._is_stopping = None, False
         run = self._run = self._build(config, timeline)
         trainer = run.trainer
@@ -132,7 +141,8 @@ class TaskRunner:
                 trainer.newest_copy = newest if newest is not None and newest.step >= (self._written or 0) else None
             with heeding_sigterm(lambda: f"If it is killed before: {how_to_go_on(config)}"):
                 try:
-                    trainer.fit()
+                    yield Step(trainer, None)
+                    yield from trainer.steps()
                 finally:
                     self._is_stopping = stop_requested.is_set()
             is_cut_short = False

@@ -211,6 +211,11 @@ class Learner(EngineWorker):
         self.checkpoint.start(directory / self.part, frozenset(self.section.checkpoint.save_contents))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_model(self, directory: Path) -> None:
+        """Begin to write the model as an ordinary Hugging Face folder, below `directory`."""
+        self.checkpoint.start(directory, frozenset({"hf_model"}))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def checkpoint_written(self, wait: bool = False) -> bool:
         """Whether what was begun is on disk; with `wait`, it is when this returns."""
         return self.checkpoint.writer.is_written(wait=wait)

@@ -7,7 +7,6 @@ SupervisedWorker              engine, update, checkpoints
 """
 
 from abc import abstractmethod
-from pathlib import Path
 
 import torch
 
@@ -58,11 +57,6 @@ class SupervisedWorker(Learner):
         values = infer(self.engine, data, micro)[self.output]
         release_free_memory()
         return DataProto.from_dict(tensors={self.column: values})
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_model(self, directory: Path) -> None:
-        """Begin to write the model as an ordinary Hugging Face folder, below `directory`."""
-        self.checkpoint.start(directory, frozenset({"hf_model"}))
 
 
 class SFTWorker(SupervisedWorker):

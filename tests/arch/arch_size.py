@@ -29,7 +29,7 @@ MANY_PARAMETERS: dict[str, str] = {
 
 LOOP_FILE = "quadriga/trainer/ray_trainer.py"
 LOOP_CLASS = "RayPPOTrainer"
-LOOP_METHODS = ("fit", "step")
+LOOP_METHODS = ("steps", "step")
 
 
 def long_file(source: Source) -> Iterator[str]:
@@ -64,7 +64,7 @@ def many_parameters(source: Source) -> Iterator[str]:
 
 
 def training_loop(source: Source) -> Iterator[str]:
-    """The training loop: `fit` and `step` exist and fit on one screen."""
+    """The training loop: `steps` and `step` exist and fit on one screen."""
     if source.name != LOOP_FILE:
         return
     methods = {name: node for name, node in source.functions() if isinstance(node, ast.FunctionDef)}

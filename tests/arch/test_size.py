@@ -9,7 +9,7 @@ from arch_tree import REPOSITORY, Source, all_sources, complexity, num_lines, nu
 LONG = "def f(a):\n" + "    a += 1\n" * 101
 BRANCHED = "def f(a):\n" + "    if a: a += 1\n" * 15
 TEN_PARAMETERS = "def f(a, b, c, /, d, e, *, g, h, i, j, k): ..."
-LOOP = "class RayPPOTrainer:\n    def fit(self):\n{fit}\n    def step(self): ..."
+LOOP = "class RayPPOTrainer:\n    def steps(self):\n{fit}\n    def step(self): ..."
 
 BAD = [
     (arch_size.long_file, "quadriga/x.py", "\n" * 501),
@@ -17,7 +17,7 @@ BAD = [
     (arch_size.long_function, "quadriga/x.py", "class C:\n    " + LONG.replace("\n", "\n    ")),
     (arch_size.branched_function, "quadriga/x.py", BRANCHED),
     (arch_size.many_parameters, "quadriga/x.py", TEN_PARAMETERS),
-    (arch_size.training_loop, arch_size.LOOP_FILE, "class RayPPOTrainer:\n    def fit(self): ..."),
+    (arch_size.training_loop, arch_size.LOOP_FILE, "class RayPPOTrainer:\n    def steps(self): ..."),
     (arch_size.training_loop, arch_size.LOOP_FILE, LOOP.format(fit="        a = 1\n" * 61)),
     (arch_size.training_loop, arch_size.LOOP_FILE, LOOP.format(fit="        if a: b\n" * 8)),
 ]
