@@ -20,9 +20,11 @@
 Each says *where: got what, expected what. How to fix.*
 """
 
+import traceback
 from collections.abc import Iterable
 from difflib import get_close_matches
 from functools import partial
+from types import TracebackType
 
 from quadriga.redact import redacted_text
 
@@ -118,3 +120,12 @@ def first_line(error: BaseException) -> str:
     """What an error of others says, without the rest of a long report."""
     lines = [line.strip() for line in str(error).strip().splitlines()[:2]]
     return redacted_text(": ".join([type(error).__name__, *lines]))
+
+
+def traceback_text(error: BaseException, begin: TracebackType | None = None) -> str:
+    """The traceback of a user's error, from `begin` on if given; over 8,000 characters without the middle."""
+    text = "".join(traceback.format_exception(type(error), error, begin or error.__traceback__)).rstrip()
+    left_out = len(text) - 8000
+    return redacted_text(
+        text if left_out <= 0 else f"{text[:4000]} ... ({left_out:,} characters are left out) ... {text[-4000:]}"
+    )

@@ -7,12 +7,11 @@ number.
 """
 
 import math
-import traceback
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any, Literal, NamedTuple
 
-from quadriga.redact import redacted_text
+from quadriga.errors import traceback_text
 
 Kind = Literal["graded", "raised", "invalid", "timeout", "died", "skipped"]
 
@@ -35,8 +34,7 @@ def raised(error: BaseException) -> Outcome:
     """The outcome of a sample whose grader raised, with the grader's own traceback."""
     # The outermost frame is the grading process's own: it says nothing about the mistake.
     inner = error.__traceback__.tb_next if error.__traceback__ else None
-    text = "".join(traceback.format_exception(type(error), error, inner or error.__traceback__)).rstrip()
-    return failure("timeout" if isinstance(error, TimeoutError) else "raised", redacted_text(text))
+    return failure("timeout" if isinstance(error, TimeoutError) else "raised", traceback_text(error, inner))
 
 
 def read_outcome(returned: Any) -> Outcome:

@@ -17,7 +17,6 @@ import logging
 import os
 import socket
 import time
-import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -28,7 +27,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from quadriga.config.rollout import RolloutConfig
-from quadriga.errors import ConfigError, QuadrigaError, RolloutError
+from quadriga.errors import ConfigError, QuadrigaError, RolloutError, traceback_text
 from quadriga.observe.metrics import Metric
 from quadriga.observe.watchdog import waiting
 from quadriga.protocol import DataProto
@@ -187,12 +186,12 @@ class AgentLoopManager:
             # What these two call has limits of its own.
             is_ours = type(loop).run in (SingleTurnAgent.run, ToolAgent.run)
             async with nullcontext() if is_ours else chat.limited(self.config.agent.timeout_s):
-                await loop.run(chat)
+                await _run(loop, chat)
             chat.finish(chat.finish_reason or "stop")
         except ConversationOver as over:
             chat.finish(over.reason)
         except ToolFailedError as failure:
-            chat.finish(f"tool_error: {failure}", failure=failure.details or str(failure))
+            chat.finish(f"tool_error: {failure}"[:2000], failure=failure.details or str(failure))
         except (KeyboardInterrupt, GeneratorExit):
             raise
         except BaseException as error:
@@ -203,7 +202,7 @@ class AgentLoopManager:
                 error.add_note(f"in the conversation of row {sample.row}, uid {sample.uid}, turn {len(chat.turns)}")
                 raise
             # A loop of a user's failed, or called sys.exit: it ends its own conversation, as a tool does.
-            details = "".join(traceback.format_exception(error)).rstrip()
+            details = traceback_text(error)
             chat.finish(f"loop_error: {type(error).__name__}: {error}"[:2000], failure=details)
         if grade is not None:
             chat.activity = "being graded"
@@ -226,6 +225,16 @@ class AgentLoopManager:
                 fix=f"{first}\n{failed[0].failure}",
             )
         logger.warning("%d of %d conversations failed. %s", len(failed), len(chats), first)
+
+
+async def _run(loop: AgentLoop, chat: Conversation) -> None:
+    """Runs a user's loop. A process that it forked, and that comes back here, ends: there is one trainer."""
+    pid = os.getpid()
+    try:
+        await loop.run(chat)
+    finally:
+        if os.getpid() != pid:
+            os._exit(1)
 
 
 def _state(chats: Sequence[Conversation]) -> str:

@@ -26,7 +26,6 @@ import json
 import os
 import sys
 import time
-import traceback
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
@@ -38,7 +37,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from quadriga.config.multi_turn import MultiTurnConfig
-from quadriga.errors import RolloutError, did_you_mean
+from quadriga.errors import RolloutError, did_you_mean, traceback_text
 from quadriga.observe.watchdog import place_of
 from quadriga.rollout.agent_loop.parsers import ToolCall
 from quadriga.rollout.agent_loop.tools import Tool, ToolError, ToolSpec
@@ -113,7 +112,7 @@ class ToolThread(EventLoopThread):
                 expected="a result",
                 fix="Raise quadriga.rollout.agent_loop.ToolError for what the model should read instead.",
             )
-            failure.details = "".join(traceback.format_exception(error)).rstrip()
+            failure.details = traceback_text(error)
             raise failure from error
 
     async def _respond(self, work: Coroutine[Any, Any, Any], limit_s: float) -> Any:

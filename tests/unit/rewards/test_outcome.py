@@ -79,6 +79,12 @@ def test_a_traceback_begins_in_the_grader():
     assert outcome.error.endswith("KeyError: 'answer'")
 
 
+def test_a_traceback_of_megabytes_is_cut_in_the_middle():
+    error = raised(ValueError("w" * 3_000_000)).error
+    assert error.startswith("ValueError: www") and len(error) < 8100
+    assert "(2,992,012 characters are left out)" in error
+
+
 def test_a_graders_own_limit_counts_as_timeout():
     assert raised(TimeoutError("too hard")).kind == "timeout"
 

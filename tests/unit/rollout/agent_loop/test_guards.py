@@ -39,6 +39,8 @@ class Bad(AgentLoop):
             os.chdir("/")
         if "fork" in turn.text:
             await self.services.thread.call("fork", os.fork, {}, 10)
+        if "copy" in turn.text:
+            os.fork()
 """
 ENDS = {
     "fine": "stop",
@@ -49,6 +51,7 @@ ENDS = {
     "cancelled": "loop_error: CancelledError",
     "print": "stop",
     "fork": "stop",
+    "copy": "stop",
 }
 
 
