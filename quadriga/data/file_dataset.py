@@ -62,5 +62,6 @@ class FileDataset(Dataset, ABC):
                 self._key,
                 got=f"{len(self)} rows that are not the {state['num_rows']} rows of the checkpoint",
                 expected="the data that the run began with, read by the same settings",
-                fix="Restore the files and data settings, or begin a new run from the checkpoint's weights.",
+                fix="Restore the files and data settings. Or begin a new run on these rows from the weights: another "
+                "trainer.experiment_name, and actor_rollout_ref.model.path=RUN/global_step_N.",
             )

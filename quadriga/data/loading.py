@@ -18,10 +18,26 @@ from torchdata.stateful_dataloader.sampler import RandomSampler
 from transformers import PreTrainedTokenizerBase
 
 from quadriga.config import DataConfig
+from quadriga.data.file_dataset import FileDataset
 from quadriga.data.padding import collate_fn
 from quadriga.data.rl_dataset import RLHFDataset
 from quadriga.errors import DataError
 from quadriga.user_file import import_file, member_of
+
+
+class RowLoader(StatefulDataLoader):
+    """A loader that compares the data with those of its state before the sampler is wound forward in them."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, and which rows it is a position in."""
+        state = super().state_dict()
+        return state | {"rows": self.dataset.state_dict()} if isinstance(self.dataset, FileDataset) else state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a position; DataError: it is one in other rows."""
+        if "rows" in state_dict and isinstance(self.dataset, FileDataset):
+            self.dataset.load_state_dict(state_dict["rows"])
+        super().load_state_dict({name: value for name, value in state_dict.items() if name != "rows"})
 
 
 def create_rl_dataset(
@@ -113,7 +129,7 @@ def create_rl_sampler(data_config: DataConfig, dataset: Dataset, is_train: bool 
 
 def create_dataloader(
     dataset: Dataset, config: DataConfig, *, batch_size: int | None, sampler: Sampler, drop_last: bool
-) -> StatefulDataLoader:
+) -> RowLoader:
     """A loader whose position can be saved and restored.
 
     `batch_size=None` puts the whole data set into one batch; with `drop_last` an incomplete last batch is left out.
@@ -135,7 +151,7 @@ def create_dataloader(
     with warnings.catch_warnings():
         # torchdata calls a function that newer versions of torch only keep for its sake; the warning is of no use.
         warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
-        return StatefulDataLoader(
+        return RowLoader(
             dataset,
             batch_size=size,
             sampler=sampler,

@@ -2,7 +2,7 @@
 """Checkpoints on disk: written aside, listed, read back, renamed, and only then trusted.
 
     DIRECTORY/
-      config.yaml                           the resolved configuration
+      config.yaml                           the resolved configuration: see settings.py
       latest_checkpointed_iteration.txt     the step of the one written last
       global_step_20/
         manifest.json                       size and SHA-256 of every file below
@@ -11,7 +11,8 @@
 
 A folder named global_step_N is complete: it got this name by a rename after its last byte was on disk, and loses
 it by another before its first byte is deleted. Whatever a killed run left behind has another name and is swept away
-by the next save. A complete one that is found to be damaged later is kept as damaged_global_step_N.
+by the next save. A complete one that is found to be damaged later is kept as damaged_global_step_N. Those that are no
+part of a run which began anew, or from an earlier step, are kept in superseded_N, with their configurations.
 """
 
 import hashlib
@@ -30,7 +31,6 @@ from quadriga.workers.checkpoint import HF_FOLDER
 
 MANIFEST = "manifest.json"
 LATEST = "latest_checkpointed_iteration.txt"
-CONFIGURATION = "config.yaml"
 _COMPLETE = re.compile(r"global_step_(\d+)")
 _UNFINISHED = ".unfinished_"
 _SUPERSEDED = ".superseded"
@@ -202,9 +202,7 @@ class Checkpoints:
         elif config.resume_mode == "auto":
             path, damaged = self._load_newest(config.resume_fallback == "newest_intact", load)
         try:
-            self._leave_behind(path, damaged)
-            if path is not None and config.resume_mode == "auto" and self._written() != str(step_of(path)):
-                write_atomically(self.directory / LATEST, f"{step_of(path)}\n")
+            self._leave_behind(path, damaged, config)
         except OSError as error:
             expected = "permission to rename and write there"
             raise CheckpointError(str(self.directory), got=_reason(error), expected=expected) from error
@@ -236,8 +234,11 @@ class Checkpoints:
         error.fix = " ".join([*(f"{one.where}: got {one.got}." for one in others), self._advice(set(damaged))])
         raise error
 
-    def _leave_behind(self, path: Path | None, damaged: Mapping[Path, DamagedCheckpointError]) -> None:
-        """Say what was damaged, and keep it; mark what is no part of the past of a run that goes on from here."""
+    def _leave_behind(
+        self, path: Path | None, damaged: Mapping[Path, DamagedCheckpointError], config: TrainerConfig
+    ) -> None:
+        """Say what was damaged, and keep it; mark what is no part of the past of a run that goes on from here, or move
+        it aside where the configuration says from where."""
         is_ours = path is not None and path.resolve().parent == self.directory.resolve()
         begun = step_of(path) if path is not None and is_ours else 0
         for place, error in damaged.items():
@@ -246,9 +247,32 @@ class Checkpoints:
                 print(f"It is kept as {self._set_aside(place)}.")
         if damaged:
             print(f"The run goes on from {path}: what came after step {begun} is done again.", flush=True)
-        for step in self.steps():
-            if step > begun:
+        if config.val_only:
+            return
+        later = [step for step in self.steps() if step > begun]
+        if config.resume_mode == "auto":
+            for step in later:
                 (self.path(step) / _SUPERSEDED).touch()
+        elif later:
+            aside = self._aside_folder()
+            for step in reversed(later):
+                self.path(step).rename(aside / self.path(step).name)
+            steps = ", ".join(map(str, later))
+            print(f"Checkpoints of another run that stood here, steps {steps}, were moved to {aside}.")
+        if not begun:
+            (self.directory / LATEST).unlink(missing_ok=True)
+        elif self._written() != str(begun):
+            write_atomically(self.directory / LATEST, f"{begun}\n")
+
+    def _aside_folder(self) -> Path:
+        """A new folder for checkpoints of a run that stood here before, with what they were made with."""
+        number = 1
+        while (aside := self.directory / f"superseded_{number}").exists():
+            number += 1
+        aside.mkdir()
+        for file in self.directory.glob("config*.yaml"):
+            shutil.copy2(file, aside)
+        return aside
 
     def _advice(self, damaged: set[Path]) -> str:
         """How to go on without the damaged ones: which other is whole."""
@@ -335,22 +359,6 @@ def verify(checkpoint: Path) -> None:
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         got = f"no list of files ({type(error).__name__}: {error})"
         raise DamagedCheckpointError(str(manifest), got=got, expected="the list of files", fix=fix) from error
-
-
-def write_configuration(directory: Path, text: str) -> None:
-    """Write config.yaml for its owner alone; that its result has nowhere to go is found before an hour of training.
-
-    Raises:
-        CheckpointError: nothing can be written there.
-    """
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        write_atomically(directory / CONFIGURATION, text, mode=0o600)
-    except OSError as error:
-        raise CheckpointError(
-            f"trainer.default_local_dir={directory}: got {_reason(error)}, expected a directory that can be written",
-            fix="Free space or set trainer.default_local_dir to another one.",
-        ) from error
 
 
 def write_atomically(path: Path, text: str, mode: int = 0o666) -> None:

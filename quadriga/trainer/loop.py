@@ -7,7 +7,7 @@ A subclass counts `global_steps` and measures each step, by a `timer` with the p
 
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from quadriga.trainer.saving import (
     restore_random_states,
     save_run_state,
 )
+from quadriga.trainer.settings import Settings, keep_settings, say_nothing_to_do
 from quadriga.workers.checkpoint import HF_FOLDER
 
 MODEL_FOLDER = "model"
@@ -94,6 +95,7 @@ class TrainingLoop:
         self.recovery: tuple[int, float] | None = None
         self.copies: Any = None
         self.newest_copy: Any = None
+        self._keep_settings: Callable[[], None] | None = None
         self._expires_at, self._longest_step_s = expiry(), 0.0
 
     def load_checkpoint(self) -> bool:
@@ -107,6 +109,12 @@ class TrainingLoop:
             print(f"state copies: {f'none, for {reason}' if reason else copies.attach(self.saver.workers)}")
         if place is not None:
             self._copy()
+        now, last = Settings.of(self.config), self.total_training_steps
+        if isinstance(place, Path) and self.is_last_step and not self.settings.val_only:
+            say_nothing_to_do(self.config, place, last, now)
+        self._keep_settings = partial(keep_settings, self.config, now, self.global_steps, last)
+        if place is None:
+            self._keep_settings()
         return place is not None
 
     def _load(self, path: Path) -> None:
@@ -154,6 +162,10 @@ class TrainingLoop:
 
     def log_step(self) -> None:
         """Show and track the metrics of the step; after a restart its number and the seconds that it cost."""
+        if self._keep_settings is not None:
+            # A run that cannot make a step has changed nothing of the steps before.
+            self._keep_settings()
+            self._keep_settings = None
         if self.recovery is not None:
             number, lost_at = self.recovery
             self.metrics |= {"recovery/restarts": number, "recovery/seconds": time.monotonic() - lost_at}

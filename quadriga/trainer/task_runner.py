@@ -16,17 +16,18 @@ from contextlib import suppress
 import numpy as np
 import torch
 
-from quadriga.config import Config, show
+from quadriga.config import Config
 from quadriga.config.placement import with_fewer_processes
 from quadriga.errors import EngineLostError, NoRoomError, PeerLostError, QuadrigaError, WorkerLostError
 from quadriga.observe.machine import describe_machine
 from quadriga.observe.stopping import heeding_sigterm, stop_requested
 from quadriga.observe.timing import Timeline
 from quadriga.trainer.build import Run, build_run, state_copies
-from quadriga.trainer.checkpoint import Checkpoints, write_configuration
+from quadriga.trainer.checkpoint import Checkpoints
 from quadriga.trainer.loop import Step
 from quadriga.trainer.run_lock import run_lock
 from quadriga.trainer.saving import random_states, restore_random_states
+from quadriga.trainer.settings import Settings, has_nothing_to_do
 
 RESTARTS_KEY = "trainer.max_worker_restarts"
 RESTART_WINDOW_S = 3600.0
@@ -74,7 +75,8 @@ class TaskRunner:
 
     def _until_done(self, config: Config, start_up: Sequence[tuple[str, float]]) -> Iterator[Step]:
         timeline = Timeline(earlier=start_up)
-        write_configuration(config.trainer.directory, show(config))
+        if has_nothing_to_do(config, Settings.of(config)):
+            return
         print(describe_machine())
         # A user's data set or reward that draws from these draws the same again; our own choices have their generators.
         random.seed(config.trainer.seed)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from quadriga.cli.main import main
 from quadriga.models.weight_files import open_weights
 
 NUM_STEPS = 6
@@ -152,6 +153,42 @@ def test_finished_run_stays_as_it_is(train: Callable[..., Path]) -> None:
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     train(*COMMON, "trainer.save_freq=3")
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("total", ["trainer.total_training_steps=2", "trainer.total_training_steps=null"])
+def test_finished_run_is_no_place_for_another(
+    total: str, train: Callable[..., Path], arguments: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By a number of steps and by epochs (10 rows in batches of 4 are 2 steps): refused by what differs; untouched."""
+    run = train("trainer.save_freq=2", total)
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    assert main(["train", *arguments("trainer.save_freq=2", total)]) == 0
+    assert f"nothing to do: 2 of 2 steps are done in {run}; raise trainer.total_" in capsys.readouterr().out
+    assert main(["train", *arguments("trainer.save_freq=2", total, "actor_rollout_ref.rollout.n=3")]) == 2
+    error = capsys.readouterr().err
+    assert "2 of 2 steps are done" in error and "\n  actor_rollout_ref.rollout.n: 2 -> 3\n" in error
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+def test_run_that_goes_on_with_other_settings_says_which_and_keeps_both(
+    train: Callable[..., Path],
+    arguments: Callable[..., list[str]],
+    write: Callable,
+    make_rows: Callable,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = train("trainer.save_freq=2")
+    first = (run / "config.yaml").read_bytes()
+    train("trainer.save_freq=2", "trainer.total_training_steps=3", "actor_rollout_ref.actor.optim.lr=1e-4")
+    assert "The run goes on from step 2 with other settings than before:\n" in capsys.readouterr().out
+    assert (run / "config_from_step_1.yaml").read_bytes() == first
+    assert "\n# steps 3 to 3\n" in (second := (run / "config.yaml").read_text())
+    # Fewer rows than the sampler has drawn: no step follows.
+    few = write(tmp_path / "few.parquet", make_rows(4))
+    assert main(["train", *arguments("trainer.total_training_steps=5", f"data.train_files={few}")]) == 1
+    assert "got 4 rows that are not the 10 rows of the checkpoint" in capsys.readouterr().err
+    assert (run / "config.yaml").read_text() == second
 
 
 def test_longer_run_goes_on(train: Callable[..., Path], metric_lines: Callable[[Path], list[dict[str, Any]]]) -> None:

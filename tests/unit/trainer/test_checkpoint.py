@@ -19,7 +19,6 @@ from quadriga.trainer.checkpoint import (
     model_folder,
     step_of,
     verify,
-    write_configuration,
 )
 
 
@@ -217,10 +216,15 @@ NOTES = {"none": "", "gone": "7\n", "no number": "2 or so\n", "no text": "\x00",
 def test_what_is_no_past_of_a_run_is_never_gone_on_from(
     note: str, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A run has begun anew, or from an earlier step: what stood there then is not an older state of it."""
+    """A run has begun anew: what stood there then is not an older state of it, and stands aside, with its settings."""
     for step in (1, 2, 3, 9):
         write(checkpoints, step, "predecessor")
+    (checkpoints.directory / "config.yaml").write_text("trainer: {}\n")
     assert resumed(checkpoints, resume_mode="disable") is None
+    aside = checkpoints.directory / "superseded_1"
+    assert f"steps 1, 2, 3, 9, were moved to {aside}." in capsys.readouterr().out
+    assert names(checkpoints.directory) == ["config.yaml", "superseded_1"] and (aside / "config.yaml").is_file()
+    assert resumed(checkpoints) is None
     write(checkpoints, 2)
     write(checkpoints, 3)
     (checkpoints.directory / LATEST).write_text(note)
@@ -229,10 +233,27 @@ def test_what_is_no_past_of_a_run_is_never_gone_on_from(
     damage(checkpoints.path(3))
     assert resumed(checkpoints) == checkpoints.path(2)
     damage(checkpoints.path(2))
-    with pytest.raises(DamagedCheckpointError, match=r"global_step_2/actor/state.* Resume from .*global_step_9 with"):
+    with pytest.raises(DamagedCheckpointError, match=r"global_step_2/actor/state.* No other checkpoint"):
         resumed(checkpoints)
-    first = str(checkpoints.path(1))
+    first = str(aside / "global_step_1")
     assert resumed(checkpoints, resume_mode="resume_path", resume_from_path=first) == Path(first)
+
+
+def test_run_from_an_earlier_step_goes_on_from_there(checkpoints: Checkpoints) -> None:
+    """Killed before its first checkpoint, it does not take the later ones of the run that it has left."""
+    first = write(checkpoints, 1)
+    write(checkpoints, 2)
+    for number in (1, 2):
+        assert resumed(checkpoints, resume_mode="resume_path", resume_from_path=str(first)) == first
+        assert resumed(checkpoints) == first and checkpoints.steps() == [1]
+        assert (checkpoints.directory / f"superseded_{number}" / "global_step_2").is_dir()
+        write(checkpoints, 2, "again")
+
+
+def test_a_validation_alone_moves_nothing(checkpoints: Checkpoints) -> None:
+    write(checkpoints, 1)
+    assert checkpoints.resume(TrainerConfig(resume_mode="disable", val_only=True), lambda path: None) is None
+    assert (checkpoints.steps(), checkpoints.newest()) == ([1], 1)
 
 
 def test_newest_without_its_note(checkpoints: Checkpoints) -> None:
@@ -312,9 +333,10 @@ def test_where_to_resume(checkpoints: Checkpoints) -> None:
     assert resumed(checkpoints) == second
     (checkpoints.directory / LATEST).unlink()
     assert resumed(checkpoints) == second and (checkpoints.directory / LATEST).read_text() == "2\n"
-    assert resumed(checkpoints, resume_mode="disable") is None
     assert resumed(checkpoints, resume_mode="resume_path", resume_from_path=str(first)) == first
-    with pytest.raises(CheckpointError, match=r"no manifest\.json, .* Resume from .*global_step_2 "):
+    assert resumed(checkpoints) == first
+    second = checkpoints.directory / "superseded_1" / "global_step_2"
+    with pytest.raises(CheckpointError, match=r"no manifest\.json, .* Resume from .*global_step_1 "):
         resumed(checkpoints, resume_mode="path", resume_from_path=str(checkpoints.directory))
 
 
@@ -414,7 +436,8 @@ def test_damaged_one_is_not_overwritten_by_a_run_from_before_it(checkpoints: Che
     damage(write(checkpoints, 2))
     assert resumed(checkpoints, resume_mode="resume_path", resume_from_path=str(first)) == first
     write(checkpoints, 2)
-    assert (checkpoints.directory / "damaged_global_step_2" / "actor" / "state").read_text() == "weighty"
+    aside = checkpoints.directory / "superseded_1" / "global_step_2"
+    assert (aside / "actor" / "state").read_text() == "weighty"
     verify(checkpoints.path(2))
 
 
@@ -458,11 +481,3 @@ def test_model_folder_of_a_checkpoint_with_hf_model_only(checkpoints: Checkpoint
     (directory / "actor" / "huggingface" / "config.json").write_text("{}")
     checkpoints.complete(1)
     assert model_folder(checkpoints.directory) == checkpoints.path(1) / "actor" / "huggingface"
-
-
-def test_configuration_is_written_or_refused(tmp_path: Path) -> None:
-    write_configuration(tmp_path / "a" / "run", "trainer: {}\n")
-    assert names(tmp_path / "a" / "run") == ["config.yaml"]
-    (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match=r"default_local_dir=.*NotADirectoryError.*Set|Free"):
-        write_configuration(tmp_path / "file" / "run", "trainer: {}\n")

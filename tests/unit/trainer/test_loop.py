@@ -108,7 +108,7 @@ def test_a_resumed_loop_goes_on_from_the_newest(make: Make) -> None:
     first = make(save_freq=2)
     assert not first.load_checkpoint()
     first.run()
-    second = make()
+    second = make(save_freq=2)
     second.resumable["loader"].number = 0
     assert second.load_checkpoint() and second.global_steps == 5
     assert second.saver.workers["actor"].loaded == ["global_step_5"] and second.resumable["loader"].number == 7
