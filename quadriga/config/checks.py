@@ -91,7 +91,7 @@ def _check_exists(key: str, path: str | None, what: str) -> Iterator[Finding]:
 def check_files(config: Config) -> Iterator[Finding]:
     """Yields data files and models that are missing."""
     trainer, data, policy = config.trainer, config.data, config.actor_rollout_ref.model.path
-    needs_validation = (trainer.val_before_train and config.task == "rl") or trainer.test_freq > 0
+    needs_validation = (trainer.val_before_train and config.task == "rl") or trainer.test_freq != -1
     without = " To train without validation set trainer.val_before_train=False and leave trainer.test_freq at -1."
     for key, files, is_needed, alternative in (
         ("data.train_files", data.train_files, True, ""),
@@ -212,7 +212,7 @@ def check_update(config: Config) -> Iterator[Finding]:
             where, expected = f"{key}.checkpoint.load_contents", f"parts of {key}.checkpoint.save_contents"
             yield wrong(where, ", ".join(missing), expected, "What is not written cannot be read.")
         absent = [one for one in ("model", "optimizer", "extra") if one not in parts.load_contents]
-        if absent and not missing and config.trainer.save_freq > 0:
+        if absent and not missing and config.trainer.save_freq != -1:
             without = ", ".join(absent)
             yield f"{key}.checkpoint: without {without} a resumed run does not equal the run that was not stopped."
 

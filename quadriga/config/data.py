@@ -67,7 +67,8 @@ class DataConfig(Section):
     tools_key: Name = "tools"
     """SFT: column with the tools that the chat template is given, in rows that have it."""
     prompt_key: Name = "prompt"
-    """Column that holds the prompt, a list of chat messages (a supervised task: or text)."""
+    """Column that holds the prompt, a list of chat messages (a supervised task: or text; `extra_info.question` is the
+    entry of that name in a column of dictionaries, and so for the other columns)."""
     response_key: Name = "response"
     """SFT: column with the response, text, where `data.format=prompt_response`."""
     chosen_key: Name = "chosen"
@@ -112,9 +113,9 @@ class DataConfig(Section):
     seed: NonNegativeInt = 1
     """Seed of the order of the data and of the choice of rows."""
     train_max_samples: MinusOneOrCount = -1
-    """Training rows to use at most, drawn with `data.seed` when shuffled. -1: all."""
+    """Training rows to use at most, drawn with `data.seed` when shuffled (supervised: the first). -1: all."""
     val_max_samples: MinusOneOrCount = -1
-    """Validation rows to use at most, drawn with `data.seed` when shuffled. -1: all."""
+    """Validation rows to use at most, drawn with `data.seed` when shuffled (supervised: the first). -1: all."""
     dataloader_num_workers: NonNegativeInt = 0
     """Processes that prepare rows. 0: the trainer's own."""
     cache_dir: PathText = "~/.cache/quadriga"

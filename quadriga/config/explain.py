@@ -160,12 +160,16 @@ def _run(config: Config, plan: BatchPlan, num_train_prompts: int | None) -> Iter
     else:
         yield f"{epochs}; the number of steps depends on the data"
     when = ["before training"] if trainer.val_before_train else []
-    when += [f"every {_count(trainer.test_freq, 'step')}"] if trainer.test_freq > 0 else []
+    when += [_every(trainer.test_freq)] if trainer.test_freq != -1 else []
     yield f"validation: {' and '.join(when) or 'none'}{', then the run ends' if trainer.val_only else ''}"
-    saves = f"every {_count(trainer.save_freq, 'step')} and at the end" if trainer.save_freq > 0 else "none"
-    kept = f", the last {trainer.max_ckpt_to_keep} kept" if trainer.max_ckpt_to_keep and trainer.save_freq > 0 else ""
+    saves = f"{_every(trainer.save_freq)} and at the end" if trainer.save_freq != -1 else "none"
+    kept = f", the last {trainer.max_ckpt_to_keep} kept" if trainer.max_ckpt_to_keep and trainer.save_freq != -1 else ""
     yield f"checkpoints: {saves}{kept}"
     yield f"resume: {trainer.resume_mode}"
+
+
+def _every(frequency: int | str) -> str:
+    return f"every {_count(frequency, 'step')}" if isinstance(frequency, int) else "after each epoch"
 
 
 def _processes(config: Config) -> Iterator[str]:

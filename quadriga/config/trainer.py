@@ -11,9 +11,12 @@ from annotated_types import Ge, MinLen
 from pydantic import AfterValidator, Field, NonNegativeInt
 
 from quadriga.config.base import Finding, ReadIf, Section, refuse, wrong
-from quadriga.config.types import Count, Meaning, MinusOneOrCount, Name, PathText, ResumeMode
+from quadriga.config.types import Count, Meaning, Name, PathText, ResumeMode
 
 Tracker = Literal["console", "jsonl", "tensorboard", "wandb", "mlflow", "swanlab"]
+# -1 first: the value on a command line is YAML, as a number's is.
+_FREQUENCY = "-1, a whole number of at least 1, or after_each_epoch"
+Frequency = Annotated[Literal[-1, "after_each_epoch"] | Count, Meaning(_FREQUENCY)]
 Arrangement = Literal["together", "grouped", "apart"]
 Placed = Annotated[Arrangement | dict[str, Name], Meaning("together, grouped, apart, or a dictionary of role: pool")]
 _POOLS = "a dictionary of pool: list, each list a whole number of at least 1 for each machine"
@@ -70,13 +73,14 @@ class TrainerConfig(Section):
     """Machines (nodes) that a resource pool spans."""
     n_gpus_per_node: Count = 1
     """Processes of a resource pool on each machine: one per GPU or, without GPUs, so many that share the cores."""
-    save_freq: MinusOneOrCount = -1
-    """Training steps between checkpoints; the last step has one too. -1: no checkpoints."""
+    save_freq: Frequency = -1
+    """Training steps between checkpoints, or after_each_epoch; the last step has one too. -1: no checkpoints."""
     esi_redundant_time: NonNegativeInt = 0
     """Seconds to spare before the time at which the machine is taken back, as the environment says: a checkpoint is
     written after a step that may be the last one before it, if `save_freq` asks for any."""
-    test_freq: MinusOneOrCount = -1
-    """Training steps between validations; the last one has one too. -1: none (a supervised task: before and after)."""
+    test_freq: Frequency = -1
+    """Training steps between validations, or after_each_epoch; the last one has one too. -1: none (a supervised task:
+    before and after)."""
     val_before_train: bool = True
     """Whether the untrained model is validated first, where there are validation files."""
     default_local_dir: Annotated[PathText, AfterValidator(_known_places)] = "outputs/{project_name}/{experiment_name}"

@@ -17,9 +17,10 @@ Shapes: L tokens of one sequence.
 
 import hashlib
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -31,12 +32,14 @@ from transformers import PreTrainedTokenizerBase
 from quadriga.config import DataConfig
 from quadriga.data.file_dataset import FileDataset
 from quadriga.data.files import RowTable
-from quadriga.data.tokenizing import ChatEncoder, Messages, as_messages
+from quadriga.data.tokenizing import ChatEncoder, Messages, as_messages, shortened
 from quadriga.errors import DataError
 from quadriga.observe.watchdog import waiting
 
 BATCH_ROWS = 256
 ASSISTANT = "assistant"
+THINKING = "enable_thinking"
+"""Column, and argument of chat templates: whether this conversation is one with reasoning."""
 Row = TypeVar("Row", bound=tuple[np.ndarray, ...])
 
 
@@ -79,7 +82,7 @@ class TokenizedRows(FileDataset, Generic[Row]):
         tables, self._tables = self._tables, []  # the tokens are kept, the files are not
         required = {getattr(config, key): f"data.{key}" for key in self.columns}
         for table in tables:
-            if missing := [name for name in required if name not in table.columns]:
+            if missing := [name for name in required if not {name, name.partition(".")[0]} & {*table.columns}]:
                 raise DataError(
                     str(table.path),
                     got=f"the columns {', '.join(table.columns)}",
@@ -89,9 +92,11 @@ class TokenizedRows(FileDataset, Generic[Row]):
                 )
         rows: list[Row] = []
         num_rows, limit = sum(map(len, tables)), config.max_length
+        at_most = config.train_max_samples if is_train else config.val_max_samples
+        num_rows = num_rows if at_most == -1 else min(at_most, num_rows)
         with waiting(f"the tokens of {self._key}", lambda: f"{len(rows)} of {num_rows} rows are there"):
             for table in tables:
-                rows.extend(self._read(table))
+                rows.extend(islice(self._read(table), num_rows - len(rows)))
         lengths = [self.num_tokens(row) for row in rows]
         self.rows = [row for row, length in zip(rows, lengths, strict=True) if length <= limit]
         if not self.rows:
@@ -143,10 +148,26 @@ class TokenizedRows(FileDataset, Generic[Row]):
         for start in range(0, len(table), BATCH_ROWS):
             numbers = range(start, min(start + BATCH_ROWS, len(table)))
             places = [f"{table.path} row {number}" for number in numbers]
-            parts = [self.parts_of(table[number], where) for number, where in zip(numbers, places, strict=True)]
+            rows = [self._row(table[number], where) for number, where in zip(numbers, places, strict=True)]
+            parts = [self.parts_of(row, where) for row, where in zip(rows, places, strict=True)]
             tokens = iter(self.encoder.encode([part.text for row in parts for part in row]))
             for row, where in zip(parts, places, strict=True):
                 yield self._fitted(self.made(row, [next(tokens) for _ in row], where), where)
+
+    def _row(self, row: dict[str, Any], where: str) -> dict[str, Any]:
+        """The row, with what a dotted name of a column means in it."""
+        for key in ("prompt_key", *self.columns):
+            name = getattr(self.config, key)
+            if name in row or "." not in name:
+                continue
+            value: Any = row
+            for part in name.split("."):
+                if not isinstance(value, dict) or part not in value:
+                    got = f"no {part!r} in {shortened(value)}"
+                    raise DataError(where, got=got, expected=f"what data.{key}={name} names")
+                value = value[part]
+            row[name] = value
+        return row
 
     def _fitted(self, row: Row, where: str) -> Row:
         """The row, cut where it is too long and is to be cut."""
@@ -191,7 +212,9 @@ class MultiTurnSFTDataset(TokenizedRows[Conversation]):
 
     def parts_of(self, row: dict[str, Any], where: str) -> list[TextPart]:
         messages = chat_of_row(row[self.config.messages_key], where=where)
-        return text_parts(messages, self.encoder, where=where, tools=row.get(self.config.tools_key))
+        thinks = row.get(THINKING)
+        options = {} if thinks is None else {THINKING: bool(thinks)}
+        return text_parts(messages, self.encoder, where=where, tools=row.get(self.config.tools_key), options=options)
 
     def made(self, parts: Sequence[TextPart], tokens: Sequence[list[int]], where: str) -> Conversation:
         return conversation(tokens, [part.is_learned for part in parts], self.tokenizer.eos_token_id)
@@ -226,11 +249,17 @@ class SFTDataset(MultiTurnSFTDataset):
 
 
 def text_parts(
-    messages: Messages, encoder: ChatEncoder, *, where: str, tools: Sequence[Any] | None = None
+    messages: Messages,
+    encoder: ChatEncoder,
+    *,
+    where: str,
+    tools: Sequence[Any] | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> list[TextPart]:
     """A conversation as the chat template writes it, cut before and after each turn of the assistant.
 
-    What follows its last turn is left out. `tools` are passed to the template, where the row has some.
+    What follows its last turn is left out. `tools` are passed to the template, where the row has some, and so are
+    `options`, further arguments.
 
     Raises:
         DataError: no turn of the assistant, an empty one, one at the very beginning, or a template that writes earlier
@@ -246,7 +275,7 @@ def text_parts(
         )
     if turns[0] == 0:
         raise DataError(where, got="a chat that begins with the assistant", expected="a prompt before the response")
-    own = encoder.template_kwargs | ({"tools": list(tools)} if tools else {})
+    own = encoder.template_kwargs | dict(options or {}) | ({"tools": list(tools)} if tools else {})
     prompting = ChatEncoder(encoder.tokenizer, own | {"add_generation_prompt": True})
     complete = ChatEncoder(encoder.tokenizer, own | {"add_generation_prompt": False})
     parts: list[TextPart] = []

@@ -81,6 +81,7 @@ def build_run(config: Config, timeline: Timeline) -> Run:
             val = build_val_loader(config, tokenizer) if config.data.val_files else None
         choices = models()
         total = config.trainer.total_training_steps or config.trainer.total_epochs * max(1, len(train))
+        config = _counted_in_steps(config, max(1, len(train)))
         if config.task == "rl":
             workers = handles(team)
             with timeline.part("rewards"):
@@ -99,6 +100,13 @@ def build_run(config: Config, timeline: Timeline) -> Run:
     for table in layout_tables(config, has_critic=needs.critic):
         print(table)
     return Run(trainer, team)
+
+
+def _counted_in_steps(config: Config, epoch_steps: int) -> Config:
+    """The configuration with the number of an epoch's steps for `after_each_epoch`."""
+    names = ("save_freq", "test_freq")
+    counted = {name: epoch_steps for name in names if getattr(config.trainer, name) == "after_each_epoch"}
+    return config.model_copy(update={"trainer": config.trainer.model_copy(update=counted)}) if counted else config
 
 
 def start_workers(config: Config, tokenizer: Any, needs: Needs) -> WorkerGroups:

@@ -150,3 +150,11 @@ def test_a_bad_row_ends_the_run_before_its_first_step(sft, capsys, rows, overrid
     printed = capsys.readouterr()
     assert said in printed.err and "Traceback" not in printed.err
     assert "1/4" not in printed.out
+
+
+def test_what_is_due_after_each_epoch_is_due_after_its_last_step(sft) -> None:
+    """Sixteen rows are three steps of five an epoch; the last step of the run is the fourth."""
+    path = sft(CHATS * 2, "trainer.test_freq=after_each_epoch", "trainer.save_freq=after_each_epoch")
+    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "val/loss" in line] == [0, 3, 4]
+    assert sorted(one.name for one in path.glob("global_step_*")) == ["global_step_3", "global_step_4"]

@@ -221,3 +221,29 @@ def test_a_position_in_other_rows_is_refused(write, data, tokenizer) -> None:
     one.load_state_dict(one.state_dict())
     with pytest.raises(DataError, match="not the 1 rows of the checkpoint"):
         other.load_state_dict(one.state_dict())
+
+
+def test_a_dotted_name_reaches_into_a_column(write, data, tokenizer) -> None:
+    rows = [{"extra_info": {"question": "w1", "answer": "w2 w3"}, "prompt": "w9"}]
+    config = data(prompt_key="extra_info.question", response_key="extra_info.answer")
+    row = SFTDataset(write("a.parquet", rows), tokenizer, config)[0]
+    assert tokenizer.decode(row["input_ids"][:6]) == "<user> w1 <assistant> w2 w3 <eos>"
+    with pytest.raises(DataError, match=r"row 0: got no 'reply' in \{'question': .*data.response_key=extra_info.reply"):
+        SFTDataset(write("a.jsonl", rows), tokenizer, data(prompt_key="prompt", response_key="extra_info.reply"))
+
+
+def test_at_most_so_many_rows_are_the_first(write, data, tokenizer) -> None:
+    file = write("a.jsonl", [chat_dataset("w1", f"w{number}") for number in range(2, 7)])
+    whole, some = (MultiTurnSFTDataset(file, tokenizer, data(train_max_samples=size)) for size in (-1, 3))
+    assert (len(whole), len(some)) == (5, 3)
+    assert all(some[row]["input_ids"].equal(whole[row]["input_ids"]) for row in range(3))
+    assert len(MultiTurnSFTDataset(file, tokenizer, data(train_max_samples=3), is_train=False)) == 5
+
+
+def test_the_template_is_told_whether_a_row_thinks(write, data, tokenizer) -> None:
+    template = "{{ 'w7 ' if enable_thinking else 'w8 ' if enable_thinking is defined else '' }}" + CLOSED
+    rows = [chat_dataset("w1", "w2") | {"enable_thinking": value} for value in (True, False, None)]
+    made = MultiTurnSFTDataset(
+        write("a.jsonl", rows), tokenizer, data(apply_chat_template_kwargs={"chat_template": template})
+    )
+    assert [tokenizer.decode(made[row]["input_ids"][:1]) for row in range(3)] == ["w7", "w8", "<user>"]
