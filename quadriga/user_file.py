@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions and classes from a user's own Python file: algorithms, graders, data sets, samplers, tools, agent loops."""
 
+import contextlib
 import hashlib
+import importlib
 import sys
 import traceback
+from collections.abc import Iterable, Iterator
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -12,39 +15,75 @@ from typing import Any
 from quadriga.errors import ConfigError, did_you_mean
 from quadriga.observe.watchdog import waiting
 
+PACKAGE, FILE = "pkg://", "file://"
+EXTERNAL = "actor_rollout_ref.model.external_lib"
+_OURS = (__file__, contextlib.__file__, importlib.__file__)
+
+_digests: dict[str, str] = {}
+"""Name of a module that was made of a file -> hash of the text it was made of."""
+
 
 def import_file(path: str | Path, where: str) -> ModuleType:
-    """The file as a module; files beside it can be imported from it. `where` is the key that errors name.
+    """The file as a module; files beside it, and packages in the working directory, can be imported from it.
+
+    A file is run once in a process, and again only if its text has changed.
+
+    Args:
+        path: of the file, also as `file://PATH`; or `pkg://package.module`, a module that can be imported.
+        where: the key that errors name.
 
     Raises:
         ConfigError: no such file, one whose name does not end in .py, or one that raises; the error shows where.
     """
-    file = Path(path).expanduser().resolve()
+    text = str(path)
+    if text.startswith(PACKAGE):
+        _append_to_path(Path.cwd())
+        with _told(text, where):
+            return importlib.import_module(text.removeprefix(PACKAGE))
+    file = Path(text.removeprefix(FILE)).expanduser().resolve()
     if not file.is_file():
         raise ConfigError(
-            where, got=f"{str(path)!r}, which is not a file", expected="a Python file", fix=f"Looked for {file}."
+            where, got=f"{text!r}, which is not a file", expected="a Python file", fix=f"Looked for {file}."
         )
-    # The name is the path's alone: a file that is loaded again replaces what it registered, and another process that
+    # The name is the path's alone: a file that is run again replaces what it registered, and another process that
     # unpickles something of it finds it under the same name.
     name = f"quadriga_user_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    if _digests.get(name) == digest and name in sys.modules:
+        return sys.modules[name]
     spec = spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         raise ConfigError(where, got=str(file), expected="a Python file, with a name that ends in .py")
     module = module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look their module up by name
-    if str(file.parent) not in sys.path:
-        sys.path.append(str(file.parent))  # last, so that no file of the user's hides an installed package
+    _append_to_path(file.parent, Path.cwd())
     try:
-        with waiting(f"{file} to be imported ({where})"):
+        with _told(str(file), where):
             spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
+    except ConfigError:
         del sys.modules[name]
-        raise ConfigError(
-            where,
-            got=f"{file}, which raised {type(error).__name__} while it was loaded:\n{_told(error)}\n",
-            expected="a file that can be imported",
-        ) from error
+        raise
+    _digests[name] = digest
     return module
+
+
+def import_external(names: str | Iterable[str] | None) -> None:
+    """Import the files and modules of `actor_rollout_ref.model.external_lib`, so that what they register is known."""
+    for name in [names] if isinstance(names, str) else names or []:
+        is_file = "/" in name or name.endswith(".py")  # else, as in verl, the name of a module
+        import_file(name if is_file else f"{PACKAGE}{name}", EXTERNAL)
+
+
+def is_reference(name: str) -> bool:
+    """Whether the text has the form `path/to/file.py:Name` or `pkg://package.module:Name`."""
+    place, colon, member = name.removeprefix(PACKAGE).rpartition(":")
+    return bool(colon and member) and (name.startswith(PACKAGE) or place.endswith(".py"))
+
+
+def referred(name: str, where: str, *, base: type | None = None) -> Any:
+    """The function, or the subclass of `base`, that such a text names; errors as for `import_file` and `member_of`."""
+    place, _, member = name.rpartition(":")
+    return member_of(import_file(place, where), member, where, base=base)
 
 
 def member_of(module: ModuleType, name: str, where: str, *, base: type | None = None) -> Any:
@@ -75,9 +114,24 @@ def member_of(module: ModuleType, name: str, where: str, *, base: type | None = 
     )
 
 
-def _told(error: BaseException) -> str:
-    """The error as Python prints it, from the user's file on."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename.startswith((__file__, "<frozen importlib")):
-        trace = trace.tb_next
-    return "".join(traceback.format_exception(type(error), error, trace)).rstrip()
+def _append_to_path(*folders: Path) -> None:
+    # Last, so that no file of the user's hides an installed package.
+    sys.path.extend(str(folder) for folder in dict.fromkeys(folders) if str(folder) not in sys.path)
+
+
+@contextlib.contextmanager
+def _told(what: str, where: str) -> Iterator[None]:
+    """While a user's code is imported: a long wait is reported, and an error is shown from the user's file on."""
+    try:
+        with waiting(f"{what} to be imported ({where})"):
+            yield
+    except (Exception, SystemExit) as error:
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename.startswith((*_OURS, "<frozen importlib")):
+            trace = trace.tb_next
+        shown = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
+        raise ConfigError(
+            where,
+            got=f"{what}, which raised {type(error).__name__} while it was loaded:\n{shown}\n",
+            expected="a file that can be imported",
+        ) from error

@@ -27,12 +27,13 @@ import torch
 from torch import Tensor
 
 from quadriga.errors import ConfigError, did_you_mean
-from quadriga.user_file import import_file, member_of
+from quadriga.user_file import is_reference, referred
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _FIELD_KINDS = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 _ESTIMATOR = "algorithm.adv_estimator"
+_AS_VERL = "A loss by verl's contract, which returns a scalar, runs with QUADRIGA_VERL=1."
 
 
 class AdvantageEstimator(StrEnum):
@@ -55,8 +56,13 @@ class AdvantageEstimator(StrEnum):
 
 
 def required_fields(function: Callable[..., Any]) -> tuple[str, ...]:
-    """The batch fields that an algorithm reads: its positional parameters, in order."""
-    return tuple(name for name, one in signature(function).parameters.items() if one.kind in _FIELD_KINDS)
+    """The batch fields that an algorithm reads: its positional parameters, in order.
+
+    One called `index` gets `uid`, which tells the group of a response, as in verl: the `index` of a row is unique
+    within its file at best.
+    """
+    names = (name for name, one in signature(function).parameters.items() if one.kind in _FIELD_KINDS)
+    return tuple("uid" if name == "index" else name for name in names)
 
 
 def options(function: Callable[..., Any]) -> tuple[str, ...]:
@@ -168,24 +174,25 @@ class Registry(dict[str, Callable[..., Any]]):
         return decorate
 
     def find(self, name: str) -> Callable[..., Any]:
-        """The function registered as `name`, or the one that `path/to/file.py:function` names.
+        """The function registered as `name`, or the one that `path/to/file.py:function` names, or
+        `pkg://package.module:function`.
 
         Raises:
             ConfigError: an unknown name (with the nearest ones), or a file or function that cannot be loaded.
         """
         if name in self:
             return self[name]
-        path, _, member = name.rpartition(":")
         if name.endswith(".py"):
             raise ConfigError(self.key, got=repr(name), expected="file.py:function", fix="Say which function to take.")
-        if not path.endswith(".py"):
+        if not is_reference(name):
             raise ConfigError(
                 self.key,
                 got=repr(str(name)),
                 expected=f"one of {', '.join(sorted(self))}, or path/to/file.py:function",
-                fix=did_you_mean(str(name), sorted(self)),
+                fix=did_you_mean(str(name), sorted(self))
+                or "A file that registers it belongs to actor_rollout_ref.model.external_lib.",
             )
-        function = member_of(import_file(path, self.key), member, self.key)
+        function = referred(name, self.key)
         _check_signature(function, f"{self.key} {name!r}")
         return function
 
@@ -280,6 +287,31 @@ def estimate_advantages(
     return result[0].masked_fill(~mask, 0), result[1].masked_fill(~mask, 0)
 
 
+def check_losses(name: str, result: Any, mask: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """What the policy loss `name` returned, losses [B, T] and diagnostics [B, T] each by name; `mask` is [B, T].
+
+    Raises:
+        ConfigError: it is something else, such as a loss that is a scalar already, or a diagnostic that is a number.
+    """
+    where = f"{POLICY_LOSSES.key} {name!r}, its result"
+    is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)
+    if not is_pair:
+        got = f"a tuple of {len(result)}" if isinstance(result, tuple) else f"a {type(result).__name__}"
+        raise ConfigError(
+            where, got=got, expected="(losses, diagnostics): a tensor, and a dict of tensors", fix=_AS_VERL
+        )
+    for part, values in {"losses": result[0], **result[1]}.items():
+        if not isinstance(values, Tensor) or values.shape != mask.shape:
+            shape = f" of shape {list(values.shape)}" if isinstance(values, Tensor) else ""
+            raise ConfigError(
+                where,
+                got=f"{part}, a {type(values).__name__}{shape}",
+                expected=f"a tensor of shape {list(mask.shape)}, one value per token of the response",
+                fix=f"Leave the mean to the engine, which counts over all micro-batches and ranks. {_AS_VERL}",
+            )
+    return result
+
+
 def _check_signature(function: Callable[..., Any], where: str) -> None:
     """Refuse `*args`, `**kwargs` and positional parameters with a default: they leave open what is a field."""
     for parameter in signature(function).parameters.values():
@@ -288,7 +320,8 @@ def _check_signature(function: Callable[..., Any], where: str) -> None:
                 where,
                 got=f"a function with {parameter}",
                 expected="named parameters only",
-                fix="Name the batch fields it reads as positional parameters and its options after a `*`.",
+                fix="Name the batch fields it reads as positional parameters and its options after a `*`. "
+                "One by verl's contract runs with QUADRIGA_VERL=1.",
             )
         if parameter.kind in _FIELD_KINDS and parameter.default is not Parameter.empty:
             raise ConfigError(

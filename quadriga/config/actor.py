@@ -34,6 +34,8 @@ class ModelConfig(Section):
     """Whether code that comes with the model may be run."""
     custom_chat_template: str | None = None
     """Jinja text of a chat template. null: the tokenizer's own."""
+    external_lib: str | list[str] | None = None
+    """Files (`.py`) or modules to import in each process: what they register can be chosen by name. One, or a list."""
     lora_rank: NonNegativeInt = 0
     """Rank of the LoRA adapter that is trained in place of the weights. 0: no adapter, all weights are trained."""
     lora_alpha: Count = 16

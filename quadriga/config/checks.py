@@ -83,7 +83,9 @@ def check_paths(config: Config) -> Iterator[Finding]:
 
 def _check_exists(key: str, path: str | None, what: str) -> Iterator[Finding]:
     is_there = os.path.isfile if what in ("a Python file", "a YAML file") else os.path.exists
-    if path is not None and not is_there(os.path.expanduser(path)):
+    if path is None or (what == "a Python file" and path.startswith("pkg://")):
+        return  # a module is found by importing it, which is not done here
+    if not is_there(os.path.expanduser(path.removeprefix("file://"))):
         fix = f"There is no such {what.split()[-1]}; relative paths start where the command is run."
         yield wrong(key, f"'{path}'", what, fix)
 

@@ -75,11 +75,11 @@ class CustomRewardFunctionConfig(Section):
     """A reward function of your own, loaded from a file."""
 
     path: PathText | None = None
-    """Python file that holds the function. null: the built-in grader of the row's data source."""
+    """Python file that holds the function, or `pkg://package.module`. null: the built-in grader of the data source."""
     name: Name = "compute_score"
     """Name of the function in that file: `f(data_source, solution_str, ground_truth, extra_info=None)`."""
-    reward_kwargs: Annotated[dict[str, Any], ReadIf("path", (None,), is_one=False)] = Field(default_factory=dict)
-    """Open dictionary: further keyword arguments for the function."""
+    reward_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Open dictionary: further keyword arguments for the function, or options of the built-in graders."""
 
 
 def check_classifier(reward: RewardModelConfig, max_sequence_tokens: int) -> Iterator[Finding]:

@@ -17,7 +17,7 @@ from quadriga.algorithms.aggregate import LossCounts, agg_loss
 from quadriga.algorithms.kl import kl_penalty
 from quadriga.algorithms.losses import clipped_value_loss
 from quadriga.algorithms.masked import log_prob_mismatch
-from quadriga.algorithms.registry import Algorithm, choose_policy_loss
+from quadriga.algorithms.registry import Algorithm, check_losses, choose_policy_loss
 from quadriga.config import ActorConfig, CriticConfig
 from quadriga.config.algorithm import RolloutCorrectionConfig
 from quadriga.errors import ConfigError, EngineError
@@ -138,7 +138,8 @@ class PolicyObjective(Objective):
         old = rows.batch.get("old_log_probs", log_prob.detach())
         if self._needs_old_log_prob:
             fields["old_log_prob"] = old
-        losses, diagnostics = self.policy_loss.function(**fields, log_prob=log_prob)
+        result = self.policy_loss.function(**fields, log_prob=log_prob)
+        losses, diagnostics = check_losses(self.policy_loss.name, result, mask)
         if "rollout_is_weights" in rows.batch.keys():
             losses = losses * rows.batch["rollout_is_weights"]
         aggregate = partial(

@@ -8,10 +8,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from importlib import import_module
+from inspect import signature
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from quadriga.errors import RewardError
 from quadriga.rewards.outcome import Outcome
+from quadriga.user_file import is_reference, referred
 
 if TYPE_CHECKING:
     import numpy as np
@@ -115,7 +117,13 @@ def register(name: str) -> Callable[[ManagerClass], ManagerClass]:
 
 
 def get_reward_manager_cls(name: str) -> type:
-    """The reward manager that is registered as `name`; RewardError if there is none."""
+    """The reward manager that is registered as `name`, or that `path/to/file.py:Class` names.
+
+    Raises:
+        RewardError: there is none. ConfigError: the file cannot be imported, or lacks the class.
+    """
+    if is_reference(name):
+        return referred(name, "reward_model.reward_manager", base=object)
     if name not in _classes and name in BUILT_IN:
         import_module(BUILT_IN[name])
     if name not in _classes:
@@ -123,7 +131,8 @@ def get_reward_manager_cls(name: str) -> type:
             "reward_model.reward_manager",
             got=name,
             expected=f"one of {', '.join(sorted({*_classes, *BUILT_IN}))}",
-            fix="Your own class needs @quadriga.rewards.register(name), in a module that has been imported.",
+            fix="Your own class: file.py:Class, or @quadriga.rewards.register(name) in a file of "
+            "actor_rollout_ref.model.external_lib.",
         )
     return _classes[name]
 
@@ -140,7 +149,15 @@ class _Called(RewardManager):
 
 def load_reward_manager(config: "Config", tokenizer: Any) -> RewardManager:
     """The manager that `reward_model.reward_manager` names, ready to grade; the caller closes it."""
-    manager = get_reward_manager_cls(config.reward_model.reward_manager)(config, tokenizer)
+    cls = get_reward_manager_cls(config.reward_model.reward_manager)
+    if next(iter(signature(cls).parameters), "") == "tokenizer":
+        raise RewardError(
+            f"reward manager {cls.__qualname__}",
+            got=f"{cls.__name__}{signature(cls)}",
+            expected=f"{cls.__name__}(config, tokenizer)",
+            fix="Change its parameters; one by verl's contract runs with QUADRIGA_VERL=1.",
+        )
+    manager = cls(config, tokenizer)
     return manager if isinstance(manager, RewardManager) else _Called(manager)
 
 
@@ -153,7 +170,7 @@ def early_grader(config: "Config", tokenizer: Any, num_processes: int = 1) -> Re
     """
     settings = config.reward_model
     is_model_alone = settings.enable and config.custom_reward_function.path is None
-    is_known = settings.reward_manager in {*_classes, *BUILT_IN}
+    is_known = is_reference(settings.reward_manager) or settings.reward_manager in {*_classes, *BUILT_IN}
     if config.actor_rollout_ref.rollout.mode == "sync" or is_model_alone or not is_known:
         return None
     if not getattr(get_reward_manager_cls(settings.reward_manager), "grades_early", False):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from quadriga.errors import ConfigError, RewardError
-from quadriga.user_file import import_file, member_of
+from quadriga.user_file import FILE, PACKAGE, import_file, member_of
 
 GRADERS: dict[str, str] = {
     "openai/gsm8k": "gsm8k",
@@ -108,7 +108,7 @@ class ScoreFunction:
     """Which function grades, and with which fixed arguments.
 
     Attributes:
-        path: file that holds it; None for the built-in `default_compute_score`.
+        path: file that holds it, or "pkg://package.module"; None for the built-in `default_compute_score`.
         reward_kwargs: further keyword arguments of every call.
         is_batch: whether one call grades a list of samples (`BATCH_ARGUMENTS`) or one sample (`ITEM_ARGUMENTS`).
     """
@@ -125,7 +125,9 @@ class ScoreFunction:
             raise ConfigError(f"{_SECTION}.reward_kwargs", got=", ".join(taken), expected=expected)
         if self.path is None:
             return
-        file = Path(self.path).expanduser().absolute()
+        if self.path.startswith(PACKAGE):
+            return
+        file = Path(self.path.removeprefix(FILE)).expanduser().absolute()
         if not file.is_file():
             raise ConfigError(
                 f"{_SECTION}.path",
@@ -167,6 +169,6 @@ class ScoreFunction:
                 f"{_SECTION}.name={self.name}",
                 got=f"{self.name}{signature}: {error}",
                 expected=f"a function that takes the keyword arguments {', '.join(self.arguments)}{fixed}",
-                fix="Change the function's parameters, or add **kwargs to them.",
+                fix="Change the function's parameters, add **kwargs to them, or give what it wants in reward_kwargs.",
             ) from error
         return loaded

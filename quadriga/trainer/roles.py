@@ -9,6 +9,7 @@ from enum import StrEnum
 
 from quadriga.algorithms.registry import choose_estimator
 from quadriga.config import Config, needs_old_log_prob_pass, needs_reference
+from quadriga.user_file import import_external
 
 _OF_THE_PASS = frozenset({"old_log_probs", "sum_pi_squared"})
 
@@ -52,6 +53,7 @@ class Needs:
         """What a run with this configuration must compute at each step."""
         algorithm, fields = config.algorithm, ()
         if config.task == "rl":
+            import_external(config.actor_rollout_ref.model.external_lib)
             fields = choose_estimator(algorithm.adv_estimator, algorithm.adv_options, dict(algorithm)).fields
         return cls(
             critic="values" in fields,

@@ -37,6 +37,7 @@ from quadriga.observe.machine import Choice, choose_dtype
 from quadriga.observe.metrics import Metric
 from quadriga.protocol import DataProto
 from quadriga.single_controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
+from quadriga.user_file import import_external
 from quadriga.workers.checkpoint import OPTIMIZER, RoleCheckpoint
 from quadriga.workers.models import LoadedModel
 
@@ -125,6 +126,7 @@ class EngineWorker(Worker):
 
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
         super().__init__()
+        import_external(config.actor_rollout_ref.model.external_lib)
         self.config, self.tokenizer = config, tokenizer
         self.share_prompts = config.actor_rollout_ref.actor.use_prefix_sharing
 

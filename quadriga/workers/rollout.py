@@ -14,6 +14,7 @@ from quadriga.errors import WeightSyncError
 from quadriga.observe.machine import choose_dtype
 from quadriga.protocol import DataProto
 from quadriga.single_controller import Dispatch, Worker, register
+from quadriga.user_file import import_external
 from quadriga.weight_sync import Address, WeightReceiver
 from quadriga.workers.base import choose_device
 from quadriga.workers.generation import Generation
@@ -24,6 +25,7 @@ class RolloutWorker(Worker):
 
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
         super().__init__()
+        import_external(config.actor_rollout_ref.model.external_lib)
         self.config, self.tokenizer = config, tokenizer
         self.weight_version = 0
         self._receiver: WeightReceiver | None = None

@@ -8,10 +8,10 @@ import pytest
 
 from quadriga.errors import ConfigError
 from quadriga.observe import watchdog
-from quadriga.user_file import import_file, member_of
+from quadriga.user_file import import_external, import_file, is_reference, member_of, referred
 
 
-def test_a_file_is_loaded_anew_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_run_once_and_again_when_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under one name, which pickle finds; relative paths count from the working directory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -20,9 +20,31 @@ def test_a_file_is_loaded_anew_each_time(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "beside_mine.py").write_text("value = 1\n")
     first = import_file("mine.py", "key")
     assert (first.value, sys.modules[first.__name__]) == (2, first)
+    assert import_file(f"file://{file}", "key") is first
     file.write_text("value = 30\n")
     second = import_file(file, "key")
     assert (second.value, second.__name__) == (30, first.__name__)
+
+
+def test_modules_and_packages_of_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the working directory on the path of imports, as under the installed command."""
+    (tmp_path / "own_package").mkdir()
+    (tmp_path / "own_package" / "scores.py").write_text("def score(x):\n    return 2 * x\n")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "mine.py").write_text("from own_package.scores import score\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(tmp_path))])
+    assert import_file("elsewhere/mine.py", "key").score(2) == 4
+    assert referred("pkg://own_package.scores:score", "key")(3) == 6
+    assert referred("elsewhere/mine.py:score", "key")(3) == 6
+    assert [is_reference(name) for name in ("a.py:f", "pkg://a.b:f", "a.py", "pkg://a.b", "grpo", "a.b:f")] == [
+        *(True, True),
+        *(False,) * 4,
+    ]
+    import_external("own_package.scores")
+    import_external(["own_package.scores", "elsewhere/mine.py"])
+    with pytest.raises(ConfigError, match=r"external_lib: got pkg://own_pakage, which raised ModuleNotFoundError"):
+        import_external("own_pakage")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ Every tool is a class whose objects live as long as a conversation: `Account` as
 `async`. Text is returned to the model as it is, bytes are decoded, anything else is written as JSON.
 """
 
-import importlib
 import inspect
 import json
 import re
@@ -35,7 +34,7 @@ from typing_extensions import TypedDict  # pydantic takes no other one before Py
 
 from quadriga.config.multi_turn import read_tool_file
 from quadriga.errors import ConfigError, RolloutError
-from quadriga.user_file import import_file, member_of
+from quadriga.user_file import PACKAGE, import_file, member_of
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -229,13 +228,8 @@ def class_named(reference: str, folder: Path, base: type, where: str) -> Any:
     place, _, name = reference.rpartition(":") if ":" in reference else reference.rpartition(".")
     if not place or not name:
         raise ConfigError(where, got=repr(reference), expected="file.py:Name or package.module.Name")
-    if place.endswith(".py"):
-        module = import_file(folder / Path(place).expanduser(), where)
-    else:
-        try:
-            module = importlib.import_module(place)
-        except ImportError as error:
-            raise ConfigError(where, got=f"{place!r} ({error})", expected="a module that can be imported") from error
+    is_file = place.endswith(".py")
+    module = import_file(folder / Path(place).expanduser() if is_file else f"{PACKAGE}{place}", where)
     found = member_of(module, name, where, base=base)
     if missing := sorted(getattr(found, "__abstractmethods__", ())):
         raise ConfigError(

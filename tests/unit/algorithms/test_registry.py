@@ -13,6 +13,7 @@ from quadriga.algorithms.registry import (
     AdvantageEstimator,
     Registry,
     bind_options,
+    check_losses,
     choose_estimator,
     choose_policy_loss,
     estimate_advantages,
@@ -21,6 +22,7 @@ from quadriga.algorithms.registry import (
     required_fields,
 )
 from quadriga.errors import ConfigError
+from quadriga.user_file import import_external
 
 
 def estimator(rewards):
@@ -230,3 +232,46 @@ def test_refused(estimator, message: str) -> None:
     """Each error names the key and the way out."""
     with pytest.raises(ConfigError, match=f"algorithm.adv_estimator: .*{message}"):
         estimate_advantages(estimator, FIELDS)
+
+
+def test_index_is_the_group_as_in_verl() -> None:
+    """Rows of two files may share their number; responses to one prompt share their uid."""
+
+    def centred(token_level_rewards, response_mask, index):
+        return token_level_rewards * torch.tensor([name == "a" for name in index])[:, None], token_level_rewards
+
+    mask = torch.ones(2, 1)
+    fields = {"token_level_rewards": mask, "response_mask": mask, "uid": ["a", "b"], "index": [0, 0]}
+    assert estimate_advantages(centred, fields)[0].tolist() == [[1.0], [0.0]]
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (
+            torch.tensor(1.0),
+            r"'mine', its result: got a Tensor, expected \(losses, diagnostics\).*QUADRIGA_VERL",
+        ),
+        ((torch.tensor(1.0), 0.1, 0.2, 0.3), r"got a tuple of 4, expected \(losses, diagnostics\)"),
+        ((torch.tensor(1.0), {}), r"got losses, a Tensor of shape \[\], expected a tensor of shape \[2, 3\].*the mean"),
+        ((torch.ones(2, 3), {"clipfrac": 0.1}), r"got clipfrac, a float, expected a tensor of shape \[2, 3\]"),
+    ],
+)
+def test_a_loss_is_per_token(result, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_losses("mine", result, torch.ones(2, 3))
+
+
+def test_what_a_library_registers_is_known(tmp_path: Path) -> None:
+    """From two spellings of one file, which is run once."""
+    file = tmp_path / "library.py"
+    file.write_text(
+        "from quadriga.algorithms import register_adv_est\n\n\n"
+        "@register_adv_est('of_a_library')\n"
+        "def own(token_level_rewards, response_mask):\n    return token_level_rewards, token_level_rewards\n"
+    )
+    with pytest.raises(ConfigError, match="external_lib"):
+        get_adv_estimator_fn("of_a_library")
+    import_external([str(file), f"file://{file}"])
+    assert get_adv_estimator_fn("of_a_library") is get_adv_estimator_fn(f"{file}:own")
+    del ADVANTAGES["of_a_library"]

@@ -121,7 +121,6 @@ def test_is_refused_and_nothing_else_is(ready: list[str], changes: list[str], ke
         (["actor_rollout_ref.actor.optim.min_lr_ratio=0.1"],
          "min_lr_ratio: not used, for actor_rollout_ref.actor.optim.lr_scheduler_type is 'constant'"),
         (["actor_rollout_ref.actor.optim.lr=0"], "nothing is learned"),
-        (["custom_reward_function.reward_kwargs.a=1"], "custom_reward_function.reward_kwargs: not used"),
         (["global_profiler.tool=torch"], "global_profiler.tool: not used, for global_profiler.steps is []"),
         (["global_profiler.steps=[1]"], "global_profiler.steps: not used, for global_profiler.tool is null"),
     ],
