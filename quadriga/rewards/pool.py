@@ -9,7 +9,8 @@
     a thread       waits for the next outcome; unblocked by it, by the end of its pipe, or by the time limit of a sample
 
 The first sample of a chunk without an outcome is the one in work, and its time began with the outcome before it. So a
-process that hangs, dies or is killed costs that one sample; those behind it go back to the queue.
+process that hangs, dies or is killed costs that one sample; those behind it go back to the queue. A process that awaits
+many samples at a time does not say which of them it was: they are graded again, few at a time and at last alone.
 
 What score functions print is passed on, `SAMPLE_BYTES` of a sample and `MINUTE_BYTES` a minute; the rest is counted.
 
@@ -31,12 +32,13 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
+from itertools import count
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from quadriga.descendants import end_descendants, end_group
 from quadriga.errors import RewardError
-from quadriga.rewards.grading_process import COMMAND, GRADED, LOADING, READY, UNUSABLE, Arguments
+from quadriga.rewards.grading_process import COMMAND, GRADED, LATE, LOADING, READY, UNUSABLE, Arguments
 from quadriga.rewards.outcome import Outcome, failure
 from quadriga.rewards.scoring import ScoreFunction
 
@@ -52,6 +54,11 @@ SAMPLE_BYTES, MINUTE_BYTES = 4096, 65536
 """How much of what score functions print is shown: of one sample, and of all of the pool in a minute."""
 
 _END_LIMIT_S = 15.0
+
+_LOOK_S, _BLOCKED_S = 0.05, 5.0
+"""A process that awaits samples gets more of them this often, and is blocked when it is so late with an outcome."""
+
+_DIED = "the grading process ended with {} while it graded this sample"
 
 
 class Printed:
@@ -112,7 +119,7 @@ class GradingProcess:
         self._messages.register(self._connection, select.POLLIN)
         self._messages.register(self._output, select.POLLIN)
         self._lock = threading.Lock()
-        self.is_ready = self.is_ended = False
+        self.is_ready = self.is_ended = self.is_async = False
         self.since = time.monotonic()
         self.send(function)
 
@@ -142,27 +149,35 @@ class GradingProcess:
             except (EOFError, OSError):
                 is_killed, end = self.is_ended, self.stop(is_ending=True)
                 if self.is_ready or is_killed:
-                    return failure("died", f"the grading process ended with {end} while it graded this sample")
+                    return failure("died", _DIED.format(end))
                 expected = "a process that starts and loads the score function"
                 raise RewardError(
                     "grading process", got=end, expected=expected, fix="Its output above may say why."
                 ) from None
             if kind == UNUSABLE:
                 raise value
-            self.is_ready = kind != LOADING
+            self.is_ready, self.is_async = kind != LOADING, kind == READY and value
             if kind == last:
                 return value
             self._begin_wait(timeout_s)
         self.stop()
         if self.is_ready:
-            error = f"no score within {timeout_s:g} s; the grading process was killed (reward_model.timeout_s)"
-            return failure("timeout", error)
+            return failure("timeout", f"{LATE.format(timeout_s)}; the grading process was killed")
         raise RewardError(
             "grading process",
             got=f"no sign of life for {LOADING_LIMIT_S:g} s",
             expected="the score function's file and its imports to load",
             fix="Look at what runs at import in custom_reward_function.path.",
         )
+
+    def receive_any(self) -> tuple[int, Outcome | list[Outcome]] | None:
+        """The next outcome of a process that awaits many, and its number; None: not yet. It died: EOFError, OSError."""
+        self._until = time.monotonic() + _LOOK_S
+        while ready := self._wait():
+            if self._connection.fileno() in ready:
+                self.since, self._room = time.monotonic(), SAMPLE_BYTES
+                return self._connection.recv()[1]
+        return None
 
     def _begin_wait(self, timeout_s: float) -> None:
         self.since, self._room = time.monotonic(), SAMPLE_BYTES
@@ -253,6 +268,11 @@ class Round:
             elif self._num_failed > self._max_failures:
                 self.end()
 
+    def leave(self, process: GradingProcess) -> None:
+        """The process has no samples of the round any more."""
+        with self.lock:
+            self.processes.discard(process)
+
     def end(self, error: BaseException | None = None) -> None:
         """Grade no more, and kill the processes that have samples. The error is raised where one waits for outcomes."""
         with self.lock:
@@ -297,11 +317,20 @@ class Round:
 
 
 class _Call(NamedTuple):
-    """One call of the score function, for one sample, or for all where it grades batches."""
+    """One call of the score function, for one sample, or for all where it grades batches; and of a coroutine function,
+    how many may be under way in its process, and since when it is."""
 
     round: Round
     keys: Sequence[int]
     arguments: Arguments
+    at_most: int = MAX_CHUNK
+    since: float = 0.0
+
+    def record(self, outcome: Outcome | list[Outcome]) -> None:
+        """What has become of it; where one call for all hung or crashed its process, that is the outcome of each."""
+        outcomes = outcome if isinstance(outcome, list) else [outcome] * len(self.keys)
+        for key, one in zip(self.keys, outcomes, strict=True):
+            self.round.record(key, one)
 
 
 class GradingPool(AbstractContextManager["GradingPool"]):
@@ -315,6 +344,7 @@ class GradingPool(AbstractContextManager["GradingPool"]):
         self._processes: set[GradingProcess] = set()
         self._printed = Printed()
         self._idle: list[GradingProcess] = []
+        self._numbers = count()
         self._item_s = CHUNK_S
         self._is_closed = False
         # Without close(), the processes end with the pool or with the interpreter, whichever is first.
@@ -376,7 +406,7 @@ class GradingPool(AbstractContextManager["GradingPool"]):
         try:
             while self._has_calls():
                 process = process or self._process()
-                self._grade(process)
+                (self._grade_many if process.is_async else self._grade)(process)
                 process = None if process.is_ended else process
         except Exception as error:
             # The score function cannot be loaded, or a sample cannot be sent: no other will fare better.
@@ -419,10 +449,7 @@ class GradingPool(AbstractContextManager["GradingPool"]):
                 outcome = process.receive(round_.timeout_s)
                 if self._is_closed:
                     break
-                keys = chunk.popleft().keys
-                # One call for all: where it hung or crashed its process, that is the outcome of each.
-                for key, one in zip(keys, outcome if isinstance(outcome, list) else [outcome] * len(keys), strict=True):
-                    round_.record(key, one)
+                chunk.popleft().record(outcome)
                 if not process.is_ended:
                     self._item_s += 0.1 * (max(time.monotonic() - process.since, 1e-6) - self._item_s)
         except Exception as error:
@@ -435,8 +462,60 @@ class GradingPool(AbstractContextManager["GradingPool"]):
                 if process.is_ended:
                     self._remove(process)
             finally:
-                with round_.lock:
-                    round_.processes.discard(process)
+                round_.leave(process)
+
+    def _grade_many(self, process: GradingProcess) -> None:
+        """Have a process that awaits its score function grade samples of any rounds, until the queue is empty."""
+        under_way: dict[int, _Call] = {}
+        end: Outcome | None = None
+        try:
+            while not self._is_closed and self._send_more(process, under_way):
+                oldest = next(iter(under_way.values()))
+                try:
+                    found = process.receive_any()
+                except (EOFError, OSError):
+                    is_killed, status = process.is_ended, process.stop(is_ending=True)
+                    end = None if is_killed else failure("died", _DIED.format(status))
+                    break
+                if found is not None:
+                    call = under_way.pop(found[0])
+                    call.record(found[1])
+                    if all(other.round is not call.round for other in under_way.values()):
+                        call.round.leave(process)
+                elif time.monotonic() > max(process.since, oldest.since) + oldest.round.timeout_s + _BLOCKED_S:
+                    process.stop()
+                    end = failure("timeout", f"{LATE.format(oldest.round.timeout_s)}: it blocks its event loop")
+                    break
+        finally:
+            if process.is_ended:
+                self._remove(process)
+            left = list(under_way.values())
+            if end is not None and len(left) == 1:
+                left.pop().record(end)
+            at_most = MAX_CHUNK if end is None else max(1, len(left) // 8)
+            with self._lock:
+                self._queue.extendleft(call._replace(at_most=min(call.at_most, at_most)) for call in reversed(left))
+            for call in under_way.values():
+                call.round.leave(process)
+
+    def _send_more(self, process: GradingProcess, under_way: dict[int, _Call]) -> int:
+        """Send a share of the queue, as far as there is room; returns how many calls are under way."""
+        more: dict[int, _Call] = {}
+        with self._lock:
+            for _ in range(math.ceil(len(self._queue) / self._num_workers)):
+                calls = [*under_way.values(), *more.values(), self._queue[0]]
+                if len(calls) > min(call.at_most for call in calls):
+                    break
+                call = self._queue.popleft()
+                with call.round.lock:
+                    # Here, and not later: the end of a round kills the processes that have its samples.
+                    if not call.round.done.done():
+                        call.round.processes.add(process)
+                        more[next(self._numbers)] = call._replace(since=time.monotonic())
+        if more:
+            under_way |= more
+            process.send([(number, call.round.timeout_s, call.arguments) for number, call in more.items()])
+        return len(under_way)
 
     def _process(self) -> GradingProcess:
         """An idle process, or a new one that has loaded the score function."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from arch_tree import Source
 
 _CORE = frozenset({"errors", "redact", "partition", "background", "descendants", "config", "observe", "protocol"})
-_BELOW_TRAINER = _CORE | {"algorithms", "rewards", "data", "single_controller", "workers"}
+_BELOW_TRAINER = _CORE | {"user_file", "algorithms", "rewards", "data", "single_controller", "workers"}
 _BELOW_WORKERS = _BELOW_TRAINER - {"workers"} | {"models", "engines", "rollout", "weight_sync"}
 
 # Each layer and what it may import besides itself. The order is the one in which they stand on each other.

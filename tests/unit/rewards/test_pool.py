@@ -9,7 +9,8 @@ import time
 import pytest
 
 from quadriga.errors import ConfigError, RewardError
-from quadriga.rewards.pool import GradingPool
+from quadriga.rewards import pool as pool_module
+from quadriga.rewards.pool import MAX_CHUNK, GradingPool
 from quadriga.rewards.scoring import ScoreFunction
 
 FUNCTION = """
@@ -288,3 +289,84 @@ def test_a_result_that_is_waited_for_ends_when_the_round_is_cancelled(file):
         with pytest.raises(RewardError, match=r"grading: got cancel\(\)"):
             cancelled.result()
         assert [outcome.score for outcome in after.result()] == list(range(50))
+
+
+COROUTINE = """
+import asyncio, os, time
+
+most = now = 0
+
+async def compute_score(solution_str, **kwargs):
+    global most, now
+    now += 1
+    most = max(most, now)
+    try:
+        if solution_str == "block":
+            time.sleep(60)
+        if solution_str == "die":
+            os._exit(7)
+        if solution_str == "raise":
+            raise KeyError("no such answer")
+        await asyncio.sleep({"late": 60, "meet": 0.5}.get(solution_str, 0))
+        return {"score": float(solution_str.replace("meet", "1")), "most": most, "pid": os.getpid()}
+    finally:
+        now -= 1
+"""
+
+
+@pytest.fixture(scope="module")
+def coroutines(tmp_path_factory):
+    path = tmp_path_factory.mktemp("coroutine") / "reward.py"
+    path.write_text(COROUTINE)
+    with GradingPool(ScoreFunction(str(path)), num_workers=1) as pool:
+        yield pool
+
+
+def test_a_coroutine_function_is_awaited_for_many_samples_at_a_time(coroutines):
+    """Of one round and of several, and never for more than the limit."""
+    outcomes = coroutines.grade(rows(*["meet"] * 100), timeout_s=30)
+    assert [outcome.score for outcome in outcomes] == [1] * 100
+    assert 32 < max(outcome.extra["most"] for outcome in outcomes) <= MAX_CHUNK
+    rounds = [coroutines.begin(rows("meet"), timeout_s=30) for _ in range(20)]
+    assert [round_.result()[0].score for round_ in rounds] == [1] * 20
+    assert len({round_.result()[0].extra["pid"] for round_ in rounds}) == 1
+
+
+def test_each_sample_of_a_coroutine_function_has_its_own_limit(coroutines):
+    """One that is late or raises ends alone, in a process that goes on."""
+    before = coroutines.grade(rows(1), timeout_s=10)[0].extra["pid"]
+    outcomes = coroutines.grade(rows("late", 1, "raise", 2), timeout_s=1.0)
+    assert [outcome.kind for outcome in outcomes] == ["timeout", "graded", "raised", "graded"]
+    assert outcomes[0].error == "no score within 1 s (reward_model.timeout_s)"
+    assert outcomes[2].error.count("File ") == 1
+    assert {outcomes[1].extra["pid"], outcomes[3].extra["pid"]} == {before}
+
+
+def test_the_sample_that_ends_or_blocks_its_process_is_found_among_many(coroutines, monkeypatch):
+    """The others are graded again, though their process died under them."""
+    monkeypatch.setattr(pool_module, "_BLOCKED_S", 0.5)
+    texts = [str(number) for number in range(20)]
+    texts[7], texts[12] = "die", "block"
+    outcomes = coroutines.grade(rows(*texts), timeout_s=2.0)
+    kinds = {row: outcome.kind for row, outcome in enumerate(outcomes) if outcome.kind != "graded"}
+    assert kinds == {7: "died", 12: "timeout"}
+    assert "it blocks its event loop" in outcomes[12].error
+    assert [outcome.score for outcome in outcomes] == [0 if row in kinds else row for row in range(20)]
+
+
+def test_a_round_of_a_coroutine_function_that_is_cancelled_costs_no_other(coroutines):
+    slow, other = coroutines.begin(rows("late"), timeout_s=60), coroutines.begin(rows("meet"), timeout_s=60)
+    while not slow.processes:
+        time.sleep(0.01)
+    slow.cancel()
+    assert not slow.processes
+    assert other.result()[0].score == 1
+
+
+def test_a_coroutine_of_another_function_is_awaited(tmp_path):
+    """A lambda around a coroutine function is none itself."""
+    path = tmp_path / "reward.py"
+    body = "async def own(text):\n    return len(text)\n\n\n"
+    path.write_text(f"{body}compute_score = lambda solution_str, **_: own(solution_str)\n")
+    with GradingPool(ScoreFunction(str(path)), num_workers=1) as pool:
+        assert pool.grade(rows("four"), timeout_s=10)[0].score == 4
