@@ -113,8 +113,9 @@ async def _serve_many(connection: Connection, function: ScoreFunction, compute_s
     ended = loop.create_future()
 
     async def grade(number: int, timeout_s: float, arguments: Arguments) -> None:
+        limit = asyncio.timeout(timeout_s)
         try:
-            async with asyncio.timeout(timeout_s) as limit:
+            async with limit:
                 returned = await compute_score(**arguments)
             num_samples = len(arguments["solution_strs"]) if function.is_batch else 1
             outcome = read_outcomes(returned, num_samples) if function.is_batch else read_outcome(returned)
