@@ -12,7 +12,8 @@ import time
 import pytest
 
 from quadriga.descendants import _group
-from quadriga.rewards.pool import MINUTE_BYTES, GradingPool
+from quadriga.rewards.pool import GradingPool
+from quadriga.rewards.process import MINUTE_BYTES
 from quadriga.rewards.scoring import ScoreFunction
 
 REWARD = """
