@@ -36,6 +36,18 @@ _ESTIMATOR = "algorithm.adv_estimator"
 _AS_VERL = "A loss by verl's contract, which returns a scalar, runs with QUADRIGA_VERL=1."
 
 
+_CLIPPED = "actor_rollout_ref.actor.policy_loss.loss_mode=vanilla"
+_MADE_OF = {
+    "ppo": f"PPO is algorithm.adv_estimator=gae with {_CLIPPED}.",
+    "grpo": f"GRPO is algorithm.adv_estimator=grpo with {_CLIPPED}.",
+    "dapo": f"DAPO is algorithm.adv_estimator=grpo and {_CLIPPED}, with actor_rollout_ref.actor.clip_ratio_high=0.28, "
+    "actor_rollout_ref.actor.loss_agg_mode=token-mean and algorithm.filter_groups.enable=True.",
+    "dr_grpo": f"Dr. GRPO is algorithm.adv_estimator=grpo and {_CLIPPED}, with algorithm.norm_adv_by_std_in_grpo=False "
+    "and actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm.",
+}
+"""What is known under one name and set by several keys."""
+
+
 class AdvantageEstimator(StrEnum):
     """The estimators' names as verl's users write them; each equals its name as a string, and any other name works."""
 
@@ -189,7 +201,8 @@ class Registry(dict[str, Callable[..., Any]]):
                 self.key,
                 got=repr(str(name)),
                 expected=f"one of {', '.join(sorted(self))}, or path/to/file.py:function",
-                fix=did_you_mean(str(name), sorted(self))
+                fix=_MADE_OF.get(str(name))
+                or did_you_mean(str(name), sorted(self))
                 or "A file that registers it belongs to actor_rollout_ref.model.external_lib.",
             )
         function = referred(name, self.key)

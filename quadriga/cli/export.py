@@ -14,10 +14,11 @@ from transformers.utils.logging import disable_progress_bar
 
 from quadriga.config.adapter import ADAPTER_CONFIG, is_adapter
 from quadriga.data.tokenizing import read_tokenizer
-from quadriga.errors import CheckpointError, QuadrigaError
+from quadriga.errors import CheckpointError, ConfigError, QuadrigaError
 from quadriga.models.adapter_files import AdapterFiles, write_factors
 from quadriga.models.load import from_pretrained
 from quadriga.models.vision import copy_processor
+from quadriga.models.weight_files import share_with_readers
 from quadriga.trainer.checkpoint import MANIFEST, model_folder, verify
 
 
@@ -26,6 +27,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="quadriga export", description=__doc__)
     parser.add_argument("checkpoint", help="a run's directory (its newest checkpoint), or one of its global_step_N")
     parser.add_argument("--output", required=True, type=Path, help="folder to write")
+    parser.add_argument("--overwrite", action="store_true", help="write into a folder that has files already")
     parser.add_argument(
         "--dtype", choices=["bfloat16", "float16", "float32"], help="default: bfloat16; of an adapter alone: float32"
     )
@@ -43,6 +45,9 @@ def main(argv: list[str]) -> int:
     if arguments.output.resolve() == folder.resolve():
         got, fix = "the folder that is exported", "Writing would replace its weights by rounded ones."
         raise CheckpointError(f"--output {arguments.output}", got=got, expected="another one", fix=fix)
+    if not arguments.overwrite and arguments.output.is_dir() and any(arguments.output.iterdir()):
+        got, fix = "a folder with files", "--overwrite writes over those of the same names."
+        raise ConfigError(f"--output {arguments.output}", got=got, expected="a new folder or an empty one", fix=fix)
     dtype = arguments.dtype or ("float32" if arguments.adapter else "bfloat16")
     if arguments.adapter and not is_adapter(folder):
         got, expected = "no adapter: all weights were trained", "a checkpoint with an adapter, or PEFT's folder of one"
@@ -76,6 +81,7 @@ def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Pa
     # Written by itself: save_pretrained refuses sampling settings that models on the hub come with.
     generation_config, model.generation_config = model.generation_config, GenerationConfig()
     model.save_pretrained(folder)
+    share_with_readers(folder)
     tokenizer.save_pretrained(folder)
     generation_config.to_json_file(folder / "generation_config.json")
 

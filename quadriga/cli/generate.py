@@ -2,6 +2,7 @@
 """`quadriga generate`: responses of a model, a run or a checkpoint to prompts, or to the rows of files."""
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,10 +27,22 @@ def main(argv: Sequence[str]) -> int:
         "repeated. A single prompt without <image> gets its images in front",
     )  # fmt: skip
     parser.add_argument("--system", help="a system message (default: the chat template's own)")
+    parser.add_argument(
+        "--temperature", type=float, help="divides the logits; 0 takes the likeliest token (default: 1)"
+    )
+    parser.add_argument("--max-tokens", type=int, help="longest response (default: 512)")
     add_config_arguments(parser)
     arguments = parser.parse_intermixed_args(list(argv))
     arguments.overrides.append(f"actor_rollout_ref.model.path={model_folder(arguments.model)}")
+    for key, value in (
+        ("actor_rollout_ref.rollout.temperature", arguments.temperature),
+        ("data.max_response_length", arguments.max_tokens),
+    ):
+        arguments.overrides += [f"{key}={value}"] if value is not None else []
     config = load_from(arguments)
+    temperature, limit = config.actor_rollout_ref.rollout.temperature, config.data.max_response_length
+    way = f"--temperature {temperature:g}" if temperature else "the likeliest tokens (--temperature 0)"
+    print(f"sampling: {way}, at most {limit} tokens (--max-tokens)", file=sys.stderr)
     if arguments.output is not None and not arguments.prompt and config.data.val_files:
         print(f"{answer_files(config, arguments.output)} rows: {arguments.output}")
         return 0

@@ -33,7 +33,7 @@ class ModelConfig(Section):
     trust_remote_code: bool = False
     """Whether code that comes with the model may be run."""
     custom_chat_template: str | None = None
-    """Jinja text of a chat template. null: the tokenizer's own."""
+    """A chat template: its file, or its Jinja text, which has braces. null: the tokenizer's own."""
     external_lib: str | list[str] | None = None
     """Files (`.py`) or modules to import in each process: what they register can be chosen by name. One, or a list."""
     lora_rank: NonNegativeInt = 0

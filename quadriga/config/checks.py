@@ -5,6 +5,7 @@ What a section can say of its own values alone stands beside its fields, as `fin
 """
 
 import glob
+import json
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -22,6 +23,11 @@ from quadriga.config.root import Config
 from quadriga.errors import ConfigError
 
 _CUT_BY = ("micro_batch_size_per_gpu", "use_dynamic_bsz", "max_token_len_per_gpu")
+_GENERATING = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+_BY_GROUP = (
+    "grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gdpo", "reinforce_plus_plus_baseline",
+)  # fmt: skip
+"""Estimators that compare the responses to one prompt; that of a group of one is its bare score."""
 _HUB_NAME = re.compile(r"[\w\-]+(?:/[\w.\-]+)?")
 
 
@@ -47,6 +53,7 @@ def check_paths(config: Config) -> Iterator[Finding]:
     """Yields paths that are missing, and directories that cannot be written."""
     trainer, data, rollout = config.trainer, config.data, config.actor_rollout_ref.rollout
     responses, key = None, f"{ROLLOUT}.engine_kwargs.responses_file"
+    template = config.actor_rollout_ref.model.custom_chat_template
     if rollout.name == "scripted":
         responses = rollout.engine_kwargs.get("responses_file")
         if not isinstance(responses, str):
@@ -57,6 +64,7 @@ def check_paths(config: Config) -> Iterator[Finding]:
         ("data.custom_cls.path", data.custom_cls.path, "a Python file"),
         ("data.sampler.class_path", data.sampler.class_path, "a Python file"),
         (key, responses if isinstance(responses, str) else None, "a file"),
+        ("actor_rollout_ref.model.custom_chat_template", None if "{" in (template or "{") else template, "a file"),
         ("trainer.resume_from_path", resumed_from, "a checkpoint's directory"),
     ):
         yield from _check_exists(name, path, what)
@@ -125,6 +133,24 @@ def check_files(config: Config) -> Iterator[Finding]:
         elif path and not folder.is_dir() and not _HUB_NAME.fullmatch(path):
             fix = "There is no such folder, and it is not a name on the hub."
             yield wrong(key, f"'{path}'", "a model's folder", fix)
+    yield from _check_generates(config)
+
+
+def _check_generates(config: Config) -> Iterator[Finding]:
+    """Yields what config.json of a local policy says against it: an encoder or a classifier does not generate."""
+    file = Path(config.actor_rollout_ref.model.path).expanduser() / "config.json"
+    if config.task == "reward_model" or not file.is_file():
+        return
+    key, fix = "actor_rollout_ref.model.path", "Get the model anew."
+    try:
+        described = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        yield wrong(key, f"'{file}' ({error})", "JSON", fix)
+        return
+    names, own = described.get("architectures") or [], described.get("auto_map") or {}
+    if names and "AutoModelForCausalLM" not in own and not any(name.endswith(_GENERATING) for name in names):
+        got = f"'{file.parent}', whose config.json names {', '.join(names)}"
+        yield wrong(key, got, "a causal language model, which generates text", "Name an architecture ...ForCausalLM.")
 
 
 def check_batches(config: Config) -> Iterator[Finding]:
@@ -160,6 +186,10 @@ def check_rollout(config: Config) -> Iterator[Finding]:
         expected = f"at least {longest}, data.max_prompt_length and data.max_response_length together"
         got, fix = f"{rollout.max_model_len} tokens", "Leave it out, or lower those."
         yield wrong(f"{ROLLOUT}.max_model_len", got, expected, fix)
+    if (estimator := config.algorithm.adv_estimator) in _BY_GROUP and rollout.n == 1:
+        fix = f"Nothing is compared with one response to a prompt: set {ROLLOUT}.n=8, or another estimator."
+        got, expected = f"1, with algorithm.adv_estimator={estimator}", "groups of at least 2 responses"
+        yield wrong(f"{ROLLOUT}.n", got, expected, fix)
     key = "algorithm.filter_groups"
     if groups.enable and rollout.n == 1:
         fix = f"Nothing would be kept: raise {ROLLOUT}.n, or turn the filter off."

@@ -51,7 +51,7 @@ class RewardModelConfig(ParallelConfig):
     effect where responses are graded earlier (`rollout.mode=async`, `algorithm.filter_groups`)."""
     timeout_s: PositiveFloat = 10.0
     """Seconds that grading one response may take; then it is stopped and counted as an error."""
-    max_error_rate: Share = 0.5
+    max_error_rate: Share = 0.05
     """Share of a batch whose grading raised or ran out of time above which the run stops, in [0, 1]."""
     reward_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Open dictionary: options of the reward manager."""

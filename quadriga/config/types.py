@@ -33,7 +33,11 @@ Share = Annotated[float, Ge(0), Le(1)]
 TopShare = Annotated[float, Gt(0), Le(1)]
 Name = Annotated[str, MinLen(1)]
 PathText = Annotated[str, BeforeValidator(_path_text)]
-PathTexts = Annotated[str | list[str], BeforeValidator(_path_text)]
+PathTexts = Annotated[
+    str | list[str],
+    BeforeValidator(lambda value: "" if value is None else _path_text(value)),
+    Meaning("text, or a list, each text, or null for none"),
+]
 _SHORT_DTYPES = BeforeValidator(partial(_renamed, fp32="float32", bf16="bfloat16"))
 Dtype = Annotated[Literal["auto", "bfloat16", "float32"], _SHORT_DTYPES]
 ResumeMode = Annotated[

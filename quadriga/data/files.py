@@ -200,6 +200,9 @@ def written_aside(target: Path, *, where: str) -> Iterator[Path]:
     draft = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.partial"
     try:
         yield draft
+        for file in draft.glob("*.safetensors"):
+            # That library makes files that only their owner can read.
+            file.chmod(draft.stat().st_mode & 0o666)
         if draft.is_dir() and target.is_dir():
             # A rename cannot replace a folder: the old one is moved aside first.
             old = draft.with_suffix(".old")

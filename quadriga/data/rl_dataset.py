@@ -90,10 +90,7 @@ class RLHFDataset(FileDataset):
                 names file and row.
         """
         number = int(self._rows[item])
-        position = int(np.searchsorted(self._ends, number, side="right"))
-        table = self._tables[position]
-        own_number = number - int(self._ends[position - 1]) if position else number
-        where = f"{table.path} row {own_number}"
+        table, own_number, where = self._place(number)
         row = dict.fromkeys(self._columns) | table[own_number]
         at_prompt = f"{where}, column {self.config.prompt_key!r}"
         messages = as_messages(row.pop(self.config.prompt_key), where=at_prompt)
@@ -121,6 +118,20 @@ class RLHFDataset(FileDataset):
         row["tools_kwargs"] = extra.get("tools_kwargs") or {}
         row["interaction_kwargs"] = extra.get("interaction_kwargs") or {}
         return row
+
+    def data_sources(self) -> dict[Any, str]:
+        """The data sources of the rows in use, each with file and number of its first row."""
+        key, sources = self.config.reward_fn_key, []
+        for table in self._tables:
+            sources += [source for batch in table.column_batches(key, 4096) for source in batch]
+        first = {sources[number]: int(number) for number in reversed(self._rows)}
+        return {source: self._place(number)[2] for source, number in first.items()}
+
+    def _place(self, number: int) -> tuple[RowTable, int, str]:
+        """Of a row of all files: its file, its number there, and both in words."""
+        position = int(np.searchsorted(self._ends, number, side="right"))
+        table, own_number = self._tables[position], number - int(self._ends[position - 1]) if position else number
+        return table, own_number, f"{table.path} row {own_number}"
 
     @property
     def digest(self) -> str:

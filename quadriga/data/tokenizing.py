@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from quadriga.errors import DataError
 
 Messages = list[dict[str, Any]]
+_TEMPLATE = "actor_rollout_ref.model.custom_chat_template"
 
 
 def read_tokenizer(path: str | Path, **options: Any) -> PreTrainedTokenizerBase:
@@ -25,10 +26,11 @@ def read_tokenizer(path: str | Path, **options: Any) -> PreTrainedTokenizerBase:
 def load_tokenizer(
     path: str | Path, *, trust_remote_code: bool = False, chat_template: str | None = None
 ) -> PreTrainedTokenizerBase:
-    """A tokenizer with what training needs: a pad token, and its chat template or `chat_template` (Jinja).
+    """A tokenizer with what training needs: a pad token, and its chat template or `chat_template` (Jinja, or a file).
 
     Raises:
-        DataError: it cannot be loaded, or has neither pad nor end-of-sequence token, or no chat template.
+        DataError: it cannot be loaded, or has neither pad nor end-of-sequence token, or no chat template that writes
+            what messages say.
     """
     try:
         tokenizer = read_tokenizer(path, trust_remote_code=trust_remote_code)
@@ -40,9 +42,17 @@ def load_tokenizer(
             fix="Check data.tokenizer and actor_rollout_ref.model.path.",
         ) from error
     if chat_template is not None:
-        tokenizer.chat_template = chat_template
+        tokenizer.chat_template = chat_template if "{" in chat_template else _template_of(chat_template)
     check_tokenizer(tokenizer, str(path))
     return tokenizer
+
+
+def _template_of(file: str) -> str:
+    try:
+        return Path(file).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        expected = "a chat template in Jinja, or a file with one"
+        raise DataError(_TEMPLATE, got=f"{file!r} ({error})", expected=expected, fix="Check the path.") from error
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str, *, has_template: bool = False) -> None:
@@ -72,8 +82,27 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str, *, has_templa
             f"tokenizer {name}",
             got="no chat template",
             expected="one, to turn chat messages into text",
-            fix="Set actor_rollout_ref.model.custom_chat_template, or use the tokenizer of an instruct model.",
+            fix=f"Set {_TEMPLATE}, or use the tokenizer of an instruct model.",
         )
+    if not has_template and _ignores_messages(tokenizer):
+        raise DataError(
+            f"chat template of tokenizer {name}",
+            got=f"{shortened(tokenizer.chat_template)}, which writes the same whatever the messages say",
+            expected="one that writes their content",
+            fix=f"Correct it, or set {_TEMPLATE} to another one.",
+        )
+
+
+def _ignores_messages(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether two messages with other words, as texts and in parts, come out as one text."""
+    for form in (str, lambda word: [{"type": "text", "text": word}]):
+        chats = [[{"role": "user", "content": form(word)}] for word in ("one", "two")]
+        try:
+            if len({ChatEncoder(tokenizer, {}).render(chat, where="") for chat in chats}) > 1:
+                return False
+        except DataError:
+            return False  # what refuses messages reads them
+    return True
 
 
 def as_messages(prompt: Any, *, where: str) -> Messages:

@@ -24,12 +24,12 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 
 from quadriga.config.adapter import is_adapter
-from quadriga.errors import EngineError
+from quadriga.errors import CheckpointError, EngineError
 from quadriga.models.adapter_files import open_model
 from quadriga.models.attention import ATTENTION_NAME
 from quadriga.models.fused import fuse
 from quadriga.models.vision import attention_of, is_vision
-from quadriga.models.weight_files import distributed_folder
+from quadriga.models.weight_files import SafetensorFiles, distributed_folder
 
 
 def load_causal_lm(
@@ -149,9 +149,16 @@ def _explained(path: str | Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        got = str(error).strip().splitlines()[0]
+        if isinstance(error, SafetensorError):
+            # It does not say which file it is.
+            try:
+                SafetensorFiles(sorted(Path(path).glob("*.safetensors")))
+            except CheckpointError as damage:
+                got = f"{damage.where}, {damage.got}"
         raise EngineError(
             f"model {path}",
-            got=str(error).strip().splitlines()[0],
+            got=got,
             expected="a folder or hub name that transformers can load as a causal language model",
             fix="Check actor_rollout_ref.model.path; `quadriga prepare model NAME --output DIR` writes such a folder.",
         ) from error

@@ -211,6 +211,18 @@ class ChunkReader(FileSystemReader):
             raise _unreadable(self.folder, error) from error
 
 
+def write_tensors(file: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Write tensors [...] to one safetensors file, which may be read by whoever may read its folder."""
+    save_file(tensors, file, metadata={"format": "pt"})
+    share_with_readers(file.parent)
+
+
+def share_with_readers(folder: Path) -> None:
+    """Give the safetensors files of a folder its own permissions: the library lets nobody but their owner read them."""
+    for file in folder.glob("*.safetensors"):
+        file.chmod(folder.stat().st_mode & 0o666)
+
+
 def write_safetensors(folder: Path, weights: WeightFiles, dtype: torch.dtype = torch.float32) -> None:
     """Write tensors [...] in this dtype to `model-00001-of-0000N.safetensors` and their index, below a folder that
     exists; at most one shard is in memory."""
@@ -220,7 +232,7 @@ def write_safetensors(folder: Path, weights: WeightFiles, dtype: torch.dtype = t
     for number, names in enumerate(shards, start=1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         shard = {name: weights.read(name).to(dtype).contiguous() for name in names}
-        save_file(shard, folder / file, metadata={"format": "pt"})
+        write_tensors(folder / file, shard)
         where |= dict.fromkeys(names, file)
     index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

@@ -28,6 +28,9 @@ PACE_STEPS = 10
 BAR_FIELDS = ("reward", "tok/s", "s/step")
 GAP = "  "
 VALIDATION_PREFIX = "val-core/"
+COMPONENT_PREFIX = "reward/extra/"
+# Of what a grader returns beside the score, so many numbers are shown.
+NUM_COMPONENTS = 4
 
 
 class Headline(NamedTuple):
@@ -73,7 +76,8 @@ def step_fields(metrics: Mapping[str, float]) -> dict[str, str]:
             fields[label] = format(value, form).replace(",", " ")
         elif value is not None:
             fields[label] = str(value)
-    return fields
+    parts = [name for name in metrics if name.startswith(COMPONENT_PREFIX)][:NUM_COMPONENTS]
+    return fields | {f"reward.{name.removeprefix(COMPONENT_PREFIX)}": f"{metrics[name]:.3f}" for name in parts}
 
 
 def join_field(label: str, value: str) -> str:
@@ -186,7 +190,10 @@ class Progress(AbstractContextManager["Progress"]):
             # The first step carries what happens only once (a validation before it, kernels that warm up).
             self._marks.popleft()
         if self._bar is not None:
-            shown = [name for name in BAR_FIELDS if name in fields] or fields
+            shown = [name for name in BAR_FIELDS if name in fields] or list(fields)
+            # Beside the bar and the fields above a component of the reward takes about 20 columns.
+            room = max(0, (self._console.width - 80) // 20)
+            shown += [name for name in fields if name.startswith("reward.") and name not in shown][:room]
             text = GAP.join(join_field(name, fields[name]) for name in shown)
             self._bar.update(self._task, completed=step, fields=text)
             return

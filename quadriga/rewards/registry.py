@@ -4,7 +4,7 @@
 A built-in manager is a file in `managers/` and a name in `BUILT_IN`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -97,6 +97,9 @@ class RewardManager:
         What is wrong with it or its grader is part of the outcome; RewardError: none of this data source can be graded.
         """
         raise NotImplementedError(f"{type(self).__name__} grades batches only")
+
+    def check_sources(self, places: Mapping[str, str]) -> None:
+        """Refuse data sources without a grader: RewardError with the place of the first row that has one."""
 
     def close(self) -> None:
         """Free what the manager holds, above all its processes."""

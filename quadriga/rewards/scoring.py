@@ -41,8 +41,8 @@ GRADERS_BY_PREFIX: dict[str, str] = {
 _PACKAGES = {"math_verify": "math-verify", "sympy": "math-verify", "reasoning_gym": "reasoning-gym"}
 
 
-def grader_name(data_source: str) -> str:
-    """Name of the grader module for a data source; RewardError where no grader knows it."""
+def grader_name(data_source: str, where: str = "data_source") -> str:
+    """Name of the grader module for a data source; RewardError, which names `where`, where no grader knows it."""
     if data_source in GRADERS:
         return GRADERS[data_source]
     for prefix, name in GRADERS_BY_PREFIX.items():
@@ -50,7 +50,7 @@ def grader_name(data_source: str) -> str:
             return name
     known = ", ".join([*GRADERS, *(f"{prefix}..." for prefix in GRADERS_BY_PREFIX)])
     raise RewardError(
-        "data_source",
+        where,
         got=repr(data_source),
         expected=f"one that a built-in grader knows ({known})",
         fix="Set custom_reward_function.path to a file with a compute_score function for this data.",
@@ -164,11 +164,14 @@ class ScoreFunction:
                 return lambda data_source, solution_str, ground_truth, **_: loaded(
                     data_source, solution_str, ground_truth
                 )
+            fix = "Change the function's parameters, add **kwargs to them, or give what it wants in reward_kwargs."
+            if not self.is_batch and signature.parameters.keys() & set(BATCH_ARGUMENTS):
+                fix = "A function that takes lists, of a whole batch, needs reward_model.reward_manager=batch."
             fixed = f" and reward_kwargs ({', '.join(self.reward_kwargs)})" if self.reward_kwargs else ""
             raise ConfigError(
                 f"{_SECTION}.name={self.name}",
                 got=f"{self.name}{signature}: {error}",
                 expected=f"a function that takes the keyword arguments {', '.join(self.arguments)}{fixed}",
-                fix="Change the function's parameters, add **kwargs to them, or give what it wants in reward_kwargs.",
+                fix=fix,
             ) from error
         return loaded

@@ -10,9 +10,11 @@ from typing import Any
 from quadriga.background import in_background
 from quadriga.config import Config, place_roles
 from quadriga.data import create_dataloader, create_rl_dataset, create_rl_sampler, load_processor, load_tokenizer
+from quadriga.data.rl_dataset import RLHFDataset
 from quadriga.data.rm_dataset import RMDataset
 from quadriga.data.sft_dataset import MultiTurnSFTDataset, SFTDataset
 from quadriga.observe.timing import Timeline
+from quadriga.observe.tracking.services import check_services
 from quadriga.rewards import RewardManager, load_reward_manager
 from quadriga.single_controller import ClassWithInitArgs, LocalWorkerGroup, WorkerGroups
 from quadriga.trainer.ray_trainer import RayPPOTrainer, Workers
@@ -63,6 +65,7 @@ def build_run(config: Config, timeline: Timeline) -> Run:
     """Everything a run needs, loaded and checked, whatever its `task`. Workers that are other processes load their
     models while this one prepares the data."""
     needs = Needs.of(config)
+    check_services(config.trainer.loggers)
     if config.task == "rl":
         UpdateInputs(config)  # refuses a loss or an option that does not exist, before a process starts
         rollout_engine_class(config)  # likewise an engine
@@ -71,6 +74,7 @@ def build_run(config: Config, timeline: Timeline) -> Run:
     check_models(config, has_critic=needs.critic)
     with timeline.part("tokenizer"):
         tokenizer = build_tokenizer(config)
+    reward: RewardManager | None = None
     team = start_workers(config, tokenizer, needs)
     try:
         models: Callable[[], dict[str, str]] = partial(load_models, team, timeline)
@@ -79,19 +83,23 @@ def build_run(config: Config, timeline: Timeline) -> Run:
         with timeline.part("data"):
             train = build_train_loader(config, tokenizer)
             val = build_val_loader(config, tokenizer) if config.data.val_files else None
+        if config.task == "rl":
+            with timeline.part("rewards"):
+                reward = build_reward(config, tokenizer, train, val)
         choices = models()
         total = config.trainer.total_training_steps or config.trainer.total_epochs * max(1, len(train))
         config = _counted_in_steps(config, max(1, len(train)))
-        if config.task == "rl":
+        if reward is not None:
             workers = handles(team)
-            with timeline.part("rewards"):
-                reward = build_reward(config, tokenizer, workers.reward_model)
+            reward = with_model(workers.reward_model, reward)
             trainer = RayPPOTrainer(config, tokenizer, workers, reward, train, val, total)
             choices |= needs.describe()
         else:
             _, trainer_class = SUPERVISED[config.task]
             trainer = trainer_class(config, team.groups[Role.ActorRollout].as_worker(), train, val, total)
     except BaseException:
+        if reward is not None:
+            reward.close()
         team.end()
         raise
     width = max(map(len, choices))
@@ -186,10 +194,23 @@ def build_frozen(role: Role, config: Config, tokenizer: Any) -> Any:
     return group.as_worker()
 
 
-def build_reward(config: Config, tokenizer: Any, model: RewardModelWorker | None) -> RewardManager:
-    """The reward manager of a run, with the reward model beside it where there is one."""
+def build_reward(config: Config, tokenizer: Any, *loaders: Any) -> RewardManager:
+    """The reward manager of a run, which has a grader for every row of these loaders (RewardError: it has not)."""
     manager = load_reward_manager(config, tokenizer)
-    return manager if model is None else ModelReward(model, manager)
+    try:
+        for rows in (loader.dataset for loader in loaders if loader is not None):
+            # A class of the user's may make other rows of the files.
+            if getattr(type(rows), "__getitem__", None) is RLHFDataset.__getitem__:
+                manager.check_sources(rows.data_sources())
+    except BaseException:
+        manager.close()
+        raise
+    return manager
+
+
+def with_model(model: RewardModelWorker | None, graders: RewardManager) -> RewardManager:
+    """Graders, and beside them the reward model where there is one."""
+    return graders if model is None else ModelReward(model, graders)
 
 
 def build_tokenizer(config: Config) -> Any:
@@ -233,6 +254,8 @@ def build_train_loader(config: Config, tokenizer: Any) -> Any:
     if config.task != "rl" and len(rows) < size:
         size = len(rows)
         print(f"data.train_batch_size: there are {size} rows; a batch has all of them.")
+    elif rest := len(rows) % size:
+        print(f"data.train_batch_size: {len(rows)} rows in batches of {size}: each epoch leaves {rest} of them out.")
     return create_dataloader(rows, data, batch_size=size, sampler=create_rl_sampler(data, rows), drop_last=True)
 
 

@@ -2,6 +2,7 @@
 """A policy without training: responses to prompts, and grades; of a file that has responses the grades alone."""
 
 from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,14 @@ from quadriga.protocol import DataProto
 from quadriga.protocol.columns import object_array
 from quadriga.rewards.registry import load_reward_manager
 from quadriga.rewards.samples import SampleManager, Samples, ground_truth
-from quadriga.trainer.build import build_frozen, build_processor, build_reward, build_tokenizer, build_val_loader
+from quadriga.trainer.build import (
+    build_frozen,
+    build_processor,
+    build_reward,
+    build_tokenizer,
+    build_val_loader,
+    with_model,
+)
 from quadriga.trainer.responses import generate_responses, repeat_prompts
 from quadriga.trainer.roles import Role
 from quadriga.trainer.validate import Validator, sample_metrics
@@ -39,16 +47,12 @@ def evaluate(config: Config) -> tuple[dict[str, float], list[dict[str, Any]]]:
         raise DataError("data.val_files", got="nothing", expected="the prompts to answer", fix="Set data.val_files.")
     tokenizer = build_tokenizer(config)
     loader = build_val_loader(config, tokenizer)
-    policy = build_frozen(Role.ActorRollout, config, tokenizer)
-    reward_model = build_frozen(Role.RewardModel, config, tokenizer) if config.reward_model.enable else None
-    reward = build_reward(config, tokenizer, reward_model)
-    try:
-        return Validator(config, tokenizer, policy, reward, loader).run(0)
-    finally:
-        reward.close()
-        policy.close()
-        if reward_model is not None:
-            reward_model.close()
+    with ExitStack() as opened:
+        graders, reward_model = opened.enter_context(closing(build_reward(config, tokenizer, loader))), None
+        policy = opened.enter_context(closing(build_frozen(Role.ActorRollout, config, tokenizer)))
+        if config.reward_model.enable:
+            reward_model = opened.enter_context(closing(build_frozen(Role.RewardModel, config, tokenizer)))
+        return Validator(config, tokenizer, policy, with_model(reward_model, graders), loader).run(0)
 
 
 def answer(

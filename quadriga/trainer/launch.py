@@ -25,10 +25,11 @@ def run_ppo(config: Config) -> None:
         _load(RUNNER)().run(config)
         return
     pools = set(role_pools(config.trainer, has_reward_model=config.reward_model.enable).values())
-    num_processes = sum(sum(config.trainer.processes_of(pool)) for pool in pools)
+    shapes = [config.trainer.processes_of(pool) for pool in pools]
     cluster = _load(CLUSTER)
     start_up = [("cluster", time.time())]
-    with cluster(config.ray_kwargs.ray_init, num_processes, config.ray_kwargs.timeline_json_file):
+    num_processes, num_nodes = sum(map(sum, shapes)), max(map(len, shapes))
+    with cluster(config.ray_kwargs.ray_init, num_processes, config.ray_kwargs.timeline_json_file, num_nodes):
         start_up.append(("modules", time.time()))
         _load(RUNNER)().run(config, start_up)
 

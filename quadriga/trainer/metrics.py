@@ -6,7 +6,9 @@ Shapes: B sequences, P prompt positions, T response positions.
 
 import logging
 import math
+from collections import defaultdict
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -23,6 +25,7 @@ _CAUSES = (
     "at rollout/log_prob_diff_max and at how the difference grows from step to step"
 )
 _LARGEST_EXPONENT = 709.0
+MOST_CUT = 0.9
 
 
 def data_metrics(batch: DataProto) -> dict[str, float]:
@@ -46,6 +49,26 @@ def data_metrics(batch: DataProto) -> dict[str, float]:
     metrics |= spread("response_length", lengths)
     metrics["response_length/clip_ratio"] = float((lengths == width).float().mean())
     return metrics | spread("prompt_length", prompt_lengths)
+
+
+def dead_signals(batch: DataProto) -> dict[str, str]:
+    """What leaves a step nothing to learn from, by kind: a reward that is the same for all, responses that were cut."""
+    found, scores = {}, batch.batch["token_level_scores"].sum(-1).tolist()
+    groups: dict[Any, set[float]] = defaultdict(set)
+    for uid, score in zip(batch.non_tensor_batch["uid"], scores, strict=True):
+        groups[uid].add(score)
+    if len(groups) == len(scores):
+        groups = {"": set(scores)}
+    if len(scores) > 1 and all(len(group) == 1 for group in groups.values()):
+        where = "all responses" if len(groups) == 1 else "all responses of every group"
+        fix = "Read them with their scores: trainer.rollout_data_dir=DIR writes them."
+        found["scores"] = f"{where} scored alike (mean {sum(scores) / len(scores):g}): no reward to learn from. {fix}"
+    width = batch.batch["responses"].shape[1]
+    share = float((batch.batch["attention_mask"][:, -width:].sum(-1) == width).float().mean())
+    if share >= MOST_CUT:
+        fix = "Raise it if the score depends on what comes last."
+        found["length"] = f"{share:.0%} of responses hit the limit, data.max_response_length={width}. {fix}"
+    return found
 
 
 def spread(name: str, values: torch.Tensor) -> dict[str, float]:

@@ -11,6 +11,7 @@ Each step of the algorithm is one call. What a step needs follows from the estim
 that no branch here names an algorithm, an engine or a backend.
 """
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ from quadriga.rewards import RewardManager
 from quadriga.trainer.balance import SequenceCost, order_for_ranks
 from quadriga.trainer.group_filter import GroupFilter
 from quadriga.trainer.loop import Step, TrainingLoop
-from quadriga.trainer.metrics import check_log_probs, data_metrics, performance_metrics
+from quadriga.trainer.metrics import check_log_probs, data_metrics, dead_signals, performance_metrics
 from quadriga.trainer.prompts import PromptStream, assign_uids
 from quadriga.trainer.responses import generate_responses, sample_rows, write_samples
 from quadriga.trainer.rewards import BatchRewards, grade, joins_late
@@ -44,6 +45,8 @@ from quadriga.trainer.rollout_pool import RolloutPool, WeightPublisher
 from quadriga.trainer.validate import Validator
 from quadriga.workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
 from quadriga.workers.base import UpdateInputs, model_inputs
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,7 @@ class RayPPOTrainer(TrainingLoop):
             self.respond = RolloutCache(self.respond, config)
         self.filters_groups = algorithm.filter_groups.enable
         self.profiler = Profiler(config.global_profiler)
+        self.warned: set[str] = set()
 
     def steps(self) -> Iterator[Step]:
         """As `TrainingLoop.steps`; before the first step the policy may be validated."""
@@ -134,6 +138,10 @@ class RayPPOTrainer(TrainingLoop):
         self.metrics |= data_metrics(batch) | performance_metrics(batch, self.timer.seconds, self.metrics)
         for name, count in self.weights.take_counts().items():
             self.metrics[name] = self.metrics.get(name, 0.0) + count
+        for kind, text in dead_signals(batch).items():
+            if kind not in self.warned:
+                logger.warning("step %d: %s", self.global_steps, text)
+                self.warned.add(kind)
         return batch
 
     def step(self) -> DataProto:

@@ -80,6 +80,7 @@ def sample_rows(batch: DataProto, tokenizer: PreTrainedTokenizerBase, data_sourc
             "data_source": batch.non_tensor_batch[data_source_key][row],
             "input": tokenizer.decode(prompt, skip_special_tokens=True),
             "output": tokenizer.decode(response, skip_special_tokens=True),
+            "output_with_special_tokens": tokenizer.decode(response, skip_special_tokens=False),
             "ground_truth": (batch.non_tensor_batch["reward_model"][row] or {}).get("ground_truth"),
             "score": scores[row],
             **{name: batch.non_tensor_batch[name][row] for name in shown},

@@ -27,7 +27,7 @@ from quadriga.trainer.checkpoint import Checkpoints
 from quadriga.trainer.loop import Step
 from quadriga.trainer.run_lock import run_lock
 from quadriga.trainer.saving import random_states, restore_random_states
-from quadriga.trainer.settings import Settings, has_nothing_to_do
+from quadriga.trainer.settings import CONFIGURATION, Settings, has_nothing_to_do
 
 RESTARTS_KEY = "trainer.max_worker_restarts"
 RESTART_WINDOW_S = 3600.0
@@ -155,6 +155,8 @@ class TaskRunner:
         finally:
             trainer.saver.settle(can_ask=not run.team.is_remote)
             run.close(is_cut_short=is_cut_short)
+        if config.task == "rl" and not config.trainer.val_only:
+            print(what_next(config, trainer.checkpoints.last_written))
 
     def _build(self, config: Config, timeline: Timeline) -> Run:
         """The run; after a loss with fewer processes, where the cluster has no room for all of them."""
@@ -172,6 +174,23 @@ class TaskRunner:
                 )
                 return run
         raise missing
+
+
+def what_next(config: Config, step: int | None) -> str:
+    """What can be done with a run that has ended, whose last checkpoint is that of a step."""
+    run, length = (
+        config.trainer.directory,
+        "total_training_steps" if config.trainer.total_training_steps else "total_epochs",
+    )
+    rows = "" if config.data.val_files else " data.val_files=FILE"
+    if step is None:
+        return f"done: {run}, without a checkpoint; trainer.save_freq=N writes one every N steps and at the end."
+    return (
+        f"done: {run} has the checkpoint of step {step}. Next:\n"
+        f"  quadriga eval {run} --config {run / CONFIGURATION}{rows}\n"
+        f"  quadriga export {run} --output DIR\n"
+        f"  the same command with a larger trainer.{length} goes on"
+    )
 
 
 def how_to_go_on(config: Config) -> str:

@@ -2,6 +2,7 @@
 """What becomes of a trained model: export, generate and eval, from a run, a checkpoint and a Hugging Face folder."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -37,6 +38,11 @@ def trained_model(folder: Path) -> PreTrainedModel:
     return model.eval()
 
 
+def umask() -> int:
+    os.umask(mask := os.umask(0))
+    return mask
+
+
 def logits(model: Path | PreTrainedModel) -> torch.Tensor:
     """Of a fixed run of tokens; a folder is loaded by transformers alone."""
     if isinstance(model, Path):
@@ -59,9 +65,15 @@ def test_export_is_the_trained_model(run: Path, home: Path, tmp_path: Path, caps
         assert tokenizer.chat_template == AutoTokenizer.from_pretrained(home / "model").chat_template
 
 
-def test_export_in_half_the_bytes(run: Path, tmp_path: Path) -> None:
-    """bfloat16 is the default, and what is written is the rounded weights."""
-    assert main(["export", str(run), "--output", str(tmp_path / "out")]) == 0
+def test_export_in_half_the_bytes(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """bfloat16 is the default, and what is written is the rounded weights; over another file only if it is said."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "config.json").write_text("mine")
+    assert main(["export", str(run), "--output", str(tmp_path / "out")]) == 2
+    assert "got a folder with files" in capsys.readouterr().err
+    assert (tmp_path / "out" / "config.json").read_text() == "mine"
+    assert main(["export", str(run), "--output", str(tmp_path / "out"), "--overwrite"]) == 0
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()} == {0o666 & ~umask()}
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     trained = trained_model(run / "global_step_8" / "actor")
     assert exported.dtype == torch.bfloat16

@@ -43,6 +43,21 @@ def require(module: str, *, logger: str, install: str) -> ModuleType:
         ) from error
 
 
+_MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "mlflow": "mlflow", "swanlab": "swanlab"}
+
+
+def check_services(names: Sequence[str]) -> None:
+    """Import what `trainer.logger` names, before anything is loaded; a `ConfigError` says what is missing."""
+    for name in [one for one in names if one in _MODULES]:
+        module = require(_MODULES[name], logger=name, install=name)
+        if name == "wandb" and os.environ.get("WANDB_MODE", "online") == "online":
+            try:
+                module.login(verify=False)  # on a terminal it asks for a key
+            except module.errors.UsageError as error:
+                fix = "Set WANDB_API_KEY, or WANDB_MODE=offline, which keeps everything in the run's directory."
+                raise ConfigError("trainer.logger=wandb", got="no key", expected="an API key", fix=fix) from error
+
+
 class TensorboardBackend(TrackingBackend):
     """Scalars, the configuration as text, and samples as one table under "samples".
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One call of the score function a sample, in a pool of processes, with a time limit each."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quadriga.config import Config
@@ -38,6 +38,11 @@ class NaiveRewardManager(SampleManager):
         self._pool = GradingPool(self.function, num_workers=1 if self.is_batch else self.settings.num_workers)
         if self.function.path is not None:
             self._pool.start()
+
+    def check_sources(self, places: Mapping[str, str]) -> None:
+        if self.function.path is None and self.has_grades:
+            for data_source, place in places.items():
+                grader_name(data_source, f"{place}, its data source")
 
     def begin(self, data: DataProto, outcomes: Sequence[Outcome | None] | None = None) -> Grading:
         return super().begin(data, outcomes if self.has_grades else [NO_GRADE] * len(data))

@@ -29,7 +29,7 @@ import ray
 from ray._private.ray_logging import global_worker_stdstream_dispatcher
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from quadriga.errors import WorkerError
+from quadriga.errors import ConfigError, WorkerError
 from quadriga.observe.probe import release_numbers
 from quadriga.single_controller.ray import sweep
 
@@ -49,6 +49,9 @@ _RAYS_NOISE = ("[state-dump]", "A worker died or was killed")
 CONNECT_LIMIT_S = 2.0
 """Time for a node to take a connection."""
 
+_HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
+"""The preface of a client, and its settings, none; the server's first frame has its own, of type 4."""
+
 SECOND_LOOK_S = 1.0
 """Nothing is given up on one look: a second one, this much later, must see the same."""
 
@@ -56,7 +59,9 @@ SECOND_LOOK_S = 1.0
 
 
 @contextmanager
-def cluster(arguments: Mapping[str, Any], num_processes: int, timeline_file: str | None = None) -> Iterator[str]:
+def cluster(
+    arguments: Mapping[str, Any], num_processes: int, timeline_file: str | None = None, num_nodes: int = 1
+) -> Iterator[str]:
     """Join or start a cluster, and leave or end it with the block. Gives the address of its head.
 
     A process that is connected to a cluster already stays connected to it, and runs there.
@@ -65,8 +70,10 @@ def cluster(arguments: Mapping[str, Any], num_processes: int, timeline_file: str
         arguments: of `ray.init`: `ray_kwargs.ray_init`.
         num_processes: of all pools together; a cluster that is started gets a logical CPU for each.
         timeline_file: where Ray's timeline is written after the block.
+        num_nodes: that the largest pool spans; a cluster that is started has one.
 
     Raises:
+        ConfigError: several nodes are asked for, and no cluster to be joined.
         WorkerError: there is no cluster at the address, or one of another version of Ray or Python.
     """
     if release_numbers(ray.__version__) < release_numbers(LEAST_RAY):
@@ -85,6 +92,14 @@ def cluster(arguments: Mapping[str, Any], num_processes: int, timeline_file: str
     if ray.is_initialized():
         yield ray.get_runtime_context().gcs_address
         return
+    if address == "local" and num_nodes > 1:
+        raise ConfigError(
+            "trainer.nnodes",
+            got=f"{num_nodes} machines, and no address of a cluster",
+            expected="1: the cluster that a run starts for itself is this machine alone",
+            fix=f"`ray start` makes one of several machines, and {ADDRESS_KEY}=auto (or RAY_ADDRESS=auto) joins it; on "
+            "this machine alone set trainer.nnodes=1.",
+        )
     global_worker_stdstream_dispatcher.add_handler("quadriga", _drop_noise)
     with ExitStack() as stack:
         stack.callback(global_worker_stdstream_dispatcher.remove_handler, "quadriga")
@@ -194,10 +209,11 @@ def _joining_env(where: str, address: str, given: Mapping[str, Any] | None) -> d
             fix="`ray start --head` prints the address; run the command on a machine of the cluster, or with "
             "`ray job submit`.",
         )
-    # Ray itself has two minutes' patience with an address where nothing is.
-    if address != "auto" and not responds(*_host_and_port(address)):
+    # Ray itself has two minutes' patience with an address where nothing is, and ten with another program's.
+    if address != "auto" and not is_head(*_host_and_port(address)):
+        found = "something else answers" if responds(*_host_and_port(address)) else "nothing answers"
         raise WorkerError(
-            f"{where}: got '{address}', where nothing answers, expected the address of a Ray cluster that is up",
+            f"{where}: got '{address}', where {found}, expected the address of a Ray cluster that is up",
             fix="`ray start --head --port=PORT` starts one; without an address one is started for the run.",
         )
     theirs = dict(given or {})
@@ -222,6 +238,18 @@ def responds(address: str, port: int) -> bool:
     except OSError:
         return False
     return True
+
+
+def is_head(address: str, port: int) -> bool:
+    """Whether what takes connections there speaks HTTP/2, as the head of a cluster does; TLS is taken on trust."""
+    if os.environ.get("RAY_USE_TLS") == "1":
+        return responds(address, port)
+    try:
+        with socket.create_connection((address, port), timeout=CONNECT_LIMIT_S) as connection:
+            connection.sendall(_HTTP2_GREETING)
+            return connection.recv(9)[3:4] == b"\x04"
+    except OSError:
+        return False
 
 
 def is_lost(address: str, port: int) -> bool:

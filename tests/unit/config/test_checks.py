@@ -20,6 +20,9 @@ def ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     (tmp_path / "val.parquet").touch()
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
+    for name, text in (("encoder", '{"architectures": ["BertForMaskedLM"]}'), ("cut", '{"architec')):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(text)
     return [
         "data.train_files=train.parquet",
         "data.val_files=val.parquet",
@@ -67,6 +70,11 @@ def test_a_sound_run_hears_nothing(ready: list[str]) -> None:
           "actor_rollout_ref.rollout.skip.action=repeat"], "actor_rollout_ref.rollout.skip.action"),
         (["actor_rollout_ref.rollout.do_sample=False"], "actor_rollout_ref.rollout.do_sample"),
         (["actor_rollout_ref.rollout.name=scripted"], "actor_rollout_ref.rollout.engine_kwargs.responses_file"),
+        (["actor_rollout_ref.rollout.n=1"], "actor_rollout_ref.rollout.n"),
+        (["actor_rollout_ref.model.custom_chat_template=chat.jinja"],
+         "actor_rollout_ref.model.custom_chat_template"),
+        (["actor_rollout_ref.model.path=encoder"], "actor_rollout_ref.model.path"),
+        (["actor_rollout_ref.model.path=cut"], "actor_rollout_ref.model.path"),
         (["data.train_max_samples=8"], "data.train_batch_size"),
         (["trainer.val_only=True", "trainer.val_before_train=False"], "trainer.val_only"),
         (["trainer.total_training_steps=5", "trainer.critic_warmup=5"], "trainer.critic_warmup"),
@@ -138,6 +146,9 @@ def test_is_told(ready: list[str], changes: list[str], said: str) -> None:
         ["data.train_files=[train.parquet, val.parquet]"],
         ["data.train_files=s3://bucket/train.parquet"],
         ["data.val_files=", "trainer.val_before_train=False"],
+        ["data.val_files=null", "trainer.val_before_train=False"],
+        ["actor_rollout_ref.rollout.n=1", "algorithm.adv_estimator=reinforce_plus_plus"],
+        ["actor_rollout_ref.model.custom_chat_template={{ messages }}"],
         ["actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B-Instruct"],
         ["trainer.resume_mode=resume_path", "trainer.resume_from_path=model"],
     ],

@@ -103,6 +103,10 @@ def test_leaves_sections_and_open_dictionaries() -> None:
     assert leaf_of("reward_model.reward_kwargs.a.b").key == "reward_model.reward_kwargs"
     assert "actor_rollout_ref.actor.optim" in section_keys()
     assert nearest_keys("optim.lr") == ["actor_rollout_ref.actor.optim.lr", "critic.optim.lr"]
+    # Other trainers' names.
+    assert nearest_keys("num_generations") == ["actor_rollout_ref.rollout.n"]
+    assert nearest_keys("learning_rate") == ["actor_rollout_ref.actor.optim.lr", "critic.optim.lr"]
+    assert "actor_rollout_ref.actor.kl_loss_coef" in nearest_keys("beta")
 
 
 def test_another_task_has_leaves_sections_and_open_dictionaries_of_its_own() -> None:
@@ -111,6 +115,7 @@ def test_another_task_has_leaves_sections_and_open_dictionaries_of_its_own() -> 
     assert leaf_of("data.apply_chat_template_kwargs.a.b", "sft").key == "data.apply_chat_template_kwargs"
     assert "engine.fsdp_config" in section_keys("sft") - section_keys()
     assert nearest_keys("actor.optim.lr", "sft") == ["optim.lr"]
+    assert nearest_keys("learning_rate", "sft") == ["optim.lr"]
 
 
 ROLLOUT = "actor_rollout_ref.rollout"

@@ -44,6 +44,15 @@ def test_options_and_kwargs(tokenizer, config, write, row):
     assert (item["index"], item["tools_kwargs"], item["interaction_kwargs"]) == (1, {"a": 1}, {"b": 2})
 
 
+def test_data_sources_of_the_rows_in_use(tokenizer, config, write, row):
+    paths = [
+        write("a.jsonl", [row(data_source="x"), row(9, data_source="long"), row(data_source="y")]),
+        write("b.parquet", [row(data_source="y"), row(data_source="z")]),
+    ]
+    rows = RLHFDataset(paths, tokenizer, config(filter_overlong_prompts=True))
+    assert rows.data_sources() == {"x": f"{paths[0]} row 0", "y": f"{paths[0]} row 2", "z": f"{paths[1]} row 1"}
+
+
 @pytest.mark.parametrize(
     ("mode", "kept"),
     [

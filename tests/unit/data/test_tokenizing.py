@@ -66,8 +66,26 @@ def test_what_is_no_chat_names_the_row(prompt):
 def test_load_from_a_folder_and_replace_the_template(make_tokenizer, tmp_path: Path):
     make_tokenizer().save_pretrained(tmp_path)
     assert load_tokenizer(tmp_path).pad_token == "<pad>"
-    changed = load_tokenizer(tmp_path, chat_template="hello")
-    assert ChatEncoder(changed, {}).render(MESSAGES, where="row") == "hello"
+    template = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
+    (tmp_path / "template.jinja").write_text(template)
+    for given in (template, str(tmp_path / "template.jinja")):
+        changed = load_tokenizer(tmp_path, chat_template=given)
+        assert ChatEncoder(changed, {}).render(MESSAGES, where="row") == f"<{MESSAGES[0]['content']}>"
+
+
+def test_templates_that_are_none(make_tokenizer, tmp_path: Path):
+    """A file that is not there, and templates that write the same whatever the messages say."""
+    make_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(DataError, match=r"custom_chat_template: got 'chat.jinja' \(.*No such file"):
+        load_tokenizer(tmp_path, chat_template="chat.jinja")
+    (tmp_path / "words.txt").write_text("Answer the question.")
+    for given in (str(tmp_path / "words.txt"), "{% for m in messages %}{{ m.role }}{% endfor %}"):
+        with pytest.raises(DataError, match="writes the same whatever the messages say"):
+            load_tokenizer(tmp_path, chat_template=given)
+    in_parts = "{% for p in messages[0].content %}{{ p.text }}{% endfor %}"
+    reads_two = "{% if messages[1].role == 'user' %}{{ messages[1].content }}{% endif %}{{ messages[9].content }}"
+    for given in (in_parts, reads_two):
+        assert load_tokenizer(tmp_path, chat_template=given).chat_template == given
 
 
 def test_end_of_sequence_pads_where_there_is_no_pad_token(make_tokenizer, tmp_path: Path, capsys):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loading a causal model: what is checked, what is made of it."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,13 @@ def test_missing_weights_are_refused_not_made_up(folder: Path) -> None:
     tensors.pop("model.layers.1.mlp.up_proj.weight")
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(EngineError, match=r"no weights for 1 parameters, first model\.layers\.1\.mlp\.up_proj\.weight"):
+        load_causal_lm(folder, dtype=torch.float32)
+
+
+def test_a_file_that_was_cut_is_named(folder: Path) -> None:
+    (file,) = folder.glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(EngineError, match=re.escape(f"got {file}, SafetensorError")):
         load_causal_lm(folder, dtype=torch.float32)
 
 

@@ -199,6 +199,8 @@ def test_safetensors_are_written_in_shards(tmp_path: Path, monkeypatch: pytest.M
     written = open_weights(tmp_path / "to")
     for name, weight in WEIGHTS.items():
         assert torch.equal(written.read(name), weight.bfloat16())
+    modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "to").iterdir()}
+    assert modes == {(tmp_path / "to").stat().st_mode & 0o666}
     assert sorted(most) == sorted(weight.numel() for weight in WEIGHTS.values())
 
 

@@ -112,6 +112,14 @@ def test_a_finished_bar_says_so_and_closing_twice_is_fine():
     assert "kept 17 done" in last_state(screen)
 
 
+@pytest.mark.parametrize(("width", "is_shown"), [(100, True), (99, False)])
+def test_a_wide_terminal_has_room_for_parts_of_the_reward(width: int, is_shown: bool):
+    screen = StringIO()
+    with Progress(30, console=terminal(screen, width=width)) as progress:
+        progress.update(3, {"reward": "0.430", "tok/s": "1 214", "s/step": "8.1", "reward.format": "0.250"})
+    assert ("reward.format 0.250" in last_state(screen)) == is_shown
+
+
 def test_a_narrow_terminal_keeps_the_bar_on_one_line():
     screen = StringIO()
     with Progress(30, console=terminal(screen, width=50)) as progress:
@@ -146,6 +154,7 @@ def test_the_important_metrics_are_picked_in_a_fixed_order_and_the_rest_is_not()
         "response_length/mean": 4.24,
         "actor/kl_loss": 0.00004,
         "critic/advantages/max": 3.0,
+        **{f"reward/extra/{name}": 0.25 for name in ("len", "acc", "format", "tags", "fifth")},
     }
     assert list(step_fields(metrics).items()) == [
         ("reward", "0.430"),
@@ -157,6 +166,10 @@ def test_the_important_metrics_are_picked_in_a_fixed_order_and_the_rest_is_not()
         ("mfu", "12%"),
         ("tok/s", "1 214"),
         ("s/step", "8.1"),
+        ("reward.len", "0.250"),
+        ("reward.acc", "0.250"),
+        ("reward.format", "0.250"),
+        ("reward.tags", "0.250"),
     ]
 
 

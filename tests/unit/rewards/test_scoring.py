@@ -154,6 +154,9 @@ def test_a_function_with_other_parameters_is_shown_what_is_passed(function_file)
         ScoreFunction(path).load()
     with pytest.raises(ConfigError, match="data_sources, solution_strs"):
         ScoreFunction(path, is_batch=True).load()
+    path = function_file("def compute_score(data_sources, solution_strs, ground_truths, extra_infos):\n    return []\n")
+    with pytest.raises(ConfigError, match=r"takes lists.*needs reward_model\.reward_manager=batch"):
+        ScoreFunction(path).load()
 
 
 def test_a_reward_kwarg_that_the_function_lacks_is_named(function_file):

@@ -25,21 +25,21 @@ def test_without_ray_the_fix_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "num_processes"),
+    ("config", "size"),
     [
-        (load_config(["trainer.backend=ray", "trainer.resource_pools.all=[2,1]"]).config, 3),
-        (load_config(["trainer.backend=ray", "trainer.nnodes=2"], task="sft").config, 2),
+        (load_config(["trainer.backend=ray", "trainer.resource_pools.all=[2,1]"]).config, (3, 2)),
+        (load_config(["trainer.backend=ray", "trainer.nnodes=2"], task="sft").config, (2, 2)),
     ],
 )
 def test_a_cluster_is_told_what_to_run_and_how_many_processes(
-    config: Any, num_processes: int, monkeypatch: pytest.MonkeyPatch
+    config: Any, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A list stands in for the cluster and the run: that one runs there is tested where there is Ray."""
     events: list[Any] = []
 
     @contextmanager
-    def connected(arguments: Any, count: int, timeline_file: str | None) -> Iterator[None]:
-        events.append(count)
+    def connected(arguments: Any, count: int, timeline_file: str | None, num_nodes: int) -> Iterator[None]:
+        events.append((count, num_nodes))
         yield
         events.append("left")
 
@@ -47,8 +47,8 @@ def test_a_cluster_is_told_what_to_run_and_how_many_processes(
     known = {launch.CLUSTER: connected, launch.RUNNER: lambda: runner}
     monkeypatch.setattr(launch, "_load", known.__getitem__)
     run_ppo(config)
-    count, (configuration, start_up), left = events
-    assert (count, configuration, left) == (num_processes, config, "left")
+    found, (configuration, start_up), left = events
+    assert (found, configuration, left) == (size, config, "left")
     assert [name for name, _ in start_up] == ["cluster", "modules"]
 
 

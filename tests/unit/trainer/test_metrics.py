@@ -11,7 +11,7 @@ import torch
 from quadriga.config import RolloutConfig
 from quadriga.errors import RolloutError
 from quadriga.protocol import DataProto
-from quadriga.trainer.metrics import check_log_probs, data_metrics, performance_metrics, spread
+from quadriga.trainer.metrics import check_log_probs, data_metrics, dead_signals, performance_metrics, spread
 
 
 @pytest.fixture
@@ -50,6 +50,29 @@ def test_data_metrics(batch: DataProto) -> None:
         "critic/vf_explained_var": 1 - (3 / 16) / (1 / 2),
     }
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
+
+
+def signals(scores: list[float], lengths: list[int], uid: str) -> dict[str, str]:
+    mask = torch.arange(3) < torch.tensor(lengths)[:, None]
+    tensors = {
+        "responses": torch.zeros(len(scores), 3, dtype=torch.int64),
+        "attention_mask": torch.cat([torch.ones(len(scores), 2), mask], -1).long(),
+        "token_level_scores": torch.tensor(scores)[:, None],
+    }
+    return dead_signals(DataProto.from_dict(tensors=tensors, non_tensors={"uid": np.array(list(uid), dtype=object)}))
+
+
+def test_batches_without_a_signal_to_learn_from() -> None:
+    alike = signals([1.0, 0.0, 1.0, 0.0], [1] * 4, "abab")
+    assert alike["scores"].startswith("all responses of every group scored alike (mean 0.5)")
+    assert signals([0.0, 0.0], [1, 1], "ab")["scores"].startswith("all responses scored alike (mean 0)")
+    # One of several groups differs; single responses differ; a batch of one has nothing to differ from.
+    assert signals([1.0, 0.0, 1.0, 1.0], [1] * 4, "abab") == {}
+    assert signals([1.0, 0.0], [1, 2], "ab") == {}
+    assert signals([1.0], [1], "a") == {}
+    cut = signals([float(row) for row in range(16)], [3] * 15 + [1], "a" * 16)
+    assert cut["length"].startswith("94% of responses hit the limit, data.max_response_length=3.")
+    assert signals([float(row) for row in range(16)], [3] * 14 + [1, 2], "a" * 16) == {}
 
 
 def test_batch_without_values_or_answers(batch: DataProto) -> None:

@@ -36,6 +36,7 @@ def test_rows_hold_texts_without_padding_and_special_tokens(
         "data_source": "x",
         "input": "a",
         "output": "bc",
+        "output_with_special_tokens": "bci",
         "ground_truth": "bc",
         "score": 1.0,
         "acc": 1,

@@ -6,7 +6,10 @@ That the service shows them well is not tried here.
 """
 
 import json
+import os
 import struct
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,9 +19,36 @@ pytest.importorskip("wandb", reason="needs wandb: pip install -e '.[wandb]'")
 
 from wandb.proto.wandb_internal_pb2 import Record
 
-from quadriga.observe.tracking.services import WandbBackend
+from quadriga.errors import ConfigError
+from quadriga.observe.tracking.services import WandbBackend, check_services
 
 BLOCK_BYTES = 32 * 1024
+
+
+def test_without_a_key_it_is_said_how_to_go_on(tmp_path: Path) -> None:
+    """In a process of its own, with an empty home: wandb finds keys in many places, and keeps what it has found."""
+    program = (
+        "from quadriga.errors import ConfigError\n"
+        "from quadriga.observe.tracking.services import check_services\n"
+        "try:\n    check_services(['console', 'wandb'])\n"
+        "except ConfigError as error:\n    print(error)\n"
+    )
+    hidden = ("WANDB_MODE", "WANDB_API_KEY", "NETRC", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_CONFIG_DIR")
+    found = {name: value for name, value in os.environ.items() if name not in hidden} | {"HOME": str(tmp_path)}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(
+        command, env=found, cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True
+    )
+    assert "trainer.logger=wandb: got no key" in done.stdout
+    assert "WANDB_MODE=offline" in done.stdout
+
+
+def test_offline_needs_no_key_and_a_missing_package_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    check_services(["wandb", "jsonl"])
+    monkeypatch.setitem(sys.modules, "swanlab", None)
+    with pytest.raises(ConfigError, match=r"trainer\.logger=swanlab: got no usable package"):
+        check_services(["wandb", "swanlab"])
 
 
 def log_entries(content: bytes) -> Iterator[bytes]:

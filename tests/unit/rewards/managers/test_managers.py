@@ -44,7 +44,11 @@ def manager(tmp_path):
         if code is not None:
             (tmp_path / "reward.py").write_text(code)
             custom = CustomRewardFunctionConfig(path=str(tmp_path / "reward.py"), reward_kwargs=function_kwargs or {})
-        config = Config(reward_model=RewardModelConfig(**settings), custom_reward_function=custom, data=DataConfig())
+        config = Config(
+            reward_model=RewardModelConfig(**{"max_error_rate": 0.5, **settings}),
+            custom_reward_function=custom,
+            data=DataConfig(),
+        )
         made.append(load_reward_manager(config, Words()))
         return made[-1]
 
@@ -90,6 +94,22 @@ def test_a_hung_function_is_counted_as_timeout(manager):
     output = manager(code, timeout_s=0.5, num_workers=1)(batch([0, 2, 4]))
     assert output.scores.sum(dim=1).tolist() == [1, 0, 1]
     assert output.metrics["reward/timeouts"].value == 1
+
+
+def test_of_a_hundred_grades_five_may_fail(manager):
+    code = "def compute_score(solution_str, **kwargs):\n    return None if solution_str == '5' else 1\n"
+    grade = manager(code, max_error_rate=RewardModelConfig().max_error_rate)
+    assert grade(batch([4] * 5 + [0] * 95)).metrics["reward/errors"].value == 5
+    with pytest.raises(RewardError, match=r"6 of 100 samples .*at most 5%"):
+        grade(batch([4] * 6 + [0] * 94))
+
+
+def test_a_data_source_without_a_grader_is_told_with_its_row(manager):
+    places = {"openai/gsm8k": "train.parquet row 0", "my/words": "train.parquet row 7"}
+    with pytest.raises(RewardError, match=r"train.parquet row 7, its data source: got 'my/words'"):
+        manager().check_sources(places)
+    manager("def compute_score(**kwargs):\n    return 1\n").check_sources(places)
+    manager(enable=True).check_sources(places)
 
 
 def test_beside_a_reward_model_alone_there_is_nothing_to_grade_by(manager):

@@ -5,13 +5,15 @@ import platform
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import ray
 from ray._private.utils import check_version_info
 
-from quadriga.errors import WorkerError
+from quadriga.errors import ConfigError, WorkerError
 from quadriga.single_controller.ray.cluster import _connect, _drop_noise, cluster, forwarded_variables
 
 
@@ -36,6 +38,24 @@ def test_an_address_where_nothing_is(dead_address: str, monkeypatch: pytest.Monk
     assert f"ray_kwargs.ray_init.address: got '{dead_address}', where nothing answers" in said
     monkeypatch.setenv("RAY_ADDRESS", dead_address)
     assert f"RAY_ADDRESS: got '{dead_address}', where nothing answers" in refusal()
+
+
+def test_an_address_of_another_program() -> None:
+    """A web server: Ray would wait for it for ten minutes."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        said = refusal(address=f"127.0.0.1:{server.server_port}")
+        server.shutdown()
+    assert f"got '127.0.0.1:{server.server_port}', where something else answers, expected the address" in said
+
+
+@pytest.mark.skipif(ray.is_initialized(), reason="this process is on a cluster already")
+def test_several_machines_without_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(ConfigError) as caught, cluster({}, num_processes=16, num_nodes=2):
+        pass
+    assert "trainer.nnodes: got 2 machines, and no address of a cluster, expected 1" in str(caught.value)
+    assert "ray_kwargs.ray_init.address=auto" in str(caught.value)
 
 
 @pytest.mark.parametrize("address", ["ray://10.0.0.1:10001", "head", "head:port"])
