@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a loss per token to one number, independent of how the batch is cut.
 
-All four modes are weighted sums: each token's weight follows from the mask, the mode and two counts of the whole
+All modes are weighted sums: each token's weight follows from the mask, the mode and two counts of the whole
 mini-batch. With these counts taken over all micro-batches and all ranks before the first backward pass, the sum of the
 parts is the whole, exactly.
 
     token-mean                1 / tokens of the batch
+    token-sum                 1
     seq-mean-token-sum        1 / sequences of the batch
     seq-mean-token-mean       1 / (sequences of the batch x tokens of this sequence)
     seq-mean-token-sum-norm   1 / (sequences of the batch x loss_scale_factor)       Dr. GRPO, arXiv:2503.20783
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from quadriga.errors import ConfigError, did_you_mean
 
-LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,8 @@ def token_weights(
     mask = loss_mask.to(dtype)
     if loss_agg_mode == "token-mean":
         return mask / max(batch_num_tokens, 1)
+    if loss_agg_mode == "token-sum":
+        return mask
     per_sequence = mask / max(global_batch_size, 1)
     if loss_agg_mode == "seq-mean-token-sum":
         return per_sequence

@@ -6,7 +6,7 @@ batch, with replacement and with a weight for each:
 
     pow           |score| ^ weight_pow
     max_min       1 for the best and the worst score of the batch, 0 for the others
-    max_random    1 for the best, 0.4 for the others
+    max_random    0.4 for the best, 0.1 for the others
 
 Shapes: B sequences.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 from quadriga.errors import ConfigError, did_you_mean
 
 REWEIGHT_METHODS = ("pow", "max_min", "max_random")
-_SHARE_OF_OTHERS = 0.4
+_OF_THE_BEST, _OF_OTHERS = 0.4, 0.1
 
 
 def pf_ppo_weights(scores: Tensor, reweight_method: str, weight_pow: float = 2.0) -> Tensor:
@@ -37,7 +37,7 @@ def pf_ppo_weights(scores: Tensor, reweight_method: str, weight_pow: float = 2.0
     elif reweight_method == "max_min":
         weights = (is_best | (scores == scores.amin())).to(scores.dtype)
     elif reweight_method == "max_random":
-        weights = torch.where(is_best, 1.0, _SHARE_OF_OTHERS).to(scores.dtype)
+        weights = torch.where(is_best, _OF_THE_BEST, _OF_OTHERS).to(scores.dtype)
     else:
         raise ConfigError(
             "algorithm.pf_ppo.reweight_method",

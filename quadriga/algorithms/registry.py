@@ -263,6 +263,7 @@ def estimate_advantages(
     Args:
         estimator: from `choose_estimator` or `bind_options`.
         fields: the columns of the batch by name, tensors and arrays alike; `response_mask` [B, T] must be among them.
+            Without off-policy correction `rollout_is_weights` are 1.
 
     Returns:
         advantages and returns, both [B, T] and 0 outside the mask.
@@ -272,6 +273,7 @@ def estimate_advantages(
             tensors of the shape of the mask.
     """
     names = required_fields(estimator)
+    fields = {"rollout_is_weights": torch.ones(fields["response_mask"].shape), **fields}
     if missing := [name for name in names if name not in fields]:
         raise ConfigError(
             _ESTIMATOR,

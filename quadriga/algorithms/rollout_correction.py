@@ -201,7 +201,9 @@ def keep_mask(log_ratio: Tensor, response_mask: Tensor, rules: Sequence[Rejectio
         The mask, [B, T] of its own dtype, 0 on what is rejected; and as metrics the fractions of tokens and of
         responses that lost a token, `rollout_rs_masked_fraction` and `rollout_rs_seq_masked_fraction`, in all and for
         each rule (`rollout_rs_RULE_masked_fraction`, ...), with the rule's statistic over what it judges (tokens or
-        responses): `rollout_rs_RULE_mean _std _max _min _fraction_high _fraction_low`. Without a token: no metrics.
+        responses): `rollout_rs_RULE_mean _std _max _min _fraction_high _fraction_low`; and over responses in any case
+        (of a rule on tokens their mean): `rollout_rs_RULE_seq_mean _std _max _min _max_deviation _fraction_high
+        _fraction_low`, the deviation from 0. Without a token: no metrics.
     """
     mask = response_mask.bool()
     difference = log_ratio.detach().masked_fill(~mask, 0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -217,21 +219,33 @@ def keep_mask(log_ratio: Tensor, response_mask: Tensor, rules: Sequence[Rejectio
             passes = passes.all(-1, keepdim=True).expand(mask.shape)
         kept = kept & passes
         if mask.any():
-            values = judged[:, 0][mask.any(-1)] if rule.level in ("seq_sum", "seq_mean") else judged[mask]
-            statistics = {
-                "mean": values.mean(),
-                "std": values.std(correction=0),
-                "max": values.max(),
-                "min": values.min(),
-                "fraction_high": (values > high).float().mean(),
-                "fraction_low": (values < low).float().mean(),
-            }
+            of_responses = judged.masked_fill(~mask, -math.inf).amax(-1)
+            if rule.level == "token":
+                of_responses = masked_mean(judged, mask, dim=-1)
+            of_responses = of_responses[mask.any(-1)]
+            values = of_responses if rule.level in ("seq_sum", "seq_mean") else judged[mask]
             prefix = f"rollout_rs_{rule.level}_{rule.kind}"
-            metrics |= {f"{prefix}_{name}": float(value) for name, value in statistics.items()}
+            metrics |= _statistics(prefix, values, rule.limits, values.std(correction=0))
+            deviation = of_responses.std(correction=int(len(of_responses) > 1))
+            metrics |= _statistics(f"{prefix}_seq", of_responses, rule.limits, deviation)
+            metrics[f"{prefix}_seq_max_deviation"] = float(of_responses.abs().max())
             metrics |= _masked_fractions(prefix, passes & mask, mask)
     if rules and mask.any():
         metrics |= _masked_fractions("rollout_rs", kept, mask)
     return response_mask * kept, metrics
+
+
+def _statistics(prefix: str, values: Tensor, limits: tuple[float, float], deviation: Tensor) -> dict[str, float]:
+    low, high = limits
+    statistics = {
+        "mean": values.mean(),
+        "std": deviation,
+        "max": values.max(),
+        "min": values.min(),
+        "fraction_high": (values > high).float().mean(),
+        "fraction_low": (values < low).float().mean(),
+    }
+    return {f"{prefix}_{name}": float(value) for name, value in statistics.items()}
 
 
 def _masked_fractions(prefix: str, kept: Tensor, mask: Tensor) -> dict[str, float]:

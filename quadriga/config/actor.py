@@ -203,6 +203,8 @@ class ActorConfig(BatchingConfig):
     """Dual clip: largest ratio that counts for a negative advantage, above 1."""
     entropy_coeff: float = 0.0
     """Weight of the entropy bonus, per nat."""
+    calculate_entropy: bool = False
+    """Whether responses without an advantage are computed too, for entropy, `ppo_kl` and clip fractions over all."""
     use_kl_loss: bool = False
     """Whether the KL divergence from the reference model is added to the loss."""
     kl_loss_coef: float = 0.001

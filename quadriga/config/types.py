@@ -43,7 +43,7 @@ Dtype = Annotated[Literal["auto", "bfloat16", "float32"], _SHORT_DTYPES]
 ResumeMode = Annotated[
     Literal["auto", "disable", "resume_path"], BeforeValidator(partial(_renamed, path="resume_path"))
 ]
-LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 KLKind = Literal[
     "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"
 ]

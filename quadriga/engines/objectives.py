@@ -122,9 +122,13 @@ class PolicyObjective(Objective):
         )
 
     def rows_with_gradient(self, data: DataProto) -> torch.Tensor:
-        """[B] bool: most losses move a row without an advantage by a divergence or an entropy bonus only."""
-        mask = data.batch["response_mask"].bool()
-        if self.config.use_kl_loss or self.config.entropy_coeff or not self.policy_loss.needs_advantage:
+        """[B] bool: most losses move a row without an advantage by a divergence or an entropy bonus only.
+
+        With `calculate_entropy` all rows are computed: metrics are then of all of them.
+        """
+        mask, config = data.batch["response_mask"].bool(), self.config
+        moves_all = config.use_kl_loss or config.entropy_coeff or not self.policy_loss.needs_advantage
+        if moves_all or config.calculate_entropy:
             return mask.any(-1)
         return ((data.batch["advantages"] != 0) & mask).any(-1)
 
@@ -154,7 +158,9 @@ class PolicyObjective(Objective):
         num_tokens = float(mask.sum())
         for name, per_token in diagnostics.items():
             metrics[f"actor/{name}"] = Metric((per_token.detach() * mask).sum() / num_tokens, "mean", num_tokens)
-        metrics["actor/entropy"] = Metric((entropy.detach() * mask).sum() / num_tokens, "mean", num_tokens)
+        if "old_log_probs" not in rows.batch.keys():
+            # The pass for old log-probs has measured it, over all rows.
+            metrics["actor/entropy"] = Metric((entropy.detach() * mask).sum() / num_tokens, "mean", num_tokens)
         if self.config.entropy_coeff:
             loss = loss - self.config.entropy_coeff * aggregate(entropy)
         if self.config.use_kl_loss:

@@ -64,7 +64,7 @@ reward_baselines | (B,) | float32 | trainer | algorithms
     reward of the greedy response to the same prompt
 rm_scores | (B, T) | float32 | workers | trainer
     reward by the reward model, at the last token of the response
-rollout_is_weights | (B, T) | float32 | trainer | engines
+rollout_is_weights | (B, T) | float32 | trainer | algorithms engines
     importance weight of trainer over rollout
 covariance_clipped | (B, T) | float32 | engines | algorithms
     1 on tokens that the loss clip_cov leaves out

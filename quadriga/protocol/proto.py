@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 from tensordict import TensorDict
+from torch.utils.data import DataLoader, RandomSampler
 
 from quadriga.errors import ProtocolError
 from quadriga.protocol import columns, disk, merge, wire
@@ -445,8 +446,10 @@ class DataProto:
             starts = (start for _ in range(epochs) for start in range(0, end, mini_batch_size))
             return (self.slice(start, min(start + mini_batch_size, end)) for start in starts)
         generator = None if seed is None else torch.Generator().manual_seed(seed)
-        orders = (torch.randperm(rows, generator=generator)[:end] for _ in range(epochs))
-        return (self.select_idxs(part) for order in orders if end for part in order.split(mini_batch_size))
+        # Its order for a seed is part of the contract.
+        order = RandomSampler(range(rows), generator=generator) if rows else ()
+        numbers = DataLoader(range(rows), mini_batch_size, sampler=order, drop_last=end < rows, generator=generator)
+        return (self.select_idxs(part) for _ in range(epochs) for part in numbers)
 
     def to(self, device: torch.device | str | int) -> "DataProto":
         """Move the tensors, in place; returns self."""

@@ -26,6 +26,8 @@ _CAUSES = (
 )
 _LARGEST_EXPONENT = 709.0
 MOST_CUT = 0.9
+PER_TOKEN = ("gen", "ref", "values", "adv", "update_critic", "update_actor")
+"""Phases that are also told in milliseconds a token: of the responses for `gen`, of the whole batch for the others."""
 
 
 def data_metrics(batch: DataProto) -> dict[str, float]:
@@ -34,8 +36,11 @@ def data_metrics(batch: DataProto) -> dict[str, float]:
     width = mask.shape[1]
     attention = batch.batch["attention_mask"].bool()
     lengths, prompt_lengths = attention[:, -width:].sum(-1).float(), attention[:, :-width].sum(-1).float()
-    metrics = spread("critic/score", batch.batch["token_level_scores"].sum(-1))
-    metrics |= spread("critic/rewards", batch.batch["token_level_rewards"].sum(-1))
+    # An aborted response is empty: its score is nobody's, unless all are.
+    has_tokens = lengths > 0
+    counted = has_tokens if has_tokens.any() else ~has_tokens
+    metrics = spread("critic/score", batch.batch["token_level_scores"].sum(-1)[counted])
+    metrics |= spread("critic/rewards", batch.batch["token_level_rewards"].sum(-1)[counted])
     for name in ("advantages", "returns", "values"):
         if name in batch.batch.keys() and bool(mask.any()):
             metrics |= spread(f"critic/{name}", batch.batch[name][mask])
@@ -46,9 +51,16 @@ def data_metrics(batch: DataProto) -> dict[str, float]:
         metrics["critic/vf_explained_var"] = float(1 - error / variance) if variance > 0 else 0.0
     if "num_turns" in batch.non_tensor_batch:
         metrics |= spread("num_turns", torch.tensor(batch.non_tensor_batch["num_turns"].tolist()))
-    metrics |= spread("response_length", lengths)
-    metrics["response_length/clip_ratio"] = float((lengths == width).float().mean())
-    return metrics | spread("prompt_length", prompt_lengths)
+    for name, numbers, limit in (
+        ("response_length", lengths, width),
+        ("response_length_non_aborted", lengths[has_tokens], width),
+        ("prompt_length", prompt_lengths, attention.shape[1] - width),
+    ):
+        if len(numbers):
+            metrics |= spread(name, numbers)
+            metrics[f"{name}/clip_ratio"] = float((numbers == limit).float().mean())
+    metrics["response/aborted_ratio"] = float((~has_tokens).float().mean())
+    return metrics
 
 
 def dead_signals(batch: DataProto) -> dict[str, str]:
@@ -84,14 +96,18 @@ def spread(name: str, values: torch.Tensor) -> dict[str, float]:
 def performance_metrics(
     batch: DataProto, seconds: Mapping[str, float], measured: Mapping[str, float]
 ) -> dict[str, float]:
-    """Seconds of each phase (`step` is their whole), tokens a second, and memory.
+    """Seconds of each phase (`step` is their whole), milliseconds a token, tokens a second, and memory.
 
     `measured` has the metrics of the step so far: tokens that were generated, those of groups that were left out
     included, and whether the responses come from the rollout cache.
     """
     num_tokens = int(batch.batch["attention_mask"].sum())
     num_generated = measured.get("rollout/num_response_tokens", 0.0)
+    num_of_responses = int(batch.batch["attention_mask"][:, -batch.batch["response_mask"].shape[1] :].sum())
     metrics = {f"timing_s/{phase}": duration for phase, duration in seconds.items()}
+    for phase in filter(seconds.__contains__, PER_TOKEN):
+        divisor = num_of_responses if phase == "gen" else num_tokens
+        metrics[f"timing_per_token_ms/{phase}"] = 1000 * seconds[phase] / max(divisor, 1)
     metrics["perf/total_num_tokens"] = float(num_tokens)
     metrics["perf/time_per_step"] = seconds["step"]
     metrics["perf/throughput"] = num_tokens / seconds["step"]

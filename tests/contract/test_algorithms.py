@@ -41,6 +41,7 @@ def batch(seed: int = 0) -> dict[str, Any]:
         "reward_baselines": noise(seed + 2, 9),
         "old_log_probs": -noise(seed + 3, 9, 5).abs(),
         "sum_pi_squared": noise(seed + 4, 9, 5).sigmoid(),
+        "rollout_is_weights": noise(seed + 6, 9, 5).exp(),
         "reward_extra": np.array([{"format": score.item()} for score in noise(seed + 5, 9)], dtype=object),
         "uid": np.array(["a", "b", "a", "c", "b", "a", "d", "c", "b"], dtype=object),
     }

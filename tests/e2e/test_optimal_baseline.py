@@ -18,7 +18,8 @@ from quadriga.algorithms.advantages import optimal_token_baseline
 def recording(token_level_rewards, response_mask, uid, old_log_probs, sum_pi_squared, input_ids, attention_mask):
     read = [response_mask, old_log_probs, sum_pi_squared, input_ids, attention_mask]
     torch.save([column.clone() for column in read], {path!r})
-    return optimal_token_baseline(token_level_rewards, response_mask, uid, old_log_probs, sum_pi_squared)
+    weights = torch.ones_like(old_log_probs)
+    return optimal_token_baseline(token_level_rewards, response_mask, uid, old_log_probs, sum_pi_squared, weights)
 """
 
 

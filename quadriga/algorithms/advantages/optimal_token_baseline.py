@@ -14,7 +14,8 @@ the policy wrote are moved together before responses are compared, so that its n
 the others, however long the tools' output in between is. On responses of one turn the two are the same.
 
 Only responses that have a token at a place are compared there. Groups may have any size and order; a group of one keeps
-its reward. At a place where one response of several is left, its advantage is 0, or its reward with `handle_zero_tail`.
+its reward. At a place where one response of several is left it keeps its reward too, or has an advantage of 0 without
+`handle_zero_tail`. Importance weights of off-policy correction scale a token's gradient, so their squares its energy.
 """
 
 from collections.abc import Hashable, Iterable
@@ -33,34 +34,41 @@ def optimal_token_baseline(
     uid: Iterable[Hashable],
     old_log_probs: Tensor,
     sum_pi_squared: Tensor,
+    rollout_is_weights: Tensor,
     *,
-    handle_zero_tail: bool = False,
+    handle_zero_tail: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Advantages and returns (undiscounted rewards to go) of each token, [B, T] each.
 
     Args:
         old_log_probs: [B, T] of the sampled tokens.
         sum_pi_squared: [B, T], the sum over the vocabulary of squared probabilities.
+        rollout_is_weights: [B, T] of off-policy correction, 1 without; a token's gradient is that much longer.
         handle_zero_tail: whether the longest response keeps its reward where it is the only one left.
     """
     is_ours = response_mask.bool()
     to_go = token_level_rewards.flip(-1).cumsum(-1).flip(-1)
-    advantages = against_optimum(to_go, is_ours, uid, (old_log_probs, sum_pi_squared), keeps_tail=handle_zero_tail)
+    energy = token_energy(old_log_probs, sum_pi_squared, rollout_is_weights)
+    advantages = against_optimum(to_go, is_ours, uid, energy, keeps_tail=handle_zero_tail)
     return advantages, to_go.masked_fill(~is_ours, 0)
 
 
+def token_energy(old_log_probs: Tensor, sum_pi_squared: Tensor, rollout_is_weights: Tensor) -> Tensor:
+    """The squared length of each token's gradient by the logits, [B, T]."""
+    return (1 - 2 * old_log_probs.exp() + sum_pi_squared).clamp(min=0) * rollout_is_weights.square()
+
+
 def against_optimum(
-    to_go: Tensor, is_ours: Tensor, uid: Iterable[Hashable], certainty: tuple[Tensor, Tensor], *, keeps_tail: bool
+    to_go: Tensor, is_ours: Tensor, uid: Iterable[Hashable], energy: Tensor, *, keeps_tail: bool
 ) -> Tensor:
     """Rewards to go [B, T] minus the optimal baseline of their place, 0 outside the mask `is_ours`.
 
     Args:
-        certainty: `old_log_probs` and `sum_pi_squared`, [B, T] each.
+        energy: [B, T], of each token.
         keeps_tail: `handle_zero_tail` of the estimators.
     """
-    log_probs, sum_pi_squared = certainty
     present = is_ours.to(to_go.dtype)
-    energy = (1 - 2 * log_probs.exp() + sum_pi_squared).clamp(min=0).masked_fill(~is_ours, 0).cumsum(-1) * present
+    energy = energy.masked_fill(~is_ours, 0).cumsum(-1) * present
     groups = Groups.of(uid, to_go)
     # Where no gradient has any length, all weigh alike.
     weights = energy.where(groups.sum(energy) > 0, present)
@@ -81,13 +89,15 @@ def tir_optimal_token_baseline(
     uid: Iterable[Hashable],
     old_log_probs: Tensor,
     sum_pi_squared: Tensor,
+    rollout_is_weights: Tensor,
     *,
-    handle_zero_tail: bool = False,
+    handle_zero_tail: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Advantages and returns of each token, [B, T]; arguments and result as for `optimal_token_baseline`."""
     is_ours = response_mask.bool()
     to_go = token_level_rewards.flip(-1).cumsum(-1).flip(-1)
     order = (~is_ours).int().argsort(dim=-1, stable=True)
-    moved = [column.gather(-1, order) for column in (to_go, is_ours, old_log_probs, sum_pi_squared)]
-    advantages = against_optimum(moved[0], moved[1], uid, (moved[2], moved[3]), keeps_tail=handle_zero_tail)
+    energy = token_energy(old_log_probs, sum_pi_squared, rollout_is_weights)
+    moved = [column.gather(-1, order) for column in (to_go, is_ours, energy)]
+    advantages = against_optimum(moved[0], moved[1], uid, moved[2], keeps_tail=handle_zero_tail)
     return advantages.gather(-1, order.argsort(dim=-1)), to_go.masked_fill(~is_ours, 0)

@@ -3,7 +3,7 @@
 
 A token keeps its whole gradient until the policy has moved too far at it, in the direction of its advantage:
 
-    loss_t = -A_t sg[min(r_t, ratio_cap)] log p_t      0 where A > 0, p > p_old and D > clip_ratio_high,
+    loss_t = -A_t sg[min(r_t, clip_ratio_c)] log p_t      0 where A > 0, p > p_old and D > clip_ratio_high,
                                                       or A < 0, p < p_old and D > clip_ratio_low
 
 D compares two distributions over {this token, any other}. `dppo_tv` takes the total variation |p - p_old|; `dppo_kl`
@@ -33,20 +33,20 @@ def dppo_tv(
     *,
     clip_ratio_low: float,
     clip_ratio_high: float,
-    ratio_cap: float = 20.0,
+    clip_ratio_c: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of each token, [B, T]; diagnostics `pg_clipfrac` (1 where the region is left), `ppo_kl`,
     `pg_clipfrac_lower` (1 at the cap).
 
     Args:
         clip_ratio_low, clip_ratio_high: how far a probability may fall and rise, absolutely.
-        ratio_cap: the largest ratio that counts.
+        clip_ratio_c: the largest ratio that counts; the paper takes a large one, 20.
     """
     outside = ~response_mask.bool()
     log_p, log_q = (each.masked_fill(outside, 0) for each in (log_prob, old_log_prob))
     divergence = (log_p.exp() - log_q.exp()).abs().detach()
     bounds = (clip_ratio_low, clip_ratio_high)
-    return _within_region(log_p, log_q, advantages, response_mask, divergence, bounds, ratio_cap)
+    return _within_region(log_p, log_q, advantages, response_mask, divergence, bounds, clip_ratio_c)
 
 
 @register_policy_loss("dppo_kl", needs_advantage=True)
@@ -58,7 +58,7 @@ def dppo_kl(
     *,
     clip_ratio_low: float,
     clip_ratio_high: float,
-    ratio_cap: float = 20.0,
+    clip_ratio_c: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of each token, [B, T], as for `dppo_tv`; the clips are divergences in nats."""
     outside = ~response_mask.bool()
@@ -67,7 +67,7 @@ def dppo_kl(
     rest = ((1 - q).clamp(min=0) + _TINY) / ((1 - p).clamp(min=0) + _TINY)
     divergence = q * (log_q - log_p.detach()) + (1 - q) * rest.log()
     bounds = (clip_ratio_low, clip_ratio_high)
-    return _within_region(log_p, log_q, advantages, response_mask, divergence, bounds, ratio_cap)
+    return _within_region(log_p, log_q, advantages, response_mask, divergence, bounds, clip_ratio_c)
 
 
 def _within_region(
@@ -77,7 +77,7 @@ def _within_region(
     response_mask: Tensor,
     divergence: Tensor,
     bounds: tuple[float, float],
-    ratio_cap: float,
+    clip_ratio_c: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     low, high = bounds
     gain = advantages.masked_fill(~response_mask.bool(), 0)
@@ -86,6 +86,6 @@ def _within_region(
     has_risen_too_far = (gain > 0) & (log_ratio > 0) & (divergence > high)
     has_fallen_too_far = (gain < 0) & (log_ratio < 0) & (divergence > low)
     is_outside = has_risen_too_far | has_fallen_too_far
-    losses = -gain * ratio.clamp(max=ratio_cap) * torch.where(is_outside, 0, log_p)
-    is_capped = (ratio > ratio_cap) & ~is_outside
+    losses = -gain * ratio.clamp(max=clip_ratio_c) * torch.where(is_outside, 0, log_p)
+    is_capped = (ratio > clip_ratio_c) & ~is_outside
     return losses, diagnostics(log_ratio, pg_clipfrac=is_outside, pg_clipfrac_lower=is_capped)

@@ -14,8 +14,11 @@ Shapes: B sequences, T response positions.
 import torch
 from torch import Tensor
 
-from quadriga.algorithms.masked import diagnostics, log_ratios, sequence_mean
+from quadriga.algorithms.masked import diagnostics, sequence_mean
 from quadriga.algorithms.registry import register_policy_loss
+
+# exp() of the mean is cut here so that one outlying response gives a large number instead of infinity.
+MAX_MEAN_LOG_RATIO = 10.0
 
 
 @register_policy_loss("gspo", needs_advantage=True)
@@ -33,9 +36,9 @@ def gspo(
     Args:
         clip_ratio_low, clip_ratio_high: how far below and above 1 the response's ratio may pull.
     """
-    log_ratio = log_ratios(log_prob, old_log_prob, response_mask)
+    log_ratio = (log_prob - old_log_prob).masked_fill(~response_mask.bool(), 0)
     gain = advantages.masked_fill(~response_mask.bool(), 0)
-    of_response = sequence_mean(log_ratio, response_mask).detach()
+    of_response = sequence_mean(log_ratio, response_mask).detach().clamp(max=MAX_MEAN_LOG_RATIO)
     ratio = (of_response + (log_ratio - log_ratio.detach())).exp()
     unclipped = -gain * ratio
     clipped = -gain * ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)

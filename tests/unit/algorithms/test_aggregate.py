@@ -20,6 +20,7 @@ MASK = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1]])
     ("mode", "expected"),
     [
         ("token-mean", 17 / 7),
+        ("token-sum", 17),
         ("seq-mean-token-sum", (4 + 5 + 8) / 3),
         ("seq-mean-token-mean", (2 + 5 + 2) / 3),
         ("seq-mean-token-sum-norm", (4 + 5 + 8) / 3 / 4),

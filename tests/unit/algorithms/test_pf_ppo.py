@@ -12,7 +12,7 @@ SCORES = torch.tensor([2.0, -3.0, 0.0, 2.0])
 
 @pytest.mark.parametrize(
     ("method", "expected"),
-    [("pow", [4, 9, 0, 4]), ("max_min", [1, 1, 0, 1]), ("max_random", [1, 0.4, 0.4, 1])],
+    [("pow", [4, 9, 0, 4]), ("max_min", [1, 1, 0, 1]), ("max_random", [0.4, 0.1, 0.1, 0.4])],
 )
 def test_weights(method: str, expected: list[float]) -> None:
     """Squares of 2, -3, 0, 2; the best are 2, the worst -3."""

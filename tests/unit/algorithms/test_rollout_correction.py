@@ -256,6 +256,18 @@ def test_all_rules_must_be_kept() -> None:
     assert told["rollout_rs_seq_max_k2_seq_masked_fraction"] == 0.5
 
 
+def test_statistics_over_responses() -> None:
+    """Of a rule on tokens their means, 0 and -0.1; a single response has no deviation."""
+    _, told = keep_mask(RATIO_REJECTION, MASK_REJECTION, [Rejection("token", "k1", 0.95, 1.1)])
+    expected = {"mean": -0.05, "std": 0.1 / 2**0.5, "max": 0, "min": -0.1, "max_deviation": 0.1}
+    expected |= {"fraction_high": 0, "fraction_low": 0.5}
+    assert {name: told[f"rollout_rs_token_k1_seq_{name}"] for name in expected} == pytest.approx(expected, abs=1e-9)
+    _, told = keep_mask(RATIO_REJECTION[1:], MASK_REJECTION[1:], [Rejection("seq_mean", "k1", 0.9, 1.1)])
+    assert (
+        told["rollout_rs_seq_mean_k1_seq_mean"] == pytest.approx(-0.1) and told["rollout_rs_seq_mean_k1_seq_std"] == 0
+    )
+
+
 def test_statistics() -> None:
     """Sums of k1 over the two answers that have tokens: 0 and -0.2, the second below log 0.9."""
     _, told = keep_mask(RATIO_REJECTION, MASK_REJECTION, [Rejection("seq_sum", "k1", 0.9, 1.1)])

@@ -106,11 +106,20 @@ def test_bypass_correction_acts_without_old_log_probs() -> None:
 
 
 def test_rows_that_need_no_computation() -> None:
-    """A row without an advantage is left out, unless the loss has a penalty beside it."""
+    """A row without an advantage is left out, unless the loss has a penalty beside it or all are to be measured."""
     assert PolicyObjective(ActorConfig()).rows_with_gradient(rows()).tolist() == [True, True, False]
-    for name, settings in (("dro", {}), ("kl_cov", {}), ("vanilla", {"entropy_coeff": 0.1})):
+    beside = (("vanilla", {"entropy_coeff": 0.1}), ("vanilla", {"calculate_entropy": True}))
+    for name, settings in (("dro", {}), ("kl_cov", {}), *beside):
         objective = PolicyObjective(ActorConfig(policy_loss={"loss_mode": name}, **settings))
         assert objective.rows_with_gradient(rows()).tolist() == [True] * 3
+
+
+def test_entropy_is_that_of_the_pass_where_there_was_one() -> None:
+    """It is of all rows, and of the policy that the update starts from."""
+    data = rows()
+    assert "actor/entropy" not in PolicyObjective(ActorConfig())(data, outputs(), LossCounts.of(MASK))[1]
+    del data.batch["old_log_probs"]
+    assert "actor/entropy" in PolicyObjective(ActorConfig())(data, outputs(), LossCounts.of(MASK))[1]
 
 
 def test_columns_of_the_whole_batch() -> None:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
+from torch.utils.data import DataLoader
 
 from quadriga.errors import ProtocolError
 from quadriga.protocol import DataProto, DataProtoItem
@@ -333,6 +334,14 @@ def test_iterator_is_reproducible_and_leaves_the_global_generator_alone(data: Da
     state = torch.get_rng_state()
     assert order(0) == order(0) and order(0) != order(1)
     assert torch.equal(state, torch.get_rng_state())
+
+
+def test_iterator_has_the_order_of_a_seeded_loader_of_torch(data: DataProto) -> None:
+    """As verl has it: one loader for all epochs, which draws more from its generator than the orders."""
+    loader = DataLoader(range(len(data)), 1, shuffle=True, generator=torch.Generator().manual_seed(5))
+    expected = [int(row) for _ in range(3) for row in loader]
+    found = data.make_iterator(1, 3, seed=5, dataloader_kwargs={"shuffle": True})
+    assert [row for batch in found for row in ids(batch)] == expected
 
 
 @pytest.mark.parametrize("arguments", [(0, 1), (1, -1), (1, 1, None, {"num_workers": 4})])

@@ -75,6 +75,27 @@ def test_batches_without_a_signal_to_learn_from() -> None:
     assert signals([float(row) for row in range(16)], [3] * 14 + [1, 2], "a" * 16) == {}
 
 
+def test_aborted_responses_are_counted_apart(batch: DataProto) -> None:
+    batch.batch["attention_mask"][1, 2:] = 0
+    metrics = data_metrics(batch)
+    expected = {
+        "critic/score/mean": 1.0,
+        "critic/score/min": 1.0,
+        "critic/rewards/mean": 0.5,
+        "response/aborted_ratio": 0.5,
+        "response_length/mean": 1.5,
+        "response_length_non_aborted/mean": 3.0,
+        "response_length_non_aborted/min": 3.0,
+        "response_length_non_aborted/clip_ratio": 1.0,
+        "prompt_length/clip_ratio": 0.5,
+    }
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected)
+    batch.batch["attention_mask"][0, 2:] = 0
+    metrics = data_metrics(batch)
+    assert metrics["response/aborted_ratio"] == 1 and metrics["critic/score/mean"] == 0.75
+    assert not [name for name in metrics if name.startswith("response_length_non_aborted/")]
+
+
 def test_batch_without_values_or_answers(batch: DataProto) -> None:
     batch.batch.pop("values")
     batch.batch["response_mask"] = torch.zeros(2, 3, dtype=torch.int64)
@@ -93,7 +114,10 @@ def test_spread() -> None:
 
 def test_performance_metrics(batch: DataProto) -> None:
     generated = {"rollout/num_response_tokens": 4.0}
-    metrics = performance_metrics(batch, {"step": 2.0, "gen": 0.5}, generated)
+    metrics = performance_metrics(batch, {"step": 2.0, "gen": 0.5, "adv": 0.07}, generated)
+    # Of 4 response tokens and of all 7.
+    assert metrics["timing_per_token_ms/gen"] == 125 and metrics["timing_per_token_ms/adv"] == pytest.approx(10)
+    assert "timing_per_token_ms/step" not in metrics
     assert metrics["perf/total_num_tokens"] == 7
     assert metrics["perf/throughput"] == 3.5
     assert metrics["perf/generated_tokens_per_s"] == 8.0

@@ -32,6 +32,7 @@ class Rows:
         self.baselines: list[float] = fields["reward_baselines"].tolist()
         self.log_probs: Table = fields["old_log_probs"].tolist()
         self.squares: Table = fields["sum_pi_squared"].tolist()
+        self.is_weights: Table = fields["rollout_is_weights"].tolist()
         self.style = [row["style"] for row in fields["reward_extra"]]
         self.uid = list(fields["uid"])
         self.size = len(self.uid)
@@ -163,13 +164,15 @@ def gdpo(rows: Rows) -> Table:
 
 def energy(rows: Rows, row: int, t: int) -> float:
     return sum(
-        max(0.0, 1 - 2 * math.exp(rows.log_probs[row][s]) + rows.squares[row][s]) for s in rows.own(row) if s <= t
+        max(0.0, 1 - 2 * math.exp(rows.log_probs[row][s]) + rows.squares[row][s]) * rows.is_weights[row][s] ** 2
+        for s in rows.own(row)
+        if s <= t
     )
 
 
 def against(rows: Rows, row: int, t: int, places: dict[int, int]) -> float:
     """`places`: for each answer of the group with a token there, where it is."""
-    if len(rows.group(row)) == 1:
+    if len(places) == 1:
         return rows.to_go(row, t)
     weights = {other: energy(rows, other, place) for other, place in places.items()}
     if not sum(weights.values()):
@@ -245,6 +248,7 @@ def test_advantages(name: str, uid: list[str], density: float, seed: int) -> Non
         "reward_baselines": noise(len(uid)),
         "old_log_probs": -noise(*shape).abs(),
         "sum_pi_squared": torch.rand(shape, dtype=torch.float64, generator=generator),
+        "rollout_is_weights": 2 * torch.rand(shape, dtype=torch.float64, generator=generator),
         "reward_extra": np.array([{"style": style} for style in styles], dtype=object),
         "uid": np.array(uid, dtype=object),
     }

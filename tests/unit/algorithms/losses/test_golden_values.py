@@ -45,11 +45,12 @@ EXPECTED = {
     "gpg": [-HALF, 2 * QUARTER, -HALF, HALF],
     # -A clip(r) log p, r in [0.8, 1.5].
     "cispo": [-1.5 * HALF, 2 * 0.8 * QUARTER, -HALF, 1.5 * HALF],
-    # |p - q| = 0.25 <= 0.5: -2 log 0.5; 0.25 > 0.2 and falling with A < 0: 0; -log 0.5; rising with A < 0: 4 log 0.5.
-    "dppo_tv": [-2 * HALF, 0.0, -HALF, 4 * HALF],
+    # |p - q| = 0.25 <= 0.5: -2 log 0.5; 0.25 > 0.2 and falling with A < 0: 0; -log 0.5; rising with A < 0,
+    # the ratio of 4 cut to 3: 3 log 0.5.
+    "dppo_tv": [-2 * HALF, 0.0, -HALF, 3 * HALF],
     # KL((.25, .75) || (.5, .5)) = 0.131 <= 0.5; KL((.5, .5) || (.25, .75)) = 0.144 <= 0.2, so 2 * 0.5 log 0.25; the
     # rest as for dppo_tv.
-    "dppo_kl": [-2 * HALF, 2 * 0.5 * QUARTER, -HALF, 4 * HALF],
+    "dppo_kl": [-2 * HALF, 2 * 0.5 * QUARTER, -HALF, 3 * HALF],
     # gpg's, plus 0.05 times squares of log 2, log 0.5, 0 and log 4 = 2 log 2.
     "dro": [-HALF + 0.05 * HALF**2, 2 * QUARTER + 0.05 * HALF**2, -HALF, HALF + 0.05 * 4 * HALF**2],
     # vanilla's, and 0 on the marked token.

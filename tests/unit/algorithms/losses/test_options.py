@@ -40,8 +40,15 @@ def test_refused(loss, options: dict[str, float], key: str) -> None:
 
 def test_cap_of_dppo() -> None:
     """A ratio of 8 counts as 2: a bad token that became likelier is never outside the region."""
-    losses, told = dppo_tv(math.log(0.1) * ONE, math.log(0.8) * ONE, -ONE, ONE, ratio_cap=2.0, **CLIPS)
+    losses, told = dppo_tv(math.log(0.1) * ONE, math.log(0.8) * ONE, -ONE, ONE, clip_ratio_c=2.0, **CLIPS)
     assert losses.item() == pytest.approx(2 * math.log(0.8)) and told["pg_clipfrac_lower"].item() == 1
+
+
+def test_cut_of_gspo() -> None:
+    """Ratios of e^30 and e^-22 have a mean of e^4, which counts as it is; one of e^30 alone is cut to e^10."""
+    new, old = torch.tensor([[30.0, -22.0], [30.0, 0.0]]), torch.zeros(2, 2)
+    losses, _ = gspo(old, new, -torch.ones(2, 2), torch.tensor([[1, 1], [1, 0]]), **CLIPS)
+    assert losses[:, 0].log().tolist() == pytest.approx([4, 10])
 
 
 @pytest.mark.parametrize("loss", [gspo, geo_mean])

@@ -86,7 +86,7 @@ def dppo(answer: Answer, divergence: Callable[[float, float], float]) -> Slopes:
     for old, new, gain, _ in answer:
         p, q = math.exp(new), math.exp(old)
         is_left = divergence(p, q) > (HIGH if gain > 0 else LOW) and (p - q) * gain > 0
-        weight = 0.0 if is_left else min(p / q, 20.0)
+        weight = 0.0 if is_left else min(p / q, DUAL)
         results.append((-gain * weight * new, -gain * weight))
     return results
 
