@@ -25,6 +25,7 @@ from quadriga.data.files import RowTable, written_aside
 from quadriga.data.pictures import as_list, picture_size
 from quadriga.data.tokenizing import ChatEncoder, as_messages
 from quadriga.data.vision import VisionProcessor, with_parts
+from quadriga.errors import DataError
 from quadriga.observe.watchdog import waiting
 
 BATCH_ROWS = 256
@@ -48,8 +49,8 @@ class PromptMeter:
             messages, given, num_beyond = as_messages(prompt, where=at_prompt), as_list(values), 0
             if self.processor is not None:
                 messages = with_parts(messages, len(given), where=where)
-                for image in given:  # each stands as one token in the rendered text
-                    size = picture_size(image, folder=Path(path).parent, where=where)
+                for number, image in enumerate(given):  # each stands as one token in the rendered text
+                    size = picture_size(image, folder=Path(path).parent, where=f"{where}, image {number}")
                     num_beyond += self.processor.num_tokens(*size, where=where) - 1
             texts.append(self.encoder.render(messages, where=at_prompt))
             beyond.append(num_beyond)
@@ -78,8 +79,11 @@ def prompt_lengths(table: RowTable, meter: PromptMeter, *, cache_dir: str | Path
             reason = str(error)
         print(f"data.cache_dir: {entry} is damaged ({reason}); the prompts are measured again.", flush=True)
     lengths = _measure(table, meter, num_workers, None)
-    with written_aside(entry, where="data.cache_dir") as draft, draft.open("wb") as file:
-        np.savez(file, lengths=lengths)
+    try:
+        with written_aside(entry, where="data.cache_dir") as draft, draft.open("wb") as file:
+            np.savez(file, lengths=lengths)
+    except DataError as error:
+        print(f"{error} Until then the prompts are measured at each start.", flush=True)
     return lengths
 
 

@@ -9,7 +9,8 @@ travel along. What a row yields is listed at `RLHFDataset.__getitem__`.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,13 @@ from transformers import PreTrainedTokenizerBase
 from quadriga.config import DataConfig
 from quadriga.data.file_dataset import FileDataset
 from quadriga.data.files import RowTable
-from quadriga.data.overlong import PromptMeter, prompt_lengths
+from quadriga.data.overlong import BATCH_ROWS, PromptMeter, prompt_lengths
 from quadriga.data.padding import compute_position_id_with_mask, pad_left, postprocess_data, truncate
 from quadriga.data.pictures import as_list, read_picture
-from quadriga.data.tokenizing import ChatEncoder, as_messages
+from quadriga.data.tokenizing import ChatEncoder, as_messages, shortened
 from quadriga.data.vision import as_vision, with_parts
 from quadriga.errors import DataError
+from quadriga.observe.watchdog import waiting
 
 
 class RLHFDataset(FileDataset):
@@ -70,6 +72,9 @@ class RLHFDataset(FileDataset):
                 rows = np.sort(np.random.default_rng(config.seed).choice(rows, size=max_samples, replace=False))
             rows = rows[:max_samples]
         self._rows = rows
+        if type(self).__getitem__ is RLHFDataset.__getitem__:
+            # A subclass may make its rows of other columns.
+            self._check_rows()
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -100,12 +105,7 @@ class RLHFDataset(FileDataset):
             pictures = [read_picture(one, folder=folder, where=f"{where}, image {i}") for i, one in enumerate(values)]
             messages = with_parts(messages, len(pictures), where=where)
         elif as_list(row.get(key)):
-            raise DataError(
-                where,
-                got=f"images in the column {key!r}, for a text-only model",
-                expected="a vision-language model",
-                fix="Take one, or set data.image_key=null to train on the text alone.",
-            )
+            raise _unseen_images(where, key)
         text = self.encoder.render(messages, where=at_prompt)
         row |= prompt_columns(text, pictures, self.encoder, self.processor, self.config, where=where)
         if self.config.return_raw_chat:
@@ -118,14 +118,6 @@ class RLHFDataset(FileDataset):
         row["tools_kwargs"] = extra.get("tools_kwargs") or {}
         row["interaction_kwargs"] = extra.get("interaction_kwargs") or {}
         return row
-
-    def data_sources(self) -> dict[Any, str]:
-        """The data sources of the rows in use, each with file and number of its first row."""
-        key, sources = self.config.reward_fn_key, []
-        for table in self._tables:
-            sources += [source for batch in table.column_batches(key, 4096) for source in batch]
-        first = {sources[number]: int(number) for number in reversed(self._rows)}
-        return {source: self._place(number)[2] for source, number in first.items()}
 
     def _place(self, number: int) -> tuple[RowTable, int, str]:
         """Of a row of all files: its file, its number there, and both in words."""
@@ -140,12 +132,50 @@ class RLHFDataset(FileDataset):
         digest.update(self._rows.tobytes())
         return digest.hexdigest()
 
-    def _short_rows(self) -> np.ndarray:
-        """The rows whose prompt is not too long; how many are left out is printed."""
+    def column(self, name: str) -> Iterator[tuple[str, Any]]:
+        """Of each row in use its file and number, and the value of a column; None where it has none."""
+        is_used, first = np.zeros(self._ends[-1], dtype=bool), 0
+        is_used[self._rows] = True
+        for table in self._tables:
+            batches = table.column_batches(name, BATCH_ROWS) if name in table.columns else [[None] * len(table)]
+            for number, value in enumerate(chain.from_iterable(batches)):
+                if is_used[first + number]:
+                    yield f"{table.path} row {number}", value
+            first += len(table)
+
+    def _check_rows(self) -> None:
+        """Find the row that would end a run in the middle of it: DataError with its file and number."""
+        config, key = self.config, self.config.image_key
+        for where, extra in self.column("extra_info"):
+            if extra and not isinstance(extra, Mapping):
+                got, fix = shortened(extra), "Correct the row: other facts about it stand there, by name."
+                raise DataError(f"{where}, column 'extra_info'", got=got, expected="a dictionary", fix=fix)
+        if self.processor is None and key:
+            for where, images in self.column(key):
+                if as_list(images):
+                    raise _unseen_images(where, key)
+        if config.filter_overlong_prompts:
+            return  # they are measured
+        # Of a sample, what is not in use need not be measured.
+        suspects: Any = range(len(self))
+        if len(self) == self._ends[-1]:
+            suspects = np.flatnonzero(self._lengths() > config.max_prompt_length).tolist()
+            if config.truncation != "error" and self.processor is None:
+                return  # they are cut
+        with waiting(f"{len(suspects)} rows of {self._key} to be tried"):
+            for item in suspects:
+                self[item]
+
+    def _lengths(self) -> np.ndarray:
+        """Tokens of every prompt of the files."""
         config = self.config
         meter = PromptMeter(self.encoder, self.processor, config.prompt_key, config.image_key)
         options = {"cache_dir": config.cache_dir, "num_workers": config.filter_overlong_prompts_workers}
-        every = np.concatenate([prompt_lengths(table, meter, **options) for table in self._tables])
+        return np.concatenate([prompt_lengths(table, meter, **options) for table in self._tables])
+
+    def _short_rows(self) -> np.ndarray:
+        """The rows whose prompt is not too long; how many are left out is printed."""
+        config, every = self.config, self._lengths()
         rows = np.flatnonzero(every <= config.max_prompt_length)
         if len(rows) == 0:
             raise DataError(
@@ -179,6 +209,15 @@ def prompt_columns(
     if seen is None:
         return {**tensors, "position_ids": compute_position_id_with_mask(mask)[0], "raw_prompt_ids": ids}
     return {**tensors, "position_ids": pad_left(seen.positions, limit, 0), **seen.columns()}
+
+
+def _unseen_images(where: str, key: str) -> DataError:
+    return DataError(
+        where,
+        got=f"images in the column {key!r}, for a text-only model",
+        expected="a vision-language model",
+        fix="Take one, or set data.image_key=null to train on the text alone.",
+    )
 
 
 def _check_columns(tables: list[RowTable], required: Sequence[str], config: DataConfig) -> None:

@@ -4,7 +4,7 @@
 A built-in manager is a file in `managers/` and a name in `BUILT_IN`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -98,8 +98,12 @@ class RewardManager:
         """
         raise NotImplementedError(f"{type(self).__name__} grades batches only")
 
-    def check_sources(self, places: Mapping[str, str]) -> None:
-        """Refuse data sources without a grader: RewardError with the place of the first row that has one."""
+    def check_rows(self, rows: Sequence[tuple[str, Any, Any]]) -> None:
+        """Refuse a row whose responses could not be graded, before there are any: RewardError.
+
+        Args:
+            rows: of each row its place (file and number), its data source, and its `reward_model`.
+        """
 
     def close(self) -> None:
         """Free what the manager holds, above all its processes."""

@@ -89,6 +89,17 @@ class SampleManager(RewardManager):
 
         return Grading(result, work.cancel)
 
+    def check_rows(self, rows: Sequence[tuple[str, Any, Any]]) -> None:
+        for place, source, reward_model in rows if self.needs_truths else ():
+            if ground_truth(reward_model, place) is None and not self.grades_without_truth(source):
+                expected, fix = "one that the data source's grader can compare with", "Correct the data file."
+                where = f"{place}, column 'reward_model'"
+                raise RewardError(where, got="the ground truth None", expected=expected, fix=fix)
+
+    def grades_without_truth(self, data_source: Any) -> bool:
+        """Whether None may be meant as the ground truth of rows of a data source."""
+        return True
+
     async def grade_one(self, row: dict[str, Any]) -> Outcome:
         round_ = self.submit([row])
         try:

@@ -195,13 +195,16 @@ def build_frozen(role: Role, config: Config, tokenizer: Any) -> Any:
 
 
 def build_reward(config: Config, tokenizer: Any, *loaders: Any) -> RewardManager:
-    """The reward manager of a run, which has a grader for every row of these loaders (RewardError: it has not)."""
+    """The reward manager of a run, which can grade responses to every row of these loaders (RewardError: it cannot)."""
     manager = load_reward_manager(config, tokenizer)
     try:
         for rows in (loader.dataset for loader in loaders if loader is not None):
             # A class of the user's may make other rows of the files.
             if getattr(type(rows), "__getitem__", None) is RLHFDataset.__getitem__:
-                manager.check_sources(rows.data_sources())
+                sources, models = rows.column(rows.config.reward_fn_key), rows.column("reward_model")
+                manager.check_rows(
+                    [(place, one, other) for (place, one), (_, other) in zip(sources, models, strict=True)]
+                )
     except BaseException:
         manager.close()
         raise

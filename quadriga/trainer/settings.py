@@ -72,6 +72,8 @@ class Settings:
         """What differs from these settings in those that hold now, a line each; a key that only one of them has was
         added or removed by another version."""
         keys = [key for key in now.values if key in self.values and key not in _RESUMING]
+        # It is counted in steps once the data are read.
+        keys = [key for key in keys if now.values[key] != "after_each_epoch"]
         lines = [
             f"{key}: {_shown(self.values[key], key)} -> {_shown(now.values[key], key)}"
             for key in keys

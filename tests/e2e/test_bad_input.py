@@ -77,6 +77,24 @@ def test_directory_of_a_run_that_goes_on(refused: Callable[..., str], tmp_path: 
     assert {path.read_text() for path in (tmp_path / "run").iterdir()} == {'{"step": 1}\n'}
 
 
+@pytest.mark.parametrize("key", ["train_files", "val_files"])
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_row_without_ground_truth_is_found_at_the_start(
+    key: str, mode: str, refused: Callable[..., str], make_rows: Callable, write: Callable, tmp_path: Path
+) -> None:
+    """Behind a good file, and the last of its rows; no step is made."""
+    truths = [{"style": "rule", "ground_truth": "a"}] * 5 + [{"style": "rule", "ground_truth": None}]
+    rows = [
+        row | {"reward_model": truth, "data_source": "math"} for row, truth in zip(make_rows(6), truths, strict=True)
+    ]
+    files = [write(tmp_path / "good.parquet", rows[:4]), write(tmp_path / "bad.parquet", rows)]
+    rollout = f"actor_rollout_ref.rollout.mode={mode}"
+    given = (f"data.train_files={files[0]}", f"data.val_files={files[0]}", f"data.{key}=[{files[0]},{files[1]}]")
+    error = refused(*given, "custom_reward_function.path=null", rollout)
+    assert_says(error, f"{files[1]} row 5, column 'reward_model': got the ground truth None", "Correct the data file")
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
 def test_missing_column(refused: Callable[..., str], make_rows: Callable, write: Callable, tmp_path: Path) -> None:
     rows = [{name: value for name, value in row.items() if name != "prompt"} for row in make_rows(8)]
     path = write(tmp_path / "bad.parquet", rows)

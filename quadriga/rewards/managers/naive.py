@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One call of the score function a sample, in a pool of processes, with a time limit each."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from quadriga.config import Config
@@ -10,7 +10,7 @@ from quadriga.rewards.outcome import Outcome
 from quadriga.rewards.pool import GradingPool, Round
 from quadriga.rewards.registry import Grading, register
 from quadriga.rewards.samples import SampleManager
-from quadriga.rewards.scoring import ScoreFunction, grader_name
+from quadriga.rewards.scoring import WITHOUT_TRUTH, ScoreFunction, grader_name
 
 NO_GRADE = Outcome(0.0, {}, "", "graded")
 """Of a sample that a reward model alone grades."""
@@ -39,16 +39,20 @@ class NaiveRewardManager(SampleManager):
         if self.function.path is not None:
             self._pool.start()
 
-    def check_sources(self, places: Mapping[str, str]) -> None:
+    def check_rows(self, rows: Sequence[tuple[str, Any, Any]]) -> None:
         if self.function.path is None and self.has_grades:
-            for data_source, place in places.items():
+            for data_source, place in {source: place for place, source, _ in reversed(rows)}.items():
                 grader_name(data_source, f"{place}, its data source")
+        super().check_rows(rows)
 
     def begin(self, data: DataProto, outcomes: Sequence[Outcome | None] | None = None) -> Grading:
         return super().begin(data, outcomes if self.has_grades else [NO_GRADE] * len(data))
 
     async def grade_one(self, row: dict[str, Any]) -> Outcome:
         return await super().grade_one(row) if self.has_grades else NO_GRADE
+
+    def grades_without_truth(self, data_source: Any) -> bool:
+        return self.function.path is not None or grader_name(data_source) in WITHOUT_TRUTH
 
     def submit(self, rows: list[dict[str, Any]], max_failures: int | None = None) -> Round:
         if self.function.path is None:

@@ -104,7 +104,9 @@ def test_a_prompt_that_is_none_names_file_and_row(measure, write, row, monkeypat
         measure(path, num_workers=num_workers)
 
 
-def test_a_cache_that_cannot_be_written(tokenizer, path: Path, tmp_path: Path):
+def test_a_cache_that_cannot_be_written(tokenizer, path: Path, tmp_path: Path, capsys):
     (tmp_path / "occupied").write_text("")
-    with pytest.raises(DataError, match=r"data\.cache_dir"):
-        prompt_lengths(read_table(path), PromptMeter(ChatEncoder(tokenizer, {})), cache_dir=tmp_path / "occupied")
+    meter = PromptMeter(ChatEncoder(tokenizer, {}))
+    lengths = prompt_lengths(read_table(path), meter, cache_dir=tmp_path / "occupied")
+    assert lengths.tolist() == prompt_lengths(read_table(path), meter, cache_dir=tmp_path / "free").tolist()
+    assert "data.cache_dir: got" in (said := capsys.readouterr().out) and "measured at each start" in said

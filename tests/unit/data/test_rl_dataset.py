@@ -44,15 +44,6 @@ def test_options_and_kwargs(tokenizer, config, write, row):
     assert (item["index"], item["tools_kwargs"], item["interaction_kwargs"]) == (1, {"a": 1}, {"b": 2})
 
 
-def test_data_sources_of_the_rows_in_use(tokenizer, config, write, row):
-    paths = [
-        write("a.jsonl", [row(data_source="x"), row(9, data_source="long"), row(data_source="y")]),
-        write("b.parquet", [row(data_source="y"), row(data_source="z")]),
-    ]
-    rows = RLHFDataset(paths, tokenizer, config(filter_overlong_prompts=True))
-    assert rows.data_sources() == {"x": f"{paths[0]} row 0", "y": f"{paths[0]} row 2", "z": f"{paths[1]} row 1"}
-
-
 @pytest.mark.parametrize(
     ("mode", "kept"),
     [
@@ -69,10 +60,45 @@ def test_truncation_reaches_both_forms_of_the_prompt(tokenizer, config, write, r
 
 
 def test_truncation_error_names_file_and_row(tokenizer, config, write, row):
-    dataset = RLHFDataset(write("t.jsonl", [row(1), row(5)]), tokenizer, config(max_prompt_length=4))
-    assert len(dataset[0]["raw_prompt_ids"]) == 3
+    """When the data set is made, not when the row is reached; of a sample only the rows in use."""
+    path = write("t.jsonl", [row(1), row(5)])
     with pytest.raises(DataError, match=r"t\.jsonl row 1: got 7 tokens, expected at most data\.max_prompt_length=4"):
-        dataset[1]
+        RLHFDataset(path, tokenizer, config(max_prompt_length=4))
+    for limits in ({"max_prompt_length": 7}, {"max_prompt_length": 4, "truncation": "left"}):
+        assert len(RLHFDataset(path, tokenizer, config(**limits))) == 2
+    assert len(RLHFDataset(path, tokenizer, config(max_prompt_length=4, shuffle=False), max_samples=1)) == 1
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        ({"prompt": []}, r"b\.jsonl row 1, column 'prompt': got the prompt \[\]"),
+        ({"extra_info": "text"}, r"b\.jsonl row 1, column 'extra_info': got 'text', expected a dictionary"),
+        ({"images": ["a.png"]}, r"b\.jsonl row 1: got images in the column 'images'"),
+    ],
+)
+def test_a_bad_row_is_found_when_the_data_set_is_made(bad, words, tokenizer, config, write, row):
+    files = [write("a.jsonl", [row(1), row(1)]), write("b.jsonl", [row(1), row(1) | bad])]
+    with pytest.raises(DataError, match=words):
+        RLHFDataset(files, tokenizer, config())
+
+
+def test_a_class_that_makes_its_own_rows_is_not_checked(tokenizer, config, write, row):
+    class Own(RLHFDataset):
+        def __getitem__(self, item):
+            return super().__getitem__(0)
+
+    assert (
+        len(Own(write("t.jsonl", [row(1), row(5)]), tokenizer, config(max_prompt_length=4))[1]["raw_prompt_ids"]) == 3
+    )
+
+
+def test_a_column_has_the_places_of_its_rows(tokenizer, config, write, row):
+    files = [write("a.jsonl", [row(1), row(1)]), write("b.parquet", [row(1, note=str(n)) for n in range(300)])]
+    data = RLHFDataset(files, tokenizer, config(seed=3), max_samples=40)
+    found = list(data.column("note"))
+    assert [place for place, _ in found] == [data[item]["source_row"] for item in range(40)]
+    assert all((value or "") in place.rpartition(" ")[2] for place, value in found)
 
 
 def test_files_of_different_shape_stand_side_by_side(tokenizer, config, write, row):

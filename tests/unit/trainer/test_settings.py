@@ -44,6 +44,7 @@ def names(directory: Path) -> list[str]:
 def test_changes_are_named_by_key_and_by_file(make: Make, tmp_path: Path) -> None:
     before = Settings.of(make())
     assert before.changes(Settings.of(make("trainer.resume_mode=disable"))) == []
+    assert before.changes(Settings.of(make("trainer.save_freq=after_each_epoch"))) == []
     (tmp_path / "reward.py").write_text("# another\n")
     (tmp_path / "train.jsonl").write_text("{}\n{}\n")
     assert before.changes(Settings.of(make(f"{LR}=0.5", "algorithm.adv_options={x: 1}"))) == [

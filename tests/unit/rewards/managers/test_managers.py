@@ -104,12 +104,20 @@ def test_of_a_hundred_grades_five_may_fail(manager):
         grade(batch([4] * 6 + [0] * 94))
 
 
-def test_a_data_source_without_a_grader_is_told_with_its_row(manager):
-    places = {"openai/gsm8k": "train.parquet row 0", "my/words": "train.parquet row 7"}
-    with pytest.raises(RewardError, match=r"train.parquet row 7, its data source: got 'my/words'"):
-        manager().check_sources(places)
-    manager("def compute_score(**kwargs):\n    return 1\n").check_sources(places)
-    manager(enable=True).check_sources(places)
+def test_a_row_that_cannot_be_graded_is_told_at_the_start(manager):
+    """One of a data source without a grader, without a truth; a function of the user's and a model may need neither."""
+    truth, own = {"ground_truth": "1"}, "def compute_score(**kwargs):\n    return 1\n"
+    first, foreign = ("a row 0", "openai/gsm8k", truth), ("a row 7", "my/words", truth)
+    with pytest.raises(RewardError, match=r"a row 7, its data source: got 'my/words'"):
+        manager().check_rows([first, foreign])
+    for model, words in (({"ground_truth": None}, "got the ground truth None"), ({"style": ""}, "a dict with style")):
+        with pytest.raises(RewardError, match=f"b row 3, column 'reward_model': {words}|got {words}"):
+            manager().check_rows([first, ("b row 3", "openai/gsm8k", model)])
+    manager().check_rows([first, ("a row 1", "reasoning_gym/sums", {"ground_truth": None})])
+    manager(own).check_rows([first, foreign, ("a row 2", "x", {"ground_truth": None})])
+    with pytest.raises(RewardError, match="a row 2, column 'reward_model': got None"):
+        manager(own).check_rows([first, ("a row 2", "x", None)])
+    manager(enable=True).check_rows([first, foreign, ("a row 2", "x", None)])
 
 
 def test_beside_a_reward_model_alone_there_is_nothing_to_grade_by(manager):
