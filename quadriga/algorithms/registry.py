@@ -38,8 +38,6 @@ _AS_VERL = "A loss by verl's contract, which returns a scalar, runs with QUADRIG
 
 _CLIPPED = "actor_rollout_ref.actor.policy_loss.loss_mode=vanilla"
 _MADE_OF = {
-    "ppo": f"PPO is algorithm.adv_estimator=gae with {_CLIPPED}.",
-    "grpo": f"GRPO is algorithm.adv_estimator=grpo with {_CLIPPED}.",
     "dapo": f"DAPO is algorithm.adv_estimator=grpo and {_CLIPPED}, with actor_rollout_ref.actor.clip_ratio_high=0.28, "
     "actor_rollout_ref.actor.loss_agg_mode=token-mean and algorithm.filter_groups.enable=True.",
     "dr_grpo": f"Dr. GRPO is algorithm.adv_estimator=grpo and {_CLIPPED}, with algorithm.norm_adv_by_std_in_grpo=False "

@@ -34,11 +34,9 @@ def main(argv: Sequence[str]) -> int:
     add_config_arguments(parser)
     arguments = parser.parse_intermixed_args(list(argv))
     arguments.overrides.append(f"actor_rollout_ref.model.path={model_folder(arguments.model)}")
-    for key, value in (
-        ("actor_rollout_ref.rollout.temperature", arguments.temperature),
-        ("data.max_response_length", arguments.max_tokens),
-    ):
-        arguments.overrides += [f"{key}={value}"] if value is not None else []
+    given = {"actor_rollout_ref.rollout.temperature": arguments.temperature}
+    given["data.max_response_length"] = arguments.max_tokens
+    arguments.overrides += [f"{key}={value}" for key, value in given.items() if value is not None]
     config = load_from(arguments)
     temperature, limit = config.actor_rollout_ref.rollout.temperature, config.data.max_response_length
     way = f"--temperature {temperature:g}" if temperature else "the likeliest tokens (--temperature 0)"

@@ -31,10 +31,11 @@ _BY_GROUP = (
 _HUB_NAME = re.compile(r"[\w\-]+(?:/[\w.\-]+)?")
 
 
-def training_findings(config: Config) -> tuple[list[ConfigError], list[str]]:
-    """What is wrong with a training run, and what its user should know."""
+def training_findings(config: Config, *, is_verls: bool = False) -> tuple[list[ConfigError], list[str]]:
+    """What is wrong with a training run, and what its user should know; `is_verls` of a command line of verl's, which
+    may compare a response with nothing."""
     checks = _CHECKS if config.task == "rl" else _SUPERVISED_CHECKS
-    found = [one for check in checks for one in check(config)]
+    found = [one for check in checks if not (is_verls and check is check_groups) for one in check(config)]
     problems = [one for one in found if isinstance(one, ConfigError)]
     return problems, [one for one in found if isinstance(one, str)]
 
@@ -178,6 +179,14 @@ def check_batches(config: Config) -> Iterator[Finding]:
             yield f"{at}.{name}: {tokens} tokens, but a sequence may have {longest}: a longer one is computed alone."
 
 
+def check_groups(config: Config) -> Iterator[Finding]:
+    """Yields groups of one response where responses are compared with their group."""
+    if (estimator := config.algorithm.adv_estimator) in _BY_GROUP and config.actor_rollout_ref.rollout.n == 1:
+        fix = f"Nothing is compared with one response to a prompt: set {ROLLOUT}.n=8, or another estimator."
+        got, expected = f"1, with algorithm.adv_estimator={estimator}", "groups of at least 2 responses"
+        yield wrong(f"{ROLLOUT}.n", got, expected, fix)
+
+
 def check_rollout(config: Config) -> Iterator[Finding]:
     """Yields lengths, dynamic sampling and rewards that the rollout cannot serve."""
     rollout, groups, trainer = config.actor_rollout_ref.rollout, config.algorithm.filter_groups, config.trainer
@@ -186,10 +195,6 @@ def check_rollout(config: Config) -> Iterator[Finding]:
         expected = f"at least {longest}, data.max_prompt_length and data.max_response_length together"
         got, fix = f"{rollout.max_model_len} tokens", "Leave it out, or lower those."
         yield wrong(f"{ROLLOUT}.max_model_len", got, expected, fix)
-    if (estimator := config.algorithm.adv_estimator) in _BY_GROUP and rollout.n == 1:
-        fix = f"Nothing is compared with one response to a prompt: set {ROLLOUT}.n=8, or another estimator."
-        got, expected = f"1, with algorithm.adv_estimator={estimator}", "groups of at least 2 responses"
-        yield wrong(f"{ROLLOUT}.n", got, expected, fix)
     key = "algorithm.filter_groups"
     if groups.enable and rollout.n == 1:
         fix = f"Nothing would be kept: raise {ROLLOUT}.n, or turn the filter off."
@@ -321,6 +326,6 @@ _SUPERVISED_CHECKS: tuple[Callable[[Config], Iterator[Finding]], ...] = (
     check_files, check_paths, check_layouts, check_adapter, check_supervised,
 )  # fmt: skip
 _CHECKS: tuple[Callable[[Config], Iterator[Finding]], ...] = (
-    check_files, check_paths, check_sections, check_batches, check_rollout, check_update, check_multi_turn,
-    check_placement, check_layouts, check_adapter,
+    check_files, check_paths, check_sections, check_batches, check_groups, check_rollout, check_update,
+    check_multi_turn, check_placement, check_layouts, check_adapter,
 )  # fmt: skip

@@ -18,10 +18,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 
 from quadriga.config.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdapterShape, is_adapter, read_adapter
 from quadriga.errors import CheckpointError
-from quadriga.models.weight_files import RenamedFiles, SafetensorFiles, WeightFiles, open_weights, write_tensors
+from quadriga.models.weight_files import RenamedFiles, SafetensorFiles, WeightFiles, open_weights, share_with_readers
 
 ADAPTER_NAME = "default"
 _IN_PEFT = re.compile(r"^(?:base_model\.model\.)?(.+)\.weight$")
@@ -127,7 +128,8 @@ def write_factors(folder: Path, factors: Mapping[str, torch.Tensor]) -> None:
     """Write `adapter_model.safetensors` of A [r, in] and B [out, r], given under their names in a model."""
     own = f".{ADAPTER_NAME}.weight"
     tensors = {f"base_model.model.{name.replace(own, '.weight')}": one.contiguous() for name, one in factors.items()}
-    write_tensors(folder / ADAPTER_WEIGHTS, tensors)
+    save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    share_with_readers(folder)
 
 
 def write_adapter_shape(folder: Path, shape: AdapterShape, modules: Sequence[str]) -> None:

@@ -211,12 +211,6 @@ class ChunkReader(FileSystemReader):
             raise _unreadable(self.folder, error) from error
 
 
-def write_tensors(file: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Write tensors [...] to one safetensors file, which may be read by whoever may read its folder."""
-    save_file(tensors, file, metadata={"format": "pt"})
-    share_with_readers(file.parent)
-
-
 def share_with_readers(folder: Path) -> None:
     """Give the safetensors files of a folder its own permissions: the library lets nobody but their owner read them."""
     for file in folder.glob("*.safetensors"):
@@ -232,9 +226,10 @@ def write_safetensors(folder: Path, weights: WeightFiles, dtype: torch.dtype = t
     for number, names in enumerate(shards, start=1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         shard = {name: weights.read(name).to(dtype).contiguous() for name in names}
-        write_tensors(folder / file, shard)
+        save_file(shard, folder / file, metadata={"format": "pt"})
         where |= dict.fromkeys(names, file)
     index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
+    share_with_readers(folder)
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 

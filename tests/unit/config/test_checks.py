@@ -157,6 +157,12 @@ def test_is_fine(ready: list[str], changes: list[str]) -> None:
     assert findings(ready + changes) == ({}, "")
 
 
+def test_a_command_line_of_verls_may_compare_a_response_with_nothing(ready: list[str]) -> None:
+    config = load_config([*ready, "actor_rollout_ref.rollout.n=1"]).config
+    assert len(training_findings(config)[0]) == 1
+    assert training_findings(config, is_verls=True)[0] == []
+
+
 def test_the_likeliest_token_several_times(ready: list[str]) -> None:
     """What would happen is said."""
     problems, _ = findings([*ready, "actor_rollout_ref.rollout.temperature=0"])
