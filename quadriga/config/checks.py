@@ -5,7 +5,6 @@ What a section can say of its own values alone stands beside its fields, as `fin
 """
 
 import glob
-import json
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -23,7 +22,6 @@ from quadriga.config.root import Config
 from quadriga.errors import ConfigError
 
 _CUT_BY = ("micro_batch_size_per_gpu", "use_dynamic_bsz", "max_token_len_per_gpu")
-_GENERATING = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _BY_GROUP = (
     "grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gdpo", "reinforce_plus_plus_baseline",
 )  # fmt: skip
@@ -134,24 +132,6 @@ def check_files(config: Config) -> Iterator[Finding]:
         elif path and not folder.is_dir() and not _HUB_NAME.fullmatch(path):
             fix = "There is no such folder, and it is not a name on the hub."
             yield wrong(key, f"'{path}'", "a model's folder", fix)
-    yield from _check_generates(config)
-
-
-def _check_generates(config: Config) -> Iterator[Finding]:
-    """Yields what config.json of a local policy says against it: an encoder or a classifier does not generate."""
-    file = Path(config.actor_rollout_ref.model.path).expanduser() / "config.json"
-    if config.task == "reward_model" or not file.is_file():
-        return
-    key, fix = "actor_rollout_ref.model.path", "Get the model anew."
-    try:
-        described = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        yield wrong(key, f"'{file}' ({error})", "JSON", fix)
-        return
-    names, own = described.get("architectures") or [], described.get("auto_map") or {}
-    if names and "AutoModelForCausalLM" not in own and not any(name.endswith(_GENERATING) for name in names):
-        got = f"'{file.parent}', whose config.json names {', '.join(names)}"
-        yield wrong(key, got, "a causal language model, which generates text", "Name an architecture ...ForCausalLM.")
 
 
 def check_batches(config: Config) -> Iterator[Finding]:

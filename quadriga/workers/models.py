@@ -22,6 +22,8 @@ from quadriga.models.scorers import PolicyScorer, Scorer
 from quadriga.models.vision import is_vision, parameter_name, vision_encoder
 from quadriga.models.weight_files import RenamedFiles
 
+_GENERATING = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+
 
 @dataclass(frozen=True)
 class LoadedModel:
@@ -87,6 +89,15 @@ def check_models(config: Config, *, has_critic: bool) -> None:
         ConfigError: says what does not fit.
     """
     policy = _model_config(config, ACTOR)
+    names, own = policy.architectures or [], getattr(policy, "auto_map", {})
+    generates = not names or "AutoModelForCausalLM" in own or any(name.endswith(_GENERATING) for name in names)
+    if not generates and config.task != "reward_model":
+        raise ConfigError(
+            "actor_rollout_ref.model.path",
+            got=f"'{config.actor_rollout_ref.model.path}', whose config.json names {', '.join(names)}",
+            expected="a causal language model, which generates text",
+            fix="Name a model whose architecture ends in ForCausalLM.",
+        )
     _check_vision(config, policy, has_critic=has_critic)
     positions = getattr(policy.get_text_config(), "max_position_embeddings", None)
     needed = config.data.max_prompt_length + config.data.max_response_length

@@ -20,9 +20,6 @@ def ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     (tmp_path / "val.parquet").touch()
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
-    for name, text in (("encoder", '{"architectures": ["BertForMaskedLM"]}'), ("cut", '{"architec')):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(text)
     return [
         "data.train_files=train.parquet",
         "data.val_files=val.parquet",
@@ -73,8 +70,6 @@ def test_a_sound_run_hears_nothing(ready: list[str]) -> None:
         (["actor_rollout_ref.rollout.n=1"], "actor_rollout_ref.rollout.n"),
         (["actor_rollout_ref.model.custom_chat_template=chat.jinja"],
          "actor_rollout_ref.model.custom_chat_template"),
-        (["actor_rollout_ref.model.path=encoder"], "actor_rollout_ref.model.path"),
-        (["actor_rollout_ref.model.path=cut"], "actor_rollout_ref.model.path"),
         (["data.train_max_samples=8"], "data.train_batch_size"),
         (["trainer.val_only=True", "trainer.val_before_train=False"], "trainer.val_only"),
         (["trainer.total_training_steps=5", "trainer.critic_warmup=5"], "trainer.critic_warmup"),

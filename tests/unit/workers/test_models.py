@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import GPT2Config, LlamaConfig
+from transformers import BertConfig, GPT2Config, LlamaConfig
 
 from quadriga.config import Config
 from quadriga.errors import ConfigError
@@ -34,6 +34,16 @@ def config(folder: Path, model: str = "llama", processes: int = 4, length: int =
 def test_models_that_fit(folder: Path) -> None:
     check_models(config(folder, tensor_model_parallel_size=2, pipeline_model_parallel_size=2), has_critic=True)
     check_models(config(folder, "gpt2", processes=2), has_critic=True)
+
+
+def test_a_model_that_does_not_generate(tmp_path: Path) -> None:
+    """An encoder, though transformers has a causal class for it; a classifier may become a reward model."""
+    BertConfig(architectures=["BertForMaskedLM"]).save_pretrained(tmp_path / "bert")
+    LlamaConfig(architectures=["LlamaForSequenceClassification"]).save_pretrained(tmp_path / "scores")
+    with pytest.raises(ConfigError, match="names BertForMaskedLM, expected a causal language model"):
+        check_models(config(tmp_path, "bert"), has_critic=False)
+    scores = Config(task="reward_model", actor_rollout_ref={"model": {"path": str(tmp_path / "scores")}})
+    check_models(scores, has_critic=False)
 
 
 def test_sequences_longer_than_the_positions(folder: Path) -> None:
