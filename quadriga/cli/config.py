@@ -7,20 +7,27 @@ Also how every command reads its configuration: `--config FILE` and `key=value`.
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 
-from quadriga.config import Config, explain, keys_text, load_config, show, training_findings
+from quadriga.config import Config, explain, keys_text, load_config, show
+from quadriga.config.root import respell
 from quadriga.errors import ConfigError
 
 _DESCRIPTION = """\
 show     the resolved configuration as YAML, defaults included
-explain  what a training run with it does: batch arithmetic, passes, files; and what would keep it from starting
+explain  what a training run with it does: batch arithmetic, passes, files; and what would keep it from starting, by
+         the checks that a run makes before its models are loaded, and one row graded; status 2 if there is something
 keys     every key with what it takes, its default and its meaning; words narrow the list, by name, by meaning or by
          what other trainers call it: `quadriga config keys optim`, `keys "kv cache"`, `keys num_generations`
 """
 
 # The base files of verl's own command lines; the schema's defaults take their place.
 _VERL_BASE_FILES = frozenset({"ppo_trainer", "ppo_megatron_trainer"})
+
+
+# By its name: it loads torch, which nothing else here needs.
+_PREFLIGHT = "quadriga.trainer.preflight"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -41,12 +48,13 @@ def main(argv: Sequence[str]) -> int:
     if options.action == "show":
         print(show(config), end="")
         return 0
-    print(explain(config), end="")
-    problems, notices = training_findings(config)
-    for title, lines in (("Before training", problems), ("To know", notices)):
+    found = import_module(_PREFLIGHT).preflight(config)
+    print(explain(config, found.num_prompts, found.fields), end="")
+    problems = [respell(one, config.task) for one in found.problems]
+    for title, lines in (("Before training", problems), ("To know", found.notices)):
         if lines:
             print(f"\n{title}", *lines, sep="\n  ")
-    return 0
+    return 2 if problems else 0
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:

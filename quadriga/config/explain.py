@@ -76,8 +76,11 @@ def show(config: Config) -> str:
     return to_yaml(tree)
 
 
-def explain(config: Config, num_train_prompts: int | None = None) -> str:
-    """What a training run with this configuration does, on so many training prompts where they have been counted."""
+def explain(
+    config: Config, num_train_prompts: int | None = None, estimator_fields: tuple[str, ...] | None = None
+) -> str:
+    """What a training run with this configuration does, on so many training prompts where they have been counted, with
+    an estimator that reads these fields of the batch where they are known."""
     plan, data, trainer, rollout = BatchPlan(config), config.data, config.trainer, config.actor_rollout_ref.rollout
     step = [
         f"{_count(plan.num_prompts, 'prompt')} x {_count(rollout.n, 'response')} = "
@@ -95,7 +98,7 @@ def explain(config: Config, num_train_prompts: int | None = None) -> str:
     paragraphs = (
         ("Step", step),
         ("Update", _update(config, plan)),
-        ("Passes", _passes(config, plan)),
+        ("Passes", _passes(config, plan, estimator_fields)),
         ("Run", _run(config, plan, num_train_prompts)),
         ("Processes", _processes(config)),
         ("Files", files),
@@ -128,12 +131,15 @@ def _update(config: Config, plan: BatchPlan) -> Iterator[str]:
         yield f"the actor waits for {_count(warmup, 'step')}, in which only a critic learns"
 
 
-def _passes(config: Config, plan: BatchPlan) -> Iterator[str]:
+def _passes(config: Config, plan: BatchPlan, fields: tuple[str, ...] | None) -> Iterator[str]:
     if needs_old_log_prob_pass(config):
         why = "the batch makes several updates" if not plan.is_on_policy else "the divergence in the reward needs them"
         yield f"old log-probs: a pass of their own, for {why}"
     else:
         yield "old log-probs: no separate pass; the only update is made by the policy that sampled"
+    if fields is not None and "values" in fields:
+        start = "the policy's model" if config.critic.model.path is None else config.critic.model.path
+        yield f"critic: one pass a step, for values, and its own update; it starts from {start}"
     if config.reward_model.enable:
         added = ", added to the custom reward function" if config.custom_reward_function.path else ""
         yield f"reward model: one pass a step{added}"
@@ -149,16 +155,15 @@ def _passes(config: Config, plan: BatchPlan) -> Iterator[str]:
 
 def _run(config: Config, plan: BatchPlan, num_train_prompts: int | None) -> Iterator[str]:
     trainer = config.trainer
-    epochs, steps = _count(trainer.total_epochs, "epoch"), trainer.total_training_steps
-    if num_train_prompts is not None:
-        batches = num_train_prompts // plan.num_prompts
-        # The epochs bound the run even when a number of steps is given: after the last one there are no prompts left.
-        total = min(batches * trainer.total_epochs, steps or batches * trainer.total_epochs)
-        yield f"{_count(total, 'step')}: {_count(batches, 'batch', 'batches')} an epoch, {epochs}"
-    elif steps is not None:
-        yield f"{_count(steps, 'step')}, at most {epochs}"
+    batches, steps = (num_train_prompts or 0) // plan.num_prompts, trainer.total_training_steps
+    epochs, total = trainer.total_epochs, steps or batches * trainer.total_epochs
+    if batches:
+        passes = _count(-(-total // batches), "epoch")
+        yield f"{_count(total, 'step')}: {_count(batches, 'batch', 'batches')} an epoch, {passes}"
+    elif steps:
+        yield f"{_count(steps, 'step')}, over as many epochs as they take"
     else:
-        yield f"{epochs}; the number of steps depends on the data"
+        yield f"{_count(epochs, 'epoch')}; the number of steps depends on the data"
     when = ["before training"] if trainer.val_before_train else []
     when += [_every(trainer.test_freq)] if trainer.test_freq != -1 else []
     yield f"validation: {' and '.join(when) or 'none'}{', then the run ends' if trainer.val_only else ''}"

@@ -95,6 +95,28 @@ def test_row_without_ground_truth_is_found_at_the_start(
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+def test_explain_finds_what_keeps_a_run_from_starting(
+    arguments: Callable[..., list[str]], write: Callable, tmp_path: Path, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All of it at once, without a model in memory and without a run's directory; nothing where nothing is wrong."""
+    good = ("algorithm.adv_estimator=gae", "trainer.total_training_steps=5")
+    assert main(["config", "explain", *arguments(*good)]) == 0
+    told = capsys.readouterr().out
+    assert "5 steps: 2 batches an epoch, 3 epochs" in told and "critic: one pass a step" in told
+    assert "Before training" not in told and not (tmp_path / "run").exists()
+    (tmp_path / "reward.py").write_text("def compute_score(text):\n    return 1\n")
+    val = write(tmp_path / "val.parquet", [{"prompt": "a", "data_source": "letters"}])
+    wrong = ("algorithm.adv_estimator=grpoo", "data.train_batch_size=11", f"data.val_files={val}")
+    assert main(["config", "explain", *arguments(*wrong, f"custom_reward_function.path={tmp_path / 'reward.py'}")]) == 2
+    told = capsys.readouterr().out
+    assert "Did you mean 'grpo'" in told and "got 11 prompts a batch from a data set of 10" in told
+    assert f"{val}: got the columns" in told and "expected a function that takes the keyword arguments" in told
+    (tmp_path / "reward.py").write_text("def compute_score(**kwargs):\n    return 1 / 0\n")
+    assert main(["config", "explain", *arguments(f"custom_reward_function.path={tmp_path / 'reward.py'}")]) == 2
+    told = capsys.readouterr().out
+    assert f"{home / 'train.parquet'} row 0, graded with its ground truth" in told and "ZeroDivisionError" in told
+
+
 def test_missing_column(refused: Callable[..., str], make_rows: Callable, write: Callable, tmp_path: Path) -> None:
     rows = [{name: value for name, value in row.items() if name != "prompt"} for row in make_rows(8)]
     path = write(tmp_path / "bad.parquet", rows)

@@ -92,7 +92,15 @@ def test_the_number_of_steps() -> None:
     assert "18 steps: 6 batches an epoch, 3 epochs" in explain(found, num_train_prompts=100)
     bounded = config("data.train_batch_size=16", "trainer.total_training_steps=5")
     assert "5 steps: 6 batches an epoch, 1 epoch" in explain(bounded, num_train_prompts=100)
-    assert "5 steps, at most 1 epoch" in explain(bounded)
+    assert "5 steps, over as many epochs as they take" in explain(bounded)
+    # The steps that are given hold, whatever total_epochs is.
+    assert "5 steps: 2 batches an epoch, 3 epochs" in explain(bounded, num_train_prompts=40)
+
+
+def test_a_critic_is_named_where_one_is_built() -> None:
+    ppo = config("algorithm.adv_estimator=gae")
+    assert "critic: one pass a step, for values" in explain(ppo, None, ("token_level_rewards", "values"))
+    assert "\n  critic:" not in explain(ppo, None, ("token_level_rewards",)) + explain(ppo)
 
 
 def test_keys_can_be_searched() -> None:
