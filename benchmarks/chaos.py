@@ -135,7 +135,9 @@ def _add(name: str, done: dict[int, Outcome], seconds: float) -> None:
         "seconds": round(seconds),
         "groups": dict(sorted(groups.items())),
         "figures": {key: [min(each), statistics.median(each), max(each)] for key, each in sorted(figures.items())},
-        "failures": {number: outcome.failure for number, outcome in done.items() if outcome.failure},
+        "failures": {
+            number: outcome.failure.replace(f"{REPOSITORY}/", "") for number, outcome in done.items() if outcome.failure
+        },
     }
     with RECORD.open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")

@@ -13,7 +13,7 @@ Three runs, each from the start:
 Every process computes with --threads threads. How a matrix product is split over threads shows in the last bits of the
 logits, and with them a draw may change, now and then.
 
-Left out are the clock and the machine's load (timing_s/, perf/). With two workers also what says how rows were spread
+Left out are the clock and the machine's load (timing_s/, timing_per_token_ms/, perf/). With two workers also what says how rows were spread
 over them (balance/, packed_tokens), and what measures rounding itself (the differences of log-probs between rollout
 and trainer). A metric near zero is compared with the largest value that it takes in the run.
 """
@@ -28,7 +28,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 AGREEMENT = 1e-4
-CLOCK = ("timing_s/", "perf/")
+CLOCK = ("timing_s/", "timing_per_token_ms/", "perf/")
 LAYOUT = ("balance/", "actor/packed_tokens", "rollout/log_prob_diff", "rollout/prob_diff")
 RUNS = {"alone": [], "ray, 1": ["--ray"], "ray, 2": ["--ray", "trainer.n_gpus_per_node=2"]}
 

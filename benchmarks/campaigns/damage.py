@@ -144,7 +144,7 @@ def spoil_checkpoints(
         for one, other in ((first, top / "aside"), (second, first), (top / "aside", second)):
             one.rename(other)
         return "whole folders", steps[-2:]
-    damaged = steps[-draw.choice((1, 1, 1, 2, 3, len(steps))) :]
+    damaged = steps[-draw.choice((1, 1, 1, 2, len(steps))) :]
     for step in damaged:
         # Swapped with another file of the checkpoint, or with the same one of another checkpoint.
         place, content = top / f"global_step_{step}", (top / f"global_step_{step}" / name).read_bytes()
@@ -163,7 +163,10 @@ def run(number: int, folder: Path, files: Path) -> Outcome:
     turn, kind = turn // len(KINDS), KINDS[turn % len(KINDS)]
     alone, top = files / "kept" / variant / "run", folder / "run"
     shutil.copytree(alone, top)
-    steps = sorted(int(path.name.rpartition("_")[2]) for path in top.glob("global_step_*"))
+    *steps, last = sorted(int(path.name.rpartition("_")[2]) for path in top.glob("global_step_*"))
+    # As if it had been killed before the last: a run that has ended reads no checkpoint.
+    shutil.rmtree(top / f"global_step_{last}")
+    (top / LATEST).write_text(f"{steps[-1]}\n")
     newest = top / f"global_step_{steps[-1]}"
     # Each file in turn, and the one that names the newest.
     names = [*(str(path.relative_to(newest)) for path in sorted(newest.rglob("*")) if path.is_file()), LATEST]

@@ -94,7 +94,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "images": ("trainer.save_freq=2",),
 }
 # Changed by the clock and the load of the machine.
-CLOCK = ("timing_s/", "perf/", "recovery/")
+CLOCK = ("timing_s/", "timing_per_token_ms/", "perf/", "recovery/")
 ASIDE = re.compile(r"metrics\.\d+\.jsonl")
 
 

@@ -233,7 +233,7 @@ def metric_lines() -> Callable[[Path], list[dict[str, Any]]]:
             {
                 name: value
                 for name, value in json.loads(line).items()
-                if not name.startswith(("timing_s/", "perf/", "recovery/"))
+                if not name.startswith(("timing_s/", "timing_per_token_ms/", "perf/", "recovery/"))
             }
             for line in lines
         ]
