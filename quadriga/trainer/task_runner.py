@@ -155,7 +155,7 @@ class TaskRunner:
         finally:
             trainer.saver.settle(can_ask=not run.team.is_remote)
             run.close(is_cut_short=is_cut_short)
-        if config.task == "rl" and not config.trainer.val_only:
+        if not config.trainer.val_only:
             print(what_next(config, trainer.checkpoints.last_written))
 
     def _build(self, config: Config, timeline: Timeline) -> Run:
@@ -178,10 +178,11 @@ class TaskRunner:
 
 def what_next(config: Config, step: int | None) -> str:
     """What can be done with a run that has ended, whose last checkpoint is that of a step."""
-    run, length = (
-        config.trainer.directory,
-        "total_training_steps" if config.trainer.total_training_steps else "total_epochs",
-    )
+    trainer, run = config.trainer, config.trainer.directory
+    length = "total_training_steps" if trainer.total_training_steps else "total_epochs"
+    if config.task != "rl":
+        key = "actor_rollout_ref" if config.task == "sft" else "reward_model.enable=True reward_model"
+        return f"done. Next:\n  quadriga train --config FILE {key}.model.path={run / 'model'}"
     rows = "" if config.data.val_files else " data.val_files=FILE"
     if step is None:
         return f"done: {run}, without a checkpoint; trainer.save_freq=N writes one every N steps and at the end."

@@ -14,6 +14,7 @@ from quadriga.config import load_config
 from quadriga.errors import ConfigError
 from quadriga.trainer import launch
 from quadriga.trainer.launch import run_ppo
+from quadriga.trainer.task_runner import what_next
 
 
 def test_without_ray_the_fix_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,6 +51,29 @@ def test_a_cluster_is_told_what_to_run_and_how_many_processes(
     found, (configuration, start_up), left = events
     assert (found, configuration, left) == (size, config, "left")
     assert [name for name, _ in start_up] == ["cluster", "modules"]
+
+
+def test_the_end_of_a_run_says_what_can_be_done_with_it() -> None:
+    made = ["trainer.default_local_dir=runs/a"]
+    config = load_config([*made, "data.val_files=v.jsonl", "trainer.total_training_steps=3"]).config
+    said = what_next(config, 3)
+    for words in (
+        "step 3",
+        "eval runs/a --config runs/a/config.yaml\n",
+        "export runs/a",
+        "trainer.total_training_steps",
+    ):
+        assert words in said
+    said = what_next(load_config(made).config, 3)
+    assert "config.yaml data.val_files=FILE" in said
+    assert "trainer.total_epochs goes on" in said
+    assert "without a checkpoint; trainer.save_freq=N" in what_next(config, None)
+    supervised = load_config(made, task="sft").config
+    assert what_next(supervised, None).endswith(
+        "quadriga train --config FILE actor_rollout_ref.model.path=runs/a/model"
+    )
+    scores = load_config([*made, "task=reward_model"]).config
+    assert what_next(scores, None).endswith("reward_model.enable=True reward_model.model.path=runs/a/model")
 
 
 def test_until_it_is_known_where_neither_torch_nor_ray_is_loaded() -> None:
