@@ -13,9 +13,9 @@ Three runs, each from the start:
 Every process computes with --threads threads. How a matrix product is split over threads shows in the last bits of the
 logits, and with them a draw may change, now and then.
 
-Left out are the clock and the machine's load (timing_s/, timing_per_token_ms/, perf/). With two workers also what says how rows were spread
-over them (balance/, packed_tokens), and what measures rounding itself (the differences of log-probs between rollout
-and trainer). A metric near zero is compared with the largest value that it takes in the run.
+Left out are the clock and the machine's load (timing_s/, timing_per_token_ms/, perf/). With two workers also what says
+how rows were spread over them (balance/, packed_tokens), and what measures rounding itself (the differences of
+log-probs between rollout and trainer). A metric near zero is compared with the largest value that it takes in the run.
 """
 
 import json
