@@ -21,7 +21,7 @@ from quadriga.config import DataConfig
 from quadriga.data.file_dataset import FileDataset
 from quadriga.data.padding import collate_fn
 from quadriga.data.rl_dataset import RLHFDataset
-from quadriga.errors import DataError
+from quadriga.errors import ConfigError, DataError
 from quadriga.user_file import import_file, member_of
 
 
@@ -38,6 +38,13 @@ class RowLoader(StatefulDataLoader):
         if "rows" in state_dict and isinstance(self.dataset, FileDataset):
             self.dataset.load_state_dict(state_dict["rows"])
         super().load_state_dict({name: value for name, value in state_dict.items() if name != "rows"})
+
+
+_VERL_HOOKS = frozenset(
+    {"_download", "_read_files_and_tokenize", "maybe_filter_out_long_prompts", "_build_messages", "process_vision_info"}
+    | {"resume_dataset_state", "split"}
+)
+"""Methods of verl's `RLHFDataset` that its users override or call."""
 
 
 def create_rl_dataset(
@@ -70,6 +77,7 @@ def create_rl_dataset(
     if custom.path is not None:
         assert custom.name is not None
         cls = member_of(import_file(custom.path, where), custom.name, where, base=Dataset)
+        _check_hooks(cls, where)
     optional = {"is_train": is_train, "max_samples": max_samples}
     parameters = inspect.signature(cls).parameters
     takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
@@ -82,6 +90,21 @@ def create_rl_dataset(
             fix=f"Give {cls.__name__}.__init__ a parameter max_samples, or leave the key out.",
         )
     return cls(data_files=data_paths, tokenizer=tokenizer, config=data_config, processor=processor, **taken)
+
+
+def _check_hooks(cls: type, where: str) -> None:
+    """Refuse what a subclass of `RLHFDataset` overrides of verl's class of that name, which is not called here."""
+    if not issubclass(cls, RLHFDataset):
+        return
+    own = [one for one in cls.__mro__ if not one.__module__.startswith("quadriga.")]
+    is_verls = any(one.__module__.startswith("quadriga.compat.") for one in cls.__mro__)
+    if not is_verls and (found := sorted(_VERL_HOOKS & {name for one in own for name in vars(one)})):
+        raise ConfigError(
+            where,
+            got=f"{cls.__name__}, which overrides {', '.join(found)}",
+            expected="methods that quadriga.data.RLHFDataset has",
+            fix="Override __getitem__; or derive from verl.utils.dataset.RLHFDataset, with QUADRIGA_VERL=1.",
+        )
 
 
 def create_rl_sampler(data_config: DataConfig, dataset: Dataset, is_train: bool = True) -> Sampler:

@@ -3,8 +3,8 @@
 
 The cache holds lengths, not the verdict, so that another `data.max_prompt_length` needs no new measurement. Its key is
 made of the content of the file, the tokenizer, the chat template and its arguments. An entry that cannot be read is
-reported as damaged and measured again. Prompts with images are measured each time: a path says nothing of the file that
-lies there. Of an image only the header is read.
+reported as damaged and measured again. Prompts of a vision-language model are measured each time: a path says nothing
+of the file that lies there. Of an image only the header is read.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ import numpy as np
 from quadriga.data.files import RowTable, written_aside
 from quadriga.data.pictures import as_list, picture_size
 from quadriga.data.tokenizing import ChatEncoder, as_messages
-from quadriga.data.vision import VisionProcessor, with_parts
+from quadriga.data.vision import VisionProcessor, refuse_images, with_parts
 from quadriga.errors import DataError
 from quadriga.observe.watchdog import waiting
 
@@ -46,12 +46,14 @@ class PromptMeter:
         for row, (prompt, values) in enumerate(zip(prompts, images, strict=True), start=start):
             where = f"{path} row {row}"
             at_prompt = f"{where}, column {self.prompt_key!r}"
-            messages, given, num_beyond = as_messages(prompt, where=at_prompt), as_list(values), 0
+            messages, num_beyond = as_messages(prompt, where=at_prompt), 0
             if self.processor is not None:
-                messages = with_parts(messages, len(given), where=where)
+                messages, given = with_parts(messages, as_list(values), where=where)
                 for number, image in enumerate(given):  # each stands as one token in the rendered text
                     size = picture_size(image, folder=Path(path).parent, where=f"{where}, image {number}")
                     num_beyond += self.processor.num_tokens(*size, where=where) - 1
+            else:
+                refuse_images(messages, [], where=where)
             texts.append(self.encoder.render(messages, where=at_prompt))
             beyond.append(num_beyond)
         return [len(ids) + more for ids, more in zip(self.encoder.encode(texts), beyond, strict=True)]
@@ -62,8 +64,8 @@ def prompt_lengths(table: RowTable, meter: PromptMeter, *, cache_dir: str | Path
 
     Entries lie in `prompt_lengths/` inside `cache_dir`; `num_workers` processes measure.
     """
-    if meter.processor is not None and meter.image_key in table.columns:
-        return _measure(table, meter, num_workers, meter.image_key)
+    if meter.processor is not None:
+        return _measure(table, meter, num_workers, meter.image_key if meter.image_key in table.columns else None)
     facts = (table.digest, meter.encoder.fingerprint(), meter.prompt_key)
     key = hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
     entry = Path(cache_dir).expanduser() / "prompt_lengths" / f"{key}.npz"

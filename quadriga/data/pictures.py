@@ -30,10 +30,9 @@ def require_pillow(where: str) -> None:
 
 
 def as_list(value: Any) -> list[Any]:
-    """The images of a row: nothing, one, or a list of them."""
-    if value is None:
-        return []
-    return list(value) if isinstance(value, Sequence) and not isinstance(value, str | bytes) else [value]
+    """The images of a row: nothing, one, or a list of them, without those that are null."""
+    is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+    return [one for one in (value if is_list else [value]) if one is not None]
 
 
 def read_picture(value: Any, *, folder: Path, where: str) -> Any:
@@ -41,7 +40,7 @@ def read_picture(value: Any, *, folder: Path, where: str) -> Any:
 
     Args:
         value: a path or a `file://` URL, relative ones to `folder` or else to the working directory; bytes of an image
-            file; a dictionary with `bytes`, or else `path`; a `PIL.Image.Image`.
+            file; a dictionary with `bytes`, `path`, or any of these as `image`; a `PIL.Image.Image`.
         folder: of the data file.
         where: the row and the number of the image, for errors.
 
@@ -96,8 +95,11 @@ def _opened(value: Any, folder: Path, where: str) -> Iterator[Any]:
 def _source(value: Any, folder: Path, where: str) -> Any:
     """The image itself, or what it is to be read from."""
     if isinstance(value, Mapping):
-        given = [value[name] for name in ("bytes", "path") if value.get(name) is not None]
-        value = given[0] if given else dict.fromkeys(value)
+        given = {name: one for name, one in value.items() if one is not None}
+        if sizes := [name for name in given if "pixels" in name or "resized" in name]:
+            fix = "Set data.mm_processor_kwargs.min_pixels and max_pixels, for all images."
+            raise DataError(where, got=f"an image with {', '.join(sizes)}", expected="no size of its own", fix=fix)
+        value = next((given[name] for name in ("bytes", "path", "image", "url") if name in given), dict.fromkeys(value))
     if isinstance(value, Image.Image):
         return value
     if isinstance(value, bytes):
@@ -106,7 +108,7 @@ def _source(value: Any, folder: Path, where: str) -> Any:
         raise DataError(
             where,
             got=f"the image {shortened(value)}",
-            expected='a path, the bytes of an image file, {"bytes": ...}, {"path": ...} or a PIL image',
+            expected='a path, the bytes of an image file, {"bytes": ...}, {"path": ...}, {"image": ...} or a PIL image',
             fix="Correct the row, or set data.image_key to the column that holds the images.",
         )
     text = str(value)

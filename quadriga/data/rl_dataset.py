@@ -25,7 +25,7 @@ from quadriga.data.overlong import BATCH_ROWS, PromptMeter, prompt_lengths
 from quadriga.data.padding import compute_position_id_with_mask, pad_left, postprocess_data, truncate
 from quadriga.data.pictures import as_list, read_picture
 from quadriga.data.tokenizing import ChatEncoder, as_messages, shortened
-from quadriga.data.vision import as_vision, with_parts
+from quadriga.data.vision import as_vision, refuse_images, refuse_videos, with_parts
 from quadriga.errors import DataError
 from quadriga.observe.watchdog import waiting
 
@@ -85,8 +85,9 @@ class RLHFDataset(FileDataset):
         Returns:
             `input_ids`, `attention_mask` and `position_ids`, int64 [P], padded on the left; `raw_prompt_ids`, the same
             ids as a list without padding; the row's columns but the prompt; `index`, `tools_kwargs` and
-            `interaction_kwargs` out of `extra_info` (`index` is the row's number where it has none); `source_row`; and,
-            with `data.return_raw_chat`, `raw_prompt` (chat messages), with `data.return_full_prompt`, `full_prompts`
+            `interaction_kwargs` out of `extra_info` (`index`, a number or a text, is the row's number where it has
+            none; the others may be columns of their own); `source_row`; and, with `data.return_raw_chat`, `raw_prompt`
+            (chat messages), with `data.return_full_prompt`, `full_prompts`
             (rendered text). With a processor `position_ids` are [3, P], `raw_prompt_ids` have one token for each image,
             and `multi_modal_data` and `multi_modal_inputs` take the place of the column of images.
 
@@ -101,11 +102,11 @@ class RLHFDataset(FileDataset):
         messages = as_messages(row.pop(self.config.prompt_key), where=at_prompt)
         key, folder, pictures = self.config.image_key or "", table.path.parent, []
         if self.processor is not None:
-            values = as_list(row.pop(key, None))
+            messages, values = with_parts(messages, as_list(row.pop(key, None)), where=where)
             pictures = [read_picture(one, folder=folder, where=f"{where}, image {i}") for i, one in enumerate(values)]
-            messages = with_parts(messages, len(pictures), where=where)
-        elif as_list(row.get(key)):
-            raise _unseen_images(where, key)
+        else:
+            refuse_images(messages, as_list(row.get(key)), where=where)
+        refuse_videos(row.get("videos"), where=where)
         text = self.encoder.render(messages, where=at_prompt)
         row |= prompt_columns(text, pictures, self.encoder, self.processor, self.config, where=where)
         if self.config.return_raw_chat:
@@ -115,8 +116,8 @@ class RLHFDataset(FileDataset):
         extra = row.get("extra_info") or {}
         row["index"] = number if extra.get("index") is None else extra["index"]
         row["source_row"] = where
-        row["tools_kwargs"] = extra.get("tools_kwargs") or {}
-        row["interaction_kwargs"] = extra.get("interaction_kwargs") or {}
+        for name in ("tools_kwargs", "interaction_kwargs"):
+            row[name] = extra.get(name) or row.get(name) or {}
         return row
 
     def _place(self, number: int) -> tuple[RowTable, int, str]:
@@ -152,8 +153,9 @@ class RLHFDataset(FileDataset):
                 raise DataError(f"{where}, column 'extra_info'", got=got, expected="a dictionary", fix=fix)
         if self.processor is None and key:
             for where, images in self.column(key):
-                if as_list(images):
-                    raise _unseen_images(where, key)
+                refuse_images([], as_list(images), where=where)
+        for where, videos in self.column("videos"):
+            refuse_videos(videos, where=where)
         if config.filter_overlong_prompts:
             return  # they are measured
         # Of a sample, what is not in use need not be measured.
@@ -209,15 +211,6 @@ def prompt_columns(
     if seen is None:
         return {**tensors, "position_ids": compute_position_id_with_mask(mask)[0], "raw_prompt_ids": ids}
     return {**tensors, "position_ids": pad_left(seen.positions, limit, 0), **seen.columns()}
-
-
-def _unseen_images(where: str, key: str) -> DataError:
-    return DataError(
-        where,
-        got=f"images in the column {key!r}, for a text-only model",
-        expected="a vision-language model",
-        fix="Take one, or set data.image_key=null to train on the text alone.",
-    )
 
 
 def _check_columns(tables: list[RowTable], required: Sequence[str], config: DataConfig) -> None:

@@ -106,7 +106,11 @@ def _ignores_messages(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def as_messages(prompt: Any, *, where: str) -> Messages:
-    """The chat messages of a prompt; a string is one message of the user, anything else a DataError."""
+    """The chat messages of a prompt; a string is one message of the user, anything else a DataError.
+
+    Content parts that are all text become one text: templates of language models know no parts, and some would write
+    them out as Python does.
+    """
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
     is_chat = isinstance(prompt, Sequence) and all(
@@ -120,7 +124,12 @@ def as_messages(prompt: Any, *, where: str) -> Messages:
             fix="Correct the row, or set data.prompt_key to the column that holds the chat.",
         )
     # A column of a parquet file gives each message the keys of all; those without a value were never meant.
-    return [{key: value for key, value in message.items() if value is not None} for message in prompt]
+    messages = [{key: value for key, value in message.items() if value is not None} for message in prompt]
+    for message in messages:
+        parts = message.get("content")
+        if isinstance(parts, list) and all(isinstance(one, Mapping) and one.get("type") == "text" for one in parts):
+            message["content"] = "".join(str(one.get("text") or "") for one in parts)
+    return messages
 
 
 class ChatEncoder:

@@ -25,6 +25,8 @@ from quadriga.data.tokenizing import Messages
 from quadriga.errors import DataError
 
 IMAGE, VIDEO = "<image>", "<video>"
+_OWN_IMAGE = ("image", "image_url", "path", "url", "bytes")
+"""Keys of a content part under which its image may stand."""
 
 
 @dataclass(frozen=True)
@@ -168,25 +170,43 @@ class VisionProcessor:
         return torch.cat(parts, dim=1)
 
 
-def with_parts(messages: Messages, num_images: int, *, where: str) -> Messages:
-    """Messages whose `<image>`s are content parts of their own, as chat templates want them; other content stays text.
+def with_parts(messages: Messages, images: Sequence[Any], *, where: str) -> tuple[Messages, list[Any]]:
+    """Messages whose images are content parts of their own, as chat templates want them, and the images in that order.
 
-    Content that is a list of parts already may hold `{"type": "image"}`.
+    A part is made of each `<image>` in a text, whose image is the next one of `images`. Content that is a list of parts
+    already may hold `{"type": "image"}`, likewise, or a part that brings its image: `{"type": "image", "image": ...}`.
 
     Raises:
         DataError: there are more or fewer places than the row has images, or a place for a video.
     """
     result = [{**message, "content": _parts(message.get("content"), where)} for message in messages]
-    lists = [one["content"] for one in result if isinstance(one["content"], list)]
-    count = sum(part["type"] == "image" for parts in lists for part in parts)
-    if count != num_images:
+    places = [part for one in result if isinstance(one["content"], list) for part in one["content"]]
+    own = [part.pop("image", None) for part in places if part["type"] == "image"]
+    count = own.count(None)
+    if count != len(images):
         raise DataError(
             where,
-            got=f"{count} {IMAGE} in the prompt, and {num_images} images",
+            got=f"{count} {IMAGE} in the prompt, and {len(images)} images",
             expected="one for each image, where it stands",
             fix=f"Write {IMAGE} into the text for each image, and set data.image_key to the column that holds them.",
         )
-    return result
+    rest = iter(images)
+    return result, [next(rest) if one is None else one for one in own]
+
+
+def refuse_images(messages: Messages, images: Sequence[Any], *, where: str) -> None:
+    """Raises a `DataError` where a row for a language model has images, in their column or in a message."""
+    if images or any(isinstance(message.get("content"), list) for message in messages):
+        fix = "Take one, or set data.image_key=null to train on the text alone."
+        raise DataError(
+            where, got="images, for a text-only model", expected="text, or a vision-language model", fix=fix
+        )
+
+
+def refuse_videos(videos: Any, *, where: str) -> None:
+    """Raises a `DataError` where a row has videos."""
+    if videos:
+        raise DataError(where, got="videos", expected="text and images", fix="Leave it out: video is not read.")
 
 
 def _parts(content: Any, where: str) -> Any:
@@ -196,7 +216,8 @@ def _parts(content: Any, where: str) -> Any:
     for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
         # A column of a parquet file gives each part the keys of all.
         own = {key: value for key, value in part.items() if value is not None} if isinstance(part, Mapping) else {}
-        kind, text = own.get("type"), own.get("text")
+        kind, text = own.pop("type", None) or next(iter(own), None), own.get("text")
+        images = [value for name, value in own.items() if name in _OWN_IMAGE]
         if kind == "text" and isinstance(text, str):
             if VIDEO in text:
                 got = f"{VIDEO} in the prompt"
@@ -204,14 +225,14 @@ def _parts(content: Any, where: str) -> Any:
             for number, piece in enumerate(text.split(IMAGE)):
                 parts += [{"type": "image"}] if number else []
                 parts += [{"type": "text", "text": piece}] if piece else []
-        elif kind == "image" and len(own) == 1:
-            parts.append({"type": "image"})
+        elif kind in ("image", "image_url") and len(images) == len(own) <= 1:
+            parts.append({"type": "image", **({"image": images[0]} if images else {})})
         else:
             raise DataError(
                 where,
                 got=f"the part {str(part)[:80]!r} of a message",
-                expected='{"type": "text", "text": ...} or {"type": "image"}',
-                fix="Images themselves stand in the column of data.image_key; video is not read.",
+                expected='{"type": "text", "text": ...}, {"type": "image"} or {"type": "image", "image": ...}',
+                fix="An image is a path, a file:// URL or the bytes of a file; video is not read.",
             )
     has_images = any(part["type"] == "image" for part in parts)
     return parts if has_images or not isinstance(content, str) else content

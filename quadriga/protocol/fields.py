@@ -97,7 +97,7 @@ reward_model | (B,) | object: dict | data | rollout rewards trainer
     how the response is graded: style, ground_truth
 extra_info | (B,) | object: dict | data | rollout rewards
     what the row brings along: split, ...
-index | (B,) | object: int | data | trainer
+index | (B,) | object: int or str | data | trainer
     number of the row in its data set
 source_row | (B,) | object: str | data | rewards
     file and number of the row, for errors

@@ -19,10 +19,10 @@ from quadriga.user_file import FILE, PACKAGE, import_file, member_of
 
 GRADERS: dict[str, str] = {
     "openai/gsm8k": "gsm8k",
-    **dict.fromkeys(("math", "lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"), "math"),
+    **dict.fromkeys(("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"), "math"),
     **dict.fromkeys(("numina_aops_forum", "numina_synthetic_math", "numina_amc_aime"), "math"),
     **dict.fromkeys(("numina_synthetic_amc", "numina_cn_k12", "numina_olympiads"), "math"),
-    **dict.fromkeys(("math_dapo", "math_dapo_reasoning"), "math_dapo"),
+    **dict.fromkeys(("math_dapo", "math", "math_dapo_reasoning"), "math_dapo"),
     **dict.fromkeys(("codecontests", "apps", "codeforces", "taco"), "code"),
     "hiyouga/geometry3k": "geometry3k",
     "exact_match": "exact_match",

@@ -76,7 +76,7 @@ def answer(
             fix = "Take a vision-language model, or leave out the images."
             raise DataError(where, got="images, for a model that reads text", expected="text", fix=fix)
         pictures = [read_picture(one, folder=Path(), where=f"{where}, image {i}") for i, one in enumerate(files)]
-        messages = chat if processor is None else with_parts(chat, len(pictures), where=where)
+        messages = chat if processor is None else with_parts(chat, pictures, where=where)[0]
         text = encoder.render(messages, where=where)
         rows.append(prompt_columns(text, pictures, encoder, processor, config.data, where=where))
     prompts, num_samples = DataProto.from_single_dict(collate_fn(rows)), config.actor_rollout_ref.rollout.n

@@ -81,7 +81,7 @@ def normal(text: str) -> str:
 
 def _is_same_meaning(answer: str, ground_truth: str) -> bool:
     row = {
-        "data_source": "math",
+        "data_source": "lighteval/MATH",
         "solution_str": f"\\boxed{{{answer.strip('$')}}}",
         "ground_truth": ground_truth,
         "extra_info": {},

@@ -195,6 +195,17 @@ def test_classes_that_cannot_be_used(tmp_path: Path, tokenizer, config, name: st
         create_rl_dataset("files", section, tokenizer)
 
 
+@pytest.mark.parametrize("hook", ["_build_messages", "maybe_filter_out_long_prompts"])
+def test_methods_of_verls_data_set_are_not_passed_over(tmp_path: Path, path, tokenizer, config, hook: str):
+    """They would never be called: also where a class between brings them."""
+    head = "from quadriga.data import RLHFDataset\n\n\nclass Between(RLHFDataset):\n"
+    body = f"    def {hook}(self, example):\n        return example\n\n\nclass Mine(Between):\n    pass\n"
+    (tmp_path / "verls.py").write_text(head + body)
+    section = config(custom_cls={"path": str(tmp_path / "verls.py"), "name": "Mine"})
+    with pytest.raises(ConfigError, match=f"got Mine, which overrides {hook}, expected .*QUADRIGA_VERL=1"):
+        create_rl_dataset(path, section, tokenizer)
+
+
 def test_a_class_file_that_is_not_there(tokenizer, config):
     with pytest.raises(ConfigError, match=r"data\.custom_cls: got 'no\.py', which is not a file"):
         create_rl_dataset("files", config(custom_cls={"path": "no.py", "name": "X"}), tokenizer)

@@ -72,7 +72,7 @@ def test_what_is_no_image(path: Path, tmp_path: Path):
         ("s3://bucket/a.png", "the URL"),
         ("data:image/png;base64,AAAA", "the URL"),
         (7, r"the image 7, expected a path, the bytes of an image file"),
-        ({"url": "x"}, r"the image \{'url': None\}"),
+        ({"uri": "x"}, r"the image \{'uri': None\}"),
         ({"bytes": None, "path": None}, "the image"),
     ]:
         with pytest.raises(DataError, match=where + told):

@@ -7,6 +7,7 @@ import pytest
 
 from quadriga.data import RLHFDataset, collate_fn, tokenizing
 from quadriga.errors import DataError
+from quadriga.protocol import DataProto
 
 
 def words(tokenizer, ids: list[int]) -> list[str]:
@@ -59,6 +60,26 @@ def test_truncation_reaches_both_forms_of_the_prompt(tokenizer, config, write, r
     assert item["attention_mask"].tolist() == [1, 1, 1, 1]
 
 
+def test_columns_of_verls_rows(tokenizer, config, write, row):
+    """An index that is a text, the agent of a row, keywords of tools in `extra_info` or beside it."""
+    extra = {"index": "6f1c3d1e-52d1-4b5c-9a7e-0c8f5a1b2c3d", "tools_kwargs": {"calc": {"create_kwargs": {"a": 1}}}}
+    beside = row(index=2, agent_name="tool_agent", tools_kwargs={"other": {}}, interaction_kwargs={"name": "gsm8k"})
+    data = RLHFDataset(write("t.jsonl", [row(extra_info=extra), beside]), tokenizer, config())
+    batch = DataProto.from_single_dict(collate_fn([data[0], data[1]]))
+    columns = batch.repeat(2).non_tensor_batch
+    assert columns["index"].tolist() == [extra["index"]] * 2 + [2, 2]
+    assert columns["agent_name"].tolist() == [None, None, "tool_agent", "tool_agent"]
+    assert columns["tools_kwargs"].tolist() == [extra["tools_kwargs"]] * 2 + [{"other": {}}] * 2
+    assert columns["interaction_kwargs"].tolist() == [{}, {}, {"name": "gsm8k"}, {"name": "gsm8k"}]
+
+
+def test_images_in_a_message_for_a_model_that_reads_text(tokenizer, config, write, row):
+    parts = [{"type": "text", "text": "w1"}, {"type": "image", "image": "a.png"}]
+    path = write("t.jsonl", [row(), row(prompt=[{"role": "user", "content": parts}])])
+    with pytest.raises(DataError, match="row 1: got images, for a text-only model"):
+        RLHFDataset(path, tokenizer, config())
+
+
 def test_truncation_error_names_file_and_row(tokenizer, config, write, row):
     """When the data set is made, not when the row is reached; of a sample only the rows in use."""
     path = write("t.jsonl", [row(1), row(5)])
@@ -74,7 +95,7 @@ def test_truncation_error_names_file_and_row(tokenizer, config, write, row):
     [
         ({"prompt": []}, r"b\.jsonl row 1, column 'prompt': got the prompt \[\]"),
         ({"extra_info": "text"}, r"b\.jsonl row 1, column 'extra_info': got 'text', expected a dictionary"),
-        ({"images": ["a.png"]}, r"b\.jsonl row 1: got images in the column 'images'"),
+        ({"images": ["a.png"]}, r"b\.jsonl row 1: got images, for a text-only model"),
     ],
 )
 def test_a_bad_row_is_found_when_the_data_set_is_made(bad, words, tokenizer, config, write, row):

@@ -57,6 +57,17 @@ def test_messages_lose_keys_without_a_value():
     assert as_messages("a", where="row") == [{"role": "user", "content": "a"}]
 
 
+def test_parts_that_are_all_text_become_one(make_tokenizer):
+    """The template of these tests, as that of many language models, writes content out as Python does."""
+    parts = [{"type": "text", "text": "w1 ", "image": None}, {"type": "text", "text": "w2"}]
+    messages = as_messages([{"role": "user", "content": parts}], where="row")
+    assert messages == [{"role": "user", "content": "w1 w2"}]
+    assert ChatEncoder(make_tokenizer(), {}).render(messages, where="row") == "<user> w1 w2 <assistant>"
+    assert as_messages([{"role": "user", "content": []}], where="row") == [{"role": "user", "content": ""}]
+    with_image = [{"role": "user", "content": [*parts, {"type": "image"}]}]
+    assert as_messages(with_image, where="row") == with_image
+
+
 @pytest.mark.parametrize("prompt", [None, 3, [], {}, ["text"], [{"content": "a"}], [{"role": 1}], float("nan")])
 def test_what_is_no_chat_names_the_row(prompt):
     with pytest.raises(DataError, match=r"t.parquet row 7: got the prompt"):

@@ -224,7 +224,7 @@ def test_the_filter_measures_images_each_time(dataset, tmp_path):
 
 
 def test_a_model_that_reads_text(dataset):
-    with pytest.raises(DataError, match=r"row 0: got images in the column 'images', for a text-only model"):
+    with pytest.raises(DataError, match=r"row 0: got images, for a text-only model"):
         dataset(("which ?", [png(picture("red"))]), ("w1", []), given=None)
     data = dataset(("w1", []), given=None)
     assert data[0]["images"] == [] and data[0]["position_ids"].shape == (64,)
@@ -271,4 +271,68 @@ def test_processors_of_transformers(processor):
 
 def test_parts_leave_text_alone():
     messages = [{"role": "user", "content": "w1 w2"}]
-    assert with_parts(messages, 0, where="") == messages
+    assert with_parts(messages, [], where="") == (messages, [])
+
+
+def test_images_inside_parts(dataset, tmp_path):
+    """A path, a file:// URL, bytes, each under the keys that are used for it; between those of the column."""
+    image = noise(20, 20)
+    image.save(tmp_path / "one.png")
+    url = f"file://{tmp_path}/one.png"
+    expected = dataset(("w1 <image> w2 <image>", [png(image)] * 2), name="a.jsonl_not.parquet")[0]
+    for first in (
+        {"type": "image", "image": "one.png", "text": None},
+        {"type": "image", "path": "one.png"},
+        {"type": "image", "image": {"path": "one.png"}},
+        {"image": url},
+        {"type": "image_url", "image_url": {"url": url}},
+    ):
+        content = [{"type": "text", "text": "w1 "}, first, {"type": "text", "text": " w2 <image>"}]
+        for column in ([png(image)], [{"image": "one.png"}, None]):
+            row = dataset(([{"role": "user", "content": content}], column), name="b.parquet")[0]
+            assert row["raw_prompt_ids"] == expected["raw_prompt_ids"]
+            ours, theirs = row["multi_modal_inputs"], expected["multi_modal_inputs"]
+            assert torch.equal(ours["pixel_values"], theirs["pixel_values"])
+    for part, message in (
+        ({"type": "image", "image": "none.png"}, "image 0: got the image 'none.png', which is not there"),
+        ({"type": "image", "image": "https://example.org/a.png"}, "got the URL"),
+        (
+            {"type": "image", "image": {"image": "one.png", "max_pixels": 400}},
+            r"an image with max_pixels.*mm_proc",
+        ),
+        ({"type": "image", "image": "one.png", "max_pixels": 400}, r"the part .* of a message"),
+        ({"type": "video", "video": "a.mp4"}, r"the part .* of a message.*video is not read"),
+    ):
+        with pytest.raises(DataError, match=message):
+            dataset(([{"role": "user", "content": [part]}], []), name="c.parquet")
+
+
+def test_images_inside_parts_are_measured(dataset, tmp_path, capsys):
+    noise(60, 60).save(tmp_path / "large.png")
+    noise(20, 20).save(tmp_path / "small.png")
+    parts = [{"type": "image", "image": name} for name in ("large.png", "small.png")]
+    rows = [([{"role": "user", "content": [part]}], []) for part in parts]
+    short = dataset(*rows[1:], filter_overlong_prompts=True)[0]["attention_mask"].sum()
+    assert len(dataset(*rows, filter_overlong_prompts=True, max_prompt_length=int(short))) == 1
+    assert "1 of 2 prompts" in capsys.readouterr().out
+
+
+def test_rows_without_images_between_others(dataset, write, config, processor):
+    """A missing, an empty and a null column are the same, in one file or in several."""
+    facts = {"data_source": "exact_match", "reward_model": {"style": "rule", "ground_truth": "red"}, "prompt": "w1 w2"}
+    rows = [facts, {**facts, "images": None}, {**facts, "images": []}, {**facts, "images": [None]}]
+    first = write("some.jsonl", [*rows, {**facts, "images": ["a.png"], "prompt": "w1 <image>"}])
+    noise(20, 20).save(first.parent / "a.png")
+    files = [first, write("none.parquet", [facts])]
+    data = RLHFDataset(files, tiny_tokenizer(), config(max_prompt_length=64), processor)
+    batch = collate_fn([data[number] for number in range(6)])
+    assert [len(one) for one in batch["multi_modal_data"]] == [0, 0, 0, 0, 1, 0]
+    assert {tuple(data[number]["raw_prompt_ids"]) for number in (1, 2, 3, 5)} == {tuple(data[0]["raw_prompt_ids"])}
+
+
+def test_videos_are_refused(write, config, processor):
+    facts = {"data_source": "exact_match", "reward_model": {"style": "rule", "ground_truth": "red"}, "prompt": "w1 w2"}
+    path = write("v.jsonl", [{**facts, "videos": []}, {**facts, "videos": ["a.mp4"]}])
+    for given in (processor, None):
+        with pytest.raises(DataError, match=r"v\.jsonl row 1: got videos, expected text and images"):
+            RLHFDataset(path, tiny_tokenizer(), config(max_prompt_length=64), given)

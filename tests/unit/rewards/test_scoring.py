@@ -46,6 +46,7 @@ def test_a_wrong_answer_to_dapos_mathematics_costs():
     assert default_compute_score("aime2024", r"\boxed{204}", "204")["score"] == 1.0
     assert default_compute_score("math_dapo", "Answer: 7", "204")["score"] == -1.0
     assert default_compute_score("math_dapo_reasoning", "Answer: .5", "0.5")["score"] == 1.0
+    assert default_compute_score("math", "Answer: 7", "204")["score"] == -1.0
 
 
 @pytest.mark.parametrize("data_source", ["codecontests", "apps", "codeforces", "taco"])
