@@ -226,7 +226,7 @@ def _parts(content: Any, where: str) -> Any:
                 parts += [{"type": "image"}] if number else []
                 parts += [{"type": "text", "text": piece}] if piece else []
         elif kind in ("image", "image_url") and len(images) == len(own) <= 1:
-            parts.append({"type": "image", **({"image": images[0]} if images else {})})
+            parts += [{"type": "image", "image": image} for image in images or [None]]
         else:
             raise DataError(
                 where,
@@ -234,8 +234,7 @@ def _parts(content: Any, where: str) -> Any:
                 expected='{"type": "text", "text": ...}, {"type": "image"} or {"type": "image", "image": ...}',
                 fix="An image is a path, a file:// URL or the bytes of a file; video is not read.",
             )
-    has_images = any(part["type"] == "image" for part in parts)
-    return parts if has_images or not isinstance(content, str) else content
+    return content if isinstance(content, str) and IMAGE not in content else parts
 
 
 def load_processor(
