@@ -257,7 +257,7 @@ def build_train_loader(config: Config, tokenizer: Any) -> Any:
     if config.task != "rl" and len(rows) < size:
         size = len(rows)
         print(f"data.train_batch_size: there are {size} rows; a batch has all of them.")
-    elif rest := len(rows) % size:
+    elif len(rows) > size and (rest := len(rows) % size):
         print(f"data.train_batch_size: {len(rows)} rows in batches of {size}: each epoch leaves {rest} of them out.")
     return create_dataloader(rows, data, batch_size=size, sampler=create_rl_sampler(data, rows), drop_last=True)
 

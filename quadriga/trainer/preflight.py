@@ -51,8 +51,7 @@ def preflight(config: Config) -> Preflight:
     if is_rl:
         estimator = tried(choose_estimator, algorithm.adv_estimator, algorithm.adv_options, dict(algorithm))
         fields = estimator and estimator.fields
-        if estimator:
-            tried(UpdateInputs, config)
+        tried(UpdateInputs, config)
         tried(rollout_engine_class, config)
     else:
         tried(require_text, config, "quadriga sft")

@@ -57,6 +57,9 @@ def reward_file(tmp_path: Path) -> Callable[[str], str]:
     return build
 
 
+LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
+
+
 def assert_says(error: str, *parts: str) -> None:
     """All parts stand in the error, which has the form `where: got X, expected Y. What to do.`"""
     assert [part for part in parts if part not in error] == [], error
@@ -106,10 +109,11 @@ def test_explain_finds_what_keeps_a_run_from_starting(
     assert "Before training" not in told and not (tmp_path / "run").exists()
     (tmp_path / "reward.py").write_text("def compute_score(text):\n    return 1\n")
     val = write(tmp_path / "val.parquet", [{"prompt": "a", "data_source": "letters"}])
-    wrong = ("algorithm.adv_estimator=grpoo", "data.train_batch_size=11", f"data.val_files={val}")
+    wrong = ("algorithm.adv_estimator=grpoo", "data.train_batch_size=11", f"data.val_files={val}", f"{LOSS}=vanila")
     assert main(["config", "explain", *arguments(*wrong, f"custom_reward_function.path={tmp_path / 'reward.py'}")]) == 2
     told = capsys.readouterr().out
-    assert "Did you mean 'grpo'" in told and "got 11 prompts a batch from a data set of 10" in told
+    assert "Did you mean 'grpo'" in told and "Did you mean 'vanilla'" in told and "leaves" not in told
+    assert "got 11 prompts a batch from a data set of 10" in told
     assert f"{val}: got the columns" in told and "expected a function that takes the keyword arguments" in told
     (tmp_path / "reward.py").write_text("def compute_score(**kwargs):\n    return 1 / 0\n")
     assert main(["config", "explain", *arguments(f"custom_reward_function.path={tmp_path / 'reward.py'}")]) == 2
