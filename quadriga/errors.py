@@ -3,6 +3,7 @@
 
     QuadrigaError
     ├── ConfigError        a command line, a configuration file, a key
+    │   └── MachineError   what this machine has not: a file, a model, a package
     ├── DataError          a data file, a row, a tokenizer
     ├── ProtocolError      a DataProto that does not hold together
     ├── WorkerError        a worker, a worker group, a resource pool, a dispatch mode
@@ -62,6 +63,10 @@ class QuadrigaError(Exception):
 
 class ConfigError(QuadrigaError):
     """A command line, a configuration file or a key is wrong."""
+
+
+class MachineError(ConfigError):
+    """A configuration asks for what this machine has not: a file, a model, a package, a device."""
 
 
 class DataError(QuadrigaError):

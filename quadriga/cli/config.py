@@ -22,9 +22,6 @@ keys     every key with what it takes, its default and its meaning; words narrow
          what other trainers call it: `quadriga config keys optim`, `keys "kv cache"`, `keys num_generations`
 """
 
-# The base files of verl's own command lines; the schema's defaults take their place.
-_VERL_BASE_FILES = frozenset({"ppo_trainer", "ppo_megatron_trainer"})
-
 
 # By its name: it loads torch, which nothing else here needs.
 _PREFLIGHT = "quadriga.trainer.preflight"
@@ -68,9 +65,6 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="a YAML file; of several, each goes over the one before",
     )
-    # verl's command lines name their base file in this way.
-    parser.add_argument("--config-path", type=Path, default=None, help=argparse.SUPPRESS)
-    parser.add_argument("--config-name", default=None, help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="a key of the tree, such as trainer.seed=2")
 
 
@@ -79,21 +73,8 @@ def load_from(options: argparse.Namespace, *, for_training: bool = False, task: 
 
     Notices are printed on standard error, so that what is on standard output stays YAML.
     """
-    files, notices = list(options.config_files), []
     overrides = [*options.overrides, *(["trainer.backend=ray"] if getattr(options, "ray", False) else [])]
-    fix = "Name a file with --config."
-    if options.config_name is not None:
-        name = options.config_name.removesuffix(".yaml")
-        file = (options.config_path or Path()) / f"{name}.yaml"
-        if name in _VERL_BASE_FILES:
-            notices.append(f"--config-name {name}: not needed, every key has its default here.")
-        elif file.is_file():
-            files.insert(0, file)
-        else:
-            raise ConfigError("--config-name", got=f"'{name}'", expected="a YAML file that exists", fix=fix)
-    elif options.config_path is not None:
-        raise ConfigError("--config-path", got=f"'{options.config_path}'", expected="--config-name with it", fix=fix)
-    loaded = load_config(overrides, files, for_training=for_training, task=task)
-    for notice in notices + loaded.notices:
+    loaded = load_config(overrides, options.config_files, for_training=for_training, task=task)
+    for notice in loaded.notices:
         print(f"notice: {notice}", file=sys.stderr)
     return loaded.config

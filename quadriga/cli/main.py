@@ -26,13 +26,14 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "sft": ("quadriga.cli.train:sft", "supervised fine-tuning on given responses, or a reward model on pairs of them"),
     "eval": ("quadriga.cli.eval", "grade a model or a checkpoint on a data set"),
     "prepare": ("quadriga.cli.prepare", "write data and models that training reads"),
+    "verl": ("quadriga.cli.verl", "run a command line of verl's, or say what it means here"),
     "config": ("quadriga.cli.config", "show, explain or list the configuration"),
     "doctor": ("quadriga.cli.doctor", "say what is installed and usable here, and what is not and why"),
     "export": ("quadriga.cli.export", "turn a checkpoint into a Hugging Face folder"),
 }
 """Command -> its module, whose `main` (or what is named behind a colon) is called, and what it does."""
 
-GUARDED = ("train", "generate", "sft", "eval")
+GUARDED = ("train", "generate", "sft", "eval", "verl")
 """Commands that start processes and run users' code: what these leave behind ends with the command."""
 
 _TRACEBACK_OPTION = "--traceback"

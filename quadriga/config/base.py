@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict
 from pydantic_core import PydanticCustomError
 
 from quadriga.config.yaml_text import as_text
-from quadriga.errors import ConfigError
+from quadriga.errors import ConfigError, MachineError
 
 Finding = ConfigError | str
 """What a check yields: an error that keeps a training run from starting, or a notice."""
@@ -58,6 +58,11 @@ def refuse(expected: str, fix: str = "") -> PydanticCustomError:
 def wrong(key: str, got: str, expected: str, fix: str = "") -> ConfigError:
     """The error that a check yields."""
     return ConfigError(key, got=got, expected=expected, fix=fix)
+
+
+def absent(key: str, got: str, expected: str, fix: str = "") -> MachineError:
+    """The error that a check yields about what this machine has not."""
+    return MachineError(key, got=got, expected=expected, fix=fix)
 
 
 def unused(names: list[str], because: str) -> Iterator[str]:

@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from quadriga.config.adapter import check_adapter
-from quadriga.config.base import Finding, Section, unused, wrong
+from quadriga.config.base import Finding, Section, absent, unused, wrong
 from quadriga.config.explain import BatchPlan
 from quadriga.config.multi_turn import LOOPS, InteractionFile, ToolFile, read_tool_file
 from quadriga.config.placement import ACTOR, check_layouts, check_placement
@@ -56,7 +56,7 @@ def check_paths(config: Config) -> Iterator[Finding]:
     if rollout.name == "scripted":
         responses = rollout.engine_kwargs.get("responses_file")
         if not isinstance(responses, str):
-            yield wrong(key, "nothing", "a file", "The scripted engine reads its responses from it.")
+            yield absent(key, "nothing", "a file", "The scripted engine reads its responses from it.")
     resumed_from = trainer.resume_from_path if trainer.resume_mode == "resume_path" else None
     for name, path, what in (
         ("custom_reward_function.path", config.custom_reward_function.path, "a Python file"),
@@ -81,11 +81,11 @@ def check_paths(config: Config) -> Iterator[Finding]:
         while not place.exists():
             place = place.parent
         if "://" in path:
-            yield wrong(name, f"'{path}'", "a local directory", "Write locally, and copy it from there.")
+            yield absent(name, f"'{path}'", "a local directory", "Write locally, and copy it from there.")
         elif not place.is_dir():
-            yield wrong(name, f"'{path}'", "a directory", f"{place} is a file.")
+            yield absent(name, f"'{path}'", "a directory", f"{place} is a file.")
         elif not os.access(place, os.W_OK | os.X_OK):
-            yield wrong(name, f"'{path}'", "a directory that can be written", f"{place} cannot be.")
+            yield absent(name, f"'{path}'", "a directory that can be written", f"{place} cannot be.")
 
 
 def _check_exists(key: str, path: str | None, what: str) -> Iterator[Finding]:
@@ -94,7 +94,7 @@ def _check_exists(key: str, path: str | None, what: str) -> Iterator[Finding]:
         return  # a module is found by importing it, which is not done here
     if not is_there(os.path.expanduser(path.removeprefix("file://"))):
         fix = f"There is no such {what.split()[-1]}; relative paths start where the command is run."
-        yield wrong(key, f"'{path}'", what, fix)
+        yield absent(key, f"'{path}'", what, fix)
 
 
 def check_files(config: Config) -> Iterator[Finding]:
@@ -109,17 +109,17 @@ def check_files(config: Config) -> Iterator[Finding]:
         paths = [one for one in ([files] if isinstance(files, str) else files) if one]
         if not paths and is_needed:
             fix = f"Set {key} to a parquet, json or jsonl file (`quadriga prepare data` writes some).{alternative}"
-            yield wrong(key, "nothing", "a file", fix)
+            yield absent(key, "nothing", "a file", fix)
         # Files behind a URL are looked for when the data are loaded.
         for path in (one for one in paths if "://" not in one):
             full = os.path.expanduser(path)
             if not glob.has_magic(full) or os.path.exists(full):
                 yield from _check_exists(key, path, "a file")
             elif not glob.glob(full, recursive=True):
-                yield wrong(key, f"'{path}'", "a pattern that fits a file", "No file fits it.")
+                yield absent(key, f"'{path}'", "a pattern that fits a file", "No file fits it.")
     if not policy:
         fix = "Set it to a folder or a name on the hub (`quadriga prepare model` writes a folder)."
-        yield wrong("actor_rollout_ref.model.path", "nothing", "a model", fix)
+        yield absent("actor_rollout_ref.model.path", "nothing", "a model", fix)
     for key, path in (
         ("actor_rollout_ref.model.path", policy),
         ("critic.model.path", config.critic.model.path),
@@ -128,10 +128,10 @@ def check_files(config: Config) -> Iterator[Finding]:
         folder = Path(path or "").expanduser()
         if path and folder.is_dir() and not (folder / "config.json").is_file():
             fix = "It does not hold a Hugging Face model: name the folder with config.json and the weights."
-            yield wrong(key, f"'{path}', without a config.json", "a model's folder", fix)
+            yield absent(key, f"'{path}', without a config.json", "a model's folder", fix)
         elif path and not folder.is_dir() and not _HUB_NAME.fullmatch(path):
             fix = "There is no such folder, and it is not a name on the hub."
-            yield wrong(key, f"'{path}'", "a model's folder", fix)
+            yield absent(key, f"'{path}'", "a model's folder", fix)
 
 
 def check_batches(config: Config) -> Iterator[Finding]:

@@ -2,13 +2,11 @@
 """The schema seen as a table of dotted keys: what each is called, takes, defaults to and means; search in it.
 
 Each task has a table of its own: the keys that it reads, as it spells them (`root.py`). `key_aliases.tsv` has further
-names by which keys are found, `verl_keys.tsv` what becomes of verl's keys without a field here.
+names by which keys are found.
 """
 
 import ast
 import inspect
-import json
-import re
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +16,7 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from textwrap import fill
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import BaseModel
@@ -30,22 +28,7 @@ from quadriga.config.yaml_text import as_text
 
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", types.NoneType: "null"}
 _LIMITS = {Ge: "at least {0.ge}", Gt: "above {0.gt}", Le: "at most {0.le}", Lt: "below {0.lt}", MinLen: "not empty"}
-VERL_SECTIONS = {
-    "<engine>": r"(?:actor_rollout_ref\.actor|actor_rollout_ref\.ref|critic(?:\.model)?|reward_model(?:\.model)?)",
-    "<role>": r"(?:actor_rollout_ref\.(?:actor|ref|rollout|model)|actor_rollout_ref|critic|reward_model|reward)",
-    "<rollout>": r"actor_rollout_ref\.rollout",
-    "<model>": r"(?:actor_rollout_ref|critic)\.model",
-}
-"""What the names in angle brackets stand for in the patterns of `verl_keys.tsv`."""
-
-
-class VerlRule(NamedTuple):
-    """What becomes of the keys of verl that fit one pattern."""
-
-    pattern: re.Pattern[str]
-    accepted: list[Any] | None
-    """Values that are taken without effect; None: every value is."""
-    sentence: str
+_VERL_KEYS = Path(__file__).parents[1] / "verl" / "defaults.tsv"
 
 
 @dataclass(frozen=True)
@@ -166,15 +149,15 @@ def aliases() -> Mapping[str, tuple[str, ...]]:
 
 
 @cache
-def verl_rules() -> tuple[VerlRule, ...]:
-    """The rules for verl's keys without a field, the first that fits holds; read on first use."""
-    found = []
-    for pattern, accepted, sentence in _rows("verl_keys.tsv")[1:]:
-        text = re.escape(pattern).replace(r"\*", ".*")
-        for name, alternatives in VERL_SECTIONS.items():
-            text = text.replace(re.escape(name), alternatives)
-        found.append(VerlRule(re.compile(text), None if accepted == "any" else json.loads(accepted), sentence))
-    return tuple(found)
+def _verl_keys(task: str) -> frozenset[str]:
+    program = "ppo" if task == "rl" else "sft"
+    rows = (line.split("\t") for line in _VERL_KEYS.read_text(encoding="utf-8").splitlines())
+    return frozenset(row[1] for row in rows if row[0].startswith(program))
+
+
+def is_key_of_verl(key: str, task: str) -> bool:
+    """Whether verl's program for a task has a leaf of this name, or one under it; the table is read on first use."""
+    return any(one == key or one.startswith(f"{key}.") or key.startswith(f"{one}.") for one in _verl_keys(task))
 
 
 def keys_text(words: Sequence[str] = (), task: str = "rl") -> str:

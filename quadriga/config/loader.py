@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from quadriga.config.base import filled
 from quadriga.config.checks import training_findings
-from quadriga.config.keys import leaf_keys, leaf_of, nearest_keys, section_keys, verl_rules
+from quadriga.config.keys import is_key_of_verl, leaf_keys, leaf_of, nearest_keys, section_keys
 from quadriga.config.root import PRESETS, Config, respell, spelled, spelled_text
 from quadriga.config.yaml_text import as_text, combined, parse_yaml, read_yaml
 from quadriga.errors import ConfigError
@@ -63,16 +63,25 @@ def load_config(
             reading.assign(str(key), value, places)
     notices = list(reading.take_overrides(overrides))
     reading.refuse_hidden()
-    config = reading.validate()
-    notices += [f"{', '.join(keys)}: {sentence}" for sentence, keys in reading.noted.items()]
-    if for_training and config is not None:
-        named_already = {one.where.partition(" (")[0] for one in problems}
-        wrong, further = training_findings(config)
-        problems += [one for one in wrong if spelled(one.where, chosen) not in named_already]
-        notices += further
+    config = reading.finish(notices, for_training=for_training)
     if problems or config is None:
-        raise combined([respell(one, chosen) for one in problems])
-    return Loaded(config, [spelled_text(one, chosen) for one in notices])
+        raise combined(problems)
+    return Loaded(config, notices)
+
+
+def read_settings(
+    values: Mapping[str, Any], places: Mapping[str, str], task: str = "rl"
+) -> tuple[Config | None, list[ConfigError], list[str]]:
+    """A training run's configuration from dotted keys, with all that is wrong and the notices.
+
+    Args:
+        places: where a value comes from, for messages: by key, where that is not the key itself.
+    """
+    reading = _Reading(task, problems=[])
+    for key, value in {"task": task, **values}.items():
+        reading.assign(key, value, places)
+    notices: list[str] = []
+    return reading.finish(notices, for_training=True), reading.problems, notices
 
 
 def parse_override(argument: str, task: str = "rl") -> tuple[str, Any]:
@@ -115,8 +124,6 @@ class _Reading:
     problems: list[ConfigError]
     values: dict[str, Any] = field(default_factory=dict)
     places: dict[str, str] = field(default_factory=dict)
-    noted: dict[str, list[str]] = field(default_factory=dict)
-    """Why keys were taken without effect -> these keys."""
 
     def take_overrides(self, overrides: Sequence[str]) -> Iterator[str]:
         """Assigns what the command line sets; yields notices of what it sets twice."""
@@ -169,22 +176,15 @@ class _Reading:
         self.places[key] = place or ""
 
     def _take_foreign(self, key: str, value: Any, place: str | None) -> None:
-        rules = verl_rules() if self.task == "rl" else ()
-        rule = next((one for one in rules if one.pattern.fullmatch(key)), None)
-        if rule is None:
-            close = nearest_keys(key, self.task)
-            command = "quadriga config keys" if self.task == "rl" else "quadriga sft --keys"
-            fix = f"Did you mean {' or '.join(close)}?" if close else f"`{command}` lists them all."
-            self._refuse(key, place, got="a key that does not exist", fix=fix)
-        elif rule.accepted is None:
-            self.noted.setdefault(rule.sentence, []).append(key)
-        # 1 == True in Python; `use_x=1` and `size=True` are not the same wish.
-        elif any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in rule.accepted):
-            self.noted.setdefault("not needed, the value is what holds here anyway.", []).append(key)
-        else:
-            known = [as_text(one) for one in rule.accepted if one is not None]
-            expected = known[0] if known else "the key left out"
-            self._refuse(key, place, got=as_text(value, key), expected=expected, fix=rule.sentence)
+        if is_key_of_verl(key, self.task):
+            program = "main_ppo" if self.task == "rl" else "sft_trainer"
+            fix = f"`quadriga verl {program}` takes verl's command lines; here leave the key out."
+            self._refuse(key, place, got="a key of verl's that has no place here", fix=fix)
+            return
+        close = nearest_keys(key, self.task)
+        command = "quadriga config keys" if self.task == "rl" else "quadriga sft --keys"
+        fix = f"Did you mean {' or '.join(close)}?" if close else f"`{command}` lists them all."
+        self._refuse(key, place, got="a key that does not exist", fix=fix)
 
     def _refuse(self, key: str, place: str | None, *, got: str, expected: str = "", fix: str = "") -> None:
         self.problems.append(ConfigError(f"{key} ({place})" if place else key, got=got, expected=expected, fix=fix))
@@ -195,6 +195,18 @@ class _Reading:
             for name in hidden_names(self._value(key), key):
                 expected, fix = "the value, which a run does not write down", f"Give it again: {name}=..."
                 self._refuse(name, self.places[key], got=HIDDEN, expected=expected, fix=fix)
+
+    def finish(self, notices: list[str], *, for_training: bool) -> Config | None:
+        """The configuration, with the problems and `notices` of all checks in the task's spelling."""
+        config = self.validate()
+        if for_training and config is not None:
+            named_already = {one.where.partition(" (")[0] for one in self.problems}
+            wrong, further = training_findings(config)
+            self.problems += [one for one in wrong if spelled(one.where, self.task) not in named_already]
+            notices += [spelled_text(one, self.task) for one in further]
+        for problem in self.problems:
+            respell(problem, self.task)
+        return config
 
     def validate(self) -> Config | None:
         """The configuration, with defaults where keys are wrong, so that the checks between keys can go on."""

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import Field, PositiveFloat
 
 from quadriga.config.actor import FSDPConfig, ParallelConfig
-from quadriga.config.base import Finding, ReadIf, Section, unused, wrong
+from quadriga.config.base import Finding, ReadIf, Section, absent, unused, wrong
 from quadriga.config.types import Count, Name, PathText, Share
 
 _PASSES = ("micro_batch_size_per_gpu", "use_dynamic_bsz", "forward_max_token_len_per_gpu", "max_length")
@@ -91,25 +91,25 @@ def check_classifier(reward: RewardModelConfig, max_sequence_tokens: int) -> Ite
     try:
         described = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        yield wrong(key, f"'{file}' ({error})", "JSON", "Get the model anew.")
+        yield absent(key, f"'{file}' ({error})", "JSON", "Get the model anew.")
         return
     names, fix = described.get("architectures") or [], "Name a model that was trained to score."
     is_classifier = not names or any(name.endswith("ForSequenceClassification") for name in names)
     if not is_classifier and not reward.model.trust_remote_code:
         got = f"'{path}', whose config.json names {', '.join(names)}: it has no classification head"
-        yield wrong(key, got, "an architecture that ends in ForSequenceClassification, with one label", fix)
+        yield absent(key, got, "an architecture that ends in ForSequenceClassification, with one label", fix)
         return
     # A configuration of transformers that says nothing of labels means two.
     labels = described.get("num_labels", len(described.get("id2label") or range(2)))
     if labels != 1:
         got = f"'{path}', a classifier with {labels} labels by its config.json"
-        yield wrong(key, got, "one label, the score", fix)
+        yield absent(key, got, "one label, the score", fix)
     positions, limit = described.get("max_position_embeddings"), reward.max_length
     if not isinstance(positions, int):
         return
     if limit is not None and limit > positions:
         expected = f"at most {positions}, the positions of the reward model"
-        yield wrong("reward_model.max_length", str(limit), expected, "Lower it, or leave it out.")
+        yield absent("reward_model.max_length", str(limit), expected, "Lower it, or leave it out.")
     elif (limit or positions) < max_sequence_tokens:
         yield (
             f"reward_model.max_length: {limit or positions} tokens, but a sequence of the policy may have "

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat
 
 from quadriga.config.actor import LogProbConfig
-from quadriga.config.base import Finding, ReadIf, Section, refuse, unused, wrong
+from quadriga.config.base import Finding, ReadIf, Section, absent, refuse, unused, wrong
 from quadriga.config.multi_turn import AgentConfig, MultiTurnConfig
 from quadriga.config.types import Count, Meaning, MinusOneOrCount, PathText, Share, TopShare
 from quadriga.errors import ConfigError
@@ -173,7 +173,7 @@ class RolloutConfig(LogProbConfig):
         if self.name == "vllm":
             if find_spec("vllm") is None:
                 fix = f"pip install 'vllm>=0.30'; {install}-vllm."
-                yield wrong(f"{at}.name", "vllm, which this environment does not have", "vLLM 0.30 or newer", fix)
+                yield absent(f"{at}.name", "vllm, which this environment does not have", "vLLM 0.30 or newer", fix)
             if _filters(self) and self.temperature != 1:
                 got = f"{self.temperature:g}, with {_filters(self)}"
                 why = "vLLM reports log-probabilities before both or after both, and training needs those after the"
@@ -188,7 +188,9 @@ class RolloutConfig(LogProbConfig):
         if self.name == "sglang":
             if not _sglang_servers(self) and find_spec("sglang") is None:
                 fix = f"pip install 'sglang>=0.5.23'; {install}-sglang."
-                yield wrong(f"{at}.name", "sglang, which this environment does not have", "SGLang 0.5.23 or newer", fix)
+                yield absent(
+                    f"{at}.name", "sglang, which this environment does not have", "SGLang 0.5.23 or newer", fix
+                )
             for key, sampling in ((at, self), (f"{at}.val_kwargs", val)):
                 if sampling.min_p > 0:
                     got, fix = f"{sampling.min_p:g}, with {at}.name=sglang", "Use top_p or top_k, or native or vllm."

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m quadriga.trainer.main_ppo key=value ...`: train. The same as `quadriga train`."""
+"""`python -m quadriga.trainer.main_ppo key=value ...`, for verl's: the same as `quadriga verl main_ppo`.
+
+`quadriga train` is the command with the defaults of this package.
+"""
 
 import sys
 
@@ -10,4 +13,4 @@ from quadriga.trainer.task_runner import TaskRunner
 __all__ = ["TaskRunner", "run_ppo"]
 
 if __name__ == "__main__":
-    sys.exit(main(["train", *sys.argv[1:]]))
+    sys.exit(main(["verl", "main_ppo", *sys.argv[1:]]))

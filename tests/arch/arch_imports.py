@@ -35,7 +35,8 @@ LAYERS: dict[str, frozenset[str]] = {
     "rollout": _CORE | {"user_file", "http_client", "models", "rewards", "weight_sync"},
     "workers": _BELOW_WORKERS,
     "trainer": _BELOW_TRAINER,
-    "cli": _BELOW_WORKERS | {"workers", "trainer"},
+    "verl": frozenset({"errors", "redact", "config"}),
+    "cli": _BELOW_WORKERS | {"workers", "trainer", "verl"},
 }
 
 # The one place where a name in the configuration becomes a class, by import string, so that it may name any layer.

@@ -66,7 +66,7 @@ def test_data(tmp_path: Path) -> None:
 
 def test_keys_of_the_run() -> None:
     """Every key that the script sets exists and takes its value; the files it names are there."""
-    command = (FOLDER / "run").read_text().partition("quadriga.trainer.main_ppo")[2].replace('"$@"', "")
+    command = (FOLDER / "run").read_text().partition('quadriga" train')[2].replace('"$@"', "")
     loaded = load_config([word for word in shlex.split(command) if "=" in word])
     assert loaded.config.algorithm.adv_estimator == "examples/custom/advantage.py:tournament"
     assert (FOLDER.parents[1] / loaded.config.custom_reward_function.path).is_file()

@@ -13,12 +13,11 @@ from quadriga.errors import ConfigError
 def test_show_prints_yaml_and_keeps_notices_apart(capsys, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("data:\n  seed: 5\n")
-    rollout = "actor_rollout_ref.rollout"
-    arguments = ["show", "data.shuffle=False", "--config", str(file), "trainer.nnodes=1", f"{rollout}.load_format=auto"]
+    arguments = ["show", "data.shuffle=False", "--config", str(file), "data.seed=6", "data.seed=5"]
     assert main(arguments) == 0
     printed = capsys.readouterr()
     assert printed.out == show(load_config(["data.shuffle=False"], [file]).config)
-    assert printed.err.startswith(f"notice: {rollout}.load_format: ")
+    assert printed.err.startswith("notice: data.seed stands twice")
 
 
 def test_several_files_in_order(capsys, tmp_path: Path) -> None:
@@ -41,29 +40,6 @@ def test_keys(capsys) -> None:
     assert capsys.readouterr().out.count("betas = ") == 2
     with pytest.raises(ConfigError, match="zebra"):
         main(["keys", "zebra"])
-
-
-def test_base_files_of_verl_are_not_needed(capsys) -> None:
-    assert main(["show", "--config-path=config", "--config-name=ppo_megatron_trainer.yaml", "data.seed=9"]) == 0
-    printed = capsys.readouterr()
-    assert "  seed: 9\n" in printed.out
-    assert "ppo_megatron_trainer: not needed" in printed.err
-
-
-def test_a_base_file_of_ones_own_is_read_first(capsys, tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text("data: {seed: 1, max_prompt_length: 7}\n")
-    (tmp_path / "over.yaml").write_text("data: {seed: 2}\n")
-    over = str(tmp_path / "over.yaml")
-    main(["show", "--config", over, "--config-path", str(tmp_path), "--config-name", "mine"])
-    printed = capsys.readouterr().out
-    assert "  seed: 2\n" in printed
-    assert "  max_prompt_length: 7\n" in printed
-
-
-@pytest.mark.parametrize("arguments", [["--config-name", "gone"], ["--config-path", "config"]])
-def test_a_base_file_that_is_not_there(arguments: list[str]) -> None:
-    with pytest.raises(ConfigError, match="--config"):
-        main(["show", *arguments])
 
 
 def test_an_unknown_action_is_a_usage_error() -> None:

@@ -166,8 +166,3 @@ def test_nothing_generates_in_supervised_learning() -> None:
     found, _ = training_findings(load_config(("model.lora_rank=4", "model.lora_merge=true"), task="sft").config)
     [told] = [str(one) for one in found if one.where == KEY]
     assert "expected null: nothing generates" in told
-
-
-def test_the_name_that_verl_has() -> None:
-    with pytest.raises(ConfigError, match=r"Set actor_rollout_ref\.model\.lora_merge"):
-        load_config(("actor_rollout_ref.model.lora.merge=True",))

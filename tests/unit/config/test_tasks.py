@@ -84,7 +84,7 @@ def test_it_is_read_as_the_other_tree_is(tmp_path: Path) -> None:
 
 
 def test_a_key_like_no_other_brings_the_list_of_this_tree() -> None:
-    for key in ("zebra.stripes", "ray_init.num_cpus"):
+    for key in ("zebra.stripes", "zebra.num_cpus"):
         with pytest.raises(ConfigError) as caught:
             load_sft_config([f"{key}=null"])
         assert caught.value.fix == "`quadriga sft --keys` lists them all."

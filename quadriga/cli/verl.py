@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`quadriga verl PROGRAM`: verl's command lines, taken as they are or answered in a sentence each."""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from quadriga.config.yaml_text import combined, to_yaml
+from quadriga.errors import ConfigError
+from quadriga.verl.entries import ENTRIES, find_entry
+from quadriga.verl.hydra import VERSIONS, Tree
+from quadriga.verl.translate import Translation, translate
+
+RUNS = {"train": "quadriga.trainer.launch:run_ppo"}
+"""What an entry names -> what is called with the configuration, loaded only then."""
+_EPILOG = f"programs: {', '.join(entry.name for entry in ENTRIES)}"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Translates a command line and runs it, or prints the translation."""
+    parser = argparse.ArgumentParser(prog="quadriga verl", description=__doc__, epilog=_EPILOG, allow_abbrev=False)
+    parser.add_argument("--verl", metavar="VERSION", default="", help=f"whose defaults: {', '.join(VERSIONS)}")
+    parser.add_argument("--check", action="store_true", help="print what the line means here, and end")
+    parser.add_argument("--check-file", type=Path, metavar="FILE", help="check each line of a JSONL file")
+    parser.add_argument("program", nargs="?", help="a program of verl's, or the module or script that it is")
+    options, words = parser.parse_known_args(list(argv))
+    if options.check_file is not None:
+        return _check_file(options.check_file, options.verl)
+    if options.program is None:
+        parser.error("name one of verl's programs")
+    entry, version = find_entry(options.program), version_of(options.verl)
+    translation = translate(entry, words, version)
+    for notice in translation.notices:
+        print(f"notice: {notice}", file=sys.stderr)
+    if options.check:
+        return _show(translation)
+    if problems := translation.refused + translation.machine:
+        raise combined(problems)
+    module, _, name = RUNS[entry.run].partition(":")
+    getattr(import_module(module), name)(translation.config)
+    return 0
+
+
+def version_of(text: str) -> str:
+    """The version that a name means, 0.10.0 for a name without one: `0.6`, `verl-0.6.1 (2025-11)`."""
+    match = re.search(r"\d+\.\d+", text)
+    if match is None and not any(sign.isdigit() for sign in text.partition("(")[0]):
+        return VERSIONS[-1]
+    found = [one for one in VERSIONS if match is not None and one.startswith(f"{match[0]}.")]
+    if not found:
+        raise ConfigError("--verl", got=f"'{text}'", expected=f"one of {', '.join(VERSIONS)}", fix="Name the nearest.")
+    return found[0]
+
+
+def _show(translation: Translation) -> int:
+    print(to_yaml(Tree(translation.ours).nested()), end="")
+    for title, problems in (("Cannot be taken", translation.refused), ("Not on this machine", translation.machine)):
+        if problems:
+            print(f"\n{title}:", *problems, sep="\n  ", file=sys.stderr)
+    return 2 if translation.refused else 0
+
+
+def _check_file(file: Path, version: str) -> int:
+    """One result a line; a line of the file may name its version as `set`."""
+    accepted = lines = 0
+    for number, text in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+        lines += 1
+        result: dict[str, Any] = {"id": number}
+        try:
+            asked = json.loads(text)
+            result["id"] = asked.get("id", number)
+            entry = find_entry(asked["entry"])
+            found = translate(entry, asked["args"], version_of(version or asked.get("set", "")))
+            refused, machine = map(str, found.refused), list(map(str, found.machine))
+            result |= {"accepted": not found.refused, "refused": list(refused)}
+            result |= {"notices": found.notices, "machine": machine}
+        except ConfigError as problem:
+            result |= {"accepted": False, "refused": [str(problem)], "notices": [], "machine": []}
+        accepted += result["accepted"]
+        print(json.dumps(result, ensure_ascii=False))
+    print(f"accepted {accepted} of {lines}")
+    return 0 if accepted == lines else 2

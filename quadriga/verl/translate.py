@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a command line of verl's to our configuration, with notices and refusals: each leaf by its row in rules.tsv."""
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from quadriga.config import Config
+from quadriga.config.keys import leaf_of
+from quadriga.config.loader import read_settings
+from quadriga.config.yaml_text import as_text
+from quadriga.errors import ConfigError, MachineError
+from quadriga.verl.entries import CONFIG_FILES, TREES, Entry
+from quadriga.verl.hydra import MISSING, VERSIONS, Tree, defaults, known_keys, parse_word, read_config
+from quadriga.verl.meaning import FINISH, FUNCTIONS
+
+SECTIONS = {
+    "<engine>": r"(actor_rollout_ref\.actor|actor_rollout_ref\.ref|critic(?:\.model)?|reward_model(?:\.model)?)",
+    "<role>": r"(actor_rollout_ref\.(?:actor|ref|rollout|model)|actor_rollout_ref|critic|reward_model|reward)",
+    "<rollout>": r"(actor_rollout_ref\.rollout)",
+    "<model>": r"((?:actor_rollout_ref|critic)\.model)",
+}
+"""What the names in angle brackets stand for in the patterns of rules.tsv."""
+_FLAGS = {"--config-path": "path", "-cp": "path", "--config-name": "name", "-cn": "name", "--config-dir": "path"}
+_SWEEP = ("-m", "--multirun")
+GROUPS = ("model_engine", "engine", "optim")
+"""Groups of configuration files that a word without a dot chooses from."""
+
+
+class Rule(NamedTuple):
+    """One row of rules.tsv."""
+
+    pattern: re.Pattern[str]
+    becomes: str
+    """">", "@", "any", "given" or "values"."""
+    argument: Any
+    sentence: str
+
+
+@cache
+def _rules(rules: str) -> tuple[Rule, ...]:
+    found = []
+    for line in Path(__file__).with_name("rules.tsv").read_text(encoding="utf-8").splitlines():
+        if line.startswith("#"):
+            continue
+        trees, pattern, becomes, sentence = line.split("\t")
+        if trees != "*" and rules not in trees.split(","):
+            continue
+        text = re.escape(pattern).replace(r"\*", "(.*)")
+        for name, alternatives in SECTIONS.items():
+            text = text.replace(re.escape(name), alternatives)
+        kind, _, argument = becomes.partition(" ")
+        values = json.loads(becomes) if becomes[0] == "[" else argument
+        found.append(Rule(re.compile(text), "values" if becomes[0] == "[" else kind, values, sentence))
+    return tuple(found)
+
+
+@cache
+def _rule(rules: str, key: str) -> tuple[Rule, tuple[str, ...]] | None:
+    """The row that holds for a key, and what its stars and names in angle brackets are in it."""
+    for rule in _rules(rules):
+        if match := rule.pattern.fullmatch(key):
+            return rule, match.groups()
+    return None
+
+
+@dataclass
+class Line:
+    """One command line under translation: verl's tree, and what has become of it so far."""
+
+    entry: Entry
+    version: str
+    tree: Tree
+    default: dict[str, Any]
+    """verl's default leaves of this version, of the entry."""
+    given: set[str] = field(default_factory=set)
+    """Leaves that the command line or a user's file sets."""
+    ours: dict[str, Any] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+    """Our key -> verl's key that it was set from."""
+    noted: dict[str, list[str]] = field(default_factory=dict)
+    """Why keys are taken without effect -> these keys."""
+    refused: list[ConfigError] = field(default_factory=list)
+    machine: list[ConfigError] = field(default_factory=list)
+    written: str = ""
+    """The key that is being translated, as the user wrote it."""
+
+    def get(self, key: str, otherwise: Any = None) -> Any:
+        """What stands under a key of verl's with references filled in; `otherwise` where nothing or null does."""
+        try:
+            value = self.tree.resolved(key)
+        except KeyError:
+            return otherwise
+        return otherwise if value is None or value == MISSING else value
+
+    def is_changed(self, key: str) -> bool:
+        """Whether the user gave the key another value than verl's default."""
+        return key in self.given and not _same(self.get(key), self._default_of(key))
+
+    def _default_of(self, key: str) -> Any:
+        """verl's default of a key, of this version or of the nearest that has it."""
+        if key in self.default:
+            return Tree(self.tree.values | {key: self.default[key]}).resolved(key)
+        if key in known_keys():
+            for tree in (self.entry.tree, "ppo_megatron"):
+                for version in reversed(VERSIONS):
+                    if key in (leaves := defaults(tree, version)):
+                        return Tree(self.tree.values | {key: leaves[key]}).resolved(key)
+        return None
+
+    def set(self, key: str, value: Any) -> None:
+        """Gives our key a value; what the user wrote goes before defaults, and two of it must agree."""
+        source, before = self.written, self.sources.get(key)
+        if value == {} and source not in self.given:
+            return
+        if before is not None and before in self.given:
+            if source in self.given and not _same(self.ours[key], value):
+                got = f"{as_text(self.ours[key], key)} by {before} and {as_text(value, key)} by {source}"
+                self.refused.append(ConfigError(key, got=got, expected="one value", fix="Leave one of the two out."))
+            return
+        leaf = leaf_of(key, self.entry.task)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if is_number and leaf is not None and leaf.is_text and "number" not in leaf.kind:
+            value = str(value)
+        # verl's null for what has no null here: the default of both.
+        if value is not None or leaf is None or leaf.kind.endswith("null") or self._default_of(source) is not None:
+            self.ours[key], self.sources[key] = value, source
+
+    def note(self, sentence: str) -> None:
+        """Says why the key that is being translated is taken without effect, if the user changed it."""
+        if self.is_changed(self.written):
+            self.noted.setdefault(sentence, []).append(self.written)
+
+    def refuse(self, expected: str, fix: str) -> None:
+        """Says that the value of the key that is being translated cannot be taken."""
+        got = as_text(self.get(self.written), self.written)
+        self.refused.append(ConfigError(self.written, got=got, expected=expected, fix=fix))
+
+    def take(self, key: str, value: Any) -> None:
+        """Translates one leaf, in verl's spelling or in one that a row has sent it to."""
+        found = _rule(self.entry.rules, key)
+        if found is None:
+            self._take_ours(key, value)
+            return
+        rule, parts = found
+        match rule.becomes:
+            case ">":
+                target = iter(parts)
+                self.take(re.sub(r"\*|<\w+>", lambda _: next(target), rule.argument), value)
+            case "@":
+                FUNCTIONS[rule.argument](self, key, value)
+            case "given":
+                if self.written in self.given:
+                    self._take_ours(key, value)
+            case "any":
+                self.note(rule.sentence)
+            case _:
+                if self.is_changed(self.written) and not any(_same(value, one) for one in rule.argument):
+                    known = [as_text(one) for one in rule.argument if one is not None]
+                    self.refuse(known[0] if known else "the key left out", rule.sentence)
+
+    def _take_ours(self, key: str, value: Any) -> None:
+        if leaf_of(key, self.entry.task) is not None:
+            self.set(key, value)
+        elif self.written in self.given and not (value in ({}, None) and any(k.startswith(key) for k in known_keys())):
+            fix = "Leave it out; a key of yours that your own file reads has no place here."
+            if key in known_keys():
+                fix = f"{self.entry.name} does not read it: leave it out."
+            self.refused.append(ConfigError(self.written, got="a key that neither verl nor Quadriga has", fix=fix))
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two values are equal; 1 is not True."""
+    return one == other and isinstance(one, bool) == isinstance(other, bool)
+
+
+@dataclass(frozen=True)
+class Translation:
+    """What a command line of verl's means here."""
+
+    config: Config | None
+    """None where keys are refused."""
+    ours: dict[str, Any]
+    notices: list[str]
+    refused: list[ConfigError]
+    machine: list[ConfigError]
+    """What only this machine lacks: files, models, packages, devices."""
+
+
+def translate(entry: Entry, words: Sequence[str], version: str = VERSIONS[-1]) -> Translation:
+    """Translates the words of one command line; nothing is raised, all that is wrong is in the result."""
+    if entry.refused:
+        return Translation(None, {}, [], [ConfigError(entry.name, fix=entry.refused)], [])
+    line = compose(entry, words, version)
+    for key in list(line.tree.values):
+        line.written = key
+        try:
+            value = line.tree.resolved(key)
+        except ConfigError as problem:
+            line.refused.append(problem)
+            continue
+        if value != MISSING:
+            line.take(key, value)
+    for function in FINISH.get(entry.rules, ()):
+        function(line)
+    notices = [f"{', '.join(keys)}: {sentence}" for sentence, keys in line.noted.items()]
+    places = {key: f"verl's {source}" for key, source in line.sources.items() if source not in (key, "")}
+    config, problems, told = read_settings(line.ours, places, task=entry.task)
+    plain = _told_of_defaults(entry, version) if line.given else frozenset()
+    notices += [one for one in told if one not in plain]
+    refused = line.refused + [one for one in problems if not isinstance(one, MachineError)]
+    machine = line.machine + [one for one in problems if isinstance(one, MachineError)]
+    return Translation(None if refused else config, line.ours, notices, refused, machine)
+
+
+@cache
+def _told_of_defaults(entry: Entry, version: str) -> frozenset[str]:
+    """Notices that verl's defaults alone lead to: they are nothing that a command line asks for."""
+    return frozenset(translate(entry, (), version).notices)
+
+
+def compose(entry: Entry, words: Sequence[str], version: str) -> Line:
+    """verl's tree with the words applied to it, in Hydra's order: the file, the groups, then key by key."""
+    flags, settings = _flags(words)
+    problems: list[ConfigError] = []
+    read = []
+    for argument in settings:
+        try:
+            read.append(parse_word(argument))
+        except ConfigError as problem:
+            problems.append(problem)
+    chosen = [word.value for word in read if word.key in ("model_engine", "engine")]
+    name = str(flags.get("name") or "").removesuffix(".yaml").rpartition("/")[2]
+    tree_name = CONFIG_FILES.get(name, entry.tree)
+    tree_name = next((one for engine in chosen if (one := f"{entry.tree}_{engine}") in TREES), tree_name)
+    default = defaults(tree_name, version) | defaults(entry.name, version)
+    line = Line(entry, version, Tree(), default)
+    for key, value in default.items():
+        line.tree.put(key, value)
+    if name and name not in CONFIG_FILES:
+        _read_file(line, Path(str(flags.get("path") or ".")).expanduser() / f"{name}.yaml", problems)
+    for sign, key, value in read:
+        key = key.partition("@")[2] + ".group" if "@" in key else key
+        if sign == "~":
+            line.tree.drop(key)
+            continue
+        before = set(line.tree.below(key)) | {key}
+        line.tree.put(key, value)
+        line.given |= {one for one in line.tree.values if one == key or one.startswith(f"{key}.")}
+        line.given -= before - line.tree.values.keys()
+    line.refused += problems
+    return line
+
+
+def _read_file(line: Line, file: Path, problems: list[ConfigError]) -> None:
+    """Applies a user's configuration file; one that is not there is this machine's matter."""
+    if not file.is_file():
+        expected, fix = "a file that exists", "The rest is read over the program's own defaults."
+        line.machine.append(MachineError("--config-name", got=f"'{file}'", expected=expected, fix=fix))
+        return
+    base = {name: defaults(tree, line.version) for name, tree in CONFIG_FILES.items()} | {"": line.default}
+    own = read_config(file, base, problems)
+    for key, value in own.values.items():
+        if line.tree.values.get(key, MISSING) != value:
+            line.tree.put(key, value)
+            line.given.add(key)
+
+
+def _flags(words: Iterable[str]) -> tuple[dict[str, str], list[str]]:
+    """Hydra's own options, and the words that set keys."""
+    flags: dict[str, str] = {}
+    settings: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        option, has_value, value = word.partition("=")
+        if option in _FLAGS:
+            flags[_FLAGS[option]] = value if has_value else next(rest, "")
+        elif word in _SWEEP:
+            fix = "Start a run for each choice: sweeps are not run."
+            raise ConfigError(word, got="a sweep", expected="one value for each key", fix=fix)
+        elif word.strip() and not word.startswith("hydra"):
+            settings.append(word)
+    return flags, settings
