@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quadriga: post-training of large language models by reinforcement learning.
 
-Importing the package is free; `DataProto` (and torch with it) loads on first use.
+Importing the package is free: what it offers (and torch with it) loads on first use.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from quadriga.api import Run, Trainer, evaluate, generate, sft, train
     from quadriga.protocol import DataProto
 
 __version__ = "0.1.0"
-__all__ = ["DataProto", "__version__"]
+__all__ = ["DataProto", "Run", "Trainer", "evaluate", "generate", "sft", "train", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "DataProto":
-        return import_module("quadriga.protocol").DataProto
+    if name in __all__:
+        return getattr(import_module("quadriga.protocol" if name == "DataProto" else "quadriga.api"), name)
     raise AttributeError(f"module 'quadriga' has no attribute {name!r}")

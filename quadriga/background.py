@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Work in a thread of its own, once or until it succeeds."""
 
+import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 10.0, 600.0
@@ -18,6 +19,33 @@ def in_background(work: Callable[[], T], name: str) -> Future[T]:
     future = executor.submit(work)
     executor.shutdown(wait=False)
     return future
+
+
+def off_the_loop(work: Callable[[], T]) -> T:
+    """Call `work` here; or in a thread of its own, if an event loop is running in this one, as in a notebook."""
+    return in_background(work, "off the loop").result() if asyncio._get_running_loop() else work()
+
+
+def run_coroutine(work: Coroutine[Any, Any, T], run: Callable[[Coroutine[Any, Any, T]], T] = asyncio.run) -> T:
+    """The result of a coroutine by `run`, off a loop that is running; what interrupts the wait there cancels it."""
+    if not asyncio._get_running_loop():
+        return run(work)
+    tasks: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[T]]] = []
+
+    async def apart() -> T:
+        task = asyncio.ensure_future(work)
+        tasks.append((asyncio.get_running_loop(), task))
+        return await task
+
+    done = in_background(lambda: run(apart()), "coroutine")
+    try:
+        return done.result()
+    except BaseException:
+        if not done.done():
+            for loop, task in tasks:
+                loop.call_soon_threadsafe(task.cancel)
+            done.exception()
+        raise
 
 
 class Restarts(Generic[T]):

@@ -10,6 +10,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -42,8 +43,10 @@ def load_config(
     *,
     for_training: bool = False,
     task: str = "rl",
+    values: Mapping[str, Any] = MappingProxyType({}),
 ) -> Loaded:
-    """Reads YAML files in order, each over the one before, then overrides `a.b=c`, whose values are YAML.
+    """Reads YAML files in order, each over the one before, then `values`, dotted keys with what they are set to, then
+    overrides `a.b=c`, whose values are YAML.
 
     Args:
         for_training: whether the checks between keys that hold for a training run are made too.
@@ -58,7 +61,7 @@ def load_config(
     named += [one.partition("=")[2] for one in overrides if re.match(r"\s*\+*(task|objective)=", one)]
     chosen = [one for one in [task, *named] if isinstance(one, str) and one in PRESETS][-1]
     reading = _Reading(chosen, problems=problems)
-    for tree, places in [({"task": chosen}, {}), *trees]:
+    for tree, places in [({"task": chosen}, {}), *trees, (values, {})]:
         for key, value in tree.items():
             reading.assign(str(key), value, places)
     notices = list(reading.take_overrides(overrides))

@@ -22,6 +22,8 @@ from rich.progress import BarColumn, RenderableColumn, TextColumn
 from rich.progress import Progress as RichProgress
 from rich.text import Text
 
+from quadriga.observe.cell import Cell
+
 # Time left follows the mean of so many last steps: long enough to be calm, short enough to notice a change of pace.
 PACE_STEPS = 10
 # A terminal has room for these beside the bar; a log line shows every field. Work that has none of them shows its own.
@@ -115,7 +117,7 @@ def validation_results(metrics: Mapping[str, float]) -> list[ValidationResult]:
 
 
 class Progress(AbstractContextManager["Progress"]):
-    """A bar on a terminal, or a line per step in a log.
+    """A bar on a terminal, a bar and a curve in a notebook, or a line per step in a log.
 
     Args:
         initial: steps done before this process (a resumed run); they do not enter the pace.
@@ -142,6 +144,7 @@ class Progress(AbstractContextManager["Progress"]):
         # Steps that are done, and when.
         self._marks: deque[tuple[int, float]] = deque([(initial, clock())], maxlen=PACE_STEPS + 1)
         self._bar: RichProgress | None = None
+        self._cell = Cell(total, initial) if self._console.is_jupyter else None
         if self._console.is_interactive:
             self._bar = RichProgress(
                 TextColumn("{task.description}", style="bold"),
@@ -197,12 +200,18 @@ class Progress(AbstractContextManager["Progress"]):
             text = GAP.join(join_field(name, fields[name]) for name in shown)
             self._bar.update(self._task, completed=step, fields=text)
             return
+        if self._cell is not None:
+            self._cell.update(step, fields)
+            return
         position = f"{step:>{len(str(self._total))}}/{self._total}"
         line, left_s = aligned({self._description: position, **fields}, self._widths), self.left_s
         self.message(f"{line}{GAP}{clock_text(left_s)} left" if left_s else line)
 
     def message(self, text: str) -> None:
         """Print text that stays: above the bar on a terminal, as it is in a log."""
+        if self._cell is not None:
+            print(text, flush=True)
+            return
         # Metrics and responses of a model are not markup: "[/b]" in a response is text.
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
 ManagerClass = TypeVar("ManagerClass", bound=type)
 
-BUILT_IN = {name: f"quadriga.rewards.managers.{name}" for name in ("naive", "batch", "dapo", "prime", "judge")}
+BUILT_IN = {
+    name: f"quadriga.rewards.managers.{name}" for name in ("naive", "batch", "dapo", "prime", "judge", "in_process")
+}
 _classes: dict[str, type] = {}
 
 

@@ -12,7 +12,6 @@ process, `ray/group.py` in processes of their own. `group.as_worker()` is the sa
 that an editor finds the methods.
 """
 
-import asyncio
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +23,7 @@ from typing import Any, Generic, Self, TypeVar, cast
 import numpy as np
 import torch
 
+from quadriga.background import run_coroutine
 from quadriga.config.trainer import TrainerConfig
 from quadriga.errors import QuadrigaError, WorkerError
 from quadriga.protocol import DataProto, DataProtoFuture
@@ -257,7 +257,7 @@ class LocalWorkerGroup(WorkerGroup[W]):
             outcome: Future[Any] = Future()
             try:
                 output = getattr(self.workers[rank], method_name)(*args, **kwargs)
-                outcome.set_result(asyncio.run(output) if inspect.iscoroutine(output) else output)
+                outcome.set_result(run_coroutine(output) if inspect.iscoroutine(output) else output)
             except QuadrigaError as error:
                 outcome.set_exception(error)
             except Exception as error:

@@ -2,6 +2,7 @@
 """Where the workers of a run are: in this process, or on a Ray cluster, of which it is the driver."""
 
 import time
+from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
@@ -15,14 +16,20 @@ CLUSTER = "quadriga.single_controller.ray.cluster:cluster"
 
 
 def run_ppo(config: Config) -> None:
-    """Train, whatever `task` is, where `trainer.backend` says, and return when the run has ended.
+    """Train, whatever `task` is, where `trainer.backend` says, and return when the run has ended; see `steps`."""
+    for _ in steps(config):
+        pass
+
+
+def steps(config: Config) -> Iterator[Any]:
+    """The same, step by step: gives what `TaskRunner.steps` gives. To close the iterator ends the run.
 
     Raises:
         ConfigError: Ray is asked for and not installed.
         QuadrigaError: what went wrong in the run, wherever that was.
     """
     if config.trainer.backend == "local":
-        _load(RUNNER)().run(config)
+        yield from _load(RUNNER)().steps(config)
         return
     pools = set(role_pools(config.trainer, has_reward_model=config.reward_model.enable).values())
     shapes = [config.trainer.processes_of(pool) for pool in pools]
@@ -31,7 +38,7 @@ def run_ppo(config: Config) -> None:
     num_processes, num_nodes = sum(map(sum, shapes)), max(map(len, shapes))
     with cluster(config.ray_kwargs.ray_init, num_processes, config.ray_kwargs.timeline_json_file, num_nodes):
         start_up.append(("modules", time.time()))
-        _load(RUNNER)().run(config, start_up)
+        yield from _load(RUNNER)().steps(config, start_up)
 
 
 def _load(target: str) -> Any:

@@ -23,6 +23,7 @@ LAYERS: dict[str, frozenset[str]] = {
     "config": frozenset({"errors", "redact"}),
     "observe": frozenset({"errors", "config"}),
     "user_file": frozenset({"errors", "observe"}),
+    "user_function": frozenset({"errors"}),
     "protocol": frozenset({"errors"}),
     "algorithms": frozenset({"errors", "user_file"}),
     "rewards": _CORE | {"user_file", "http_client"},
@@ -37,6 +38,7 @@ LAYERS: dict[str, frozenset[str]] = {
     "trainer": _BELOW_TRAINER,
     "verl": frozenset({"errors", "redact", "config"}),
     "cli": _BELOW_WORKERS | {"workers", "trainer", "verl"},
+    "api": _BELOW_TRAINER | {"user_function", "trainer"},
 }
 
 # The one place where a name in the configuration becomes a class, by import string, so that it may name any layer.

@@ -26,6 +26,7 @@ from typing import Any, TypeAlias
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from quadriga.background import off_the_loop, run_coroutine
 from quadriga.config.rollout import RolloutConfig
 from quadriga.errors import ConfigError, QuadrigaError, RolloutError, traceback_text
 from quadriga.observe.metrics import Metric
@@ -133,7 +134,7 @@ class AgentLoopManager:
             RolloutError: the engine failed, or nothing but failed conversations.
             WeightSyncError: the engine's weights are not of the version that meta_info names.
         """
-        return self._runner.run(self.lead(engine, prompts, seed=seed, grade=grade))
+        return run_coroutine(self.lead(engine, prompts, seed=seed, grade=grade), self._runner.run)
 
     async def lead(
         self, engine: RolloutEngine, prompts: DataProto, *, seed: int, grade: Grade | None = None
@@ -174,7 +175,7 @@ class AgentLoopManager:
         while self._servers:
             self._thread.submit(self._servers.pop().close()).result()
         self._thread.close()
-        self._runner.close()
+        off_the_loop(self._runner.close)
 
     async def _lead_one(self, chat: Conversation, outcomes: list[Outcome | None], grade: Grade | None) -> None:
         sample = chat.sample

@@ -106,7 +106,7 @@ def cluster(
         stack.callback(ray.shutdown)
         if address == "local":
             _OWN.append(_OwnCluster(given, where))
-            stack.push(lambda kind, *_: _OWN.pop().end(is_failed=kind not in (None, KeyboardInterrupt)))
+            stack.push(lambda kind, *_: _OWN.pop().end(is_failed=kind not in (None, KeyboardInterrupt, GeneratorExit)))
         else:
             _connect(address, given, where)
         yield ray.get_runtime_context().gcs_address

@@ -44,7 +44,7 @@ def test_a_cluster_is_told_what_to_run_and_how_many_processes(
         yield
         events.append("left")
 
-    runner = SimpleNamespace(run=lambda *arguments: events.append(arguments))
+    runner = SimpleNamespace(steps=lambda *arguments: [events.append(arguments)])
     known = {launch.CLUSTER: connected, launch.RUNNER: lambda: runner}
     monkeypatch.setattr(launch, "_load", known.__getitem__)
     run_ppo(config)
