@@ -34,8 +34,9 @@ from quadriga.observe.tracking.jsonl import METRICS_FILE, read_metrics
 from quadriga.rewards.by_name import ROW, ItemReward, reward_of
 from quadriga.trainer import evaluate as frozen
 from quadriga.trainer import launch
-from quadriga.trainer.checkpoint import CONFIGURATION, Checkpoints, model_folder
+from quadriga.trainer.checkpoint import Checkpoints, model_folder
 from quadriga.trainer.loop import MODEL_FOLDER, Step, TrainingLoop
+from quadriga.trainer.settings import CONFIGURATION
 from quadriga.user_function import NAME, write_function
 
 AT_THE_END = 1_000_000_000
