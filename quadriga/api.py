@@ -142,6 +142,7 @@ class Trainer:
         except BaseException as error:
             # Inside the run, which then ends as after an error of its own.
             self._steps.throw(error)
+            raise
         return step
 
     def _next(self) -> Step:

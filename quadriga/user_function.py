@@ -42,8 +42,8 @@ def write_function(function: Any, folder: Path, label: str) -> tuple[Path, str]:
     content, obstacle = b"", ""
     try:
         content = cloudpickle.dumps(function)
-    # Whatever a user's object raises when it is asked for its state.
-    except Exception as error:
+    # What objects raise that have no state to give.
+    except (TypeError, ValueError, AttributeError, RuntimeError, OSError, ImportError, pickle.PicklingError) as error:
         obstacle = f"{type(error).__name__}: {error}"
     if len(content) > LARGEST_BYTES:
         obstacle = f"it holds {len(content) >> 20} MiB, over {LARGEST_BYTES >> 20}"

@@ -18,6 +18,7 @@ CATCHES_ANYTHING: dict[str, str] = {
     "quadriga/rewards/graders/math.py:_is_same": "every pair is compared first, then the first failure is raised",
     "quadriga/rewards/grading_process.py:_grade": "what a grader raises is its outcome: counted and stored",
     "quadriga/rewards/grading_process.py:_serve_many.grade": "likewise, of a coroutine function",
+    "quadriga/rewards/managers/in_process.py:InProcessRewardManager._grade": "likewise, of one in this process",
     "quadriga/single_controller/ray/process.py:WorkerProcess._run": "what a worker raises is its answer to the driver",
     "quadriga/single_controller/worker_group.py:LocalWorkerGroup.start_all": "the future has it; `resolve` raises it",
     "quadriga/rollout/agent_loop/tool_calls.py:_deliver": "what a tool raises is raised where it was called",

@@ -8,7 +8,7 @@ one call grades all samples, as with the manager `batch`.
 from typing import Any
 
 from quadriga.config import Config
-from quadriga.rewards.outcome import raised, read_outcome, read_outcomes
+from quadriga.rewards.outcome import Outcome, raised, read_outcome, read_outcomes
 from quadriga.rewards.pool import Round
 from quadriga.rewards.registry import register
 from quadriga.rewards.samples import SampleManager
@@ -30,20 +30,20 @@ class InProcessRewardManager(SampleManager):
 
     def submit(self, rows: list[dict[str, Any]], max_failures: int | None = None) -> Round:
         round_ = Round(len(rows), max_failures)
-        if self._is_batch and rows:
-            lists = {f"{name}s": [row[name] for row in rows] for name in rows[0]}
-            try:
-                outcomes = read_outcomes(self._compute_score(**lists), len(rows))
-            except Exception as error:
-                outcomes = [raised(error)] * len(rows)
-            for key, outcome in enumerate(outcomes):
-                round_.record(key, outcome)
-            return round_
-        for key, row in enumerate(rows):
+        calls = [rows] if self._is_batch and rows else [[row] for row in rows]
+        outcomes = (outcome for call in calls for outcome in self._grade(call))
+        for key, outcome in enumerate(outcomes):
+            round_.record(key, outcome)
             if round_.done.done():
                 break
-            try:
-                round_.record(key, read_outcome(self._compute_score(**row)))
-            except Exception as error:
-                round_.record(key, raised(error))
         return round_
+
+    def _grade(self, rows: list[dict[str, Any]]) -> list[Outcome]:
+        """The outcomes of one call of the score function."""
+        try:
+            if not self._is_batch:
+                return [read_outcome(self._compute_score(**rows[0]))]
+            lists = {f"{name}s": [row[name] for row in rows] for name in rows[0]}
+            return read_outcomes(self._compute_score(**lists), len(rows))
+        except Exception as error:
+            return [raised(error)] * len(rows)
