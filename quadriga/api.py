@@ -366,18 +366,12 @@ class _Draft:
 
     def set_rows(self, key: str, given: Rows) -> int:
         """Name the rows by their file, and return how many there are."""
-        data = self.config.data
-        files = given if given is not None else getattr(data, key.rpartition(".")[2])
+        files = getattr(self.config.data, key.rpartition(".")[2]) if given is None else given
         if isinstance(files, str | Path) or (isinstance(files, list) and all(isinstance(one, str) for one in files)):
-            if not files:
-                return 0
-            tables = [read_table(file) for file in resolve_files(files, data.cache_dir, where=key)]
-            needed = {data.reward_fn_key, "reward_model"} if self.reward else set()
-            is_complete = all(needed <= set(table.columns) for table in tables)
-            if is_complete and not (self.reward and any(part.reads_row for part in self.reward.parts)):
-                self.values[key] = files
-                return sum(map(len, tables))
-            rows = [table[row] for table in tables for row in range(len(table))]
+            rows, num_rows = self._read(files, key) if files else ([], 0)
+            if not rows:
+                self.values |= {key: files} if num_rows else {}
+                return num_rows
         else:
             # A `datasets.Dataset` gives what it has stored: images as bytes.
             rows = given.with_format("arrow")[:].to_pylist() if hasattr(given, "with_format") else list(given)
@@ -393,6 +387,17 @@ class _Draft:
             self.values.setdefault("data.format", "prompt_response")
         self.values[key] = _write_rows(rows, self.directory / "data", label)
         return len(rows)
+
+    def _read(self, files: Any, key: str) -> tuple[list[dict[str, Any]], int]:
+        """The rows of files that lack what the trainer or the reward reads, none of files that have it; their number."""
+        data = self.config.data
+        tables = [read_table(file) for file in resolve_files(files, data.cache_dir, where=key)]
+        needed = {data.reward_fn_key, "reward_model"} if self.reward else set()
+        is_complete = all(needed <= set(table.columns) for table in tables)
+        if is_complete and not (self.reward and any(part.reads_row for part in self.reward.parts)):
+            return [], sum(map(len, tables))
+        rows = [table[row] for table in tables for row in range(len(table))]
+        return rows, len(rows)
 
     def _complete(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """A row with the columns that the trainer reads, and for functions that name columns with all of them."""
