@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import numpy as np
 import pandas as pd
@@ -48,6 +48,27 @@ Rows = Any
 """Dictionaries in a list or another iterable, a `datasets.Dataset`, a path, or a list of paths."""
 
 
+class Settings(TypedDict, total=False):
+    """What a run is told beside its model, its rows and its reward."""
+
+    steps: int
+    """Training steps in all. Without it: epochs of the data."""
+    eval_data: Rows
+    """Validation rows."""
+    algorithm: str
+    """`algorithm.adv_estimator`, by its name."""
+    estimator: Callable[..., Any]
+    """An advantage estimator of your own, in the place of `algorithm`."""
+    loss: str | Callable[..., Any]
+    """A policy loss, by its name or as a function."""
+    config: str | Path | Sequence[str | Path]
+    """A YAML file, or several. What the arguments say goes over it, and `options` over both."""
+    name: str
+    """Of the run's directory, whose run is continued if there is one. Without it: a new directory."""
+    options: Mapping[str, Any]
+    """Keys of the configuration with their values."""
+
+
 class Trainer:
     """A run whose steps are taken one at a time: `for step in trainer` gives each once it is taken.
 
@@ -57,15 +78,9 @@ class Trainer:
             `ground_truth` then stands for the second.
         reward: a function, called by the names of its arguments (`quadriga.rewards.by_name`); a list of functions, each
             alone or as `(function, weight)`; `file.py` or `file.py:function`. None: the built-in graders.
-        steps: training steps in all. None: epochs of the data.
-        eval_data: validation rows.
-        algorithm: `algorithm.adv_estimator`, by its name; estimator: one of your own, as a function.
-        loss: a policy loss, by its name or as a function.
         callbacks: each is called with the `Step` after each step.
-        config: a YAML file, or several. What the arguments say goes over it, and `options` over both.
-        name: of the run's directory, whose run is continued if there is one. None: a new directory.
-        options: keys of the configuration with their values.
         task: rl, sft or reward_model.
+        settings: as `Settings` says.
 
     Raises:
         QuadrigaError: what the command would say, and when it would.
@@ -77,32 +92,29 @@ class Trainer:
         data: Rows = None,
         reward: Any = None,
         *,
-        steps: int | None = None,
-        eval_data: Rows = None,
-        algorithm: str | None = None,
-        estimator: Callable[..., Any] | None = None,
-        loss: str | Callable[..., Any] | None = None,
         callbacks: Sequence[Callable[[Step], Any]] = (),
-        config: str | Path | Sequence[str | Path] = (),
-        name: str | None = None,
-        options: Mapping[str, Any] | None = None,
         task: str = "rl",
+        **settings: Unpack[Settings],
     ) -> None:
-        given = {
-            "trainer.total_training_steps": steps,
-            "trainer.experiment_name": name,
-            "algorithm.adv_estimator": algorithm,
-        }
-        draft = _Draft(model, given, config, options, task)
-        draft.choose_directory(is_new=name is None)
+        if unknown := settings.keys() - Settings.__annotations__.keys():
+            expected = f"one of {', '.join(Settings.__annotations__)}"
+            raise ConfigError("quadriga.Trainer", got=f"the argument {min(unknown)!r}", expected=expected)
+        estimator, algorithm, name = (settings.get(one) for one in ("estimator", "algorithm", "name"))
         if estimator is not None and algorithm is not None:
             fix = "Leave one of them out."
             raise ConfigError("estimator", got="a function, and algorithm", expected="one of them", fix=fix)
+        given = {
+            "trainer.total_training_steps": settings.get("steps"),
+            "trainer.experiment_name": name,
+            "algorithm.adv_estimator": algorithm,
+        }
+        draft = _Draft(model, given, settings.get("config", ()), settings.get("options"), task)
+        draft.choose_directory(is_new=name is None)
         draft.set_function("algorithm.adv_estimator", estimator, "estimator")
-        draft.set_function("actor_rollout_ref.actor.policy_loss.loss_mode", loss, "loss")
+        draft.set_function("actor_rollout_ref.actor.policy_loss.loss_mode", settings.get("loss"), "loss")
         draft.set_reward(reward)
         num_rows = draft.set_rows("data.train_files", data)
-        draft.set_rows("data.val_files", eval_data)
+        draft.set_rows("data.val_files", settings.get("eval_data"))
         draft.set_defaults(num_rows)
         self._begin(draft.load(for_training=True), callbacks)
 
@@ -389,7 +401,7 @@ class _Draft:
         return len(rows)
 
     def _read(self, files: Any, key: str) -> tuple[list[dict[str, Any]], int]:
-        """The rows of files that lack what the trainer or the reward reads, none of files that have it; their number."""
+        """The rows of files that lack what is read of them, none of files that have it; and their number."""
         data = self.config.data
         tables = [read_table(file) for file in resolve_files(files, data.cache_dir, where=key)]
         needed = {data.reward_fn_key, "reward_model"} if self.reward else set()

@@ -227,6 +227,7 @@ BAD = {
     "no rows": ({"data": iter(()), "reward": share}, DataError, "no rows"),
     "not a function": ({"reward": [share, "x"]}, ConfigError, r"reward 2: got 'x', expected a function"),
     "key": ({"options": {"data.train_batchsize": 3}}, ConfigError, "data.train_batch_size"),
+    "unknown argument": ({"learning_rate": 1.0}, ConfigError, "the argument 'learning_rate', expected one of steps"),
     "two estimators": ({"algorithm": "grpo", "estimator": share}, ConfigError, "expected one of them"),
 }
 
