@@ -98,7 +98,7 @@ class Trainer:
     ) -> None:
         if unknown := settings.keys() - Settings.__annotations__.keys():
             expected = f"one of {', '.join(Settings.__annotations__)}"
-            raise ConfigError("quadriga.Trainer", got=f"the argument {min(unknown)!r}", expected=expected)
+            raise ConfigError("quadriga", got=f"the argument {min(unknown)!r}", expected=expected)
         estimator, algorithm, name = (settings.get(one) for one in ("estimator", "algorithm", "name"))
         if estimator is not None and algorithm is not None:
             fix = "Leave one of them out."
