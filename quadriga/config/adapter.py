@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from quadriga.config.actor import ADAPTER_DETAILS, ModelConfig
-from quadriga.config.base import Finding, wrong
+from quadriga.config.base import Finding, absent, wrong
 from quadriga.config.root import Config
 from quadriga.errors import ConfigError
 
@@ -140,7 +140,7 @@ def check_adapter(config: Config) -> Iterator[Finding]:
         return
     if find_spec("peft") is None:
         expected, fix = "peft 0.17 or newer", "pip install -e '.[peft]'"
-        yield wrong(f"{_MODEL}.lora_rank", "an adapter, without the package peft", expected, fix)
+        yield absent(f"{_MODEL}.lora_rank", "an adapter, without the package peft", expected, fix)
     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
         if (size := getattr(config.actor_rollout_ref.actor, name)) > 1:
             fix = "Shard weights with fsdp_config.fsdp_size, sequences with ulysses_sequence_parallel_size."
@@ -149,7 +149,7 @@ def check_adapter(config: Config) -> Iterator[Finding]:
         try:
             shape = read_adapter(Path(model.lora_adapter_path).expanduser())
         except ConfigError as error:
-            yield wrong(f"{_MODEL}.lora_adapter_path", f"{error.where}: {error.got}", error.expected, error.fix)
+            yield absent(f"{_MODEL}.lora_adapter_path", f"{error.where}: {error.got}", error.expected, error.fix)
             return
         # The adapter to start from says itself what it is.
         if model.lora_rank not in (0, shape.rank):

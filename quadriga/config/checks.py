@@ -146,6 +146,8 @@ def check_batches(config: Config) -> Iterator[Finding]:
     if 0 < limit < prompts:
         got, fix = f"{prompts}, with data.train_max_samples={limit}", "Not one batch would be full: take more samples"
         yield wrong("data.train_batch_size", got, f"at most {limit}", f"{fix}, or a smaller batch.")
+    if config.data.gen_batch_size is not None and not config.algorithm.filter_groups.enable:
+        yield from unused(["data.gen_batch_size"], "algorithm.filter_groups.enable is false")
     policy, reward = config.actor_rollout_ref, [("reward_model", config.reward_model)]
     sections: list[tuple[str, Section]] = [
         (ACTOR, policy.actor), (ROLLOUT, policy.rollout), ("actor_rollout_ref.ref", policy.ref),

@@ -88,6 +88,8 @@ class DataConfig(Section):
     """SFT and reward models: longest sequence, in tokens, prompt and response together."""
     train_batch_size: Count = 1024
     """Prompts of a training step (each with `rollout.n` responses). Supervised: rows of an optimizer step."""
+    gen_batch_size: Count | None = None
+    """Prompts that are generated for at a time with `algorithm.filter_groups`. null: as many as train_batch_size."""
     val_batch_size: Count | None = None
     """Rows a validation batch takes. null: the whole set at once."""
     tokenizer: PathText | None = None

@@ -254,6 +254,8 @@ def build_train_loader(config: Config, tokenizer: Any) -> Any:
     """A loader of training rows, whole batches only."""
     rows, data = _dataset(config, tokenizer, is_train=True), config.data
     size = data.train_batch_size
+    if data.gen_batch_size is not None and config.algorithm.filter_groups.enable:
+        size = data.gen_batch_size
     if config.task != "rl" and len(rows) < size:
         size = len(rows)
         print(f"data.train_batch_size: there are {size} rows; a batch has all of them.")

@@ -1,16 +1,94 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What values of verl's keys mean here, where a row of rules.tsv names a function."""
+"""What values of verl's keys mean here, where a row of rules.tsv names a function.
+
+Each is called as `function(line, key, value)` with the key in the spelling of its row; `line.sentence` is the row's.
+"""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from math import lcm
+from typing import TYPE_CHECKING, Any, get_args
+
+from quadriga.config.trainer import Tracker
 
 if TYPE_CHECKING:
     from quadriga.verl.translate import Line
 
+ACTOR, ROLLOUT, REWARD = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "reward_model"
+ESTIMATORS = frozenset((
+    "gae", "gdpo", "gpg", "grpo", "grpo_passk", "grpo_vectorized", "opo", "optimal_token_baseline",
+    "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "rloo", "rloo_vectorized",
+    "tir_optimal_token_baseline",
+))  # fmt: skip
+LOSSES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("vanilla", "gpg", "gspo", "geo_mean", "cispo", "dppo_tv", "dppo_kl", "bypass_mode"), ()),
+    "clip_cov": ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub"),
+    "kl_cov": ("kl_cov_ratio", "ppo_kl_coef"),
+    "sapo": ("tau_pos", "tau_neg"),
+    "dro": ("dro_beta",),
+}
+"""Policy loss -> those of verl's options that it has."""
+_PLAIN_MANAGERS = ("gdpo", "limited", "rate_limited", "remote")
+"""verl's managers that give what `naive` gives: they differ in where and how fast functions are called."""
+_OVERLONG = (
+    "reward_model.overlong_buffer",
+    *(f"{at}.reward_kwargs.overlong_buffer_cfg" for at in ("reward_model", "reward")),
+)
+_MANAGER = ("reward_model.reward_manager", "reward.reward_manager.name", "reward_manager.name")
+MANAGERS = ("naive", "batch", "dapo", "prime")
+ENGINES = ("vllm", "sglang", "hf")
+_STRATEGIES = {"fsdp": "fsdp", "fsdp2": "fsdp2"}
+_UNSERVED = {
+    "megatron": "Megatron-core's engine is not here: set strategy=fsdp, fsdp_size and the parallel sizes of the role."
+}
+"""Training engine -> what to use instead."""
+FLOATS = {"fp32": "float32", "float32": "float32", "float": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16"}
+_SIZES = {
+    "tensor_model_parallel_size": ("tp", "tensor_parallel_size", "tensor_model_parallel_size"),
+    "pipeline_model_parallel_size": ("pp", "pipeline_parallel_size", "pipeline_model_parallel_size"),
+    "ulysses_sequence_parallel_size": (
+        "cp", "context_parallel_size", "ulysses_parallel_size", "ulysses_sequence_parallel_size",
+    ),
+    "fsdp_config.fsdp_size": ("fsdp_size", "data_parallel_shard_size", "fully_shard_parallel_size"),
+}  # fmt: skip
+"""Our size under a role -> its names in the sections of other training engines."""
+
+
+def has_critic(line: "Line") -> bool:
+    """Whether verl builds a critic."""
+    return bool(line.get("critic.enable", line.get("algorithm.adv_estimator") == "gae"))
+
+
+def has_adapter(line: "Line") -> bool:
+    """Whether an adapter is trained."""
+    model = "actor_rollout_ref.model."
+    names = ("lora_rank", "lora.rank", "lora_adapter_path", "lora.adapter_path")
+    return any(line.get(model + name) for name in names)
+
+
+def _asked(line: "Line", *keys: str) -> Any:
+    """The first of these keys that the user gave a value, else the first that has one."""
+    return next(
+        (value for key in sorted(keys, key=lambda one: one not in line.given) if (value := line.get(key))), None
+    )
+
 
 def frequency(line: "Line", key: str, value: Any) -> None:
     """Steps between checkpoints or validations: verl takes whatever is not above zero for never."""
-    line.set(key, value if isinstance(value, int) and value > 0 else -1)
+    if isinstance(value, str):
+        line.refuse("a number of steps, or -1", line.sentence)
+    else:
+        line.set(key, int(value) if value and value > 0 else -1)
+
+
+def unless_null(line: "Line", key: str, value: Any) -> None:
+    """Null, and text without a letter, are the default."""
+    if value not in (None, ""):
+        line.set(key, value)
+
+
+def null_if_falsy(line: "Line", key: str, value: Any) -> None:
+    """False, 0 and empty text mean null."""
+    line.set(key, value or None)
 
 
 def warmup_steps(line: "Line", key: str, value: Any) -> None:
@@ -18,19 +96,318 @@ def warmup_steps(line: "Line", key: str, value: Any) -> None:
     line.set(key, -1 if value is None or value < 0 else value)
 
 
+def schedule(line: "Line", key: str, value: Any) -> None:
+    """The schedule's earlier names; null leaves it to the present one."""
+    if value is not None:
+        line.set(f"{key.rpartition('.')[0]}.lr_scheduler_type", value)
+
+
+def clip_ratio(line: "Line", key: str, value: Any) -> None:
+    """verl reads `clip_ratio` only where a side of its own is null."""
+    sides = [f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio_high"]
+    if key in sides:
+        line.set(key, line.get(f"{ACTOR}.clip_ratio", 0.2) if value is None else value)
+    elif all(line.get(side) is not None for side in sides) and not any(side in line.given for side in sides):
+        line.note(line.sentence)
+
+
+def device(line: "Line", key: str, value: Any) -> None:
+    """A process computes on what the machine has."""
+    line.set(key, "auto")
+    if value not in ("cuda", "cpu"):
+        line.note(line.sentence)
+
+
+def loggers(line: "Line", key: str, value: Any) -> None:
+    """The trackers that there are; verl's `file` is our `jsonl`."""
+    given = [value] if isinstance(value, str) else list(value or [])
+    named = ["jsonl" if one == "file" else one for one in given]
+    line.set(key, [one for one in named if one in get_args(Tracker)])
+    if missing := [one for one in named if one not in get_args(Tracker)]:
+        line.note(f"{', '.join(map(str, missing))}: {line.sentence}")
+
+
+def gen_batch_size(line: "Line", key: str, value: Any) -> None:
+    """The prompts of one generation; where nothing is filtered verl's step learns from all of them."""
+    if value is not None:
+        line.set(key if line.get("algorithm.filter_groups.enable") else "data.train_batch_size", value)
+
+
+def train_batch_size(line: "Line", key: str, value: Any) -> None:
+    """The prompts of a step, where `data.gen_batch_size` does not say so."""
+    if line.get("data.gen_batch_size") is None or line.get("algorithm.filter_groups.enable"):
+        line.set(key, value)
+
+
+def filter_groups(line: "Line", key: str, value: Any) -> None:
+    """Dynamic sampling, by the programs that have it."""
+    if line.entry.name == "main_ppo" and f"{key}" not in line.default:
+        line.note(line.sentence)
+    elif value is not None:
+        line.set(key, value)
+
+
+def overlong(line: "Line", key: str, value: Any) -> None:
+    """The soft punishment of long responses, of the manager that has it."""
+    is_on = any(line.get(f"{place}.enable") for place in _OVERLONG)
+    if not is_on or _asked(line, *_MANAGER) != "dapo":
+        line.note(line.sentence)
+        return
+    line.set(key, value)
+    limits = ("reward.reward_kwargs.max_resp_len", f"{REWARD}.reward_kwargs.max_resp_len", "data.max_response_length")
+    line.set(f"{REWARD}.reward_kwargs.max_resp_len", _asked(line, *limits))
+
+
+def known_name(line: "Line", key: str, value: Any) -> None:
+    """A name out of a registry, or a function in a file of the user's."""
+    known = {"adv_estimator": ESTIMATORS, "loss_mode": LOSSES, "reward_manager": MANAGERS}[key.rpartition(".")[2]]
+    if key.endswith("reward_manager") and value in _PLAIN_MANAGERS:
+        line.set(key, "naive")
+    elif value in known or ".py:" in str(value) or line.get("actor_rollout_ref.model.external_lib"):
+        line.set(key, value)
+    elif value is not None:
+        line.refuse(f"one of {', '.join(known)}, or path/to/file.py:name", line.sentence)
+
+
+def loss_option(line: "Line", key: str, value: Any) -> None:
+    """An option of a policy loss, where that loss is taken."""
+    name, mode = key.rpartition(".")[2], line.get(f"{ACTOR}.policy_loss.loss_mode", "vanilla")
+    own = LOSSES.get(mode)
+    if own is not None and name not in own:
+        line.note(line.sentence)
+    elif value is not None and (own is not None or line.written in line.given):
+        line.set(f"{ACTOR}.policy_loss.options.{name}", value)
+
+
+def strategy(line: "Line", key: str, value: Any) -> None:
+    """The training engine: whatever it is called, our FSDP with the same sizes."""
+    if value in _UNSERVED:
+        line.refuse("fsdp or fsdp2", _UNSERVED[value])
+        return
+    line.set(key, _STRATEGIES.get(value, "fsdp"))
+    if value not in _STRATEGIES:
+        line.note(line.sentence)
+
+
+def engine_size(line: "Line", key: str, value: Any) -> None:
+    """A size in the section of a training engine, as the role's own."""
+    role, name = key.partition("critic" if key.startswith("critic") else ACTOR)[1], key.rpartition(".")[2]
+    ours = next((one for one, names in _SIZES.items() if name in names), None)
+    is_asked = isinstance(value, int) and value > 1
+    if role and ours and is_asked and line.is_changed(line.written):
+        line.set(f"{role}.{ours}", value)
+    else:
+        line.note(line.sentence)
+
+
+def fsdp_size(line: "Line", key: str, value: Any) -> None:
+    """Ranks that shard one copy of the weights: a multiple, here, of those that share a sequence."""
+    role, count = (
+        key.partition(".fsdp_config")[0],
+        line.get("trainer.n_gpus_per_node", 1) * line.get("trainer.nnodes", 1),
+    )
+    shared = line.get(f"{role}.ulysses_sequence_parallel_size", 1)
+    if value is None or value <= 0 or value >= count:
+        line.set(key, -1)
+        return
+    if value % shared:
+        line.note(line.sentence)
+    size = lcm(value, shared)
+    line.set(key, size if size < count else -1)
+
+
+def compute_dtype(line: "Line", key: str, value: Any) -> None:
+    """The dtype that computes; what is not asked for is chosen for the machine."""
+    if not line.is_changed(line.written) and line.written not in line.given:
+        return
+    if value in FLOATS:
+        role = key.partition(".fsdp_config")[0].removesuffix(".dtype")
+        line.set(f"{role}.fsdp_config.model_dtype", FLOATS[value])
+    elif value is not None:
+        line.refuse("bfloat16 or float32", line.sentence)
+
+
+def master_dtype(line: "Line", key: str, value: Any) -> None:
+    """The dtype in which verl keeps the weights that the optimizer steps."""
+    if FLOATS.get(value) == "bfloat16":
+        line.note(line.sentence)
+    elif value is not None and value not in FLOATS:
+        line.refuse("fp32 or bf16", line.sentence)
+
+
+def micro_batch(line: "Line", key: str, value: Any) -> None:
+    """A micro-batch of all processes together, as each one's share."""
+    if value is not None:
+        count = line.get("trainer.n_gpus_per_node", 1) * line.get("trainer.nnodes", 1)
+        line.set(f"{key}_per_gpu", max(1, value // count))
+
+
+def one_length(line: "Line", key: str, value: Any) -> None:
+    """The rollout's length, where it is not the data's: it is what generation keeps to."""
+    if line.written in line.given and value is not None:
+        name = "max_prompt_length" if key.endswith("prompt_length") else "max_response_length"
+        line.set(f"data.{name}", value)
+
+
+def adapter_detail(line: "Line", key: str, value: Any) -> None:
+    """A property of an adapter, where there is one."""
+    if not has_adapter(line):
+        line.note(line.sentence)
+    elif not key.startswith("actor_rollout_ref.model.lora."):
+        line.set(key, value)
+    elif line.written in line.given and value not in (None, [], 0):
+        ours = key.replace("model.lora.", "model.lora_" if key.rpartition(".")[2] in _LORA else "model.")
+        line.set(ours, value)
+
+
+def adapter_modules(line: "Line", key: str, value: Any) -> None:
+    """Modules with an adapter, by Megatron's names or transformers'."""
+    if not has_adapter(line):
+        line.note(line.sentence)
+    elif line.written in line.given and value:
+        names = [value] if isinstance(value, str) else value
+        line.set(
+            "actor_rollout_ref.model.target_modules", [one for name in names for one in _MODULES.get(name, (name,))]
+        )
+
+
+_MODULES = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc2": ("down_proj",),
+}
+_LORA = ("rank", "alpha", "merge", "adapter_path")
+
+
+def rollout_engine(line: "Line", key: str, value: Any) -> None:
+    """The rollout engine, vLLM in place of those that are not here."""
+    line.set(key, "vllm" if value in ("trtllm", "vllm_omni") else value)
+    if value in ("trtllm", "vllm_omni"):
+        line.note(line.sentence)
+
+
+def rollout_mode(line: "Line", key: str, value: Any) -> None:
+    """Several turns need sequences that are tasks of their own."""
+    has_turns = line.get(f"{ROLLOUT}.multi_turn.enable")
+    line.set(key, "async" if has_turns else value)
+    files = ("tool_config_path", "interaction_config_path", "function_tool_path", "interaction_config_file")
+    if has_turns and value == "sync":
+        line.note(line.sentence)
+        if any(line.get(f"{ROLLOUT}.multi_turn.{name}") for name in files):
+            line.set(f"{ROLLOUT}.agent.default_agent_loop", "tool_agent")
+
+
+def raw_chat(line: "Line", key: str, value: Any) -> None:
+    """Several turns are rendered out of their messages."""
+    line.set(key, bool(value or line.get(f"{ROLLOUT}.multi_turn.enable")))
+
+
+def rollout_parallel(line: "Line", key: str, value: Any) -> None:
+    """Processes that hold one engine; transformers' generate has one in each process."""
+    if line.get(f"{ROLLOUT}.name") != "hf":
+        line.set(key, value)
+
+
+def profiler(line: "Line", key: str, value: Any) -> None:
+    """The profiler's tool and steps, where the tool is torch's."""
+    tool = line.get("global_profiler.tool")
+    if tool not in ("torch", "torch_memory"):
+        line.note(line.sentence)
+    elif value is not None:
+        line.set(key, value)
+
+
+def rejection(line: "Line", key: str, value: Any) -> None:
+    """Rejection by level alone, with a lower bound of its own, as 0.6.1 wrote it."""
+    section = "algorithm.rollout_correction"
+    rules = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
+    if line.get(f"{section}.rollout_rs") not in rules or value is None:
+        if key.endswith("_lower"):
+            line.note(line.sentence)
+        else:
+            line.set(key, value)
+        return
+    upper = line.get(f"{section}.rollout_rs_threshold", line.get(f"{section}.rollout_is_threshold", 2.0))
+    lower = line.get(f"{section}.rollout_rs_threshold_lower", 1 / upper)
+    line.set(f"{section}.rollout_rs", rules[line.get(f"{section}.rollout_rs")])
+    line.set(f"{section}.rollout_rs_threshold", f"{lower}_{upper}")
+
+
+def reward_model_key(line: "Line", key: str, value: Any) -> None:
+    """A key of the reward model, where there is one."""
+    if line.get("reward.reward_model.enable") or line.get("reward_model.enable"):
+        if value is not None or line.written in line.given:
+            line.take_ours(key, value)
+    else:
+        line.note(line.sentence)
+
+
+def engine_name(line: "Line", key: str, value: Any) -> None:
+    """The training engine that a group names."""
+    if value != "dp" and value not in _UNSERVED and value not in _STRATEGIES:
+        line.note(line.sentence)
+
+
+def critic_checkpoints(line: "Line", key: str, value: Any) -> None:
+    """Checkpoints hold actor and critic together."""
+    if has_critic(line):
+        line.set("trainer.max_ckpt_to_keep", value or None)
+    else:
+        line.note(line.sentence)
+
+
+def critic_key(line: "Line", key: str, value: Any) -> None:
+    """A key of the critic, where verl builds one."""
+    if has_critic(line):
+        line.take_ours(key, value)
+    else:
+        line.note(line.sentence)
+
+
+def critic_switch(line: "Line", key: str, value: Any) -> None:
+    """Whether there is a critic follows from the estimator, here as in verl; the switch may only agree."""
+    if value is not None and value != (line.get("algorithm.adv_estimator") == "gae"):
+        line.refuse("null", line.sentence)
+
+
 FUNCTIONS: dict[str, Callable[["Line", str, Any], None]] = {
-    one.__name__: one for one in (frequency, warmup_steps)
+    one.__name__: one
+    for one in (
+        frequency, unless_null, null_if_falsy, warmup_steps, schedule, clip_ratio, device, loggers, gen_batch_size,
+        train_batch_size, filter_groups, overlong, known_name, loss_option, strategy, engine_size, compute_dtype,
+        master_dtype, micro_batch, one_length, adapter_detail, rollout_engine, rollout_mode, raw_chat,
+        rollout_parallel, profiler, rejection, critic_key, critic_switch, reward_model_key, engine_name,
+        critic_checkpoints, adapter_modules, fsdp_size,
+    )
 }  # fmt: skip
 """Name in rules.tsv -> function."""
 
 
 def processes(line: "Line") -> None:
-    """Several processes run on Ray; the device is whatever this machine has."""
+    """Several processes run on Ray, as does a line that names a cluster."""
     line.written = "trainer.n_gpus_per_node"
     count = line.get("trainer.n_gpus_per_node", 1) * line.get("trainer.nnodes", 1)
-    if count != 1:
+    if count != 1 or "ray_kwargs.ray_init.address" in line.ours:
         line.set("trainer.backend", "ray")
+    if f"{ROLLOUT}.name" not in line.ours:
+        line.set(f"{ROLLOUT}.name", "vllm")
 
 
-FINISH: dict[str, tuple[Callable[["Line"], None], ...]] = {"ppo": (processes,)}
+def reward_models(line: "Line") -> None:
+    """A reward model: beside a function its score would be added here, and verl gives it to the function instead."""
+    line.written = next((key for key in ("reward.reward_model.enable", "reward_model.enable") if line.get(key)), "")
+    if not line.written:
+        return
+    if line.ours.get("custom_reward_function.path"):
+        fix = "Serve it yourself and ask it from the function, or leave the function out."
+        line.refuse("no custom_reward_function beside it, for the scores of both would be added", fix)
+    section = line.written.removesuffix(".enable")
+    if line.get(f"{section}.enable_resource_pool"):
+        pools = {"reward": [line.get(f"{section}.n_gpus_per_node", 8)] * line.get(f"{section}.nnodes", 1)}
+        line.set("trainer.resource_pools", pools)
+        line.set("trainer.placement", {"actor_rollout_ref": "all", "critic": "all", "reward_model": "reward"})
+
+
+FINISH: dict[str, tuple[Callable[["Line"], None], ...]] = {"ppo": (processes, reward_models)}
 """Rows of rules.tsv -> functions of the whole line, called when every leaf was translated."""

@@ -60,10 +60,12 @@ def _rules(rules: str) -> tuple[Rule, ...]:
 
 
 @cache
-def _rule(rules: str, key: str) -> tuple[Rule, tuple[str, ...]] | None:
+def _rule(rules: str, task: str, key: str) -> tuple[Rule, tuple[str, ...]] | None:
     """The row that holds for a key, and what its stars and names in angle brackets are in it."""
+    is_ours = leaf_of(key, task) is not None
     for rule in _rules(rules):
-        if match := rule.pattern.fullmatch(key):
+        # What says of a pattern that it has no place here means the others.
+        if not (is_ours and rule.becomes in ("any", "values")) and (match := rule.pattern.fullmatch(key)):
             return rule, match.groups()
     return None
 
@@ -88,6 +90,8 @@ class Line:
     machine: list[ConfigError] = field(default_factory=list)
     written: str = ""
     """The key that is being translated, as the user wrote it."""
+    sentence: str = ""
+    """What its row says."""
 
     def get(self, key: str, otherwise: Any = None) -> Any:
         """What stands under a key of verl's with references filled in; `otherwise` where nothing or null does."""
@@ -115,7 +119,10 @@ class Line:
     def set(self, key: str, value: Any) -> None:
         """Gives our key a value; what the user wrote goes before defaults, and two of it must agree."""
         source, before = self.written, self.sources.get(key)
-        if value == {} and source not in self.given:
+        if value == {}:
+            return
+        if value == "" and source in self.given and self._default_of(source) != "":
+            self.refuse("a value", "Is a variable of the script unset? For the default leave the key out.")
             return
         if before is not None and before in self.given:
             if source in self.given and not _same(self.ours[key], value):
@@ -142,11 +149,12 @@ class Line:
 
     def take(self, key: str, value: Any) -> None:
         """Translates one leaf, in verl's spelling or in one that a row has sent it to."""
-        found = _rule(self.entry.rules, key)
+        found = _rule(self.entry.rules, self.entry.task, key)
         if found is None:
-            self._take_ours(key, value)
+            self.take_ours(key, value)
             return
         rule, parts = found
+        self.sentence = rule.sentence
         match rule.becomes:
             case ">":
                 target = iter(parts)
@@ -155,7 +163,7 @@ class Line:
                 FUNCTIONS[rule.argument](self, key, value)
             case "given":
                 if self.written in self.given:
-                    self._take_ours(key, value)
+                    self.take_ours(key, value)
             case "any":
                 self.note(rule.sentence)
             case _:
@@ -163,7 +171,8 @@ class Line:
                     known = [as_text(one) for one in rule.argument if one is not None]
                     self.refuse(known[0] if known else "the key left out", rule.sentence)
 
-    def _take_ours(self, key: str, value: Any) -> None:
+    def take_ours(self, key: str, value: Any) -> None:
+        """Takes a key that is one of ours as it is; refuses one that nobody knows."""
         if leaf_of(key, self.entry.task) is not None:
             self.set(key, value)
         elif self.written in self.given and not (value in ({}, None) and any(k.startswith(key) for k in known_keys())):

@@ -2,13 +2,20 @@
 """verl's command lines: Hydra's words, verl's defaults, and what becomes of each key."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from quadriga.algorithms.registry import ADVANTAGES, POLICY_LOSSES
+from quadriga.cli.verl import main, version_of
 from quadriga.config.keys import leaf_of
+from quadriga.errors import ConfigError
+from quadriga.rewards.registry import BUILT_IN
 from quadriga.verl.entries import find_entry
 from quadriga.verl.hydra import MISSING, VERSIONS, defaults, parse_word
+from quadriga.verl.meaning import ESTIMATORS, LOSSES, MANAGERS
 from quadriga.verl.translate import Translation, translate
 
 PUBLISHED = [
@@ -79,3 +86,137 @@ def test_each_default_is_taken_without_a_notice(version: str) -> None:
 def test_a_published_key_is_known(key: str, value: str) -> None:
     found = translated(f"{key}={value}")
     assert leaf_of(key) is not None or not any("neither verl" in str(one) for one in found.refused)
+
+
+@pytest.mark.parametrize(
+    ("words", "ours"),
+    [
+        (["actor_rollout_ref.actor.clip_ratio_c=10"], {"actor_rollout_ref.actor.clip_ratio_c": 10}),
+        # verl reads clip_ratio only where a side is null.
+        (["actor_rollout_ref.actor.clip_ratio=0.4"], {"actor_rollout_ref.actor.clip_ratio_high": 0.2}),
+        (
+            ["actor_rollout_ref.actor.clip_ratio=0.4", "actor_rollout_ref.actor.clip_ratio_low=null"],
+            {"actor_rollout_ref.actor.clip_ratio_low": 0.4, "actor_rollout_ref.actor.clip_ratio_high": 0.2},
+        ),
+        (["actor_rollout_ref.actor.ppo_micro_batch_size=64"],
+         {"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 8}),
+        (["actor_rollout_ref.actor.optim.lr_warmup_steps=null"], {"actor_rollout_ref.actor.optim.lr_warmup_steps": -1}),
+        (["actor_rollout_ref.actor.optim.warmup_style=cosine"],
+         {"actor_rollout_ref.actor.optim.lr_scheduler_type": "cosine"}),
+        (["trainer.test_freq=False"], {"trainer.test_freq": -1}),
+        (["trainer.max_actor_ckpt_to_keep=2"], {"trainer.max_ckpt_to_keep": 2}),
+        (["trainer.logger=[console,file,trackio]"], {"trainer.logger": ["console", "jsonl"]}),
+        (["trainer.device=npu"], {"trainer.device": "auto"}),
+        (["data.gen_batch_size=96"], {"data.train_batch_size": 96}),
+        (["critic.fsdp.fsdp_size=4"], {"critic.fsdp_config.fsdp_size": 4}),
+        (["+actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fp32"],
+         {"actor_rollout_ref.actor.fsdp_config.model_dtype": "float32"}),
+        (["actor_rollout_ref.actor.policy_loss.loss_mode=kl_cov", "actor_rollout_ref.actor.policy_loss.ppo_kl_coef=1"],
+         {"actor_rollout_ref.actor.policy_loss.options.ppo_kl_coef": 1}),
+        (["reward.reward_manager.name=dapo", "+reward.reward_kwargs.overlong_buffer_cfg.enable=True",
+          "+reward.reward_kwargs.overlong_buffer_cfg.len=128"],
+         {"reward_model.reward_kwargs.overlong_buffer_cfg.len": 128, "reward_model.reward_kwargs.max_resp_len": 512}),
+        (["model_engine=veomni", "actor_rollout_ref.actor.veomni.ulysses_parallel_size=2"],
+         {"actor_rollout_ref.actor.ulysses_sequence_parallel_size": 2}),
+        (["algorithm.kl_ctrl.kl_coef=${algorithm.gamma}"], {"algorithm.kl_ctrl.kl_coef": 1.0}),
+    ],
+)  # fmt: skip
+def test_what_values_become(words: list[str], ours: dict[str, object]) -> None:
+    found = translated(VLLM, *words)
+    assert not found.refused
+    assert {key: found.ours.get(key) for key in ours} == ours
+
+
+def test_dynamic_sampling_is_the_recipes() -> None:
+    words = [
+        "actor_rollout_ref.rollout.n=8",
+        "algorithm.filter_groups.enable=True",
+        "data.train_batch_size=32",
+        "data.gen_batch_size=96",
+    ]
+    dapo = translated(VLLM, *words, program="recipe.dapo.main_dapo").config
+    assert dapo is not None
+    assert (dapo.data.train_batch_size, dapo.data.gen_batch_size) == (32, 96)
+    assert dapo.algorithm.filter_groups.enable
+    plain = translated(VLLM, *words, version="0.6.1")
+    assert plain.config is not None
+    assert not plain.config.algorithm.filter_groups.enable
+    assert any("does not filter groups" in one for one in plain.notices)
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("data.train_batch_size=", "unset"),
+        ("data.train_files=$HOME/a.parquet", "a variable of a shell"),
+        ("data.train_files=${TRAIN}", "a key that there is"),
+        ("trainer.seed=1,2", "a sweep"),
+        ("algorithm.gamma=${algorithm.lam} algorithm.lam=${algorithm.gamma}", "in a circle"),
+        ("trainer.no_such=1", "neither verl nor Quadriga"),
+        ("algorithm.adv_estimator=spo", "one of"),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode=gvpo", "one of"),
+        ("actor_rollout_ref.actor.fsdp_config.dtype=float16", "bfloat16 or float32"),
+        ("distillation.enabled=True", "no teacher"),
+        ("critic.model.lora_rank=8 algorithm.adv_estimator=gae", "All weights of the critic"),
+        ("actor_rollout_ref.actor.strategy=megatron", "fsdp"),
+        ("trainer.max_actor_ckpt_to_keep=1 trainer.max_critic_ckpt_to_keep=2", "one value"),
+        ("trainer.total_epochs=many", "a whole number"),
+    ],
+)
+def test_what_cannot_be_taken_is_said(word: str, said: str) -> None:
+    found = translated(VLLM, *word.split(" "))
+    assert found.config is None
+    assert any(said in str(one) for one in found.refused), found.refused
+
+
+def test_sweeps_and_programs_and_versions_that_nobody_knows() -> None:
+    with pytest.raises(ConfigError, match="a sweep"):
+        translated("-m")
+    with pytest.raises(ConfigError, match="has an entry"):
+        find_entry("recipe.none.main_none")
+    with pytest.raises(ConfigError, match="--verl"):
+        version_of("7.1")
+    assert [version_of(one) for one in ("", "0.6", "verl-0.8.0.dev (2026-01)", "verl-recipe (2026-08)")] == [
+        "0.10.0", "0.6.1", "0.8.0", "0.10.0",
+    ]  # fmt: skip
+
+
+def test_a_users_file_with_defaults(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("defaults: [ppo_trainer, _self_]\ndata: {max_prompt_length: 77}\n")
+    found = translated(VLLM, f"--config-path={tmp_path}", "--config-name=mine", "data.max_response_length=5")
+    assert found.config is not None
+    assert (found.config.data.max_prompt_length, found.config.data.max_response_length) == (77, 5)
+    assert found.config.trainer.total_epochs == 30
+    gone = translated(VLLM, "--config-path=/nowhere", "--config-name=gone")
+    assert gone.config is not None
+    assert "gone.yaml" in str(gone.machine[0])
+
+
+def test_a_critics_key_without_a_critic_is_told() -> None:
+    found = translated(VLLM, "algorithm.adv_estimator=grpo", "critic.optim.lr=3e-5")
+    assert any("critic.optim.lr" in one and "No critic" in one for one in found.notices)
+
+
+def test_the_tables_of_names_are_those_of_the_registries() -> None:
+    assert frozenset(ADVANTAGES) == ESTIMATORS
+    assert set(POLICY_LOSSES) == set(LOSSES)
+    assert set(MANAGERS) < set(BUILT_IN)
+
+
+def test_a_file_of_lines_is_answered_line_by_line(capsys, tmp_path: Path) -> None:
+    file = tmp_path / "lines.jsonl"
+    lines = [{"id": 7, "entry": "verl.trainer.main_ppo", "args": [VLLM], "set": "verl-0.6.1"},
+             {"id": 8, "entry": "nothing", "args": []}]  # fmt: skip
+    file.write_text("\n".join(map(json.dumps, lines)))
+    assert main(["--check-file", str(file)]) == 2
+    *results, last = capsys.readouterr().out.splitlines()
+    assert last == "accepted 1 of 2"
+    assert [(one["id"], one["accepted"]) for one in map(json.loads, results)] == [(7, True), (8, False)]
+
+
+def test_a_check_loads_no_torch() -> None:
+    start = "import sys; from quadriga.cli.main import main; main(['verl', 'main_ppo', '--check'])"
+    program = f"{start}; sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "total_epochs: 30" in done.stdout
