@@ -164,9 +164,9 @@ def test_finished_run_is_no_place_for_another(
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     assert main(["train", *arguments("trainer.save_freq=2", total)]) == 0
     assert f"nothing to do: 2 of 2 steps are done in {run}; raise trainer.total_" in capsys.readouterr().out
-    assert main(["train", *arguments("trainer.save_freq=2", total, "actor_rollout_ref.rollout.n=3")]) == 2
+    assert main(["train", *arguments("trainer.save_freq=2", total, "data.seed=3")]) == 2
     error = capsys.readouterr().err
-    assert "2 of 2 steps are done" in error and "\n  actor_rollout_ref.rollout.n: 2 -> 3\n" in error
+    assert "2 of 2 steps are done" in error and "\n  data.seed: 1 -> 3\n" in error
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 

@@ -94,8 +94,10 @@ def test_a_finished_run(steps: str, make: Make, tmp_path: Path, capsys: pytest.C
     directory = done(make(steps), 2, last=2).parent
     assert has_nothing_to_do(make(steps), Settings.of(make(steps)))
     assert f"nothing to do: 2 of 2 steps are done in {directory}; raise trainer.total_" in capsys.readouterr().out
-    (tmp_path / "reward.py").write_text("# another\n")
     again = make(steps, f"{LR}=1.0")
+    with pytest.raises(ConfigError, match="2 of 2 steps are done"):
+        has_nothing_to_do(again, Settings.of(again))
+    (tmp_path / "reward.py").write_text("# another\n")
     if "null" in steps:
         # Other data may be more steps: the loop finds out.
         assert not has_nothing_to_do(again, Settings.of(again))
