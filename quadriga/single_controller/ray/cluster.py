@@ -246,6 +246,7 @@ def is_head(address: str, port: int) -> bool:
         return responds(address, port)
     try:
         with socket.create_connection((address, port), timeout=CONNECT_LIMIT_S) as connection:
+            connection.settimeout(5 * CONNECT_LIMIT_S)  # of a busy head
             connection.sendall(_HTTP2_GREETING)
             return connection.recv(9)[3:4] == b"\x04"
     except OSError:
