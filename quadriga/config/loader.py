@@ -84,7 +84,7 @@ def read_settings(
     for key, value in {"task": task, **values}.items():
         reading.assign(key, value, places)
     notices: list[str] = []
-    return reading.finish(notices, for_training=True), reading.problems, notices
+    return reading.finish(notices, for_training=True, is_verls=True), reading.problems, notices
 
 
 def parse_override(argument: str, task: str = "rl") -> tuple[str, Any]:
@@ -199,12 +199,12 @@ class _Reading:
                 expected, fix = "the value, which a run does not write down", f"Give it again: {name}=..."
                 self._refuse(name, self.places[key], got=HIDDEN, expected=expected, fix=fix)
 
-    def finish(self, notices: list[str], *, for_training: bool) -> Config | None:
+    def finish(self, notices: list[str], *, for_training: bool, is_verls: bool = False) -> Config | None:
         """The configuration, with the problems and `notices` of all checks in the task's spelling."""
         config = self.validate()
         if for_training and config is not None:
             named_already = {one.where.partition(" (")[0] for one in self.problems}
-            wrong, further = training_findings(config)
+            wrong, further = training_findings(config, is_verls=is_verls)
             self.problems += [one for one in wrong if spelled(one.where, self.task) not in named_already]
             notices += [spelled_text(one, self.task) for one in further]
         for problem in self.problems:

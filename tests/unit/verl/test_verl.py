@@ -64,6 +64,12 @@ def test_verls_defaults_hold_where_nothing_is_said() -> None:
     assert config.trainer.backend == "local"
 
 
+def test_grpo_with_one_response_is_verls_own_affair() -> None:
+    found = translated(VLLM, "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=1")
+    assert found.refused == []
+    assert found.config is not None and found.config.actor_rollout_ref.rollout.n == 1
+
+
 def test_several_processes_mean_ray() -> None:
     config = translated(VLLM).config
     assert config is not None
