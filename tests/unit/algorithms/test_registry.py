@@ -223,7 +223,7 @@ def test_fields_by_name_and_mask() -> None:
 @pytest.mark.parametrize(
     ("estimator", "message"),
     [
-        (lambda reward, response_mask: reward, "reads reward, expected fields of the batch: response_mask, scores"),
+        (lambda reward, response_mask: reward, "reads reward, expected .*: response_mask, rollout_is_weights, scores"),
         (lambda scores: scores, "got a Tensor, expected two tensors"),
         (lambda scores: (scores, scores), r"advantages of shape \[2\], expected \[2, 3\]"),
         (lambda response_mask: (response_mask / 0, response_mask), "advantages that are not finite in 2 of 2"),

@@ -134,7 +134,7 @@ def test_rewards_of_a_batch_are_those_of_grading_it_at_once(
 ) -> None:
     """Scores, extras and metrics are the same, whoever graded when; and so are the punishments of long answers."""
     kwargs = {"overlong_buffer_cfg": {"enable": True, "len": 2, "log": True}, "max_resp_len": 3}
-    settings = {"reward_manager": "dapo", "reward_kwargs": kwargs}
+    settings = {"reward_manager": "dapo", "reward_kwargs": kwargs, "max_error_rate": 0.5}
     mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 0, 0]])
     data = DataProto.from_dict(
         {"responses": torch.tensor([[0, 0, 0], [1, 1, 0], [2, 0, 0]]), "attention_mask": mask},
