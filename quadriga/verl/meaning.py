@@ -5,7 +5,7 @@ Each is called as `function(line, key, value)` with the key in the spelling of i
 """
 
 from collections.abc import Callable
-from math import lcm
+from math import lcm, prod
 from typing import TYPE_CHECKING, Any, get_args
 
 from quadriga.config.trainer import Tracker
@@ -51,6 +51,12 @@ _SIZES = {
     "fsdp_config.fsdp_size": ("fsdp_size", "data_parallel_shard_size", "fully_shard_parallel_size"),
 }  # fmt: skip
 """Our size under a role -> its names in the sections of other training engines."""
+
+
+def count_of(line: "Line") -> int:
+    """Processes of the run; 1 where a number of them is none."""
+    numbers = (line.get("trainer.n_gpus_per_node", 1), line.get("trainer.nnodes", 1))
+    return prod(number for number in numbers if isinstance(number, int))
 
 
 def has_critic(line: "Line") -> bool:
@@ -202,10 +208,7 @@ def engine_size(line: "Line", key: str, value: Any) -> None:
 
 def fsdp_size(line: "Line", key: str, value: Any) -> None:
     """Ranks that shard one copy of the weights: a multiple, here, of those that share a sequence."""
-    role, count = (
-        key.partition(".fsdp_config")[0],
-        line.get("trainer.n_gpus_per_node", 1) * line.get("trainer.nnodes", 1),
-    )
+    role, count = key.partition(".fsdp_config")[0], count_of(line)
     shared = line.get(f"{role}.ulysses_sequence_parallel_size", 1)
     if value is None or value <= 0 or value >= count:
         line.set(key, -1)
@@ -238,8 +241,7 @@ def master_dtype(line: "Line", key: str, value: Any) -> None:
 def micro_batch(line: "Line", key: str, value: Any) -> None:
     """A micro-batch of all processes together, as each one's share."""
     if value is not None:
-        count = line.get("trainer.n_gpus_per_node", 1) * line.get("trainer.nnodes", 1)
-        line.set(f"{key}_per_gpu", max(1, value // count))
+        line.set(f"{key}_per_gpu", max(1, value // count_of(line)))
 
 
 def one_length(line: "Line", key: str, value: Any) -> None:
@@ -329,9 +331,10 @@ def rejection(line: "Line", key: str, value: Any) -> None:
             line.set(key, value)
         return
     upper = line.get(f"{section}.rollout_rs_threshold", line.get(f"{section}.rollout_is_threshold", 2.0))
-    lower = line.get(f"{section}.rollout_rs_threshold_lower", 1 / upper)
     line.set(f"{section}.rollout_rs", rules[line.get(f"{section}.rollout_rs")])
-    line.set(f"{section}.rollout_rs_threshold", f"{lower}_{upper}")
+    lower = line.get(f"{section}.rollout_rs_threshold_lower")
+    bounds = f"{lower or 1 / upper}_{upper}" if isinstance(upper, int | float) else upper
+    line.set(f"{section}.rollout_rs_threshold", bounds)
 
 
 def reward_model_key(line: "Line", key: str, value: Any) -> None:
@@ -387,8 +390,7 @@ FUNCTIONS: dict[str, Callable[["Line", str, Any], None]] = {
 def processes(line: "Line") -> None:
     """Several processes run on Ray, as does a line that names a cluster."""
     line.written = "trainer.n_gpus_per_node"
-    count = line.get("trainer.n_gpus_per_node", 1) * line.get("trainer.nnodes", 1)
-    if count != 1 or "ray_kwargs.ray_init.address" in line.ours:
+    if count_of(line) != 1 or "ray_kwargs.ray_init.address" in line.ours:
         line.set("trainer.backend", "ray")
     if f"{ROLLOUT}.name" not in line.ours:
         line.set(f"{ROLLOUT}.name", "vllm")

@@ -26,6 +26,7 @@ SECTIONS = {
 }
 """What the names in angle brackets stand for in the patterns of rules.tsv."""
 _FLAGS = {"--config-path": "path", "-cp": "path", "--config-name": "name", "-cn": "name", "--config-dir": "path"}
+_UNSET = "Is a variable of the script unset? For the default leave the key out."
 _SWEEP = ("-m", "--multirun")
 GROUPS = ("model_engine", "engine", "optim")
 """Groups of configuration files that a word without a dot chooses from."""
@@ -97,7 +98,8 @@ class Line:
         """What stands under a key of verl's with references filled in; `otherwise` where nothing or null does."""
         try:
             value = self.tree.resolved(key)
-        except KeyError:
+        except (KeyError, ConfigError):
+            # A reference that cannot be filled in is said where its own key is translated.
             return otherwise
         return otherwise if value is None or value == MISSING else value
 
@@ -122,7 +124,7 @@ class Line:
         if value == {}:
             return
         if value == "" and source in self.given and self._default_of(source) != "":
-            self.refuse("a value", "Is a variable of the script unset? For the default leave the key out.")
+            self.refuse("a value", _UNSET)
             return
         if before is not None and before in self.given:
             if source in self.given and not _same(self.ours[key], value):
@@ -130,8 +132,7 @@ class Line:
                 self.refused.append(ConfigError(key, got=got, expected="one value", fix="Leave one of the two out."))
             return
         leaf = leaf_of(key, self.entry.task)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if is_number and leaf is not None and leaf.is_text and "number" not in leaf.kind:
+        if _is_number(value) and leaf is not None and leaf.is_text and "number" not in leaf.kind:
             value = str(value)
         # verl's null for what has no null here: the default of both.
         if value is not None or leaf is None or leaf.kind.endswith("null") or self._default_of(source) is not None:
@@ -159,6 +160,8 @@ class Line:
             case ">":
                 target = iter(parts)
                 self.take(re.sub(r"\*|<\w+>", lambda _: next(target), rule.argument), value)
+            case "@" if isinstance(value, str) and _is_number(self._default_of(self.written)):
+                self.refuse("a number", _UNSET if value == "" else rule.sentence.strip("-"))
             case "@":
                 FUNCTIONS[rule.argument](self, key, value)
             case "given":
@@ -176,10 +179,15 @@ class Line:
         if leaf_of(key, self.entry.task) is not None:
             self.set(key, value)
         elif self.written in self.given and not (value in ({}, None) and any(k.startswith(key) for k in known_keys())):
-            fix = "Leave it out; a key of yours that your own file reads has no place here."
+            fix = "Leave it out; what your own file reads from it has no place here."
+            got = "a key that neither verl nor Quadriga has"
             if key in known_keys():
-                fix = f"{self.entry.name} does not read it: leave it out."
-            self.refused.append(ConfigError(self.written, got="a key that neither verl nor Quadriga has", fix=fix))
+                got, fix = "a key of verl's without a place here", f"{self.entry.name} does not need it: leave it out."
+            self.refused.append(ConfigError(self.written, got=got, fix=fix))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -212,7 +220,7 @@ def translate(entry: Entry, words: Sequence[str], version: str = VERSIONS[-1]) -
         except ConfigError as problem:
             line.refused.append(problem)
             continue
-        if value != MISSING:
+        if value != MISSING and not key.endswith("_target_"):
             line.take(key, value)
     for function in FINISH.get(entry.rules, ()):
         function(line)

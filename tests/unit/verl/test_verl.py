@@ -78,11 +78,7 @@ def test_several_processes_mean_ray() -> None:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_each_default_is_taken_without_a_notice(version: str) -> None:
-    words = [
-        f"{key}={json.dumps(value)}"
-        for key, value in defaults("ppo", version).items()
-        if value != MISSING and "${" not in str(value)
-    ]
+    words = [f"{key}={json.dumps(value)}" for key, value in defaults("ppo", version).items() if value != MISSING]
     found = translated(VLLM, *words, version=version)
     assert not found.refused
     assert not found.notices
@@ -112,6 +108,7 @@ def test_a_published_key_is_known(key: str, value: str) -> None:
         (["trainer.test_freq=False"], {"trainer.test_freq": -1}),
         (["trainer.max_actor_ckpt_to_keep=2"], {"trainer.max_ckpt_to_keep": 2}),
         (["trainer.logger=[console,file,trackio]"], {"trainer.logger": ["console", "jsonl"]}),
+        (["skip.rollout.enable=True"], {"actor_rollout_ref.rollout.skip.enable": True}),
         (["trainer.device=npu"], {"trainer.device": "auto"}),
         (["data.gen_batch_size=96"], {"data.train_batch_size": 96}),
         (["critic.fsdp.fsdp_size=4"], {"critic.fsdp_config.fsdp_size": 4}),
@@ -156,6 +153,7 @@ def test_dynamic_sampling_is_the_recipes() -> None:
         ("data.train_batch_size=", "unset"),
         ("data.train_files=$HOME/a.parquet", "a variable of a shell"),
         ("data.train_files=${TRAIN}", "a key that there is"),
+        ("+actor_rollout_ref.ref.model.path=m", "training starts from"),
         ("trainer.seed=1,2", "a sweep"),
         ("algorithm.gamma=${algorithm.lam} algorithm.lam=${algorithm.gamma}", "in a circle"),
         ("trainer.no_such=1", "neither verl nor Quadriga"),
@@ -167,6 +165,8 @@ def test_dynamic_sampling_is_the_recipes() -> None:
         ("actor_rollout_ref.actor.strategy=megatron", "fsdp"),
         ("trainer.max_actor_ckpt_to_keep=1 trainer.max_critic_ckpt_to_keep=2", "one value"),
         ("trainer.total_epochs=many", "a whole number"),
+        ("trainer.n_gpus_per_node=many actor_rollout_ref.actor.ppo_micro_batch_size=8", "a whole number"),
+        ("actor_rollout_ref.actor.optim.lr_warmup_steps=ten", "a number"),
     ],
 )
 def test_what_cannot_be_taken_is_said(word: str, said: str) -> None:
