@@ -4,6 +4,7 @@
 Importing the package is free: what it offers (and torch with it) loads on first use.
 """
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,9 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["DataProto", "Run", "Trainer", "evaluate", "generate", "sft", "train", "__version__"]
+
+if os.environ.get("QUADRIGA_VERL", "0") not in ("", "0"):
+    import_module("quadriga.compat.verl")
 
 
 def __getattr__(name: str) -> Any:

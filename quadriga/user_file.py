@@ -83,7 +83,9 @@ def is_reference(name: str) -> bool:
 def referred(name: str, where: str, *, base: type | None = None) -> Any:
     """The function, or the subclass of `base`, that such a text names; errors as for `import_file` and `member_of`."""
     place, _, member = name.rpartition(":")
-    return member_of(import_file(place, where), member, where, base=base)
+    found = member_of(import_file(place, where), member, where, base=base)
+    # What has another contract has the form in which it is called here beside it.
+    return getattr(found, "__dict__", {}).get("quadriga_form", found)
 
 
 def member_of(module: ModuleType, name: str, where: str, *, base: type | None = None) -> Any:
@@ -130,8 +132,10 @@ def _told(what: str, where: str) -> Iterator[None]:
         while trace is not None and trace.tb_frame.f_code.co_filename.startswith((*_OURS, "<frozen importlib")):
             trace = trace.tb_next
         shown = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
+        is_verls = isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == "verl"
         raise ConfigError(
             where,
             got=f"{what}, which raised {type(error).__name__} while it was loaded:\n{shown}\n",
             expected="a file that can be imported",
+            fix="Set QUADRIGA_VERL=1, or import quadriga.compat.verl first: it has verl's names." if is_verls else "",
         ) from error

@@ -6,7 +6,9 @@ Temporary files lie in a folder that goes with it; the folders of `tmp_path` sta
 """
 
 import os
+import sys
 import tempfile
+from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
@@ -63,3 +65,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return "ray" if nodeid.startswith(LONGEST_FIRST[0]) else nodeid.partition("::")[0]
 
     return ByFile(config, log)
+
+
+@pytest.fixture
+def verl_names(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """`import verl` finds our names."""
+    monkeypatch.setenv("QUADRIGA_VERL", "1")
+    # Its import alone would leave them on.
+    verl = import_module("quadriga.compat.verl")
+    verl.install()
+    yield
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, verl.Finder)]
+    for name in [name for name in sys.modules if name.partition(".")[0] == "verl"]:
+        del sys.modules[name]
+    os.environ.pop("QUADRIGA_VERL_TOLD", None)

@@ -37,7 +37,7 @@ from quadriga.algorithms.registry import (
 from quadriga.errors import ConfigError
 
 
-def _in_verls_form(estimator: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+def in_verls_form(estimator: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
     """The estimator with options that may be given by position, and with `index` for `uid`."""
     form = signature(estimator)
     parameters = [
@@ -54,15 +54,15 @@ def _in_verls_form(estimator: Callable[..., tuple[Tensor, Tensor]]) -> Callable[
     return compute
 
 
-compute_gae_advantage_return = _in_verls_form(gae)
-compute_grpo_outcome_advantage = _in_verls_form(grpo)
-compute_grpo_passk_outcome_advantage = _in_verls_form(grpo_passk)
-compute_rloo_outcome_advantage = _in_verls_form(rloo)
-compute_opo_outcome_advantage = _in_verls_form(opo)
-compute_gpg_outcome_advantage = _in_verls_form(gpg)
-compute_reinforce_plus_plus_outcome_advantage = _in_verls_form(reinforce_plus_plus)
-compute_reinforce_plus_plus_baseline_outcome_advantage = _in_verls_form(reinforce_plus_plus_baseline)
-compute_remax_outcome_advantage = _in_verls_form(remax)
+compute_gae_advantage_return = in_verls_form(gae)
+compute_grpo_outcome_advantage = in_verls_form(grpo)
+compute_grpo_passk_outcome_advantage = in_verls_form(grpo_passk)
+compute_rloo_outcome_advantage = in_verls_form(rloo)
+compute_opo_outcome_advantage = in_verls_form(opo)
+compute_gpg_outcome_advantage = in_verls_form(gpg)
+compute_reinforce_plus_plus_outcome_advantage = in_verls_form(reinforce_plus_plus)
+compute_reinforce_plus_plus_baseline_outcome_advantage = in_verls_form(reinforce_plus_plus_baseline)
+compute_remax_outcome_advantage = in_verls_form(remax)
 
 
 def compute_policy_loss(

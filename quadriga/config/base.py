@@ -29,6 +29,18 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value of a field, for classes of users' that read a section like a mapping."""
+        return getattr(self, name, default)
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self:
+            raise KeyError(name)
+        return getattr(self, name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in type(self).model_fields
+
     def findings(self, at: str) -> Iterator[Finding]:
         """What a training run should be told about the values of this section alone, whose dotted key is `at`."""
         return iter(())

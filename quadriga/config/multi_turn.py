@@ -6,6 +6,7 @@ in another one (`examples/tools/interactions.yaml`). A class is `file.py:Name`, 
 YAML file, or `package.module.Name`.
 """
 
+import re
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
@@ -58,9 +59,17 @@ class ToolFile(Section):
 class InteractionEntry(Section):
     """A user simulator: its name in `interaction_kwargs` of a row, where its class is, arguments of its `__init__`."""
 
-    name: Name
+    name: str = ""
     class_name: Name
     config: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named(cls, given: Any) -> Any:
+        """Without a name it is called like its class, in small letters and without the ending "Interaction"."""
+        if not isinstance(given, dict) or given.get("name") or not isinstance(given.get("class_name"), str):
+            return given
+        return {**given, "name": re.split(r"[.:]", given["class_name"])[-1].removesuffix("Interaction").lower()}
 
 
 class InteractionFile(Section):

@@ -17,7 +17,7 @@ from quadriga.algorithms.aggregate import LossCounts, agg_loss
 from quadriga.algorithms.kl import kl_penalty
 from quadriga.algorithms.losses import clipped_value_loss
 from quadriga.algorithms.masked import log_prob_mismatch
-from quadriga.algorithms.registry import Algorithm, check_losses, choose_policy_loss
+from quadriga.algorithms.registry import Algorithm, check_losses, choose_policy_loss, options
 from quadriga.config import ActorConfig, CriticConfig
 from quadriga.config.algorithm import RolloutCorrectionConfig
 from quadriga.errors import ConfigError, EngineError
@@ -65,7 +65,7 @@ def policy_loss_of(config: ActorConfig, correction: RolloutCorrectionConfig | No
     Raises:
         ConfigError: an unknown loss, an option that it does not have, or another loss beside the bypass form.
     """
-    name, shared = config.policy_loss.loss_mode, dict(config)
+    name, shared = config.policy_loss.loss_mode, {**dict(config), "config": config}
     if correction is not None and correction.bypass_mode and name not in ("vanilla", BYPASS):
         raise ConfigError(
             "actor_rollout_ref.actor.policy_loss.loss_mode",
@@ -87,6 +87,8 @@ class PolicyObjective(Objective):
         self.config = config
         self.policy_loss = policy_loss_of(config, correction)
         self._needs_old_log_prob = "old_log_prob" in self.policy_loss.fields
+        self._takes_weights = "rollout_is_weights" in options(self.policy_loss.function)
+        """Whether the loss itself multiplies by the importance weights of the rollout."""
         self._columns = set(self.policy_loss.fields) - {"log_prob", "old_log_prob"}
         """What the loss reads of the batch; `log_prob` and, where it has no old log-probs, those are the model's."""
 
@@ -142,10 +144,13 @@ class PolicyObjective(Objective):
         old = rows.batch.get("old_log_probs", log_prob.detach())
         if self._needs_old_log_prob:
             fields["old_log_prob"] = old
+        weights = rows.batch.get("rollout_is_weights", None)
+        if weights is not None and self._takes_weights:
+            fields["rollout_is_weights"] = weights
         result = self.policy_loss.function(**fields, log_prob=log_prob)
         losses, diagnostics = check_losses(self.policy_loss.name, result, mask)
-        if "rollout_is_weights" in rows.batch.keys():
-            losses = losses * rows.batch["rollout_is_weights"]
+        if weights is not None and not self._takes_weights:
+            losses = losses * weights
         aggregate = partial(
             agg_loss,
             loss_mask=mask,

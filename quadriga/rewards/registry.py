@@ -115,9 +115,10 @@ def register(name: str) -> Callable[[ManagerClass], ManagerClass]:
     """Class decorator: make a reward manager known as `reward_model.reward_manager=NAME`."""
 
     def add(cls: ManagerClass) -> ManagerClass:
-        taken, home = _classes.get(name), BUILT_IN.get(name, cls.__module__)
-        if taken not in (None, cls) or home != cls.__module__:
-            owner = home if taken is None else f"{taken.__module__}.{taken.__qualname__}"
+        taken, home = _classes.get(name, cls), BUILT_IN.get(name, cls.__module__)
+        # A file that is loaded again makes its classes anew.
+        if (taken.__module__, taken.__qualname__) != (cls.__module__, cls.__qualname__) or home != cls.__module__:
+            owner = home if taken is cls else f"{taken.__module__}.{taken.__qualname__}"
             raise RewardError(f"register({name!r})", got=cls.__qualname__, expected=f"a free name, it is {owner}'s")
         _classes[name] = cls
         return cls

@@ -54,7 +54,8 @@ class Needs:
         algorithm, fields = config.algorithm, ()
         if config.task == "rl":
             import_external(config.actor_rollout_ref.model.external_lib)
-            fields = choose_estimator(algorithm.adv_estimator, algorithm.adv_options, dict(algorithm)).fields
+            shared = {**dict(algorithm), "config": algorithm}
+            fields = choose_estimator(algorithm.adv_estimator, algorithm.adv_options, shared).fields
         return cls(
             critic="values" in fields,
             greedy_baseline="reward_baselines" in fields,

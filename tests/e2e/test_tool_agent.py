@@ -39,6 +39,78 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return float(solution_str.replace(" ", "").rpartition("<tool>")[2].rpartition("<assistant>")[2] == ground_truth)
 '''
 
+TOOL_OF_VERL = """
+from typing import Any, Optional
+from uuid import uuid4
+
+from verl.interactions.base import BaseInteraction
+from verl.tools.base_tool import BaseTool
+from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+from verl.utils.rollout_trace import rollout_trace_op
+
+
+class AddTool(BaseTool):
+    def __init__(self, config: dict, tool_schema: OpenAIFunctionToolSchema):
+        super().__init__(config, tool_schema)
+        self._instance_dict = {}
+
+    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
+        return self.tool_schema
+
+    async def create(self, instance_id: Optional[str] = None, **kwargs) -> tuple[str, ToolResponse]:
+        instance_id = instance_id or str(uuid4())
+        self._instance_dict[instance_id] = kwargs["create_kwargs"]["bonus"]
+        return instance_id, ToolResponse()
+
+    @rollout_trace_op
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs) -> tuple[ToolResponse, float, dict]:
+        return ToolResponse(text=str(parameters["a"] + parameters["b"])), 0.0, {}
+
+    async def calc_reward(self, instance_id: str, **kwargs) -> float:
+        return self._instance_dict[instance_id] * self.config["scale"]
+
+    async def release(self, instance_id: str, **kwargs) -> None:
+        del self._instance_dict[instance_id]
+
+
+class Doubter(BaseInteraction):
+    def __init__(self, config: dict):
+        super().__init__(config)
+        self._instance_dict = {}
+
+    async def start_interaction(self, instance_id: Optional[str] = None, ground_truth: str = "", **kwargs) -> str:
+        assert kwargs["name"] == self.name == "doubter"
+        self._instance_dict[instance_id] = ground_truth
+        return instance_id
+
+    async def generate_response(self, instance_id: str, messages: list[dict[str, Any]], **kwargs):
+        is_right = messages[-1]["content"].replace(" ", "") == self._instance_dict[instance_id]
+        return is_right, "+", float(is_right), {}
+"""
+TOOL_FILES_OF_VERL = {
+    "tools.yaml": """
+tools:
+  - class_name: of_verl.py:AddTool
+    config: {type: native, scale: 2.0}
+    tool_schema:
+      type: function
+      function:
+        name: add
+        description: Add two numbers.
+        parameters:
+          type: object
+          properties: {a: {type: integer, description: one}, b: {type: integer, description: other}}
+          required: [a, b]
+""",
+    "interactions.yaml": """
+interaction:
+  - name: doubter
+    class_name: of_verl.py:Doubter
+    config: {}
+""",
+    "of_verl.py": TOOL_OF_VERL,
+}
+
 
 def _call(a: int, b: int) -> str:
     pairs = "".join(f"<arg_key>{key}</arg_key><arg_value>{value}</arg_value>" for key, value in (("a", a), ("b", b)))
@@ -150,3 +222,33 @@ def test_the_trainer_sees_what_the_engine_saw(train_calculator: Train, metric_li
     assert len(lines) == 2
     assert all(line["rollout/log_prob_diff_max"] < 1e-4 for line in lines)
     assert all(line["rollout/num_tool_tokens"] > 0 for line in lines)
+
+
+@pytest.mark.usefixtures("verl_names")
+def test_a_tool_and_a_user_simulator_of_verls(train_calculator: Train, metric_lines: Lines, tmp_path: Path) -> None:
+    """Instances come and go with their conversations; rewards of the tool and scores of the turns arrive."""
+    for name, text in TOOL_FILES_OF_VERL.items():
+        (tmp_path / name).write_text(text)
+    rows = [_row(a, a + 1) for a in range(8)]
+    for row in rows:
+        truth = row["reward_model"]["ground_truth"]
+        row["extra_info"]["tools_kwargs"] = {"add": {"create_kwargs": {"bonus": 1.5}}}
+        row["extra_info"]["interaction_kwargs"] = {"name": "doubter", "ground_truth": truth}
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    turns = "actor_rollout_ref.rollout.multi_turn"
+    lines = metric_lines(
+        train_calculator(
+            f"data.train_files={tmp_path / 'rows.jsonl'}",
+            f"{turns}.function_tool_path=null",
+            f"{turns}.tool_config_path={tmp_path / 'tools.yaml'}",
+            f"{turns}.interaction_config_path={tmp_path / 'interactions.yaml'}",
+            f"{turns}.max_assistant_turns=3",
+            "trainer.total_training_steps=2",
+        )
+    )
+    assert all(line["rollout/num_failures"] == 0 and line["rollout/num_tool_calls"] > 0 for line in lines)
+    records = _records(tmp_path / "trace")
+    assert {record["tool_rewards"]["add"] for record in records} == {3.0}
+    assert {"0.0", "1.0"} >= {str(score) for record in records for score in record["turn_scores"]}
+    assert any(record["finish_reason"] == "interaction" for record in records)
+    assert any(turn["role"] == "user" for record in records for turn in record["turns"])

@@ -27,8 +27,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from quadriga.errors import RolloutError
+from quadriga.rewards.outcome import Outcome
 from quadriga.rollout.agent_loop.tool_calls import ToolResponse
-from quadriga.rollout.interface import Images, RolloutEngine, SamplingParams
+from quadriga.rollout.interface import Completion, Images, RolloutEngine, SamplingParams
 
 _STAND_IN, _PROBE = "quadrigastandin", "quadrigaprobe"
 _FIX_TEMPLATE = "Set actor_rollout_ref.model.custom_chat_template to one that has"
@@ -127,6 +128,8 @@ class Conversation:
         activity: what it is at, for a report on a long wait.
         tool_rewards: by the name of a tool, what its use earned.
         turn_scores: that a user simulator gave, in order.
+        extra_fields: what a loop says of it, for `extra_info` of the score function.
+        outcome: the grade that a loop gave itself; None: it is graded like others.
     """
 
     engine: RolloutEngine
@@ -146,10 +149,13 @@ class Conversation:
     activity: str = "not begun"
     tool_rewards: dict[str, float] = field(default_factory=dict)
     turn_scores: list[float] = field(default_factory=list)
+    extra_fields: dict[str, Any] = field(default_factory=dict)
+    outcome: Outcome | None = None
 
     def __post_init__(self) -> None:
         self._own_time: asyncio.Timeout | None = None
         self._own_limit_s = 0.0
+        self._num_completions = 0
         self.prompt_ids = list(self.sample.prompt_ids)
         self.messages = list(self.sample.messages or [])
 
@@ -222,32 +228,41 @@ class Conversation:
         """
         if self.room < 1:
             raise ConversationOver("length")
-        seed, number = self.sampling.seed, self.num_assistant_turns
-        if number > 0:  # the first turn has the seed that a response of one turn has
-            seed = int.from_bytes(hashlib.blake2b(repr((seed, number)).encode(), digest_size=8).digest(), "big")
-        max_tokens = min(changes.pop("max_tokens", self.room), self.room)
-        sampling = replace(self.sampling, **{"seed": seed, **changes, "max_tokens": max_tokens})
+        changes["max_tokens"] = min(changes.pop("max_tokens", self.room), self.room)
         started = time.perf_counter()
         images = None if self.sample.images is None else self.sample.images.followed_by(self.token_ids)
-        limit, self.activity = self._own_time, "in the engine"
-        if limit is not None:
-            limit.reschedule(None)
-        completion = await self.engine.generate([*self.prompt_ids, *self.token_ids], sampling, images)
-        self.activity = f"in the loop after turn {len(self.turns) + 1}"
-        if limit is not None:
-            limit.reschedule(asyncio.get_running_loop().time() + self._own_limit_s)
-        where = f"engine, conversation of row {self.sample.row}, turn {len(self.turns)}"
-        completion.require_fit(sampling.max_tokens, where)
+        completion = await self.complete([*self.prompt_ids, *self.token_ids], images, **changes)
         token_ids = list(completion.token_ids)
         text = self.encoder.text(token_ids, with_special=True)
         turn = Turn("assistant", token_ids, text, time.perf_counter() - started, completion.finish_reason)
-        self._extend(turn, 1, completion.log_probs)
+        self.extend(turn, 1, completion.log_probs)
         self.messages.append({"role": "assistant", "content": self.encoder.text(token_ids, with_special=False)})
         # A turn that a caller has made shorter was not cut by the conversation's own limit.
         is_cut = completion.finish_reason == "length" and self.room < 1
         if is_cut or completion.finish_reason == "abort":
             raise ConversationOver(completion.finish_reason)
         return turn
+
+    async def complete(self, token_ids: Sequence[int], images: Images | None = None, **changes: Any) -> Completion:
+        """The engine's completion of any tokens, with a seed of its own; the conversation itself does not grow.
+
+        Arguments and errors as for `generate`.
+        """
+        seed, number = self.sampling.seed, self._num_completions
+        self._num_completions += 1
+        if number > 0:  # the first one has the seed that a response of one turn has
+            seed = int.from_bytes(hashlib.blake2b(repr((seed, number)).encode(), digest_size=8).digest(), "big")
+        sampling = replace(self.sampling, **{"seed": seed, **changes})
+        limit, self.activity = self._own_time, "in the engine"
+        if limit is not None:
+            limit.reschedule(None)
+        completion = await self.engine.generate(list(token_ids), sampling, images)
+        self.activity = f"in the loop after turn {number + 1}"
+        if limit is not None:
+            limit.reschedule(asyncio.get_running_loop().time() + self._own_limit_s)
+        where = f"engine, conversation of row {self.sample.row}, completion {number}"
+        completion.require_fit(sampling.max_tokens, where)
+        return completion
 
     def require_another(self) -> None:
         """To be called before work is done for a turn of tools or the user: it, and a turn after it, must be allowed.
@@ -280,7 +295,7 @@ class Conversation:
         if len(token_ids) >= self.room:
             self.unread.append(turn)
             raise ConversationOver("length")
-        self._extend(turn, 0, [0.0] * len(token_ids))
+        self.extend(turn, 0, [0.0] * len(token_ids))
 
     def finish(self, reason: str, *, failure: str = "") -> None:
         """Ends it; what stands behind the model's last turn is left out."""
@@ -291,7 +306,8 @@ class Conversation:
             keep = len(self.token_ids) - len(last.token_ids)
             del self.token_ids[keep:], self.mask[keep:], self.log_probs[keep:]
 
-    def _extend(self, turn: Turn, written: int, log_probs: Sequence[float]) -> None:
+    def extend(self, turn: Turn, written: int, log_probs: Sequence[float]) -> None:
+        """A turn as it is, `written` by the model (1) or not (0), with log-probabilities of its tokens."""
         self.turns.append(turn)
         self.token_ids += turn.token_ids
         self.mask += [written] * len(turn.token_ids)

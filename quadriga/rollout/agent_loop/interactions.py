@@ -42,6 +42,11 @@ class Reply:
 class Interaction(ABC):
     """A user simulator. Each conversation has an object of its own; every method may be `async`."""
 
+    @classmethod
+    def maker(cls, name: str, config: Mapping[str, Any]) -> "Callable[[], Interaction]":
+        """What makes the object of a conversation: `config` of the file has the arguments of `__init__`."""
+        return partial(cls, **config)
+
     def start_interaction(self, **kwargs: Any) -> Any:
         """Begins a conversation; takes what a sample's `interaction_kwargs` say besides the name."""
         return None
@@ -120,5 +125,5 @@ def load_interactions(path: str) -> dict[str, Callable[[], Interaction]]:
     for entry in read_tool_file(path, InteractionFile).interaction:
         if entry.name in found:
             raise ConfigError(where, got=f"two interactions with the name {entry.name!r}", expected="a name for each")
-        found[entry.name] = partial(class_named(entry.class_name, folder, Interaction, where), **entry.config)
+        found[entry.name] = class_named(entry.class_name, folder, Interaction, where).maker(entry.name, entry.config)
     return found

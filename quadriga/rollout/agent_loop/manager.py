@@ -163,7 +163,7 @@ class AgentLoopManager:
             if self.config.trace_dir is not None:
                 write_trace(self.config.trace_dir, chats, outcomes, prompts.meta_info)
         self._count_failures(chats)
-        grades = None if grade is None else [outcome for outcome in outcomes if outcome is not None]
+        grades = None if grade is None and not any(outcomes) else outcomes
         batch = to_batch(chats, grades, self.limits, self.tokenizer.pad_token_id)
         batch.to(prompts.batch["input_ids"].device)
         metrics = metrics_of(chats, time.perf_counter() - started)
@@ -205,7 +205,8 @@ class AgentLoopManager:
             # A loop of a user's failed, or called sys.exit: it ends its own conversation, as a tool does.
             details = traceback_text(error)
             chat.finish(f"loop_error: {type(error).__name__}: {error}"[:2000], failure=details)
-        if grade is not None:
+        outcomes[sample.row] = chat.outcome
+        if grade is not None and chat.outcome is None:
             chat.activity = "being graded"
             outcomes[sample.row] = await grade(graded_row(chat))
         chat.activity = ""
@@ -277,6 +278,7 @@ def graded_row(chat: Conversation) -> dict[str, Any]:
         "ground_truth": (columns.get("reward_model") or {}).get("ground_truth"),
         "extra_info": {
             **(columns.get("extra_info") or {}),
+            **chat.extra_fields,
             "num_turns": len(chat.turns),
             "finish_reason": chat.finish_reason,
             "tool_rewards": chat.tool_rewards,
@@ -286,13 +288,13 @@ def graded_row(chat: Conversation) -> dict[str, Any]:
 
 
 def to_batch(
-    chats: Sequence[Conversation], outcomes: Sequence[Outcome] | None, limits: Limits, pad_token_id: int
+    chats: Sequence[Conversation], outcomes: Sequence[Outcome | None] | None, limits: Limits, pad_token_id: int
 ) -> DataProto:
     """The columns of `generate_sequences`, and what became of each conversation.
 
     Args:
         chats: B conversations that have ended.
-        outcomes: their grades; None: they are graded later.
+        outcomes: their grades; None, or None of one: graded later.
         limits: P and T.
         pad_token_id: fills both sides.
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from functools import partial, reduce
 from operator import or_
 from pathlib import Path
-from typing import Any, ClassVar, NotRequired, Required, TypeVar, cast, overload
+from typing import Any, NotRequired, Required, TypeVar, cast, overload
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, create_model
 from pydantic.errors import PydanticUserError
@@ -64,7 +64,24 @@ class Tool(ABC):
     `async`; the `*_kwargs` of a sample's `tools_kwargs` add keyword arguments to the method of that name.
     """
 
-    name: ClassVar[str] = ""
+    name: str = ""
+
+    @classmethod
+    def tool_spec(cls, config: Mapping[str, Any], schema: dict[str, Any] | None, where: str) -> "ToolSpec":
+        """The class as a file of tools lists it; `where` is named by a ConfigError about the schema."""
+        if schema is None:
+            said = "" if cls.execute.__doc__ else (cls.__doc__ or "").strip()
+            schema, validate = describe(cls.execute, name=cls.name or cls.__name__.lower(), description=said)
+            return ToolSpec(partial(cls, **config), schema, validate)
+        function = schema.get("function", schema)
+        if not isinstance(function, dict) or not {"name", "description", "parameters"} <= set(function):
+            raise ConfigError(
+                where,
+                got=f"the tool_schema {schema}"[:300],
+                expected='{"type": "function", "function": {"name", "description", "parameters"}}',
+            )
+        described, validate = {"type": "function", "function": function}, validator_of(function["parameters"])
+        return ToolSpec(partial(cls, **config), described, validate)
 
     def create(self) -> Any:
         """Begins a conversation."""
@@ -201,21 +218,8 @@ def class_tools(path: str) -> list[ToolSpec]:
     folder, specs = Path(path).expanduser().resolve().parent, []
     for entry in read_tool_file(path).tools:
         where = f"{_KEY}.tool_config_path, {entry.class_name}"
-        cls = class_named(entry.class_name, folder, Tool, where)
-        schema = entry.tool_schema
-        if schema is None:
-            said = "" if cls.execute.__doc__ else (cls.__doc__ or "").strip()
-            schema, validate = describe(cls.execute, name=cls.name or cls.__name__.lower(), description=said)
-        else:
-            function = schema.get("function", schema)
-            if not isinstance(function, dict) or not {"name", "description", "parameters"} <= set(function):
-                raise ConfigError(
-                    where,
-                    got=f"the tool_schema {schema}"[:300],
-                    expected='{"type": "function", "function": {"name", "description", "parameters"}}',
-                )
-            schema, validate = {"type": "function", "function": function}, validator_of(function["parameters"])
-        specs.append(ToolSpec(partial(cls, **entry.config), schema, validate))
+        cls: type[Tool] = class_named(entry.class_name, folder, Tool, where)
+        specs.append(cls.tool_spec(entry.config, entry.tool_schema, where))
     return specs
 
 

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reward managers of verl's contracts, registered as ours.
+
+    workers.reward_manager               manager(tokenizer, num_examine, compute_score, reward_fn_key, **reward_kwargs)
+                                         manager(data, return_dict=True) -> {"reward_tensor", "reward_extra_info"}
+    experimental.reward_loop             manager(config, tokenizer, compute_score)
+                                         await manager.run_single(data) -> {"reward_score", "reward_extra_info"}
+
+Shapes: B responses of up to T tokens.
+"""
+
+import asyncio
+import inspect
+import math
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quadriga.compat.verl.algorithms import taken
+from quadriga.compat.verl.scores import default_compute_score
+from quadriga.errors import RewardError
+from quadriga.observe.metrics import Metric
+from quadriga.protocol import DataProto
+from quadriga.protocol.columns import object_array
+from quadriga.rewards.registry import RewardManager, RewardOutput
+from quadriga.rewards.registry import register as _register
+from quadriga.rewards.samples import ERROR_COLUMN, read_samples
+from quadriga.rewards.scoring import ScoreFunction
+from quadriga.rollout.event_loop import EventLoopThread
+
+RawRewardFn = Callable[..., Any]
+
+
+class _Adapted(RewardManager):
+    """A manager of verl's in ours: the responses of a batch are graded together, on the driver."""
+
+    manager_class: type[Any]
+
+    def __init__(self, config: Any, tokenizer: Any) -> None:
+        custom, kwargs = config.custom_reward_function, dict(config.reward_model.reward_kwargs)
+        score = None
+        if custom.path is not None:
+            score = ScoreFunction(custom.path, custom.name, dict(custom.reward_kwargs)).load()
+        self._thread = EventLoopThread("quadriga-rewards") if hasattr(self.manager_class, "run_single") else None
+        offered = {"tokenizer": tokenizer, "compute_score": score, **kwargs}
+        if self._thread is not None:
+            # Its loop is the one that runs when it is made.
+            self.manager = self._thread.submit(self._made({**offered, "config": config})).result()
+            return
+        offered |= {"num_examine": 0, "compute_score": score or default_compute_score}
+        offered["reward_fn_key"] = config.data.reward_fn_key
+        self.manager = self.manager_class(**taken(self.manager_class, offered))
+
+    async def _made(self, offered: dict[str, Any]) -> Any:
+        return self.manager_class(**taken(self.manager_class, offered))
+
+    def __call__(self, data: DataProto) -> RewardOutput:
+        if self._thread is not None:
+            return self._of_singles(self._thread.submit(self._run_all(data)).result(), data)
+        name, shape = self.manager_class.__name__, data.batch["responses"].shape
+        found = self.manager(data, **taken(self.manager.__call__, {"return_dict": True}))
+        rewards = found["reward_tensor"] if isinstance(found, Mapping) else found
+        if not isinstance(rewards, Tensor) or rewards.shape != shape or not rewards.isfinite().all():
+            got = f"rewards of shape {list(rewards.shape)}" if isinstance(rewards, Tensor) else type(rewards).__name__
+            raise RewardError(name, got=got, expected=f"a tensor of finite numbers, {list(shape)}")
+        extra = dict(found.get("reward_extra_info") or {}) if isinstance(found, Mapping) else {}
+        return _output(rewards.float(), extra, name)
+
+    async def _run_all(self, data: DataProto) -> list[dict[str, Any]]:
+        return await asyncio.gather(*(self.manager.run_single(data[row : row + 1]) for row in range(len(data))))
+
+    def _of_singles(self, found: Sequence[Mapping[str, Any]], data: DataProto) -> RewardOutput:
+        mask = data.batch["attention_mask"][:, -data.batch["responses"].shape[1] :]
+        rewards = torch.zeros_like(data.batch["responses"], dtype=torch.float32)
+        scores = torch.tensor([float(one["reward_score"]) for one in found])
+        rewards[torch.arange(len(data)), (mask.sum(-1) - 1).clamp(min=0)] = scores
+        extras = [one.get("reward_extra_info") or {} for one in found]
+        names = dict.fromkeys(name for one in extras for name in one)
+        return _output(
+            rewards, {name: [one.get(name) for one in extras] for name in names}, self.manager_class.__name__
+        )
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.close()
+
+
+def _output(rewards: Tensor, extra: Mapping[str, Sequence[Any]], name: str) -> RewardOutput:
+    """The rewards [B, T] with a column and, of numbers, the mean of each entry."""
+    columns = {ERROR_COLUMN: object_array("" for _ in rewards)}
+    metrics: dict[str, Metric] = {}
+    for key, values in extra.items():
+        if key == "score":
+            continue
+        if len(values) != len(rewards):
+            raise RewardError(
+                f"{name}, reward_extra_info {key!r}", got=f"{len(values)} values", expected=str(len(rewards))
+            )
+        columns[key] = object_array(value.item() if hasattr(value, "item") else value for value in values)
+        numbers = [value for value in columns[key] if value is not None]
+        if numbers and all(isinstance(value, Real) for value in numbers):
+            metrics[f"reward/extra/{key}"] = Metric(math.fsum(numbers) / len(numbers), "mean", weight=len(numbers))
+    return RewardOutput(rewards, columns, metrics)
+
+
+def adapt(cls: Any) -> type[RewardManager]:
+    """A manager of verl's as one of ours, which `file.py:Class` finds by the attribute."""
+    if "quadriga_form" not in vars(cls):
+        home = {"manager_class": cls, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+        cls.quadriga_form = type(cls.__name__, (_Adapted,), home)
+    return vars(cls)["quadriga_form"]
+
+
+def register(name: str) -> Callable[[type[Any]], type[Any]]:
+    """verl's class decorator, of either contract: known as `reward_model.reward_manager=NAME`."""
+
+    def decorate(cls: type[Any]) -> type[Any]:
+        _register(name)(adapt(cls))
+        return cls
+
+    return decorate
+
+
+class _Verls:
+    """A class of managers that `file.py:Class` finds in our form."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        adapt(cls)
+
+
+class AbstractRewardManager(_Verls, ABC):
+    """What verl's managers of whole batches derive from."""
+
+    @abstractmethod
+    def __call__(self, data: DataProto, return_dict: bool = False) -> Tensor | dict[str, Any]:
+        """The rewards [B, T] of a batch, or a dict with these as "reward_tensor", and "reward_extra_info"."""
+
+
+class NaiveRewardManager(AbstractRewardManager):
+    """One call of `compute_score` a response, in this process; its score stands at the response's last token."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        num_examine: int,
+        compute_score: RawRewardFn | None = None,
+        reward_fn_key: str = "data_source",
+        **kwargs: Any,
+    ) -> None:
+        self.tokenizer, self.num_examine, self.reward_fn_key = tokenizer, num_examine, reward_fn_key
+        self.compute_score = compute_score or default_compute_score
+
+    def __call__(self, data: DataProto, return_dict: bool = False) -> Tensor | dict[str, Any]:
+        samples = read_samples(data, self.tokenizer, self.reward_fn_key)
+        rewards = torch.zeros_like(data.batch["responses"], dtype=torch.float32)
+        extra: dict[str, list[Any]] = defaultdict(list)
+        for row, (sample, length) in enumerate(zip(samples.rows, samples.lengths.tolist(), strict=True)):
+            graded = self.compute_score(**sample)
+            for key, value in graded.items() if isinstance(graded, Mapping) else ():
+                extra[key].append(value)
+            rewards[row, max(length, 1) - 1] = graded["score"] if isinstance(graded, Mapping) else graded
+        return {"reward_tensor": rewards, "reward_extra_info": extra} if return_dict else rewards
+
+
+class RewardManagerBase(_Verls, ABC):
+    """What verl's managers of single responses derive from; `self.loop` is the loop in which `run_single` runs."""
+
+    _class_initialized = False
+
+    def __init__(self, config: Any, tokenizer: Any, compute_score: RawRewardFn | None = None, **kwargs: Any) -> None:
+        self.config, self.tokenizer, self.loop = config, tokenizer, asyncio.get_running_loop()
+        self.compute_score: Callable[..., Any] = compute_score or default_compute_score
+        self.is_async_reward_score = inspect.iscoroutinefunction(self.compute_score)
+        self.init_class(config, tokenizer)
+
+    @classmethod
+    def init_class(cls, config: Any, tokenizer: Any) -> None:
+        """Prepares what all managers of the class share."""
+        cls._class_initialized = True
+
+    @abstractmethod
+    async def run_single(self, data: DataProto) -> dict[str, Any]:
+        """The reward of one response: "reward_score", and "reward_extra_info" with what else is known of it."""
+
+
+class SingleRewardManager(RewardManagerBase):
+    """verl's `naive` of single responses: one call of `compute_score`, plain ones in a thread."""
+
+    async def run_single(self, data: DataProto) -> dict[str, Any]:
+        (sample,) = read_samples(data, self.tokenizer, self.config.data.reward_fn_key).rows
+        if self.is_async_reward_score:
+            graded = await self.compute_score(**sample)
+        else:
+            graded = await self.loop.run_in_executor(None, lambda: self.compute_score(**sample))
+        extra = dict(graded) if isinstance(graded, Mapping) else {"acc": graded}
+        return {"reward_score": extra.get("score", graded), "reward_extra_info": extra}
