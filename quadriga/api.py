@@ -441,6 +441,10 @@ class _Draft:
             size = self.values["data.train_batch_size"] = self._batch_size(num_rows)
         if "ppo_mini_batch_size" not in config.actor_rollout_ref.actor.model_fields_set:
             self.values["actor_rollout_ref.actor.ppo_mini_batch_size"] = size
+        if "val_before_train" not in trainer.model_fields_set and not self.values.get(
+            "data.val_files", config.data.val_files
+        ):
+            self.values["trainer.val_before_train"] = False
         if trainer.rollout_data_dir is None:
             self.values["trainer.rollout_data_dir"] = self.directory / "rollouts"
 
