@@ -249,7 +249,9 @@ def test_an_agent_loop_and_a_manager_of_singles(train: Train, metric_lines: Line
         assert line["rollout/num_turns"] == 3.0
         assert line["critic/score/mean"] >= 2.0  # the letters of the question, and those of the model
     text = LOOP.replace("            reward_score=", "            # ")
-    (tmp_path / "loop.py").write_text(f"{SINGLE}\n{text}")
-    words.append("reward_model.reward_manager=of_singles")
+    (tmp_path / "loop.py").write_text(text)
+    (tmp_path / "manager.py").write_text(SINGLE)
+    words += [f"actor_rollout_ref.model.external_lib={tmp_path / 'manager.py'}"]
+    words += ["reward_model.reward_manager=of_singles"]
     for line in metric_lines(train(*words, run="graded")):
         assert line["critic/score/mean"] == line["reward/extra/letters"]
