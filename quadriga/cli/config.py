@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
+from quadriga.cli import translate
 from quadriga.config import Config, explain, keys_text, load_config, show
 from quadriga.config.root import respell
 from quadriga.errors import ConfigError
@@ -20,6 +21,7 @@ explain  what a training run with it does: batch arithmetic, passes, files; and 
          the checks that a run makes before its models are loaded, and one row graded; status 2 if there is something
 keys     every key with what it takes, its default and its meaning; words narrow the list, by name, by meaning or by
          what other trainers call it: `quadriga config keys optim`, `keys "kv cache"`, `keys num_generations`
+translate  a commented YAML from verl's shell script, command line or YAML: `quadriga config translate run_grpo.sh`
 """
 
 
@@ -29,10 +31,12 @@ _PREFLIGHT = "quadriga.trainer.preflight"
 
 def main(argv: Sequence[str]) -> int:
     """Runs `quadriga config` and returns its exit status."""
+    if argv[:1] == ["translate"]:
+        return translate.main(argv[1:])
     parser = argparse.ArgumentParser(
         prog="quadriga config", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("action", choices=("show", "explain", "keys"), help="what to print")
+    parser.add_argument("action", choices=("show", "explain", "keys", "translate"), help="what to print")
     add_config_arguments(parser)
     options = parser.parse_intermixed_args(list(argv))
     if options.action == "keys":

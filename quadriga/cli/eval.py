@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from quadriga.cli.config import add_config_arguments, load_from
+from quadriga.config import Config
 from quadriga.data.files import TABLE_SUFFIXES
 from quadriga.trainer.checkpoint import model_folder
 from quadriga.trainer.evaluate import evaluate, score_file
@@ -24,20 +25,23 @@ def main(argv: Sequence[str]) -> int:
     add_config_arguments(parser)
     arguments = parser.parse_intermixed_args(list(argv))
     if Path(arguments.model).suffix in TABLE_SUFFIXES:
-        keys = arguments.response_key, arguments.reward_model_key
-        print_metrics(score_file(load_from(arguments), arguments.model, *keys))
+        score(load_from(arguments), arguments.model, arguments.response_key, arguments.reward_model_key)
         return 0
     arguments.overrides.append(f"actor_rollout_ref.model.path={model_folder(arguments.model)}")
     config = load_from(arguments)
     metrics, rows = evaluate(config)
     for row in rows:
         print(f"  {row['input']!r}\n    -> {row['output']!r} (score {row['score']:g}, truth {row['ground_truth']!r})")
-    print_metrics(metrics)
+    _print(metrics)
     return 0
 
 
-def print_metrics(metrics: dict[str, float]) -> None:
-    """One line for each."""
+def score(config: Config, path: str, response_key: str = "responses", reward_model_key: str = "reward_model") -> None:
+    """Grade the responses in a file, and print the metrics; as `score_file`."""
+    _print(score_file(config, path, response_key, reward_model_key))
+
+
+def _print(metrics: dict[str, float]) -> None:
     width = max((len(name) for name in metrics), default=0)
     for name, value in metrics.items():
         print(f"{name:<{width}}  {value:.4f}")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from quadriga.cli.config import add_config_arguments, load_from
+from quadriga.config import Config
 from quadriga.data.vision import IMAGE
 from quadriga.errors import ConfigError
 from quadriga.trainer.checkpoint import model_folder
@@ -42,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
     way = f"--temperature {temperature:g}" if temperature else "the likeliest tokens (--temperature 0)"
     print(f"sampling: {way}, at most {limit} tokens (--max-tokens)", file=sys.stderr)
     if arguments.output is not None and not arguments.prompt and config.data.val_files:
-        print(f"{answer_files(config, arguments.output)} rows: {arguments.output}")
+        answer_rows(config, arguments.output)
         return 0
     if arguments.output is not None or not arguments.prompt:
         got = "no --prompt" if not arguments.prompt else "--prompt and --output"
@@ -56,6 +57,11 @@ def main(argv: Sequence[str]) -> int:
         for text in texts:
             print(text)
     return 0
+
+
+def answer_rows(config: Config, output_path: str | Path) -> None:
+    """Write the rows of data.val_files with their responses, and say so; as `answer_files`."""
+    print(f"{answer_files(config, Path(output_path))} rows: {output_path}")
 
 
 def dealt(prompts: Sequence[str], images: Sequence[str]) -> tuple[list[str], list[list[str]]]:

@@ -14,10 +14,14 @@ from quadriga.config.yaml_text import combined, to_yaml
 from quadriga.errors import ConfigError
 from quadriga.verl.entries import ENTRIES, find_entry
 from quadriga.verl.hydra import VERSIONS, Tree
+from quadriga.verl.shell import LAUNCHERS, launched
 from quadriga.verl.translate import Translation, translate
 
-RUNS = {"train": "quadriga.trainer.launch:run_ppo"}
-"""What an entry names -> what is called with the configuration, loaded only then."""
+RUNS = {
+    "train": "quadriga.trainer.launch:run_ppo", "generate": "quadriga.cli.generate:answer_rows",
+    "eval": "quadriga.cli.eval:score", "export": "quadriga.cli.export:main",
+}  # fmt: skip
+"""What an entry names -> what is called with the configuration, if any, and options; loaded only then."""
 _EPILOG = f"programs: {', '.join(entry.name for entry in ENTRIES)}"
 
 
@@ -33,6 +37,8 @@ def main(argv: Sequence[str]) -> int:
         return _check_file(options.check_file, options.verl)
     if options.program is None:
         parser.error("name one of verl's programs")
+    if options.program in LAUNCHERS:
+        options.program, words = launched([options.program, *words]) or (options.program, words)
     entry, version = find_entry(options.program), version_of(options.verl)
     translation = translate(entry, words, version)
     for notice in translation.notices:
@@ -42,7 +48,8 @@ def main(argv: Sequence[str]) -> int:
     if problems := translation.refused + translation.machine:
         raise combined(problems)
     module, _, name = RUNS[entry.run].partition(":")
-    getattr(import_module(module), name)(translation.config)
+    given = () if translation.config is None else (translation.config,)
+    getattr(import_module(module), name)(*given, **translation.options)
     return 0
 
 

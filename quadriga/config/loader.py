@@ -73,9 +73,9 @@ def load_config(
 
 
 def read_settings(
-    values: Mapping[str, Any], places: Mapping[str, str], task: str = "rl"
+    values: Mapping[str, Any], places: Mapping[str, str], task: str = "rl", *, for_training: bool = True
 ) -> tuple[Config | None, list[ConfigError], list[str]]:
-    """A training run's configuration from dotted keys, with all that is wrong and the notices.
+    """The configuration from dotted keys, with all that is wrong and the notices; for a training run with its checks.
 
     Args:
         places: where a value comes from, for messages: by key, where that is not the key itself.
@@ -84,7 +84,7 @@ def read_settings(
     for key, value in {"task": task, **values}.items():
         reading.assign(key, value, places)
     notices: list[str] = []
-    return reading.finish(notices, for_training=True, is_verls=True), reading.problems, notices
+    return reading.finish(notices, for_training=for_training, is_verls=True), reading.problems, notices
 
 
 def parse_override(argument: str, task: str = "rl") -> tuple[str, Any]:

@@ -14,6 +14,8 @@ A row of `rules.tsv` says what becomes of the keys that fit a pattern. Its colum
                @ NAME      what the function NAME of meaning.py makes of it
                any         nothing, whatever the value is
                a list      nothing, where the value is one of these (in JSON); other values are refused
+               stop LIST   the same; for other values the sentence is all that is said of the line
+               given       the key itself, where the user gave it
     sentence   why a run's numbers stay the same without it; of values that are refused, why, and what to use
 
 A key without a row that is one of ours is taken as it is. verl's own default never leads to a notice.

@@ -213,8 +213,10 @@ def defaults(tree: str, version: str) -> dict[str, Any]:
                 at -= 1
             if cells[at] != "-":
                 found[key] = json.loads(cells[at])
-    # A tree that a version has not is taken from the one before.
-    return found or (defaults(tree, VERSIONS[VERSIONS.index(version) - 1]) if version != VERSIONS[0] else found)
+    if found or tree not in {one for trees, _, _ in _rows() for one in trees}:
+        return found
+    # A tree that a version has not is taken from the one before; the first one's from the next.
+    return defaults(tree, VERSIONS[VERSIONS.index(version) - 1 if version != VERSIONS[0] else 1])
 
 
 @cache

@@ -9,6 +9,7 @@ from math import lcm, prod
 from typing import TYPE_CHECKING, Any, get_args
 
 from quadriga.config.trainer import Tracker
+from quadriga.verl import programs
 
 if TYPE_CHECKING:
     from quadriga.verl.translate import Line
@@ -80,7 +81,9 @@ def _asked(line: "Line", *keys: str) -> Any:
 
 def frequency(line: "Line", key: str, value: Any) -> None:
     """Steps between checkpoints or validations: verl takes whatever is not above zero for never."""
-    if isinstance(value, str):
+    if value == "after_each_epoch":
+        line.set(key, value)
+    elif isinstance(value, str):
         line.refuse("a number of steps, or -1", line.sentence)
     else:
         line.set(key, int(value) if value and value > 0 else -1)
@@ -381,7 +384,7 @@ FUNCTIONS: dict[str, Callable[["Line", str, Any], None]] = {
         train_batch_size, filter_groups, overlong, known_name, loss_option, strategy, engine_size, compute_dtype,
         master_dtype, micro_batch, one_length, adapter_detail, rollout_engine, rollout_mode, raw_chat,
         rollout_parallel, profiler, rejection, critic_key, critic_switch, reward_model_key, engine_name,
-        critic_checkpoints, adapter_modules, fsdp_size,
+        critic_checkpoints, adapter_modules, fsdp_size, *programs.FUNCTIONS,
     )
 }  # fmt: skip
 """Name in rules.tsv -> function."""
@@ -411,5 +414,8 @@ def reward_models(line: "Line") -> None:
         line.set("trainer.placement", {"actor_rollout_ref": "all", "critic": "all", "reward_model": "reward"})
 
 
-FINISH: dict[str, tuple[Callable[["Line"], None], ...]] = {"ppo": (processes, reward_models)}
+FINISH: dict[str, tuple[Callable[["Line"], None], ...]] = {
+    "ppo": (processes, reward_models), "sft": (programs.supervised,), "fsdp_sft": (programs.supervised,),
+    "generation": (programs.generation,),
+}  # fmt: skip
 """Rows of rules.tsv -> functions of the whole line, called when every leaf was translated."""

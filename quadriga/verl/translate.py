@@ -12,11 +12,13 @@ from typing import Any, NamedTuple
 from quadriga.config import Config
 from quadriga.config.keys import leaf_of
 from quadriga.config.loader import read_settings
+from quadriga.config.root import spelled
 from quadriga.config.yaml_text import as_text
 from quadriga.errors import ConfigError, MachineError
 from quadriga.verl.entries import CONFIG_FILES, TREES, Entry
 from quadriga.verl.hydra import MISSING, VERSIONS, Tree, defaults, known_keys, parse_word, read_config
 from quadriga.verl.meaning import FINISH, FUNCTIONS
+from quadriga.verl.programs import MEGATRON, MEGATRON_ENGINES, merger
 
 SECTIONS = {
     "<engine>": r"(actor_rollout_ref\.actor|actor_rollout_ref\.ref|critic(?:\.model)?|reward_model(?:\.model)?)",
@@ -28,7 +30,9 @@ SECTIONS = {
 _FLAGS = {"--config-path": "path", "-cp": "path", "--config-name": "name", "-cn": "name", "--config-dir": "path"}
 _UNSET = "Is a variable of the script unset? For the default leave the key out."
 _SWEEP = ("-m", "--multirun")
-GROUPS = ("model_engine", "engine", "optim")
+WORDS = ("after_each_epoch",)
+"""Words that stand where verl's default is a number."""
+GROUPS = ("engine", "model", "optim")
 """Groups of configuration files that a word without a dot chooses from."""
 
 
@@ -49,7 +53,7 @@ def _rules(rules: str) -> tuple[Rule, ...]:
         if line.startswith("#"):
             continue
         trees, pattern, becomes, sentence = line.split("\t")
-        if trees != "*" and rules not in trees.split(","):
+        if trees != "*" and not {*rules.split(",")} & {*trees.split(",")}:
             continue
         text = re.escape(pattern).replace(r"\*", "(.*)")
         for name, alternatives in SECTIONS.items():
@@ -89,6 +93,10 @@ class Line:
     """Why keys are taken without effect -> these keys."""
     refused: list[ConfigError] = field(default_factory=list)
     machine: list[ConfigError] = field(default_factory=list)
+    options: dict[str, Any] = field(default_factory=dict)
+    """Arguments of what is run that are no keys."""
+    stopped: str = ""
+    """Why the whole line cannot be taken, whatever else is in it."""
     written: str = ""
     """The key that is being translated, as the user wrote it."""
     sentence: str = ""
@@ -120,6 +128,7 @@ class Line:
 
     def set(self, key: str, value: Any) -> None:
         """Gives our key a value; what the user wrote goes before defaults, and two of it must agree."""
+        key = spelled(key, self.entry.task)
         source, before = self.written, self.sources.get(key)
         if value == {}:
             return
@@ -148,6 +157,10 @@ class Line:
         got = as_text(self.get(self.written), self.written)
         self.refused.append(ConfigError(self.written, got=got, expected=expected, fix=fix))
 
+    def stop(self, sentence: str) -> None:
+        """Says why the line as a whole cannot be taken; the first reason is told alone."""
+        self.stopped = self.stopped or sentence
+
     def take(self, key: str, value: Any) -> None:
         """Translates one leaf, in verl's spelling or in one that a row has sent it to."""
         found = _rule(self.entry.rules, self.entry.task, key)
@@ -160,7 +173,7 @@ class Line:
             case ">":
                 target = iter(parts)
                 self.take(re.sub(r"\*|<\w+>", lambda _: next(target), rule.argument), value)
-            case "@" if isinstance(value, str) and _is_number(self._default_of(self.written)):
+            case "@" if self._lacks_number(value):
                 self.refuse("a number", _UNSET if value == "" else rule.sentence.strip("-"))
             case "@":
                 FUNCTIONS[rule.argument](self, key, value)
@@ -169,13 +182,21 @@ class Line:
                     self.take_ours(key, value)
             case "any":
                 self.note(rule.sentence)
+            case "stop":
+                if not _among(value, json.loads(rule.argument)):
+                    self.stop(rule.sentence)
             case _:
-                if self.is_changed(self.written) and not any(_same(value, one) for one in rule.argument):
+                if self.is_changed(self.written) and not _among(value, rule.argument):
                     known = [as_text(one) for one in rule.argument if one is not None]
                     self.refuse(known[0] if known else "the key left out", rule.sentence)
 
+    def _lacks_number(self, value: Any) -> bool:
+        """Whether text stands where verl's default is a number."""
+        return isinstance(value, str) and value not in WORDS and _is_number(self._default_of(self.written))
+
     def take_ours(self, key: str, value: Any) -> None:
         """Takes a key that is one of ours as it is; refuses one that nobody knows."""
+        key = spelled(key, self.entry.task)
         if leaf_of(key, self.entry.task) is not None:
             self.set(key, value)
         elif self.written in self.given and not (value in ({}, None) and any(k.startswith(key) for k in known_keys())):
@@ -188,6 +209,10 @@ class Line:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _among(value: Any, accepted: Sequence[Any]) -> bool:
+    return any(_same(value, one) for one in accepted)
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -206,13 +231,36 @@ class Translation:
     refused: list[ConfigError]
     machine: list[ConfigError]
     """What only this machine lacks: files, models, packages, devices."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Arguments of what is run that are no keys."""
+    sources: dict[str, str] = field(default_factory=dict)
+    """Our key -> verl's key that it was set from."""
 
 
 def translate(entry: Entry, words: Sequence[str], version: str = VERSIONS[-1]) -> Translation:
     """Translates the words of one command line; nothing is raised, all that is wrong is in the result."""
-    if entry.refused:
-        return Translation(None, {}, [], [ConfigError(entry.name, fix=entry.refused)], [])
+    if entry.refused or entry.run == "export":
+        argv, problems, notices = (
+            merger(words) if not entry.refused else ([], [ConfigError(entry.name, fix=entry.refused)], [])
+        )
+        machine = [one for one in problems if isinstance(one, MachineError)]
+        return Translation(None, {}, notices, [one for one in problems if one not in machine], machine, {"argv": argv})
     line = compose(entry, words, version)
+    _take_all(line)
+    if line.stopped:
+        return Translation(None, {}, [], [ConfigError(entry.name, fix=line.stopped)], [])
+    notices = [f"{', '.join(keys)}: {sentence}" for sentence, keys in line.noted.items()]
+    places = {key: f"verl's {source}" for key, source in line.sources.items() if source not in (key, "")}
+    config, problems, told = read_settings(line.ours, places, task=entry.task, for_training=entry.run == "train")
+    plain = _told_of_defaults(entry, version) if line.given else frozenset()
+    notices += [one for one in told if one not in plain]
+    refused = line.refused + [one for one in problems if not isinstance(one, MachineError)]
+    machine = line.machine + [one for one in problems if isinstance(one, MachineError)]
+    return Translation(None if refused else config, line.ours, notices, refused, machine, line.options, line.sources)
+
+
+def _take_all(line: Line) -> None:
+    """Translates each leaf, and then what the line as a whole means."""
     for key in list(line.tree.values):
         line.written = key
         try:
@@ -222,16 +270,8 @@ def translate(entry: Entry, words: Sequence[str], version: str = VERSIONS[-1]) -
             continue
         if value != MISSING and not key.endswith("_target_"):
             line.take(key, value)
-    for function in FINISH.get(entry.rules, ()):
+    for function in FINISH.get(line.entry.rules.partition(",")[0], ()):
         function(line)
-    notices = [f"{', '.join(keys)}: {sentence}" for sentence, keys in line.noted.items()]
-    places = {key: f"verl's {source}" for key, source in line.sources.items() if source not in (key, "")}
-    config, problems, told = read_settings(line.ours, places, task=entry.task)
-    plain = _told_of_defaults(entry, version) if line.given else frozenset()
-    notices += [one for one in told if one not in plain]
-    refused = line.refused + [one for one in problems if not isinstance(one, MachineError)]
-    machine = line.machine + [one for one in problems if isinstance(one, MachineError)]
-    return Translation(None if refused else config, line.ours, notices, refused, machine)
 
 
 @cache
@@ -261,7 +301,9 @@ def compose(entry: Entry, words: Sequence[str], version: str) -> Line:
     if name and name not in CONFIG_FILES:
         _read_file(line, Path(str(flags.get("path") or ".")).expanduser() / f"{name}.yaml", problems)
     for sign, key, value in read:
-        key = key.partition("@")[2] + ".group" if "@" in key else key
+        if "@" in key or (key in GROUPS and isinstance(value, str) and line.tree.below(key)):
+            # A file of a group takes the place of a section.
+            key = (key.partition("@")[2] or key) + ".group"
         if sign == "~":
             line.tree.drop(key)
             continue
@@ -270,6 +312,9 @@ def compose(entry: Entry, words: Sequence[str], version: str) -> Line:
         line.given |= {one for one in line.tree.values if one == key or one.startswith(f"{key}.")}
         line.given -= before - line.tree.values.keys()
     line.refused += problems
+    engines = [line.tree.values.get(key) for key in ("model_engine", "actor_rollout_ref.actor.strategy")]
+    if MEGATRON_ENGINES & {*engines, *name.split("_")}:
+        line.stop(MEGATRON)
     return line
 
 

@@ -77,3 +77,33 @@ def test_one_response_may_be_a_text(tmp_path: Path, write: Write, capsys: pytest
     ]
     assert main(["eval", str(write(tmp_path / "r.parquet", rows))]) == 0
     assert capsys.readouterr().out.splitlines()[0].split() == ["test_score/openai/gsm8k", "0.5000"]
+
+
+def test_verls_programs_run_here(
+    home: Path, prompts: Path, tmp_path: Path, write: Write, make_rows: Callable[..., list[dict[str, Any]]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Its generation, its grading and its older supervised program, by their own words."""
+    native = ["rollout.name=native", "rollout.prompt_length=32", "rollout.response_length=6", "rollout.top_k=-1"]
+    words = [f"data.path={prompts}", "data.prompt_key=question", "data.n_samples=2", f"model.path={home / 'model'}"]
+    output = tmp_path / "o.parquet"
+    assert main(["verl", "main_generation", *words, *native, f"data.output_path={output}"]) == 0
+    assert [len(one) for one in pq.read_table(output).column("responses").to_pylist()] == [2] * 5
+    (tmp_path / "share.py").write_text(BY_PLACE)
+    rows = [row | {"responses": ["aa", "ab"]} for row in make_rows(2)]
+    words = [f"data.path={write(tmp_path / 'r.parquet', rows)}", f"custom_reward_function.path={tmp_path / 'share.py'}"]
+    capsys.readouterr()
+    assert main(["verl", "python3", "-m", "verl.trainer.main_eval", *words, "custom_reward_function.name=share"]) == 0
+    assert capsys.readouterr().out.splitlines()[0].split() == ["test_score/letters", "0.7500"]
+    rows = [{"extra_info": {"q": f"say {letter}", "a": letter}} for letter in "abcdefgh"]
+    file = write(tmp_path / "sft.parquet", rows)
+    words = [f"data.train_files={file}", f"data.val_files={file}", "data.prompt_key=extra_info", "data.max_length=48"]
+    words += ["data.response_key=extra_info", "data.prompt_dict_keys=[q]", "data.response_dict_keys=[a]"]
+    words += [f"model.partial_pretrain={home / 'model'}", "data.train_batch_size=4", "trainer.total_training_steps=2"]
+    words += ["trainer.logger=console", "trainer.test_freq=after_each_epoch", "optim.lr=1e-3", "trainer.device=cpu"]
+    words += [f"trainer.default_local_dir={tmp_path / 'sft'}", "model.enable_gradient_checkpointing=False"]
+    assert (
+        main(["verl", "--verl", "0.6", "torchrun", "--nproc_per_node=1", "-m", "verl.trainer.fsdp_sft_trainer", *words])
+        == 0
+    )
+    assert (tmp_path / "sft" / "model" / "config.json").is_file()

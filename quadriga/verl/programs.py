@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What values of verl's keys mean in supervised training, generation and grading; and how its merger's words read."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quadriga.errors import ConfigError, MachineError
+
+if TYPE_CHECKING:
+    from quadriga.verl.translate import Line
+
+MEGATRON = (
+    "Megatron-core is no training engine here: train the same model with strategy=fsdp, whose sizes are "
+    "ulysses_sequence_parallel_size, tensor_model_parallel_size, pipeline_model_parallel_size and fsdp_size."
+)
+OWN_ENGINES, MEGATRON_ENGINES = frozenset({"fsdp", "fsdp2"}), frozenset({"megatron"})
+_SIZES = ("ulysses_sequence_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size")
+
+
+def engine(line: "Line", key: str, value: Any) -> None:
+    """The training engine of a supervised run."""
+    if value in MEGATRON_ENGINES:
+        line.stop(MEGATRON)
+    elif value not in OWN_ENGINES:
+        line.note(f"FSDP2 trains in place of {value}, with the same sizes.")
+
+
+def engine_setting(line: "Line", key: str, value: Any) -> None:
+    """A setting of an engine that has no place here."""
+    engine = line.get("engine.group", line.get("engine.strategy"))
+    if engine in OWN_ENGINES and key not in line.default:
+        line.refuse("a key of verl's FSDP engine", "Leave it out.")
+    line.note("Memory and speed alone depend on it: weights are sharded layer by layer, and sequences are packed.")
+
+
+def num_processes(line: "Line") -> int:
+    """The processes of a supervised run: as the launcher says, else the fewest that its sizes need."""
+    given = [line.get(key, 1) for key in ("trainer.nnodes", "trainer.n_gpus_per_node") if key in line.given]
+    sizes = [line.ours.get(f"engine.{name}", 1) for name in _SIZES]
+    count = 1
+    for one in given or sizes:
+        count *= one
+    return count
+
+
+def supervised(line: "Line") -> None:
+    """Processes, which the launcher counts, and validation, which verl begins after a step."""
+    line.written = ""
+    line.set("trainer.val_before_train", False)
+    count, key = num_processes(line), "engine.fsdp_config.fsdp_size"
+    sp, tp, pp = (line.ours.get(f"engine.{name}", 1) for name in _SIZES)
+    size = line.ours.get(key, -1)
+    if size >= count // (tp * pp):
+        line.ours[key] = -1
+    elif size > 0 and size % sp:
+        line.ours[key] = sp if size < sp else -1
+        line.written = "engine.fsdp_size"
+        line.note("Processes that share a sequence share one copy of the weights too; no number depends on it.")
+        line.written = ""
+    if count == 1:
+        return
+    line.set("trainer.backend", "ray")
+    if not {"trainer.nnodes", "trainer.n_gpus_per_node"} & line.given:
+        line.set("trainer.n_gpus_per_node", count)
+        line.written = "engine.ulysses_sequence_parallel_size"
+        told = f"{count} processes are started, as many as it needs: torchrun's words, or trainer.n_gpus_per_node"
+        line.note(f"{told} and trainer.nnodes, say how many.")
+
+
+def cut(line: "Line", key: str, value: Any) -> None:
+    """How a batch is cut: by tokens or by rows, as data.use_dynamic_bsz says."""
+    name = key.removeprefix("data.")
+    if bool(line.get("data.use_dynamic_bsz", True)) == (name == "max_token_len_per_gpu"):
+        line.set(f"engine.{name}", value)
+    else:
+        line.note("data.use_dynamic_bsz says that it is not read.")
+
+
+def supervised_dtype(line: "Line", key: str, value: Any) -> None:
+    """What computes, where the user has a wish: verl's default is what the device is fast at."""
+    if line.is_changed(key):
+        line.set("engine.fsdp_config.model_dtype", value)
+
+
+def min_lr(line: "Line", key: str, value: Any) -> None:
+    """The last learning rate, here a share of the highest."""
+    line.set("optim.min_lr_ratio", value / line.get("optim.lr"))
+
+
+def column(line: "Line", key: str, value: Any) -> None:
+    """A column, or an entry inside it."""
+    inner = line.get(key.replace("_key", "_dict_keys"), [])
+    line.set(key, ".".join([*(value if isinstance(value, list) else [value]), *inner]))
+
+
+def multiturn(line: "Line", key: str, value: Any) -> None:
+    """Whether rows are chats, or a prompt and a response."""
+    line.set("data.format", "messages" if value else "prompt_response")
+
+
+def unread(line: "Line", key: str, value: Any) -> None:
+    """Of ours, too, what verl's program does not read, or what changes nothing here."""
+    line.note(line.sentence)
+
+
+def option(line: "Line", key: str, value: Any) -> None:
+    """An argument of the command that runs in the program's place."""
+    line.options[key.removeprefix("data.")] = value
+
+
+def generation(line: "Line") -> None:
+    """verl's program cuts a long prompt at its end."""
+    line.set("data.truncation", "right")
+
+
+def merger(words: Sequence[str]) -> tuple[list[str], list[ConfigError], list[str]]:
+    """The words of `quadriga export` for those of verl's merger, what is wrong with them, and notices."""
+    parser = argparse.ArgumentParser("model_merger", add_help=False, allow_abbrev=False)
+    parser.add_argument("operation", nargs="?", default="merge")
+    for name in ("backend", "local_dir", "target_dir", "hf_model_path", "hf_upload_path", "test_hf_dir"):
+        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}")
+    options, rest = parser.parse_known_args(list(words))
+    where, local = "model_merger", Path(options.local_dir or "").expanduser()
+    taken = ("--tie-word-embedding", "--trust-remote-code", "--use_cpu_initialization", "--private")
+    problems = [ConfigError(where, got=f"'{one}'", expected="a word of its own") for one in rest if one not in taken]
+    if options.operation != "merge":
+        problems.append(ConfigError(where, got=f"'{options.operation}'", expected="merge", fix="Compare by yourself."))
+    if options.backend not in {None, *OWN_ENGINES}:
+        problems.append(ConfigError(f"{where} --backend", got=options.backend, expected="fsdp", fix=MEGATRON))
+    if options.hf_upload_path:
+        fix = "Upload the folder when it is written: hf upload NAME FOLDER."
+        problems.append(ConfigError(f"{where} --hf_upload_path", got=options.hf_upload_path, expected="none", fix=fix))
+    if not options.local_dir or not options.target_dir:
+        problems.append(ConfigError(where, got="not both", expected="--local_dir and --target_dir"))
+    elif not local.exists():
+        problems.append(MachineError(f"{where} --local_dir", got=f"'{local}'", expected="a folder that exists"))
+    elif any(local.glob("model_world_size_*")):
+        fix = "Merge it where it was trained, with verl; a checkpoint of a run of Quadriga is taken here."
+        problems.append(ConfigError(str(local), got="shards of verl's FSDP", expected="a checkpoint of ours", fix=fix))
+    known = ["--hf_model_path: the checkpoint has the model's configuration and tokenizer."]
+    return [str(local), "--output", str(options.target_dir)], problems, known if options.hf_model_path else []
+
+
+FUNCTIONS = (engine, engine_setting, cut, supervised_dtype, min_lr, column, multiturn, unread, option)

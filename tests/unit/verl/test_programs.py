@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's programs beside main_ppo: supervised training, generation, grading, its merger, and those that are refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quadriga.verl.entries import OTHERS, find_entry
+from quadriga.verl.hydra import MISSING, VERSIONS, defaults
+from quadriga.verl.translate import Translation, translate
+
+SFT = ("verl.trainer.sft_trainer", "verl.trainer.fsdp_sft_trainer")
+
+
+def translated(program: str, *words: str, version: str = VERSIONS[-1]) -> Translation:
+    return translate(find_entry(program), [*words], version)
+
+
+def ours(program: str, *words: str, version: str = VERSIONS[-1]) -> dict[str, Any]:
+    found = translated(program, *words, version=version)
+    assert not found.refused
+    return found.ours
+
+
+def test_a_supervised_run_means_what_verl_makes_of_it() -> None:
+    keys = ours(
+        "verl.trainer.sft_trainer", "engine=fsdp", "optim=fsdp", "model=hf_model", "model.path=m", "optim.lr=1e-5",
+        "optim.clip_grad=0.5", "optim.min_lr_ratio=0.1", "optim.lr_scheduler_type=cosine", "engine.fsdp_size=1",
+        "engine.ulysses_sequence_parallel_size=2", "data.max_token_len_per_gpu=2048", "trainer.logger=[console,file]",
+        "data.train_batch_size=64", "trainer.test_freq=after_each_epoch", "trainer.n_gpus_per_node=4",
+    )  # fmt: skip
+    assert keys.items() >= {
+        "model.path": "m", "optim.lr": 1e-5, "engine.grad_clip": 0.5, "optim.min_lr_ratio": 0.1,
+        "optim.lr_scheduler_type": "cosine", "engine.fsdp_config.fsdp_size": 2, "data.train_batch_size": 64,
+        "engine.ulysses_sequence_parallel_size": 2, "engine.max_token_len_per_gpu": 2048,
+        "trainer.logger": ["console", "jsonl"], "trainer.test_freq": "after_each_epoch", "trainer.backend": "ray",
+        "trainer.n_gpus_per_node": 4, "trainer.val_before_train": False, "model.enable_gradient_checkpointing": True,
+    }.items()  # fmt: skip
+    assert "engine.micro_batch_size_per_gpu" not in keys
+
+
+def test_verls_own_defaults_hold_for_a_supervised_run() -> None:
+    """A learning rate of 0.001 and four epochs; the older program's rate is 1e-5 and falls by a cosine."""
+    assert ours(SFT[0]).items() >= {"optim.lr": 1e-3, "trainer.total_epochs": 4, "trainer.seed": 1}.items()
+    older = ours(SFT[1], version="0.5.0")
+    assert older.items() >= {"optim.lr": 1e-5, "optim.lr_scheduler_type": "cosine"}.items()
+    assert older.items() >= {"optim.lr_warmup_steps_ratio": 0.1, "data.format": "prompt_response"}.items()
+
+
+def test_a_batch_is_cut_as_the_switch_says() -> None:
+    keys = ours(SFT[0], "data.use_dynamic_bsz=False", "data.micro_batch_size_per_gpu=2")
+    assert keys["engine.micro_batch_size_per_gpu"] == 2
+    assert "engine.max_token_len_per_gpu" not in keys
+
+
+def test_entries_of_a_column_and_chats_of_the_older_program() -> None:
+    words = ["data.prompt_key=extra_info", "data.response_key=extra_info"]
+    inner = ["data.prompt_dict_keys=['question']", "+data.response_dict_keys=['answer']"]
+    keys = ours(SFT[1], *words, *inner, "model.partial_pretrain=m", version="0.6.1")
+    assert (keys["data.prompt_key"], keys["data.response_key"]) == ("extra_info.question", "extra_info.answer")
+    assert keys["model.path"] == "m"
+    words = ["data.multiturn.enable=true", "data.multiturn.messages_key=chat", "ulysses_sequence_parallel_size=2"]
+    keys = ours(SFT[1], *words, version="0.6.1")
+    assert (keys["data.format"], keys["data.messages_key"], keys["trainer.n_gpus_per_node"]) == ("messages", "chat", 2)
+
+
+def test_other_engines_are_ours_with_the_same_sizes() -> None:
+    words = ["engine=veomni", "optim=veomni", "optim.lr=1e-5", "optim.lr_min=1e-6", "engine.ulysses_parallel_size=2"]
+    found = translated(SFT[0], *words, "engine.data_parallel_size=4", "engine.ep_size=8")
+    assert found.ours["optim.min_lr_ratio"] == pytest.approx(0.1)
+    assert found.ours["engine.ulysses_sequence_parallel_size"] == 2
+    assert any("FSDP2 trains in place of veomni" in one for one in found.notices)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["engine=megatron", "optim=megatron", "engine.tensor_model_parallel_size=2"], ["engine.strategy=megatron"]],
+)
+def test_megatron_is_one_sentence(words: list[str]) -> None:
+    refused = translated(SFT[0], *words, "optim.lr_decay_style=cosine").refused
+    assert len(refused) == 1
+    assert "Megatron-core is no training engine here" in str(refused[0])
+
+
+@pytest.mark.parametrize(
+    ("program", "words", "named"),
+    [
+        (SFT[0], ["engine.unheard=1"], "engine.unheard"),
+        (SFT[0], ["optim.optimizer=SGD"], "optim.optimizer"),
+        (SFT[0], ["optim.init_lr_ratio=0.1"], "optim.init_lr_ratio"),
+        (SFT[0], ["model.mtp.enable=True", "model.mtp.enable_train=True"], "sft_trainer"),
+        ("main_ppo", ["distillation.enabled=True", "distillation.unheard=1"], "main_ppo"),
+        ("main_ppo", ["actor_rollout_ref.actor.fsdp_config.qat.enable=True"], "main_ppo"),
+        ("main_ppo", ["+actor_rollout_ref.rollout.quantization=fp8"], "main_ppo"),
+        ("main_ppo", ["model_engine=megatron", "actor_rollout_ref.actor.megatron.unheard=2"], "main_ppo"),
+        ("main_ppo", ["--config-name=ppo_megatron_trainer.yaml"], "main_ppo"),
+        ("main_dapo", ["actor_rollout_ref.actor.strategy=megatron"], "main_dapo"),
+        (SFT[1], ["optim.lr_scheduler=wsd"], "optim.lr_scheduler_type"),
+        (SFT[1], ["data.custom_cls.path=x.py"], "data.custom_cls.path"),
+        ("verl.trainer.main_generation", ["rollout.n=4"], "rollout.n"),
+        ("verl.trainer.main_eval", ["data.unheard=4"], "data.unheard"),
+    ],
+)
+def test_what_would_mean_something_else_is_refused_by_name(program: str, words: list[str], named: str) -> None:
+    refused = translated(program, *words, version="0.6.1" if program == SFT[1] else VERSIONS[-1]).refused
+    assert [one.where.partition(" ")[0] for one in refused] == [named]
+
+
+def test_generation_and_grading_are_commands_here() -> None:
+    words = ["model.path=m", "data.path=p.parquet", "data.n_samples=3", "data.output_path=o.parquet"]
+    found = translated("verl.trainer.main_generation", *words, "rollout.top_k=50", "rollout.prompt_length=99")
+    assert found.ours.items() >= {
+        "actor_rollout_ref.model.path": "m", "data.val_files": "p.parquet", "actor_rollout_ref.rollout.n": 3,
+        "actor_rollout_ref.rollout.top_k": 50, "actor_rollout_ref.rollout.top_p": 0.7, "data.max_prompt_length": 99,
+        "data.max_response_length": 512, "data.truncation": "right", "data.val_batch_size": 128,
+    }.items()  # fmt: skip
+    assert found.options == {"output_path": "o.parquet"}
+    words = [
+        "data.train_files=[a.parquet]",
+        "+data.output_path=o.parquet",
+        "actor_rollout_ref.rollout.response_length=9",
+    ]
+    server = translated("verl.trainer.main_generation_server", *words, "actor_rollout_ref.rollout.top_k=50")
+    assert server.ours.items() >= {"data.val_files": ["a.parquet"], "data.max_response_length": 9}.items()
+    assert server.ours.get("actor_rollout_ref.rollout.top_k") != 50
+    assert any("does not pass it" in one for one in server.notices)
+    graded = translated("recipe.r1.main_eval", "data.path=o.parquet", "custom_reward_function.path=r.py")
+    assert graded.options == {"path": "o.parquet", "response_key": "responses", "reward_model_key": "reward_model"}
+    assert graded.ours["custom_reward_function.path"] == "r.py"
+
+
+def test_the_merger_takes_our_checkpoints_and_refuses_verls_shards(tmp_path: Path) -> None:
+    words = ["merge", "--backend", "fsdp", "--local_dir", str(tmp_path), "--target_dir", "out"]
+    assert translated("verl.model_merger", *words).options == {"argv": [str(tmp_path), "--output", "out"]}
+    (tmp_path / "model_world_size_2_rank_0.pt").touch()
+    (refused,) = translated("verl.model_merger", *words).refused
+    assert "shards of verl's FSDP" in str(refused)
+    assert translated("verl.model_merger", "merge", "--backend", "megatron", *words[3:5]).refused
+
+
+@pytest.mark.parametrize("program", [name for name, _, _ in OTHERS])
+def test_other_programs_are_answered_in_one_sentence(program: str) -> None:
+    (refused,) = translated(program, "trainer.unheard=1", "algorithm.adv_estimator=unheard").refused
+    assert refused.fix
+
+
+@pytest.mark.parametrize("module", ["verl.experimental.fully_async_policy.fully_async_main", "recipe.prime.main_prime",
+                                    "verl.experimental.one_step_off_policy.main_ppo", "verl.experimental.vla.main_ppo",
+                                    "recipe.dapo_transfer_queue.main_dapo"])  # fmt: skip
+def test_a_module_of_another_program_is_not_taken_for_main_ppo(module: str) -> None:
+    assert translated(module).refused
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("program", [*SFT, "verl.trainer.main_generation", "verl.trainer.main_eval"])
+def test_verls_default_of_each_leaf_is_taken_without_a_word(program: str, version: str) -> None:
+    entry = find_entry(program)
+    tree = defaults(entry.tree, version)
+    assert len(tree) > 5
+    for key, value in tree.items():
+        if value == MISSING or "${" in str(value) or key.endswith("_target_"):
+            continue
+        found = translate(entry, [f"{key}={json.dumps(value)}"], version)
+        assert (key, found.refused, found.notices) == (key, [], [])

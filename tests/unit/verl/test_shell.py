@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shell scripts: which commands they start, with which words, and what is said where that is not known."""
+
+from pathlib import Path
+
+import pytest
+
+from quadriga.cli.main import main
+from quadriga.errors import ConfigError
+from quadriga.verl.shell import commands, launched
+
+SCRIPT = r"""
+set -xeuo pipefail
+mode=${mode:-spmd}
+if [ "$mode" = "spmd" ]; then
+  COMMAND="torchrun --standalone --nnodes=${NNODES:-1} --nproc-per-node=${NUM:-4} -m verl.trainer.sft_trainer"
+elif [ "$mode" = other ]; then
+  COMMAND="python -m elsewhere"
+else
+  COMMAND="python -m nowhere"
+fi
+len=$((1024 * (2 + 3)))
+half=$((len / 2))   # a comment, it's one
+DATA=${DATA_HOME:-"${HOME}/verl"}
+name="$(basename "Qwen/Qwen2.5")-x"
+CONFIG="\
+    optim.betas="[0.9,0.95]" \
+    engine=fsdp"
+params=(
+    data.train_files="${DATA}/gsm8k/train.parquet"   # another
+    data.val_files="['a.parquet', 'b.parquet']"
+    trainer.logger=['console','wandb']
+)
+params+=(x.y=${len})
+[ "$mode" == spmd ] && extra=yes
+cat <<EOF > file
+$COMMAND is=text
+EOF
+PYTHONUNBUFFERED=1 $COMMAND \
+    "${params[@]}" \
+    ${CONFIG} a.half=$half \
+    trainer.experiment_name=${name} e="" extra=${extra:-no} $@ 2>&1 | tee log.txt
+"""
+
+
+def words_of(text: str, **environment: str) -> list[str]:
+    """Of the last command but what is behind a pipe."""
+    *_, command = [one for one in commands(text, environment) if one.words[:1] != ["tee"]]
+    assert command.problems == []
+    return command.words
+
+
+def problems_of(text: str) -> list[str]:
+    return commands(text, {})[-1].problems
+
+
+def test_a_script_is_read_as_a_shell_reads_it() -> None:
+    assert words_of(SCRIPT, HOME="/h") == [
+        "torchrun", "--standalone", "--nnodes=1", "--nproc-per-node=4", "-m", "verl.trainer.sft_trainer",
+        "data.train_files=/h/verl/gsm8k/train.parquet", "data.val_files=['a.parquet', 'b.parquet']",
+        "trainer.logger=[console,wandb]", "x.y=5120", "optim.betas=[0.9,0.95]", "engine=fsdp", "a.half=2560",
+        "trainer.experiment_name=Qwen2.5-x", "e=", "extra=yes",
+    ]  # fmt: skip
+    assert words_of(SCRIPT, HOME="/", mode="other", DATA_HOME="/d")[:4] == [
+        "python", "-m", "elsewhere", "data.train_files=/d/gsm8k/train.parquet",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("run a=$X b=${Y} c=${Z:-z}", ["X is not set (line 1)", "Y is not set (line 1)"]),
+        ("for i in 1 2; do\n X=$i\ndone\nrun $X", ["X is set in line 2, under a condition that is not decided here"]),
+        ("f() {\n X=1\n}\nrun ${X:-2}", ["X is set in line 2, under a condition that is not decided here"]),
+        ("case $1 in\n a) X=1;;\nesac\nrun $X", ["X is set in line 2, under a condition that is not decided here"]),
+        ("if [ -f /x ]; then X=1; fi\nrun $X", ["X is set in line 1, under a condition that is not decided here"]),
+        ("X=$(nvidia-smi -L)\nrun $X", ["$(nvidia-smi -L) is not run here (line 1)"]),
+        ("X=a\nrun ${X%%b}", ["${X%%b} is more than is read here (line 2)"]),
+        ("exit 1\nrun a", ["the script ends in line 1, before this command"]),
+        (
+            "for i in 1 2; do\n run a=1\ndone",
+            ["it is in a loop, a function or under a condition that is not decided here"],
+        ),
+    ],
+)
+def test_what_is_not_known_is_told_by_line(text: str, said: list[str]) -> None:
+    assert problems_of(text) == said
+
+
+def test_a_quote_without_its_end_is_told_by_line() -> None:
+    with pytest.raises(ConfigError, match=r"line 2: got a quote or bracket without its end"):
+        commands('run a\nrun "b\n', {})
+
+
+def test_words_behind_a_launcher() -> None:
+    assert launched(["torchrun", "--nnodes", "2", "--nproc_per_node=8", "-m", "verl.trainer.sft_trainer", "a=1"]) == (
+        "verl.trainer.sft_trainer", ["trainer.nnodes=2", "trainer.n_gpus_per_node=8", "a=1"],
+    )  # fmt: skip
+    assert launched(["python3", "-u", "recipe/dapo/main_dapo.py", "a=1"]) == ("recipe/dapo/main_dapo.py", ["a=1"])
+    ray = ["ray", "job", "submit", "--working-dir", ".", "--", "python3", "-m", "recipe.dapo.main_dapo", "a=1"]
+    assert launched(ray) == ("recipe.dapo.main_dapo", ["a=1"])
+    assert launched(["mkdir", "-p", "x"]) is None
+
+
+def test_a_script_becomes_a_commented_yaml(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text("LR=2e-5\ntorchrun --nproc_per_node=2 -m verl.trainer.sft_trainer optim.lr=$LR model.path=m \\\n"
+                      " optim.clip_grad=0.5 model.use_remove_padding=True\n")  # fmt: skip
+    assert main(["config", "translate", str(script)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"# {script}, line 2: sft_trainer of verl. `quadriga sft --config THIS_FILE`"
+    assert "  grad_clip: 0.5  # optim.clip_grad" in lines
+    assert "  lr: 2.0e-05" in lines
+    assert "  n_gpus_per_node: 2" in lines
+    written = tmp_path / "ours.yaml"
+    written.write_text("\n".join(lines))
+    assert main(["sft", "--config", str(written), "--show"]) == 0
+    script.write_text("python -m verl.trainer.main_ppo a=$NAME\npython -m verl.trainer.main_eval\n")
+    assert main(["config", "translate", str(script)]) == 2
+    assert "got commands of verl's in lines 1, 2, expected one. Name one with --line" in capsys.readouterr().err
+    assert main(["config", "translate", str(script), "--line", "1"]) == 2
+    assert "NAME is not set (line 1)" in capsys.readouterr().err
