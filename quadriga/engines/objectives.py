@@ -89,6 +89,9 @@ class PolicyObjective(Objective):
         self._needs_old_log_prob = "old_log_prob" in self.policy_loss.fields
         self._takes_weights = "rollout_is_weights" in options(self.policy_loss.function)
         """Whether the loss itself multiplies by the importance weights of the rollout."""
+        function = getattr(self.policy_loss.function, "func", self.policy_loss.function)
+        self._is_users = not function.__module__.startswith("quadriga.algorithms.")
+        """Whether what the loss returns is looked at: a user's."""
         self._columns = set(self.policy_loss.fields) - {"log_prob", "old_log_prob"}
         """What the loss reads of the batch; `log_prob` and, where it has no old log-probs, those are the model's."""
 
@@ -148,7 +151,7 @@ class PolicyObjective(Objective):
         if weights is not None and self._takes_weights:
             fields["rollout_is_weights"] = weights
         result = self.policy_loss.function(**fields, log_prob=log_prob)
-        losses, diagnostics = check_losses(self.policy_loss.name, result, mask)
+        losses, diagnostics = check_losses(self.policy_loss.name, result, mask) if self._is_users else result
         if weights is not None and not self._takes_weights:
             losses = losses * weights
         aggregate = partial(

@@ -233,7 +233,8 @@ def read_config(path: Path, base: dict[str, dict[str, Any]], problems: list[Conf
     """
     own, _ = read_yaml(path, problems)
     tree, merged = Tree(), False
-    folders = [path.parent, *_search_path(own, path.parent)]
+    named = [str(one) for one in (own.get("hydra") or {}).get("searchpath") or [] if not str(one).startswith("pkg://")]
+    folders = [path.parent, *(Path(one.removeprefix("file://")) for one in named)]
     for entry in own.get("defaults") or []:
         if entry == "_self_":
             tree.put("", {name: value for name, value in own.items() if name not in ("defaults", "hydra")})
@@ -246,11 +247,6 @@ def read_config(path: Path, base: dict[str, dict[str, Any]], problems: list[Conf
     if not merged:
         tree.put("", {name: value for name, value in own.items() if name not in ("defaults", "hydra")})
     return tree
-
-
-def _search_path(own: dict[str, Any], folder: Path) -> list[Path]:
-    given = (own.get("hydra") or {}).get("searchpath") or []
-    return [Path(str(one).removeprefix("file://")) for one in given if not str(one).startswith("pkg://")]
 
 
 def _named(

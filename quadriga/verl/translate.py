@@ -173,7 +173,7 @@ class Line:
             case ">":
                 target = iter(parts)
                 self.take(re.sub(r"\*|<\w+>", lambda _: next(target), rule.argument), value)
-            case "@" if self._lacks_number(value):
+            case "@" if isinstance(value, str) and value not in WORDS and _is_number(self._default_of(self.written)):
                 self.refuse("a number", _UNSET if value == "" else rule.sentence.strip("-"))
             case "@":
                 FUNCTIONS[rule.argument](self, key, value)
@@ -189,10 +189,6 @@ class Line:
                 if self.is_changed(self.written) and not _among(value, rule.argument):
                     known = [as_text(one) for one in rule.argument if one is not None]
                     self.refuse(known[0] if known else "the key left out", rule.sentence)
-
-    def _lacks_number(self, value: Any) -> bool:
-        """Whether text stands where verl's default is a number."""
-        return isinstance(value, str) and value not in WORDS and _is_number(self._default_of(self.written))
 
     def take_ours(self, key: str, value: Any) -> None:
         """Takes a key that is one of ours as it is; refuses one that nobody knows."""

