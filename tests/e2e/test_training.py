@@ -71,7 +71,9 @@ def test_old_log_prob_pass_changes_no_number(train: Train, metric_lines: Lines, 
         "def with_old(token_level_rewards, response_mask, uid, old_log_probs):\n"
         "    return grpo(token_level_rewards, response_mask, uid)\n",
     )
-    options = ("trainer.total_training_steps=4", "actor_rollout_ref.rollout.n=4")
+    # Without the pass the entropy is of the rows that are computed, unless it is asked of all.
+    options = ("actor_rollout_ref.rollout.n=4", "actor_rollout_ref.actor.calculate_entropy=true")
+    options = (*options, "trainer.total_training_steps=4")
     without = metric_lines(train(*options, run="without"))
     with_pass = metric_lines(train(*options, f"algorithm.adv_estimator={estimator}:with_old", run="with"))
     assert len(with_pass) == len(without) == 4

@@ -36,6 +36,7 @@ def without_numbers(text: str) -> list[str]:
     """Lines of output without what depends on the clock, the machine's load and where the run is."""
     lines = [line for line in text.splitlines() if not line.startswith("notice: ")]
     lines = [re.sub(r"\s+mfu .*", "", line).replace("together", "local") for line in lines]
+    lines = [re.sub("^done: [^,]+,", "done:", line) for line in lines]
     return [
         line for line in lines if " ━" not in line and not re.match(r"start-up +[\d.]+ s|  pool |state copies: ", line)
     ]
