@@ -67,6 +67,24 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByFile(config, log)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _algorithms_as_before() -> Iterator[None]:
+    """What a file's tests register ends with them."""
+    known = {id(one): set(one) for one in _registries()}
+    yield
+    for one in _registries():
+        for name in set(one) - known.get(id(one), set(one)):
+            del one[name]
+
+
+def _registries() -> tuple[dict[str, Any], ...]:
+    # Not imported for this: tests of what needs no torch run without it.
+    if "quadriga.algorithms.core_algos" not in sys.modules:
+        return ()
+    registry = sys.modules["quadriga.algorithms.registry"]
+    return registry.ADVANTAGES, registry.POLICY_LOSSES
+
+
 @pytest.fixture
 def verl_names(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """`import verl` finds our names."""

@@ -157,7 +157,7 @@ def _verl_keys(task: str) -> frozenset[str]:
 
 def is_key_of_verl(key: str, task: str) -> bool:
     """Whether verl's program for a task has a leaf of this name, or one under it; the table is read on first use."""
-    return any(one == key or one.startswith(f"{key}.") or key.startswith(f"{one}.") for one in _verl_keys(task))
+    return any(one == key or one.startswith(f"{key}.") for one in _verl_keys(task))
 
 
 def keys_text(words: Sequence[str] = (), task: str = "rl") -> str:

@@ -20,9 +20,10 @@ def cpuinfo(tmp_path, monkeypatch):
 
 def test_memory_that_is_touched_is_seen_and_the_peak_stays():
     before, _ = resident_bytes()
-    block = torch.ones(64 * 1024**2, dtype=torch.uint8)
+    block = torch.ones(512 * 1024**2, dtype=torch.uint8)
     held, peak = resident_bytes()
-    assert 48 * 1024**2 < held - before < 256 * 1024**2
+    # What tests before have freed may be given back meanwhile.
+    assert 384 * 1024**2 < held - before < 640 * 1024**2
     # The kernel sums these counters over the cores now and then, so two readings differ by some pages.
     slack = 4 * 1024**2
     assert peak >= held - slack

@@ -42,7 +42,9 @@ def test_a_taken_name_is_refused(names):
 
 def test_an_unknown_name_is_answered_with_those_there_are(names):
     register("mine")(Mine)
-    with pytest.raises(RewardError, match="got yours, expected one of batch, dapo, judge, mine, naive, prime"):
+    with pytest.raises(
+        RewardError, match="got yours, expected one of batch, dapo, in_process, judge, mine, naive, prime"
+    ):
         get_reward_manager_cls("yours")
 
 

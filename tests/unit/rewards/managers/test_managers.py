@@ -156,7 +156,7 @@ def test_mistakes_in_the_configuration_show_at_construction(manager):
         ConfigError, match=r"got max_resp_len, expected options of the reward manager naive \(it has none\)"
     ):
         manager(reward_kwargs={"max_resp_len": 4})
-    with pytest.raises(RewardError, match="got limited, expected one of batch, dapo, judge, naive, prime"):
+    with pytest.raises(RewardError, match="got limited, expected one of batch, dapo, in_process, judge, naive, prime"):
         manager(reward_manager="limited")
     with pytest.raises(ConfigError, match="a function that grades lists"):
         manager(reward_manager="batch")
