@@ -112,9 +112,5 @@ def token_weights(
         return per_sequence / mask.sum(-1, keepdim=True).clamp(min=1)
     if loss_agg_mode == "seq-mean-token-sum-norm":
         return per_sequence / (loss_mask.shape[-1] if loss_scale_factor is None else loss_scale_factor)
-    raise ConfigError(
-        "loss_agg_mode",
-        got=repr(loss_agg_mode),
-        expected=f"one of {', '.join(LOSS_AGG_MODES)}",
-        fix=did_you_mean(loss_agg_mode, LOSS_AGG_MODES),
-    )
+    fix = did_you_mean(loss_agg_mode, LOSS_AGG_MODES)
+    raise ConfigError("loss_agg_mode", got=repr(loss_agg_mode), expected=f"one of {', '.join(LOSS_AGG_MODES)}", fix=fix)

@@ -63,12 +63,8 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
     """
     kind = kl_penalty
     if kind not in KL_PENALTIES:
-        raise ConfigError(
-            "kl_penalty",
-            got=repr(kind),
-            expected=f"one of {', '.join(_ESTIMATES)}, each also with a +",
-            fix=did_you_mean(kind, KL_PENALTIES),
-        )
+        expected = f"one of {', '.join(_ESTIMATES)}, each also with a +"
+        raise ConfigError("kl_penalty", got=repr(kind), expected=expected, fix=did_you_mean(kind, KL_PENALTIES))
     difference = logprob - ref_logprob
     value = _ESTIMATES[kind.removesuffix("+")](difference)
     if not kind.endswith("+"):
@@ -95,12 +91,9 @@ class KLController:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state; a state of another kind of controller is an error."""
         if state.get("type") != self.kind:
-            raise CheckpointError(
-                "KL controller",
-                got=f"the state of type {state.get('type')!r}",
-                expected=repr(self.kind),
-                fix="Resume with the algorithm.kl_ctrl.type that the checkpoint was written with.",
-            )
+            got = f"the state of type {state.get('type')!r}"
+            fix = "Resume with the algorithm.kl_ctrl.type that the checkpoint was written with."
+            raise CheckpointError("KL controller", got=got, expected=repr(self.kind), fix=fix)
 
 
 FixedKLController = KLController

@@ -39,12 +39,8 @@ def pf_ppo_weights(scores: Tensor, reweight_method: str, weight_pow: float = 2.0
     elif reweight_method == "max_random":
         weights = torch.where(is_best, _OF_THE_BEST, _OF_OTHERS).to(scores.dtype)
     else:
-        raise ConfigError(
-            "algorithm.pf_ppo.reweight_method",
-            got=repr(reweight_method),
-            expected=f"one of {', '.join(REWEIGHT_METHODS)}",
-            fix=did_you_mean(reweight_method, REWEIGHT_METHODS),
-        )
+        where, fix = "algorithm.pf_ppo.reweight_method", did_you_mean(reweight_method, REWEIGHT_METHODS)
+        raise ConfigError(where, got=repr(reweight_method), expected=f"one of {', '.join(REWEIGHT_METHODS)}", fix=fix)
     return weights if weights.any() else torch.ones_like(weights)
 
 

@@ -170,12 +170,8 @@ class Registry(dict[str, Callable[..., Any]]):
                 for one in (function, self.get(str(name), function))
             ]
             if homes[0] != homes[1]:
-                raise ConfigError(
-                    where,
-                    got=f"{homes[0]} and {homes[1]}",
-                    expected="one function per name",
-                    fix="Register yours under another name.",
-                )
+                fix = "Register yours under another name."
+                raise ConfigError(where, got=f"{homes[0]} and {homes[1]}", expected="one function per name", fix=fix)
             self[str(name)] = function
             if needs_advantage:
                 self.needing_advantage.add(str(name))
@@ -273,30 +269,21 @@ def estimate_advantages(
     names = required_fields(estimator)
     fields = {"rollout_is_weights": torch.ones(fields["response_mask"].shape), **fields}
     if missing := [name for name in names if name not in fields]:
-        raise ConfigError(
-            _ESTIMATOR,
-            got=f"an estimator that reads {', '.join(missing)}",
-            expected=f"fields of the batch: {', '.join(sorted(fields))}",
-            fix="Name its positional parameters after fields; put options after a `*`.",
-        )
+        got = f"an estimator that reads {', '.join(missing)}"
+        fix = "Name its positional parameters after fields; put options after a `*`."
+        raise ConfigError(_ESTIMATOR, got=got, expected=f"fields of the batch: {', '.join(sorted(fields))}", fix=fix)
     result, mask = estimator(*(fields[name] for name in names)), fields["response_mask"].bool()
     if not (isinstance(result, tuple) and len(result) == 2 and all(isinstance(part, Tensor) for part in result)):
         raise ConfigError(_ESTIMATOR, got=f"a {type(result).__name__}", expected="two tensors: advantages, returns")
     for name, values in zip(("advantages", "returns"), result, strict=True):
         if values.shape != mask.shape:
-            raise ConfigError(
-                _ESTIMATOR,
-                got=f"{name} of shape {list(values.shape)}",
-                expected=f"{list(mask.shape)}, one value per token of the response",
-                fix="A value per sequence becomes one per token by `values[:, None] * response_mask`.",
-            )
+            expected = f"{list(mask.shape)}, one value per token of the response"
+            fix = "A value per sequence becomes one per token by `values[:, None] * response_mask`."
+            raise ConfigError(_ESTIMATOR, got=f"{name} of shape {list(values.shape)}", expected=expected, fix=fix)
         if num_bad := int((~torch.isfinite(values.masked_fill(~mask, 0))).any(-1).sum()):
-            raise ConfigError(
-                _ESTIMATOR,
-                got=f"{name} that are not finite in {num_bad} of {len(mask)} sequences",
-                expected="finite numbers",
-                fix="Look for a division by zero, such as by the deviation of a group whose scores are all alike.",
-            )
+            got = f"{name} that are not finite in {num_bad} of {len(mask)} sequences"
+            fix = "Look for a division by zero, such as by the deviation of a group whose scores are all alike."
+            raise ConfigError(_ESTIMATOR, got=got, expected="finite numbers", fix=fix)
     return result[0].masked_fill(~mask, 0), result[1].masked_fill(~mask, 0)
 
 
@@ -316,12 +303,9 @@ def check_losses(name: str, result: Any, mask: Tensor) -> tuple[Tensor, Mapping[
     for part, values in {"losses": result[0], **result[1]}.items():
         if not isinstance(values, Tensor) or values.shape != mask.shape:
             shape = f" of shape {list(values.shape)}" if isinstance(values, Tensor) else ""
-            raise ConfigError(
-                where,
-                got=f"{part}, a {type(values).__name__}{shape}",
-                expected=f"a tensor of shape {list(mask.shape)}, one value per token of the response",
-                fix=f"Leave the mean to the engine, which counts over all micro-batches and ranks. {_AS_VERL}",
-            )
+            expected = f"a tensor of shape {list(mask.shape)}, one value per token of the response"
+            fix = f"Leave the mean to the engine, which counts over all micro-batches and ranks. {_AS_VERL}"
+            raise ConfigError(where, got=f"{part}, a {type(values).__name__}{shape}", expected=expected, fix=fix)
     return result
 
 
@@ -337,20 +321,15 @@ def _check_signature(function: Callable[..., Any], where: str) -> None:
                 "One by verl's contract runs with QUADRIGA_VERL=1.",
             )
         if parameter.kind in _FIELD_KINDS and parameter.default is not Parameter.empty:
-            raise ConfigError(
-                where,
-                got=f"the positional parameter {parameter.name!r} with a default",
-                expected="positional parameters without one, since they are fields of the batch",
-                fix=f"Put a `*` before {parameter.name!r} to make it an option.",
-            )
+            got = f"the positional parameter {parameter.name!r} with a default"
+            expected = "positional parameters without one, since they are fields of the batch"
+            fix = f"Put a `*` before {parameter.name!r} to make it an option."
+            raise ConfigError(where, got=got, expected=expected, fix=fix)
 
 
 def _check_options(given: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
     for name in given:
         if name not in known:
-            raise ConfigError(
-                where,
-                got=f"the option {name!r}",
-                expected=f"one of {', '.join(known)}" if known else "no option: this algorithm has none",
-                fix=did_you_mean(name, known) or "Leave it out.",
-            )
+            got = f"the option {name!r}"
+            expected = f"one of {', '.join(known)}" if known else "no option: this algorithm has none"
+            raise ConfigError(where, got=got, expected=expected, fix=did_you_mean(name, known) or "Leave it out.")

@@ -149,12 +149,9 @@ def _resolve(name: str, cache: Path, where: str) -> list[Path]:
         raise
     except Exception as error:
         # Each store has exceptions of its own; whatever it says, the user needs to know which file it is about.
-        raise DataError(
-            where,
-            got=f"{name!r}: {type(error).__name__}: {error}",
-            expected="a file that fsspec can open",
-            fix="Check the address, the credentials, and that the package for this kind of store is installed.",
-        ) from error
+        got = f"{name!r}: {type(error).__name__}: {error}"
+        fix = "Check the address, the credentials, and that the package for this kind of store is installed."
+        raise DataError(where, got=got, expected="a file that fsspec can open", fix=fix) from error
     for path in map(Path, found):
         if path.is_dir():
             fix = f"Name its files, as in {path}/*.parquet."
@@ -181,12 +178,8 @@ def make_directory(path: Path, *, where: str) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise DataError(
-            where,
-            got=f"{path} ({error.strerror or error})",
-            expected="a directory that can be created and written",
-            fix="Choose another directory or change its permissions.",
-        ) from error
+        got, fix = f"{path} ({error.strerror or error})", "Choose another directory or change its permissions."
+        raise DataError(where, got=got, expected="a directory that can be created and written", fix=fix) from error
     return path
 
 
@@ -212,12 +205,9 @@ def written_aside(target: Path, *, where: str) -> Iterator[Path]:
         else:
             os.replace(draft, target)
     except OSError as error:
-        raise DataError(
-            where,
-            got=f"{target} ({error.strerror or error})",
-            expected="a place that can be written",
-            fix="Free some space, change the permissions, or choose another directory.",
-        ) from error
+        got = f"{target} ({error.strerror or error})"
+        fix = "Free some space, change the permissions, or choose another directory."
+        raise DataError(where, got=got, expected="a place that can be written", fix=fix) from error
     finally:
         if draft.is_dir():
             shutil.rmtree(draft)

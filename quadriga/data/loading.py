@@ -83,12 +83,9 @@ def create_rl_dataset(
     takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     taken = {name: value for name, value in optional.items() if takes_all or name in parameters}
     if max_samples >= 0 and "max_samples" not in taken:
-        raise DataError(
-            f"data.{'train' if is_train else 'val'}_max_samples",
-            got=f"{max_samples}, which {cls.__name__} does not take",
-            expected="-1 with this class",
-            fix=f"Give {cls.__name__}.__init__ a parameter max_samples, or leave the key out.",
-        )
+        where, expected = f"data.{'train' if is_train else 'val'}_max_samples", "-1 with this class"
+        fix = f"Give {cls.__name__}.__init__ a parameter max_samples, or leave the key out."
+        raise DataError(where, got=f"{max_samples}, which {cls.__name__} does not take", expected=expected, fix=fix)
     return cls(data_files=data_paths, tokenizer=tokenizer, config=data_config, processor=processor, **taken)
 
 
@@ -99,12 +96,9 @@ def _check_hooks(cls: type, where: str) -> None:
     own = [one for one in cls.__mro__ if not one.__module__.startswith("quadriga.")]
     is_verls = any(one.__module__.startswith("quadriga.compat.") for one in cls.__mro__)
     if not is_verls and (found := sorted(_VERL_HOOKS & {name for one in own for name in vars(one)})):
-        raise ConfigError(
-            where,
-            got=f"{cls.__name__}, which overrides {', '.join(found)}",
-            expected="methods that quadriga.data.RLHFDataset has",
-            fix="Override __getitem__; or derive from verl.utils.dataset.RLHFDataset, with QUADRIGA_VERL=1.",
-        )
+        got = f"{cls.__name__}, which overrides {', '.join(found)}"
+        fix = "Override __getitem__; or derive from verl.utils.dataset.RLHFDataset, with QUADRIGA_VERL=1."
+        raise ConfigError(where, got=got, expected="methods that quadriga.data.RLHFDataset has", fix=fix)
 
 
 def create_rl_sampler(data_config: DataConfig, dataset: Dataset, is_train: bool = True) -> Sampler:
@@ -132,12 +126,9 @@ def create_rl_sampler(data_config: DataConfig, dataset: Dataset, is_train: bool 
         module = import_file(custom.class_path, "data.sampler")
         cls: type[Any] = member_of(module, custom.class_name, "data.sampler", base=Sampler)
         if hasattr(cls, "update") and data_config.dataloader_num_workers > 0:
-            raise DataError(
-                "data.dataloader_num_workers",
-                got=str(data_config.dataloader_num_workers),
-                expected=f"0 with {cls.__name__}, which learns from each batch",
-                fix="Worker processes would fetch rows before the sampler has seen the batch before them.",
-            )
+            where, got = "data.dataloader_num_workers", str(data_config.dataloader_num_workers)
+            fix = "Worker processes would fetch rows before the sampler has seen the batch before them."
+            raise DataError(where, got=got, expected=f"0 with {cls.__name__}, which learns from each batch", fix=fix)
         if hasattr(cls, "update") and not hasattr(cls, "state_dict"):
             print(
                 f"data.sampler: {cls.__name__} has update() and no state_dict(): a resumed run draws other rows than "
@@ -165,12 +156,9 @@ def create_dataloader(
         raise DataError("data", got="a data set without rows", expected="at least one row", fix="Check the files.")
     size = num_rows if batch_size is None else batch_size
     if drop_last and size > num_rows:
-        raise DataError(
-            "data.train_batch_size",
-            got=f"{size} prompts a batch from a data set of {num_rows}",
-            expected=f"at most {num_rows}",
-            fix="Lower it, or add data: not one full batch could be made.",
-        )
+        got = f"{size} prompts a batch from a data set of {num_rows}"
+        fix = "Lower it, or add data: not one full batch could be made."
+        raise DataError("data.train_batch_size", got=got, expected=f"at most {num_rows}", fix=fix)
     with warnings.catch_warnings():
         # torchdata calls a function that newer versions of torch only keep for its sake; the warning is of no use.
         warnings.filterwarnings("ignore", message="'set_vital' is deprecated")

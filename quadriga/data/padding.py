@@ -107,12 +107,9 @@ def collate_fn(data_list: Sequence[Mapping[str, Any]]) -> dict[str, Tensor | np.
     for position, row in enumerate(data_list):
         if set(row) != set(keys):
             odd = ", ".join(sorted(set(row) ^ set(keys)))
-            raise DataError(
-                "collate_fn",
-                got=f"row {position} of the batch and row 0, of which only one has {odd}",
-                expected="the same keys in every row",
-                fix="Let the data set give each row every key, with None where there is no value.",
-            )
+            got = f"row {position} of the batch and row 0, of which only one has {odd}"
+            fix = "Let the data set give each row every key, with None where there is no value."
+            raise DataError("collate_fn", got=got, expected="the same keys in every row", fix=fix)
     columns: dict[str, Tensor | np.ndarray] = {}
     for key in keys:
         values = [row[key] for row in data_list]

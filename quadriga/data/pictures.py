@@ -84,12 +84,8 @@ def _opened(value: Any, folder: Path, where: str) -> Iterator[Any]:
             got, limit = f"an image that is too large ({reason})", f"at most {Image.MAX_IMAGE_PIXELS} pixels"
             raise DataError(where, got=got, expected=limit, fix="Make it smaller.") from error
         described = f"{source.getbuffer().nbytes} bytes" if isinstance(source, io.BytesIO) else str(source)
-        raise DataError(
-            where,
-            got=f"{described}, which is no image that can be read ({reason})",
-            expected="a whole image file of a format that Pillow knows",
-            fix="Correct or leave out the row.",
-        ) from error
+        got, fix = f"{described}, which is no image that can be read ({reason})", "Correct or leave out the row."
+        raise DataError(where, got=got, expected="a whole image file of a format that Pillow knows", fix=fix) from error
 
 
 def _source(value: Any, folder: Path, where: str) -> Any:
@@ -105,29 +101,19 @@ def _source(value: Any, folder: Path, where: str) -> Any:
     if isinstance(value, bytes):
         return io.BytesIO(value)
     if not isinstance(value, str | Path):
-        raise DataError(
-            where,
-            got=f"the image {shortened(value)}",
-            expected='a path, the bytes of an image file, {"bytes": ...}, {"path": ...}, {"image": ...} or a PIL image',
-            fix="Correct the row, or set data.image_key to the column that holds the images.",
-        )
+        expected = 'a path, the bytes of an image file, {"bytes": ...}, {"path": ...}, {"image": ...} or a PIL image'
+        fix = "Correct the row, or set data.image_key to the column that holds the images."
+        raise DataError(where, got=f"the image {shortened(value)}", expected=expected, fix=fix)
     text = str(value)
     plain = text.removeprefix(_FILE_URL)
     if "://" in plain or plain.startswith("data:"):
-        raise DataError(
-            where,
-            got=f"the URL {shortened(text)}",
-            expected="a path, or the bytes of the file",
-            fix="Fetch the images first: a run reads no image from elsewhere.",
-        )
+        fix = "Fetch the images first: a run reads no image from elsewhere."
+        raise DataError(where, got=f"the URL {shortened(text)}", expected="a path, or the bytes of the file", fix=fix)
     path = Path(plain).expanduser()
     candidates = [path] if path.is_absolute() else [folder / path, path]
     for candidate in candidates:
         if candidate.is_file():
             return candidate
-    raise DataError(
-        where,
-        got=f"the image {shortened(text)}, which is not there",
-        expected=f"a file, here: {' or '.join(str(one) for one in candidates)}",
-        fix="Correct the path; one that is not absolute starts at the data file's folder, or else the working one.",
-    )
+    got = f"the image {shortened(text)}, which is not there"
+    fix = "Correct the path; one that is not absolute starts at the data file's folder, or else the working one."
+    raise DataError(where, got=got, expected=f"a file, here: {' or '.join(str(one) for one in candidates)}", fix=fix)

@@ -180,12 +180,9 @@ class RLHFDataset(FileDataset):
         config, every = self.config, self._lengths()
         rows = np.flatnonzero(every <= config.max_prompt_length)
         if len(rows) == 0:
-            raise DataError(
-                self._key,
-                got=f"prompts of {every.min()} to {every.max()} tokens",
-                expected=f"at least one of at most data.max_prompt_length={config.max_prompt_length}",
-                fix="Raise that length.",
-            )
+            got = f"prompts of {every.min()} to {every.max()} tokens"
+            expected = f"at least one of at most data.max_prompt_length={config.max_prompt_length}"
+            raise DataError(self._key, got=got, expected=expected, fix="Raise that length.")
         if left_out := len(every) - len(rows):
             limit = f"{config.max_prompt_length} tokens"
             print(f"{self._key}: {left_out} of {len(every)} prompts are over {limit} and left out.", flush=True)

@@ -61,12 +61,9 @@ class RMDataset(TokenizedRows[Pair]):
             before = [] if prompt is None else as_messages(prompt, where=place)
             if isinstance(response, str):
                 if not before:
-                    raise DataError(
-                        place,
-                        got="a response in text, without a prompt",
-                        expected="a prompt in the same row, or a whole chat",
-                        fix="Name the column of the prompts with data.prompt_key.",
-                    )
+                    got = "a response in text, without a prompt"
+                    fix = "Name the column of the prompts with data.prompt_key."
+                    raise DataError(place, got=got, expected="a prompt in the same row, or a whole chat", fix=fix)
                 messages = [*before, {"role": ASSISTANT, "content": response}]
             else:
                 chat = chat_of_row(response, where=place)
@@ -74,12 +71,8 @@ class RMDataset(TokenizedRows[Pair]):
                 messages = chat if chat[: len(before)] == before else [*before, *chat]
             parts += prompt_and_response(messages, self.encoder, where=place)
         if parts[0].text != parts[2].text:
-            raise DataError(
-                where,
-                got="two responses to different prompts",
-                expected="responses to one prompt: chats that differ in the last turn only",
-                fix="Correct the row.",
-            )
+            expected = "responses to one prompt: chats that differ in the last turn only"
+            raise DataError(where, got="two responses to different prompts", expected=expected, fix="Correct the row.")
         return parts
 
     def made(self, parts: Sequence[TextPart], tokens: Sequence[list[int]], where: str) -> Pair:
@@ -88,12 +81,8 @@ class RMDataset(TokenizedRows[Pair]):
             conversation(tokens[at : at + 2], [False, True], eos).ids[len(tokens[at]) :] for at in (0, 2)
         )
         if np.array_equal(chosen, rejected):
-            raise DataError(
-                where,
-                got=f"two equal responses, {parts[1].text[:60]!r}",
-                expected="a better one and a worse one",
-                fix="Leave the row out: nothing can be learned from it.",
-            )
+            got, expected = f"two equal responses, {parts[1].text[:60]!r}", "a better one and a worse one"
+            raise DataError(where, got=got, expected=expected, fix="Leave the row out: nothing can be learned from it.")
         return Pair(np.array(tokens[0], dtype=np.int32), chosen, rejected)
 
     def num_tokens(self, row: Pair) -> int:

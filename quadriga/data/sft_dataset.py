@@ -238,12 +238,8 @@ class SFTDataset(MultiTurnSFTDataset):
     def parts_of(self, row: dict[str, Any], where: str) -> list[TextPart]:
         prompt, response = row[self.config.prompt_key], row[self.config.response_key]
         if not isinstance(response, str):
-            raise DataError(
-                where,
-                got=f"the response {response!r}",
-                expected="text",
-                fix="Correct the row, or name the column with data.response_key.",
-            )
+            fix = "Correct the row, or name the column with data.response_key."
+            raise DataError(where, got=f"the response {response!r}", expected="text", fix=fix)
         messages = [*as_messages(prompt, where=where), {"role": ASSISTANT, "content": response}]
         return prompt_and_response(messages, self.encoder, where=where)
 
@@ -267,12 +263,9 @@ def text_parts(
     """
     turns = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
     if not turns:
-        raise DataError(
-            where,
-            got=f"a chat of {len(messages)} messages, none of them by the assistant",
-            expected="at least one: its tokens are what is learned",
-            fix="Leave the row out, or name the column of the whole chat with data.messages_key.",
-        )
+        got = f"a chat of {len(messages)} messages, none of them by the assistant"
+        fix = "Leave the row out, or name the column of the whole chat with data.messages_key."
+        raise DataError(where, got=got, expected="at least one: its tokens are what is learned", fix=fix)
     if turns[0] == 0:
         raise DataError(where, got="a chat that begins with the assistant", expected="a prompt before the response")
     own = encoder.template_kwargs | dict(options or {}) | ({"tools": list(tools)} if tools else {})
@@ -284,12 +277,9 @@ def text_parts(
         content = messages[turn].get("content")
         is_empty = not content.strip() if isinstance(content, str) else not content
         if is_empty and not messages[turn].get("tool_calls"):
-            raise DataError(
-                f"{where}, message {turn}",
-                got="an empty turn of the assistant",
-                expected="something to learn: text, or tool_calls",
-                fix="Correct the row or leave it out: the model would learn to respond with nothing.",
-            )
+            got, expected = "an empty turn of the assistant", "something to learn: text, or tool_calls"
+            fix = "Correct the row or leave it out: the model would learn to respond with nothing."
+            raise DataError(f"{where}, message {turn}", got=got, expected=expected, fix=fix)
         before = prompting.render(messages[:turn], where=where)
         after = complete.render(messages[: turn + 1], where=where)
         for shorter, longer in ((written, before), (before, after)):
@@ -337,10 +327,7 @@ def conversation(parts: Sequence[Sequence[int]], is_response: Sequence[bool], eo
 def chat_of_row(value: Any, *, where: str) -> Messages:
     """The messages of a row; DataError where there are none, or they are no chat."""
     if value is None or (isinstance(value, Sequence) and len(value) == 0):
-        raise DataError(
-            where,
-            got="no messages",
-            expected='a list such as [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]',
-            fix="Correct the row, or name the column that holds the chats with data.messages_key.",
-        )
+        expected = 'a list such as [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]'
+        fix = "Correct the row, or name the column that holds the chats with data.messages_key."
+        raise DataError(where, got="no messages", expected=expected, fix=fix)
     return as_messages(value, where=where)

@@ -35,12 +35,9 @@ def load_tokenizer(
     try:
         tokenizer = read_tokenizer(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
-        raise DataError(
-            f"tokenizer {path}",
-            got=str(error).strip().partition("\n")[0],
-            expected="a folder or hub name with a tokenizer that transformers can load",
-            fix="Check data.tokenizer and actor_rollout_ref.model.path.",
-        ) from error
+        where, expected = f"tokenizer {path}", "a folder or hub name with a tokenizer that transformers can load"
+        fix = "Check data.tokenizer and actor_rollout_ref.model.path."
+        raise DataError(where, got=str(error).strip().partition("\n")[0], expected=expected, fix=fix) from error
     if chat_template is not None:
         tokenizer.chat_template = chat_template if "{" in chat_template else _template_of(chat_template)
     check_tokenizer(tokenizer, str(path))
@@ -61,36 +58,24 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str, *, has_templa
     Errors and notices call it `name`; with `has_template` a chat template comes from elsewhere.
     """
     if not tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys():
-        raise DataError(
-            f"tokenizer {name}",
-            got="a vocabulary without a token: what transformers makes of a folder without a tokenizer",
-            expected="tokenizer.json, or the files of another kind of tokenizer",
-            fix="Copy them there, or set data.tokenizer to a folder that has them.",
-        )
+        where = f"tokenizer {name}"
+        got = "a vocabulary without a token: what transformers makes of a folder without a tokenizer"
+        fix = "Copy them there, or set data.tokenizer to a folder that has them."
+        raise DataError(where, got=got, expected="tokenizer.json, or the files of another kind of tokenizer", fix=fix)
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
-            raise DataError(
-                f"tokenizer {name}",
-                got="neither a pad token nor an end-of-sequence token",
-                expected="at least one of them",
-                fix='Set "pad_token" in its tokenizer_config.json.',
-            )
+            got = "neither a pad token nor an end-of-sequence token"
+            fix = 'Set "pad_token" in its tokenizer_config.json.'
+            raise DataError(f"tokenizer {name}", got=got, expected="at least one of them", fix=fix)
         tokenizer.pad_token = tokenizer.eos_token
         print(f"tokenizer {name}: it has no pad token; {tokenizer.eos_token!r}, the end of sequence, pads.", flush=True)
     if not (has_template or tokenizer.chat_template):
-        raise DataError(
-            f"tokenizer {name}",
-            got="no chat template",
-            expected="one, to turn chat messages into text",
-            fix=f"Set {_TEMPLATE}, or use the tokenizer of an instruct model.",
-        )
+        where, fix = f"tokenizer {name}", f"Set {_TEMPLATE}, or use the tokenizer of an instruct model."
+        raise DataError(where, got="no chat template", expected="one, to turn chat messages into text", fix=fix)
     if not has_template and _ignores_messages(tokenizer):
-        raise DataError(
-            f"chat template of tokenizer {name}",
-            got=f"{shortened(tokenizer.chat_template)}, which writes the same whatever the messages say",
-            expected="one that writes their content",
-            fix=f"Correct it, or set {_TEMPLATE} to another one.",
-        )
+        got = f"{shortened(tokenizer.chat_template)}, which writes the same whatever the messages say"
+        expected, fix = "one that writes their content", f"Correct it, or set {_TEMPLATE} to another one."
+        raise DataError(f"chat template of tokenizer {name}", got=got, expected=expected, fix=fix)
 
 
 def _ignores_messages(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -117,12 +102,9 @@ def as_messages(prompt: Any, *, where: str) -> Messages:
         isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in prompt
     )
     if not is_chat or not prompt:
-        raise DataError(
-            where,
-            got=f"the prompt {shortened(prompt)}",
-            expected='text, or a list of messages such as [{"role": "user", "content": "..."}]',
-            fix="Correct the row, or set data.prompt_key to the column that holds the chat.",
-        )
+        expected = 'text, or a list of messages such as [{"role": "user", "content": "..."}]'
+        fix = "Correct the row, or set data.prompt_key to the column that holds the chat."
+        raise DataError(where, got=f"the prompt {shortened(prompt)}", expected=expected, fix=fix)
     # A column of a parquet file gives each message the keys of all; those without a value were never meant.
     messages = [{key: value for key, value in message.items() if value is not None} for message in prompt]
     for message in messages:
@@ -143,12 +125,9 @@ class ChatEncoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]) -> None:
         for key in ("tokenize", "return_tensors", "return_dict", "padding", "truncation", "max_length"):
             if key in template_kwargs:
-                raise DataError(
-                    f"data.apply_chat_template_kwargs.{key}",
-                    got=repr(template_kwargs[key]),
-                    expected="arguments for the template only",
-                    fix="Remove it: how prompts are tokenized, cut and padded is decided by the keys of `data`.",
-                )
+                where, got = f"data.apply_chat_template_kwargs.{key}", repr(template_kwargs[key])
+                fix = "Remove it: how prompts are tokenized, cut and padded is decided by the keys of `data`."
+                raise DataError(where, got=got, expected="arguments for the template only", fix=fix)
         self.tokenizer = tokenizer
         self.template_kwargs = {"add_generation_prompt": True, **template_kwargs}
 
@@ -158,12 +137,10 @@ class ChatEncoder:
             text = self.tokenizer.apply_chat_template(messages, tokenize=False, **self.template_kwargs)
         except Exception as error:
             # A template is a program of the model's author: it may raise what it likes about messages that it dislikes.
-            raise DataError(
-                where,
-                got=f"messages that the chat template refuses ({type(error).__name__}: {error})",
-                expected="messages in the form that the model was trained on",
-                fix="Correct the row, or change data.apply_chat_template_kwargs.",
-            ) from error
+            got = f"messages that the chat template refuses ({type(error).__name__}: {error})"
+            expected = "messages in the form that the model was trained on"
+            fix = "Correct the row, or change data.apply_chat_template_kwargs."
+            raise DataError(where, got=got, expected=expected, fix=fix) from error
         try:
             str(text).encode()
         except UnicodeEncodeError as error:

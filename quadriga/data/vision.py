@@ -116,21 +116,15 @@ class VisionProcessor:
         """
         count = ids.count(self.image_token_id)
         if count != len(pictures):
-            raise DataError(
-                where,
-                got=f"{count} image tokens in the rendered prompt, for {len(pictures)} images",
-                expected="one for each",
-                fix="Take a chat template that renders content of type image, and no text with the token itself.",
-            )
+            got = f"{count} image tokens in the rendered prompt, for {len(pictures)} images"
+            fix = "Take a chat template that renders content of type image, and no text with the token itself."
+            raise DataError(where, got=got, expected="one for each", fix=fix)
         if self.video_token_id in ids:
             raise DataError(where, got="a video token", expected="text and images", fix="Leave videos out.")
         if pictures and ids[-1] == self.image_token_id:
-            raise DataError(
-                where,
-                got="a prompt that ends with an image",
-                expected="text behind it, as chat templates write it",
-                fix="Set add_generation_prompt in data.apply_chat_template_kwargs, or end the prompt with text.",
-            )
+            got = "a prompt that ends with an image"
+            fix = "Set add_generation_prompt in data.apply_chat_template_kwargs, or end the prompt with text."
+            raise DataError(where, got=got, expected="text behind it, as chat templates write it", fix=fix)
         inputs = self.inputs(pictures, where=where) if pictures else {}
         grids = inputs.get("image_grid_thw")
         expanded = self.expand(ids, grids)
@@ -184,12 +178,9 @@ def with_parts(messages: Messages, images: Sequence[Any], *, where: str) -> tupl
     own = [part.pop("image", None) for part in places if part["type"] == "image"]
     count = own.count(None)
     if count != len(images):
-        raise DataError(
-            where,
-            got=f"{count} {IMAGE} in the prompt, and {len(images)} images",
-            expected="one for each image, where it stands",
-            fix=f"Write {IMAGE} into the text for each image, and set data.image_key to the column that holds them.",
-        )
+        got = f"{count} {IMAGE} in the prompt, and {len(images)} images"
+        fix = f"Write {IMAGE} into the text for each image, and set data.image_key to the column that holds them."
+        raise DataError(where, got=got, expected="one for each image, where it stands", fix=fix)
     rest = iter(images)
     return result, [next(rest) if one is None else one for one in own]
 
@@ -228,12 +219,9 @@ def _parts(content: Any, where: str) -> Any:
         elif kind in ("image", "image_url") and len(images) == len(own) <= 1:
             parts += [{"type": "image", "image": image} for image in images or [None]]
         else:
-            raise DataError(
-                where,
-                got=f"the part {str(part)[:80]!r} of a message",
-                expected='{"type": "text", "text": ...}, {"type": "image"} or {"type": "image", "image": ...}',
-                fix="An image is a path, a file:// URL or the bytes of a file; video is not read.",
-            )
+            expected = '{"type": "text", "text": ...}, {"type": "image"} or {"type": "image", "image": ...}'
+            fix = "An image is a path, a file:// URL or the bytes of a file; video is not read."
+            raise DataError(where, got=f"the part {str(part)[:80]!r} of a message", expected=expected, fix=fix)
     return content if isinstance(content, str) and IMAGE not in content else parts
 
 
@@ -251,12 +239,9 @@ def load_processor(
     kind = "" if Path(path).is_file() else PretrainedConfig.get_config_dict(path)[0].get("model_type", "")
     if kind not in VISION_TYPES:
         if options:
-            raise DataError(
-                "data.mm_processor_kwargs",
-                got=f"{dict(options)} for {path}, a model of type {kind or 'unknown'}",
-                expected=f"a vision-language model: {', '.join(VISION_TYPES)}",
-                fix="Leave the key out.",
-            )
+            got = f"{dict(options)} for {path}, a model of type {kind or 'unknown'}"
+            expected = f"a vision-language model: {', '.join(VISION_TYPES)}"
+            raise DataError("data.mm_processor_kwargs", got=got, expected=expected, fix="Leave the key out.")
         return None
     where = f"image processor of {path}"
     require_pillow(where)
@@ -264,12 +249,8 @@ def load_processor(
     try:
         loaded = AutoImageProcessor.from_pretrained(path, trust_remote_code=trust_remote_code, **(options or {}))
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise DataError(
-            where,
-            got=str(error).strip().partition("\n")[0],
-            expected="preprocessor_config.json in the model's folder",
-            fix="Copy it from the model that this one was made of.",
-        ) from error
+        got, fix = str(error).strip().partition("\n")[0], "Copy it from the model that this one was made of."
+        raise DataError(where, got=got, expected="preprocessor_config.json in the model's folder", fix=fix) from error
     return VisionProcessor(loaded, settings.image_token_id, settings.video_token_id, str(path))
 
 

@@ -65,12 +65,10 @@ def load_causal_lm(
             trust_remote_code=trust_remote_code,
         )
     if missing := sorted(info["missing_keys"]):
-        raise EngineError(
-            f"model {path}",
-            got=f"no weights for {len(missing)} parameters, first {missing[0]}",
-            expected="all weights of the model; the missing ones would be random",
-            fix="Get the whole model, or take away what does not belong to it from its config.json.",
-        )
+        got = f"no weights for {len(missing)} parameters, first {missing[0]}"
+        expected = "all weights of the model; the missing ones would be random"
+        fix = "Get the whole model, or take away what does not belong to it from its config.json."
+        raise EngineError(f"model {path}", got=got, expected=expected, fix=fix)
     fuse(model)
     return model.to(device).eval()
 
@@ -156,12 +154,9 @@ def _explained(path: str | Path) -> Iterator[None]:
                 SafetensorFiles(sorted(Path(path).glob("*.safetensors")))
             except CheckpointError as damage:
                 got = f"{damage.where}, {damage.got}"
-        raise EngineError(
-            f"model {path}",
-            got=got,
-            expected="a folder or hub name that transformers can load as a causal language model",
-            fix="Check actor_rollout_ref.model.path; `quadriga prepare model NAME --output DIR` writes such a folder.",
-        ) from error
+        expected = "a folder or hub name that transformers can load as a causal language model"
+        fix = "Check actor_rollout_ref.model.path; `quadriga prepare model NAME --output DIR` writes such a folder."
+        raise EngineError(f"model {path}", got=got, expected=expected, fix=fix) from error
 
 
 def backbone(model: PreTrainedModel) -> nn.Module:

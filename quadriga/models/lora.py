@@ -123,12 +123,8 @@ def _inject(model: PreTrainedModel, shape: AdapterShape) -> None:
     try:
         peft = import_module("peft")
     except ImportError as error:
-        raise ConfigError(
-            "actor_rollout_ref.model.lora_rank",
-            got=f"an adapter, without a working peft ({error})",
-            expected="peft 0.17 or newer",
-            fix="pip install -e '.[peft]'",
-        ) from error
+        where, got = "actor_rollout_ref.model.lora_rank", f"an adapter, without a working peft ({error})"
+        raise ConfigError(where, got=got, expected="peft 0.17 or newer", fix="pip install -e '.[peft]'") from error
     head = model.get_output_embeddings()
     linear = [name for name, module in model.named_modules() if type(module) is nn.Linear and module is not head]
     config = peft.LoraConfig(
@@ -146,23 +142,18 @@ def _inject(model: PreTrainedModel, shape: AdapterShape) -> None:
     except ValueError as error:
         ends = list(dict.fromkeys(name.rpartition(".")[2] for name in linear))
         more = f" and {len(ends) - _NUM_NAMED} more" if len(ends) > _NUM_NAMED else ""
-        raise EngineError(
-            _TARGETS,
-            got=f"{shape.target_modules!r}: {str(error).partition(chr(10))[0].rstrip('( ')}",
-            expected=f"linear modules of this model: {', '.join(ends[:_NUM_NAMED])}{more}",
-            fix=f"Name some of them in a list, or set {ALL_LINEAR}. A whole name is like {next(iter(linear), 'none')}.",
-        ) from error
+        got = f"{shape.target_modules!r}: {str(error).partition(chr(10))[0].rstrip('( ')}"
+        expected = f"linear modules of this model: {', '.join(ends[:_NUM_NAMED])}{more}"
+        fix = f"Name some of them in a list, or set {ALL_LINEAR}. A whole name is like {next(iter(linear), 'none')}."
+        raise EngineError(_TARGETS, got=got, expected=expected, fix=fix) from error
     for key in ("target_modules", "exclude_modules"):
         if isinstance(modules := getattr(config, key), set):
             setattr(config, key, sorted(modules))
     for base in (layer.base_layer for layer in _layers(model)):
         if type(base) is not nn.Linear or base is head:
-            raise EngineError(
-                _TARGETS,
-                got=f"{shape.target_modules!r}, which takes in " + ("the head" if base is head else f"a module {base}"),
-                expected="linear modules below the head",
-                fix="The embedding and the head are computed in other ways: leave them out.",
-            )
+            got = f"{shape.target_modules!r}, which takes in " + ("the head" if base is head else f"a module {base}")
+            fix = "The embedding and the head are computed in other ways: leave them out."
+            raise EngineError(_TARGETS, got=got, expected="linear modules below the head", fix=fix)
 
 
 def _require_known_modules(model: PreTrainedModel, targets: str | list[str]) -> None:

@@ -158,11 +158,8 @@ def decoder_inputs(model: PreTrainedModel, input_ids: torch.Tensor, images: Pack
         nothing = torch.stack([part.sum() for part in (features, *added)]).sum() * 0.0
         return {"inputs_embeds": embeddings + nothing}
     if len(images.places) != len(features):
-        raise EngineError(
-            "images of a batch",
-            got=f"{len(features)} embeddings for {len(images.places)} places",
-            expected="one for each image token",
-        )
+        got = f"{len(features)} embeddings for {len(images.places)} places"
+        raise EngineError("images of a batch", got=got, expected="one for each image token")
     filled = {"inputs_embeds": embeddings.index_copy(1, images.places, features[None])}
     if not added:
         return filled

@@ -79,12 +79,9 @@ def open_weights(folder: str | Path) -> WeightFiles:
             expected = f"the file that {INDEX} names"
             raise CheckpointError(str(missing[0]), got="no such file", expected=expected, fix=_ANOTHER)
     if not files:
-        raise CheckpointError(
-            str(folder),
-            got="neither *.safetensors nor a distributed checkpoint",
-            expected="the weights of a model",
-            fix="A checkpoint has them when `model` or `hf_model` is in checkpoint.save_contents.",
-        )
+        got = "neither *.safetensors nor a distributed checkpoint"
+        fix = "A checkpoint has them when `model` or `hf_model` is in checkpoint.save_contents."
+        raise CheckpointError(str(folder), got=got, expected="the weights of a model", fix=fix)
     return SafetensorFiles(files)
 
 

@@ -49,11 +49,8 @@ class NamedReward:
         known = {*OF_SAMPLE, *OF_ROW, *columns, *(OF_BATCH if self.is_batch else ())}
         for name in () if self.is_positional else self.required:
             if name not in known:
-                raise ConfigError(
-                    f"reward {self.name}",
-                    got=f"the argument {name!r}",
-                    expected=f"one of {', '.join(sorted(known))}; or a single argument, the text of the response",
-                )
+                expected = f"one of {', '.join(sorted(known))}; or a single argument, the text of the response"
+                raise ConfigError(f"reward {self.name}", got=f"the argument {name!r}", expected=expected)
 
     def __call__(self, samples: Sequence[dict[str, Any]]) -> list[Any]:
         """What the function returns for each sample."""

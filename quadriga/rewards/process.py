@@ -141,12 +141,9 @@ class GradingProcess:
         self.stop()
         if self.is_ready:
             return failure("timeout", f"{LATE.format(timeout_s)}; the grading process was killed")
-        raise RewardError(
-            "grading process",
-            got=f"no sign of life for {LOADING_LIMIT_S:g} s",
-            expected="the score function's file and its imports to load",
-            fix="Look at what runs at import in custom_reward_function.path.",
-        )
+        where, got = "grading process", f"no sign of life for {LOADING_LIMIT_S:g} s"
+        fix = "Look at what runs at import in custom_reward_function.path."
+        raise RewardError(where, got=got, expected="the score function's file and its imports to load", fix=fix)
 
     def receive_any(self) -> tuple[int, Outcome | list[Outcome]] | None:
         """The next outcome of a process that awaits many, and its number; None: not yet. It died: EOFError, OSError."""

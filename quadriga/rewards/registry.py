@@ -161,12 +161,9 @@ def load_reward_manager(config: "Config", tokenizer: Any) -> RewardManager:
     """The manager that `reward_model.reward_manager` names, ready to grade; the caller closes it."""
     cls = get_reward_manager_cls(config.reward_model.reward_manager)
     if next(iter(signature(cls).parameters), "") == "tokenizer":
-        raise RewardError(
-            f"reward manager {cls.__qualname__}",
-            got=f"{cls.__name__}{signature(cls)}",
-            expected=f"{cls.__name__}(config, tokenizer)",
-            fix="Change its parameters; one by verl's contract runs with QUADRIGA_VERL=1.",
-        )
+        where, got = f"reward manager {cls.__qualname__}", f"{cls.__name__}{signature(cls)}"
+        fix = "Change its parameters; one by verl's contract runs with QUADRIGA_VERL=1."
+        raise RewardError(where, got=got, expected=f"{cls.__name__}(config, tokenizer)", fix=fix)
     manager = cls(config, tokenizer)
     return manager if isinstance(manager, RewardManager) else _Called(manager)
 

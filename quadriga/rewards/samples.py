@@ -66,12 +66,9 @@ class SampleManager(RewardManager):
         unknown = [name for name in self.settings.reward_kwargs if name not in self.options]
         if unknown:
             known = ", ".join(self.options) or "it has none"
-            raise ConfigError(
-                "reward_model.reward_kwargs",
-                got=", ".join(unknown),
-                expected=f"options of the reward manager {self.settings.reward_manager} ({known})",
-                fix="Arguments of your own score function belong to custom_reward_function.reward_kwargs.",
-            )
+            expected = f"options of the reward manager {self.settings.reward_manager} ({known})"
+            fix = "Arguments of your own score function belong to custom_reward_function.reward_kwargs."
+            raise ConfigError("reward_model.reward_kwargs", got=", ".join(unknown), expected=expected, fix=fix)
 
     def begin(self, data: DataProto, outcomes: Sequence[Outcome | None] | None = None) -> Grading:
         samples = read_samples(data, self._tokenizer, self._reward_fn_key, needs_truths=self.needs_truths)
@@ -208,12 +205,8 @@ def collect(samples: Samples, outcomes: Sequence[Outcome], max_error_rate: float
     }
     names = dict.fromkeys(chain.from_iterable(outcome.extra for outcome in outcomes))
     if taken := names.keys() & {ERROR_COLUMN, *FIELDS}:
-        raise RewardError(
-            "score function",
-            got=f"{', '.join(sorted(taken))} in the dict it returned",
-            expected="names that no column of the batch has",
-            fix="Rename the entry, or leave it out.",
-        )
+        got, expected = f"{', '.join(sorted(taken))} in the dict it returned", "names that no column of the batch has"
+        raise RewardError("score function", got=got, expected=expected, fix="Rename the entry, or leave it out.")
     for name in names:
         extra[name] = object_array(outcome.extra.get(name) for outcome in outcomes)
         values = [value for value in extra[name] if value is not None]
@@ -232,10 +225,7 @@ def _report_failures(samples: Samples, outcomes: Sequence[Outcome], max_error_ra
     source = f"{samples.places[first]}, of data source {samples.rows[first]['data_source']}"
     cause = f"The first, {source}: {outcomes[first].error}"
     if len(failed) > allowed_failures(len(outcomes), max_error_rate):
-        raise RewardError(
-            "reward",
-            got=f"{found} (grading stopped there)" if any(outcome.kind == "skipped" for outcome in outcomes) else found,
-            expected=f"at most {max_error_rate:.0%} (reward_model.max_error_rate)",
-            fix=cause,
-        )
+        got = f"{found} (grading stopped there)" if any(outcome.kind == "skipped" for outcome in outcomes) else found
+        expected = f"at most {max_error_rate:.0%} (reward_model.max_error_rate)"
+        raise RewardError("reward", got=got, expected=expected, fix=cause)
     logger.warning("%s and count as 0. %s", found, cause)

@@ -52,12 +52,8 @@ def grader_name(data_source: str, where: str = "data_source") -> str:
         if str(data_source).startswith(prefix):
             return name
     known = ", ".join([*GRADERS, *(f"{prefix}..." for prefix in GRADERS_BY_PREFIX)])
-    raise RewardError(
-        where,
-        got=repr(data_source),
-        expected=f"one that a built-in grader knows ({known})",
-        fix="Set custom_reward_function.path to a file with a compute_score function for this data.",
-    )
+    fix = "Set custom_reward_function.path to a file with a compute_score function for this data."
+    raise RewardError(where, got=repr(data_source), expected=f"one that a built-in grader knows ({known})", fix=fix)
 
 
 @cache
@@ -132,12 +128,8 @@ class ScoreFunction:
             return
         file = Path(self.path.removeprefix(FILE)).expanduser().absolute()
         if not file.is_file():
-            raise ConfigError(
-                f"{_SECTION}.path",
-                got=self.path,
-                expected="a Python file",
-                fix=f"Nothing is there, seen from {Path.cwd()}." if not file.exists() else "",
-            )
+            fix = f"Nothing is there, seen from {Path.cwd()}." if not file.exists() else ""
+            raise ConfigError(f"{_SECTION}.path", got=self.path, expected="a Python file", fix=fix)
         # The grading processes may see another working directory.
         object.__setattr__(self, "path", str(file))
 
@@ -171,10 +163,7 @@ class ScoreFunction:
             if not self.is_batch and signature.parameters.keys() & set(BATCH_ARGUMENTS):
                 fix = "A function that takes lists, of a whole batch, needs reward_model.reward_manager=batch."
             fixed = f" and reward_kwargs ({', '.join(self.reward_kwargs)})" if self.reward_kwargs else ""
-            raise ConfigError(
-                f"{_SECTION}.name={self.name}",
-                got=f"{self.name}{signature}: {error}",
-                expected=f"a function that takes the keyword arguments {', '.join(self.arguments)}{fixed}",
-                fix=fix,
-            ) from error
+            where = f"{_SECTION}.name={self.name}"
+            expected = f"a function that takes the keyword arguments {', '.join(self.arguments)}{fixed}"
+            raise ConfigError(where, got=f"{self.name}{signature}: {error}", expected=expected, fix=fix) from error
         return loaded

@@ -241,12 +241,10 @@ class Balancer(RolloutEngine):
         first, *others = marks
         for number in others:
             if names := marks[first].differences(marks[number]):
-                raise WeightSyncError(
-                    f"engines {first} and {number} of a balancer",
-                    got=f"other weights in {len(names)} tensors: {', '.join(names[:5])}",
-                    expected="the same in all engines",
-                    fix="Publish the weights again.",
-                )
+                where = f"engines {first} and {number} of a balancer"
+                got = f"other weights in {len(names)} tensors: {', '.join(names[:5])}"
+                expected = "the same in all engines"
+                raise WeightSyncError(where, got=got, expected=expected, fix="Publish the weights again.")
         return marks[first]
 
     def sleep(self) -> None:
@@ -303,12 +301,9 @@ class Balancer(RolloutEngine):
             told.__cause__ = error
             return told
         reasons = "; ".join(f"engine {number}: {error}" for number, error in self.dead.items())
-        return RolloutError(
-            "Balancer.generate",
-            got=f"{len(self.engines)} engines that are all dead ({reasons})",
-            expected="one that responds",
-            fix="Look at the first reason, and start the run again.",
-        )
+        got = f"{len(self.engines)} engines that are all dead ({reasons})"
+        fix = "Look at the first reason, and start the run again."
+        return RolloutError("Balancer.generate", got=got, expected="one that responds", fix=fix)
 
     def _by_each(self, work: Callable[[RolloutEngine], R]) -> dict[int, R]:
         """Have every engine that is alive do something; results by the engines' numbers.

@@ -57,12 +57,9 @@ class HFEngine(CausalModelEngine):
         max_model_len: int | None = None,
     ) -> None:
         if model.config._attn_implementation == ATTENTION_NAME:
-            raise RolloutError(
-                "rollout.name=hf",
-                got=f"a model with {ATTENTION_NAME} attention",
-                expected="one with an attention of transformers",
-                fix='Load it with load_causal_lm(path, attention="sdpa").',
-            )
+            got = f"a model with {ATTENTION_NAME} attention"
+            fix = 'Load it with load_causal_lm(path, attention="sdpa").'
+            raise RolloutError("rollout.name=hf", got=got, expected="one with an attention of transformers", fix=fix)
         super().__init__(model.eval(), eos_token_ids, max_num_seqs, max_model_len)
         self.tokenizer = tokenizer
 
@@ -83,12 +80,9 @@ class HFEngine(CausalModelEngine):
         given = images or [None] * len(prompts)
         self._require_ready(prompts, sampling, given)
         if any(given) and getattr(self.model.config, "vision_config", None) is None:
-            raise RolloutError(
-                f"{self.name}.generate",
-                got=f"a prompt with images, for a model of type {self.model.config.model_type}",
-                expected="a vision-language model",
-                fix="Leave out the images, or take another actor_rollout_ref.model.path.",
-            )
+            got = f"a prompt with images, for a model of type {self.model.config.model_type}"
+            fix = "Leave out the images, or take another actor_rollout_ref.model.path."
+            raise RolloutError(f"{self.name}.generate", got=got, expected="a vision-language model", fix=fix)
         self._require_room(prompts, sampling)
         require_tokenizer(self.name, sampling, self.tokenizer)
         self._is_aborting = False

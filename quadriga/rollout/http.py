@@ -92,12 +92,9 @@ class HTTPEngine(RolloutEngine):
         urls, model = options.pop("urls", None), options.pop("model", None)
         is_list = isinstance(urls, list) and all(isinstance(url, str) for url in urls)
         if not is_list or not urls or not isinstance(model, str) or options.keys() - set(_OPTIONS):
-            raise ConfigError(
-                _KWARGS,
-                got=f"{setup.rollout.engine_kwargs}",
-                expected=f"urls (a list), model (a name), and perhaps {', '.join(_OPTIONS)}",
-                fix=f"Set +{_KWARGS}.urls=[http://host:8000] and .model=NAME.",
-            )
+            expected = f"urls (a list), model (a name), and perhaps {', '.join(_OPTIONS)}"
+            fix = f"Set +{_KWARGS}.urls=[http://host:8000] and .model=NAME."
+            raise ConfigError(_KWARGS, got=f"{setup.rollout.engine_kwargs}", expected=expected, fix=fix)
         eos_token_ids = stop_token_ids(setup.skeleton(), setup.tokenizer.eos_token_id)
         return cls(urls, model, eos_token_ids=eos_token_ids, max_num_seqs=setup.rollout.max_num_seqs, **options)
 
@@ -138,12 +135,9 @@ class HTTPEngine(RolloutEngine):
         offered = fingerprint(weights)
         if version:
             self.weight_version = -1
-            raise WeightSyncError(
-                f"{_WHERE}, weights of version {version}",
-                got="servers that keep the weights they were started with",
-                expected="version 0",
-                fix="Use http for `generate` and `eval`; train with actor_rollout_ref.rollout.name=vllm or native.",
-            )
+            got = "servers that keep the weights they were started with"
+            fix = "Use http for `generate` and `eval`; train with actor_rollout_ref.rollout.name=vllm or native."
+            raise WeightSyncError(f"{_WHERE}, weights of version {version}", got=got, expected="version 0", fix=fix)
         self._trusted = offered
         self.weight_version = 0
 
@@ -206,12 +200,8 @@ class HTTPEngine(RolloutEngine):
         finally:
             self._running.discard(task)
             self._aborted.discard(task)
-        raise RolloutError(
-            f"{_WHERE}, {len(prompt)} prompt tokens",
-            got="no answer; " + "; ".join(dict.fromkeys(failures)),
-            expected="a server that answers",
-            fix=f"Look whether they run: {_KWARGS}.urls.",
-        )
+        got, fix = "no answer; " + "; ".join(dict.fromkeys(failures)), f"Look whether they run: {_KWARGS}.urls."
+        raise RolloutError(f"{_WHERE}, {len(prompt)} prompt tokens", got=got, expected="a server that answers", fix=fix)
 
     def _completion(self, client: HTTPClient, content: dict[str, Any], sampling: SamplingParams) -> Completion:
         """The first choice of a reply.
@@ -234,12 +224,9 @@ class HTTPEngine(RolloutEngine):
         elif reason is None:
             problem = f"a response that ended with {choice.get('finish_reason')!r}"
         if problem:
-            raise RolloutError(
-                client.where,
-                got=problem,
-                expected="choices with `token_ids`, as many `logprobs.token_logprobs`, and stop or length",
-                fix="Use a server that knows `return_token_ids`, as vLLM's does, with log-probabilities switched on.",
-            )
+            expected = "choices with `token_ids`, as many `logprobs.token_logprobs`, and stop or length"
+            fix = "Use a server that knows `return_token_ids`, as vLLM's does, with log-probabilities switched on."
+            raise RolloutError(client.where, got=problem, expected=expected, fix=fix)
         assert token_ids is not None and reason is not None, "else there is a problem"
         before, drawn = split_log_probs(log_probs, sampling, self.logprobs_mode)
         return Completion(token_ids, before, reason, self.weight_version, drawn)

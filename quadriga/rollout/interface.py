@@ -99,11 +99,8 @@ class Completion:
         # An aborted response may have no token yet.
         least = 0 if self.finish_reason == "abort" else 1
         if not least <= length <= max_tokens or length != len(self.log_probs):
-            raise RolloutError(
-                where,
-                got=f"{length} tokens with {len(self.log_probs)} log-probabilities",
-                expected=f"{least} to {max_tokens} tokens, each with its own",
-            )
+            got = f"{length} tokens with {len(self.log_probs)} log-probabilities"
+            raise RolloutError(where, got=got, expected=f"{least} to {max_tokens} tokens, each with its own")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -280,21 +277,16 @@ class RolloutEngine(WeightTarget, ABC):
             if len(prompt) == 0:
                 raise RolloutError(where, got=f"prompt {row} without a token", expected="at least one token")
         if not self.takes_images and any(one is not None for one in images or ()):
-            raise RolloutError(
-                where,
-                got="a prompt with images",
-                expected=f"text: the engine {self.name} takes no images",
-                fix="Set actor_rollout_ref.rollout.name=native, hf or vllm, or leave out the rows with images.",
-            )
+            got = "a prompt with images"
+            fix = "Set actor_rollout_ref.rollout.name=native, hf or vllm, or leave out the rows with images."
+            raise RolloutError(where, got=got, expected=f"text: the engine {self.name} takes no images", fix=fix)
 
 
 def require_length(name: str, prompts: Prompts, sampling: Sampling, limit: int, whose: str) -> None:
     """Raises a RolloutError for a prompt that with its response may have more than `limit` tokens, as `whose` says."""
     for row, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
         if len(prompt) + params.max_tokens > limit:
-            raise RolloutError(
-                f"{name}.generate, prompt {row}",
-                got=f"{len(prompt)} prompt tokens and up to {params.max_tokens} new ones",
-                expected=f"at most {limit} together ({whose})",
-                fix="Lower data.max_prompt_length or data.max_response_length, or raise the limit if it is a setting.",
-            )
+            where = f"{name}.generate, prompt {row}"
+            got = f"{len(prompt)} prompt tokens and up to {params.max_tokens} new ones"
+            fix = "Lower data.max_prompt_length or data.max_response_length, or raise the limit if it is a setting."
+            raise RolloutError(where, got=got, expected=f"at most {limit} together ({whose})", fix=fix)

@@ -59,20 +59,14 @@ class Manifest:
         arrived: set[str] = set()
         for name, tensor in weights:
             if self.shapes.get(name) != tuple(tensor.shape):
-                raise WeightSyncError(
-                    f"weight {name}",
-                    got=f"shape {tuple(tensor.shape)}",
-                    expected=f"shape {self.shapes[name]}" if name in self.shapes else "a weight of the rollout's model",
-                    fix="Trainer and rollout must hold the same architecture.",
-                )
+                expected = f"shape {self.shapes[name]}" if name in self.shapes else "a weight of the rollout's model"
+                fix = "Trainer and rollout must hold the same architecture."
+                raise WeightSyncError(f"weight {name}", got=f"shape {tuple(tensor.shape)}", expected=expected, fix=fix)
             arrived |= self.same[name]
             yield name, tensor
         needed = self.shapes.keys()
         if not arrived.intersection(kept):
             needed = needed - {other for name in kept for other in self.same[name]}
         if missing := sorted(needed - arrived):
-            raise WeightSyncError(
-                "rollout weights",
-                got=f"a stream without {len(missing)} of {len(self.shapes)} weights: {name_some(missing)}",
-                expected="every weight of the model",
-            )
+            got = f"a stream without {len(missing)} of {len(self.shapes)} weights: {name_some(missing)}"
+            raise WeightSyncError("rollout weights", got=got, expected="every weight of the model")

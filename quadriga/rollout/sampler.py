@@ -210,9 +210,5 @@ class StopStrings:
 def require_tokenizer(name: str, sampling: Sampling, tokenizer: Any) -> None:
     """Refuse stop strings where no tokenizer is there to decode tokens."""
     if tokenizer is None and any(params.stop for params in sampling):
-        raise RolloutError(
-            f"{name}.generate",
-            got="stop strings, without a tokenizer",
-            expected="an engine that can decode what it generates",
-            fix="Make the engine with tokenizer=, or use stop_token_ids.",
-        )
+        got, fix = "stop strings, without a tokenizer", "Make the engine with tokenizer=, or use stop_token_ids."
+        raise RolloutError(f"{name}.generate", got=got, expected="an engine that can decode what it generates", fix=fix)

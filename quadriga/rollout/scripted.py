@@ -74,12 +74,10 @@ class ScriptedEngine(RolloutEngine):
         options = dict(setup.options)
         responses = options.pop("responses_file", None)
         if responses is None or options:
-            raise ConfigError(
-                "actor_rollout_ref.rollout.engine_kwargs",
-                got=f"{setup.rollout.engine_kwargs}",
-                expected="responses_file and nothing else, with rollout.name=scripted",
-                fix="Set +actor_rollout_ref.rollout.engine_kwargs.responses_file=responses.jsonl.",
-            )
+            where = "actor_rollout_ref.rollout.engine_kwargs"
+            expected = "responses_file and nothing else, with rollout.name=scripted"
+            fix = "Set +actor_rollout_ref.rollout.engine_kwargs.responses_file=responses.jsonl."
+            raise ConfigError(where, got=f"{setup.rollout.engine_kwargs}", expected=expected, fix=fix)
         engine = cls(responses, tokenizer=setup.tokenizer)
         engine.description = f"scripted, responses from {responses}"
         return engine
@@ -124,12 +122,9 @@ class ScriptedEngine(RolloutEngine):
             text = self._require_tokenizer().decode(prompt)
             found = [part for part in self.by_prompt if part in text]
             if not found:
-                raise RolloutError(
-                    "scripted",
-                    got=f"the prompt {text[-200:]!r}",
-                    expected=f"one that contains one of {len(self.by_prompt)} scripted parts",
-                    fix='Add a line for it, or one with the empty prompt "" that fits all.',
-                )
+                expected = f"one that contains one of {len(self.by_prompt)} scripted parts"
+                fix = 'Add a line for it, or one with the empty prompt "" that fits all.'
+                raise RolloutError("scripted", got=f"the prompt {text[-200:]!r}", expected=expected, fix=fix)
             part = max(found, key=len)
         responses = self.by_prompt[part]
         self._given[part] += 1
@@ -147,12 +142,8 @@ def _read(path: Path) -> dict[str, list[CannedResponse]]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
-        raise RolloutError(
-            f"scripted {path}",
-            got=str(error),
-            expected="a JSONL file of responses",
-            fix="Set actor_rollout_ref.rollout.engine_kwargs.responses_file.",
-        ) from error
+        fix = "Set actor_rollout_ref.rollout.engine_kwargs.responses_file."
+        raise RolloutError(f"scripted {path}", got=str(error), expected="a JSONL file of responses", fix=fix) from error
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -160,9 +151,7 @@ def _read(path: Path) -> dict[str, list[CannedResponse]]:
             row = json.loads(line)
             script.setdefault(row.get("prompt", ""), []).append(row["response"])
         except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise RolloutError(
-                f"scripted {path}, line {number}",
-                got=f"{type(error).__name__}: {error}",
-                expected='{"prompt": text, "response": text or token ids}, the prompt being optional',
-            ) from error
+            where = f"scripted {path}, line {number}"
+            expected = '{"prompt": text, "response": text or token ids}, the prompt being optional'
+            raise RolloutError(where, got=f"{type(error).__name__}: {error}", expected=expected) from error
     return script

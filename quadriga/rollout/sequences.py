@@ -64,12 +64,10 @@ def generate_sequences(
     for row, (ids, own_seed) in enumerate(zip(token_ids, sequence_seeds(prompts, seed), strict=True)):
         room = response_length if limit is None else min(limit - len(ids), response_length)
         if room < 1:
-            raise RolloutError(
-                f"generate_sequences, prompt {row}",
-                got=f"{len(ids)} tokens",
-                expected=f"fewer than actor_rollout_ref.rollout.max_model_len={limit}, to fit a response",
-                fix="Lower data.max_prompt_length with data.filter_overlong_prompts=True, or raise max_model_len.",
-            )
+            where = f"generate_sequences, prompt {row}"
+            expected = f"fewer than actor_rollout_ref.rollout.max_model_len={limit}, to fit a response"
+            fix = "Lower data.max_prompt_length with data.filter_overlong_prompts=True, or raise max_model_len."
+            raise RolloutError(where, got=f"{len(ids)} tokens", expected=expected, fix=fix)
         requests.append(SamplingParams(**sampling_of(prompts.meta_info, config, room), seed=own_seed))
     completions = engine.generate_batch(token_ids, requests, images_of(prompts))
     if len(completions) != len(token_ids):

@@ -47,12 +47,9 @@ class EngineSetup:
     def require_no_options(self) -> None:
         """Refuse `rollout.engine_kwargs`, for an engine without options."""
         if self.options:
-            raise ConfigError(
-                "actor_rollout_ref.rollout.engine_kwargs",
-                got=f"{self.rollout.engine_kwargs}",
-                expected=f"nothing: the engine {self.rollout.name} has no options of its own",
-                fix="Leave it out.",
-            )
+            where = "actor_rollout_ref.rollout.engine_kwargs"
+            expected = f"nothing: the engine {self.rollout.name} has no options of its own"
+            raise ConfigError(where, got=f"{self.rollout.engine_kwargs}", expected=expected, fix="Leave it out.")
 
     def skeleton(self) -> PreTrainedModel:
         """The model on "meta": its configuration, and names and shapes of its weights."""

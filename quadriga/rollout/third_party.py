@@ -77,11 +77,8 @@ class ThirdPartyEngine(RolloutEngine):
         first, *others = map(Fingerprint, received)
         for rank, other in enumerate(others, start=1):
             if differing := first.differences(other):
-                raise WeightSyncError(
-                    where,
-                    got=f"{len(differing)} weights that differ between process 0 and {rank}: {name_some(differing)}",
-                    expected="the same in each process",
-                )
+                got = f"{len(differing)} weights that differ between process 0 and {rank}: {name_some(differing)}"
+                raise WeightSyncError(where, got=got, expected="the same in each process")
         self._arrived, self.weight_version = first, version
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -74,12 +74,9 @@ def require_containment() -> None:
     """Check, once a process, that programs can be contained here; RewardError: none runs then."""
     reason = containment.missing()
     if reason:
-        raise RewardError(
-            "grader code",
-            got=reason,
-            expected="a system on which a model's program can be contained",
-            fix="Run programs on a Sandbox Fusion server: custom_reward_function.reward_kwargs.code.sandbox_url.",
-        )
+        where = "grader code"
+        fix = "Run programs on a Sandbox Fusion server: custom_reward_function.reward_kwargs.code.sandbox_url."
+        raise RewardError(where, got=reason, expected="a system on which a model's program can be contained", fix=fix)
 
 
 @cache
@@ -148,11 +145,8 @@ def _runs(process: subprocess.Popen[bytes], num_cases: int, deadline: float) -> 
             return
         except EOFError:
             said = process.stderr.read().decode("utf-8", "replace").strip()
-            raise RewardError(
-                "supervisor of a program's tests",
-                got=f"its end after {num_seen} of {num_cases} tests: {said[-2000:] or 'it said nothing'}",
-                expected="an outcome for each",
-            ) from None
+            got = f"its end after {num_seen} of {num_cases} tests: {said[-2000:] or 'it said nothing'}"
+            raise RewardError("supervisor of a program's tests", got=got, expected="an outcome for each") from None
         yield Run(index, status.rstrip(b"\0").decode(), code, cpu_s, *streams)
 
 

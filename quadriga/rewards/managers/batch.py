@@ -23,10 +23,7 @@ class BatchRewardManager(NaiveRewardManager):
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         if config.custom_reward_function.path is None:
-            raise ConfigError(
-                "custom_reward_function.path",
-                got="null",
-                expected="a file with a function that grades lists, since reward_model.reward_manager=batch",
-                fix="Set it, or use reward_model.reward_manager=naive.",
-            )
+            expected = "a file with a function that grades lists, since reward_model.reward_manager=batch"
+            fix = "Set it, or use reward_model.reward_manager=naive."
+            raise ConfigError("custom_reward_function.path", got="null", expected=expected, fix=fix)
         super().__init__(config, tokenizer)

@@ -142,12 +142,9 @@ class Judge:
         if self.api_key_env is not None:
             key = os.environ.get(self.api_key_env)
             if not key:
-                raise ConfigError(
-                    "judge api_key_env",
-                    got=f"{self.api_key_env}, which is not set",
-                    expected="an environment variable that holds the server's key",
-                    fix=f"export {self.api_key_env}=...",
-                )
+                got = f"{self.api_key_env}, which is not set"
+                expected = "an environment variable that holds the server's key"
+                raise ConfigError("judge api_key_env", got=got, expected=expected, fix=f"export {self.api_key_env}=...")
             headers["Authorization"] = f"Bearer {key}"
         path = "" if self.url.endswith("/chat/completions") else "/chat/completions"
         url = self.url.rstrip("/") + path

@@ -186,19 +186,12 @@ class Conversation:
         assert not self.turns, "a conversation begins before its first turn"
         where = f"conversation of row {self.sample.row}"
         if messages is None:
-            raise RolloutError(
-                where,
-                got="a prompt without its messages",
-                expected="the column raw_prompt",
-                fix="Set data.return_raw_chat=True.",
-            )
+            got = "a prompt without its messages"
+            raise RolloutError(where, got=got, expected="the column raw_prompt", fix="Set data.return_raw_chat=True.")
         if self.sample.images is not None:
-            raise RolloutError(
-                where,
-                got="a prompt with images, to be rendered with tools",
-                expected="text, or a conversation without tools",
-                fix="Set actor_rollout_ref.rollout.agent.default_agent_loop=single_turn_agent, or leave images out.",
-            )
+            got = "a prompt with images, to be rendered with tools"
+            fix = "Set actor_rollout_ref.rollout.agent.default_agent_loop=single_turn_agent, or leave images out."
+            raise RolloutError(where, got=got, expected="text, or a conversation without tools", fix=fix)
         prompt_ids = self.encoder.prompt(messages, schemas)
         self.messages = [dict(message) for message in messages]
         if len(prompt_ids) > self.limits.prompt_tokens:
@@ -332,12 +325,9 @@ class TurnEncoder:
         text = self._render(messages, schemas)
         missing = [name for one in schemas if (name := one["function"]["name"]) not in text]
         if missing:
-            raise RolloutError(
-                self._where,
-                got=f"a prompt that does not name the tools {', '.join(missing)}",
-                expected="one that writes `tools` into the prompt",
-                fix=f"{_FIX_TEMPLATE} them, or describe the tools in a system message of the data.",
-            )
+            got = f"a prompt that does not name the tools {', '.join(missing)}"
+            fix = f"{_FIX_TEMPLATE} them, or describe the tools in a system message of the data."
+            raise RolloutError(self._where, got=got, expected="one that writes `tools` into the prompt", fix=fix)
         return self._encode(text)
 
     def following(self, messages: Sequence[Mapping[str, Any]], written: Sequence[int]) -> list[int]:
@@ -351,12 +341,8 @@ class TurnEncoder:
             of_tool = {"name": "probe", "tool_call_id": "call00000"} if role == "tool" else {}
             probe = {"role": role, "content": _PROBE, **of_tool}
             if role not in self._known_roles and _PROBE not in self._added([probe])[0]:
-                raise RolloutError(
-                    self._where,
-                    got=f"messages of the role {role}, which it leaves out",
-                    expected="a template that writes them",
-                    fix=f"{_FIX_TEMPLATE} this role.",
-                )
+                got, expected = f"messages of the role {role}, which it leaves out", "a template that writes them"
+                raise RolloutError(self._where, got=got, expected=expected, fix=f"{_FIX_TEMPLATE} this role.")
             self._known_roles.add(role)
         text, is_closed_apart = self._added(messages)
         ids = self._encode(text)
@@ -414,12 +400,8 @@ class TurnEncoder:
         except Exception as error:
             # A template is a program of the model's author: it may raise what it likes about messages that it dislikes.
             roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
-            raise RolloutError(
-                self._where,
-                got=f"{type(error).__name__}: {error}",
-                expected=f"a template that takes messages of {roles}",
-                fix=f"{_FIX_TEMPLATE} these roles.",
-            ) from error
+            got, expected = f"{type(error).__name__}: {error}", f"a template that takes messages of {roles}"
+            raise RolloutError(self._where, got=got, expected=expected, fix=f"{_FIX_TEMPLATE} these roles.") from error
 
     def _encode(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False, return_attention_mask=False)["input_ids"])

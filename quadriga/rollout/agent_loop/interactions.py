@@ -80,12 +80,9 @@ class UserSimulator:
     ) -> None:
         self.name = kwargs["name"]
         if self.name not in interactions:
-            raise RolloutError(
-                "interaction_kwargs.name",
-                got=repr(self.name),
-                expected=f"one of {', '.join(interactions)}" if interactions else "none: no interaction is configured",
-                fix="Set actor_rollout_ref.rollout.multi_turn.interaction_config_path to a file that has it.",
-            )
+            expected = f"one of {', '.join(interactions)}" if interactions else "none: no interaction is configured"
+            fix = "Set actor_rollout_ref.rollout.multi_turn.interaction_config_path to a file that has it."
+            raise RolloutError("interaction_kwargs.name", got=repr(self.name), expected=expected, fix=fix)
         self._make, self._thread, self._timeout_s = interactions[self.name], thread, timeout_s
         self._kwargs = {key: value for key, value in kwargs.items() if key != "name" and value is not None}
 

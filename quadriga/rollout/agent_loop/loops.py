@@ -82,12 +82,9 @@ class AgentLoopRegistry(dict[str, type[AgentLoop]]):
         def add(cls: LoopClass) -> LoopClass:
             where = f"register({name!r})"
             if missing := sorted(cls.__abstractmethods__):
-                raise RolloutError(
-                    where,
-                    got=f"{cls.__qualname__}, a class without {', '.join(missing)}",
-                    expected="each method that AgentLoop leaves open",
-                    fix=f"Write {cls.__qualname__}.{missing[0]}; see the docstring of AgentLoop.{missing[0]}.",
-                )
+                got = f"{cls.__qualname__}, a class without {', '.join(missing)}"
+                fix = f"Write {cls.__qualname__}.{missing[0]}; see the docstring of AgentLoop.{missing[0]}."
+                raise RolloutError(where, got=got, expected="each method that AgentLoop leaves open", fix=fix)
             taken = self.get(name, cls)
             # A file that is loaded again makes its classes anew.
             if (taken.__module__, taken.__qualname__) != (cls.__module__, cls.__qualname__):
@@ -99,12 +96,8 @@ class AgentLoopRegistry(dict[str, type[AgentLoop]]):
         return add
 
     def __missing__(self, name: str) -> type[AgentLoop]:
-        raise RolloutError(
-            "agent_name",
-            got=repr(name),
-            expected=f"one of {', '.join(sorted(self))}",
-            fix="A loop of one's own needs @register(name), in actor_rollout_ref.rollout.agent.agent_loop_path.",
-        )
+        fix = "A loop of one's own needs @register(name), in actor_rollout_ref.rollout.agent.agent_loop_path."
+        raise RolloutError("agent_name", got=repr(name), expected=f"one of {', '.join(sorted(self))}", fix=fix)
 
 
 REGISTRY = AgentLoopRegistry()

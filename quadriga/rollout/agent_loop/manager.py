@@ -220,12 +220,8 @@ class AgentLoopManager:
             return
         first = f"The first, row {failed[0].sample.row}: {failed[0].finish_reason}"
         if self._num_failed_in_a_row >= MAX_FAILURES_IN_A_ROW:
-            raise RolloutError(
-                "agent loop",
-                got=f"{self._num_failed_in_a_row} conversations in a row that failed",
-                expected="some that do not",
-                fix=f"{first}\n{failed[0].failure}",
-            )
+            got = f"{self._num_failed_in_a_row} conversations in a row that failed"
+            raise RolloutError("agent loop", got=got, expected="some that do not", fix=f"{first}\n{failed[0].failure}")
         logger.warning("%d of %d conversations failed. %s", len(failed), len(chats), first)
 
 

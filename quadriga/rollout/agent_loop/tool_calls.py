@@ -161,12 +161,9 @@ class ToolThread(EventLoopThread):
         if inspect.iscoroutinefunction(function):
             return await function(**kwargs)
         if self.num_given_up >= MAX_GIVEN_UP:
-            raise ToolsStuckError(
-                "tools",
-                got=f"{self.num_given_up} calls that run on after {_TIMEOUT_KEY}",
-                expected="tools that end",
-                fix="Give the tool a time limit of its own, or let it do its work in a process that it can kill.",
-            )
+            got = f"{self.num_given_up} calls that run on after {_TIMEOUT_KEY}"
+            fix = "Give the tool a time limit of its own, or let it do its work in a process that it can kill."
+            raise ToolsStuckError("tools", got=got, expected="tools that end", fix=fix)
         returned: Future[Any] = Future()
         # The conversation's context goes along: what it prints is counted there.
         arguments = (_deliver, returned, function, kwargs)
@@ -236,12 +233,9 @@ class ToolBox:
         self.specs, self.config, self.thread = specs, config, thread
         given = {name: kwargs for name, kwargs in tools_kwargs.items() if kwargs is not None}
         if unknown := [name for name in given if name not in specs]:
-            raise RolloutError(
-                "tools_kwargs",
-                got=", ".join(unknown),
-                expected=f"names of tools: {', '.join(specs) or 'none is configured'}",
-                fix="Correct extra_info.tools_kwargs of the row, or configure the tool.",
-            )
+            expected = f"names of tools: {', '.join(specs) or 'none is configured'}"
+            fix = "Correct extra_info.tools_kwargs of the row, or configure the tool."
+            raise RolloutError("tools_kwargs", got=", ".join(unknown), expected=expected, fix=fix)
         self._kwargs = {name: spec.method_kwargs(given.get(name, {})) for name, spec in specs.items()}
         self._tools: dict[str, Tool] = {}
         self._releases = AsyncExitStack()

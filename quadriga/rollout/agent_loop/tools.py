@@ -75,11 +75,8 @@ class Tool(ABC):
             return ToolSpec(partial(cls, **config), schema, validate)
         function = schema.get("function", schema)
         if not isinstance(function, dict) or not {"name", "description", "parameters"} <= set(function):
-            raise ConfigError(
-                where,
-                got=f"the tool_schema {schema}"[:300],
-                expected='{"type": "function", "function": {"name", "description", "parameters"}}',
-            )
+            expected = '{"type": "function", "function": {"name", "description", "parameters"}}'
+            raise ConfigError(where, got=f"the tool_schema {schema}"[:300], expected=expected)
         described, validate = {"type": "function", "function": function}, validator_of(function["parameters"])
         return ToolSpec(partial(cls, **config), described, validate)
 
@@ -148,21 +145,15 @@ class ToolSpec:
             if value is None:
                 continue
             if key not in self.options or not isinstance(value, Mapping):
-                raise RolloutError(
-                    where,
-                    got=f"{key}={value!r}"[:200],
-                    expected=f"{' or '.join(self.options)} with keyword arguments" if self.options else "nothing",
-                    fix="Correct extra_info.tools_kwargs of the row.",
-                )
+                got = f"{key}={value!r}"[:200]
+                expected = f"{' or '.join(self.options)} with keyword arguments" if self.options else "nothing"
+                raise RolloutError(where, got=got, expected=expected, fix="Correct extra_info.tools_kwargs of the row.")
             kwargs[key] = {name: one for name, one in value.items() if one is not None}
             known = self.options[key]
             if known is not None and (unknown := sorted(kwargs[key].keys() - known)):
-                raise RolloutError(
-                    f"{where}.{key}",
-                    got=", ".join(unknown),
-                    expected=f"one of {', '.join(sorted(known))}" if known else "nothing",
-                    fix="What tools_kwargs may set stands after a `*` in the function's parameters.",
-                )
+                expected = f"one of {', '.join(sorted(known))}" if known else "nothing"
+                fix = "What tools_kwargs may set stands after a `*` in the function's parameters."
+                raise RolloutError(f"{where}.{key}", got=", ".join(unknown), expected=expected, fix=fix)
         return kwargs
 
 
@@ -236,12 +227,9 @@ def class_named(reference: str, folder: Path, base: type, where: str) -> Any:
     module = import_file(folder / Path(place).expanduser() if is_file else f"{PACKAGE}{place}", where)
     found = member_of(module, name, where, base=base)
     if missing := sorted(getattr(found, "__abstractmethods__", ())):
-        raise ConfigError(
-            where,
-            got=f"{name}, a class without {', '.join(missing)}",
-            expected=f"each method that {base.__name__} leaves open",
-            fix=f"Write {name}.{missing[0]}; see the docstring of {base.__name__}.{missing[0]}.",
-        )
+        got = f"{name}, a class without {', '.join(missing)}"
+        fix = f"Write {name}.{missing[0]}; see the docstring of {base.__name__}.{missing[0]}."
+        raise ConfigError(where, got=got, expected=f"each method that {base.__name__} leaves open", fix=fix)
     return found
 
 

@@ -69,20 +69,13 @@ class NativeEngine(CausalModelEngine):
         cache_gigabytes: float | None = None,
     ) -> None:
         if (found := model.config._attn_implementation) != ATTENTION_NAME:
-            raise RolloutError(
-                "rollout.name=native",
-                got=f"a model with {found} attention",
-                expected=f"one loaded with attention {ATTENTION_NAME}",
-                fix="Load it with quadriga.models.load.load_causal_lm.",
-            )
+            expected = f"one loaded with attention {ATTENTION_NAME}"
+            fix = "Load it with quadriga.models.load.load_causal_lm."
+            raise RolloutError("rollout.name=native", got=f"a model with {found} attention", expected=expected, fix=fix)
         for option in _LOGIT_OPTIONS:
             if (value := getattr(model.config, option, None)) not in (None, 1, 1.0):
-                raise RolloutError(
-                    "rollout.name=native",
-                    got=f"a model whose logits are changed by {option}={value}",
-                    expected="plain logits",
-                    fix="Use rollout.name=hf for this model.",
-                )
+                where, got = "rollout.name=native", f"a model whose logits are changed by {option}={value}"
+                raise RolloutError(where, got=got, expected="plain logits", fix="Use rollout.name=hf for this model.")
         super().__init__(model, eos_token_ids, max_num_seqs, max_model_len)
         self.description = f"native, {description_of(model)}"
         self.tokenizer = tokenizer
@@ -240,12 +233,8 @@ class NativeEngine(CausalModelEngine):
             open_requests = [*self._open, *self._inbox]
             unfinished = [one for one in open_requests if not (one.future.done() or one.is_given_up)]
         if unfinished:
-            raise RolloutError(
-                f"native.{action}",
-                got=f"{len(unfinished)} responses that are not finished",
-                expected="an engine at rest",
-                fix="Wait for them, or call abort() first.",
-            )
+            got, fix = f"{len(unfinished)} responses that are not finished", "Wait for them, or call abort() first."
+            raise RolloutError(f"native.{action}", got=got, expected="an engine at rest", fix=fix)
         self._finish_turn()
 
     def _finish_turn(self) -> None:

@@ -121,12 +121,9 @@ class Request:
     def add(self, token: int, log_prob: float, sampling_log_prob: float) -> None:
         """One more token."""
         if not math.isfinite(log_prob):
-            raise RolloutError(
-                f"native.generate: token {len(self.token_ids)} of a response",
-                got=f"a log-probability of {log_prob}",
-                expected="finite logits",
-                fix="The weights hold NaN or infinity; look at actor/grad_norm of the steps before.",
-            )
+            where = f"native.generate: token {len(self.token_ids)} of a response"
+            fix = "The weights hold NaN or infinity; look at actor/grad_norm of the steps before."
+            raise RolloutError(where, got=f"a log-probability of {log_prob}", expected="finite logits", fix=fix)
         self.token_ids.append(token)
         self.log_probs.append(log_prob)
         self.sampling_log_probs.append(sampling_log_prob)
@@ -226,12 +223,10 @@ class Generation:
             last_hidden.append(hidden.index_select(0, plan.last))
         cache.last_hidden = torch.cat(last_hidden)
         if len(cache.keys) != self.network.num_layers:
-            raise RolloutError(
-                f"native.generate with {type(self.network.body).__name__}",
-                got=f"{len(cache.keys)} layers with plain attention",
-                expected=f"{self.network.num_layers}, all of them",
-                fix="Use rollout.name=hf: layers of another kind keep a state that this engine does not know.",
-            )
+            where = f"native.generate with {type(self.network.body).__name__}"
+            got = f"{len(cache.keys)} layers with plain attention"
+            fix = "Use rollout.name=hf: layers of another kind keep a state that this engine does not know."
+            raise RolloutError(where, got=got, expected=f"{self.network.num_layers}, all of them", fix=fix)
         return cache
 
     def _packed(self, prefixes: Sequence[Prefix]) -> tuple[torch.Tensor, torch.Tensor, PackedImages | None]:

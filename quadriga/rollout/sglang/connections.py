@@ -225,9 +225,5 @@ class SGLangServer:
         try:
             return self._client.call(method, arguments, method=kind, needs_object=False)
         except ServerLostError as error:
-            raise RolloutError(
-                f"{self._client.where}/{method}",
-                got=f"a server that does not answer ({error})",
-                expected="an answer",
-                fix=f"Look whether it runs, and at its log: {_URL}.",
-            ) from error
+            got, fix = f"a server that does not answer ({error})", f"Look whether it runs, and at its log: {_URL}."
+            raise RolloutError(f"{self._client.where}/{method}", got=got, expected="an answer", fix=fix) from error

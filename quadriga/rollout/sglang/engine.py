@@ -115,11 +115,9 @@ class SGLangEngine(ThirdPartyEngine):
         urls = [options.pop("url")] if "url" in options else options.pop("urls")
         is_list = isinstance(urls, list) and bool(urls) and all(isinstance(url, str) for url in urls)
         if not is_list or len({*urls}) < len(urls) or options.keys() - {"timeout_s", "headers"}:
-            raise ConfigError(
-                "actor_rollout_ref.rollout.engine_kwargs.sglang",
-                got=f"{rollout.engine_kwargs}",
-                expected="url, or urls (a list, each once), perhaps timeout_s and headers: servers have own settings",
-            )
+            where = "actor_rollout_ref.rollout.engine_kwargs.sglang"
+            expected = "url, or urls (a list, each once), perhaps timeout_s and headers: servers have own settings"
+            raise ConfigError(where, got=f"{rollout.engine_kwargs}", expected=expected)
 
         def connect(url: str) -> "SGLangEngine":
             server = SGLangServer(url, max_model_len=setup.max_model_len, max_num_seqs=rollout.max_num_seqs, **options)
@@ -247,11 +245,8 @@ class SGLangEngine(ThirdPartyEngine):
         for row, params in enumerate(sampling):
             where = f"{self.name}.generate, prompt {row}"
             if params.ignore_eos and params.stop_token_ids:
-                raise RolloutError(
-                    where,
-                    got="stop_token_ids together with ignore_eos",
-                    expected="one of them: SGLang leaves out both or neither",
-                )
+                got = "stop_token_ids together with ignore_eos"
+                raise RolloutError(where, got=got, expected="one of them: SGLang leaves out both or neither")
             if params.min_p > 0 and self.connection.has_seeds and not params.is_greedy:
                 raise RolloutError(where, got="min_p", expected="0: SGLang cannot draw by a seed with it")
 
@@ -278,12 +273,8 @@ class SGLangEngine(ThirdPartyEngine):
         else:
             drawn = [] if has_filters(sampling) else list(numbers)
             return Completion(tokens, numbers, reason, self.weight_version, drawn)
-        raise RolloutError(
-            f"{self.name}.generate",
-            got=problem,
-            expected="a response",
-            fix="A larger actor_rollout_ref.rollout.cache_gigabytes, fewer max_num_seqs, or float32 may help.",
-        )
+        fix = "A larger actor_rollout_ref.rollout.cache_gigabytes, fewer max_num_seqs, or float32 may help."
+        raise RolloutError(f"{self.name}.generate", got=problem, expected="a response", fix=fix)
 
 
 def _copy(weight: tuple[str, torch.Tensor], offset: int) -> tuple[str, torch.Tensor]:

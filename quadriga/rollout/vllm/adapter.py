@@ -75,20 +75,15 @@ class AdapterSlot:
             held = set(self._core.ask("list_loras"))
             missing = self._core.call("missing_factors") if held == {self._number} else []
         if held != {self._number}:
-            raise WeightSyncError(
-                f"{WHERE}, adapter",
-                got=f"adapters {sorted(held)} in vLLM",
-                expected=f"only number {self._number}, which was just given to it",
-                fix=f"Nothing else may give adapters to this vLLM. {_MERGE}",
-            )
+            where, expected = f"{WHERE}, adapter", f"only number {self._number}, which was just given to it"
+            fix = f"Nothing else may give adapters to this vLLM. {_MERGE}"
+            raise WeightSyncError(where, got=f"adapters {sorted(held)} in vLLM", expected=expected, fix=fix)
         for rank, names in enumerate(missing):
             if names:
-                raise WeightSyncError(
-                    f"{WHERE}, adapter in process {rank}",
-                    got=f"{len(names)} matrices that no layer of vLLM's holds: {name_some(names)}",
-                    expected="each in the layer that it belongs to",
-                    fix=f"vLLM has other modules for this model than transformers. {_MERGE}",
-                )
+                where = f"{WHERE}, adapter in process {rank}"
+                got = f"{len(names)} matrices that no layer of vLLM's holds: {name_some(names)}"
+                fix = f"vLLM has other modules for this model than transformers. {_MERGE}"
+                raise WeightSyncError(where, got=got, expected="each in the layer that it belongs to", fix=fix)
         self.request = request
         return marks
 

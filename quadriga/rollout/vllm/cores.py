@@ -98,12 +98,8 @@ class Response:
             got = f"a response that ended with {self.reason!r}"
             raise RolloutError(WHERE, got=got, expected=", ".join(FINISH_REASONS))
         if any(math.isnan(number) for number in self.log_probs):
-            raise RolloutError(
-                WHERE,
-                got="a log-probability that is not a number",
-                expected="finite logits",
-                fix="The weights hold NaN or infinite values, or overflow: look at actor/grad_norm, or use float32.",
-            )
+            fix = "The weights hold NaN or infinite values, or overflow: look at actor/grad_norm, or use float32."
+            raise RolloutError(WHERE, got="a log-probability that is not a number", expected="finite logits", fix=fix)
         before, drawn = split_log_probs(self.log_probs, sampling, log_probs_of)
         return Completion(self.token_ids, before, reason, weight_version, drawn)
 

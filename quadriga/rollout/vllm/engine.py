@@ -150,12 +150,10 @@ class VLLMEngine(ThirdPartyEngine):
             finally:
                 marks = self.core.call("end_weights")
             if not self.core.ask("reset_prefix_cache"):
-                raise WeightSyncError(
-                    f"{WHERE}, prefix cache",
-                    got="a cache that vLLM does not empty, for responses are being generated",
-                    expected="new weights between responses",
-                    fix="Wait for the responses, or call abort(), before weights are published.",
-                )
+                where = f"{WHERE}, prefix cache"
+                got = "a cache that vLLM does not empty, for responses are being generated"
+                fix = "Wait for the responses, or call abort(), before weights are published."
+                raise WeightSyncError(where, got=got, expected="new weights between responses", fix=fix)
             if not is_asleep:
                 self.core.call("clear_cache")
             if self.is_vision:
@@ -281,12 +279,9 @@ class VLLMEngine(ThirdPartyEngine):
     def _requests(self, prompts: Prompts, sampling: Sampling, images: Sequence[Images | None]) -> list[Request]:
         self._require_ready(prompts, sampling, images)
         if any(images) and not self.is_vision:
-            raise RolloutError(
-                "vllm.generate",
-                got=f"a prompt with images, for {self.arguments['model']}",
-                expected="a vision-language model",
-                fix="Leave out the images, or take another actor_rollout_ref.model.path.",
-            )
+            got = f"a prompt with images, for {self.arguments['model']}"
+            fix = "Leave out the images, or take another actor_rollout_ref.model.path."
+            raise RolloutError("vllm.generate", got=got, expected="a vision-language model", fix=fix)
         adapter = None if self._slot is None else self._slot.request
         kinds = self.library.sampling.RequestOutputKind
         requests = []
