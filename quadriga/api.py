@@ -240,7 +240,7 @@ class Run:
         if Checkpoints(self.directory).newest() is None:
             fix = "Train with a trainer.save_freq above 0."
             raise CheckpointError(str(self.directory), got="no checkpoint", expected="one to go on from", fix=fix)
-        changes = {"trainer.total_training_steps": steps, "trainer.resume_mode": "auto"}
+        changes = {"trainer.total_training_steps": steps, "trainer.total_epochs": None, "trainer.resume_mode": "auto"}
         values = self.config.model_dump(mode="json", exclude_unset=True) | changes
         loaded = load_config(for_training=True, values=values, task=self.config.task)
         return Trainer.of(loaded.config, self.callbacks).run()
@@ -323,6 +323,9 @@ class _Draft:
             )
         for key, value in (options or {}).items():
             self.values[key] = list(value) if isinstance(value, tuple) else value
+        if "trainer.total_training_steps" in self.values:
+            # The steps that are asked for are taken, whatever number of epochs a file names.
+            self.values.setdefault("trainer.total_epochs", None)
         self.config = load_config(files=self.files, values=self.values, task=task).config
         self.directory = self.config.trainer.directory
         self.reward: ItemReward | None = None

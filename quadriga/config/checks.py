@@ -189,7 +189,7 @@ def check_rollout(config: Config) -> Iterator[Finding]:
     if groups.enable and trainer.total_training_steps is None:
         yield (
             f"{key}: a step may take several batches of prompts: the steps of trainer.total_epochs="
-            f"{trainer.total_epochs} go over the data more often; trainer.total_training_steps sets their number."
+            f"{trainer.total_epochs or 1} go over the data more often; trainer.total_training_steps sets their number."
         )
     key = "reward_model.launch_reward_fn_async"
     if reward.launch_reward_fn_async and groups.enable:

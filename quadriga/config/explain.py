@@ -156,14 +156,15 @@ def _passes(config: Config, plan: BatchPlan, fields: tuple[str, ...] | None) -> 
 def _run(config: Config, plan: BatchPlan, num_train_prompts: int | None) -> Iterator[str]:
     trainer = config.trainer
     batches, steps = (num_train_prompts or 0) // plan.num_prompts, trainer.total_training_steps
-    epochs, total = trainer.total_epochs, steps or batches * trainer.total_epochs
+    epochs, total = trainer.total_epochs, trainer.num_steps(batches) if batches else 0
     if batches:
         passes = _count(-(-total // batches), "epoch")
         yield f"{_count(total, 'step')}: {_count(batches, 'batch', 'batches')} an epoch, {passes}"
     elif steps:
-        yield f"{_count(steps, 'step')}, over as many epochs as they take"
+        most = f"at most {_count(epochs, 'epoch')}" if epochs else "as many epochs as they take"
+        yield f"{_count(steps, 'step')}, over {most}"
     else:
-        yield f"{_count(epochs, 'epoch')}; the number of steps depends on the data"
+        yield f"{_count(epochs or 1, 'epoch')}; the number of steps depends on the data"
     when = ["before training"] if trainer.val_before_train else []
     when += [_every(trainer.test_freq)] if trainer.test_freq != -1 else []
     yield f"validation: {' and '.join(when) or 'none'}{', then the run ends' if trainer.val_only else ''}"

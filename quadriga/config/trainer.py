@@ -53,10 +53,11 @@ def _known_arguments(value: dict[str, Any]) -> dict[str, Any]:
 class TrainerConfig(Section):
     """The run."""
 
-    total_epochs: Count = 1
-    """Passes over the training data."""
+    total_epochs: Count | None = None
+    """Passes over the training data after which the run ends. null: 1, or as many as `total_training_steps` takes."""
     total_training_steps: Count | None = None
-    """Training steps after which the run ends. null: epochs times batches of an epoch."""
+    """Training steps after which the run ends, where `total_epochs` does not end it before; learning-rate schedules end
+    with them. null: epochs times batches of an epoch."""
     project_name: Name = "quadriga"
     """Name of the project, for trackers and for the run's directory."""
     experiment_name: Name = "run"
@@ -134,6 +135,11 @@ class TrainerConfig(Section):
     def loggers(self) -> list[str]:
         """`logger` as a list, each name once."""
         return [self.logger] if isinstance(self.logger, str) else list(dict.fromkeys(self.logger))
+
+    def num_steps(self, epoch_steps: int) -> int:
+        """Training steps of a run whose epoch has so many."""
+        limits = (self.total_training_steps, self.total_epochs and self.total_epochs * epoch_steps)
+        return min((limit for limit in limits if limit is not None), default=epoch_steps)
 
     def processes_of(self, pool: str) -> list[int]:
         """Processes on each machine of a resource pool."""

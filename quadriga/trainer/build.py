@@ -87,7 +87,7 @@ def build_run(config: Config, timeline: Timeline) -> Run:
             with timeline.part("rewards"):
                 reward = build_reward(config, tokenizer, train, val)
         choices = models()
-        total = config.trainer.total_training_steps or config.trainer.total_epochs * max(1, len(train))
+        total = config.trainer.num_steps(max(1, len(train)))
         config = _counted_in_steps(config, max(1, len(train)))
         if reward is not None:
             workers = handles(team)

@@ -71,6 +71,7 @@ class TrainingLoop:
 
     Attributes:
         global_steps: number of the step that has begun; 0 before the first.
+        schedule_steps: the step with which learning-rate schedules end; the epochs may be over before.
         metrics, timer: metrics and phases of that step.
         is_stopping: whether a stop before the last step was requested, as of the last `save_where_due`.
         recovery: number of restarts so far, and the monotonic second of the loss before the last one; None: no restart,
@@ -86,6 +87,7 @@ class TrainingLoop:
         self, config: Config, learners: Mapping[str, Any], total_training_steps: int, resumable: Mapping[str, Any]
     ) -> None:
         self.config, self.settings, self.total_training_steps = config, config.trainer, total_training_steps
+        self.schedule_steps = self.settings.total_training_steps or total_training_steps
         self.checkpoints = Checkpoints(self.settings.directory, self.settings.max_ckpt_to_keep)
         self.saver = CheckpointSaver(self.checkpoints, learners, report=lambda text: self.progress.message(text))
         self.resumable = resumable

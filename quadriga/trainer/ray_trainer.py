@@ -198,7 +198,7 @@ class RayPPOTrainer(TrainingLoop):
     def next_prompts(self, num_before: int = 0) -> DataProto:
         """The next batch of prompts, of which this step has taken `num_before` already; a `uid` each."""
         prompts = assign_uids(self.prompts.take(), str(self.global_steps), first=num_before)
-        prompts.meta_info |= {"global_steps": self.global_steps, "total_training_steps": self.total_training_steps}
+        prompts.meta_info |= {"global_steps": self.global_steps, "total_training_steps": self.schedule_steps}
         return prompts
 
     def generate(self, prompts: DataProto) -> DataProto:

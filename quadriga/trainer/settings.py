@@ -131,7 +131,7 @@ def say_nothing_to_do(config: Config, checkpoint: Path, last: int, now: Settings
     """
     trainer, before = config.trainer, settings_of(checkpoint, config.task)
     done = f"{step_of(checkpoint)} of {last} steps are done"
-    longer = "trainer.total_training_steps" if trainer.total_training_steps else "trainer.total_epochs"
+    longer = "trainer.total_training_steps" if trainer.total_training_steps == last else "trainer.total_epochs"
     by_name = "{experiment_name}" in trainer.default_local_dir
     other = "trainer.experiment_name" if by_name else "trainer.default_local_dir"
     changes = before.changes(now) if before else []

@@ -179,7 +179,7 @@ class TaskRunner:
 def what_next(config: Config, step: int | None) -> str:
     """What can be done with a run that has ended, whose last checkpoint is that of a step."""
     trainer, run = config.trainer, config.trainer.directory
-    length = "total_training_steps" if trainer.total_training_steps else "total_epochs"
+    length = "total_training_steps" if trainer.total_training_steps == step else "total_epochs"
     if config.task != "rl":
         key = "actor_rollout_ref" if config.task == "sft" else "reward_model.enable=True reward_model"
         return f"done. Next:\n  quadriga train --config FILE {key}.model.path={run / 'model'}"

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from math import lcm, prod
 from typing import TYPE_CHECKING, Any, get_args
 
+from quadriga.config.root import spelled
 from quadriga.config.trainer import Tracker
 from quadriga.verl import programs
 
@@ -292,6 +293,16 @@ def rollout_engine(line: "Line", key: str, value: Any) -> None:
         line.note(line.sentence)
 
 
+def do_sample(line: "Line", key: str, value: Any) -> None:
+    """Whether tokens are sampled: in verl's asynchronous mode the temperature says it."""
+    if line.get(f"{ROLLOUT}.mode") == "async":
+        is_hot = line.get(f"{key.removesuffix('do_sample')}temperature", 1) > 0
+        if is_hot != value:
+            line.note(line.sentence)
+        value = is_hot
+    line.set(key, value)
+
+
 def rollout_mode(line: "Line", key: str, value: Any) -> None:
     """Several turns need sequences that are tasks of their own."""
     has_turns = line.get(f"{ROLLOUT}.multi_turn.enable")
@@ -382,7 +393,7 @@ FUNCTIONS: dict[str, Callable[["Line", str, Any], None]] = {
     for one in (
         frequency, unless_null, null_if_falsy, warmup_steps, schedule, clip_ratio, device, loggers, gen_batch_size,
         train_batch_size, filter_groups, overlong, known_name, loss_option, strategy, engine_size, compute_dtype,
-        master_dtype, micro_batch, one_length, adapter_detail, rollout_engine, rollout_mode, raw_chat,
+        master_dtype, micro_batch, one_length, adapter_detail, rollout_engine, do_sample, rollout_mode, raw_chat,
         rollout_parallel, profiler, rejection, critic_key, critic_switch, reward_model_key, engine_name,
         critic_checkpoints, adapter_modules, fsdp_size, *programs.FUNCTIONS,
     )
@@ -397,6 +408,17 @@ def processes(line: "Line") -> None:
         line.set("trainer.backend", "ray")
     if f"{ROLLOUT}.name" not in line.ours:
         line.set(f"{ROLLOUT}.name", "vllm")
+
+
+def schedules(line: "Line") -> None:
+    """Learning-rate schedules count steps from 0; the key of verl 0.10 changes that for a cosine alone."""
+    for section in (spelled(f"{ACTOR}.optim", line.entry.task), "critic.optim"):
+        line.written = key = f"{section}.zero_indexed_step"
+        if f"{section}.lr" in line.ours and line.ours.get(f"{section}.lr_scheduler_type") != "cosine":
+            line.note("verl reads it for a cosine alone: the steps of other schedules are counted from 0.")
+            line.ours[key] = True
+        elif f"{section}.lr" in line.ours:
+            line.ours.setdefault(key, True)
 
 
 def reward_models(line: "Line") -> None:
@@ -415,7 +437,8 @@ def reward_models(line: "Line") -> None:
 
 
 FINISH: dict[str, tuple[Callable[["Line"], None], ...]] = {
-    "ppo": (processes, reward_models), "sft": (programs.supervised,), "fsdp_sft": (programs.supervised,),
+    "ppo": (processes, reward_models, schedules), "sft": (programs.supervised, schedules),
+    "fsdp_sft": (programs.supervised, schedules),
     "generation": (programs.generation,),
 }  # fmt: skip
 """Rows of rules.tsv -> functions of the whole line, called when every leaf was translated."""

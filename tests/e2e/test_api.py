@@ -126,11 +126,17 @@ def test_weights_and_components(settings: Callable[..., dict[str, Any]]) -> None
 
 
 def test_steps_model_and_resume(
-    settings: Callable[..., dict[str, Any]], make_rows: Callable[..., list[dict[str, Any]]], metric_lines: Lines
+    settings: Callable[..., dict[str, Any]],
+    make_rows: Callable[..., list[dict[str, Any]]],
+    metric_lines: Lines,
+    tmp_path: Path,
 ) -> None:
     """Steps one by one with their batch, callbacks, an estimator and a loss of the program's own; then 4 steps in all
-    are those of a run that was never interrupted, and the model is the last one."""
+    are those of a run that was never interrupted, and the model is the last one. The steps that are asked for hold,
+    though a file names an epoch, of 2 steps."""
     seen: list[int] = []
+    epoch = tmp_path / "epoch.yaml"
+    epoch.write_text("trainer: {total_epochs: 1}")
 
     def estimator(token_level_rewards, response_mask):
         scores = token_level_rewards.sum(-1, keepdim=True) * response_mask
@@ -141,7 +147,13 @@ def test_steps_model_and_resume(
         return -(log_prob - old_log_prob).exp() * advantages, {}
 
     def arguments(run: str, steps: int) -> dict[str, Any]:
-        return settings(run) | {"steps": steps, "estimator": estimator, "loss": loss, "data": make_rows(10)}
+        return settings(run) | {
+            "steps": steps,
+            "estimator": estimator,
+            "loss": loss,
+            "data": make_rows(10),
+            "config": epoch,
+        }
 
     whole = quadriga.train(reward=share, **arguments("whole", 4))
     numbers: list[int] = []

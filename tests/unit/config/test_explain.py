@@ -93,8 +93,11 @@ def test_the_number_of_steps() -> None:
     bounded = config("data.train_batch_size=16", "trainer.total_training_steps=5")
     assert "5 steps: 6 batches an epoch, 1 epoch" in explain(bounded, num_train_prompts=100)
     assert "5 steps, over as many epochs as they take" in explain(bounded)
-    # The steps that are given hold, whatever total_epochs is.
     assert "5 steps: 2 batches an epoch, 3 epochs" in explain(bounded, num_train_prompts=40)
+    # Of both limits the first that is reached ends the run.
+    both = config("data.train_batch_size=16", "trainer.total_training_steps=50", "trainer.total_epochs=3")
+    assert "18 steps: 6 batches an epoch, 3 epochs" in explain(both, num_train_prompts=100)
+    assert "50 steps, over at most 3 epochs" in explain(both)
 
 
 def test_a_critic_is_named_where_one_is_built() -> None:

@@ -238,8 +238,9 @@ def test_importing_the_configuration_loads_neither_torch_nor_ray() -> None:
 def test_the_number_of_keys_is_reviewed() -> None:
     # verl has 556 to 898. Whoever changes this number has weighed whether the key is needed.
     # external_lib: what registers names need not be the file of a reward function. calculate_entropy, which verl has:
-    # metrics over rows that the update need not compute cost their computation.
-    assert len(leaf_keys()) == 261
+    # metrics over rows that the update need not compute cost their computation. zero_indexed_step of both optimizers,
+    # which verl has: its schedules begin a step earlier than ours.
+    assert len(leaf_keys()) == 263
     assert len(leaf_keys()) <= 261
 
 

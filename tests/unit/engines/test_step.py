@@ -16,6 +16,13 @@ def test_constant_with_warmup() -> None:
     assert rates(5, lr_warmup_steps=3) == pytest.approx([1 / 3, 2 / 3, 1, 1, 1])
 
 
+def test_steps_counted_from_zero() -> None:
+    zero = {"zero_indexed_step": True}
+    assert rates(5, lr_warmup_steps=3, **zero) == pytest.approx([0, 1 / 3, 2 / 3, 1, 1])
+    assert rates(2, **zero) == [1, 1]
+    assert rates(4, lr_scheduler_type="cosine", **zero) == pytest.approx([1, 0.8535534, 0.5, 0.1464466])
+
+
 def test_warmup_as_a_share_of_the_run() -> None:
     assert rates(10, lr_warmup_steps_ratio=0.2)[:3] == pytest.approx([0.5, 1, 1])
 

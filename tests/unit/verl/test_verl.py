@@ -105,6 +105,16 @@ def test_a_published_key_is_known(key: str, value: str) -> None:
         (["actor_rollout_ref.actor.optim.lr_warmup_steps=null"], {"actor_rollout_ref.actor.optim.lr_warmup_steps": -1}),
         (["actor_rollout_ref.actor.optim.warmup_style=cosine"],
          {"actor_rollout_ref.actor.optim.lr_scheduler_type": "cosine"}),
+        # verl counts the steps of a schedule from 0, of a cosine unless it says otherwise.
+        (["actor_rollout_ref.actor.optim.warmup_style=cosine", "actor_rollout_ref.actor.optim.zero_indexed_step=False"],
+         {"actor_rollout_ref.actor.optim.zero_indexed_step": False}),
+        (["actor_rollout_ref.actor.optim.zero_indexed_step=False"],
+         {"actor_rollout_ref.actor.optim.zero_indexed_step": True, "critic.optim.zero_indexed_step": True}),
+        # do_sample is read in synchronous generation alone.
+        (["actor_rollout_ref.rollout.val_kwargs.temperature=0.6"],
+         {"actor_rollout_ref.rollout.val_kwargs.do_sample": True}),
+        (["actor_rollout_ref.rollout.val_kwargs.temperature=0.6", "actor_rollout_ref.rollout.mode=sync"],
+         {"actor_rollout_ref.rollout.val_kwargs.do_sample": False}),
         (["trainer.test_freq=False"], {"trainer.test_freq": -1}),
         (["trainer.max_actor_ckpt_to_keep=2"], {"trainer.max_ckpt_to_keep": 2}),
         (["trainer.logger=[console,file,trackio]"], {"trainer.logger": ["console", "jsonl"]}),

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Published scripts of different kinds mean here what verl's own configuration resolves to.
+
+The table (meaning.tsv) was made by reading the lines (scripts.jsonl) and the defaults of their versions, not by our
+translation. It does not prove that the trainer does with a value what verl's does: tests/numerics do.
+"""
+
+import json
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quadriga.cli.verl import version_of
+from quadriga.config.root import spelled
+from quadriga.verl.entries import find_entry
+from quadriga.verl.translate import translate
+
+HERE = Path(__file__).parent
+SCRIPTS = {one["name"]: one for one in map(json.loads, (HERE / "scripts.jsonl").read_text().splitlines())}
+
+
+def read_table() -> dict[str, dict[str, Any]]:
+    """What each script resolves to, by its name."""
+    table: dict[str, dict[str, Any]] = {name: {} for name in SCRIPTS}
+    names: list[str] = []
+    for line in (HERE / "meaning.tsv").read_text().splitlines():
+        key, *cells = line.split("\t")
+        if key == "# key":
+            names = cells[1:]
+        elif cells:
+            for name, cell in zip(names, cells[1:], strict=True):
+                if (value := cell or cells[0]) != "-":
+                    table[name][key] = json.loads(value)
+    return table
+
+
+TABLE = read_table()
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_means_what_it_means_to_verl(name: str) -> None:
+    script = SCRIPTS[name]
+    entry = find_entry(script["entry"])
+    found = translate(entry, script["args"], version_of(script["set"]))
+    assert found.config is not None, found.refused
+    config = found.config
+    ours = {key: attrgetter(spelled(key, entry.task, in_full=True))(config) for key in TABLE[name]}
+    assert {key: list(one) if isinstance(one, tuple) else one for key, one in ours.items()} == TABLE[name]
