@@ -37,7 +37,7 @@ class EverySecond(StateCopies):
     """Copies after steps of even number."""
 
     def copy(self, step: int, driver: dict[str, Any]) -> None:
-        pids = [address.pid for address in self._workers["actor"]._group.processes.addresses]
+        pids = [address.pid for address in self._workers["actor"].processes.addresses]
         stats = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
         ticks = sum(int(fields[11]) + int(fields[12]) for fields in stats)
         ends[step] = time.perf_counter(), ticks / os.sysconf("SC_CLK_TCK")

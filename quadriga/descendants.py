@@ -79,8 +79,7 @@ def descendants(root: int) -> list[int]:
     """Ids of all processes below one, parents first; ended ones that nobody has waited for are among them."""
     children: dict[int, list[int]] = defaultdict(list)
     for pid in _all_pids():
-        # One that has ended meanwhile has no file any more.
-        if fields := _read(pid, "stat").rpartition(b")")[2].split():
+        if (fields := stat_of(pid))[0] != b"X":
             children[int(fields[1])].append(pid)
     found = [root]
     for pid in found:
@@ -203,14 +202,14 @@ def _guard(lifeline_fd: int, root: int, earlier: str, mark: str, folder: str) ->
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     lifeline = socket.socket(fileno=lifeline_fd)
-    before, known = {int(pid): _start(int(pid)) for pid in earlier.split(",") if pid}, dict[int, bytes]()
+    before, known = {int(pid): start_of(int(pid)) for pid in earlier.split(",") if pid}, dict[int, bytes]()
     watched = select.poll()
     watched.register(lifeline_fd, select.POLLIN)
     # A forked child may hold the lifeline open: so the parent is looked at as well.
     while not watched.poll(1000 * _POLL_S) and os.getppid() == root:
-        known |= {pid: _start(pid) for pid in descendants(root)}
+        known |= {pid: start_of(pid) for pid in descendants(root)}
         # One that has lost its parent is a descendant no more.
-        known = {pid: start for pid, start in known.items() if _start(pid) == start}
+        known = {pid: start for pid, start in known.items() if start_of(pid) == start}
     _end_known(root, before, known, mark)
     with suppress(BrokenPipeError):
         lifeline.sendall(b"x")
@@ -228,10 +227,10 @@ def _end_known(
     until, files = time.monotonic() + _SWEEP_LIMIT_S, set[Path]()
     patience = time.monotonic() + (_SWEEP_LIMIT_S / 3 if with_trackers else 0)
     while time.monotonic() < until:
-        there = set(descendants(root)) | {pid for pid, start in known.items() if _start(pid) == start}
+        there = set(descendants(root)) | {pid for pid, start in known.items() if start_of(pid) == start}
         there |= {pid for pid in _all_pids() if mark.encode() in _read(pid, "environ")}
-        there -= {os.getpid(), root} | {pid for pid in there if before.get(pid) == _start(pid)}
-        there = {pid for pid in there if _start(pid)}
+        there -= {os.getpid(), root} | {pid for pid in there if before.get(pid) == start_of(pid)}
+        there = {pid for pid in there if start_of(pid)}
         trackers = {pid for pid in there if any(one in _read(pid, "cmdline") for one in _TRACKERS)}
         if not (there if with_trackers else there - trackers):
             break
@@ -254,10 +253,15 @@ def _read(pid: int, name: str) -> bytes:
     return b""
 
 
-def _start(pid: int) -> bytes:
+def stat_of(pid: int) -> list[bytes]:
+    """The fields of /proc/PID/stat from the state on; the state of one that has ended and left no file is X."""
+    return _read(pid, "stat").rpartition(b")")[2].split() or [b"X"]
+
+
+def start_of(pid: int) -> bytes:
     """When a process was started, which tells it from others with its number; nothing where it has ended."""
-    fields = _read(pid, "stat").rpartition(b")")[2].split()
-    return b"" if not fields or fields[0] in b"ZX" else fields[19]
+    fields = stat_of(pid)
+    return b"" if fields[0] in b"ZX" else fields[19]
 
 
 def _supervise(child: int, driver: int, lifeline_fd: int, wake_fd: int, note_fd: int) -> None:

@@ -19,8 +19,9 @@ import torch
 
 from quadriga.algorithms.aggregate import LossCounts
 from quadriga.config import OptimConfig
-from quadriga.engines.base import Outputs, TrainEngine
+from quadriga.engines.base import Outputs
 from quadriga.engines.batches import MicroBatching, Passes, RowLength, micro_batches, mini_batches
+from quadriga.engines.fsdp.engine import FSDPEngine
 from quadriga.engines.objectives import Objective
 from quadriga.engines.packing import pack, row_tokens
 from quadriga.models.attention import PackedBatch
@@ -53,7 +54,7 @@ def lr_at(step: int, config: OptimConfig, total_steps: int) -> float:
 
 
 def infer(
-    engine: TrainEngine,
+    engine: FSDPEngine,
     data: DataProto,
     micro: MicroBatching,
     *,
@@ -83,7 +84,7 @@ def infer(
 
 
 def update(
-    engine: TrainEngine, data: DataProto, objective: Objective, passes: Passes, *, lr: float, temperature: float = 1.0
+    engine: FSDPEngine, data: DataProto, objective: Objective, passes: Passes, *, lr: float, temperature: float = 1.0
 ) -> dict[str, Metric]:
     """Train the model on one batch: `num_epochs` passes of one optimizer step per mini-batch.
 
@@ -139,7 +140,7 @@ class MicroBatchLoss:
 
 
 def _optimizer_step(
-    engine: TrainEngine,
+    engine: FSDPEngine,
     mini: DataProto,
     places: torch.Tensor,
     objective: Objective,
@@ -186,7 +187,7 @@ def _optimizer_step(
 
 
 def _look_at_some(
-    engine: TrainEngine,
+    engine: FSDPEngine,
     mini: DataProto,
     places: torch.Tensor,
     objective: Objective,
@@ -213,7 +214,7 @@ def _look_at_some(
 
 
 def _losses(
-    engine: TrainEngine, rows: DataProto, objective: Objective, micro: MicroBatching, counts: LossCounts
+    engine: FSDPEngine, rows: DataProto, objective: Objective, micro: MicroBatching, counts: LossCounts
 ) -> Iterator[MicroBatchLoss]:
     """The objective on each micro-batch of some rows."""
     fields = objective.fields(rows)
@@ -221,7 +222,7 @@ def _losses(
         yield MicroBatchLoss(objective, rows.select_idxs(indices).select(fields).to(engine.device), packed, counts)
 
 
-def _packed(engine: TrainEngine, data: DataProto, micro: MicroBatching) -> Iterator[tuple[list[int], PackedBatch]]:
+def _packed(engine: FSDPEngine, data: DataProto, micro: MicroBatching) -> Iterator[tuple[list[int], PackedBatch]]:
     """The micro-batches of some rows, packed; rows with nothing to predict are in none."""
     tokens = row_tokens(data, engine.image_tokens)
     wanted = [number for number, row in enumerate(tokens) if len(row.trained)]

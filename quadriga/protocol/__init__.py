@@ -2,7 +2,7 @@
 """DataProto, which travels between the driver and the workers, and the table of every column in it."""
 
 from quadriga.protocol.columns import object_array
-from quadriga.protocol.fields import FIELDS, Field, render_fields
+from quadriga.protocol.fields import FIELDS, Field
 from quadriga.protocol.future import DataProtoFuture
 from quadriga.protocol.merge import deep_equal, union_numpy_dict, union_tensor_dict
 from quadriga.protocol.operations import (

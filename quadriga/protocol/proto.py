@@ -2,7 +2,7 @@
 """DataProto: the only thing that travels between the driver and the workers.
 
 Rows are sequences. Columns are tensors (`batch`) or numpy arrays (`non_tensor_batch`); what holds for
-all rows at once stands in `meta_info`. `fields.py` lists every column of the training loop.
+all rows at once stands in `meta_info`. `fields.tsv` lists every column of the training loop.
 
 Three rules hold for every operation here:
 

@@ -8,8 +8,8 @@
       4. collect    the mode makes one result of the outputs
 
 A backend is a subclass with two methods, `start_all` and `resolve`: `LocalWorkerGroup` below has its workers in this
-process, `ray/group.py` in processes of their own. `group.as_worker()` is the same group typed as its worker class, so
-that an editor finds the methods.
+process, `ray/group.py` in processes of their own. `group.as_worker()` is the group typed as its worker class, so that
+an editor finds the methods.
 """
 
 import inspect
@@ -56,24 +56,6 @@ class ClassWithInitArgs(Generic[W]):
 
     def __call__(self) -> W:
         return self.cls(*self.args, **self.kwargs)
-
-
-class WorkerFacade:
-    """The registered methods of a group, and nothing else; what `as_worker` returns."""
-
-    def __init__(self, group: "WorkerGroup[Any]") -> None:
-        self._group = group
-        for name in group.methods:
-            setattr(self, name, group.method(name))
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        # Only for names that are no method of the group: raises the error that says so.
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return self._group.method(name)
-
-    def __repr__(self) -> str:
-        return f"<{self._group!r} as {self._group.worker_class.__name__}>"
 
 
 class WorkerGroup(GroupLayout, ABC, Generic[W]):
@@ -163,8 +145,8 @@ class WorkerGroup(GroupLayout, ABC, Generic[W]):
         raise NotRegisteredError(f"{self.name}.{name}", got="no such method", expected=f"a registered one: {known}")
 
     def as_worker(self) -> W:
-        """The group, typed as its worker; attributes are the registered methods, bound to the group."""
-        return cast(W, WorkerFacade(self))
+        """This group, typed as its worker, whose registered methods it has."""
+        return cast(W, self)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         # Only reached for names that are no attributes; without `methods` the group is not built yet.

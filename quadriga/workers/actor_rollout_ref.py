@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerBase
 from quadriga.config import Config, LogProbConfig
 from quadriga.config.adapter import adapter_route
 from quadriga.config.placement import ACTOR
-from quadriga.engines.base import TrainEngine
 from quadriga.engines.batches import MicroBatching
 from quadriga.engines.fsdp.engine import FSDPEngine
 from quadriga.engines.objectives import PolicyObjective
@@ -147,7 +146,7 @@ class ActorRolloutRefWorker(Learner):
         return DataProto.from_dict(tensors={"ref_log_prob": scores["log_probs"]})
 
     def _infer(
-        self, engine: TrainEngine, data: DataProto, config: LogProbConfig, **wanted: bool
+        self, engine: FSDPEngine, data: DataProto, config: LogProbConfig, **wanted: bool
     ) -> dict[str, torch.Tensor]:
         """Outputs [B, T] of a policy by name, in micro-batches as `config` says."""
         num_sequences = None if config.log_prob_use_dynamic_bsz else config.log_prob_micro_batch_size_per_gpu

@@ -21,8 +21,8 @@ from pathlib import Path
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from quadriga.config.adapter import ADAPTER_CONFIG, AdapterShape, is_adapter, read_adapter
-from quadriga.engines.base import TrainEngine
 from quadriga.engines.checkpoint import StateWriter, explained, load_state
+from quadriga.engines.fsdp.engine import FSDPEngine
 from quadriga.errors import CheckpointError
 from quadriga.models.adapter_files import MergedFiles, write_factors
 from quadriga.models.lora import adapter_of, write_adapter_config
@@ -37,7 +37,7 @@ OPTIMIZER, FROZEN = "optimizer", "frozen"
 class RoleCheckpoint:
     """Writes and reads one role's part. All ranks of the role call the same methods in turn."""
 
-    def __init__(self, engine: TrainEngine, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, engine: FSDPEngine, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         self.engine, self.model, self.tokenizer = engine, model, tokenizer
         self.writer = StateWriter(engine.world)
 

@@ -5,8 +5,10 @@
     sharded weights      FSDP2, with tensor, sequence and pipeline parallelism inside    sharded.py
 
 What is done with them is the same: gradients are clipped by the norm of all of them, and a step moves the masters.
+The loop over epochs, mini-batches and micro-batches stands above it, once, in `engines/step.py`.
 
-Legend: M predicted tokens of a packed micro-batch.
+Legend: M predicted tokens of a packed micro-batch; [out, in] a projection, [V, D] the embedding and the head, r the
+rank of an adapter.
 """
 
 from collections.abc import Iterator, Sequence
@@ -45,7 +47,7 @@ class Training:
 
 
 class FSDPEngine:
-    """The `TrainEngine` of plain torch: replicated weights, or FSDP2 with tensor, sequence and pipeline parallelism.
+    """A model and its optimizer, replicated or sharded over ranks; all ranks call each method collectively.
 
     Args:
         scorer: the model and its head. Its parameters are float32 on arrival, whole, or on "meta" with `read`.
@@ -53,6 +55,16 @@ class FSDPEngine:
         training: None for a model that is used for inference only.
         name: the role's, for errors.
         read: gives the parameters' values, where the scorer has none.
+
+    Attributes:
+        replicas: the ranks that hold the model with other rows; those with the same rows are one of them.
+        world: all ranks that hold the model.
+        cost: operations for each token.
+        model: as this rank has it; its configuration is that of the whole.
+        has_replicated_weights: whether `model` has all weights on this rank, so that other roles of the process
+            can compute with it.
+        image_tokens: how images stand in prompts; None: a text model.
+        copying: work that reads the tensors of `state`; an optimizer step waits for it.
 
     Raises:
         EngineError: another rank has a model with other weights.
@@ -114,6 +126,7 @@ class FSDPEngine:
 
     @torch.no_grad()
     def forward(self, batches: Sequence[PackedBatch], question: Question) -> list[Outputs]:
+        """Outputs [M] of micro-batches without gradients, in order; none from a pipeline stage without the head."""
         work = list(batches)
         if not self.has_replicated_weights:
             work = [batch for batch, _ in self._in_step([(batch, _nothing) for batch in batches])]
@@ -129,6 +142,7 @@ class FSDPEngine:
     def backward(
         self, batches: Sequence[PackedBatch], losses: Sequence[LossFunction], *, temperature: float = 1.0
     ) -> None:
+        """Outputs [M] with gradients, the loss of each micro-batch, and its gradients added to those already there."""
         model, question = self.scorer.model, Question(temperature, with_entropy=True)
         work = list(zip(batches, losses, strict=True))
         if not self.has_replicated_weights:
@@ -199,15 +213,32 @@ class FSDPEngine:
     # ---- weights and state ----------------------------------------------------------------------------
 
     def weights(self, *, is_merged: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+        """Full tensors ([out, in], [V, D] ...) under the model's own names, in the compute dtype.
+
+        `is_merged`: an adapter is merged into the weights beside it, as if it had been trained in them; else parameters
+        come as the engine holds them.
+        """
         adapter = adapter_of(self.scorer.model)
         weights = self.parameters.whole()
         return merged(weights, adapter.scale) if adapter and is_merged else weights
 
     def adapter_weights(self, *, with_frozen: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        """An adapter's full matrices A [r, in] and B [out, r], in the compute dtype; `with_frozen` the weights below
+        too, under the names that they have without an adapter."""
         weights = self.parameters.whole() if with_frozen else self.parameters.whole(is_factor)
         return ((base_name(name), tensor) for name, tensor in weights)
 
     def state(self, contents: frozenset[str]) -> dict[str, torch.Tensor]:
+        """The tensors of a checkpoint, in the engine's own memory; DTensors where several ranks hold a tensor.
+
+        Masters and moments have the shape of the whole parameter ([out, in], [V, D] ...), numbers of steps are scalars.
+
+        Args:
+            contents: `model` (`model.NAME`, float32), `optimizer` (`optimizer.exp_avg.NAME`,
+                `optimizer.exp_avg_sq.NAME`, `optimizer.step.NAME`, `optimizer.nonfinite_steps`), or both. Of a model
+                with an adapter `model` is the adapter alone, and `frozen` (`frozen.NAME`, in the compute dtype) the
+                rest, under the names that it has without one.
+        """
         weights, state, trained = self.parameters, {}, set(self.parameters.trained)
         has_adapter = adapter_of(self.scorer.model) is not None
         for name, master in weights.masters.items():
@@ -229,6 +260,7 @@ class FSDPEngine:
         return state
 
     def state_was_loaded(self, contents: frozenset[str]) -> None:
+        """The tensors of `state` were written to."""
         if "model" in contents and isinstance(self.parameters, ReplicatedWeights):
             self.parameters.refresh_compute()
             self._require_equal_replicas()
@@ -238,6 +270,7 @@ class FSDPEngine:
             self.replicas.require_alike(f"weights of the {self.name}", list(self.scorer.model.parameters()))
 
     def describe(self) -> dict[str, Any]:
+        """The engine's automatic choices, each with its reason, for people to read."""
         kind = "trained" if self.training is not None else "frozen"
         return {
             "parameters": self.num_parameters,

@@ -26,6 +26,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, NodeDiedError, RayError, RaySystemError, RayTaskError
 
+from quadriga.descendants import start_of
 from quadriga.errors import PeerLostError, QuadrigaError, WorkerError, WorkerLostError
 from quadriga.observe.watchdog import waiting
 from quadriga.single_controller.ray import transport
@@ -38,7 +39,7 @@ from quadriga.single_controller.ray.cluster import (
     run_on_node,
 )
 from quadriga.single_controller.ray.errors import CrashLog, Failure, WorkerName, cause_of_death, crash_log
-from quadriga.single_controller.ray.process import ProcessAddress, Status, start_of
+from quadriga.single_controller.ray.process import ProcessAddress, Status
 
 REPORT_EVERY_S = 30.0
 POLL_S = 0.25
@@ -59,8 +60,8 @@ CRASH_LOG_LIMIT_S = 5.0
 END_LIMIT_S = 10.0
 """Time for killed processes to be gone."""
 
-NODE_LIMIT_S = 60.0
-"""Time for a process to start on another node."""
+NODE_LIMIT_S = 70.0
+"""The same on another node, where a busy machine may take long to start the process that looks."""
 
 RAY_KILLS_S = 3.0
 """Time for Ray to kill a process; what then still lives is killed without it."""
@@ -120,18 +121,10 @@ def resolve(
         WorkerLostError: its process, its node or the cluster is gone. The end of its standard error is a note.
     """
     wait = _Wait(handles)
-    if HEAD_LOST.is_set():
-        wait.look_at_nodes()
     # Where all respond in time, one call to Ray is enough; otherwise they are looked at one by one.
     with suppress(RayError):
         wait.outputs = dict(zip(wait.calls, ray.get(list(wait.calls), timeout=POLL_S), strict=True))
-    if not wait.is_over(0):
-        with waiting(wait.what, wait.report, report_every_s or REPORT_EVERY_S, emit):
-            look = time.monotonic() + LOOK_AT_NODES_S
-            while not wait.is_over(POLL_S):
-                if time.monotonic() >= look:
-                    wait.look_at_nodes()
-                    look = time.monotonic() + LOOK_AT_NODES_S
+    wait.go_on(report_every_s or REPORT_EVERY_S, emit)
     if wait.failed():
         raise wait.error()
     return [transport.unpack_result(wait.outputs[call.ref], borrow) for call in handles]
@@ -141,14 +134,7 @@ def first_outcomes(handles: Sequence[Call]) -> dict[Call, Any]:
     """Wait for one of several calls. Returns the outputs of those that have come, lent as with `borrow` of `resolve`,
     and the error of each that failed."""
     wait = _Wait(handles)
-    if HEAD_LOST.is_set():
-        wait.look_at_nodes()
-    with waiting(wait.what, wait.report, REPORT_EVERY_S):
-        look = time.monotonic() + LOOK_AT_NODES_S
-        while not wait.is_over(POLL_S) and not wait.outputs:
-            if time.monotonic() >= look:
-                wait.look_at_nodes()
-                look = time.monotonic() + LOOK_AT_NODES_S
+    wait.go_on(REPORT_EVERY_S, for_one=True)
     outcomes: dict[Call, Any] = {}
     for ref, output in wait.outputs.items():
         if isinstance(output, _Loss):
@@ -167,6 +153,8 @@ class _Wait:
         self.what = f"{names} on {len(calls)} rank{'s' if len(calls) != 1 else ''}"
         self.calls = {call.ref: call for call in calls}
         self.outputs: dict[Any, Any] = {}
+        if HEAD_LOST.is_set():
+            self.look_at_nodes()
 
     def pending(self) -> list[Any]:
         """References of what has not come."""
@@ -186,6 +174,17 @@ class _Wait:
                 except RayError as error:
                     self.outputs[ref] = _Loss(self.calls[ref], error)
         return not self.pending() or bool(self.failed())
+
+    def go_on(self, report_every_s: float, emit: Callable[[str], None] = print, *, for_one: bool = False) -> None:
+        """Wait until all have come or one has failed; with `for_one` until one has come."""
+        if self.is_over(0):
+            return
+        with waiting(self.what, self.report, report_every_s, emit):
+            look = time.monotonic() + LOOK_AT_NODES_S
+            while not self.is_over(POLL_S) and not (for_one and self.outputs):
+                if time.monotonic() >= look:
+                    self.look_at_nodes()
+                    look = time.monotonic() + LOOK_AT_NODES_S
 
     def look_at_nodes(self) -> None:
         """Give up the calls of nodes that take no connections; an error if the cluster's head does not either."""
@@ -347,11 +346,14 @@ def end_processes(actors: Sequence[Any], address_refs: Sequence[Any]) -> None:
     for node_id, node, raylet_port in {(each.node_id, each.node, each.raylet_port) for each in addresses}:
         processes = [(address.pid, address.started) for address in addresses if address.node_id == node_id]
         alive: list[int] = []
-        if node_id == own_node_id():
-            alive = _end_here(processes, RAY_KILLS_S if has_head else 0.0)
-        elif has_head and responds(node, raylet_port):
-            alive = _end_there(node_id, processes)
-        # Else a process ends itself: when its node's raylet does, and a raylet when it has no head for a minute.
+        # Elsewhere a process ends itself: when its node's raylet does, and a raylet when it has no head for a minute.
+        if node_id == own_node_id() or (has_head and responds(node, raylet_port)):
+            try:
+                alive = run_on_node(node_id, _end, processes, RAY_KILLS_S if has_head else 0.0, limit_s=NODE_LIMIT_S)
+            except GetTimeoutError:
+                alive = [pid for pid, _ in processes]
+            except RayError:
+                pass  # the node is gone, and what ran there with it
         left += [f"process {pid} on {node}" for pid in alive]
     if left:
         raise WorkerError(
@@ -361,17 +363,6 @@ def end_processes(actors: Sequence[Any], address_refs: Sequence[Any]) -> None:
         )
 
 
-def _end_there(node_id: str, processes: list[tuple[int, int]]) -> list[int]:
-    """The same on another node, where a busy machine may take long to start the process that looks."""
-    try:
-        return run_on_node(node_id, _end_here, processes, RAY_KILLS_S, limit_s=END_LIMIT_S + NODE_LIMIT_S)
-    except GetTimeoutError:
-        return [pid for pid, _ in processes]
-    except RayError:
-        # The node is gone, and what ran there with it.
-        return []
-
-
 def kill(address: ProcessAddress, got: str, fix: str) -> None:
     """Kill a process wherever it is; who waits for it is told what was wrong with it.
 
@@ -379,10 +370,10 @@ def kill(address: ProcessAddress, got: str, fix: str) -> None:
         ray.exceptions.RayError: its node did not do it.
     """
     _KILLED[address] = got, fix
-    run_on_node(address.node_id, _end_here, [(address.pid, address.started)], 0.0, limit_s=END_LIMIT_S + NODE_LIMIT_S)
+    run_on_node(address.node_id, _end, [(address.pid, address.started)], 0.0, limit_s=NODE_LIMIT_S)
 
 
-def _end_here(processes: Sequence[tuple[int, int]], patience_s: float) -> list[int]:
+def _end(processes: Sequence[tuple[int, bytes]], patience_s: float) -> list[int]:
     """Wait until processes (pid and start of each) of this node are gone, after `patience_s` with a SIGKILL.
 
     Returns the pids that are left.

@@ -143,7 +143,7 @@ class StateCopies:
         homes = {
             (part, rank): HERE if _is_one_node() else address.node_id
             for part, worker in workers.items()
-            for rank, address in enumerate(worker._group.processes.addresses)
+            for rank, address in enumerate(worker.processes.addresses)
         }
         cycle = sorted(set(homes.values()))
         self._drop(set(self._keepers) - set(cycle))

@@ -34,6 +34,7 @@ from typing import Any
 
 import ray
 
+from quadriga.descendants import start_of, stat_of
 from quadriga.errors import WorkerError
 from quadriga.single_controller.ray import transport
 from quadriga.single_controller.ray.errors import Failure, WorkerName, location_of, oom_kills
@@ -62,7 +63,7 @@ class ProcessAddress:
     node_id: str
     raylet_port: int
     pid: int
-    started: int
+    started: bytes
     log: str
     oom_kills: int
 
@@ -226,25 +227,10 @@ class WorkerProcess:
             self._running = None
 
 
-def start_of(pid: int) -> int:
-    """When a process of this node started, in clock ticks since the node did; 0 if it has ended."""
-    fields = _stat(pid)
-    # A zombie has ended; it only waits to be reaped.
-    return 0 if fields[0] in "ZX" else int(fields[19])
-
-
 def state_of(pid: int) -> str:
     """What the kernel says about a process of this node that does not answer; "" for nothing of note."""
-    return {"T": "stopped by a signal", "t": "stopped by a debugger", "D": "waits for a device"}.get(_stat(pid)[0], "")
-
-
-def _stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat from the state on; that of a process that has ended is X."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return ["X"]
+    states = {b"T": "stopped by a signal", b"t": "stopped by a debugger", b"D": "waits for a device"}
+    return states.get(stat_of(pid)[0], "")
 
 
 def _end_with_parent(parent: int) -> None:

@@ -15,10 +15,10 @@ import ray
 import torch
 import torch.distributed as dist
 
+from quadriga.descendants import start_of
 from quadriga.errors import DataError, PeerLostError, QuadrigaError
 from quadriga.protocol import DataProto
 from quadriga.single_controller import Dispatch, Worker, WorkerPlace, register
-from quadriga.single_controller.ray.process import start_of
 
 GONE_S = 10.0
 POLL_S = 0.05
@@ -150,7 +150,7 @@ class Clumsy(Worker):
 def is_gone(pid: int, started: int | None = None) -> bool:
     """Whether a process of this machine has ended, within `GONE_S`."""
     deadline = time.monotonic() + GONE_S
-    while (now := start_of(pid)) != 0 and now == (started or now):
+    while (now := start_of(pid)) != b"" and now == (started or now):
         if time.monotonic() > deadline:
             return False
         time.sleep(0.02)

@@ -17,6 +17,7 @@ import torch  # noqa: E402
 
 import clumsy  # noqa: E402
 from clumsy import Clumsy, error_of, is_gone, notes  # noqa: E402
+from quadriga.descendants import start_of  # noqa: E402
 from quadriga.errors import DataError, WorkerError  # noqa: E402
 from quadriga.protocol import DataProto  # noqa: E402
 from quadriga.single_controller.ray import (  # noqa: E402
@@ -26,7 +27,6 @@ from quadriga.single_controller.ray import (  # noqa: E402
     calls,
     create_colocated_worker_cls,
 )
-from quadriga.single_controller.ray.process import start_of  # noqa: E402
 from tests.e2e.conftest import end_with_the_tests  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import quadriga
-from quadriga.protocol import FIELDS, render_fields
+from quadriga.protocol import FIELDS
 
 PACKAGE = Path(quadriga.__file__).parent
 STORES = {"batch": True, "non_tensor_batch": False}
@@ -46,6 +46,20 @@ DESIGNED = [
 ]
 
 
+def render_fields() -> str:
+    """The table as the page has it: tensors first, then objects."""
+    lines = []
+    for title, is_tensor in (("Tensors (`batch`)", True), ("Objects (`non_tensor_batch`)", False)):
+        head = "| column | shape | dtype | meaning | written by | read by |"
+        lines += [f"### {title}", "", head, "|---|---|---|---|---|---|"]
+        for field in FIELDS.values():
+            if field.is_tensor == is_tensor:
+                written, read = ", ".join(field.written_by), ", ".join(field.read_by)
+                lines.append(f"| `{field.name}` | {field.shape} | {field.dtype} | {field.unit} | {written} | {read} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
 def used_columns(source: str) -> Iterator[tuple[str, bool]]:
     """(column, whether it is used as a tensor) for every literal key in a piece of code."""
     for node in ast.walk(ast.parse(source)):
@@ -64,7 +78,7 @@ def used_columns(source: str) -> Iterator[tuple[str, bool]]:
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_columns_in_the_code_are_in_the_table(path: Path) -> None:
     for name, is_tensor in used_columns(path.read_text(encoding="utf-8")):
-        assert name in FIELDS, f"{path.name} uses the column {name!r}: describe it in protocol/fields.py"
+        assert name in FIELDS, f"{path.name} uses the column {name!r}: describe it in protocol/fields.tsv"
         assert FIELDS[name].is_tensor == is_tensor, f"{path.name} uses {name!r} in the wrong store"
 
 
@@ -94,4 +108,4 @@ def test_rendered_table_has_a_row_for_every_column() -> None:
 def test_the_page_of_the_documentation_is_the_table() -> None:
     page = (PACKAGE.parent / "docs" / "batch_fields.md").read_text(encoding="utf-8")
     assert page.startswith("# ")
-    assert page[page.index("### ") :] == render_fields(), "put the output of render_fields() into docs/batch_fields.md"
+    assert page[page.index("### ") :] == render_fields(), "put what render_fields gives into docs/batch_fields.md"
