@@ -96,12 +96,9 @@ def mini_batches(
     if "row_index" in data.batch.keys():
         numbers = data.batch["row_index"].cpu()
     if len(numbers) and not 0 <= int(numbers.min()) <= int(numbers.max()) < num_all:
-        raise EngineError(
-            "column row_index",
-            got=f"numbers from {int(numbers.min())} to {int(numbers.max())} in a batch of {num_all} rows",
-            expected=f"each number from 0 to {num_all - 1} once",
-            fix="Number the rows after the last one was added or removed.",
-        )
+        got = f"numbers from {int(numbers.min())} to {int(numbers.max())} in a batch of {num_all} rows"
+        fix = "Number the rows after the last one was added or removed."
+        raise EngineError("column row_index", got=got, expected=f"each number from 0 to {num_all - 1} once", fix=fix)
     for epoch in range(passes.num_epochs):
         places = numbers
         if passes.shuffle_seed is not None:

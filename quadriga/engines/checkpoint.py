@@ -203,12 +203,9 @@ def load_state(folder: Path, state: State, world: ProcessGroup) -> None:
     reader = error = None
     try:
         if not (folder / METADATA).is_file():
-            raise CheckpointError(
-                str(folder),
-                got="no such part of the checkpoint",
-                expected=f"{folder.name!r}, as load_contents says",
-                fix=f"Leave {folder.name!r} out of checkpoint.load_contents, or resume from a checkpoint that has it.",
-            )
+            got = "no such part of the checkpoint"
+            fix = f"Leave {folder.name!r} out of checkpoint.load_contents, or resume from a checkpoint that has it."
+            raise CheckpointError(str(folder), got=got, expected=f"{folder.name!r}, as load_contents says", fix=fix)
         reader = ChunkReader(folder)
     except CheckpointError as found:
         error = found
@@ -236,17 +233,10 @@ def _require_fit(folder: Path, listed: Metadata, shapes: Mapping[str, torch.Size
         )
     unknown, missing = sorted(set(sizes) - set(shapes)), sorted(set(shapes) - set(sizes))
     if unknown or missing:
-        raise CheckpointError(
-            str(folder),
-            got=f"{len(unknown)} unknown and {len(missing)} missing tensors, first {[*unknown, *missing][0]}",
-            expected="the tensors of this model",
-            fix=_OTHER_MODEL,
-        )
+        got = f"{len(unknown)} unknown and {len(missing)} missing tensors, first {[*unknown, *missing][0]}"
+        raise CheckpointError(str(folder), got=got, expected="the tensors of this model", fix=_OTHER_MODEL)
     unlike = sorted(name for name, shape in shapes.items() if sizes[name] != shape)
     if unlike:
-        raise CheckpointError(
-            f"{folder}: {unlike[0]}",
-            got=f"shape {tuple(sizes[unlike[0]])}" + (f", and {len(unlike) - 1} more" if len(unlike) > 1 else ""),
-            expected=f"{tuple(shapes[unlike[0]])}",
-            fix=_OTHER_MODEL,
-        )
+        got = f"shape {tuple(sizes[unlike[0]])}" + (f", and {len(unlike) - 1} more" if len(unlike) > 1 else "")
+        expected = f"{tuple(shapes[unlike[0]])}"
+        raise CheckpointError(f"{folder}: {unlike[0]}", got=got, expected=expected, fix=_OTHER_MODEL)

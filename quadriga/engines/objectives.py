@@ -67,12 +67,9 @@ def policy_loss_of(config: ActorConfig, correction: RolloutCorrectionConfig | No
     """
     name, shared = config.policy_loss.loss_mode, {**dict(config), "config": config}
     if correction is not None and correction.bypass_mode and name not in ("vanilla", BYPASS):
-        raise ConfigError(
-            "actor_rollout_ref.actor.policy_loss.loss_mode",
-            got=f"{name!r}, with algorithm.rollout_correction.bypass_mode=True",
-            expected="vanilla, or the key left out",
-            fix="The bypass form has a loss of its own: choose it with algorithm.rollout_correction.loss_type.",
-        )
+        got, expected = f"{name!r}, with algorithm.rollout_correction.bypass_mode=True", "vanilla, or the key left out"
+        fix = "The bypass form has a loss of its own: choose it with algorithm.rollout_correction.loss_type."
+        raise ConfigError("actor_rollout_ref.actor.policy_loss.loss_mode", got=got, expected=expected, fix=fix)
     if correction is not None and (correction.bypass_mode or name == BYPASS):
         name, shared = BYPASS, {**shared, "correction": correction}
     return choose_policy_loss(name, config.policy_loss.options, shared)
@@ -127,12 +124,10 @@ class PolicyObjective(Objective):
             data.batch[name] = column
 
     def _miss(self, names: set[str] | frozenset[str], data: DataProto) -> None:
-        raise EngineError(
-            f"policy loss {self.policy_loss.name}",
-            got=f"a batch without {', '.join(sorted(names))}",
-            expected=f"it beside {', '.join(sorted(data.batch.keys()))}",
-            fix="Name fields of the batch as positional parameters, and options behind a `*`.",
-        )
+        got = f"a batch without {', '.join(sorted(names))}"
+        expected = f"it beside {', '.join(sorted(data.batch.keys()))}"
+        fix = "Name fields of the batch as positional parameters, and options behind a `*`."
+        raise EngineError(f"policy loss {self.policy_loss.name}", got=got, expected=expected, fix=fix)
 
     def rows_with_gradient(self, data: DataProto) -> torch.Tensor:
         """[B] bool: most losses move a row without an advantage by a divergence or an entropy bonus only.

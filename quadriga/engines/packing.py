@@ -106,12 +106,9 @@ def _prompt_images(
     places = np.flatnonzero(prompt == tokens.token_id)
     expected = tokens.count(inputs["image_grid_thw"]) if inputs else 0
     if len(places) != expected:
-        raise EngineError(
-            where,
-            got=f"{len(places)} image tokens (id {tokens.token_id}) in the prompt",
-            expected=f"{expected}, one for each embedding of its images",
-            fix="Let data.image_key name the column with the images; a prompt is never cut inside of one.",
-        )
+        got = f"{len(places)} image tokens (id {tokens.token_id}) in the prompt"
+        fix = "Let data.image_key name the column with the images; a prompt is never cut inside of one."
+        raise EngineError(where, got=got, expected=f"{expected}, one for each embedding of its images", fix=fix)
     if not inputs:
         return None
     if id(inputs) not in keys:

@@ -114,12 +114,9 @@ class ProcessGroup:
         of_ranks = self.gather([int(one.sum(dtype=torch.int64)) for one in bits])
         others = [rank for rank, other in enumerate(of_ranks) if other != of_ranks[0]]
         if others:
-            raise EngineError(
-                what,
-                got=f"other numbers on rank {', '.join(map(str, others))} than on rank 0",
-                expected="the same on every rank",
-                fix="Every node must read the same model and the same checkpoint: put them on a shared disk.",
-            )
+            got = f"other numbers on rank {', '.join(map(str, others))} than on rank 0"
+            fix = "Every node must read the same model and the same checkpoint: put them on a shared disk."
+            raise EngineError(what, got=got, expected="the same on every rank", fix=fix)
 
     @contextmanager
     def _meeting(self, what: str) -> Iterator[None]:
@@ -181,21 +178,15 @@ def join(place: Place, device: torch.device) -> ProcessGroup:
                     device_id=device if is_cuda else None,
                 )
         except RuntimeError as error:
-            raise EngineError(
-                f"process group, {where}",
-                got=str(error).strip().partition("\n")[0],
-                expected="all ranks to meet there",
-                fix="Check that the address can be reached from every node and that no other program uses the port.",
-            ) from error
+            got, expected = str(error).strip().partition("\n")[0], "all ranks to meet there"
+            fix = "Check that the address can be reached from every node and that no other program uses the port."
+            raise EngineError(f"process group, {where}", got=got, expected=expected, fix=fix) from error
         Membership.num_meetings += 1
     found, expected = (dist.get_rank(), dist.get_world_size()), (place.rank, place.world_size)
     if found != expected:
-        raise EngineError(
-            "process group",
-            got="rank {} of {} in this process already".format(*found),
-            expected="rank {} of {}".format(*expected),
-            fix="Roles that share processes need pools of one size.",
-        )
+        got = "rank {} of {} in this process already".format(*found)
+        fix = "Roles that share processes need pools of one size."
+        raise EngineError("process group", got=got, expected="rank {} of {}".format(*expected), fix=fix)
     Membership.num_roles += 1
     return ProcessGroup(place.rank, place.world_size, device)
 

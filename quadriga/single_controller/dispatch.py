@@ -222,11 +222,9 @@ class Dispatch(metaclass=_Members):
 def register_dispatch_mode(name: str) -> Dispatch:
     """Add the mode `Dispatch.<name>`; `update_dispatch_mode` gives it its functions."""
     if not name.isidentifier() or name in Dispatch.members:
-        raise WorkerError(
-            f"register_dispatch_mode({name!r})",
-            got="a name in use" if name in Dispatch.members else "no Python name",
-            expected=f"an identifier other than {', '.join(Dispatch.members)}",
-        )
+        got = "a name in use" if name in Dispatch.members else "no Python name"
+        expected = f"an identifier other than {', '.join(Dispatch.members)}"
+        raise WorkerError(f"register_dispatch_mode({name!r})", got=got, expected=expected)
     Dispatch.members[name] = mode = Dispatch(name)
     return mode
 

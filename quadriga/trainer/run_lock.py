@@ -134,12 +134,9 @@ def _wait_for_silence(path: Path, holder: dict[str, str], why: str) -> None:
 
 
 def _refusal(path: Path, holder: dict[str, str]) -> CheckpointError:
-    return CheckpointError(
-        f"{KEY}={path.parent}",
-        got=f"the directory of a run that goes on: {_words(holder)} holds {path.name}",
-        expected="one that no other run writes to",
-        fix=f"Wait for its end, or end it; or set {KEY} or trainer.experiment_name to others.",
-    )
+    got = f"the directory of a run that goes on: {_words(holder)} holds {path.name}"
+    fix = f"Wait for its end, or end it; or set {KEY} or trainer.experiment_name to others."
+    return CheckpointError(f"{KEY}={path.parent}", got=got, expected="one that no other run writes to", fix=fix)
 
 
 def _words(holder: dict[str, str]) -> str:

@@ -106,12 +106,10 @@ class CheckpointSaver:
                     if not all(is_written for ranks in outputs for is_written in ranks):
                         return False
                     if missing := [part for part in self.workers if not (pending.folder / part).is_dir()]:
-                        raise CheckpointError(
-                            str(pending.folder / missing[0]),
-                            got="nothing here, though the worker has written it",
-                            expected="the same folder on every node",
-                            fix="Set trainer.default_local_dir to a disk that all nodes share.",
-                        )
+                        got = "nothing here, though the worker has written it"
+                        expected = "the same folder on every node"
+                        fix = "Set trainer.default_local_dir to a disk that all nodes share."
+                        raise CheckpointError(str(pending.folder / missing[0]), got=got, expected=expected, fix=fix)
                 pending.completion = in_background(lambda: self.checkpoints.complete(pending.step), "checkpoint")
             if not wait and not pending.completion.done():
                 return False
@@ -215,9 +213,7 @@ def _parse_state(content: bytes, path: Path) -> dict[str, Any]:
     try:
         return torch.load(io.BytesIO(content), weights_only=True)
     except (EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
-        raise DamagedCheckpointError(
-            str(path),
-            got=str(error).strip().partition("\n")[0] or type(error).__name__,
-            expected="the state of a run, in numbers, texts, lists, dictionaries and tensors",
-            fix=f"{_FIX} If the error comes at a save, it is the state_dict of your own data set or sampler.",
-        ) from error
+        got = str(error).strip().partition("\n")[0] or type(error).__name__
+        expected = "the state of a run, in numbers, texts, lists, dictionaries and tensors"
+        fix = f"{_FIX} If the error comes at a save, it is the state_dict of your own data set or sampler."
+        raise DamagedCheckpointError(str(path), got=got, expected=expected, fix=fix) from error

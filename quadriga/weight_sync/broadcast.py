@@ -215,12 +215,9 @@ class WeightReceiver(CopiedWeights):
             yield from _noted(unpack(header["entries"], content), arrived)
         sent, offered = header["fingerprints"], header["version"]
         if differing := Fingerprint(sent).differences(Fingerprint(arrived)):
-            raise WeightSyncError(
-                where,
-                got=f"{len(differing)} of {len(sent)} weights that changed on their way: {name_some(differing)}",
-                expected="what the trainer sent",
-                fix="The network between trainer and rollout corrupts data.",
-            )
+            got = f"{len(differing)} of {len(sent)} weights that changed on their way: {name_some(differing)}"
+            fix = "The network between trainer and rollout corrupts data."
+            raise WeightSyncError(where, got=got, expected="what the trainer sent", fix=fix)
         if offered != version:
             raise WeightSyncError(where, got=f"version {offered}", expected=f"version {version}, which was announced")
 

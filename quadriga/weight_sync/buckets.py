@@ -67,10 +67,6 @@ def unpack(entries: Iterable[Sequence[Any]], content: torch.Tensor) -> Iterator[
         size = math.prod(shape) * dtype.itemsize
         piece = content[offset : offset + size]
         if piece.numel() != size:
-            raise WeightSyncError(
-                f"weight {name}",
-                got=f"{piece.numel()} bytes",
-                expected=f"{size}, for {dtype_name} {tuple(shape)}",
-                fix="The bucket was cut short on its way.",
-            )
+            expected, fix = f"{size}, for {dtype_name} {tuple(shape)}", "The bucket was cut short on its way."
+            raise WeightSyncError(f"weight {name}", got=f"{piece.numel()} bytes", expected=expected, fix=fix)
         yield name, piece.view(dtype).view(shape)

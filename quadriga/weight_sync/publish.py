@@ -63,12 +63,10 @@ class SharedWeights:
         ]
         apart += [name for name, tensor in held.items() if name not in offered and _address(tensor) not in addresses]
         if apart:
-            raise WeightSyncError(
-                f"shared weights, version {version}",
-                got=f"{len(apart)} of {len(held)} weights that are not the trainer's own: {name_some(apart)}",
-                expected="one set of parameters for both",
-                fix="Give the rollout the trainer's module, or publish by CopiedWeights.",
-            )
+            got = f"{len(apart)} of {len(held)} weights that are not the trainer's own: {name_some(apart)}"
+            expected = "one set of parameters for both"
+            fix = "Give the rollout the trainer's module, or publish by CopiedWeights."
+            raise WeightSyncError(f"shared weights, version {version}", got=got, expected=expected, fix=fix)
         target.load_weights(offered.items(), version)
         self._published = _states(target)
 
@@ -78,12 +76,9 @@ class SharedWeights:
         held = _states(target)
         changed = [name for name, state in self._published.items() if held.get(name) != state]
         if changed:
-            raise WeightSyncError(
-                f"shared weights, version {version}",
-                got=f"{len(changed)} of {len(held)} weights that were written to since: {name_some(changed)}",
-                expected="weights as they were published",
-                fix="Publish the weights after each update.",
-            )
+            got = f"{len(changed)} of {len(held)} weights that were written to since: {name_some(changed)}"
+            expected, fix = "weights as they were published", "Publish the weights after each update."
+            raise WeightSyncError(f"shared weights, version {version}", got=got, expected=expected, fix=fix)
 
 
 class CopiedWeights:
@@ -135,23 +130,17 @@ class CopiedWeights:
         held = target.fingerprint().tensors
         differing = [name for name, mark in self._published.items() if held.get(name) != mark]
         if differing:
-            raise WeightSyncError(
-                f"weights of version {version}",
-                got=f"{len(differing)} of {len(self._published)} weights that differ: {name_some(sorted(differing))}",
-                expected="in the rollout what the trainer sent",
-                fix="The rollout's engine did not take them over as they are; it generates nothing until it does.",
-            )
+            got = f"{len(differing)} of {len(self._published)} weights that differ: {name_some(sorted(differing))}"
+            expected = "in the rollout what the trainer sent"
+            fix = "The rollout's engine did not take them over as they are; it generates nothing until it does."
+            raise WeightSyncError(f"weights of version {version}", got=got, expected=expected, fix=fix)
 
 
 def require_version(target: WeightTarget, version: int) -> None:
     """Raise a WeightSyncError unless the target's weights are of this version."""
     if target.weight_version != version:
-        raise WeightSyncError(
-            "weights of the rollout",
-            got=f"version {target.weight_version}",
-            expected=f"version {version}, the trainer's",
-            fix="Publish the weights before the next generation.",
-        )
+        got, fix = f"version {target.weight_version}", "Publish the weights before the next generation."
+        raise WeightSyncError("weights of the rollout", got=got, expected=f"version {version}, the trainer's", fix=fix)
 
 
 def name_some(names: Iterable[str]) -> str:

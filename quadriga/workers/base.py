@@ -74,12 +74,9 @@ def choose_device(wish: str, local_rank: int = 0) -> torch.device:
     try:
         return torch.empty(0, device=wish).device
     except (RuntimeError, AssertionError) as error:
-        raise ConfigError(
-            "trainer.device",
-            got=f"{wish!r} ({str(error).strip().partition(chr(10))[0]})",
-            expected="a device that torch can use here",
-            fix="Set trainer.device=auto; `quadriga doctor` says what there is.",
-        ) from error
+        got = f"{wish!r} ({str(error).strip().partition(chr(10))[0]})"
+        fix = "Set trainer.device=auto; `quadriga doctor` says what there is."
+        raise ConfigError("trainer.device", got=got, expected="a device that torch can use here", fix=fix) from error
 
 
 def build_engine(

@@ -78,12 +78,9 @@ class Generation:
         """
         input_ids, seed = prompts.batch["input_ids"], self.config.trainer.seed
         if input_ids.numel() and int(input_ids.max()) >= self.vocabulary_size:
-            raise EngineError(
-                "prompts",
-                got=f"token id {int(input_ids.max())}",
-                expected=f"ids below {self.vocabulary_size}, the size of the model's vocabulary",
-                fix="Use the model's own tokenizer: see data.tokenizer.",
-            )
+            expected = f"ids below {self.vocabulary_size}, the size of the model's vocabulary"
+            fix = "Use the model's own tokenizer: see data.tokenizer."
+            raise EngineError("prompts", got=f"token id {int(input_ids.max())}", expected=expected, fix=fix)
         prompts.meta_info["weight_version"] = weight_version
         if self.sleeps:
             self.engine.wake()

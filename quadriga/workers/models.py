@@ -73,12 +73,10 @@ def load_model(
     names, shapes = files.shapes, {name: one.shape for name, one in skeleton.model.named_parameters()}
     missing = [name for name in shapes if name not in names and not name.startswith("value_head.")]
     if missing:
-        raise EngineError(
-            f"model {path}",
-            got=f"no weights for {len(missing)} parameters, first {missing[0]}",
-            expected="all weights of the model, under the names that transformers gives them",
-            fix="Load and save it once with transformers, or set fsdp_config.fsdp_size=1.",
-        )
+        got = f"no weights for {len(missing)} parameters, first {missing[0]}"
+        expected = "all weights of the model, under the names that transformers gives them"
+        fix = "Load and save it once with transformers, or set fsdp_config.fsdp_size=1."
+        raise EngineError(f"model {path}", got=got, expected=expected, fix=fix)
     return LoadedModel(skeleton, lambda name: files.read(name) if name in names else torch.zeros(shapes[name]))
 
 
@@ -92,22 +90,18 @@ def check_models(config: Config, *, has_critic: bool) -> None:
     names, own = policy.architectures or [], getattr(policy, "auto_map", {})
     generates = not names or "AutoModelForCausalLM" in own or any(name.endswith(_GENERATING) for name in names)
     if not generates and config.task != "reward_model":
-        raise ConfigError(
-            "actor_rollout_ref.model.path",
-            got=f"'{config.actor_rollout_ref.model.path}', whose config.json names {', '.join(names)}",
-            expected="a causal language model, which generates text",
-            fix="Name a model whose architecture ends in ForCausalLM.",
-        )
+        got = f"'{config.actor_rollout_ref.model.path}', whose config.json names {', '.join(names)}"
+        expected = "a causal language model, which generates text"
+        fix = "Name a model whose architecture ends in ForCausalLM."
+        raise ConfigError("actor_rollout_ref.model.path", got=got, expected=expected, fix=fix)
     _check_vision(config, policy, has_critic=has_critic)
     positions = getattr(policy.get_text_config(), "max_position_embeddings", None)
     needed = config.data.max_prompt_length + config.data.max_response_length
     if positions is not None and needed > positions:
-        raise ConfigError(
-            "data.max_prompt_length + data.max_response_length",
-            got=f"{needed} tokens",
-            expected=f"at most {positions}, the positions of {config.actor_rollout_ref.model.path}",
-            fix="Lower one of them, or give the model more with actor_rollout_ref.model.override_config.",
-        )
+        got = f"{needed} tokens"
+        expected = f"at most {positions}, the positions of {config.actor_rollout_ref.model.path}"
+        fix = "Lower one of them, or give the model more with actor_rollout_ref.model.override_config."
+        raise ConfigError("data.max_prompt_length + data.max_response_length", got=got, expected=expected, fix=fix)
     for where, section, size in arranged_roles(config, has_critic=has_critic):
         layout = section.layout(size, where)
         if (layout.sp, layout.tp, layout.pp) != (1, 1, 1):
@@ -130,12 +124,8 @@ def require_text(config: Config, what: str) -> None:
         ConfigError: says so.
     """
     if is_vision(kind := _model_config(config, ACTOR)):
-        raise ConfigError(
-            "model.path",
-            got=f"a vision-language model ({kind.model_type})",
-            expected=f"a text model: {what} learns from text alone",
-            fix="Train it with `quadriga train`.",
-        )
+        got, expected = f"a vision-language model ({kind.model_type})", f"a text model: {what} learns from text alone"
+        raise ConfigError("model.path", got=got, expected=expected, fix="Train it with `quadriga train`.")
 
 
 def _check_vision(config: Config, policy: Any, *, has_critic: bool) -> None:
@@ -143,36 +133,26 @@ def _check_vision(config: Config, policy: Any, *, has_critic: bool) -> None:
     model, actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
     if not is_vision(policy):
         if actor.freeze_vision_tower:
-            raise ConfigError(
-                f"{ACTOR}.freeze_vision_tower",
-                got=f"True, with a model without a vision encoder ({policy.model_type})",
-                expected=f"one of {', '.join(VISION_TYPES)}",
-                fix="Leave the key out.",
-            )
+            got = f"True, with a model without a vision encoder ({policy.model_type})"
+            expected = f"one of {', '.join(VISION_TYPES)}"
+            raise ConfigError(f"{ACTOR}.freeze_vision_tower", got=got, expected=expected, fix="Leave the key out.")
         return
     if model.has_adapter:
-        raise ConfigError(
-            "actor_rollout_ref.model.lora_rank",
-            got=f"an adapter, with a vision-language model ({policy.model_type})",
-            expected="0: its weights are trained themselves",
-            fix=f"Leave the key out; {ACTOR}.freeze_vision_tower=True trains the decoder alone.",
-        )
+        got = f"an adapter, with a vision-language model ({policy.model_type})"
+        expected = "0: its weights are trained themselves"
+        fix = f"Leave the key out; {ACTOR}.freeze_vision_tower=True trains the decoder alone."
+        raise ConfigError("actor_rollout_ref.model.lora_rank", got=got, expected=expected, fix=fix)
     if config.reward_model.enable:
-        raise ConfigError(
-            "reward_model.enable",
-            got=f"True, with a vision-language policy ({policy.model_type})",
-            expected="False: reward models read text alone",
-            fix="Grade with a function: custom_reward_function.path.",
-        )
+        got = f"True, with a vision-language policy ({policy.model_type})"
+        fix = "Grade with a function: custom_reward_function.path."
+        raise ConfigError("reward_model.enable", got=got, expected="False: reward models read text alone", fix=fix)
     for where, section, size in arranged_roles(config, has_critic=has_critic):
         layout = section.layout(size, where)
         if where == CRITIC and not is_vision(_model_config(config, CRITIC)):
-            raise ConfigError(
-                "critic.model.path",
-                got="a text model, with a vision-language policy",
-                expected=f"a vision-language model too: {', '.join(VISION_TYPES)}",
-                fix="Leave the key out: the critic then starts from the policy's model.",
-            )
+            got = "a text model, with a vision-language policy"
+            expected = f"a vision-language model too: {', '.join(VISION_TYPES)}"
+            fix = "Leave the key out: the critic then starts from the policy's model."
+            raise ConfigError("critic.model.path", got=got, expected=expected, fix=fix)
         if (layout.sp, layout.tp, layout.pp) != (1, 1, 1):
             raise ConfigError(
                 where,

@@ -57,12 +57,8 @@ class RewardModelWorker(EngineWorker):
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         given = self.config.reward_model.max_length
         if given is not None and positions is not None and given > positions:
-            raise ConfigError(
-                "reward_model.max_length",
-                got=str(given),
-                expected=f"at most {positions}, the positions of the reward model",
-                fix="Lower it, or leave it out.",
-            )
+            got, expected = str(given), f"at most {positions}, the positions of the reward model"
+            raise ConfigError("reward_model.max_length", got=got, expected=expected, fix="Lower it, or leave it out.")
         self.limit = given or min((limit for limit in (positions, tokenizer_limit) if limit), default=None)
         about = self.engine.describe()
         longest = "" if self.limit is None else f", up to {self.limit} tokens"
@@ -131,12 +127,9 @@ class RewardModelWorker(EngineWorker):
             return rendered_chats(data, [row.response for row in rows], self.tokenizer, self.judge)
         highest = max((max(*row.prompt, *row.response) for row in rows), default=0)
         if highest >= self.vocabulary_size:
-            raise EngineError(
-                "reward model",
-                got=f"token id {highest} of the policy",
-                expected=f"ids below {self.vocabulary_size}, the size of its vocabulary",
-                fix=f"Set {_KEY} to the policy's tokenizer: responses are then rendered for the reward model.",
-            )
+            expected = f"ids below {self.vocabulary_size}, the size of its vocabulary"
+            fix = f"Set {_KEY} to the policy's tokenizer: responses are then rendered for the reward model."
+            raise EngineError("reward model", got=f"token id {highest} of the policy", expected=expected, fix=fix)
         return rows
 
 
@@ -177,12 +170,9 @@ def rendered_chats(
     texts = policy.batch_decode(responses, skip_special_tokens=True) if responses else []
     for key in CHAT_OBJECTS:
         if key not in data.non_tensor_batch:
-            raise DataError(
-                f"column {key}",
-                got="nothing",
-                expected="the chat messages of each prompt, for the reward model's own template",
-                fix="A data set of your own must put them into each row where data.return_raw_chat is true.",
-            )
+            expected = "the chat messages of each prompt, for the reward model's own template"
+            fix = "A data set of your own must put them into each row where data.return_raw_chat is true."
+            raise DataError(f"column {key}", got="nothing", expected=expected, fix=fix)
     chats, uids = (data.non_tensor_batch[key] for key in CHAT_OBJECTS)
     rendered = []
     for chat, text, uid in zip(chats, texts, uids, strict=True):
@@ -191,12 +181,10 @@ def rendered_chats(
             rendered.append(str(judge.apply_chat_template(messages, tokenize=False, add_generation_prompt=False)))
         except Exception as error:
             # A template is a program of the model's author: it may raise what it likes about messages that it dislikes.
-            raise DataError(
-                f"prompt {uid}",
-                got=f"a chat that the reward model's template refuses ({type(error).__name__}: {error})",
-                expected="messages in the form that the reward model was trained on",
-                fix="Correct the row's chat, or use another reward model.",
-            ) from error
+            got = f"a chat that the reward model's template refuses ({type(error).__name__}: {error})"
+            expected = "messages in the form that the reward model was trained on"
+            fix = "Correct the row's chat, or use another reward model."
+            raise DataError(f"prompt {uid}", got=got, expected=expected, fix=fix) from error
     # The template has written the special tokens.
     encoded = judge(rendered, add_special_tokens=False)["input_ids"] if rendered else []
     groups: dict[Any, list[list[int]]] = {}
@@ -231,12 +219,9 @@ def choose_tokenizer(
     if model.input_tokenizer != "auto":
         source = _load(model.input_tokenizer, _KEY, model.trust_remote_code)
         if source.get_vocab() != policy.get_vocab():
-            raise ConfigError(
-                _KEY,
-                got=f"'{model.input_tokenizer}', whose vocabulary is not that of the run's tokenizer",
-                expected="the policy's tokenizer: it decodes the responses",
-                fix=f"Set {_KEY}=auto, or leave it out.",
-            )
+            got = f"'{model.input_tokenizer}', whose vocabulary is not that of the run's tokenizer"
+            expected = "the policy's tokenizer: it decodes the responses"
+            raise ConfigError(_KEY, got=got, expected=expected, fix=f"Set {_KEY}=auto, or leave it out.")
         difference = f"{_KEY} is set"
     elif policy.get_vocab() != judge.get_vocab():
         difference = "its vocabulary is not the policy's"
@@ -259,12 +244,10 @@ def _load(path: str, key: str, trust_remote_code: bool) -> PreTrainedTokenizerBa
     try:
         return read_tokenizer(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(
-            key,
-            got=f"'{path}' ({str(error).strip().partition(chr(10))[0]})",
-            expected="a folder or hub name with a tokenizer that transformers can load",
-            fix=f"Put the tokenizer beside the model, or set {_KEY}=null if it is the policy's own.",
-        ) from error
+        got = f"'{path}' ({str(error).strip().partition(chr(10))[0]})"
+        expected = "a folder or hub name with a tokenizer that transformers can load"
+        fix = f"Put the tokenizer beside the model, or set {_KEY}=null if it is the policy's own."
+        raise ConfigError(key, got=got, expected=expected, fix=fix) from error
 
 
 def sequences_batch(rows: Sequence[SequenceTokens]) -> DataProto:

@@ -77,10 +77,8 @@ class RolloutWorker(Worker):
             WeightSyncError: there is none.
         """
         if self._receiver is None:
-            raise WeightSyncError(
-                "rollout",
-                got="no connection to the actor's weights (expect_weights was not called)",
-                expected="expect_weights, and weights that were published",
-                fix="Publish the weights before the first generation.",
-            )
+            got = "no connection to the actor's weights (expect_weights was not called)"
+            expected = "expect_weights, and weights that were published"
+            fix = "Publish the weights before the first generation."
+            raise WeightSyncError("rollout", got=got, expected=expected, fix=fix)
         return self._receiver

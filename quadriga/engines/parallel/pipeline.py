@@ -63,12 +63,9 @@ def keep_stage(model: PreTrainedModel, processes: Processes) -> Mapping[str, str
     base = backbone(model)
     for part in ("layers", "norm"):
         if not hasattr(base, part):
-            raise EngineError(
-                f"pipeline parallelism of {type(model).__name__}",
-                got=f"a backbone without `{part}`",
-                expected="embedding, layers and norm, as in the Llama family",
-                fix="Set pipeline_model_parallel_size=1.",
-            )
+            got, expected = f"a backbone without `{part}`", "embedding, layers and norm, as in the Llama family"
+            fix = "Set pipeline_model_parallel_size=1."
+            raise EngineError(f"pipeline parallelism of {type(model).__name__}", got=got, expected=expected, fix=fix)
     layers = cast(nn.ModuleList, base.layers)
     own = layers_of_stage(len(layers), processes.place.pp, processes.layout.pp)
     for number, layer in enumerate(layers):

@@ -41,12 +41,9 @@ class Tracking(AbstractContextManager["Tracking"]):
         try:
             facts.directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(
-                "trainer.default_local_dir",
-                got=f"{facts.directory}, which cannot be created ({error.strerror})",
-                expected="a directory that can be written",
-                fix="Set trainer.default_local_dir to another place.",
-            ) from error
+            got = f"{facts.directory}, which cannot be created ({error.strerror})"
+            expected, fix = "a directory that can be written", "Set trainer.default_local_dir to another place."
+            raise ConfigError("trainer.default_local_dir", got=got, expected=expected, fix=fix) from error
         self._backends: list[TrackingBackend] = []
         try:
             for name in dict.fromkeys(backends):

@@ -70,12 +70,8 @@ class RayClassWithInitArgs(ClassWithInitArgs[W]):
                 fix="Shares of a device follow from RayResourcePool.max_colocate_count.",
             )
         if not (isinstance(cls, type) and issubclass(cls, Worker)):
-            raise WorkerError(
-                "RayClassWithInitArgs",
-                got=getattr(cls, "__name__", repr(cls)),
-                expected="a class of workers",
-                fix="Derive it from quadriga.single_controller.Worker.",
-            )
+            got, fix = getattr(cls, "__name__", repr(cls)), "Derive it from quadriga.single_controller.Worker."
+            raise WorkerError("RayClassWithInitArgs", got=got, expected="a class of workers", fix=fix)
         super().__init__(cls, *args, **kwargs)
 
 
