@@ -350,10 +350,9 @@ def end_processes(actors: Sequence[Any], address_refs: Sequence[Any]) -> None:
         if node_id == own_node_id() or (has_head and responds(node, raylet_port)):
             try:
                 alive = run_on_node(node_id, _end, processes, RAY_KILLS_S if has_head else 0.0, limit_s=NODE_LIMIT_S)
-            except GetTimeoutError:
-                alive = [pid for pid, _ in processes]
-            except RayError:
-                pass  # the node is gone, and what ran there with it
+            except RayError as error:
+                # Else the node is gone, and what ran there with it.
+                alive = [pid for pid, _ in processes] if isinstance(error, GetTimeoutError) else []
         left += [f"process {pid} on {node}" for pid in alive]
     if left:
         raise WorkerError(
