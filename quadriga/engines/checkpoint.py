@@ -73,11 +73,8 @@ class StateWriter:
             self._thread = in_background(lambda: rest([[part.write() for part in parts]]), "checkpoint")
 
     def is_written(self, *, wait: bool = False) -> bool:
-        """Whether the last state is complete on disk, on all ranks; with `wait`, it is when this returns.
-
-        Raises:
-            CheckpointError: on all processes: one of them could not write its part. There is then nothing more to do.
-        """
+        """Whether the last state is complete on disk, on all ranks; with `wait`, it is when this returns. Raises
+        CheckpointError: on all processes: one of them could not write its part. There is then nothing more to do."""
         while (thread := self._thread) is not None:
             is_over = wait or thread.done()
             error = thread.exception() if is_over else None

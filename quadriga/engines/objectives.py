@@ -107,11 +107,7 @@ class PolicyObjective(Objective):
 
     def add_batch_columns(self, data: DataProto) -> None:
         """Compute the columns [B, ...] that the loss reads of the whole batch, before its rows are split over ranks,
-        and add them to `data`.
-
-        Raises:
-            EngineError: a column that it is computed from is not there.
-        """
+        and add them to `data`. Raises EngineError: a column that it is computed from is not there."""
         if not self.policy_loss.columns:
             return
         columns = dict(data.batch.items())

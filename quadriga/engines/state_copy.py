@@ -75,11 +75,7 @@ class StateCopier:
             self.plan.slot_bytes.append(end)
 
     def open(self, path: str) -> None:
-        """Copy into this file, which has room for two slots.
-
-        Raises:
-            OSError: it cannot be opened.
-        """
+        """Copy into this file, which has room for two slots. Raises OSError: it cannot be opened."""
         with open(path, "r+b") as file:
             self._memory = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
 

@@ -149,10 +149,7 @@ def _optimizer_step(
     temperature: float,
 ) -> tuple[dict[str, Metric], dict[str, Metric]]:
     """One optimizer step on the rows [b] of a mini-batch that this rank has, at `places` of the whole batch's order.
-
-    Returns:
-        Metrics that are shares of sums over the mini-batch, and the others.
-    """
+    Returns metrics that are shares of sums over the mini-batch, and the others."""
     here = LossCounts.of(mini.batch["response_mask"])
     computed = objective.rows_with_gradient(mini)
     num_tokens, num_sequences, num_computed = engine.replicas.totals(

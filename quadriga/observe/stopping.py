@@ -61,10 +61,7 @@ def heeding_sigterm(fallback: Callable[[], str] = str) -> Iterator[None]:
 
 def expiry() -> float:
     """The second since 1970 at which this machine is taken back, the earliest of several; infinity if none is known.
-
-    Raises:
-        ConfigError: a variable holds something else.
-    """
+    Raises ConfigError: a variable holds something else."""
     seconds = [math.inf]
     for name in EXPIRY_VARIABLES:
         if text := os.environ.get(name):

@@ -74,10 +74,7 @@ def save_to_disk(data: Any, filepath: str | os.PathLike[str]) -> None:
 
 def load_from_disk(cls: type, filepath: str | os.PathLike[str]) -> Any:
     """Read what `save_to_disk` wrote. Nothing that a file names is called; the pickles of older versions are refused.
-
-    Raises:
-        ProtocolError: there is no such file, it is not one of ours, or it is damaged.
-    """
+    Raises ProtocolError: there is no such file, it is not one of ours, or it is damaged."""
     where, fix = f"load_from_disk({str(filepath)!r})", "Write the file with DataProto.save_to_disk."
     try:
         with open(filepath, "rb") as file:

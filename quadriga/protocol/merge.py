@@ -113,10 +113,7 @@ def _check_same_tensor(name: str, left: Any, right: Any) -> None:
 
 def union_tensor_dict(left: TensorDict, right: TensorDict) -> TensorDict:
     """Add the columns of `right` to `left`, in place, and return `left`.
-
-    Raises:
-        ProtocolError: the batch sizes differ, or a column of both is not equal; `left` is then as it was.
-    """
+    Raises ProtocolError: the batch sizes differ, or a column of both is not equal; `left` is then as it was."""
     if left.batch_size != right.batch_size:
         sizes = f"{tuple(left.batch_size)} and {tuple(right.batch_size)}"
         raise ProtocolError(f"union: batch size: got {sizes}, expected the same rows on both sides")
@@ -131,10 +128,7 @@ def union_tensor_dict(left: TensorDict, right: TensorDict) -> TensorDict:
 
 def union_numpy_dict(left: dict[str, np.ndarray], right: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Add the arrays of `right` to `left`, in place, and return `left`.
-
-    Raises:
-        ProtocolError: an array of both is not equal, compared row by row and deeply; `left` is then as it was.
-    """
+    Raises ProtocolError: an array of both is not equal, compared row by row and deeply; `left` is then as it was."""
     for key in [key for key in right if key in left]:
         first, second, name = left[key], right[key], f"column {key!r}"
         if first is second:

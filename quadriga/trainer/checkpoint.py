@@ -83,10 +83,7 @@ class Checkpoints:
 
     def begin(self, step: int) -> Path:
         """An empty folder to write the checkpoint of a step into; `complete` makes one of it.
-
-        Raises:
-            CheckpointError: it cannot be made.
-        """
+        Raises CheckpointError: it cannot be made."""
         with self.guarded(step):
             for leftover in self.directory.glob(f"{_UNFINISHED}*"):
                 _delete(leftover)
@@ -95,10 +92,7 @@ class Checkpoints:
 
     def complete(self, step: int) -> None:
         """All is written: list it, put it on the disk, read it back, and only then name it and delete older ones.
-
-        Raises:
-            CheckpointError: something cannot be written, or is not what was written; older ones are untouched.
-        """
+        Raises CheckpointError: something cannot be written, or is not what was written; older ones are untouched."""
         aside = self._aside(step)
         with self.guarded(step):
             files = sorted(path for path in aside.rglob("*") if path.is_file())
@@ -126,10 +120,7 @@ class Checkpoints:
     @contextmanager
     def guarded(self, step: int) -> Iterator[None]:
         """What goes wrong inside ends the checkpoint of this step, and says what is left to resume from.
-
-        Raises:
-            CheckpointError: it cannot be written, say because the disk is full; older checkpoints are untouched.
-        """
+        Raises CheckpointError: it cannot be written, say because the disk is full; older checkpoints are untouched."""
         try:
             yield
         except (OSError, CheckpointError) as error:
@@ -327,10 +318,7 @@ def model_folder(path: str | Path) -> str | Path:
 
 def verify(checkpoint: Path) -> None:
     """Compare a checkpoint with its manifest.
-
-    Raises:
-        DamagedCheckpointError: it is missing, or a file is missing, cut, changed or cannot be read; names it.
-    """
+    Raises DamagedCheckpointError: it is missing, or a file is missing, cut, changed or cannot be read; names it."""
     fix = "Take another checkpoint."
     file = manifest = checkpoint / MANIFEST
     try:

@@ -39,10 +39,7 @@ from quadriga.trainer.validate import Validator, sample_metrics
 
 def evaluate(config: Config) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Validation metrics of `actor_rollout_ref.model.path` on `data.val_files`, and the first sample rows.
-
-    Raises:
-        DataError: there are no validation files.
-    """
+    Raises DataError: there are no validation files."""
     if not config.data.val_files:
         raise DataError("data.val_files", got="nothing", expected="the prompts to answer", fix="Set data.val_files.")
     tokenizer = build_tokenizer(config)

@@ -117,10 +117,7 @@ class GroupFilter:
 
 def metric_of_rows(batch: DataProto, metric: str) -> list[float | None]:
     """The numbers by which responses are compared, [B]; None where a grader failed, or gave none for this row.
-
-    Raises:
-        RewardError: no row has it, or one has what is no number.
-    """
+    Raises RewardError: no row has it, or one has what is no number."""
     if metric in SCORE_NAMES:
         return batch.batch["token_level_scores"].sum(-1).tolist()
     added = batch.non_tensor_batch["reward_extra"]

@@ -47,11 +47,7 @@ class PromptStream:
         return max(0, self.num_taken - 1) // max(1, len(self.loader))
 
     def take(self) -> DataProto:
-        """The next batch.
-
-        Raises:
-            DataError: two passes in a row are empty.
-        """
+        """The next batch. Raises DataError: two passes in a row are empty."""
         # The rest of this pass may be empty, and so may one whole pass: that of a loader which goes on from the very
         # end of an epoch.
         for _ in range(3):
@@ -73,10 +69,7 @@ class PromptStream:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a place.
-
-        Raises:
-            CheckpointError: it is not what `state_dict` gives, or the sampler has a state that was not written.
-        """
+        Raises CheckpointError: it is not what `state_dict` gives, or the sampler has a state that was not written."""
         if self.cannot_resume:
             raise CheckpointError(
                 f"data.sampler: got {self.cannot_resume}, expected both: a resumed run would take other rows",

@@ -92,11 +92,7 @@ def sample_rows(batch: DataProto, tokenizer: PreTrainedTokenizerBase, data_sourc
 
 
 def write_samples(directory: str | Path, step: int, rows: Iterable[Mapping[str, Any]]) -> Path:
-    """Write rows to `directory/STEP.jsonl`: whole or not at all.
-
-    Raises:
-        DataError: they cannot be written.
-    """
+    """Write rows to `directory/STEP.jsonl`: whole or not at all. Raises DataError: they cannot be written."""
     path = Path(directory).expanduser() / f"{step}.jsonl"
     lines = [json.dumps(jsonable({**row, "step": step}), ensure_ascii=False, allow_nan=False) + "\n" for row in rows]
     try:

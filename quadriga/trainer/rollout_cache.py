@@ -42,10 +42,7 @@ class RolloutCache:
 
     def __call__(self, prompts: DataProto, num_samples: int) -> DataProto:
         """As `generate`; metrics of responses from a file have no times, and `rollout/replayed` is 1.
-
-        Raises:
-            DataError: a file has responses to something else, cannot be read, or cannot be written.
-        """
+        Raises DataError: a file has responses to something else, cannot be read, or cannot be written."""
         greedy = "" if prompts.meta_info.get("do_sample", True) else "_greedy"
         step, first = int(prompts.meta_info["global_steps"]), int(prompts.non_tensor_batch["uid"][0].rpartition("-")[2])
         if self.is_repeated:

@@ -41,10 +41,7 @@ os.register_at_fork(after_in_child=_give_up_in_fork)
 @contextmanager
 def run_lock(directory: Path) -> Iterator[None]:
     """Hold the lock of a run's directory, which is made where it is missing.
-
-    Raises:
-        CheckpointError: another run holds it, or nothing can be written there; nothing was changed.
-    """
+    Raises CheckpointError: another run holds it, or nothing can be written there; nothing was changed."""
     path, holder, is_over = directory / LOCK, os.getpid(), threading.Event()
     try:
         directory.mkdir(parents=True, exist_ok=True)

@@ -91,10 +91,7 @@ class CheckpointSaver:
 
     def poll(self, *, wait: bool = False) -> bool:
         """Advance the checkpoint that is being written, to its end with `wait`. Returns whether none is left.
-
-        Raises:
-            CheckpointError: it cannot be written.
-        """
+        Raises CheckpointError: it cannot be written."""
         pending = self._pending
         if pending is None:
             return True
@@ -124,11 +121,7 @@ class CheckpointSaver:
         return True
 
     def finish(self) -> None:
-        """Wait until no checkpoint is in the making.
-
-        Raises:
-            CheckpointError: it cannot be written.
-        """
+        """Wait until no checkpoint is in the making. Raises CheckpointError: it cannot be written."""
         if self._pending is not None:
             with waiting(f"the checkpoint of step {self._pending.step} to be written", emit=self.report):
                 self.poll(wait=True)
@@ -153,10 +146,7 @@ class CheckpointSaver:
 
 def save_run_state(directory: Path, state: dict[str, Any], *, with_random_states: bool = True) -> None:
     """Write the driver's part of a checkpoint into `directory/trainer`, with this process's random states if wanted.
-
-    Raises:
-        CheckpointError: a user's data set or sampler has a state that could not be read again.
-    """
+    Raises CheckpointError: a user's data set or sampler has a state that could not be read again."""
     target = directory / "trainer"
     target.mkdir(parents=True, exist_ok=True)
     # Through memory: torch reports a full disk in its own words, Python as what it is.
@@ -168,10 +158,7 @@ def save_run_state(directory: Path, state: dict[str, Any], *, with_random_states
 
 def load_run_state(directory: Path, step: int) -> dict[str, Any]:
     """Read what `save_run_state` wrote after a step; "random" are the random states, where they were wanted.
-
-    Raises:
-        DamagedCheckpointError: the file cannot be read, or is that of another step.
-    """
+    Raises DamagedCheckpointError: the file cannot be read, or is that of another step."""
     path = directory / "trainer" / RUN_STATE
     try:
         content = path.read_bytes()

@@ -180,12 +180,8 @@ class WeightReceiver(CopiedWeights):
         self.channel = Channel(address, address.ranks.index(rank) + 1, device)
 
     def receive(self, target: WeightTarget, version: int) -> None:
-        """Load what the trainer sends next into the target.
-
-        Raises:
-            WeightSyncError: a tensor changed on its way, the target did not take it over, the version is another, or
-                the trainer failed. The target's version is then -1.
-        """
+        """Load what the trainer sends next into the target. Raises WeightSyncError: a tensor changed on its way, the
+        target did not take it over, the version is another, or the trainer failed. The target's version is then -1."""
         arrived: dict[str, str] = {}
         stream = self._stream(version, arrived)
         try:

@@ -56,10 +56,7 @@ def pack(
 
 def unpack(entries: Iterable[Sequence[Any]], content: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a bucket, as views of its memory.
-
-    Raises:
-        WeightSyncError: the content is too short for an entry, or a dtype is unknown.
-    """
+    Raises WeightSyncError: the content is too short for an entry, or a dtype is unknown."""
     for name, shape, dtype_name, offset in entries:
         dtype = getattr(torch, dtype_name, None)
         if not isinstance(dtype, torch.dtype):

@@ -62,10 +62,7 @@ MODEL_OBJECTS = ("multi_modal_inputs",)
 
 def choose_device(wish: str, local_rank: int = 0) -> torch.device:
     """The device of a worker: `auto` is the accelerator where there is one, `cuda` the rank's own of those it sees.
-
-    Raises:
-        ConfigError: there is no such device here.
-    """
+    Raises ConfigError: there is no such device here."""
     if wish == "auto":
         wish = "cuda" if torch.cuda.is_available() else "cpu"
     # Ray shows a process one device, its own; torchrun and the like show all to each.

@@ -74,10 +74,7 @@ class RoleCheckpoint:
 
     def load(self, folder: Path, contents: frozenset[str]) -> None:
         """Read `model`, `optimizer` or both back into the engine, whatever layout has written them.
-
-        Raises:
-            CheckpointError: the checkpoint has no such part, or is that of another model or optimizer.
-        """
+        Raises CheckpointError: the checkpoint has no such part, or is that of another model or optimizer."""
         parts = contents & {MODEL, OPTIMIZER}
         if MODEL in parts:
             # An adapter goes on as an adapter of the same rank and scale, which its tensors do not say.

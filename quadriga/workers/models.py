@@ -82,10 +82,7 @@ def load_model(
 
 def check_models(config: Config, *, has_critic: bool) -> None:
     """Refuse models whose heads or layers cannot be divided over the ranks, and policies with too few positions.
-
-    Raises:
-        ConfigError: says what does not fit.
-    """
+    Raises ConfigError: says what does not fit."""
     policy = _model_config(config, ACTOR)
     names, own = policy.architectures or [], getattr(policy, "auto_map", {})
     generates = not names or "AutoModelForCausalLM" in own or any(name.endswith(_GENERATING) for name in names)
@@ -118,11 +115,7 @@ def check_models(config: Config, *, has_critic: bool) -> None:
 
 
 def require_text(config: Config, what: str) -> None:
-    """Refuse a vision-language model where only text is supported.
-
-    Raises:
-        ConfigError: says so.
-    """
+    """Refuse a vision-language model where only text is supported. Raises ConfigError: says so."""
     if is_vision(kind := _model_config(config, ACTOR)):
         got, expected = f"a vision-language model ({kind.model_type})", f"a text model: {what} learns from text alone"
         raise ConfigError("model.path", got=got, expected=expected, fix="Train it with `quadriga train`.")

@@ -71,11 +71,7 @@ class RolloutWorker(Worker):
 
     @property
     def receiver(self) -> WeightReceiver:
-        """The receiving end of the actor's weights.
-
-        Raises:
-            WeightSyncError: there is none.
-        """
+        """The receiving end of the actor's weights. Raises WeightSyncError: there is none."""
         if self._receiver is None:
             got = "no connection to the actor's weights (expect_weights was not called)"
             expected = "expect_weights, and weights that were published"

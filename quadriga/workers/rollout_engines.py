@@ -21,10 +21,7 @@ ENGINES: dict[str, type[RolloutEngine]] = {
 
 def rollout_engine_class(config: Config) -> type[RolloutEngine]:
     """The class of the engine that the configuration names.
-
-    Raises:
-        ConfigError: there cannot be as many as `rollout.data_parallel_size` says.
-    """
+    Raises ConfigError: there cannot be as many as `rollout.data_parallel_size` says."""
     rollout = config.actor_rollout_ref.rollout
     if problem := problem_of_several_engines(rollout):
         raise problem

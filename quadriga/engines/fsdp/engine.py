@@ -177,10 +177,7 @@ class FSDPEngine:
 
     def optimizer_step(self, lr: float) -> OptimizerStep:
         """The gradients of all replicas added up, clipped and applied; one that is not finite is dropped and counted.
-
-        Raises:
-            EngineError: for the last of `max_nonfinite_steps` such gradients in a row.
-        """
+        Raises EngineError: for the last of `max_nonfinite_steps` such gradients in a row."""
         weights, training = self.parameters, self.training
         weights.attach_gradients()
         norm = weights.grad_norm()

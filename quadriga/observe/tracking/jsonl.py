@@ -46,10 +46,7 @@ class JsonlBackend(TrackingBackend):
 
 def read_metrics(path: Path) -> dict[int, dict[str, float]]:
     """The metrics of each step, in order; lines of the same step are united, the later value counts.
-
-    Raises:
-        DataError: a line is not one that the backend writes. A last line cut short by a kill is left out.
-    """
+    Raises DataError: a line is not one that the backend writes. A last line cut short by a kill is left out."""
     steps: dict[int, dict[str, float]] = {}
     for _, record in _complete_lines(Path(path)):
         step = int(record.pop("step"))

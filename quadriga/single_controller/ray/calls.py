@@ -364,10 +364,7 @@ def end_processes(actors: Sequence[Any], address_refs: Sequence[Any]) -> None:
 
 def kill(address: ProcessAddress, got: str, fix: str) -> None:
     """Kill a process wherever it is; who waits for it is told what was wrong with it.
-
-    Raises:
-        ray.exceptions.RayError: its node did not do it.
-    """
+    Raises ray.exceptions.RayError: its node did not do it."""
     _KILLED[address] = got, fix
     run_on_node(address.node_id, _end, [(address.pid, address.started)], 0.0, limit_s=NODE_LIMIT_S)
 

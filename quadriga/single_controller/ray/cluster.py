@@ -273,10 +273,7 @@ def own_node_id() -> str:
 
 def run_on_node(node_id: str, function: Callable[..., Any], *args: Any, limit_s: float = 60.0) -> Any:
     """The result of a function of ours on a node; `limit_s` counts the start of a process there, if it is another one.
-
-    Raises:
-        ray.exceptions.RayError: the node is not there, or did not respond in time.
-    """
+    Raises ray.exceptions.RayError: the node is not there, or did not respond in time."""
     if node_id == own_node_id():
         return function(*args)
     where = NodeAffinitySchedulingStrategy(node_id, soft=False)
@@ -286,10 +283,7 @@ def run_on_node(node_id: str, function: Callable[..., Any], *args: Any, limit_s:
 
 def await_lost_nodes(limit_s: float = 30.0) -> None:
     """Wait until Ray has noticed of every lost node that it is lost: before that it would place processes there.
-
-    Raises:
-        WorkerError: Ray still counts on one after `limit_s`.
-    """
+    Raises WorkerError: Ray still counts on one after `limit_s`."""
     deadline = time.monotonic() + limit_s
     while True:
         alive = [(node["NodeManagerAddress"], node["NodeManagerPort"]) for node in ray.nodes() if node["Alive"]]

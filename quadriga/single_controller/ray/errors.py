@@ -158,10 +158,7 @@ def is_of_interest(filename: str) -> bool:
 
 def location_of(frames: Iterator[FrameType]) -> str:
     """File, line and function of the first frame that is no library's, and the library function that it waits in.
-
-    Args:
-        frames: innermost first.
-    """
+    `frames`: innermost first."""
     innermost = next(frames, None)
     frame = innermost
     while frame is not None and not is_of_interest(frame.f_code.co_filename):
@@ -237,11 +234,7 @@ def oom_kills(vmstat: Path = Path("/proc/vmstat")) -> int:
 
 
 def crash_log(log: str) -> CrashLog:
-    """What a dead process left on this node.
-
-    Args:
-        log: the file that took its standard error.
-    """
+    """What a dead process left on this node. `log`: the file that took its standard error."""
     path = Path(log)
     if not path.is_file():
         return CrashLog(oom_kills=oom_kills())

@@ -49,10 +49,7 @@ def cluster_nodes() -> list[NodeResources]:
 
 def check_resources(pools: Mapping[str, Sequence[int]], each: Mapping[str, float]) -> dict[str, list[NodeResources]]:
     """A node of the cluster for each node of each pool, chosen by `choose_nodes`.
-
-    Raises:
-        WorkerError: the cluster has not enough. What would suffice if nothing else ran is waited for a moment.
-    """
+    Raises WorkerError: the cluster has not enough. What would suffice if nothing else ran is waited for a moment."""
     await_lost_nodes()
     deadline = time.monotonic() + RELEASE_S
     while True:
@@ -151,10 +148,7 @@ class RayResourcePool(ResourcePool):
 
     def take_share(self, group: str) -> tuple[list[Bundle], dict[str, float]]:
         """The resources of each rank for one more group, and what its actors take of them: options of a Ray actor.
-
-        Raises:
-            WorkerError: the cluster has not enough, or as many groups as may share the pool are there already.
-        """
+        Raises WorkerError: the cluster has not enough, or as many groups as may share the pool are there already."""
         bundles = self.bundles()
         full = next((bundle for bundle in bundles if len(bundle.groups) >= self.max_colocate_count), None)
         if full:
@@ -225,10 +219,7 @@ class ResourcePoolManager:
 
     def create_resource_pool(self) -> dict[str, RayResourcePool]:
         """Take the resources of all pools. Returns the pools by name.
-
-        Raises:
-            WorkerError: the cluster has not enough for all of them together; nothing is taken then.
-        """
+        Raises WorkerError: the cluster has not enough for all of them together; nothing is taken then."""
         pools = list(self.pools.values())
         if pools and not any(pool.placement_groups for pool in pools):
             check_resources({pool.name: pool.process_on_nodes for pool in pools}, pools[0].process_resources)
