@@ -43,9 +43,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from quadriga.config import ActorConfig, OptimConfig
-from quadriga.engines.base import OptimizerStep
 from quadriga.engines.batches import MicroBatching, Passes
-from quadriga.engines.fsdp.engine import FSDPEngine, Training
+from quadriga.engines.fsdp.engine import FSDPEngine, OptimizerStep, Training
 from quadriga.engines.objectives import PolicyObjective
 from quadriga.engines.step import update
 from quadriga.models.flops import peak_flops

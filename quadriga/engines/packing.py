@@ -7,7 +7,7 @@ predicted from: the last token of every response and all that follows the last t
 Legend: b rows, P prompt positions, T response positions, L tokens of a row, N packed tokens, M predicted tokens.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,12 @@ from quadriga.models.attention import PackedBatch, Segment
 from quadriga.models.vision import ImageTokens, packed_images
 from quadriga.protocol import DataProto
 from quadriga.protocol.memory import images_key
+
+Outputs = Mapping[str, torch.Tensor]
+"""Of a packed batch, for each predicted token, float32 [M] each: `values`, or `log_probs` and what else is wanted."""
+
+LossFunction = Callable[[Outputs], torch.Tensor]
+"""From outputs to a scalar that is already normalised over the whole mini-batch."""
 
 
 @dataclass(frozen=True)

@@ -51,11 +51,7 @@ class ProcessGroup:
     """
 
     def __init__(
-        self,
-        rank: int = 0,
-        size: int = 1,
-        device: torch.device | None = None,
-        group: dist.ProcessGroup | None = None,
+        self, rank: int = 0, size: int = 1, device: torch.device | None = None, group: dist.ProcessGroup | None = None
     ) -> None:
         self.rank, self.size, self.group = rank, size, group
         self.device = device or torch.device("cpu")

@@ -19,11 +19,10 @@ import torch
 
 from quadriga.algorithms.aggregate import LossCounts
 from quadriga.config import OptimConfig
-from quadriga.engines.base import Outputs
 from quadriga.engines.batches import MicroBatching, Passes, RowLength, micro_batches, mini_batches
 from quadriga.engines.fsdp.engine import FSDPEngine
 from quadriga.engines.objectives import Objective
-from quadriga.engines.packing import pack, row_tokens
+from quadriga.engines.packing import Outputs, pack, row_tokens
 from quadriga.models.attention import PackedBatch
 from quadriga.models.scorers import Question
 from quadriga.observe.metrics import Metric, merge_metrics

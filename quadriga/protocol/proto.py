@@ -334,9 +334,7 @@ class DataProto:
         arrays = self.non_tensor_batch if non_tensor_batch_keys is None else non_tensor_batch_keys
         facts = self.meta_info if meta_info_keys is None else meta_info_keys
         selected = DataProto(
-            tensors,
-            {key: self.non_tensor_batch[key] for key in arrays},
-            {key: self.meta_info[key] for key in facts},
+            tensors, {key: self.non_tensor_batch[key] for key in arrays}, {key: self.meta_info[key] for key in facts}
         )
         return deep_copy(selected) if deepcopy else selected
 

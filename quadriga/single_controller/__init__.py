@@ -14,9 +14,4 @@ from quadriga.single_controller.dispatch import (
 )
 from quadriga.single_controller.resource_pool import ResourcePool
 from quadriga.single_controller.worker import Worker, WorkerPlace, placed
-from quadriga.single_controller.worker_group import (
-    ClassWithInitArgs,
-    LocalWorkerGroup,
-    WorkerGroup,
-    WorkerGroups,
-)
+from quadriga.single_controller.worker_group import ClassWithInitArgs, LocalWorkerGroup, WorkerGroup, WorkerGroups

@@ -361,7 +361,7 @@ def register(
     if not isinstance(mode, Dispatch):
         raise WorkerError(
             f"@register: dispatch_mode: got {mode!r}, expected one of {list(Dispatch)}, or a dictionary of "
-            "dispatch_fn and collect_fn",
+            "dispatch_fn and collect_fn"
         )
     if not isinstance(execute_mode, Execute):
         raise WorkerError("@register: execute_mode", got=repr(execute_mode), expected=f"one of {list(Execute)}")

@@ -37,7 +37,7 @@ class WorkerPlace:
         if not (0 <= self.rank < self.world_size and 0 <= self.local_rank < self.local_world_size):
             raise WorkerError(
                 f"worker's place: got rank {self.rank}/{self.world_size}, local rank "
-                f"{self.local_rank}/{self.local_world_size}, expected ranks from 0 to below the world sizes",
+                f"{self.local_rank}/{self.local_world_size}, expected ranks from 0 to below the world sizes"
             )
 
     @classmethod

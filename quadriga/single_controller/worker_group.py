@@ -27,17 +27,8 @@ from quadriga.background import run_coroutine
 from quadriga.config.trainer import TrainerConfig
 from quadriga.errors import QuadrigaError, WorkerError
 from quadriga.protocol import DataProto, DataProtoFuture
-from quadriga.single_controller.dispatch import (
-    REGISTRATION,
-    Arguments,
-    DispatchError,
-    GroupLayout,
-    MeshLayout,
-    Registration,
-    at_call,
-    collect_outputs,
-    rank_arguments,
-)
+from quadriga.single_controller import dispatch
+from quadriga.single_controller.dispatch import Arguments, DispatchError, GroupLayout, MeshLayout, Registration
 from quadriga.single_controller.resource_pool import ResourcePool
 from quadriga.single_controller.worker import Worker, WorkerPlace, placed
 
@@ -77,7 +68,9 @@ class WorkerGroup(GroupLayout, ABC, Generic[W]):
         self.worker_class = worker_class
         self.ranks = list(range(world_size))
         self.name = name or worker_class.__name__
-        found = {each: getattr(getattr(worker_class, each, None), REGISTRATION, None) for each in dir(worker_class)}
+        found = {
+            each: getattr(getattr(worker_class, each, None), dispatch.REGISTRATION, None) for each in dir(worker_class)
+        }
         self.methods: dict[str, Registration] = {method: how for method, how in found.items() if how is not None}
         clashes = sorted(method for method in self.methods if hasattr(type(self), method))
         if clashes:
@@ -122,7 +115,7 @@ class WorkerGroup(GroupLayout, ABC, Generic[W]):
                 raise WorkerError(
                     f"{self.name}: mesh {name!r}: got data-parallel ranks {dp_ranks}, of which "
                     f"{[dp_rank for dp_rank, _ in collected]} are collected, expected one collected rank for each of 0 "
-                    f"to {max(dp_ranks)}",
+                    f"to {max(dp_ranks)}"
                 )
             self.meshes[name] = MeshLayout(dp_ranks, tuple(rank for _, rank in collected))
         return self.meshes[name]
@@ -170,13 +163,15 @@ class WorkerGroup(GroupLayout, ABC, Generic[W]):
         mode_name = f"Dispatch.{mode.name}" if mode.name else "a dispatch function of its own"
         where = f"{self.name}.{method_name} on {self.world_size} ranks ({mode_name})"
         try:
-            arguments, padding = rank_arguments(mode, self, args, kwargs)
+            arguments, padding = dispatch.rank_arguments(mode, self, args, kwargs)
         except DispatchError as error:
-            raise at_call(where, error) from None
+            raise dispatch.at_call(where, error) from None
         handles = self.start_all(method_name, arguments)
         # What the future knows of the group, wherever it is resolved.
         layout = GroupLayout(self.world_size, dict(self.meshes))
-        collect = partial(collect_outputs, collect_fn=mode.collect_fn, layout=layout, padding=padding, where=where)
+        collect = partial(
+            dispatch.collect_outputs, collect_fn=mode.collect_fn, layout=layout, padding=padding, where=where
+        )
         if mode.mesh is None or padding[0]:
             future = DataProtoFuture(collect, handles, resolve=self.resolve)
         else:

@@ -4,7 +4,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 from quadriga.background import in_background
@@ -88,10 +88,16 @@ def build_run(config: Config, timeline: Timeline) -> Run:
                 reward = build_reward(config, tokenizer, train, val)
         choices = models()
         total = config.trainer.num_steps(max(1, len(train)))
-        config = _counted_in_steps(config, max(1, len(train)))
+        counted = {
+            name: max(1, len(train))
+            for name in ("save_freq", "test_freq")
+            if getattr(config.trainer, name) == "after_each_epoch"
+        }
+        config = config.model_copy(update={"trainer": config.trainer.model_copy(update=counted)})
         if reward is not None:
             workers = handles(team)
-            reward = with_model(workers.reward_model, reward)
+            if workers.reward_model is not None:
+                reward = ModelReward(workers.reward_model, reward)
             trainer = RayPPOTrainer(config, tokenizer, workers, reward, train, val, total)
             choices |= needs.describe()
         else:
@@ -108,13 +114,6 @@ def build_run(config: Config, timeline: Timeline) -> Run:
     for table in layout_tables(config, has_critic=needs.critic):
         print(table)
     return Run(trainer, team)
-
-
-def _counted_in_steps(config: Config, epoch_steps: int) -> Config:
-    """The configuration with the number of an epoch's steps for `after_each_epoch`."""
-    names = ("save_freq", "test_freq")
-    counted = {name: epoch_steps for name in names if getattr(config.trainer, name) == "after_each_epoch"}
-    return config.model_copy(update={"trainer": config.trainer.model_copy(update=counted)}) if counted else config
 
 
 def start_workers(config: Config, tokenizer: Any, needs: Needs) -> WorkerGroups:
@@ -136,8 +135,7 @@ def start_workers(config: Config, tokenizer: Any, needs: Needs) -> WorkerGroups:
         else ClassWithInitArgs(ActorRolloutRefWorker, config, tokenizer, role)
         for role in map(Role, placement.roles)
     }
-    module, _, name = TEAMS[config.trainer.backend].partition(":")
-    return getattr(import_module(module), name)(workers, placement.roles, placement.pools, config.trainer)
+    return resolve_name(TEAMS[config.trainer.backend])(workers, placement.roles, placement.pools, config.trainer)
 
 
 def state_copies(config: Config) -> Any:
@@ -145,8 +143,7 @@ def state_copies(config: Config) -> Any:
     trainer = config.trainer
     if trainer.backend != "ray" or not trainer.state_copies or not trainer.max_worker_restarts or trainer.val_only:
         return None
-    module, _, name = STATE_COPIES.partition(":")
-    return getattr(import_module(module), name)()
+    return resolve_name(STATE_COPIES)()
 
 
 def load_models(team: WorkerGroups, timeline: Timeline) -> dict[str, str]:
@@ -209,11 +206,6 @@ def build_reward(config: Config, tokenizer: Any, *loaders: Any) -> RewardManager
         manager.close()
         raise
     return manager
-
-
-def with_model(model: RewardModelWorker | None, graders: RewardManager) -> RewardManager:
-    """Graders, and beside them the reward model where there is one."""
-    return graders if model is None else ModelReward(model, graders)
 
 
 def build_tokenizer(config: Config) -> Any:

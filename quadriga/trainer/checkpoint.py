@@ -23,6 +23,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain, count
 from pathlib import Path
 
 from quadriga.config.trainer import TrainerConfig
@@ -160,11 +161,9 @@ class Checkpoints:
 
     def _set_aside(self, checkpoint: Path) -> Path:
         """Keep a damaged checkpoint under a name that says so, and that nothing else uses."""
-        number, aside = 1, self.directory / f"damaged_{checkpoint.name}"
-        while aside.exists():
-            number += 1
-            aside = self.directory / f"damaged_{checkpoint.name}_{number}"
-        return checkpoint.rename(aside)
+        ends = chain([""], (f"_{number}" for number in count(2)))
+        places = (self.directory / f"damaged_{checkpoint.name}{end}" for end in ends)
+        return checkpoint.rename(next(place for place in places if not place.exists()))
 
     def resume(self, config: TrainerConfig, load: Callable[[Path], None]) -> Path | None:
         """Verify and load the checkpoint that a run with this configuration goes on from.
@@ -257,9 +256,8 @@ class Checkpoints:
 
     def _aside_folder(self) -> Path:
         """A new folder for checkpoints of a run that stood here before, with what they were made with."""
-        number = 1
-        while (aside := self.directory / f"superseded_{number}").exists():
-            number += 1
+        places = (self.directory / f"superseded_{number}" for number in count(1))
+        aside = next(place for place in places if not place.exists())
         aside.mkdir()
         for file in self.directory.glob("config*.yaml"):
             shutil.copy2(file, aside)

@@ -22,17 +22,12 @@ from quadriga.errors import ConfigError, DataError
 from quadriga.observe.watchdog import watched
 from quadriga.protocol import DataProto
 from quadriga.protocol.columns import object_array
+from quadriga.rewards import RewardManager
 from quadriga.rewards.registry import load_reward_manager
 from quadriga.rewards.samples import SampleManager, Samples, ground_truth
-from quadriga.trainer.build import (
-    build_frozen,
-    build_processor,
-    build_reward,
-    build_tokenizer,
-    build_val_loader,
-    with_model,
-)
+from quadriga.trainer.build import build_frozen, build_processor, build_reward, build_tokenizer, build_val_loader
 from quadriga.trainer.responses import generate_responses, repeat_prompts
+from quadriga.trainer.rewards import ModelReward
 from quadriga.trainer.roles import Role
 from quadriga.trainer.validate import Validator, sample_metrics
 
@@ -45,11 +40,12 @@ def evaluate(config: Config) -> tuple[dict[str, float], list[dict[str, Any]]]:
     tokenizer = build_tokenizer(config)
     loader = build_val_loader(config, tokenizer)
     with ExitStack() as opened:
-        graders, reward_model = opened.enter_context(closing(build_reward(config, tokenizer, loader))), None
+        reward: RewardManager = opened.enter_context(closing(build_reward(config, tokenizer, loader)))
         policy = opened.enter_context(closing(build_frozen(Role.ActorRollout, config, tokenizer)))
         if config.reward_model.enable:
-            reward_model = opened.enter_context(closing(build_frozen(Role.RewardModel, config, tokenizer)))
-        return Validator(config, tokenizer, policy, with_model(reward_model, graders), loader).run(0)
+            model = opened.enter_context(closing(build_frozen(Role.RewardModel, config, tokenizer)))
+            reward = ModelReward(model, reward)
+        return Validator(config, tokenizer, policy, reward, loader).run(0)
 
 
 def answer(

@@ -3,7 +3,7 @@
 
 import time
 from collections.abc import Iterator
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 from quadriga.config import Config
@@ -42,9 +42,8 @@ def steps(config: Config) -> Iterator[Any]:
 
 
 def _load(target: str) -> Any:
-    module, _, name = target.partition(":")
     try:
-        return getattr(import_module(module), name)
+        return resolve_name(target)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "ray":
             raise

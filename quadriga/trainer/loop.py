@@ -22,14 +22,8 @@ from quadriga.observe.tracking import RunFacts, Tracking
 from quadriga.observe.watchdog import waiting
 from quadriga.protocol import DataProto
 from quadriga.redact import redacted
+from quadriga.trainer import saving
 from quadriga.trainer.checkpoint import Checkpoints, step_of
-from quadriga.trainer.saving import (
-    CheckpointSaver,
-    load_run_state,
-    random_states,
-    restore_random_states,
-    save_run_state,
-)
 from quadriga.trainer.settings import Settings, keep_settings, say_nothing_to_do
 from quadriga.workers.checkpoint import HF_FOLDER
 
@@ -89,7 +83,7 @@ class TrainingLoop:
         self.config, self.settings, self.total_training_steps = config, config.trainer, total_training_steps
         self.schedule_steps = self.settings.total_training_steps or total_training_steps
         self.checkpoints = Checkpoints(self.settings.directory, self.settings.max_ckpt_to_keep)
-        self.saver = CheckpointSaver(self.checkpoints, learners, report=lambda text: self.progress.message(text))
+        self.saver = saving.CheckpointSaver(self.checkpoints, learners, report=lambda text: self.progress.message(text))
         self.resumable = resumable
         self.global_steps, self.is_stopping = 0, False
         self.metrics: dict[str, float] = {}
@@ -121,7 +115,7 @@ class TrainingLoop:
 
     def _load(self, path: Path) -> None:
         step, contents = step_of(path), self.config.actor_rollout_ref.actor.checkpoint.load_contents
-        state = load_run_state(path, step)
+        state = saving.load_run_state(path, step)
         for learner in self.saver.workers.values():
             learner.load_checkpoint(path.absolute())
         self._restore(state, step, with_random_states="extra" in contents and "random" in state)
@@ -136,7 +130,7 @@ class TrainingLoop:
 
     def _restore(self, state: Mapping[str, Any], step: int, *, with_random_states: bool) -> None:
         if with_random_states:
-            restore_random_states(state["random"])
+            saving.restore_random_states(state["random"])
         for name, one in self.resumable.items():
             one.load_state_dict(state[name])
         self.global_steps = step
@@ -207,11 +201,11 @@ class TrainingLoop:
 
     def _copy(self) -> None:
         if self.copies is not None:
-            self.copies.copy(self.global_steps, self._run_state() | {"random": random_states()})
+            self.copies.copy(self.global_steps, self._run_state() | {"random": saving.random_states()})
 
     def _begin_checkpoint(self) -> None:
         has_random_states = "extra" in self.config.actor_rollout_ref.actor.checkpoint.save_contents
-        write = partial(save_run_state, state=self._run_state(), with_random_states=has_random_states)
+        write = partial(saving.save_run_state, state=self._run_state(), with_random_states=has_random_states)
         self.saver.start(self.global_steps, write)
 
     def _run_state(self) -> dict[str, Any]:

@@ -86,11 +86,7 @@ def dead_signals(batch: DataProto) -> dict[str, str]:
 def spread(name: str, values: torch.Tensor) -> dict[str, float]:
     """Mean, max and min of some numbers."""
     values = values.float()
-    return {
-        f"{name}/mean": float(values.mean()),
-        f"{name}/max": float(values.max()),
-        f"{name}/min": float(values.min()),
-    }
+    return {f"{name}/{kind}": float(getattr(values, kind)()) for kind in ("mean", "max", "min")}
 
 
 def performance_metrics(

@@ -45,20 +45,8 @@ from quadriga.workers import ActorRolloutRefWorker
 
 CORE_VARIABLES = ("acc", "reward")
 CORE_METRICS = ("mean@{}", "best@{}/mean", "maj@{}/mean")
-_NOT_MEASURED = frozenset(
-    (
-        "uid",
-        "data_source",
-        "input",
-        "output",
-        "output_with_special_tokens",
-        "ground_truth",
-        "score",
-        "finish_reason",
-        "reward_error",
-        "pred",
-    )
-)
+_SHOWN = ("uid", "data_source", "input", "output", "output_with_special_tokens", "ground_truth", "score")
+_NOT_MEASURED = frozenset((*_SHOWN, "finish_reason", "reward_error", "pred"))
 
 
 class Validator:

@@ -150,10 +150,7 @@ class SequenceTokens:
 
 
 def rendered_chats(
-    data: DataProto,
-    responses: Sequence[Sequence[int]],
-    policy: PreTrainedTokenizerBase,
-    judge: PreTrainedTokenizerBase,
+    data: DataProto, responses: Sequence[Sequence[int]], policy: PreTrainedTokenizerBase, judge: PreTrainedTokenizerBase
 ) -> list[SequenceTokens]:
     """Decoded responses as the assistant's turn of their chats. The common prefix of the responses to a prompt counts
     as prompt.

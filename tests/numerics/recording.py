@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine whose gradients tests look at."""
 
-from quadriga.engines.base import OptimizerStep
-from quadriga.engines.fsdp.engine import FSDPEngine
+from quadriga.engines.fsdp.engine import FSDPEngine, OptimizerStep
 
 
 class Recording(FSDPEngine):

@@ -23,9 +23,9 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from quadriga.config import OptimConfig
-from quadriga.engines.base import LossFunction, OptimizerStep, Outputs
 from quadriga.engines.fsdp.replicated import ReplicatedWeights
 from quadriga.engines.fsdp.sharded import Memory, ReadWeight, ShardedWeights, shard
+from quadriga.engines.packing import LossFunction, Outputs
 from quadriga.engines.parallel.pipeline import Stage
 from quadriga.engines.parallel.processes import ONE_PROCESS, Processes
 from quadriga.errors import EngineError
@@ -44,6 +44,14 @@ class Training:
     optim: OptimConfig
     grad_clip: float
     max_nonfinite_steps: int
+
+
+@dataclass(frozen=True)
+class OptimizerStep:
+    """The outcome of an optimizer step: `grad_norm` before clipping, and whether it was finite and so applied."""
+
+    grad_norm: float
+    is_applied: bool
 
 
 class FSDPEngine:

@@ -262,11 +262,7 @@ def _joined(part: torch.Tensor, mesh: DeviceMesh, dimension: int, shape: Sequenc
 
 
 def shard(
-    scorer: Scorer,
-    read: ReadWeight | None,
-    dtype: torch.dtype,
-    processes: Processes,
-    memory: Memory,
+    scorer: Scorer, read: ReadWeight | None, dtype: torch.dtype, processes: Processes, memory: Memory
 ) -> ShardedWeights:
     """The parameters of a scorer's model as its ranks hold them: [V/tp/fsdp, D] of [V, D].
 

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from transformers import PreTrainedModel
 
-from quadriga.engines.base import LossFunction, Outputs
+from quadriga.engines.packing import LossFunction, Outputs
 from quadriga.engines.parallel.processes import Processes
 from quadriga.errors import EngineError
 from quadriga.models.attention import PackedBatch

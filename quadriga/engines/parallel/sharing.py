@@ -153,11 +153,7 @@ def reduce_scatter(whole: torch.Tensor, group: dist.ProcessGroup) -> torch.Tenso
     return piece
 
 
-_REVERSE: dict[_Move, _Move] = {
-    all_to_all: all_to_all,
-    all_gather: reduce_scatter,
-    reduce_scatter: all_gather,
-}
+_REVERSE: dict[_Move, _Move] = {all_to_all: all_to_all, all_gather: reduce_scatter, reduce_scatter: all_gather}
 
 
 class _Fill(torch.autograd.Function):

@@ -10,6 +10,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +73,8 @@ class _LineFile:
                 os.fsync(file.fileno())
             os.replace(aside, path)
         elif path.stat().st_size:
-            number = 1
-            while (other := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
-                number += 1
-            path.rename(other)
+            others = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in count(1))
+            path.rename(next(other for other in others if not other.exists()))
 
     def append(self, record: Mapping[str, Any]) -> None:
         # Half of a character (a lone surrogate), which UTF-8 cannot hold, becomes its escape in JSON.

@@ -67,8 +67,8 @@ class TensorboardBackend(TrackingBackend):
     def __init__(self, facts: RunFacts) -> None:
         module = require("torch.utils.tensorboard", logger="tensorboard", install="tensorboard")
         # TensorBoard hides every event from purge_step on that an earlier process wrote.
-        purge_step = facts.resume_step + 1 if facts.resume_step > 0 else 0
-        self._writer = module.SummaryWriter(log_dir=str(facts.directory / "tensorboard"), purge_step=purge_step)
+        place = str(facts.directory / "tensorboard")
+        self._writer = module.SummaryWriter(log_dir=place, purge_step=facts.first_step)
         config = json.dumps(facts.config, indent=2, default=str)
         # A Markdown code block by four spaces, because the text may itself contain fences.
         code = "\n".join(f"    {line}" for line in config.splitlines())

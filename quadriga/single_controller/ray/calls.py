@@ -29,15 +29,7 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, NodeDiedError
 from quadriga.descendants import start_of
 from quadriga.errors import PeerLostError, QuadrigaError, WorkerError, WorkerLostError
 from quadriga.observe.watchdog import waiting
-from quadriga.single_controller.ray import transport
-from quadriga.single_controller.ray.cluster import (
-    head_address,
-    is_cluster_lost,
-    is_lost,
-    own_node_id,
-    responds,
-    run_on_node,
-)
+from quadriga.single_controller.ray import cluster, transport
 from quadriga.single_controller.ray.errors import CrashLog, Failure, WorkerName, cause_of_death, crash_log
 from quadriga.single_controller.ray.process import ProcessAddress, Status
 
@@ -188,8 +180,8 @@ class _Wait:
 
     def look_at_nodes(self) -> None:
         """Give up the calls of nodes that take no connections; an error if the cluster's head does not either."""
-        host, port = head_address()
-        if is_cluster_lost():
+        host, port = cluster.head_address()
+        if cluster.is_cluster_lost():
             raise WorkerLostError(
                 f"Ray cluster at {host}:{port}: got no answer from its head while waiting for {self.what}, expected a "
                 "cluster that stays up until the run ends",
@@ -197,7 +189,7 @@ class _Wait:
             )
         addresses = {ref: address for ref in self.pending() if (address := self.calls[ref].address)}
         ports = {(address.node, address.raylet_port) for address in addresses.values()}
-        lost = {node for node in ports if is_lost(*node)}
+        lost = {node for node in ports if cluster.is_lost(*node)}
         for ref, address in addresses.items():
             if (address.node, address.raylet_port) in lost:
                 self.outputs[ref] = _Loss(self.calls[ref], NodeDiedError("its node has died"))
@@ -280,7 +272,7 @@ def _error_of_loss(loss: _Loss) -> WorkerError:
         told = str(error.client_exc) if is_unreadable else f"{type(error.cause).__name__}: {error.cause}"
         failed = WorkerError(
             f"{call.worker} failed in {call.method}: got {told} (called with {call.arguments()}), expected arguments "
-            "and a result that can be pickled here and unpickled there",
+            "and a result that can be pickled here and unpickled there"
         )
         failed.worker = str(call.worker)
         failed.add_note(f"\nRay says:\n{error}")
@@ -291,7 +283,7 @@ def _error_of_loss(loss: _Loss) -> WorkerError:
     # Nothing can be read on a node that is gone.
     if address is not None and not isinstance(error, NodeDiedError):
         try:
-            log = run_on_node(address.node_id, crash_log, address.log, limit_s=CRASH_LOG_LIMIT_S)
+            log = cluster.run_on_node(address.node_id, crash_log, address.log, limit_s=CRASH_LOG_LIMIT_S)
         except RayError as failure:
             log = CrashLog((f"(they could not be read: {type(failure).__name__})",))
     got, fix = cause_of_death(error, log, address.oom_kills if address else log.oom_kills, call.worker.pid)
@@ -307,7 +299,7 @@ def _error_of_loss(loss: _Loss) -> WorkerError:
 
 def _asked_again(call: Call) -> RayError | None:
     """What Ray says of a process at a second call: right after a death it may only know of a lost connection."""
-    if call.address and is_lost(call.address.node, call.address.raylet_port):
+    if call.address and cluster.is_lost(call.address.node, call.address.raylet_port):
         return NodeDiedError("its node has died")
     try:
         ray.get(call.actor.status.remote(), timeout=CRASH_LOG_LIMIT_S)
@@ -339,7 +331,8 @@ def end_processes(actors: Sequence[Any], address_refs: Sequence[Any]) -> None:
     ready, _ = ray.wait(list(address_refs), num_returns=len(address_refs), timeout=0)
     addresses: list[ProcessAddress] = [address for ref in ready if (address := _value(ref)) is not None]
     # Without its head Ray kills nothing, and waits for a minute before it says so.
-    has_head = not is_cluster_lost()
+    has_head = not cluster.is_cluster_lost()
+    patience_s = RAY_KILLS_S if has_head else 0.0
     for actor in actors if has_head else ():
         ray.kill(actor, no_restart=True)
     left: list[str] = []
@@ -347,9 +340,9 @@ def end_processes(actors: Sequence[Any], address_refs: Sequence[Any]) -> None:
         processes = [(address.pid, address.started) for address in addresses if address.node_id == node_id]
         alive: list[int] = []
         # Elsewhere a process ends itself: when its node's raylet does, and a raylet when it has no head for a minute.
-        if node_id == own_node_id() or (has_head and responds(node, raylet_port)):
+        if node_id == cluster.own_node_id() or (has_head and cluster.responds(node, raylet_port)):
             try:
-                alive = run_on_node(node_id, _end, processes, RAY_KILLS_S if has_head else 0.0, limit_s=NODE_LIMIT_S)
+                alive = cluster.run_on_node(node_id, _end, processes, patience_s, limit_s=NODE_LIMIT_S)
             except RayError as error:
                 # Else the node is gone, and what ran there with it.
                 alive = [pid for pid, _ in processes] if isinstance(error, GetTimeoutError) else []
@@ -366,7 +359,7 @@ def kill(address: ProcessAddress, got: str, fix: str) -> None:
     """Kill a process wherever it is; who waits for it is told what was wrong with it.
     Raises ray.exceptions.RayError: its node did not do it."""
     _KILLED[address] = got, fix
-    run_on_node(address.node_id, _end, [(address.pid, address.started)], 0.0, limit_s=NODE_LIMIT_S)
+    cluster.run_on_node(address.node_id, _end, [(address.pid, address.started)], 0.0, limit_s=NODE_LIMIT_S)
 
 
 def _end(processes: Sequence[tuple[int, bytes]], patience_s: float) -> list[int]:

@@ -37,13 +37,7 @@ from quadriga.single_controller.ray.process import ProcessAddress, WorkerProcess
 from quadriga.single_controller.ray.transport import OUTBOX
 from quadriga.single_controller.resource_pool import THREADS, share_of_cores
 from quadriga.single_controller.worker import Worker, WorkerPlace
-from quadriga.single_controller.worker_group import (
-    ClassWithInitArgs,
-    W,
-    WorkerGroup,
-    WorkerGroups,
-    describe_arguments,
-)
+from quadriga.single_controller.worker_group import ClassWithInitArgs, W, WorkerGroup, WorkerGroups, describe_arguments
 
 # Options of an actor that its group decides.
 _OF_THE_GROUP = frozenset(
@@ -98,7 +92,7 @@ def create_colocated_worker_cls(
             if together.options.setdefault(key, value) != value:
                 raise WorkerError(
                     f"create_colocated_worker_cls: option {key}: got {value!r} of {role}, {together.options[key]!r} "
-                    "before it, expected one value, for the roles share their processes",
+                    "before it, expected one value, for the roles share their processes"
                 )
     return together
 

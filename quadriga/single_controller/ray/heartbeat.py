@@ -57,10 +57,7 @@ class Heartbeat:
     """
 
     def __init__(
-        self,
-        starts: Sequence[Callable[[], list[Call]]],
-        settings: TrainerConfig,
-        emit: Callable[[str], None] = print,
+        self, starts: Sequence[Callable[[], list[Call]]], settings: TrainerConfig, emit: Callable[[str], None] = print
     ) -> None:
         self.stall_s, self.phase_s, self.emit = settings.stall_timeout_s, settings.phase_timeout_s, emit
         self._starts, self._known = starts, set[Any]()

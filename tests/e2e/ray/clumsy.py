@@ -41,7 +41,7 @@ class Clumsy(Worker):
 
     def process(self) -> tuple[int, int]:
         """Process id and start."""
-        return os.getpid(), start_of(os.getpid())
+        return os.getpid(), int(start_of(os.getpid()))
 
     def where(self) -> tuple[WorkerPlace, str]:
         """Its place, and the address of its node."""
@@ -150,7 +150,7 @@ class Clumsy(Worker):
 def is_gone(pid: int, started: int | None = None) -> bool:
     """Whether a process of this machine has ended, within `GONE_S`."""
     deadline = time.monotonic() + GONE_S
-    while (now := start_of(pid)) != b"" and now == (started or now):
+    while (now := int(start_of(pid) or 0)) != 0 and now == (started or now):
         if time.monotonic() > deadline:
             return False
         time.sleep(0.02)
