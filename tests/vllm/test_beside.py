@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from quadriga.errors import RolloutError
+from quadriga.errors import EngineLostError
 from quadriga.rollout.interface import Completion, SamplingParams
 from quadriga.rollout.vllm.engine import VLLMEngine
 from quadriga.weight_sync import CopiedWeights
@@ -79,6 +79,6 @@ def test_an_engine_that_dies_ends_its_requests_with_the_reason(engine: VLLMEngin
         return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
 
     results = asyncio.run(scene())
-    assert all(isinstance(one, RolloutError) and "vLLM, which failed" in str(one) for one in results), results
-    with pytest.raises(RolloutError, match="vLLM, which failed"):
+    assert all(isinstance(one, EngineLostError) and "vLLM, which has ended" in str(one) for one in results), results
+    with pytest.raises(EngineLostError, match="vLLM, which has ended"):
         engine.generate_batch(PROMPTS[:1], [GREEDY])
