@@ -19,13 +19,15 @@ from copy import copy
 from typing import Any
 
 from quadriga.background import Restarts
-from quadriga.errors import EngineLostError, WeightSyncError, WorkerLostError
+from quadriga.errors import EngineLostError, PeerLostError, WeightSyncError, WorkerLostError
 from quadriga.protocol import DataProto
 from quadriga.single_controller import WorkerGroup
 
 logger = logging.getLogger(__name__)
 
 LOST = (WorkerLostError, EngineLostError)
+# On Ray a weight sync that another process has left is the latter.
+UNSENT = (WeightSyncError, PeerLostError)
 
 
 class WeightPublisher:
@@ -122,12 +124,12 @@ class RolloutPool(WeightPublisher):
         sent = self._actor.method("send_weights")(version, has_frozen)
         try:
             received = self._call("receive_weights", version)
-        except WeightSyncError:
+        except UNSENT:
             sent.get()  # where both sides failed, the sender says why
             raise
         try:
             sent.get()
-        except WeightSyncError:
+        except UNSENT:
             # To an engine that was lost meanwhile nothing could be sent.
             if received:
                 raise

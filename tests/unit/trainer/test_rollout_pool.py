@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from quadriga import background
-from quadriga.errors import EngineError, EngineLostError, QuadrigaError, WeightSyncError, WorkerLostError
+from quadriga.errors import (
+    EngineError,
+    EngineLostError,
+    PeerLostError,
+    QuadrigaError,
+    WeightSyncError,
+    WorkerLostError,
+)
 from quadriga.protocol import DataProto
 from quadriga.single_controller import ClassWithInitArgs, Dispatch, LocalWorkerGroup, ResourcePool, Worker, register
 from quadriga.trainer.rollout_pool import RolloutPool
@@ -20,6 +27,7 @@ class Actor(Worker):
 
     sent: ClassVar[list[tuple[int, bool]]] = []
     ranks: ClassVar[list[int]] = []
+    failures: ClassVar[list[QuadrigaError]] = []
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def offer_weights(self, ranks: Sequence[int]) -> str:
@@ -29,6 +37,8 @@ class Actor(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def send_weights(self, version: int, has_frozen: bool) -> None:
         Actor.sent.append((version, has_frozen))
+        if Actor.failures:
+            raise Actor.failures.pop()
 
 
 class Engine(Worker):
@@ -73,6 +83,7 @@ LOST = WorkerLostError("rollout[rank 1/3] died in generate_sequences", got="SIGK
 def make_pool() -> Any:
     """`make_pool()`: three engines."""
     Actor.sent.clear()
+    Actor.failures.clear()
     Engine.failures.clear()
 
     def make() -> RolloutPool:
@@ -137,9 +148,13 @@ def test_the_last_engine_and_an_error_of_the_users_own_end_the_run(make_pool: An
     assert pool._rollout.ranks == [0, 1, 2]
 
 
-def test_an_engine_that_is_lost_while_weights_are_sent(make_pool: Any) -> None:
+@pytest.mark.parametrize("of_the_sender", [None, WeightSyncError, PeerLostError])
+def test_an_engine_that_is_lost_while_weights_are_sent(
+    make_pool: Any, of_the_sender: type[QuadrigaError] | None
+) -> None:
     """The others get them again, whole; what the connection's end made of them is no failure of theirs."""
     pool = make_pool()
+    Actor.failures[:] = [of_the_sender("weight sync", got="connection closed")] if of_the_sender else []
     Engine.failures |= {(1, "receive"): LOST, (2, "receive"): WeightSyncError("weight sync", got="connection closed")}
     pool.publish(1)
     assert Actor.sent == [(0, False), (1, True), (1, False)] and Actor.ranks == [0, 2]
