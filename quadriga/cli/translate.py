@@ -9,13 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from quadriga.cli.verl import version_of
+from quadriga.cli.verl import translated
 from quadriga.config.yaml_text import combined, to_yaml
 from quadriga.errors import ConfigError
 from quadriga.verl.entries import Entry, find_entry
 from quadriga.verl.hydra import Tree
 from quadriga.verl.shell import commands, launched
-from quadriga.verl.translate import translate
 
 _COMMANDS = {"generate": "generate MODEL --output FILE", "eval": "eval FILE", "export": "export"}
 
@@ -29,8 +28,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("source", help="a shell script, a YAML file of verl's, or a program with its words behind it")
     options, words = parser.parse_known_args(list(argv))
     place, (program, words) = _line(options, words)
-    entry = find_entry(program)
-    found = translate(entry, words, version_of(options.verl))
+    entry, found = translated(program, words, options.verl)
     if found.refused:
         raise combined(found.refused)
     command = _COMMANDS.get(entry.run, "sft" if entry.task == "sft" else "train")

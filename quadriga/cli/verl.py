@@ -6,13 +6,13 @@ import json
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from quadriga.config.yaml_text import combined, to_yaml
 from quadriga.errors import ConfigError
-from quadriga.verl.entries import ENTRIES, find_entry
+from quadriga.verl.entries import ENTRIES, Entry, find_entry
 from quadriga.verl.hydra import VERSIONS, Tree
 from quadriga.verl.shell import LAUNCHERS, launched
 from quadriga.verl.translate import Translation, translate
@@ -39,8 +39,7 @@ def main(argv: Sequence[str]) -> int:
         parser.error("name one of verl's programs")
     if options.program in LAUNCHERS:
         options.program, words = launched([options.program, *words]) or (options.program, words)
-    entry, version = find_entry(options.program), version_of(options.verl)
-    translation = translate(entry, words, version)
+    entry, translation = translated(options.program, words, options.verl)
     for notice in translation.notices:
         print(f"notice: {notice}", file=sys.stderr)
     if options.check:
@@ -51,6 +50,22 @@ def main(argv: Sequence[str]) -> int:
     given = () if translation.config is None else (translation.config,)
     getattr(import_module(module), name)(*given, **translation.options)
     return 0
+
+
+def translated(program: str, words: Sequence[str], version: str) -> tuple[Entry, Translation]:
+    """A program's entry, and what its words mean. Of a program or a version that nobody knows the words are looked at
+    as main_ppo's, or the last version's, and it is refused."""
+    entry, known, problems = find_entry("main_ppo"), VERSIONS[-1], list[ConfigError]()
+    try:
+        entry = find_entry(program)
+    except ConfigError as problem:
+        problems.append(problem)
+    try:
+        known = version_of(version)
+    except ConfigError as problem:
+        problems.append(problem)
+    found = translate(entry, words, known)
+    return entry, replace(found, config=None, refused=problems + found.refused) if problems else found
 
 
 def version_of(text: str) -> str:
@@ -77,18 +92,16 @@ def _check_file(file: Path, version: str) -> int:
     accepted = lines = 0
     for number, text in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
         lines += 1
-        result: dict[str, Any] = {"id": number}
         try:
             asked = json.loads(text)
-            result["id"] = asked.get("id", number)
-            entry = find_entry(asked["entry"])
-            found = translate(entry, asked["args"], version_of(version or asked.get("set", "")))
-            refused, machine = map(str, found.refused), list(map(str, found.machine))
-            result |= {"accepted": not found.refused, "refused": list(refused)}
-            result |= {"notices": found.notices, "machine": machine}
-        except ConfigError as problem:
-            result |= {"accepted": False, "refused": [str(problem)], "notices": [], "machine": []}
-        accepted += result["accepted"]
-        print(json.dumps(result, ensure_ascii=False))
+            name, program, words = asked.get("id", number), asked["entry"], list(map(str, asked["args"]))
+            _, found = translated(program, words, version or asked.get("set", ""))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            problem = ConfigError(f"{file}, line {number}", got=str(error), expected="JSON with entry and args")
+            name, found = number, Translation(None, {}, [], [problem], [])
+        refused, machine = list(map(str, found.refused)), list(map(str, found.machine))
+        result = {"id": name, "accepted": not refused, "refused": refused, "notices": found.notices}
+        accepted += not refused
+        print(json.dumps(result | {"machine": machine}, ensure_ascii=False))
     print(f"accepted {accepted} of {lines}")
     return 0 if accepted == lines else 2

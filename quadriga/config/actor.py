@@ -86,6 +86,8 @@ class OptimConfig(Section):
     """Where cosine and linear schedules end, as a share of `lr`, in [0, 1]."""
     num_cycles: PositiveFloat = 0.5
     """Waves of the cosine schedule; 0.5 falls once from top to bottom."""
+    master_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of weights and of AdamW's moments between steps; bfloat16 loses updates of less than a 256th."""
     zero_indexed_step: bool = False
     """Whether a schedule counts steps from 0, as verl's do: the first step of a warm-up then has a rate of 0."""
 

@@ -250,7 +250,7 @@ def check_multi_turn(config: Config) -> Iterator[Finding]:
             yield from unused(names, f"{key}.mode is sync")
         return
     loop, at = agent.default_agent_loop, f"{key}.agent.default_agent_loop"
-    yield from _check_exists(f"{key}.agent.agent_loop_path", agent.agent_loop_path, "a Python file")
+    yield from _check_exists(f"{key}.agent.agent_loop_path", agent.agent_loop_path, "a Python or YAML file")
     if agent.agent_loop_path is None and loop not in LOOPS:
         close = get_close_matches(loop, LOOPS, n=1)
         fix = f"Did you mean {close[0]}?" if close else f"A loop of your own needs {key}.agent.agent_loop_path."

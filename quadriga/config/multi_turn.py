@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
-from pydantic import Field, PositiveFloat, ValidationError, model_validator
+from pydantic import ConfigDict, Field, PositiveFloat, ValidationError, model_validator
 
 from quadriga.config.base import Section, refuse
 from quadriga.config.types import Count, Name, PathText
@@ -78,6 +78,15 @@ class InteractionFile(Section):
     interaction: list[InteractionEntry]
 
 
+class LoopEntry(Section):
+    """An agent loop: its name in the column `agent_name`, where its class is, arguments of its `__init__`."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: Name
+    target: Name = Field(alias="_target_")
+
+
 def read_tool_file(path: str, section: type[FileSection] = ToolFile) -> FileSection:
     """The tools of a file, or its user simulators; raises one ConfigError with everything that is wrong in it."""
     problems: list[ConfigError] = []
@@ -132,6 +141,6 @@ class AgentConfig(Section):
     default_agent_loop: Name = "single_turn_agent"
     """Agent loop of rows that name none in the column `agent_name`: `single_turn_agent`, `tool_agent`, or your own."""
     agent_loop_path: PathText | None = None
-    """Python file that registers agent loops of your own."""
+    """Python file that registers agent loops of your own; or a YAML list of them: `name`, `_target_`, arguments."""
     timeout_s: PositiveFloat = 600.0
     """Seconds that a loop of your own may take between two responses of the engine; then its conversation fails."""

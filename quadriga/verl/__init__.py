@@ -16,6 +16,8 @@ A row of `rules.tsv` says what becomes of the keys that fit a pattern. Its colum
                a list      nothing, where the value is one of these (in JSON); other values are refused
                stop LIST   the same; for other values the sentence is all that is said of the line
                given       the key itself, where the user gave it
+               unlike      nothing by itself: a notice where the user gave the key another value than the default, and
+                           other keys have one of the values that stand here in JSON
     sentence   why a run's numbers stay the same without it; of values that are refused, why, and what to use
 
 A key without a row that is one of ours is taken as it is. verl's own default never leads to a notice.

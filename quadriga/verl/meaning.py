@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from quadriga.config.root import spelled
 from quadriga.config.trainer import Tracker
 from quadriga.verl import programs
+from quadriga.verl.hydra import VERSIONS
 
 if TYPE_CHECKING:
     from quadriga.verl.translate import Line
@@ -37,6 +38,9 @@ _OVERLONG = (
 )
 _MANAGER = ("reward_model.reward_manager", "reward.reward_manager.name", "reward_manager.name")
 MANAGERS = ("naive", "batch", "dapo", "prime")
+_REJECTIONS = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
+MIN_RATIO = 3e-9
+"""Just above e^-20, where log-ratios are cut."""
 ENGINES = ("vllm", "sglang", "hf")
 _STRATEGIES = {"fsdp": "fsdp", "fsdp2": "fsdp2"}
 _UNSERVED = {
@@ -53,6 +57,11 @@ _SIZES = {
     "fsdp_config.fsdp_size": ("fsdp_size", "data_parallel_shard_size", "fully_shard_parallel_size"),
 }  # fmt: skip
 """Our size under a role -> its names in the sections of other training engines."""
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a number, which true is not."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def count_of(line: "Line") -> int:
@@ -236,10 +245,20 @@ def compute_dtype(line: "Line", key: str, value: Any) -> None:
 
 def master_dtype(line: "Line", key: str, value: Any) -> None:
     """The dtype in which verl keeps the weights that the optimizer steps."""
-    if FLOATS.get(value) == "bfloat16":
-        line.note(line.sentence)
-    elif value is not None and value not in FLOATS:
+    role = "critic" if key.startswith("critic") else ACTOR
+    if value is not None and value not in FLOATS:
         line.refuse("fp32 or bf16", line.sentence)
+    elif value is not None and (role == ACTOR or has_critic(line)):
+        line.set(f"{role}.optim.master_dtype", FLOATS[value])
+
+
+def loss_agg_mode(line: "Line", key: str, value: Any) -> None:
+    """What the loss is averaged over, which some losses of verl's fix."""
+    mode, is_early = line.get(f"{ACTOR}.policy_loss.loss_mode"), VERSIONS.index(line.version) < 3
+    if mode in ("sapo", "geo_mean") or (mode == "gspo" and is_early):
+        line.note(line.sentence)
+        value = "seq-mean-token-mean"
+    line.set(key, value)
 
 
 def micro_batch(line: "Line", key: str, value: Any) -> None:
@@ -335,20 +354,31 @@ def profiler(line: "Line", key: str, value: Any) -> None:
 
 
 def rejection(line: "Line", key: str, value: Any) -> None:
-    """Rejection by level alone, with a lower bound of its own, as 0.6.1 wrote it."""
+    """Rejection by level alone with a lower bound of its own, and a veto of single tokens, as 0.6.1 wrote them.
+
+    Its bounds are of trained over rollout probabilities; those of k1 here, as from 0.8 on, of rollout over trained.
+    """
     section = "algorithm.rollout_correction"
-    rules = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
-    if line.get(f"{section}.rollout_rs") not in rules or value is None:
+    level, veto, upper, lower = (
+        line.get(f"{section}.rollout_{name}")
+        for name in ("rs", "token_veto_threshold", "rs_threshold", "rs_threshold_lower")
+    )
+    if level not in _REJECTIONS and veto is None:
         if key.endswith("_lower"):
             line.note(line.sentence)
-        else:
+        elif not key.endswith("veto_threshold"):
             line.set(key, value)
         return
-    upper = line.get(f"{section}.rollout_rs_threshold", line.get(f"{section}.rollout_is_threshold", 2.0))
-    line.set(f"{section}.rollout_rs", rules[line.get(f"{section}.rollout_rs")])
-    lower = line.get(f"{section}.rollout_rs_threshold_lower")
-    bounds = f"{lower or 1 / upper}_{upper}" if isinstance(upper, int | float) else upper
-    line.set(f"{section}.rollout_rs_threshold", bounds)
+    upper = line.get(f"{section}.rollout_is_threshold", 2.0) if upper is None else upper
+    given = [one for one in (veto, *((upper, lower) if level is not None else ())) if one is not None]
+    if level not in (None, *_REJECTIONS) or not all(is_number(one) and one > MIN_RATIO for one in given):
+        if value in given:
+            line.refuse(f"a number above {MIN_RATIO:.0e}", line.sentence)
+        return
+    rules = {_REJECTIONS[level]: f"{1 / upper}_{1 / lower if lower else upper}"} if level is not None else {}
+    rules |= {"seq_max_k1": f"{MIN_RATIO}_{1 / veto}"} if veto is not None else {}
+    line.set(f"{section}.rollout_rs", ",".join(rules))
+    line.set(f"{section}.rollout_rs_threshold", ",".join(rules.values()))
 
 
 def reward_model_key(line: "Line", key: str, value: Any) -> None:
@@ -395,16 +425,24 @@ FUNCTIONS: dict[str, Callable[["Line", str, Any], None]] = {
         train_batch_size, filter_groups, overlong, known_name, loss_option, strategy, engine_size, compute_dtype,
         master_dtype, micro_batch, one_length, adapter_detail, rollout_engine, do_sample, rollout_mode, raw_chat,
         rollout_parallel, profiler, rejection, critic_key, critic_switch, reward_model_key, engine_name,
-        critic_checkpoints, adapter_modules, fsdp_size, *programs.FUNCTIONS,
+        critic_checkpoints, adapter_modules, fsdp_size, loss_agg_mode, *programs.FUNCTIONS,
     )
 }  # fmt: skip
 """Name in rules.tsv -> function."""
 
 
 def processes(line: "Line") -> None:
-    """Several processes run on Ray, as does a line that names a cluster."""
+    """Several processes run on Ray, as does a line that names a cluster; and as many share a sequence as there are."""
+    count, name = count_of(line), "ulysses_sequence_parallel_size"
+    for role in (ACTOR, "critic"):
+        line.written = f"{role}.{name}"
+        size = line.ours.get(line.written, 1)
+        sizes = [line.ours.get(f"{role}.{one}_model_parallel_size", 1) for one in ("tensor", "pipeline")]
+        if is_number(size) and size > count and all(map(is_number, sizes)) and count % prod(sizes) == 0:
+            line.ours[line.written] = count // prod(sizes)
+            line.note(f"There are {count} processes: as many share a sequence. No number depends on it.")
     line.written = "trainer.n_gpus_per_node"
-    if count_of(line) != 1 or "ray_kwargs.ray_init.address" in line.ours:
+    if count != 1 or "ray_kwargs.ray_init.address" in line.ours:
         line.set("trainer.backend", "ray")
     if f"{ROLLOUT}.name" not in line.ours:
         line.set(f"{ROLLOUT}.name", "vllm")

@@ -16,8 +16,8 @@ from quadriga.config.root import spelled
 from quadriga.config.yaml_text import as_text
 from quadriga.errors import ConfigError, MachineError
 from quadriga.verl.entries import CONFIG_FILES, TREES, Entry
-from quadriga.verl.hydra import MISSING, VERSIONS, Tree, defaults, known_keys, parse_word, read_config
-from quadriga.verl.meaning import FINISH, FUNCTIONS
+from quadriga.verl.hydra import MISSING, VERSIONS, Tree, defaults, known_keys, parse_word, plain, read_config
+from quadriga.verl.meaning import FINISH, FUNCTIONS, is_number
 from quadriga.verl.programs import MEGATRON, MEGATRON_ENGINES, merger
 
 SECTIONS = {
@@ -70,7 +70,11 @@ def _rule(rules: str, task: str, key: str) -> tuple[Rule, tuple[str, ...]] | Non
     is_ours = leaf_of(key, task) is not None
     for rule in _rules(rules):
         # What says of a pattern that it has no place here means the others.
-        if not (is_ours and rule.becomes in ("any", "values")) and (match := rule.pattern.fullmatch(key)):
+        if (
+            rule.becomes != "unlike"
+            and not (is_ours and rule.becomes in ("any", "values"))
+            and (match := rule.pattern.fullmatch(key))
+        ):
             return rule, match.groups()
     return None
 
@@ -141,7 +145,7 @@ class Line:
                 self.refused.append(ConfigError(key, got=got, expected="one value", fix="Leave one of the two out."))
             return
         leaf = leaf_of(key, self.entry.task)
-        if _is_number(value) and leaf is not None and leaf.is_text and "number" not in leaf.kind:
+        if is_number(value) and leaf is not None and leaf.is_text and "number" not in leaf.kind:
             value = str(value)
         # verl's null for what has no null here: the default of both.
         if value is not None or leaf is None or leaf.kind.endswith("null") or self._default_of(source) is not None:
@@ -173,7 +177,7 @@ class Line:
             case ">":
                 target = iter(parts)
                 self.take(re.sub(r"\*|<\w+>", lambda _: next(target), rule.argument), value)
-            case "@" if isinstance(value, str) and value not in WORDS and _is_number(self._default_of(self.written)):
+            case "@" if isinstance(value, str) and value not in WORDS and is_number(self._default_of(self.written)):
                 self.refuse("a number", _UNSET if value == "" else rule.sentence.strip("-"))
             case "@":
                 FUNCTIONS[rule.argument](self, key, value)
@@ -201,10 +205,6 @@ class Line:
             if key in known_keys():
                 got, fix = "a key of verl's without a place here", f"{self.entry.name} does not need it: leave it out."
             self.refused.append(ConfigError(self.written, got=got, fix=fix))
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _among(value: Any, accepted: Sequence[Any]) -> bool:
@@ -264,8 +264,15 @@ def _take_all(line: Line) -> None:
         except ConfigError as problem:
             line.refused.append(problem)
             continue
+        if isinstance(value, str) and is_number(line.default.get(key)):
+            value = plain(value)
         if value != MISSING and not key.endswith("_target_"):
             line.take(key, value)
+    for rule in _rules(line.entry.rules):
+        if rule.becomes == "unlike":
+            line.written = rule.pattern.pattern.replace("\\", "")
+            if all(_among(line.get(key), values) for key, values in json.loads(rule.argument).items()):
+                line.note(rule.sentence)
     for function in FINISH.get(line.entry.rules.partition(",")[0], ()):
         function(line)
 
@@ -278,8 +285,8 @@ def _told_of_defaults(entry: Entry, version: str) -> frozenset[str]:
 
 def compose(entry: Entry, words: Sequence[str], version: str) -> Line:
     """verl's tree with the words applied to it, in Hydra's order: the file, the groups, then key by key."""
-    flags, settings = _flags(words)
     problems: list[ConfigError] = []
+    flags, settings = _flags(words, problems)
     read = []
     for argument in settings:
         try:
@@ -328,7 +335,7 @@ def _read_file(line: Line, file: Path, problems: list[ConfigError]) -> None:
             line.given.add(key)
 
 
-def _flags(words: Iterable[str]) -> tuple[dict[str, str], list[str]]:
+def _flags(words: Iterable[str], problems: list[ConfigError]) -> tuple[dict[str, str], list[str]]:
     """Hydra's own options, and the words that set keys."""
     flags: dict[str, str] = {}
     settings: list[str] = []
@@ -339,7 +346,7 @@ def _flags(words: Iterable[str]) -> tuple[dict[str, str], list[str]]:
             flags[_FLAGS[option]] = value if has_value else next(rest, "")
         elif word in _SWEEP:
             fix = "Start a run for each choice: sweeps are not run."
-            raise ConfigError(word, got="a sweep", expected="one value for each key", fix=fix)
+            problems.append(ConfigError(word, got="a sweep", expected="one value for each key", fix=fix))
         elif word.strip() and not word.startswith("hydra"):
             settings.append(word)
     return flags, settings

@@ -170,7 +170,8 @@ class Learner(EngineWorker):
         """The engine's automatic choices with their reasons, for people to read."""
         chosen = self.engine.describe()
         adapter = {"adapter": describe_adapter(self.engine.model)} if has_adapter else {}
-        masters = "masters and optimizer in float32" + (", of the adapter" if has_adapter else "")
+        masters = f"masters and optimizer in {self.section.optim.master_dtype}"
+        masters += ", of the adapter" if has_adapter else ""
         return adapter | {
             name: f"{chosen['parameters'] / 1e6:.1f} M parameters on {chosen['device']}, {chosen['processes']}",
             "weights": f"{chosen['weights']} ({self.dtype.reason}); {masters}",

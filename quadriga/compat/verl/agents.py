@@ -28,7 +28,7 @@ from quadriga.errors import ConfigError, RolloutError
 from quadriga.rewards.outcome import read_outcome
 from quadriga.rollout.agent_loop.conversation import Conversation, ConversationOver, Turn
 from quadriga.rollout.agent_loop.interactions import Interaction, Reply
-from quadriga.rollout.agent_loop.loops import REGISTRY, AgentLoop
+from quadriga.rollout.agent_loop.loops import REGISTRY, AgentLoop, Services
 from quadriga.rollout.agent_loop.tools import Tool, ToolSpec, validator_of
 
 LoopClass = TypeVar("LoopClass", bound=type)
@@ -352,10 +352,55 @@ class AsyncLLMServerManager:
         return [next(log_probs) if is_own else 0.0 for is_own in mask]
 
 
+class _Led(AgentLoop):
+    """A loop of verl's class in ours."""
+
+    loop_class: type[Any]
+
+    def __init__(self, services: Services, **arguments: Any) -> None:
+        super().__init__(services)
+        self.arguments = arguments
+
+    async def run(self, chat: Conversation) -> None:
+        tokenizer, sampling = chat.encoder.tokenizer, chat.sampling
+        messages = chat.sample.messages
+        if messages is None or chat.sample.images is not None:
+            got = "a prompt without its messages" if messages is None else "a prompt with images"
+            fix = "Set data.return_raw_chat=True." if messages is None else "Leave images out."
+            raise RolloutError(f"agent loop {chat.sample.agent}", got=got, expected="the column raw_prompt", fix=fix)
+        server, config = AsyncLLMServerManager(chat), self._config(chat)
+        names = {"trainer_config": DictConfigWrap(config), "data_config": DictConfigWrap(config.data)}
+        names |= {"server_manager": server, "tokenizer": tokenizer, "processor": None, "dataset_cls": RLHFDataset}
+        loop = self.loop_class(**taken(self.loop_class, names), **self.arguments)
+        given = {"temperature": 0.0 if sampling.is_greedy else sampling.temperature, "top_p": sampling.top_p}
+        given |= {"top_k": sampling.top_k, "repetition_penalty": 1.0, "logprobs": True}
+        columns = {**chat.sample.columns, "raw_prompt": messages}
+        output = await loop.run(given, **taken(loop.run, columns))
+        if not isinstance(output, AgentLoopOutput):
+            raise TypeError(f"{self.loop_class.__name__}.run: got {type(output).__name__}, expected an AgentLoopOutput")
+        _write(output, server, chat)
+
+    def _config(self, chat: Conversation) -> Any:
+        limits, tokenizer = chat.limits, chat.encoder.tokenizer
+        lengths = {"prompt_length": limits.prompt_tokens, "response_length": limits.response_tokens}
+        data = {"max_prompt_length": limits.prompt_tokens, "max_response_length": limits.response_tokens}
+        kwargs = {name: value for name, value in chat.encoder.template_kwargs.items() if name != "return_dict"}
+        rollout = {**self.services.config.model_dump(mode="json"), **lengths}
+        actor = {"rollout": rollout, "model": {"path": tokenizer.name_or_path}}
+        return OmegaConf.create({"actor_rollout_ref": actor, "data": {**data, "apply_chat_template_kwargs": kwargs}})
+
+
 class AgentLoopBase(ABC):
     """verl's agent loop: an object for each conversation."""
 
     _class_initialized = False
+    quadriga_form: type[AgentLoop]
+    """The class as an agent loop of ours."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        home = {"loop_class": cls, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+        cls.quadriga_form = type(cls.__name__, (_Led,), home)
 
     def __init__(
         self,
@@ -404,40 +449,6 @@ class SingleTurnAgentLoop(AgentLoopBase):
         return AgentLoopOutput(prompt_ids=ids, response_ids=found.token_ids, response_mask=mask, **own)
 
 
-class _Led(AgentLoop):
-    """A loop of verl's class in ours."""
-
-    loop_class: type[Any]
-
-    async def run(self, chat: Conversation) -> None:
-        tokenizer, sampling = chat.encoder.tokenizer, chat.sampling
-        messages = chat.sample.messages
-        if messages is None or chat.sample.images is not None:
-            got = "a prompt without its messages" if messages is None else "a prompt with images"
-            fix = "Set data.return_raw_chat=True." if messages is None else "Leave images out."
-            raise RolloutError(f"agent loop {chat.sample.agent}", got=got, expected="the column raw_prompt", fix=fix)
-        server, config = AsyncLLMServerManager(chat), self._config(chat)
-        names = {"trainer_config": DictConfigWrap(config), "data_config": DictConfigWrap(config.data)}
-        names |= {"server_manager": server, "tokenizer": tokenizer, "processor": None, "dataset_cls": RLHFDataset}
-        loop = self.loop_class(**taken(self.loop_class, names))
-        given = {"temperature": 0.0 if sampling.is_greedy else sampling.temperature, "top_p": sampling.top_p}
-        given |= {"top_k": sampling.top_k, "repetition_penalty": 1.0, "logprobs": True}
-        columns = {**chat.sample.columns, "raw_prompt": messages}
-        output = await loop.run(given, **taken(loop.run, columns))
-        if not isinstance(output, AgentLoopOutput):
-            raise TypeError(f"{self.loop_class.__name__}.run: got {type(output).__name__}, expected an AgentLoopOutput")
-        _write(output, server, chat)
-
-    def _config(self, chat: Conversation) -> Any:
-        limits, tokenizer = chat.limits, chat.encoder.tokenizer
-        lengths = {"prompt_length": limits.prompt_tokens, "response_length": limits.response_tokens}
-        data = {"max_prompt_length": limits.prompt_tokens, "max_response_length": limits.response_tokens}
-        kwargs = {name: value for name, value in chat.encoder.template_kwargs.items() if name != "return_dict"}
-        rollout = {**self.services.config.model_dump(mode="json"), **lengths}
-        actor = {"rollout": rollout, "model": {"path": tokenizer.name_or_path}}
-        return OmegaConf.create({"actor_rollout_ref": actor, "data": {**data, "apply_chat_template_kwargs": kwargs}})
-
-
 def _write(output: AgentLoopOutput, server: AsyncLLMServerManager, chat: Conversation) -> None:
     """The tokens that a loop returned as the conversation's, cut to its limits."""
     limits, num_tokens = chat.limits, len(output.response_ids)
@@ -466,8 +477,7 @@ def register(agent_name: str) -> Callable[[LoopClass], LoopClass]:
     """verl's class decorator: a loop known by a name, in `actor_rollout_ref.rollout.agent.agent_loop_path`."""
 
     def decorate(cls: LoopClass) -> LoopClass:
-        home = {"loop_class": cls, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
-        REGISTRY.register(agent_name)(type(cls.__name__, (_Led,), home))
+        REGISTRY.register(agent_name)(cls.quadriga_form)
         return cls
 
     return decorate

@@ -198,6 +198,8 @@ class FSDPEngine:
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
+            if training.optim.master_dtype == "bfloat16":
+                self._round_masters()
             if isinstance(weights, ReplicatedWeights):
                 weights.refresh_compute()
         else:
@@ -214,6 +216,14 @@ class FSDPEngine:
             )
         weights.clear_gradients()
         return OptimizerStep(float(norm), is_finite)
+
+    @torch.no_grad()
+    def _round_masters(self) -> None:
+        """Weights and moments as a step in bfloat16 leaves them; float32 holds them exactly."""
+        for master in self._masters:
+            moments = self.optimizer.state[master]
+            for tensor in (master, moments["exp_avg"], moments["exp_avg_sq"]):
+                tensor.copy_(tensor.bfloat16())
 
     # ---- weights and state ----------------------------------------------------------------------------
 

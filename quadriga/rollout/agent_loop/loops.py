@@ -20,15 +20,22 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partialmethod
+from pathlib import Path
 from typing import TypeVar
 
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from quadriga.config.multi_turn import LoopEntry
 from quadriga.config.rollout import RolloutConfig
-from quadriga.errors import RolloutError
+from quadriga.errors import ConfigError, RolloutError
 from quadriga.rollout.agent_loop.conversation import Conversation, ConversationOver
 from quadriga.rollout.agent_loop.interactions import Interaction, UserSimulator
 from quadriga.rollout.agent_loop.parsers import PARSERS
 from quadriga.rollout.agent_loop.tool_calls import ToolBox, ToolThread
-from quadriga.rollout.agent_loop.tools import ToolSpec
+from quadriga.rollout.agent_loop.tools import ToolSpec, class_named
+from quadriga.user_file import import_file
 
 LoopClass = TypeVar("LoopClass", bound="type[AgentLoop]")
 
@@ -102,6 +109,32 @@ class AgentLoopRegistry(dict[str, type[AgentLoop]]):
 
 REGISTRY = AgentLoopRegistry()
 register = REGISTRY.register
+
+
+def load_loops(path: str) -> None:
+    """Registers the loops of a Python file, or those that a YAML file lists as it lists tools.
+
+    Raises:
+        ConfigError: the file cannot be read, an entry lacks its name or class, or a class is no agent loop.
+    """
+    file, where = Path(path).expanduser(), "actor_rollout_ref.rollout.agent.agent_loop_path"
+    if file.suffix not in (".yaml", ".yml"):
+        import_file(path, where)
+        return
+    try:
+        entries = TypeAdapter(list[LoopEntry]).validate_python(yaml.safe_load(file.read_text(encoding="utf-8")))
+    except (OSError, yaml.YAMLError, ValidationError) as error:
+        expected = "a list, each entry with name and _target_"
+        raise ConfigError(f"{where}, {path}", got=str(error), expected=expected) from error
+    for entry in entries:
+        found = class_named(entry.target, file.parent, object, f"{where}, {entry.name}")
+        # A loop of verl's contract has the form in which it is called here beside it.
+        cls = getattr(found, "quadriga_form", found)
+        if not issubclass(cls, AgentLoop):
+            raise ConfigError(f"{where}, {entry.name}", got=entry.target, expected="a subclass of AgentLoop")
+        home = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+        made = {"__init__": partialmethod(cls.__init__, **(entry.model_extra or {}))}
+        REGISTRY.register(entry.name)(type(cls.__name__, (cls,), home | made))
 
 
 @register("single_turn_agent")

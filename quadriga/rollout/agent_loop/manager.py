@@ -37,13 +37,12 @@ from quadriga.rewards.outcome import Outcome
 from quadriga.rollout.agent_loop.conversation import Conversation, ConversationOver, Limits, Sample, Turn, TurnEncoder
 from quadriga.rollout.agent_loop.guards import begin_printing, guarded
 from quadriga.rollout.agent_loop.interactions import load_interactions
-from quadriga.rollout.agent_loop.loops import REGISTRY, AgentLoop, Services, SingleTurnAgent, ToolAgent
+from quadriga.rollout.agent_loop.loops import REGISTRY, AgentLoop, Services, SingleTurnAgent, ToolAgent, load_loops
 from quadriga.rollout.agent_loop.mcp_servers import Server, server_tools
 from quadriga.rollout.agent_loop.tool_calls import ToolFailedError, ToolThread
 from quadriga.rollout.agent_loop.tools import ToolSpec, class_tools, function_tools
 from quadriga.rollout.interface import RolloutEngine, SamplingParams
 from quadriga.rollout.sequences import images_of, sampling_of, sequence_seeds, with_responses
-from quadriga.user_file import import_file
 from quadriga.weight_sync.publish import require_version
 
 logger = logging.getLogger(__name__)
@@ -87,7 +86,7 @@ class AgentLoopManager:
         tools: dict[str, ToolSpec] = {}
         try:
             if config.agent.agent_loop_path is not None:
-                import_file(config.agent.agent_loop_path, "actor_rollout_ref.rollout.agent.agent_loop_path")
+                load_loops(config.agent.agent_loop_path)
             specs = function_tools(turns.function_tool_path) if turns.enable and turns.function_tool_path else []
             if turns.enable and turns.tool_config_path:
                 specs += class_tools(turns.tool_config_path)

@@ -11,7 +11,6 @@ import pytest
 from quadriga.algorithms.registry import ADVANTAGES, POLICY_LOSSES
 from quadriga.cli.verl import main, version_of
 from quadriga.config.keys import leaf_of
-from quadriga.errors import ConfigError
 from quadriga.rewards.registry import BUILT_IN
 from quadriga.verl.entries import find_entry
 from quadriga.verl.hydra import MISSING, VERSIONS, defaults, parse_word
@@ -23,6 +22,7 @@ PUBLISHED = [
     for line in Path(__file__).with_name("published_keys.tsv").read_text().splitlines()
     if not line.startswith("#")
 ]
+RC, LOSS = "algorithm.rollout_correction", "actor_rollout_ref.actor.policy_loss.loss_mode"
 VLLM = "actor_rollout_ref.rollout.name=vllm"
 
 
@@ -116,6 +116,33 @@ def test_a_published_key_is_known(key: str, value: str) -> None:
         (["actor_rollout_ref.rollout.val_kwargs.temperature=0.6", "actor_rollout_ref.rollout.mode=sync"],
          {"actor_rollout_ref.rollout.val_kwargs.do_sample": False}),
         (["trainer.test_freq=False"], {"trainer.test_freq": -1}),
+        # A number in quotes, or as YAML leaves it without a point.
+        (["actor_rollout_ref.actor.optim.lr='1e-5'"], {"actor_rollout_ref.actor.optim.lr": 1e-5}),
+        # Of trained over rollout probabilities there, of rollout over trained ones here; a veto beside it, or alone.
+        (
+            [f"{RC}.rollout_rs=token", f"{RC}.rollout_rs_threshold=4", f"{RC}.rollout_rs_threshold_lower=0.8"],
+            {f"{RC}.rollout_rs": "token_k1", f"{RC}.rollout_rs_threshold": "0.25_1.25"},
+        ),
+        (
+            [f"{RC}.rollout_rs=geometric", f"{RC}.rollout_rs_threshold=2", f"{RC}.rollout_token_veto_threshold=1e-4"],
+            {f"{RC}.rollout_rs": "seq_mean_k1,seq_max_k1", f"{RC}.rollout_rs_threshold": "0.5_2,3e-09_10000.0"},
+        ),
+        (
+            [f"{RC}.rollout_token_veto_threshold=0.5"],
+            {f"{RC}.rollout_rs": "seq_max_k1", f"{RC}.rollout_rs_threshold": "3e-09_2.0"},
+        ),
+        (
+            ["actor_rollout_ref.rollout.agent.agent_loop_config_path=/a/agent.yaml"],
+            {"actor_rollout_ref.rollout.agent.agent_loop_path": "/a/agent.yaml"},
+        ),
+        (["transfer_queue.enable=True"], {}),
+        (["trainer.total_training_steps=5"], {"trainer.total_training_steps": 5, "trainer.total_epochs": 30}),
+        (["actor_rollout_ref.actor.fsdp_config.model_dtype=bf16"],
+         {"actor_rollout_ref.actor.optim.master_dtype": "bfloat16"}),
+        ([f"{LOSS}=geo_mean"], {"actor_rollout_ref.actor.loss_agg_mode": "seq-mean-token-mean"}),
+        ([f"{LOSS}=gspo"], {"actor_rollout_ref.actor.loss_agg_mode": "token-mean"}),
+        (["trainer.n_gpus_per_node=2", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=4"],
+         {"actor_rollout_ref.actor.ulysses_sequence_parallel_size": 2}),
         (["trainer.max_actor_ckpt_to_keep=2"], {"trainer.max_ckpt_to_keep": 2}),
         (["trainer.logger=[console,file,trackio]"], {"trainer.logger": ["console", "jsonl"]}),
         (["skip.rollout.enable=True"], {"actor_rollout_ref.rollout.skip.enable": True}),
@@ -170,6 +197,9 @@ def test_dynamic_sampling_is_the_recipes() -> None:
         ("algorithm.adv_estimator=spo", "one of"),
         ("actor_rollout_ref.actor.policy_loss.loss_mode=gvpo", "one of"),
         ("actor_rollout_ref.actor.fsdp_config.dtype=float16", "bfloat16 or float32"),
+        (f"{RC}.rollout_token_veto_threshold=0", "a number above 3e-09"),
+        (f"{RC}.rollout_token_veto_threshold=0.1 {RC}.rollout_rs=token_k1", "a number above 3e-09"),
+        ("actor_rollout_ref.rollout.multi_turn.num_repeat_rollouts=3", "as an argument of the loop"),
         ("distillation.enabled=True", "no teacher"),
         ("critic.model.lora_rank=8 algorithm.adv_estimator=gae", "All weights of the critic"),
         ("actor_rollout_ref.actor.strategy=megatron", "fsdp"),
@@ -185,13 +215,20 @@ def test_what_cannot_be_taken_is_said(word: str, said: str) -> None:
     assert any(said in str(one) for one in found.refused), found.refused
 
 
-def test_sweeps_and_programs_and_versions_that_nobody_knows() -> None:
-    with pytest.raises(ConfigError, match="a sweep"):
-        translated("-m")
-    with pytest.raises(ConfigError, match="has an entry"):
-        find_entry("recipe.none.main_none")
-    with pytest.raises(ConfigError, match="--verl"):
-        version_of("7.1")
+def test_sweeps_and_programs_and_versions_that_nobody_knows_are_told_with_the_rest(capsys, tmp_path: Path) -> None:
+    words = ["-m", "trainer.no_such=1", VLLM]
+    lines = [{"entry": "recipe.none.main_none", "args": words}, {"entry": "main_ppo", "args": words, "set": "7.1"}]
+    file = tmp_path / "lines.jsonl"
+    file.write_text("\n".join([*map(json.dumps, lines), "[]", "{"]))
+    assert main(["--check-file", str(file)]) == 2
+    *results, last = capsys.readouterr().out.splitlines()
+    said = [[sentence.partition(":")[0] for sentence in json.loads(one)["refused"]] for one in results]
+    rest = ["-m", "trainer.no_such"]
+    where = [f"{file}, line {number}" for number in (3, 4)]
+    assert said == [["verl's program", *rest], ["--verl", *rest], where[:1], where[1:]]
+    assert last == "accepted 0 of 4"
+    assert main(["--check", "main_none", *words]) == 2
+    assert "expected one that has an entry" in capsys.readouterr().err
     assert [version_of(one) for one in ("", "0.6", "verl-0.8.0.dev (2026-01)", "verl-recipe (2026-08)")] == [
         "0.10.0", "0.6.1", "0.8.0", "0.10.0",
     ]  # fmt: skip
@@ -206,6 +243,32 @@ def test_a_users_file_with_defaults(tmp_path: Path) -> None:
     gone = translated(VLLM, "--config-path=/nowhere", "--config-name=gone")
     assert gone.config is not None
     assert "gone.yaml" in str(gone.machine[0])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([f"{LOSS}=sapo", "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum"], "averages over responses"),
+        ([f"{LOSS}=geo_mean", f"{RC}.rollout_is=token"], "geometric mean"),
+        ([f"{LOSS}=kl_cov"], "within a micro-batch"),
+        ([f"{LOSS}=dro"], "dro_beta is 0.1"),
+        (["algorithm.adv_estimator=optimal_token_baseline", f"{RC}.rollout_rs=token_k1",
+          f"{RC}.rollout_rs_threshold=2"], "rejected token"),
+        (["actor_rollout_ref.rollout.val_kwargs.n=4"], "1000 draws"),
+        (["trainer.n_gpus_per_node=2", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=4"], "2 processes"),
+        (["transfer_queue.enable=True"], "how they travel"),
+    ],
+)  # fmt: skip
+def test_numbers_that_differ_are_told(words: list[str], said: str) -> None:
+    found = translated(VLLM, *words)
+    assert found.refused == []
+    assert any(said in one for one in found.notices), found.notices
+    assert not any(said in one for one in translated(VLLM, f"{LOSS}=vanilla", f"{RC}.rollout_is=token").notices)
+
+
+def test_gspo_averages_over_responses_up_to_08() -> None:
+    for version, mode in zip(VERSIONS, (*["seq-mean-token-mean"] * 3, "token-mean"), strict=True):
+        assert translated(VLLM, f"{LOSS}=gspo", version=version).ours["actor_rollout_ref.actor.loss_agg_mode"] == mode
 
 
 def test_a_critics_key_without_a_critic_is_told() -> None:

@@ -21,7 +21,12 @@ ALL = frozenset({"model", "optimizer"})
 
 @pytest.fixture
 def make_engine() -> Callable[..., FSDPEngine]:
-    def make(dtype: torch.dtype = torch.float32, scorer=PolicyScorer, seed: int = 0) -> FSDPEngine:
+    def make(
+        dtype: torch.dtype = torch.float32,
+        scorer=PolicyScorer,
+        seed: int = 0,
+        optim: OptimConfig | None = None,
+    ) -> FSDPEngine:
         torch.manual_seed(seed)
         config = LlamaConfig(
             hidden_size=16,
@@ -33,7 +38,7 @@ def make_engine() -> Callable[..., FSDPEngine]:
             tie_word_embeddings=True,
         )
         config._attn_implementation = ATTENTION_NAME
-        training = Training(OptimConfig(weight_decay=0.0), grad_clip=1.0, max_nonfinite_steps=2)
+        training = Training(optim or OptimConfig(weight_decay=0.0), grad_clip=1.0, max_nonfinite_steps=2)
         model = LlamaForCausalLM(config).eval()
         return FSDPEngine(scorer(model), dtype=dtype, device=torch.device("cpu"), training=training)
 
@@ -69,6 +74,22 @@ def test_small_steps_survive_in_the_masters(make_engine) -> None:
     compute = dict(engine.weights())[name]
     assert compute.dtype == torch.bfloat16
     assert torch.equal(compute, master.bfloat16())
+
+
+def test_masters_in_bfloat16_lose_small_steps(make_engine) -> None:
+    """As a model whose parameters are bfloat16: 1 - 0.001 is 1, 1 - 0.01 the number next to it; moments too."""
+    engine = make_engine(torch.bfloat16, optim=OptimConfig(weight_decay=0.0, master_dtype="bfloat16"))
+    own, theirs = engine.parameters.masters["model.norm.weight"], nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    adam = torch.optim.AdamW([theirs], weight_decay=0.0)
+    for lr in (1e-3, 1e-2, 1e-2):
+        give_gradient(engine, 1e-4)
+        engine.optimizer_step(lr)
+        theirs.grad, adam.param_groups[0]["lr"] = torch.full_like(theirs, 1e-4), lr
+        adam.step()
+        assert own[0].item() == theirs[0].item()
+    assert own[0].item() < 1
+    moments = engine.optimizer.state[own]
+    assert moments["exp_avg_sq"][0].item() == adam.state[theirs]["exp_avg_sq"][0].item()
 
 
 def test_gradients_add_up_in_float32() -> None:

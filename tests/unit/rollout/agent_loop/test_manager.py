@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from quadriga.config.rollout import RolloutConfig
-from quadriga.errors import RolloutError, WeightSyncError
+from quadriga.errors import ConfigError, RolloutError, WeightSyncError
 from quadriga.protocol import DataProto
 from quadriga.protocol.columns import object_array
 from quadriga.rewards.outcome import Outcome
@@ -466,3 +467,33 @@ class Polite(AgentLoop):
     for _ in range(2):
         output = converse(engine, make_prompts(["?"]), mode="async", agent=agent)
         assert _responses(output, tokenizer) == ["[gladly<|im_end|>]"]
+
+
+def test_loops_that_a_yaml_file_lists(converse, make_prompts, recorder, tool_file, tokenizer, tmp_path) -> None:
+    """One class under two names, with an argument each; a class that is no loop is refused."""
+    path = tool_file(
+        """
+class Polite(AgentLoop):
+    def __init__(self, services, *, word):
+        super().__init__(services)
+        self.word = word
+
+    async def run(self, chat):
+        chat.begin([{"role": "user", "content": self.word}])
+        await chat.generate()
+"""
+    )
+    listed = tmp_path / "loops.yaml"
+    entries = [{"name": f"test_{word}", "_target_": f"{path}:Polite", "word": word} for word in ("Please.", "Pray.")]
+    listed.write_text(yaml.safe_dump(entries))
+    agent = {"agent_loop_path": str(listed)}
+    prompts = make_prompts(["?", "?"], agent_name=["test_Please.", "test_Pray."])
+    engine = recorder({"Please.": "gladly", "Pray.": "amen"})
+    output = converse(engine, prompts, mode="async", agent=agent)
+    assert _responses(output, tokenizer) == ["[gladly<|im_end|>]", "[amen<|im_end|>]"]
+    listed.write_text(yaml.safe_dump([{"name": "test_none", "_target_": "pathlib.Path"}]))
+    with pytest.raises(ConfigError, match="expected a subclass of AgentLoop"):
+        converse(engine, prompts, mode="async", agent=agent)
+    listed.write_text(yaml.safe_dump([{"name": "test_none"}]))
+    with pytest.raises(ConfigError, match="_target_"):
+        converse(engine, prompts, mode="async", agent=agent)
