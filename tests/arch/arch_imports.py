@@ -40,6 +40,7 @@ LAYERS: dict[str, frozenset[str]] = {
     "verl": frozenset({"errors", "redact", "config"}),
     "cli": _BELOW_WORKERS | {"workers", "trainer", "verl"},
     "api": _BELOW_TRAINER | {"user_function", "trainer"},
+    "__main__": frozenset({"cli"}),
 }
 
 # The one place where a name in the configuration becomes a class, by import string, so that it may name any layer.
