@@ -5,7 +5,7 @@ Each is called as `function(line, key, value)` with the key in the spelling of i
 """
 
 from collections.abc import Callable
-from math import lcm, prod
+from math import prod
 from typing import TYPE_CHECKING, Any, get_args
 
 from quadriga.config.root import spelled
@@ -111,8 +111,9 @@ def null_if_falsy(line: "Line", key: str, value: Any) -> None:
 
 
 def warmup_steps(line: "Line", key: str, value: Any) -> None:
-    """Without a number of steps the share of the run decides."""
-    line.set(key, -1 if value is None or value < 0 else value)
+    """Without a number of steps the share of the run decides; 0 is one to the trainers before verl 0.10 alone."""
+    is_none = value is None or value < 0 or (value == 0 and (line.version == VERSIONS[-1] or line.entry.task == "sft"))
+    line.set(key, -1 if is_none else value)
 
 
 def schedule(line: "Line", key: str, value: Any) -> None:
@@ -219,19 +220,6 @@ def engine_size(line: "Line", key: str, value: Any) -> None:
         line.note(line.sentence)
 
 
-def fsdp_size(line: "Line", key: str, value: Any) -> None:
-    """Ranks that shard one copy of the weights: a multiple, here, of those that share a sequence."""
-    role, count = key.partition(".fsdp_config")[0], count_of(line)
-    shared = line.get(f"{role}.ulysses_sequence_parallel_size", 1)
-    if value is None or value <= 0 or value >= count:
-        line.set(key, -1)
-        return
-    if value % shared:
-        line.note(line.sentence)
-    size = lcm(value, shared)
-    line.set(key, size if size < count else -1)
-
-
 def compute_dtype(line: "Line", key: str, value: Any) -> None:
     """The dtype that computes; what is not asked for is chosen for the machine."""
     if not line.is_changed(line.written) and line.written not in line.given:
@@ -262,9 +250,11 @@ def loss_agg_mode(line: "Line", key: str, value: Any) -> None:
 
 
 def micro_batch(line: "Line", key: str, value: Any) -> None:
-    """A micro-batch of all processes together, as each one's share."""
+    """A micro-batch of all processes together, as the share of those that hold a sequence together."""
+    role = "critic" if key.startswith("critic") else ACTOR
+    shared = line.get(f"{role}.ulysses_sequence_parallel_size", 1)
     if value is not None:
-        line.set(f"{key}_per_gpu", max(1, value // count_of(line)))
+        line.set(f"{key}_per_gpu", max(1, value * shared // count_of(line)))
 
 
 def one_length(line: "Line", key: str, value: Any) -> None:
@@ -425,7 +415,7 @@ FUNCTIONS: dict[str, Callable[["Line", str, Any], None]] = {
         train_batch_size, filter_groups, overlong, known_name, loss_option, strategy, engine_size, compute_dtype,
         master_dtype, micro_batch, one_length, adapter_detail, rollout_engine, do_sample, rollout_mode, raw_chat,
         rollout_parallel, profiler, rejection, critic_key, critic_switch, reward_model_key, engine_name,
-        critic_checkpoints, adapter_modules, fsdp_size, loss_agg_mode, *programs.FUNCTIONS,
+        critic_checkpoints, adapter_modules, loss_agg_mode, *programs.FUNCTIONS,
     )
 }  # fmt: skip
 """Name in rules.tsv -> function."""
@@ -446,6 +436,8 @@ def processes(line: "Line") -> None:
         line.set("trainer.backend", "ray")
     if f"{ROLLOUT}.name" not in line.ours:
         line.set(f"{ROLLOUT}.name", "vllm")
+    for role in (ACTOR, "critic"):
+        programs.shards(line, role, count_of(line))
 
 
 def schedules(line: "Line") -> None:

@@ -3,6 +3,7 @@
 
 import argparse
 from collections.abc import Sequence
+from math import lcm, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,30 +36,35 @@ def engine_setting(line: "Line", key: str, value: Any) -> None:
     line.note("Memory and speed alone depend on it: weights are sharded layer by layer, and sequences are packed.")
 
 
-def num_processes(line: "Line") -> int:
-    """The processes of a supervised run: as the launcher says, else the fewest that its sizes need."""
-    given = [line.get(key, 1) for key in ("trainer.nnodes", "trainer.n_gpus_per_node") if key in line.given]
-    sizes = [line.ours.get(f"engine.{name}", 1) for name in _SIZES]
-    count = 1
-    for one in given or sizes:
-        count *= one
-    return count
+def shards(line: "Line", role: str, count: int) -> None:
+    """Ranks that shard one copy of a role's weights: a multiple, here, of those that share a sequence."""
+    key, (sp, tp, pp) = f"{role}.fsdp_config.fsdp_size", (_size(line, f"{role}.{name}") for name in _SIZES)
+    size, most = _size(line, key, -1), count // (tp * pp)
+    if 0 < size < most and size % sp:
+        line.written = line.sources[key]
+        line.note("Ranks that share a sequence share one copy of the weights too; no number depends on it.")
+        size = lcm(size, sp)
+    if size == 0 or size < -1 or size >= most:
+        line.ours[key] = -1
+    elif size > 0:
+        line.ours[key] = size
+
+
+def _size(line: "Line", key: str, otherwise: int = 1) -> int:
+    """One of our sizes; what is no number is refused elsewhere."""
+    found = line.ours.get(key)
+    return found if isinstance(found, int) else otherwise
 
 
 def supervised(line: "Line") -> None:
     """Processes, which the launcher counts, and validation, which verl begins after a step."""
     line.written = ""
     line.set("trainer.val_before_train", False)
-    count, key = num_processes(line), "engine.fsdp_config.fsdp_size"
-    sp, tp, pp = (line.ours.get(f"engine.{name}", 1) for name in _SIZES)
-    size = line.ours.get(key, -1)
-    if size >= count // (tp * pp):
-        line.ours[key] = -1
-    elif size > 0 and size % sp:
-        line.ours[key] = sp if size < sp else -1
-        line.written = "engine.fsdp_size"
-        line.note("Processes that share a sequence share one copy of the weights too; no number depends on it.")
-        line.written = ""
+    # As many as the launcher says, else the fewest that the sizes need.
+    given = [line.get(key, 1) for key in ("trainer.nnodes", "trainer.n_gpus_per_node") if key in line.given]
+    count = prod([one for one in given if isinstance(one, int)] or [_size(line, f"engine.{name}") for name in _SIZES])
+    shards(line, "engine", count)
+    line.written = ""
     if count == 1:
         return
     line.set("trainer.backend", "ray")
