@@ -431,13 +431,12 @@ def processes(line: "Line") -> None:
         if is_number(size) and size > count and all(map(is_number, sizes)) and count % prod(sizes) == 0:
             line.ours[line.written] = count // prod(sizes)
             line.note(f"There are {count} processes: as many share a sequence. No number depends on it.")
+        programs.shards(line, role, count)
     line.written = "trainer.n_gpus_per_node"
     if count != 1 or "ray_kwargs.ray_init.address" in line.ours:
         line.set("trainer.backend", "ray")
     if f"{ROLLOUT}.name" not in line.ours:
         line.set(f"{ROLLOUT}.name", "vllm")
-    for role in (ACTOR, "critic"):
-        programs.shards(line, role, count_of(line))
 
 
 def schedules(line: "Line") -> None:

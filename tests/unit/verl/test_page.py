@@ -107,8 +107,10 @@ def test_the_script_means_the_same_in_our_words(tmp_path: Path) -> None:
     page = PAGE.read_text(encoding="utf-8")
     script, yaml = (re.findall(rf"```{kind}\n(.*?)```", page, re.DOTALL) for kind in ("bash", "yaml"))
     (line,) = (found for text in script for one in commands(text, {"HOME": "~"}) if (found := launched(one.words)))
-    verls = translate(find_entry(line[0]), line[1], "0.6.1").config
+    found = translate(find_entry(line[0]), line[1], "0.6.1")
+    verls = found.config
     assert verls is not None
+    assert f"Not on this machine:\n  {found.machine[0]}\n" in page
     (tmp_path / "short.yaml").write_text(yaml[-1], encoding="utf-8")
     ours = load_config(files=[tmp_path / "short.yaml"]).config
     left, right = (dict(leaves(one.model_dump())) for one in (verls, ours))
