@@ -59,11 +59,8 @@ SCORE_SLOPE = "score_slope"
 def policy_loss_of(config: ActorConfig, correction: RolloutCorrectionConfig | None = None) -> Algorithm:
     """The policy loss that an actor's section chooses, its options bound: from columns [b, T] to losses [b, T].
 
-    Args:
-        correction: its bypass form brings a loss of its own.
-
-    Raises:
-        ConfigError: an unknown loss, an option that it does not have, or another loss beside the bypass form.
+    `correction`: its bypass form brings a loss of its own.
+    Raises ConfigError: an unknown loss, an option that it does not have, or another loss beside the bypass form.
     """
     name, shared = config.policy_loss.loss_mode, {**dict(config), "config": config}
     if correction is not None and correction.bypass_mode and name not in ("vanilla", BYPASS):

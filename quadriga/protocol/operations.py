@@ -77,8 +77,7 @@ def all_gather_data_proto(data: DataProto, process_group: dist.ProcessGroup | No
     Every rank must call it. Numbers of rows may differ, zero included; columns may not. `meta_info` stays the
     caller's own.
 
-    Raises:
-        ProtocolError: on every rank alike, if their columns differ in name, shape or dtype.
+    Raises ProtocolError: on every rank alike, if their columns differ in name, shape or dtype.
     """
     batch = TensorDict({}, batch_size=[len(data)]) if data.batch is None else data.batch
     # Keys of nested columns are tuples; all ranks take the columns in one order.

@@ -293,8 +293,7 @@ def model_folder(path: str | Path) -> str | Path:
 
     A path that does not exist is returned as it is: it may be the name of a model on a hub.
 
-    Raises:
-        CheckpointError: a folder that is none of these.
+    Raises CheckpointError: a folder that is none of these.
     """
     folder = Path(path).expanduser()
     if not folder.exists():

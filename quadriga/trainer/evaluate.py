@@ -89,11 +89,8 @@ def answer_files(config: Config, output: Path) -> int:
     The sampling is that of `actor_rollout_ref.rollout`, the prompts are in `data.prompt_key`, and `data.val_batch_size`
     of them are in work at a time.
 
-    Returns:
-        The number of rows.
-
-    Raises:
-        DataError: a prompt is wrong or too long, not every row would get responses, or the file cannot be written.
+    Returns the number of rows.
+    Raises DataError: a prompt is wrong or too long, not every row would get responses, or the file cannot be written.
     """
     data, tokenizer, num_samples = config.data, build_tokenizer(config), config.actor_rollout_ref.rollout.n
     where = "data.val_files"

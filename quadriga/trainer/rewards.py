@@ -37,8 +37,7 @@ class BatchRewards:
         """Wait for the rewards, and add them to the batch that grading began with: `token_level_scores` [B, T],
         `reward_extra` (what graders return beside the score), and metrics.
 
-        Raises:
-            RewardError: too many responses could not be graded.
+        Raises RewardError: too many responses could not be graded.
         """
         output = self._grading.result()
         batch.batch["token_level_scores"] = output.scores

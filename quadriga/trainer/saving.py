@@ -70,8 +70,7 @@ class CheckpointSaver:
 
         `write_own_part` writes the driver's part into a folder.
 
-        Raises:
-            CheckpointError: this one or the one before cannot be written; older ones are untouched.
+        Raises CheckpointError: this one or the one before cannot be written; older ones are untouched.
         """
         self.finish()
         begun = time.monotonic()

@@ -140,11 +140,8 @@ class SFTTrainer(SupervisedTrainer):
 def conversations_batch(rows: DataProto) -> DataProto:
     """Rows of a conversation data set as the engine reads them: a first token, and all behind it as its response.
 
-    Args:
-        rows: `input_ids`, `attention_mask`, `position_ids` and `loss_mask` [B, L], padded on the right.
-
-    Returns:
-        The same columns without those that are padding in every row, and `response_mask` [B, T] for `loss_mask`.
+    `rows`: `input_ids`, `attention_mask`, `position_ids` and `loss_mask` [B, L], padded on the right.
+    Returns the same columns without those that are padding in every row, and `response_mask` [B, T] for `loss_mask`.
     """
     width = int(rows.batch["attention_mask"].sum(-1).max())
     if width < 2:

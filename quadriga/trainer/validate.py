@@ -228,11 +228,8 @@ def majority_chances(counts: tuple[int, ...]) -> np.ndarray:
     others in which none exceeds v. `ways[t, s]` counts the latter by their size s and by the number t of answers that
     tie with a, which share the win among 1 + t.
 
-    Args:
-        counts: how often each distinct answer was given, ascending; up to a sum of 1000, in float64.
-
-    Returns:
-        [n + 1, len(counts)] for k = 0 to n; each row from k = 1 on sums to 1.
+    `counts`: how often each distinct answer was given, ascending; up to a sum of 1000, in float64.
+    Returns [n + 1, len(counts)] for k = 0 to n; each row from k = 1 on sums to 1.
     """
     n = sum(counts)
     wins = np.zeros((n + 1, len(counts)))

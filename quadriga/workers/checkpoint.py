@@ -45,8 +45,7 @@ class RoleCheckpoint:
         """Copy `contents` (of `model`, `optimizer` and `hf_model`) out of the engine, and begin to write it into the
         role's folder; `writer` knows when it is on disk.
 
-        Raises:
-            CheckpointError: something cannot be written, now or in the last call.
+        Raises CheckpointError: something cannot be written, now or in the last call.
         """
         adapter, config = adapter_of(self.model), self.model.config
         whole = {MODEL, FROZEN} if adapter else {MODEL}

@@ -73,8 +73,7 @@ class Generation:
         """Responses by `rollout.generate_sequences` or `rollout.agent_loop.AgentLoopManager.generate`, from an engine
         whose weights must have the version `weight_version`.
 
-        Raises:
-            EngineError: a prompt has a token that the model does not know.
+        Raises EngineError: a prompt has a token that the model does not know.
         """
         input_ids, seed = prompts.batch["input_ids"], self.config.trainer.seed
         if input_ids.numel() and int(input_ids.max()) >= self.vocabulary_size:

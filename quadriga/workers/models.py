@@ -60,8 +60,7 @@ def load_model(
     """The model at `path` with a head, and the options of `actor_rollout_ref.model`; a value head that the files do not
     have is zero. `dtype` is that of replicated weights; sharded ones are read when they are cut.
 
-    Raises:
-        EngineError: the files lack a weight.
+    Raises EngineError: the files lack a weight.
     """
     model = config.actor_rollout_ref.model
     options = {"trust_remote_code": model.trust_remote_code, "override_config": model.override_config}

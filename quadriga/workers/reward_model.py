@@ -203,8 +203,7 @@ def choose_tokenizer(
     """The tokenizer by which the reward model reads chats (None: it reads the policy's tokens as they are), how many
     tokens it allows, and the reason, to be printed.
 
-    Raises:
-        ConfigError: the tokens must be rendered again and cannot be.
+    Raises ConfigError: the tokens must be rendered again and cannot be.
     """
     model = config.reward_model.model
     if model.input_tokenizer is None:

@@ -110,11 +110,8 @@ class Stage(nn.Module):
     ) -> list[Outputs]:
         """One forward pass, and in training one backward pass, over all micro-batches, at least as many as stages.
 
-        Args:
-            work: micro-batches, each with its loss in training.
-
-        Returns:
-            the outputs [M] of each micro-batch; none but in the last stage.
+        `work`: micro-batches, each with its loss in training.
+        Returns the outputs [M] of each micro-batch; none but in the last stage.
         """
         longest = max(batch.num_tokens for batch, _ in work)
         self.work = [(batch.extended(longest), loss) for batch, loss in work]

@@ -36,8 +36,7 @@ def share_layers(model: PreTrainedModel, group: dist.ProcessGroup) -> dict[str, 
     A column-wise projection [out, in] becomes [out / tp, in], a row-wise one [out, in / tp]; the vocabulary [V', D].
     Parameters may be on "meta".
 
-    Returns:
-        by name, the dimension in which a parameter is cut; every rank has the others whole.
+    Returns by name, the dimension in which a parameter is cut; every rank has the others whole.
     """
     cut: dict[str, int] = {}
     base = backbone(model)

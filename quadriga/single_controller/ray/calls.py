@@ -322,8 +322,7 @@ def end_processes(actors: Sequence[Any], address_refs: Sequence[Any]) -> None:
 
     `address_refs` are outputs of their `address` methods; those that have started are waited for.
 
-    Raises:
-        WorkerError: processes are still there after `END_LIMIT_S`.
+    Raises WorkerError: processes are still there after `END_LIMIT_S`.
     """
     if not ray.is_initialized():
         # The connection is over, and with it what this process started; `ray.kill` would begin a new one.
