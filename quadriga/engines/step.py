@@ -35,7 +35,6 @@ def lr_at(step: int, config: OptimConfig, total_steps: int) -> float:
     Args:
         step: counted from 1; the first step of a warm-up of w steps has 1/w of the rate, or with `zero_indexed_step`
             none of it. All optimizer steps of a training step have the same.
-        config: the schedule.
         total_steps: training steps of the run, where cosine and linear end.
     """
     warmup = config.lr_warmup_steps if config.lr_warmup_steps >= 0 else int(config.lr_warmup_steps_ratio * total_steps)

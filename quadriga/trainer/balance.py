@@ -70,15 +70,8 @@ def order_for_ranks(
 ) -> dict[str, float]:
     """Number the rows by `row_index`, and arrange them, in place, so that equal chunks of the batch are equal work.
 
-    Args:
-        batch: prompts with responses, [B].
-        num_ranks: number of chunks; with one the rows keep their order.
-        responses_per_prompt: `rollout.n`.
-        config: the actor's section, whose mini-batches are to be even.
-        cost: prices of the actor's model.
-
-    Returns:
-        Metrics `balance/...`.
+    `batch` has prompts with responses, [B]; with one rank the rows keep their order. `config` is the actor's section,
+    whose mini-batches are to be even, `cost` that of its model. Returns metrics `balance/...`.
     """
     batch.batch["row_index"] = torch.arange(len(batch))
     if num_ranks == 1:

@@ -54,7 +54,6 @@ def answer(
     """Responses to chats, `rollout.n` for each, with the sampling of `actor_rollout_ref.rollout`.
 
     Args:
-        config: the resolved configuration.
         chats: lists of messages with `role` and `content`.
         images: files for the `<image>`s of each chat, in their order. None: there are none.
 

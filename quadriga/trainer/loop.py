@@ -57,9 +57,7 @@ class TrainingLoop:
     """A training loop with checkpoints.
 
     Args:
-        config: the resolved configuration, which trackers store.
         learners: worker groups that save and load checkpoints, by the name of their part.
-        total_training_steps: the last step.
         resumable: what a resumed run goes on from, by its name in `trainer/state.pt`: objects with `state_dict` and
             `load_state_dict`.
 

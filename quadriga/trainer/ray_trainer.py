@@ -68,13 +68,10 @@ class RayPPOTrainer(TrainingLoop):
     """PPO, GRPO and their relatives, on either backend.
 
     Args:
-        config: the resolved configuration.
         tokenizer: decodes responses for samples.
-        workers: handles of the worker groups.
         reward: turns responses into rewards, in training and in validation; by graders, a reward model, or both.
         train_dataloader: stateful; its batches are dictionaries of columns.
         val_dataloader: the same, or None.
-        total_training_steps: the last step.
     """
 
     def __init__(

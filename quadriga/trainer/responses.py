@@ -33,15 +33,9 @@ def generate_responses(
     With `rollout.mode=async` a conversation finds the name of its data set as `data_source`, whatever
     `data.reward_fn_key` calls that column.
 
-    Args:
-        rollout: handle of the workers that generate.
-        config: decides which columns travel.
-        prompts: with a `uid` each; meta_info has the step and how to sample. They stay as they are.
-        num_samples: responses to each prompt.
-
-    Returns:
-        `num_samples` rows for each prompt, one below the other: its columns and its responses. meta_info is that of the
-        prompts, with `metrics`.
+    `prompts` have a `uid` each, and meta_info the step and how to sample; they stay as they are. Returns `num_samples`
+    rows for each prompt, one below the other: its columns and its responses. meta_info is that of the prompts, with
+    `metrics`.
     """
     rows = repeat_prompts(prompts, num_samples)
     columns, is_async = rows.non_tensor_batch, config.actor_rollout_ref.rollout.mode == "async"

@@ -51,9 +51,7 @@ class TaskRunner:
         The loss of a worker is got over up to `trainer.max_worker_restarts` times within an hour; a checkpoint that is
         completed resets the count.
 
-        Args:
-            config: the resolved configuration.
-            start_up: parts of the start-up so far, each with its begin in seconds since 1970.
+        `start_up` has the parts of the start-up so far, each with its begin in seconds since 1970.
 
         Raises:
             QuadrigaError: what is wrong with the configuration, the data or the models is said before the first step.

@@ -47,8 +47,6 @@ class ActorRolloutRefWorker(Learner):
     """The actor, the rollout and the reference policy, or some of them.
 
     Args:
-        config: the resolved configuration.
-        tokenizer: saved beside the model.
         role: which parts are here: a key of `PARTS`.
         is_trained: whether the policy learns; one that only generates needs neither masters nor an optimizer.
     """

@@ -107,10 +107,6 @@ def build_engine(
 class EngineWorker(Worker):
     """A worker whose model is in a training engine.
 
-    Args:
-        config: the resolved configuration.
-        tokenizer: saved beside the model.
-
     Attributes:
         engine: holds the model, after `init_model`.
         device, dtype: where it computes and in what, after `join`; the dtype with its reason.

@@ -22,8 +22,6 @@ class Generation:
     """Responses to prompts: a batch at once, or with `rollout.mode=async` a conversation for each.
 
     Args:
-        config: the resolved configuration.
-        tokenizer: the model's.
         device, dtype: where the engine computes and in what.
         is_beside_training: whether models train on the same device: the engine sleeps meanwhile
             (`rollout.free_cache_engine`).

@@ -37,7 +37,6 @@ def load_policy(config: Config, dtype: torch.dtype, processes: Processes, *, has
     """The model of `actor_rollout_ref.model` as a policy; a vision encoder that the configuration freezes is frozen.
 
     Args:
-        config: the resolved configuration.
         dtype: of replicated weights; sharded ones are read when they are cut.
         processes: the ranks that will hold it.
         has_adapter: whether it gets the adapter of the configuration, in float32.

@@ -39,22 +39,17 @@ LOOK_AT_NODES_S = 5.0
 
 HEAD_LOST = threading.Event()
 """Set by the heartbeat: short calls alone would not notice before Ray ends the driver, after a minute."""
-
 GRACE_S = 1.0
 """After a failure, time for the others to fail as well, so that the cause is distinguished from its consequences."""
-
 PEER_LOST_GRACE_S = 8.0
 """The same where all that failed did so for the lack of a peer: the peer's end is still to be noticed."""
-
 _LOST_PEER = 2
 STATUS_LIMIT_S = 2.0
 CRASH_LOG_LIMIT_S = 5.0
 END_LIMIT_S = 10.0
 """Time for killed processes to be gone."""
-
 NODE_LIMIT_S = 70.0
 """The same on another node, where a busy machine may take long to start the process that looks."""
-
 RAY_KILLS_S = 3.0
 """Time for Ray to kill a process; what then still lives is killed without it."""
 

@@ -48,10 +48,8 @@ _SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD")
 _RAYS_NOISE = ("[state-dump]", "A worker died or was killed")
 CONNECT_LIMIT_S = 2.0
 """Time for a node to take a connection."""
-
 _HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 """The preface of a client, and its settings, none; the server's first frame has its own, of type 4."""
-
 SECOND_LOOK_S = 1.0
 """Nothing is given up on one look: a second one, this much later, must see the same."""
 

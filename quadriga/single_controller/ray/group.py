@@ -113,7 +113,7 @@ class WorkerProcesses:
         options: Mapping[str, Any],
         entries: Mapping[str, ClassWithInitArgs[Any]],
     ) -> None:
-        self.name, self._entries = name, dict(entries)
+        self.name, self.entries = name, dict(entries)
         self.bundles, share = pool.take_share(name)
         counts = Counter(bundle.node_id for bundle in self.bundles)
         threads = {
@@ -154,11 +154,6 @@ class WorkerProcesses:
         """The start of each process that there is, whose output is its address."""
         return [self._start_of(rank) for rank in range(len(self.actors))]
 
-    @property
-    def num_roles(self) -> int:
-        """How many roles share the processes."""
-        return len(self._entries)
-
     def restart(self, rank: int) -> None:
         """End the process of a rank, start another on its bundle, and have its workers built there.
 
@@ -178,7 +173,7 @@ class WorkerProcesses:
 
     def _build(self, ranks: Sequence[int], addresses: Sequence[ProcessAddress]) -> None:
         nodes, master = [address.node_id for address in addresses], addresses[0]
-        for role, entry in self._entries.items():
+        for role, entry in self.entries.items():
             # Arguments may be large (a tokenizer): one object for all processes.
             shared = ray.put(ClassWithInitArgs(entry.cls, *entry.args, **entry.kwargs))
             for rank in ranks:
@@ -245,7 +240,7 @@ class RayWorkerGroup(WorkerGroup[W]):
 
     @property
     def shares_processes(self) -> bool:
-        return self.processes.num_roles > 1
+        return len(self.processes.entries) > 1
 
     def restart(self, rank: int) -> None:
         self.processes.restart(rank)
