@@ -21,8 +21,8 @@ import torch
 import quadriga_side
 import workload
 from quadriga.cli.main import main as quadriga
+from quadriga.engines.checkpoint import StateCopier
 from quadriga.engines.process_group import ALONE
-from quadriga.engines.state_copy import StateCopier
 from quadriga.models.weight_files import open_weights
 from quadriga.single_controller.ray.copies import Keeper, StateCopies
 from quadriga.trainer import build

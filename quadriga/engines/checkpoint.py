@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of an engine on disk: torch's distributed checkpoint, written while training goes on, read on any layout.
+"""The state of an engine outside of it, written while training goes on, read on any layout: on disk as torch's
+distributed checkpoint, and in memory that outlives the process.
 
     rank 0                        rank 1                        who waits
       start                         start                       the callers, together:
@@ -11,22 +12,29 @@
           |         then `afterwards`
       is_written <---- outcome  ----> is_written                only with `wait`
 
+    memory of a rank    | step | sum | chunk | chunk ... | step | sum | chunk | chunk ... |
+                          slot of the even steps           slot of the odd steps
+
 Threads call no collective, so they cannot get in the way of those of training. What is equal on several ranks is
-written by one of them. Without the list of chunks, written last, a folder is no checkpoint.
+written by one of them. Without the list of chunks, written last, a folder is no checkpoint. A copy in memory is waited
+for by the engine's next optimizer step; its `step` is 0 until the last byte is there: a rank that dies on the way
+leaves the slot of the step before as it was.
 
 Legend: [...] is the shape of a parameter, or of a rank's part of it.
 """
 
+import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from traceback import format_exception
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
@@ -35,12 +43,14 @@ from quadriga.background import in_background
 from quadriga.engines.process_group import ProcessGroup
 from quadriga.errors import CheckpointError
 from quadriga.models.weight_files import METADATA, ChunkReader
+from quadriga.protocol.memory import SLOT_HEADER_BYTES, slot_of
 
 State = Mapping[str, torch.Tensor]
 """Tensors by name, plain where one rank holds them whole, DTensors where several do."""
 Written = list[list[WriteResult]]
 """The chunks that a rank has written, folder by folder."""
 
+_UNSHARDED = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
 _OTHER_MODEL = "Resume with the model that the checkpoint was made of."
 
 
@@ -138,7 +148,7 @@ class _Part(DefaultSavePlanner):
     """This rank's part of a distributed checkpoint: planned with the engine's tensors, written from copies of them."""
 
     def __init__(self, folder: Path, state: State, world: ProcessGroup) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        super().__init__(**_UNSHARDED)
         self.folder = folder
         self._writer: Any = FileSystemWriter(folder, single_file_per_rank=True, thread_count=1, sync_files=True)
         # Files have neither a path, which changes when the checkpoint gets its name, nor a random number.
@@ -237,3 +247,83 @@ def _require_fit(folder: Path, listed: Metadata, shapes: Mapping[str, torch.Size
         got = f"shape {tuple(sizes[unlike[0]])}" + (f", and {len(unlike) - 1} more" if len(unlike) > 1 else "")
         expected = f"{tuple(shapes[unlike[0]])}"
         raise CheckpointError(f"{folder}: {unlike[0]}", got=got, expected=expected, fix=_OTHER_MODEL)
+
+
+@dataclass(frozen=True)
+class CopyPlan:
+    """Which rank copies which chunks of a state, and where they lie in its memory.
+
+    Attributes:
+        listed: shape, dtype and chunks of each tensor.
+        places: rank and first byte in a slot, of each chunk.
+        slot_bytes: of each rank.
+    """
+
+    listed: Metadata
+    places: dict[MetadataIndex, tuple[int, int]]
+    slot_bytes: list[int]
+
+
+class StateCopier:
+    """Copies the state of an engine, again and again. All ranks of the engine make one together.
+
+    Args:
+        state: tensors [...] that the engine changes in place and never replaces.
+
+    Attributes:
+        plan: the same on all ranks.
+    """
+
+    def __init__(self, state: State, world: ProcessGroup) -> None:
+        planner = DefaultSavePlanner(**_UNSHARDED)
+        planner.set_up_planner(dict(state), is_coordinator=world.is_first)
+        plans, listed = planner.create_global_plan(world.gather(planner.create_local_plan()))
+        self.plan = CopyPlan(listed, {}, [])
+        self._rank = world.rank
+        self._pieces: list[tuple[int, torch.Tensor]] = []
+        for rank, plan in enumerate(plans):
+            end = SLOT_HEADER_BYTES
+            for item in plan.items:
+                self.plan.places[item.index] = rank, end
+                if rank == world.rank:
+                    tensor = state[item.index.fqn].detach()
+                    self._pieces.append((end, tensor.to_local() if isinstance(tensor, DTensor) else tensor))
+                size = item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
+                end += -(-size // SLOT_HEADER_BYTES) * SLOT_HEADER_BYTES
+            self.plan.slot_bytes.append(end)
+
+    def open(self, path: str) -> None:
+        """Copy into this file, which has room for two slots. Raises OSError: it cannot be opened."""
+        with open(path, "r+b") as file:
+            self._memory = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
+
+    def start(self, step: int) -> Future[None]:
+        """Begin to copy the state as it is after this step (from 1). It must not change until the future is done."""
+        slot = slot_of(self._memory, step)
+        header = slot[:16].view(torch.int64)
+
+        @torch.no_grad()
+        def copy() -> None:
+            header[0] = 0
+            windows = [slot[start : start + one.nbytes].view(one.dtype).view(one.shape) for start, one in self._pieces]
+            torch._foreach_copy_(windows, [piece for _, piece in self._pieces])
+            header[1] = slot[SLOT_HEADER_BYTES:].view(torch.int64).sum()
+            header[0] = step
+
+        return in_background(copy, "state copy")
+
+
+def read_copy(plan: CopyPlan, read: Callable[[int, int, int], Any], state: State) -> None:
+    """Fill tensors [...] in place, whatever layout has copied them; of DTensors each rank reads the part that it holds.
+    `read`: gives bytes of the slot of a rank; called with the rank, the first byte, and their number."""
+    planner = DefaultLoadPlanner(**_UNSHARDED)
+    planner.set_up_planner(dict(state), plan.listed, is_coordinator=True)
+    for item in planner.create_local_plan().items:
+        entry: Any = plan.listed.state_dict_metadata[item.storage_index.fqn]
+        chunk, dtype = entry.chunks[item.storage_index.index], entry.properties.dtype
+        rank, start = plan.places[item.storage_index]
+        content = read(rank, start, chunk.sizes.numel() * dtype.itemsize)
+        copied = torch.frombuffer(content, dtype=dtype).view(chunk.sizes)
+        for dim, (first, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+            copied = copied.narrow(dim, first, length)
+        planner.resolve_tensor(item).detach().copy_(copied)

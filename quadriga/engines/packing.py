@@ -64,12 +64,8 @@ class RowTokens(RowLength):
 def row_tokens(data: DataProto, image_tokens: ImageTokens | None = None) -> list[RowTokens]:
     """The rows of a batch without their padding; `num_response_tokens` are those that something is predicted from.
 
-    Args:
-        data: input_ids, attention_mask, position_ids [b, P + T], response_mask [b, T], and perhaps multi_modal_inputs.
-        image_tokens: of a vision-language model.
-
-    Raises:
-        EngineError: a prompt is empty, or does not fit its images.
+    `data`: input_ids, attention_mask, position_ids [b, P + T], response_mask [b, T], and perhaps multi_modal_inputs.
+    Raises EngineError: a prompt is empty, or does not fit its images.
     """
     input_ids, attention, positions, trained = (
         data.batch[key].cpu().numpy() for key in ("input_ids", "attention_mask", "position_ids", "response_mask")

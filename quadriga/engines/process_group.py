@@ -98,11 +98,7 @@ class ProcessGroup:
 
     def require_alike(self, what: str, tensors: Sequence[torch.Tensor]) -> None:
         """Raise an EngineError, on every rank, unless all of them hold the same numbers.
-
-        Args:
-            what: names the tensors in the error.
-            tensors: [...] each, compared by the sums of their bits, which no order of additions changes.
-        """
+        `tensors`: [...] each, compared by the sums of their bits, which no order of additions changes."""
         if self.size == 1:
             return
         words = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -148,12 +144,8 @@ class Membership:
 def join(place: Place, device: torch.device) -> ProcessGroup:
     """Meet the other processes at rank 0's address; the first role of a process does, the others find the group there.
 
-    Args:
-        place: of this process.
-        device: of its models; chooses the backend (`nccl` for CUDA, `gloo` for all else).
-
-    Raises:
-        EngineError: not all of them came, or this process is in a group of another shape.
+    `device`: of its models; chooses the backend (`nccl` for CUDA, `gloo` for all else).
+    Raises EngineError: not all of them came, or this process is in a group of another shape.
     """
     if place.world_size == 1:
         return ALONE

@@ -123,7 +123,6 @@ class Progress(AbstractContextManager["Progress"]):
         initial: steps done before this process (a resumed run); they do not enter the pace.
         console: where to print; standard output by default. It decides between bar and lines.
         activity: says, while the bar is shown, what is being done at the moment, such as `timer.current`.
-        clock: seconds, for tests.
     """
 
     def __init__(
@@ -183,11 +182,7 @@ class Progress(AbstractContextManager["Progress"]):
 
     def update(self, step: int, fields: Mapping[str, str]) -> None:
         """Show that `step` steps are done, and the numbers of the last one.
-
-        Args:
-            step: steps done so far, counted from 1.
-            fields: label -> text, as `step_fields` makes them. A label with a slash is a unit and stands behind.
-        """
+        `fields`: label -> text, as `step_fields` makes them. A label with a slash is a unit and stands behind."""
         self._marks.append((step, self._clock()))
         if len(self._marks) == 3 and self._marks[0][0] == self._initial:
             # The first step carries what happens only once (a validation before it, kernels that warm up).
@@ -223,11 +218,7 @@ class Progress(AbstractContextManager["Progress"]):
 
 def aligned(fields: Mapping[str, str], widths: dict[str, int]) -> str:
     """One of several lines whose fields stand below each other. A field that is missing leaves its place empty.
-
-    Args:
-        fields: label -> text.
-        widths: of the columns, kept from line to line; one grows when a value needs it and never shrinks.
-    """
+    `widths`: of the columns, kept from line to line; one grows when a value needs it and never shrinks."""
     for label, value in fields.items():
         widths[label] = max(widths.get(label, 0), len(value))
     cells = []

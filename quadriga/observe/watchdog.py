@@ -25,7 +25,10 @@ Item = TypeVar("Item")
 EVERY_S = 30.0
 
 _OURS = str(Path(__file__).resolve().parents[1])
-_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+# The longest first: site-packages lies in the standard library's folder.
+LIBRARIES = tuple(
+    sorted({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}, key=len, reverse=True)
+)
 _open_waits = threading.local()
 
 # The block's end does not wait longer than this for a detail function that is itself stuck.
@@ -100,7 +103,7 @@ def place_of(frame: FrameType | None, *, is_users: bool = False) -> str:
         is_ours = code.co_filename.startswith(_OURS)
         if is_ours and is_users:
             return ""
-        if is_ours or not code.co_filename.startswith((*_LIBRARIES, "<frozen")):
+        if is_ours or not code.co_filename.startswith((*LIBRARIES, "<frozen")):
             return f", at {code.co_filename}:{frame.f_lineno} in {code.co_name}"
         frame = frame.f_back
     return ""

@@ -30,9 +30,6 @@ def object_array(values: Iterable[Any]) -> np.ndarray:
     return array
 
 
-# ---- one TensorDict for everything --------------------------------------------------------------
-
-
 def from_tensordict(
     cls: "type[DataProto]", tensor_dict: TensorDict, meta_info: dict[str, Any] | None = None
 ) -> "DataProto":
@@ -77,9 +74,6 @@ def to_tensordict(data: "DataProto") -> TensorDict:
     for key, value in (facts | ({ARRAY_TYPES: types} if types else {})).items():
         joined.set(key, NonTensorData(value, batch_size=[rows]))
     return joined
-
-
-# ---- text ---------------------------------------------------------------------------------------
 
 
 def get_data_info(data: "DataProto") -> str:

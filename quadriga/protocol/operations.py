@@ -9,7 +9,6 @@ import torch.distributed as dist
 from tensordict import TensorDict
 
 from quadriga.errors import ProtocolError
-from quadriga.protocol.merge import concat_arrays
 from quadriga.protocol.proto import DataProto, map_columns
 
 
@@ -74,42 +73,31 @@ def _with_leading_dims(data: DataProto, count: int, dims: tuple[int, ...]) -> Da
 def all_gather_data_proto(data: DataProto, process_group: dist.ProcessGroup | None = None) -> None:
     """Replace `data`'s rows by those of all ranks of the group, in rank order, in place.
 
-    Every rank must call it. Numbers of rows may differ, zero included; columns may not. `meta_info` stays the
-    caller's own.
+    Every rank must call it. Numbers of rows may differ, zero included; columns may not. `meta_info` stays the caller's
+    own.
 
     Raises ProtocolError: on every rank alike, if their columns differ in name, shape or dtype.
     """
-    batch = TensorDict({}, batch_size=[len(data)]) if data.batch is None else data.batch
-    # Keys of nested columns are tuples; all ranks take the columns in one order.
-    names = sorted(batch.keys(include_nested=True, leaves_only=True), key=str)
-    layout = {name: (tuple(batch[name].shape[1:]), batch[name].dtype) for name in names}
     ranks: list[Any] = [None] * dist.get_world_size(process_group)
-    dist.all_gather_object(ranks, (len(data), layout, data.non_tensor_batch), group=process_group)
-    _, first, first_arrays = ranks[0]
-    for rank, (_, columns, arrays) in enumerate(ranks):
-        if columns != first or arrays.keys() != first_arrays.keys():
+    dist.all_gather_object(ranks, DataProto(data.batch, data.non_tensor_batch), group=process_group)
+    layouts = [_layout(part) for part in ranks]
+    for rank, layout in enumerate(layouts):
+        if layout != layouts[0]:
+            found, wanted = (f"{columns}, {arrays}" for columns, arrays in (layout, layouts[0]))
             raise ProtocolError(
-                f"all_gather_data_proto: rank {rank}: got columns {columns}, {sorted(arrays)}, "
-                f"expected those of rank 0, {first}, {sorted(first_arrays)}"
+                f"all_gather_data_proto: rank {rank}: got columns {found}, expected those of rank 0, {wanted}"
             )
-    counts = [rows for rows, _, _ in ranks]
-    data.non_tensor_batch = concat_arrays([arrays for _, _, arrays in ranks])
-    if data.batch is None or not any(counts):
-        return
-    device = torch.device("cpu")
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is not None and "gloo" not in dist.get_backend(process_group):
-        device = torch.device(accelerator.type, torch.accelerator.current_device_index())
-    gathered = TensorDict({}, batch_size=[sum(counts)], device=batch.device)
-    for name in names:
-        column = batch[name]
-        padded = column.new_zeros((max(counts), *column.shape[1:]), device=device)
-        padded[: column.shape[0]] = column.to(device)
-        # As bytes, so that every dtype travels on every backend.
-        memory = padded.reshape(-1).view(torch.uint8)
-        received = [torch.empty_like(memory) for _ in counts]
-        dist.all_gather(received, memory, group=process_group)
-        parts = zip(received, counts, strict=True)
-        rows = [part.view(column.dtype).reshape(padded.shape)[:count] for part, count in parts]
-        gathered[name] = torch.cat(rows).to(column.device)
-    data.batch = gathered
+    gathered = DataProto.concat(ranks)
+    data.non_tensor_batch = gathered.non_tensor_batch
+    if data.batch is not None:
+        batch, names = data.batch, layouts[0][0]
+        data.batch = TensorDict({}, batch_size=gathered.batch.batch_size, device=batch.device)
+        for name in names:
+            data.batch[name] = gathered.batch[name].to(batch[name].device)
+
+
+def _layout(data: DataProto) -> tuple[dict[Any, tuple[tuple[int, ...], torch.dtype]], list[str]]:
+    """Shape of a row and dtype of each tensor, also nested ones, whose keys are tuples; names of the arrays."""
+    batch = TensorDict({}) if data.batch is None else data.batch
+    columns = batch.items(include_nested=True, leaves_only=True)
+    return {name: (tuple(column.shape[1:]), column.dtype) for name, column in columns}, sorted(data.non_tensor_batch)

@@ -310,12 +310,8 @@ def collect_outputs(
             )
         return unpad_dataproto(result, pad_size * (len(result) // padded_rows))
     except DispatchError as error:
-        raise at_call(where, error) from None
-
-
-def at_call(where: str, error: DispatchError) -> DispatchError:
-    """The same error with the place of the call before its own."""
-    return DispatchError(f"{where}: {error.where}", got=error.got, expected=error.expected, fix=error.fix)
+        error.where = f"{where}: {error.where}"
+        raise
 
 
 # ---- registration -------------------------------------------------------------------------------

@@ -130,8 +130,6 @@ def _not_enough(
     )
 
 
-# ---- threads -----------------------------------------------------------------------------------
-
 THREADS = "OMP_NUM_THREADS"
 """The variable that says how many threads a process computes with."""
 

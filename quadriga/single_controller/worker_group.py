@@ -165,7 +165,8 @@ class WorkerGroup(GroupLayout, ABC, Generic[W]):
         try:
             arguments, padding = dispatch.rank_arguments(mode, self, args, kwargs)
         except DispatchError as error:
-            raise dispatch.at_call(where, error) from None
+            error.where = f"{where}: {error.where}"
+            raise
         handles = self.start_all(method_name, arguments)
         # What the future knows of the group, wherever it is resolved.
         layout = GroupLayout(self.world_size, dict(self.meshes))
@@ -179,9 +180,6 @@ class WorkerGroup(GroupLayout, ABC, Generic[W]):
             rows_of = layout.mesh(mode.mesh).collected
             future = DataProtoFuture(collect, handles, resolve=partial(self.resolve, borrow=True), rows_of=rows_of)
         return future.get() if registration.blocking else future
-
-
-# ---- in this process ----------------------------------------------------------------------------
 
 
 def describe_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:

@@ -68,7 +68,6 @@ class RayPPOTrainer(TrainingLoop):
     """PPO, GRPO and their relatives, on either backend.
 
     Args:
-        tokenizer: decodes responses for samples.
         reward: turns responses into rewards, in training and in validation; by graders, a reward model, or both.
         train_dataloader: stateful; its batches are dictionaries of columns.
         val_dataloader: the same, or None.

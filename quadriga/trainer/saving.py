@@ -52,7 +52,6 @@ class CheckpointSaver:
     """Writes the checkpoints of a run, one at a time.
 
     Args:
-        checkpoints: where they are written.
         workers: worker groups with `save_checkpoint` and `checkpoint_written`, by the name of their part.
         report: called with a sentence when a checkpoint is complete.
 

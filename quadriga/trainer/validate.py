@@ -123,7 +123,6 @@ def validation_metrics(
     """All validation metrics by full name.
 
     Args:
-        data_sources: of each response.
         uids: of each response, equal for responses to the same prompt.
         variables: numbers of each response by name, "reward" among them; None or NaN where a response has none. Those
             that hold anything else, such as texts, are not measured.
@@ -195,12 +194,8 @@ def score_metrics(scores: Sequence[np.ndarray]) -> dict[str, float]:
 def majority_metrics(scores: Sequence[np.ndarray], predictions: Sequence[Sequence[Hashable]]) -> dict[str, float]:
     """maj@k of each k: the score of the answer given most often among k of a prompt's responses.
 
-    Args:
-        scores: one array of floats per prompt.
-        predictions: the final answers, of the same lengths.
-
-    Returns:
-        metric, such as "maj@4/mean" -> value; nothing if no prompt has 2 responses.
+    `predictions`: the final answers, of the same lengths.
+    Returns metric, such as "maj@4/mean" -> value; nothing if no prompt has 2 responses.
     """
     num_most = max(len(prompt) for prompt in scores)
     moments: dict[int, list[np.ndarray]] = defaultdict(list)

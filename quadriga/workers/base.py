@@ -24,10 +24,10 @@ from quadriga.config import ActorConfig, Config, CriticConfig, ModelConfig
 from quadriga.config.actor import CriticModelConfig, FSDPConfig, ParallelConfig
 from quadriga.engines import process_group
 from quadriga.engines.batches import Passes
+from quadriga.engines.checkpoint import CopyPlan, StateCopier, read_copy
 from quadriga.engines.fsdp.engine import FSDPEngine, Memory, Training
 from quadriga.engines.objectives import Objective, PolicyObjective, ValueObjective
 from quadriga.engines.parallel.processes import Processes
-from quadriga.engines.state_copy import CopyPlan, StateCopier, read_copy
 from quadriga.engines.step import lr_at, update
 from quadriga.errors import ConfigError
 from quadriga.models.flops import peak_flops

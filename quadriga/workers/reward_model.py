@@ -156,9 +156,7 @@ def rendered_chats(
     as prompt.
 
     Args:
-        data: has the chats of the prompts.
         responses: tokens of the policy, without padding.
-        policy: decodes.
         judge: renders and encodes; it has a chat template.
 
     Raises:

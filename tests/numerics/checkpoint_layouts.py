@@ -21,9 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from quadriga.engines import process_group
-from quadriga.engines.checkpoint import StateWriter, load_state
+from quadriga.engines.checkpoint import StateCopier, StateWriter, load_state, read_copy
 from quadriga.engines.process_group import ProcessGroup
-from quadriga.engines.state_copy import StateCopier, read_copy
 from quadriga.errors import CheckpointError
 from quadriga.models.weight_files import open_weights
 from quadriga.protocol.memory import slot_of

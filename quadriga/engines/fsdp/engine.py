@@ -59,9 +59,7 @@ class FSDPEngine:
 
     Args:
         scorer: the model and its head. Its parameters are float32 on arrival, whole, or on "meta" with `read`.
-        dtype: of the compute weights.
         training: None for a model that is used for inference only.
-        name: the role's, for errors.
         read: gives the parameters' values, where the scorer has none.
 
     Attributes:
@@ -129,8 +127,6 @@ class FSDPEngine:
         )
         if self.memory.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-
-    # ---- inference and gradients ----------------------------------------------------------------------
 
     @torch.no_grad()
     def forward(self, batches: Sequence[PackedBatch], question: Question) -> list[Outputs]:
@@ -224,8 +220,6 @@ class FSDPEngine:
             moments = self.optimizer.state[master]
             for tensor in (master, moments["exp_avg"], moments["exp_avg_sq"]):
                 tensor.copy_(tensor.bfloat16())
-
-    # ---- weights and state ----------------------------------------------------------------------------
 
     def weights(self, *, is_merged: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
         """Full tensors ([out, in], [V, D] ...) under the model's own names, in the compute dtype.

@@ -20,7 +20,6 @@ class ReplicatedWeights:
     """Masters and gradient sums of a module's trained parameters.
 
     Args:
-        root: the module that computes.
         module: a part of it; its parameters become the compute weights, in `dtype`; the float32 values of those that
             are trained become the masters.
         replicas: ranks with the same weights and other rows.

@@ -90,7 +90,6 @@ class ShardedWeights:
         root: the module that computes, the scorer or a pipeline's stage; sharded here.
         model: a part of it; its parameters have their tensor-parallel shapes, on "meta".
         parts: by the names of its parameters.
-        read: gives the whole values.
         whole: all parameters of the whole model, in its order.
     """
 
@@ -148,8 +147,6 @@ class ShardedWeights:
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
 
-    # ---- gradients ------------------------------------------------------------------------------------
-
     def attach_gradients(self) -> None:
         """Hand the gradients [V/tp/fsdp, D] to the masters; zeros where there are none."""
         for name in self.trained:
@@ -191,8 +188,6 @@ class ShardedWeights:
         """Forget all gradients."""
         for name, parameter in self.parameters.items():
             parameter.grad = self.masters[name].grad = None
-
-    # ---- whole tensors --------------------------------------------------------------------------------
 
     def distributed(self, name: str, local: torch.Tensor) -> torch.Tensor:
         """A part [V/tp/fsdp, D] of this rank, a master or a moment, as the DTensor [V, D] that it is a part of."""
@@ -269,7 +264,6 @@ def shard(
     Args:
         scorer: the model and its head, whole, with float32 values or on "meta"; computes with the shards afterwards.
         read: gives the values; None: the model has them.
-        dtype: of the compute weights.
     """
     model, layout = scorer.model, processes.layout
     if read is None:

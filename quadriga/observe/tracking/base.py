@@ -75,7 +75,6 @@ class RecordedSteps:
 
     Args:
         facts: of the run; the steps stand in a file of its directory, and survive a kill.
-        backend: its name in `trainer.logger`.
         identity: of the run at the service; None: it is a new one there.
     """
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies of the state after each step in the nodes' memory: nearer than a checkpoint on disk.
 
-    driver                         a rank (engines/state_copy.py)     keepers, one for each node
+    driver                         a rank (engines/checkpoint.py)     keepers, one for each node
       attach -- plan, open ------> maps its memory <----------------- make memory without a name
       copy   -- copy_state ------> | thread: copies into it
              -- mirror ---------------------------------------------> | fetch what the node before has

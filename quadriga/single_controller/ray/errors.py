@@ -10,7 +10,6 @@ nothing there, but the kernel counts the processes that it kills for lack of mem
 """
 
 import re
-import sysconfig
 import time
 import traceback
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RuntimeEnv
 
 from quadriga import errors
 from quadriga.errors import PeerLostError, QuadrigaError, WorkerError
+from quadriga.observe.watchdog import LIBRARIES
 from quadriga.single_controller import dispatch
 
 NUM_LAST_LINES = 20
@@ -30,10 +30,6 @@ NUM_LAST_LINES = 20
 
 _PACKAGE = Path(errors.__file__).parent
 _PLUMBING = (str(Path(__file__).parent), dispatch.__file__)
-# The longest first: site-packages lies in the standard library's folder.
-_LIBRARIES = tuple(
-    sorted({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}, key=len, reverse=True)
-)
 
 # ---- a method that raised -----------------------------------------------------------------------
 
@@ -153,7 +149,7 @@ def is_of_interest(filename: str) -> bool:
     """Whether a file is the user's or Quadriga's, and not what merely brings a call to a worker."""
     if filename.startswith(f"{_PACKAGE}/"):
         return not filename.startswith(_PLUMBING)
-    return not filename.startswith((*_LIBRARIES, "<frozen "))
+    return not filename.startswith((*LIBRARIES, "<frozen "))
 
 
 def location_of(frames: Iterator[FrameType]) -> str:
@@ -173,7 +169,7 @@ def _shown(frame: FrameType | None) -> str:
         return "an unknown place"
     path = frame.f_code.co_filename
     # The shortest form that still says which file: from site-packages on, which may lie in the checkout, or from there.
-    for root in (*_LIBRARIES, str(_PACKAGE.parent)):
+    for root in (*LIBRARIES, str(_PACKAGE.parent)):
         path = path.removeprefix(f"{root}/")
     return f"{path}:{frame.f_lineno} in {frame.f_code.co_qualname}"
 
@@ -250,11 +246,7 @@ def crash_log(log: str) -> CrashLog:
 
 def cause_of_death(error: RayError, log: CrashLog, oom_kills_before: int, pid: int) -> tuple[str, str]:
     """The best explanation of a process's end, and what to do about it ("": nothing to be said).
-
-    Args:
-        error: what Ray raised for a call to it.
-        oom_kills_before: the kernel's count of such kills when the process started.
-    """
+    `oom_kills_before`: the kernel's count of such kills when the process started."""
     text = str(error)
     lines = [line.strip() for line in text.splitlines() if line.strip()] or ["no reason given"]
     if isinstance(error, OutOfMemoryError) or "running low on memory" in text:

@@ -44,8 +44,6 @@ _OF_THE_GROUP = frozenset(
     {"num_cpus", "num_gpus", "resources", "scheduling_strategy", "placement_group", "name", "lifetime"}
 )
 
-# ---- what runs in a process ---------------------------------------------------------------------
-
 
 class RayClassWithInitArgs(ClassWithInitArgs[W]):
     """A worker class (plain, or wrapped in `ray.remote` with options), and the arguments to build it with."""
@@ -102,7 +100,6 @@ class WorkerProcesses:
 
     Args:
         name: stands before the rank in messages.
-        options: of the Ray actors.
         entries: class and arguments of the worker of each role, built as soon as all processes have started.
     """
 
@@ -182,15 +179,11 @@ class WorkerProcesses:
                 self.actors[rank].build.remote(role, shared, place)
 
 
-# ---- groups -------------------------------------------------------------------------------------
-
-
 class RayWorkerGroup(WorkerGroup[W]):
     """Workers in Ray's processes, one for each process of the pool.
 
     Args:
         ray_cls_with_init: what to build; of `create_colocated_worker_cls`: several roles in each process (`spawn`).
-        name: the role, for messages; "": the name of the class.
         processes: of another group, in which this class's workers have been built; None: they are started.
 
     Raises:

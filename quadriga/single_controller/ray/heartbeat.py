@@ -53,7 +53,6 @@ class Heartbeat:
     Args:
         starts: give the starts of the processes of a group; each process is watched once it has started.
         settings: `stall_timeout_s` and `phase_timeout_s` are read.
-        emit: where messages go.
     """
 
     def __init__(

@@ -183,7 +183,6 @@ class ResourcePoolManager:
     Args:
         resource_pool_spec: processes on each node, by name of the pool.
         mapping: name of the pool, by role. Roles on one pool take turns on its devices.
-        max_colocate_count: how many groups may run on each pool.
 
     Raises:
         WorkerError: a role on a pool that does not exist, or a pool that no role uses.

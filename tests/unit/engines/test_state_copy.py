@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from quadriga.engines.checkpoint import StateCopier, read_copy
 from quadriga.engines.process_group import ALONE
-from quadriga.engines.state_copy import StateCopier, read_copy
 from quadriga.protocol.memory import SLOT_HEADER_BYTES, slot_of, whole_steps
 
 
