@@ -13,10 +13,10 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
+from operator import methodcaller
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict, Unpack
 
-import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -45,7 +45,7 @@ RESPONSES_OF_A_CORE, RESPONSES_OF_A_GPU = 16, 256
 """Responses of a step, where no batch size is given."""
 
 Rows = Any
-"""Dictionaries in a list or another iterable, a `datasets.Dataset`, a path, or a list of paths."""
+"""Dictionaries in a list or another iterable, a data frame, a `datasets.Dataset`, a path, or a list of paths."""
 
 
 class Settings(TypedDict, total=False):
@@ -382,14 +382,16 @@ class _Draft:
     def set_rows(self, key: str, given: Rows) -> int:
         """Name the rows by their file, and return how many there are."""
         files = getattr(self.config.data, key.rpartition(".")[2]) if given is None else given
-        if isinstance(files, str | Path) or (isinstance(files, list) and all(isinstance(one, str) for one in files)):
-            rows, num_rows = self._read(files, key) if files else ([], 0)
+        if given is None and not files:
+            return 0
+        is_list = isinstance(files, list) and bool(files)
+        if isinstance(files, str | Path) or (is_list and all(isinstance(one, str | Path) for one in files)):
+            rows, num_rows = self._read(files, key)
             if not rows:
-                self.values |= {key: files} if num_rows else {}
+                self.values[key] = [str(one) for one in files] if is_list else files
                 return num_rows
         else:
-            # A `datasets.Dataset` gives what it has stored: images as bytes.
-            rows = given.with_format("arrow")[:].to_pylist() if hasattr(given, "with_format") else list(given)
+            rows = _rows_of(given)
         label = key.rpartition(".")[2].removesuffix("_files")
         if not rows:
             raise DataError(label, got="no rows", expected="at least one")
@@ -466,13 +468,23 @@ class _Draft:
         return size
 
 
+def _rows_of(given: Any) -> list[Any]:
+    """The rows of a table or of an iterable."""
+    if isinstance(given, pd.DataFrame):
+        return given.to_dict("records")
+    if hasattr(given, "with_format") and hasattr(given, "__getitem__"):
+        # A `datasets.Dataset` gives what it has stored: images as bytes.
+        return given.with_format("arrow")[:].to_pylist()
+    return list(given)
+
+
 def _write_rows(rows: list[dict[str, Any]], folder: Path, label: str) -> Path:
     """The rows as a file named after its content: JSON lines, or parquet where JSON cannot hold a value."""
     make_directory(folder, where="trainer.default_local_dir")
     try:
-        text = "".join(json.dumps(row, ensure_ascii=False, default=_number) + "\n" for row in rows)
+        text = "".join(json.dumps(row, ensure_ascii=False, default=methodcaller("tolist")) + "\n" for row in rows)
         suffix, content = "jsonl", text.encode("utf-8", "backslashreplace")
-    except TypeError:
+    except (TypeError, AttributeError):
         stream = pa.BufferOutputStream()
         try:
             pq.write_table(pa.Table.from_pylist(rows), stream)
@@ -484,10 +496,3 @@ def _write_rows(rows: list[dict[str, Any]], folder: Path, label: str) -> Path:
     with written_aside(path, where="trainer.default_local_dir") as draft:
         draft.write_bytes(content)
     return path
-
-
-def _number(value: Any) -> Any:
-    """A value of numpy as one of Python's; others are a TypeError."""
-    if isinstance(value, np.generic | np.ndarray):
-        return value.tolist()
-    raise TypeError(f"{type(value).__name__} has no form in JSON")

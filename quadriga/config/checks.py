@@ -14,7 +14,7 @@ from pathlib import Path
 from quadriga.config.adapter import check_adapter
 from quadriga.config.base import Finding, Section, absent, unused, wrong
 from quadriga.config.explain import BatchPlan
-from quadriga.config.multi_turn import LOOPS, InteractionFile, ToolFile, read_tool_file
+from quadriga.config.multi_turn import FORMATS, LOOPS, InteractionFile, ToolFile, read_tool_file
 from quadriga.config.placement import ACTOR, check_layouts, check_placement
 from quadriga.config.reward import check_classifier
 from quadriga.config.rollout import ROLLOUT
@@ -236,6 +236,14 @@ def check_update(config: Config) -> Iterator[Finding]:
             yield f"{key}.checkpoint: without {without} a resumed run does not equal the run that was not stopped."
 
 
+def _check_own(where: str, name: str, known: tuple[str, ...], files: object) -> Iterator[Finding]:
+    """A name that is not among those there are needs a file that registers it."""
+    if name not in known and not files:
+        close = get_close_matches(name, known, n=1)
+        fix = f"Did you mean {close[0]}?" if close else f"One of your own needs {ROLLOUT}.agent.agent_loop_path."
+        yield wrong(where, f"'{name}'", f"one of {', '.join(known)}", fix)
+
+
 def check_multi_turn(config: Config) -> Iterator[Finding]:
     """Yields what does not fit together in `multi_turn`, `agent`, `mode` and `data`, and files that are missing."""
     rollout, key = config.actor_rollout_ref.rollout, ROLLOUT
@@ -251,10 +259,9 @@ def check_multi_turn(config: Config) -> Iterator[Finding]:
         return
     loop, at = agent.default_agent_loop, f"{key}.agent.default_agent_loop"
     yield from _check_exists(f"{key}.agent.agent_loop_path", agent.agent_loop_path, "a Python or YAML file")
-    if agent.agent_loop_path is None and loop not in LOOPS:
-        close = get_close_matches(loop, LOOPS, n=1)
-        fix = f"Did you mean {close[0]}?" if close else f"A loop of your own needs {key}.agent.agent_loop_path."
-        yield wrong(at, f"'{loop}'", f"one of {', '.join(LOOPS)}", fix)
+    yield from _check_own(at, loop, LOOPS, agent.agent_loop_path)
+    may_register = agent.agent_loop_path or config.actor_rollout_ref.model.external_lib
+    yield from _check_own(f"{key}.multi_turn.format", turns.format, FORMATS, may_register)
     if not turns.enable:
         if loop == "tool_agent":
             yield wrong(at, loop, "several turns to be allowed", f"Set {key}.multi_turn.enable=True.")

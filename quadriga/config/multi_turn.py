@@ -8,7 +8,7 @@ YAML file, or `package.module.Name`.
 
 import re
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar
 
 from pydantic import ConfigDict, Field, PositiveFloat, ValidationError, model_validator
 
@@ -17,8 +17,7 @@ from quadriga.config.types import Count, Name, PathText
 from quadriga.config.yaml_text import combined, read_yaml
 from quadriga.errors import ConfigError
 
-Format = Literal["hermes", "qwen3_coder", "glm", "gpt-oss"]
-FORMATS: tuple[str, ...] = get_args(Format)
+FORMATS = ("hermes", "qwen3_coder", "glm", "gpt-oss")
 LOOPS = ("single_turn_agent", "tool_agent")
 FileSection = TypeVar("FileSection", bound=Section)
 
@@ -131,8 +130,8 @@ class MultiTurnConfig(Section):
     """YAML file with tools that are classes, and with MCP servers."""
     interaction_config_path: PathText | None = None
     """YAML file with the user simulators that `interaction_kwargs` of a row may name."""
-    format: Format = "hermes"
-    """How the model writes tool calls."""
+    format: Name = "hermes"
+    """How the model writes tool calls: `hermes`, `qwen3_coder`, `glm`, `gpt-oss`, or a parser of your own."""
 
 
 class AgentConfig(Section):

@@ -73,7 +73,7 @@ SHORT_AND_WORTH_IT: dict[str, str] = {
     "quadriga/background.py:off_the_loop": "half of a pair with `run_coroutine`",
     "quadriga/cli/generate.py:answer_rows": "what `quadriga verl` calls by its name",
     "quadriga/compat/verl/__init__.py:Finder.exec_module": "what an import calls",
-    "quadriga/compat/verl/agents.py:BaseTool.get_openai_tool_schema": "verl's, which people's tools override",
+    "quadriga/compat/verl/tools.py:BaseTool.get_openai_tool_schema": "verl's, which people's tools override",
     "quadriga/compat/verl/algorithms.py:verl_estimator.compute_advantage": "what the registry holds",
     "quadriga/compat/verl/data.py:RLHFDataset._download": "verl's, which people's datasets override",
     "quadriga/compat/verl/rewards.py:_Adapted._made": "a coroutine that runs in another thread's loop",

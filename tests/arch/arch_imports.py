@@ -36,7 +36,7 @@ LAYERS: dict[str, frozenset[str]] = {
     "rollout": _CORE | {"user_file", "http_client", "models", "rewards", "weight_sync"},
     "workers": _BELOW_WORKERS,
     "trainer": _BELOW_TRAINER,
-    "compat": _BELOW_WORKERS,
+    "compat": _BELOW_WORKERS | {"http_client"},
     "verl": frozenset({"errors", "redact", "config"}),
     "cli": _BELOW_WORKERS | {"workers", "trainer", "verl"},
     "api": _BELOW_TRAINER | {"user_function", "trainer"},

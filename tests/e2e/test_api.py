@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import pandas as pd
 import pytest
 
 import quadriga
@@ -177,15 +178,16 @@ def test_steps_model_and_resume(
 def test_in_a_running_event_loop_without_checkpoints(
     settings: Callable[..., dict[str, Any]],
     make_rows: Callable[..., list[dict[str, Any]]],
+    home: Path,
     train: Callable[..., Path],
     metric_lines: Lines,
 ) -> None:
-    """As in a notebook, conversations too, with the command's numbers; the model is there, and resuming says what it
-    lacks."""
+    """As in a notebook, of a list of files, conversations too, with the command's numbers; the model is there, and
+    resuming says what it lacks."""
     options = {"actor_rollout_ref.rollout.mode": "async", "trainer.save_freq": -1}
 
     async def cell() -> quadriga.Run:
-        return quadriga.train(data=make_rows(10), reward=share, **settings(**options))
+        return quadriga.train(data=[home / "train.parquet"], reward=share, **settings(**options))
 
     run = asyncio.run(cell())
     # The rollout's own log-probs depend in the last bits on which conversations meet in a batch.
@@ -206,11 +208,11 @@ def test_in_a_running_event_loop_without_checkpoints(
 
 
 def test_sft(settings: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Twice in one process: each run without a name has a directory of its own."""
+    """Twice in one process, of a list and of a data frame: each run without a name has a directory of its own."""
     monkeypatch.chdir(tmp_path)
     rows = [{"prompt": f"say a {number}", "response": "aaa"} for number in range(8)]
     options = {"trainer.device": "cpu", "data.max_length": 40, "data.train_batch_size": 4}
-    runs = [quadriga.sft(settings()["model"], rows, steps=2, options=options) for _ in range(2)]
+    runs = [quadriga.sft(settings()["model"], one, steps=2, options=options) for one in (rows, pd.DataFrame(rows))]
     assert [run.directory.name for run in runs] == ["sft-1", "sft-2"]
     assert runs[0].metrics["train/loss"].tolist() == runs[1].metrics["train/loss"].tolist()
     assert runs[0].model.num_parameters() == runs[1].model.num_parameters()
@@ -239,6 +241,7 @@ BAD = {
     "argument": ({"reward": lambda text, letter: 1.0}, ConfigError, "the argument 'text', expected one of .*letter"),
     "truth": ({"reward": lambda ground_truth, response: 1.0}, DataError, "expected the column 'ground_truth'"),
     "row": ({"data": ["a prompt"], "reward": share}, DataError, "a prompt"),
+    "empty list": ({"data": [], "reward": share}, DataError, "no rows"),
     "no rows": ({"data": iter(()), "reward": share}, DataError, "no rows"),
     "not a function": ({"reward": [share, "x"]}, ConfigError, r"reward 2: got 'x', expected a function"),
     "key": ({"options": {"data.train_batchsize": 3}}, ConfigError, "data.train_batch_size"),

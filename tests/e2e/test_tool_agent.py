@@ -3,6 +3,7 @@
 
 import json
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from quadriga.rollout.agent_loop.loops import REGISTRY
 
 Lines = Callable[[Path], list[dict[str, Any]]]
 Train = Callable[..., Path]
@@ -173,7 +176,7 @@ def calculator(
 def train_calculator(train: Train, calculator: Path, tmp_path: Path) -> Train:
     """`train_calculator(*overrides)`: a run of the tool agent that must succeed; returns its directory."""
 
-    def run(*overrides: str) -> Path:
+    def run_apart(*overrides: str, run: str = "run") -> Path:
         rollout = "actor_rollout_ref.rollout"
         return train(
             f"data.train_files={calculator / 'train.jsonl'}",
@@ -195,9 +198,10 @@ def train_calculator(train: Train, calculator: Path, tmp_path: Path) -> Train:
             f"{rollout}.trace_dir={tmp_path / 'trace'}",
             "actor_rollout_ref.actor.optim.lr=1e-3",
             *overrides,
+            run=run,
         )
 
-    return run
+    return run_apart
 
 
 def _records(folder: Path) -> list[dict[str, Any]]:
@@ -252,3 +256,129 @@ def test_a_tool_and_a_user_simulator_of_verls(train_calculator: Train, metric_li
     assert {"0.0", "1.0"} >= {str(score) for record in records for score in record["turn_scores"]}
     assert any(record["finish_reason"] == "interaction" for record in records)
     assert any(turn["role"] == "user" for record in records for turn in record["turns"])
+
+
+LOOP_OF_VERL = """
+from typing import Any
+
+from verl.experimental.agent_loop.agent_loop import AgentLoopOutput, register
+from verl.experimental.agent_loop.tool_agent_loop import AgentData, AgentState, ToolAgentLoop
+
+
+@register("counting_tool_agent")
+class CountingLoop(ToolAgentLoop):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        assert set(self.tools) == {"add"} and self.tool_schemas[0]["function"]["name"] == "add"
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs) -> AgentLoopOutput:
+        output = await super().run(sampling_params, **kwargs)
+        output.extra_fields["num_turns_of_verl"] = output.num_turns
+        return output
+
+    async def _handle_generating_state(
+        self, agent_data: AgentData, sampling_params: dict[str, Any], ignore_termination: bool = False
+    ) -> AgentState:
+        state = await super()._handle_generating_state(agent_data, sampling_params, ignore_termination)
+        assert state != AgentState.PROCESSING_TOOLS or agent_data.tool_calls
+        return state
+
+    async def _call_tool(self, tool_call, tools_kwargs, agent_data):
+        agent_data.extra_fields["last_call"] = tool_call.arguments
+        return await super()._call_tool(tool_call, tools_kwargs, agent_data)
+"""
+PARSER_OF_VERL = """
+import json
+import re
+from typing import Any
+
+from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
+from verl.tools.base_tool import OpenAIFunctionToolSchema
+from verl.tools.sandbox_fusion_tools import SandboxFusionTool
+from verl.utils.rollout_trace import rollout_trace_op
+
+
+@ToolParser.register("sums")
+class SumsParser(ToolParser):
+    def __init__(self, tokenizer) -> None:
+        super().__init__(tokenizer)
+        self.number = re.compile("<arg_value>([0-9])</arg_value>")
+
+    @rollout_trace_op
+    async def extract_tool_calls(self, responses_ids: list[int]) -> tuple[str, list[FunctionCall]]:
+        text = self.tokenizer.decode(responses_ids)
+        numbers = self.number.findall(text.replace(" ", ""))
+        if len(numbers) != 2:
+            return text, []
+        return "", [FunctionCall(name="add", arguments=json.dumps(dict(zip("ab", map(int, numbers)))))]
+
+
+class AddTool(SandboxFusionTool):
+    def __init__(self, config: dict, tool_schema: OpenAIFunctionToolSchema):
+        super().__init__(config, tool_schema)
+        self.numbers = config["numbers"]
+
+    @rollout_trace_op
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs):
+        code = f"print({parameters['a']} + {parameters['b']}, end='')"
+        result = await self.execution_pool.execute.remote(
+            self.execute_code, instance_id, code, self.default_timeout, self.default_language
+        )
+        return result, None, None
+"""
+TOOL_OF_SANDBOX = TOOL_FILES_OF_VERL["tools.yaml"].replace("scale: 2.0", "numbers: 2").replace("of_verl", "parser")
+ASKED = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    used = "last_call" in extra_info
+    # The prompt is a turn in verl's count.
+    assert extra_info["num_turns_of_verl"] == extra_info["num_turns"] + 1
+    is_right = solution_str.replace(" ", "").rpartition("<assistant>")[2] == ground_truth
+    return {"score": float(is_right), "used": float(used)}
+"""
+
+
+@pytest.mark.usefixtures("verl_names")
+def test_a_tool_loop_of_verls(train_calculator: Train, metric_lines: Lines, tmp_path: Path) -> None:
+    """Over the same tools the numbers of the loop that is built in; what a subclass adds comes to the grader."""
+    (tmp_path / "loop.py").write_text(LOOP_OF_VERL)
+    few = ["data.train_batch_size=4", "actor_rollout_ref.rollout.n=4", "trainer.total_training_steps=2"]
+    built_in = metric_lines(train_calculator(*few, run="built_in"))
+    loop = [
+        f"actor_rollout_ref.rollout.agent.agent_loop_path={tmp_path / 'loop.py'}",
+        "actor_rollout_ref.rollout.agent.default_agent_loop=counting_tool_agent",
+    ]
+    (tmp_path / "asked.py").write_text(ASKED)
+    lines = metric_lines(train_calculator(*few, *loop, f"custom_reward_function.path={tmp_path / 'asked.py'}"))
+    for one, other in zip(lines, built_in, strict=True):
+        for name in ("actor/grad_norm", "response_length/mean", "rollout/num_turns", "rollout/log_prob"):
+            assert one[name] == pytest.approx(other[name], rel=1e-4), name
+        assert one["reward/extra/used"] > 0
+
+
+@pytest.mark.usefixtures("verl_names")
+def test_a_tool_in_a_sandbox_and_a_parser_of_verls(
+    train_calculator: Train, metric_lines: Lines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs run contained where no server is named; the parser is given the tokens of the model's turn."""
+    monkeypatch.setitem(REGISTRY, "tool_agent", REGISTRY["tool_agent"])
+    (tmp_path / "parser.py").write_text(PARSER_OF_VERL)
+    (tmp_path / "tools.yaml").write_text(TOOL_OF_SANDBOX)
+    turns = "actor_rollout_ref.rollout.multi_turn"
+    (line,) = metric_lines(
+        train_calculator(
+            f"actor_rollout_ref.rollout.agent.agent_loop_path={tmp_path / 'parser.py'}",
+            f"{turns}.function_tool_path=null",
+            f"{turns}.tool_config_path={tmp_path / 'tools.yaml'}",
+            f"{turns}.format=sums",
+            "data.train_batch_size=2",
+            "actor_rollout_ref.rollout.n=4",
+            "trainer.total_training_steps=1",
+        )
+    )
+    assert line["rollout/num_failures"] == 0 and line["rollout/num_tool_tokens"] > 0
+    used = [record for record in _records(tmp_path / "trace") if len(record["turns"]) == 3]
+    assert used
+    for record in used:
+        written = re.findall("<arg_value>([0-9])</arg_value>", record["turns"][0]["text"].replace(" ", ""))
+        said = record["turns"][1]["text"].replace(" ", "").removeprefix("<eos>")
+        assert said == f"<tool>{sum(map(int, written))}<assistant>"

@@ -3,7 +3,8 @@
 
     import verl.x.y ──> table.tsv ──> a name of ours, or an adapter of this package between verl's contract and ours
 
-`QUADRIGA_VERL=0.6.1` means a version: before 0.7 policy losses return four scalars, since then a scalar and metrics.
+`QUADRIGA_VERL=0.6.1` means a version: before 0.7 policy losses return four scalars, since then a scalar and metrics;
+before 0.6 `server_manager.generate` returns token ids alone.
 Modules are filled when a name is read: a grading process loads no torch for `verl.utils.reward_score`.
 """
 
@@ -42,6 +43,12 @@ def read_table() -> tuple[dict[str, dict[str, str]], dict[str, str]]:
 
 
 MODULES, MISSING = read_table()
+
+
+def is_before(*version: int) -> bool:
+    """Whether `QUADRIGA_VERL` names a version before this one."""
+    asked = os.environ.get(VARIABLE, "1").split(".")
+    return len(asked) > 1 and tuple(map(int, asked[: len(version)])) < version
 
 
 def missing_name(name: str) -> ModuleNotFoundError:

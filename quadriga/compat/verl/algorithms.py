@@ -9,7 +9,7 @@ Registered, each becomes a function of our contract; ours appear under verl's na
 Shapes: B sequences, T response positions.
 """
 
-import os
+import re
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from enum import Enum
 from inspect import Parameter, signature
@@ -22,7 +22,7 @@ from quadriga.algorithms import core_algos, masked
 from quadriga.algorithms.aggregate import agg_loss as _agg_loss
 from quadriga.algorithms.pf_ppo import pf_ppo_rows
 from quadriga.algorithms.registry import ADVANTAGES, POLICY_LOSSES, Registry
-from quadriga.compat.verl import VARIABLE
+from quadriga.compat.verl import is_before
 from quadriga.errors import ConfigError
 from quadriga.protocol import DataProto
 
@@ -152,9 +152,7 @@ def verl_loss(function: Callable[..., Any]) -> Callable[..., Any]:
         losses = losses if rollout_is_weights is None else losses * rollout_is_weights
         loss = _agg_loss(losses, response_mask, loss_agg_mode)
         means = {key: masked.masked_mean(value, response_mask) for key, value in found.items()}
-        asked = os.environ.get(VARIABLE, "1").split(".")
-        if len(asked) > 1 and tuple(map(int, asked[:2])) < (0, 7):
-            # The contract of the versions before 0.7.
+        if is_before(0, 7):
             names = ("pg_clipfrac", "ppo_kl", "pg_clipfrac_lower")
             return loss, *(means.get(key, torch.zeros(())) for key in names)
         return loss, {f"actor/{key}": value.item() for key, value in means.items()}
@@ -212,32 +210,18 @@ POLICY_LOSS_REGISTRY = RegistryOfVerl(POLICY_LOSSES, our_loss, verl_loss)
 register_adv_est, get_adv_estimator_fn = ADV_ESTIMATOR_REGISTRY.register, ADV_ESTIMATOR_REGISTRY.find
 register_policy_loss, get_policy_loss_fn = POLICY_LOSS_REGISTRY.register, POLICY_LOSS_REGISTRY.find
 
-_ESTIMATORS = {
-    "compute_gae_advantage_return": "gae",
-    "compute_gdpo_outcome_advantage": "gdpo",
-    "compute_gpg_outcome_advantage": "gpg",
-    "compute_grpo_outcome_advantage": "grpo",
-    "compute_grpo_vectorized_outcome_advantage": "grpo_vectorized",
-    "compute_grpo_passk_outcome_advantage": "grpo_passk",
-    "compute_opo_outcome_advantage": "opo",
-    "compute_optimal_token_baseline_advantage": "optimal_token_baseline",
-    "compute_multi_turn_optimal_token_baseline_advantage": "tir_optimal_token_baseline",
-    "compute_reinforce_plus_plus_outcome_advantage": "reinforce_plus_plus",
-    "compute_reinforce_plus_plus_baseline_outcome_advantage": "reinforce_plus_plus_baseline",
-    "compute_remax_outcome_advantage": "remax",
-    "compute_rloo_outcome_advantage": "rloo",
-    "compute_rloo_vectorized_outcome_advantage": "rloo_vectorized",
-}
-_LOSSES = ("bypass_mode", "cispo", "clip_cov", "dppo_kl", "dppo_tv", "dro", "geo_mean", "gpg", "gspo", "kl_cov", "sapo")
+_ESTIMATOR = re.compile(r"compute_(\w+?)(?:_outcome)?_advantage(?:_return)?")
+_OTHER_NAMES = {"multi_turn_optimal_token_baseline": "tir_optimal_token_baseline"}
 
 
 def __getattr__(name: str) -> Any:
     """verl's `compute_...` functions, each made of the one implementation."""
-    loss = name.removeprefix("compute_policy_loss_")
-    if loss in (*_LOSSES, "vanilla"):
+    loss, found = name.removeprefix("compute_policy_loss_"), _ESTIMATOR.fullmatch(name)
+    if loss != name and loss in POLICY_LOSSES:
         return POLICY_LOSS_REGISTRY[loss]
-    if name in _ESTIMATORS:
-        return ADV_ESTIMATOR_REGISTRY[_ESTIMATORS[name]]
+    estimator = found and _OTHER_NAMES.get(found[1], found[1])
+    if estimator in ADVANTAGES:
+        return ADV_ESTIMATOR_REGISTRY[estimator]
     raise AttributeError(name)
 
 

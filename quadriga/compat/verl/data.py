@@ -10,9 +10,11 @@ from typing import Any
 
 import datasets
 import numpy as np
+from torch import Tensor
 from torch.utils.data import Dataset
 
 from quadriga.compat.verl.algorithms import taken
+from quadriga.data.padding import postprocess_data
 from quadriga.data.pictures import as_list, read_picture
 from quadriga.data.rl_dataset import prompt_columns
 from quadriga.data.tokenizing import ChatEncoder, as_messages, load_tokenizer
@@ -114,6 +116,17 @@ class RLHFDataset(Dataset):
         messages = messages if self._vision is None else with_parts(messages, len(read), where=where)
         text = self._encoder.render(messages, where=where)
         return {**row, **prompt_columns(text, read, self._encoder, self._vision, self.config, where=where)}
+
+
+def tokenize_and_postprocess_data(prompt: str, tokenizer: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    """Token ids and mask of a rendered prompt, [1, max_length]; `options` are those of `postprocess_data`."""
+    found = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
+    return postprocess_data(found["input_ids"], found["attention_mask"], **options)
+
+
+def process_image(image: Any) -> Any:
+    """A picture of PIL, in RGB."""
+    return read_picture(image, folder=Path.cwd(), where="process_image")
 
 
 def hf_tokenizer(name_or_path: str, correct_pad_token: bool = True, correct_gemma2: bool = True, **kwargs: Any) -> Any:

@@ -11,25 +11,25 @@ Shapes: B responses of up to T tokens.
 
 import asyncio
 import inspect
-import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from numbers import Real
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
+from omegaconf import OmegaConf
 from torch import Tensor
 
 from quadriga.compat.verl.algorithms import taken
 from quadriga.compat.verl.scores import default_compute_score
 from quadriga.errors import RewardError
-from quadriga.observe.metrics import Metric
 from quadriga.protocol import DataProto
-from quadriga.protocol.columns import object_array
+from quadriga.rewards.managers.dapo import punishment_of
+from quadriga.rewards.outcome import read_outcome
 from quadriga.rewards.registry import RewardManager, RewardOutput
 from quadriga.rewards.registry import register as _register
-from quadriga.rewards.samples import ERROR_COLUMN, read_samples
+from quadriga.rewards.samples import Samples, collect, read_samples
 from quadriga.rewards.scoring import ScoreFunction
 from quadriga.rollout.event_loop import EventLoopThread
 
@@ -42,15 +42,16 @@ class _Adapted(RewardManager):
     manager_class: type[Any]
 
     def __init__(self, config: Any, tokenizer: Any) -> None:
-        custom, kwargs = config.custom_reward_function, dict(config.reward_model.reward_kwargs)
-        score = None
+        # As verl's configuration its nested values are read as attributes too.
+        tree = OmegaConf.create(config.model_dump(mode="json"))
+        custom, kwargs, score = config.custom_reward_function, tree.reward_model.reward_kwargs, None
         if custom.path is not None:
             score = ScoreFunction(custom.path, custom.name, dict(custom.reward_kwargs)).load()
         self._thread = EventLoopThread("quadriga-rewards") if hasattr(self.manager_class, "run_single") else None
         offered = {"tokenizer": tokenizer, "compute_score": score, **kwargs}
         if self._thread is not None:
             # Its loop is the one that runs when it is made.
-            self.manager = self._thread.submit(self._made({**offered, "config": config})).result()
+            self.manager = self._thread.submit(self._made({**offered, "config": tree})).result()
             return
         offered |= {"num_examine": 0, "compute_score": score or default_compute_score}
         offered["reward_fn_key"] = config.data.reward_fn_key
@@ -60,52 +61,36 @@ class _Adapted(RewardManager):
         return self.manager_class(**taken(self.manager_class, offered))
 
     def __call__(self, data: DataProto) -> RewardOutput:
+        name, shape, rewards = self.manager_class.__name__, data.batch["responses"].shape, None
         if self._thread is not None:
-            return self._of_singles(self._thread.submit(self._run_all(data)).result(), data)
-        name, shape = self.manager_class.__name__, data.batch["responses"].shape
-        found = self.manager(data, **taken(self.manager.__call__, {"return_dict": True}))
-        rewards = found["reward_tensor"] if isinstance(found, Mapping) else found
-        if not isinstance(rewards, Tensor) or rewards.shape != shape or not rewards.isfinite().all():
-            got = f"rewards of shape {list(rewards.shape)}" if isinstance(rewards, Tensor) else type(rewards).__name__
-            raise RewardError(name, got=got, expected=f"a tensor of finite numbers, {list(shape)}")
-        extra = dict(found.get("reward_extra_info") or {}) if isinstance(found, Mapping) else {}
-        return _output(rewards.float(), extra, name)
+            found = self._thread.submit(self._run_all(data)).result()
+            rows = [{**(one.get("reward_extra_info") or {}), "score": one["reward_score"]} for one in found]
+        else:
+            found = self.manager(data, **taken(self.manager.__call__, {"return_dict": True}))
+            rewards = found["reward_tensor"] if isinstance(found, Mapping) else found
+            if not isinstance(rewards, Tensor) or rewards.shape != shape or not rewards.isfinite().all():
+                is_tensor = isinstance(rewards, Tensor)
+                got = f"rewards of shape {list(rewards.shape)}" if is_tensor else type(rewards).__name__
+                raise RewardError(name, got=got, expected=f"a tensor of finite numbers, {list(shape)}")
+            extra = dict(found.get("reward_extra_info") or {}) if isinstance(found, Mapping) else {}
+            for key, values in extra.items():
+                if len(values) != len(data):
+                    where = f"{name}, reward_extra_info {key!r}"
+                    raise RewardError(where, got=f"{len(values)} values", expected=str(len(data)))
+            rows = [{**{key: values[row] for key, values in extra.items()}, "score": 0.0} for row in range(len(data))]
+        outcomes = list(map(read_outcome, rows))
+        if error := next((one.error for one in outcomes if one.error), ""):
+            raise RewardError(name, got=error, expected="a number for each response")
+        lengths = data.batch["attention_mask"][:, -shape[1] :].long().sum(-1)
+        output = collect(Samples([], lengths, shape[1], []), outcomes, 0.0)
+        return output if rewards is None else replace(output, scores=rewards.float())
 
     async def _run_all(self, data: DataProto) -> list[dict[str, Any]]:
         return await asyncio.gather(*(self.manager.run_single(data[row : row + 1]) for row in range(len(data))))
 
-    def _of_singles(self, found: Sequence[Mapping[str, Any]], data: DataProto) -> RewardOutput:
-        mask = data.batch["attention_mask"][:, -data.batch["responses"].shape[1] :]
-        rewards = torch.zeros_like(data.batch["responses"], dtype=torch.float32)
-        scores = torch.tensor([float(one["reward_score"]) for one in found])
-        rewards[torch.arange(len(data)), (mask.sum(-1) - 1).clamp(min=0)] = scores
-        extras = [one.get("reward_extra_info") or {} for one in found]
-        names = dict.fromkeys(name for one in extras for name in one)
-        return _output(
-            rewards, {name: [one.get(name) for one in extras] for name in names}, self.manager_class.__name__
-        )
-
     def close(self) -> None:
         if self._thread is not None:
             self._thread.close()
-
-
-def _output(rewards: Tensor, extra: Mapping[str, Sequence[Any]], name: str) -> RewardOutput:
-    """The rewards [B, T] with a column and, of numbers, the mean of each entry."""
-    columns = {ERROR_COLUMN: object_array("" for _ in rewards)}
-    metrics: dict[str, Metric] = {}
-    for key, values in extra.items():
-        if key == "score":
-            continue
-        if len(values) != len(rewards):
-            raise RewardError(
-                f"{name}, reward_extra_info {key!r}", got=f"{len(values)} values", expected=str(len(rewards))
-            )
-        columns[key] = object_array(value.item() if hasattr(value, "item") else value for value in values)
-        numbers = [value for value in columns[key] if value is not None]
-        if numbers and all(isinstance(value, Real) for value in numbers):
-            metrics[f"reward/extra/{key}"] = Metric(math.fsum(numbers) / len(numbers), "mean", weight=len(numbers))
-    return RewardOutput(rewards, columns, metrics)
 
 
 def adapt(cls: Any) -> type[RewardManager]:
@@ -162,10 +147,29 @@ class NaiveRewardManager(AbstractRewardManager):
         extra: dict[str, list[Any]] = defaultdict(list)
         for row, (sample, length) in enumerate(zip(samples.rows, samples.lengths.tolist(), strict=True)):
             graded = self.compute_score(**sample)
-            for key, value in graded.items() if isinstance(graded, Mapping) else ():
+            score, told = self.shaped(graded, length)
+            for key, value in told.items():
                 extra[key].append(value)
-            rewards[row, max(length, 1) - 1] = graded["score"] if isinstance(graded, Mapping) else graded
+            rewards[row, max(length, 1) - 1] = score
         return {"reward_tensor": rewards, "reward_extra_info": extra} if return_dict else rewards
+
+    def shaped(self, graded: Any, length: int) -> tuple[float, dict[str, Any]]:
+        """The reward of a response of `length` tokens, and what else is known of it."""
+        told = dict(graded) if isinstance(graded, Mapping) else {}
+        return told.get("score", graded), told
+
+
+class DAPORewardManager(NaiveRewardManager):
+    """The same, less the punishment of over-long responses (`quadriga.rewards.managers.dapo`)."""
+
+    def __init__(self, *args: Any, max_resp_len: int | None = None, overlong_buffer_cfg: Any = None, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.max_resp_len, self.overlong_buffer_cfg = max_resp_len, overlong_buffer_cfg
+
+    def shaped(self, graded: Any, length: int) -> tuple[float, dict[str, Any]]:
+        score, told = super().shaped(graded, length)
+        punishment, said = punishment_of(length, self.max_resp_len, self.overlong_buffer_cfg or {})
+        return score + punishment, {**told, **said}
 
 
 class RewardManagerBase(_Verls, ABC):
@@ -200,3 +204,15 @@ class SingleRewardManager(RewardManagerBase):
             graded = await self.loop.run_in_executor(None, lambda: self.compute_score(**sample))
         extra = dict(graded) if isinstance(graded, Mapping) else {"acc": graded}
         return {"reward_score": extra.get("score", graded), "reward_extra_info": extra}
+
+
+class SingleDAPORewardManager(SingleRewardManager):
+    """The same, less the punishment of over-long responses."""
+
+    async def run_single(self, data: DataProto) -> dict[str, Any]:
+        found, kwargs = await super().run_single(data), self.config.reward_model.reward_kwargs
+        length = int(data.batch["attention_mask"][0, -data.batch["responses"].shape[1] :].sum())
+        buffer = kwargs.get("overlong_buffer_cfg") or {}
+        punishment, said = punishment_of(length, kwargs.get("max_resp_len"), buffer)
+        extra = {**found["reward_extra_info"], **said}
+        return {"reward_score": found["reward_score"] + punishment, "reward_extra_info": extra}

@@ -10,6 +10,7 @@ Options (`reward_model.reward_kwargs`): `max_resp_len`, in tokens, and `overlong
 (tokens), `penalty_factor`, and `log` (the punishment goes to the extras, as "overlong_reward" and "overlong").
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from quadriga.config import Config
@@ -23,6 +24,33 @@ _WHERE = "reward_model.reward_kwargs"
 _BUFFER_DEFAULTS = {"enable": False, "len": 0, "penalty_factor": 1.0, "log": False}
 
 
+def punishment_of(length: int, max_length: Any, given: Mapping[str, Any]) -> tuple[float, dict[str, Any]]:
+    """What is added to the score of a response of `length` tokens, and what is told of it.
+
+    Args:
+        max_length: `max_resp_len`.
+        given: `overlong_buffer_cfg`.
+
+    Raises:
+        ConfigError: one of them is not as it must be.
+    """
+    if unknown := ", ".join(key for key in given if key not in _BUFFER_DEFAULTS):
+        expected = f"only {', '.join(_BUFFER_DEFAULTS)}"
+        raise ConfigError(f"{_WHERE}.overlong_buffer_cfg", got=unknown, expected=expected)
+    buffer = {**_BUFFER_DEFAULTS, **given}
+    if not buffer["enable"]:
+        return 0.0, {}
+    if not isinstance(max_length, int) or max_length < 1:
+        expected = "a number of tokens, usually data.max_response_length"
+        raise ConfigError(f"{_WHERE}.max_resp_len", got=repr(max_length), expected=expected)
+    if not isinstance(buffer["len"], int) or not 0 < buffer["len"] <= max_length:
+        expected = f"a number of tokens from 1 to max_resp_len={max_length}"
+        raise ConfigError(f"{_WHERE}.overlong_buffer_cfg.len", got=repr(buffer["len"]), expected=expected)
+    excess = length - (max_length - buffer["len"])
+    punishment = min(0.0, -excess / buffer["len"] * buffer["penalty_factor"])
+    return punishment, {"overlong_reward": punishment, "overlong": punishment < 0} if buffer["log"] else {}
+
+
 @register("dapo")
 class DapoRewardManager(NaiveRewardManager):
     """Grades each sample on its own and makes long responses cheaper not to write."""
@@ -31,20 +59,8 @@ class DapoRewardManager(NaiveRewardManager):
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         kwargs = config.reward_model.reward_kwargs
-        given, self._max_length = kwargs.get("overlong_buffer_cfg") or {}, kwargs.get("max_resp_len")
-        unknown = ", ".join(key for key in given if key not in _BUFFER_DEFAULTS)
-        if unknown:
-            expected = f"only {', '.join(_BUFFER_DEFAULTS)}"
-            raise ConfigError(f"{_WHERE}.overlong_buffer_cfg", got=unknown, expected=expected)
-        self._buffer = {**_BUFFER_DEFAULTS, **given}
-        length = self._buffer["len"]
-        if self._buffer["enable"]:
-            if not isinstance(self._max_length, int) or self._max_length < 1:
-                expected = "a number of tokens, usually data.max_response_length"
-                raise ConfigError(f"{_WHERE}.max_resp_len", got=repr(self._max_length), expected=expected)
-            if not isinstance(length, int) or not 0 < length <= self._max_length:
-                expected = f"a number of tokens from 1 to max_resp_len={self._max_length}"
-                raise ConfigError(f"{_WHERE}.overlong_buffer_cfg.len", got=repr(length), expected=expected)
+        self._max_length, self._buffer = kwargs.get("max_resp_len"), kwargs.get("overlong_buffer_cfg") or {}
+        punishment_of(0, self._max_length, self._buffer)
         super().__init__(config, tokenizer)
 
     def shaped(self, outcomes: list[Outcome], samples: Samples) -> list[Outcome]:
@@ -53,11 +69,7 @@ class DapoRewardManager(NaiveRewardManager):
         for outcome, length in zip(outcomes, samples.lengths.tolist(), strict=True):
             if not outcome.error:
                 extra = {**outcome.extra, "acc": outcome.extra.get("acc", outcome.score)} if self.has_grades else {}
-                outcome = outcome._replace(extra=extra)
-            if self._buffer["enable"] and not outcome.error:
-                excess = length - (self._max_length - self._buffer["len"])
-                punishment = min(0.0, -excess / self._buffer["len"] * self._buffer["penalty_factor"])
-                told = {"overlong_reward": punishment, "overlong": punishment < 0} if self._buffer["log"] else {}
-                outcome = outcome._replace(score=outcome.score + punishment, extra={**outcome.extra, **told})
+                punishment, told = punishment_of(length, self._max_length, self._buffer)
+                outcome = outcome._replace(score=outcome.score + punishment, extra={**extra, **told})
             shaped.append(outcome)
         return shaped

@@ -155,6 +155,10 @@ class ToolAgent(AgentLoop):
         if not self.config.enable:
             fix = "Set actor_rollout_ref.rollout.multi_turn.enable=True."
             raise RolloutError("tool_agent", got="multi_turn.enable=false", fix=fix)
+        if self.config.format not in PARSERS:
+            fix = "The file of agent.agent_loop_path adds its own to quadriga.rollout.agent_loop.parsers.PARSERS."
+            expected, got = f"one of {', '.join(PARSERS)}", repr(self.config.format)
+            raise RolloutError("multi_turn.format", got=got, expected=expected, fix=fix)
         self.parser = PARSERS[self.config.format]
 
     async def run(self, chat: Conversation) -> None:

@@ -107,7 +107,7 @@ def gpt_oss(text: str, schemas: Schemas) -> list[ToolCall]:
 
 
 PARSERS: dict[str, Parser] = {"hermes": hermes, "qwen3_coder": qwen3_coder, "glm": glm, "gpt-oss": gpt_oss}
-"""By `multi_turn.format`, which `config/multi_turn.py` checks."""
+"""By `multi_turn.format`; a file of agent loops may add its own."""
 
 
 def _unreadable(problem: str, text: str, form: str, name: str = "") -> ToolCall:

@@ -194,7 +194,7 @@ def test_ours_as_verls_losses(monkeypatch: pytest.MonkeyPatch, version: str) -> 
     monkeypatch.setenv(VARIABLE, version)
     fields = batch()
     expected = ours.core_algos.compute_policy_loss(*fields.values(), cliprange=0.2)
-    for name in (*ours._LOSSES, "vanilla"):
+    for name in ours.POLICY_LOSSES:
         extra = {"rollout_log_probs": fields["old_log_prob"]} if name == "bypass_mode" else {}
         loss, *rest = ours.get_policy_loss_fn(name)(**fields, config=ActorConfig(), **extra)
         assert loss.dim() == 0 and len(rest) == (3 if version == "0.6.1" else 1)

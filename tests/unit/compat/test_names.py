@@ -35,7 +35,7 @@ def test_no_module_is_covered_and_missing() -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("from verl.workers.reward_manager import DAPORewardManager", "reward_model.reward_manager=dapo"),
+        ("from verl.workers.reward_manager import PrimeRewardManager", "reward_model.reward_manager=prime"),
         ("from verl.single_controller.ray import RayWorkerGroup", "quadriga.single_controller"),
         ("import verl.utils.tracking", "trainer.logger"),
         ("from verl.trainer.ppo.core_algos import agg_los", r"Did you mean 'agg_loss'"),

@@ -150,6 +150,7 @@ def test_tools_that_are_all_there(files: dict[str, str]) -> None:
         ({"multi_turn": {"enable": True}}, f"Set {_ROLLOUT}.mode=async."),
         ({"mode": "async", "agent": {"default_agent_loop": "tool_agent"}}, f"Set {_ROLLOUT}.multi_turn.enable=True."),
         ({"mode": "async", "agent": {"default_agent_loop": "tol_agent"}}, "Did you mean tool_agent?"),
+        ({"mode": "async", "multi_turn": {"enable": True, "format": "qwen3"}}, "Did you mean qwen3_coder?"),
         ({"mode": "async", "agent": {"default_agent_loop": "zzz"}}, "agent.agent_loop_path"),
         ({"mode": "async", "agent": {"agent_loop_path": "no.py"}}, "There is no such file"),
         ({"mode": "async", "multi_turn": {"enable": True, "function_tool_path": "no.py"}}, "There is no such file"),
@@ -163,12 +164,6 @@ def test_what_is_refused(rollout: dict[str, Any], expected: str) -> None:
     """One problem each, which says what to set."""
     (problem,) = _check(rollout)[0]
     assert expected in str(problem)
-
-
-def test_a_format_that_does_not_exist() -> None:
-    """The nearest one is named."""
-    with pytest.raises(ConfigError, match=r"multi_turn\.format: got 'qwen3', .* Did you mean qwen3_coder\?"):
-        load_config([f"{ROLLOUT}.multi_turn.format=qwen3"])
 
 
 def test_the_messages_of_prompts_are_needed() -> None:
