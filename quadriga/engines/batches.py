@@ -28,34 +28,21 @@ from quadriga.protocol import DataProto
 
 @dataclass(frozen=True)
 class MicroBatching:
-    """How a mini-batch is cut.
+    """How a mini-batch is cut."""
 
-    Attributes:
-        num_sequences: rows in a micro-batch, or None to cut by tokens.
-        max_tokens: packed tokens in a micro-batch when cutting by tokens; a longer row goes alone.
-        share_prompts: whether rows with the same prompt count (and compute) it once.
-    """
-
-    num_sequences: int | None
-    max_tokens: int
-    share_prompts: bool = True
+    num_sequences: int | None  # rows in a micro-batch, or None to cut by tokens
+    max_tokens: int  # packed tokens in a micro-batch when cutting by tokens; a longer row goes alone
+    share_prompts: bool = True  # whether rows with the same prompt count (and compute) it once
 
 
 @dataclass(frozen=True)
 class Passes:
-    """How often and in what pieces a batch is learned from.
+    """How often and in what pieces a batch is learned from."""
 
-    Attributes:
-        mini_batch_size: rows that one optimizer step takes, of all ranks together; the last may be smaller.
-        num_epochs: passes over the batch.
-        micro: how a mini-batch is cut to fit in memory.
-        shuffle_seed: rows are shuffled from this seed before each pass, or None to keep their order.
-    """
-
-    mini_batch_size: int
-    num_epochs: int
-    micro: MicroBatching
-    shuffle_seed: int | None = None
+    mini_batch_size: int  # rows that one optimizer step takes, of all ranks together; the last may be smaller
+    num_epochs: int  # passes over the batch
+    micro: MicroBatching  # how a mini-batch is cut to fit in memory
+    shuffle_seed: int | None = None  # rows are shuffled from this seed before each pass, or None to keep their order
 
     @classmethod
     def of(cls, config: BatchingConfig, rows_per_prompt: int, step: int, *, share_prompts: bool) -> "Passes":

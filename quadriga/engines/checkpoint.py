@@ -251,17 +251,11 @@ def _require_fit(folder: Path, listed: Metadata, shapes: Mapping[str, torch.Size
 
 @dataclass(frozen=True)
 class CopyPlan:
-    """Which rank copies which chunks of a state, and where they lie in its memory.
+    """Which rank copies which chunks of a state, and where they lie in its memory."""
 
-    Attributes:
-        listed: shape, dtype and chunks of each tensor.
-        places: rank and first byte in a slot, of each chunk.
-        slot_bytes: of each rank.
-    """
-
-    listed: Metadata
-    places: dict[MetadataIndex, tuple[int, int]]
-    slot_bytes: list[int]
+    listed: Metadata  # shape, dtype and chunks of each tensor
+    places: dict[MetadataIndex, tuple[int, int]]  # rank and first byte in a slot, of each chunk
+    slot_bytes: list[int]  # of each rank
 
 
 class StateCopier:

@@ -28,15 +28,10 @@ LossAndMetrics = tuple[torch.Tensor, dict[str, Metric]]
 
 
 class Objective(ABC):
-    """A loss over a mini-batch, given in pieces.
+    """A loss over a mini-batch, given in pieces."""
 
-    Attributes:
-        name: with which the names of its metrics begin.
-        columns: of the batch, which the loss reads.
-    """
-
-    name: str
-    columns: tuple[str, ...] = ("response_mask",)
+    name: str  # with which the names of its metrics begin
+    columns: tuple[str, ...] = ("response_mask",)  # of the batch, which the loss reads
 
     def fields(self, data: DataProto) -> tuple[str, ...]:
         """Columns [B, ...] of this batch that the loss reads."""

@@ -30,35 +30,24 @@ LossFunction = Callable[[Outputs], torch.Tensor]
 
 @dataclass(frozen=True)
 class PromptImages:
-    """The images of one prompt.
+    """The images of one prompt."""
 
-    Attributes:
-        inputs: as the model takes them: `pixel_values` [patches, values], `image_grid_thw` [images, 3].
-        places: their tokens' indices in the prompt.
-        key: equal for equal images.
-    """
-
+    # As the model takes them: `pixel_values` [patches, values], `image_grid_thw` [images, 3].
     inputs: Mapping[str, torch.Tensor]
-    places: np.ndarray
-    key: bytes
+    places: np.ndarray  # their tokens' indices in the prompt
+    key: bytes  # equal for equal images
 
 
 @dataclass(frozen=True)
 class RowTokens(RowLength):
-    """One padded row without its padding.
+    """One padded row without its padding."""
 
-    Attributes:
-        prompt, response: token ids.
-        positions: [L] of both, or [3, L].
-        trained: the response positions that are predicted.
-        images: of the prompt.
-    """
-
+    # Token ids.
     prompt: np.ndarray
     response: np.ndarray
-    positions: np.ndarray
-    trained: np.ndarray
-    images: PromptImages | None = None
+    positions: np.ndarray  # [L] of both, or [3, L]
+    trained: np.ndarray  # the response positions that are predicted
+    images: PromptImages | None = None  # of the prompt
 
 
 def row_tokens(data: DataProto, image_tokens: ImageTokens | None = None) -> list[RowTokens]:

@@ -117,19 +117,13 @@ def update(
 
 @dataclass
 class MicroBatchLoss:
-    """An objective on one micro-batch, as an engine calls it: packed outputs [M] in, a scalar out; keeps the metrics.
-
-    Attributes:
-        rows: b of them, on the engine's device.
-        counts: of the whole mini-batch, by which the loss is normalised.
-        metrics: of the last call.
-    """
+    """An objective on a micro-batch, as an engine calls it: packed outputs [M] in, a scalar out; keeps the metrics."""
 
     objective: Objective
-    rows: DataProto
+    rows: DataProto  # b of them, on the engine's device
     packed: PackedBatch
-    counts: LossCounts
-    metrics: dict[str, Metric] = field(default_factory=dict)
+    counts: LossCounts  # of the whole mini-batch, by which the loss is normalised
+    metrics: dict[str, Metric] = field(default_factory=dict)  # of the last call
 
     def __call__(self, outputs: Outputs) -> torch.Tensor:
         padded = {name: self.packed.unpack(values) for name, values in outputs.items()}

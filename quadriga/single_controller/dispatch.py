@@ -46,15 +46,10 @@ class DispatchError(WorkerError):
 
 @dataclass(frozen=True)
 class MeshLayout:
-    """Which part of the data each rank of a mesh works on.
+    """Which part of the data each rank of a mesh works on."""
 
-    Attributes:
-        dp_ranks: data-parallel rank of each rank; ranks of one model-parallel group share theirs.
-        collected: of each data-parallel rank, the rank whose output is collected.
-    """
-
-    dp_ranks: tuple[int, ...]
-    collected: tuple[int, ...]
+    dp_ranks: tuple[int, ...]  # data-parallel rank of each rank; ranks of one model-parallel group share theirs
+    collected: tuple[int, ...]  # of each data-parallel rank, the rank whose output is collected
 
 
 @dataclass(eq=False)
@@ -326,15 +321,11 @@ class Execute(Enum):
 
 @dataclass(frozen=True)
 class Registration:
-    """How a method is called on a group; the arguments of `register`.
-
-    Attributes:
-        is_rank_zero_only: rank 0 alone gets the arguments, whole, and its output is the result.
-    """
+    """How a method is called on a group; the arguments of `register`."""
 
     dispatch_mode: Dispatch
     blocking: bool
-    is_rank_zero_only: bool
+    is_rank_zero_only: bool  # rank 0 alone gets the arguments, whole, and its output is the result
 
 
 def register(

@@ -18,18 +18,15 @@ from quadriga.single_controller.dispatch import Dispatch, Execute, register
 
 @dataclass(frozen=True)
 class WorkerPlace:
-    """Where a worker stands.
+    """Where a worker stands."""
 
-    Attributes:
-        rank, world_size: its number among all ranks of the group.
-        local_rank, local_world_size: its number among the ranks on its node.
-        master_addr, master_port: where the ranks meet to form process groups.
-    """
-
+    # Its number among all ranks of the group.
     rank: int = 0
     world_size: int = 1
+    # Its number among the ranks on its node.
     local_rank: int = 0
     local_world_size: int = 1
+    # Where the ranks meet to form process groups.
     master_addr: str = "localhost"
     master_port: int = 29500
 

@@ -93,17 +93,11 @@ def order_for_ranks(
 
 @dataclass(frozen=True)
 class Balance:
-    """An order of the rows, and how even the shares of its equal chunks are.
+    """An order of the rows, and how even the shares of its equal chunks are."""
 
-    Attributes:
-        order: row numbers; the first chunk is for rank 0, and so on.
-        imbalance: time of all steps over the time with even shares: 1 is even, R has all work on one rank.
-        imbalance_before: the same of the rows as they came.
-    """
-
-    order: list[int]
-    imbalance: float
-    imbalance_before: float
+    order: list[int]  # row numbers; the first chunk is for rank 0, and so on
+    imbalance: float  # time of all steps over the time with even shares: 1 is even, R has all work on one rank
+    imbalance_before: float  # the same of the rows as they came
 
 
 def balance(rows: Sequence[Row], num_ranks: int, mini_batch_size: int) -> Balance:

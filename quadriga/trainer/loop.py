@@ -32,15 +32,10 @@ MODEL_FOLDER = "model"
 
 
 class Step(NamedTuple):
-    """A step that was taken, measured and reported.
+    """A step that was taken, measured and reported."""
 
-    Attributes:
-        loop: that has taken it; it may differ between steps, after the workers were started again.
-        batch: all rows of the step with what was computed; None before the first step of a loop.
-    """
-
-    loop: "TrainingLoop"
-    batch: DataProto | None
+    loop: "TrainingLoop"  # that has taken it; it may differ between steps, after the workers were started again
+    batch: DataProto | None  # all rows of the step with what was computed; None before the first step of a loop
 
     @property
     def number(self) -> int:

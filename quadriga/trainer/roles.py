@@ -28,25 +28,15 @@ class Role(StrEnum):
 
 @dataclass(frozen=True)
 class Needs:
-    """The optional passes of a training step.
+    """The optional passes of a training step."""
 
-    Attributes:
-        critic: the estimator reads `values`.
-        greedy_baseline: the estimator reads `reward_baselines`.
-        reference: a divergence from the first policy is used, or the estimator reads `ref_log_prob`.
-        old_log_probs: they are not the current ones by construction, or are wanted before the update.
-        sum_pi_squared: the estimator reads it; it comes with the old log-probs.
-        reward_model: a model grades.
-        larger_groups: the estimator compares the responses to one prompt, and there is only one.
-    """
-
-    critic: bool
-    greedy_baseline: bool
-    reference: bool
-    old_log_probs: bool
-    sum_pi_squared: bool
-    reward_model: bool
-    larger_groups: bool
+    critic: bool  # the estimator reads `values`
+    greedy_baseline: bool  # the estimator reads `reward_baselines`
+    reference: bool  # a divergence from the first policy is used, or the estimator reads `ref_log_prob`
+    old_log_probs: bool  # they are not the current ones by construction, or are wanted before the update
+    sum_pi_squared: bool  # the estimator reads it; it comes with the old log-probs
+    reward_model: bool  # a model grades
+    larger_groups: bool  # the estimator compares the responses to one prompt, and there is only one
 
     @classmethod
     def of(cls, config: Config) -> "Needs":

@@ -19,13 +19,9 @@ _NUM_NAMED = 5
 
 
 class WeightTarget(Protocol):
-    """What receives weights: a rollout engine.
+    """What receives weights: a rollout engine."""
 
-    Attributes:
-        weight_version: of its weights; -1: none that are complete.
-    """
-
-    weight_version: int
+    weight_version: int  # of its weights; -1: none that are complete
 
     @abstractmethod
     def load_weights(self, weights: NamedWeights, version: int) -> None:

@@ -44,18 +44,13 @@ ReadWeight = Callable[[str], torch.Tensor]
 
 @dataclass(frozen=True)
 class Memory:
-    """What an engine gives up to need less memory.
+    """What an engine gives up to need less memory."""
 
-    Attributes:
-        gradient_checkpointing: keep a layer's inputs only, and compute the layer again for its gradient.
-        activation_offload: keep what the backward pass needs in the memory of the CPU; with CUDA only.
-        reshard_after_forward: drop a layer's gathered weights between its forward and backward pass; sharded ones only.
-        offload_weights: masters and optimizer rest, and step, in the memory of the CPU; with CUDA, sharded ones only.
-    """
-
-    gradient_checkpointing: bool = False
-    activation_offload: bool = False
+    gradient_checkpointing: bool = False  # keep a layer's inputs only, and compute the layer again for its gradient
+    activation_offload: bool = False  # keep what the backward pass needs in the memory of the CPU; with CUDA only
+    # Drop a layer's gathered weights between its forward and backward pass; sharded ones only.
     reshard_after_forward: bool = True
+    # Masters and optimizer rest, and step, in the memory of the CPU; with CUDA, sharded ones only.
     offload_weights: bool = False
 
 
@@ -70,17 +65,11 @@ class WholeParameter:
 
 @dataclass(frozen=True)
 class Part:
-    """What a master is a part of.
+    """What a master is a part of."""
 
-    Attributes:
-        name: in the whole model.
-        tensor_dimension: cut by tensor parallelism; None: whole on every rank of a tp group.
-        is_copy: the first stage has the same parameter.
-    """
-
-    name: str
-    tensor_dimension: int | None
-    is_copy: bool
+    name: str  # in the whole model
+    tensor_dimension: int | None  # cut by tensor parallelism; None: whole on every rank of a tp group
+    is_copy: bool  # the first stage has the same parameter
 
 
 class ShardedWeights:

@@ -25,20 +25,13 @@ WORK_NAMES = ("pp", "dp", "sp", "tp")
 
 @dataclass(frozen=True)
 class Processes:
-    """The ranks of one engine, seen from one of them.
+    """The ranks of one engine, seen from one of them."""
 
-    Attributes:
-        layout: how they are arranged.
-        place: of this one.
-        world: all of them.
-        replicas: those with other rows, at the same place otherwise.
-        storage, work: the meshes; None where every rank has everything.
-    """
-
-    layout: Layout
-    place: RankPlace
-    world: ProcessGroup
-    replicas: ProcessGroup
+    layout: Layout  # how they are arranged
+    place: RankPlace  # of this one
+    world: ProcessGroup  # all of them
+    replicas: ProcessGroup  # those with other rows, at the same place otherwise
+    # The meshes; None where every rank has everything.
     storage: DeviceMesh | None = None
     work: DeviceMesh | None = None
 

@@ -56,19 +56,14 @@ RAY_KILLS_S = 3.0
 
 @dataclass(frozen=True)
 class Call:
-    """The handle of a method that was started: what `RayWorkerGroup.start_all` returns.
+    """The handle of a method that was started: what `RayWorkerGroup.start_all` returns."""
 
-    Attributes:
-        ref: Ray's reference of the output.
-        address: of the process (`actor`); None: not known yet.
-        arguments: describes them, for an error message. It may hold on to them; a pickled call has the text instead.
-    """
-
-    ref: Any
+    ref: Any  # Ray's reference of the output
     actor: Any
-    address: ProcessAddress | None
+    address: ProcessAddress | None  # of the process (`actor`); None: not known yet
     worker: WorkerName
     method: str
+    # Describes them, for an error message. It may hold on to them; a pickled call has the text instead.
     arguments: Callable[[], str]
 
     def __reduce__(self) -> tuple[Any, ...]:

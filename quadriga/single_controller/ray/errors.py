@@ -39,20 +39,14 @@ _LEFT_ALONE = re.compile(r"gloo/transport|Connection (closed|reset) by|ncclRemot
 
 @dataclass(frozen=True)
 class WorkerName:
-    """Which worker in which process; prints as in `actor[rank 3/8 on 10.0.0.2]`.
+    """Which worker in which process; prints as in `actor[rank 3/8 on 10.0.0.2]`."""
 
-    Attributes:
-        role: the group's name.
-        rank, world_size: the worker's number in its group.
-        node: address of its node; "": not known yet.
-        pid: its process there.
-    """
-
-    role: str
+    role: str  # the group's name
+    # The worker's number in its group.
     rank: int
     world_size: int
-    node: str = ""
-    pid: int = 0
+    node: str = ""  # address of its node; "": not known yet
+    pid: int = 0  # its process there
 
     def __str__(self) -> str:
         node = f" on {self.node}" if self.node else ""
@@ -210,15 +204,10 @@ _RAYS_WORDS = {
 
 @dataclass(frozen=True)
 class CrashLog:
-    """What is found on a dead process's node.
+    """What is found on a dead process's node."""
 
-    Attributes:
-        last_lines: the end of its standard error.
-        oom_kills: how many processes the kernel has killed for lack of memory since the node was booted.
-    """
-
-    last_lines: tuple[str, ...] = ()
-    oom_kills: int = 0
+    last_lines: tuple[str, ...] = ()  # the end of its standard error
+    oom_kills: int = 0  # how many processes the kernel has killed for lack of memory since the node was booted
 
 
 def oom_kills(vmstat: Path = Path("/proc/vmstat")) -> int:

@@ -46,42 +46,28 @@ LOOK_AFTER_RAYLET_S = 1.0
 
 @dataclass(frozen=True)
 class ProcessAddress:
-    """Where a process runs, and what is needed to look after it.
+    """Where a process runs, and what is needed to look after it."""
 
-    Attributes:
-        node: address of the node.
-        port: a port that was free on it, for the ranks to meet if this is rank 0.
-        node_id: Ray's id of the node.
-        raylet_port: where the node's raylet responds.
-        pid, started: the process on the node, and its start in the kernel's clock ticks: pids are used again.
-        log: the file on the node that takes its standard error.
-        oom_kills: the kernel's count of processes killed for lack of memory when this one started.
-    """
-
-    node: str
-    port: int
-    node_id: str
-    raylet_port: int
+    node: str  # address of the node
+    port: int  # a port that was free on it, for the ranks to meet if this is rank 0
+    node_id: str  # Ray's id of the node
+    raylet_port: int  # where the node's raylet responds
+    # The process on the node, and its start in the kernel's clock ticks: pids are used again.
     pid: int
     started: bytes
-    log: str
-    oom_kills: int
+    log: str  # the file on the node that takes its standard error
+    oom_kills: int  # the kernel's count of processes killed for lack of memory when this one started
 
 
 @dataclass(frozen=True)
 class Status:
-    """What a process is doing.
+    """What a process is doing."""
 
-    Attributes:
-        role, method: what runs; "": nothing.
-        running_s: for how many seconds.
-        phase: file, line and function where the working thread stands.
-    """
-
+    # What runs; "": nothing.
     role: str = ""
     method: str = ""
-    running_s: float = 0.0
-    phase: str = ""
+    running_s: float = 0.0  # for how many seconds
+    phase: str = ""  # file, line and function where the working thread stands
 
 
 @dataclass

@@ -154,14 +154,10 @@ def _own(memory: Any) -> Any:
 
 
 class Message(NamedTuple):
-    """One rank's arguments.
+    """One rank's arguments."""
 
-    Attributes:
-        body: what travels with the call: bytes; or `(args, kwargs)` themselves, which are Ray's to pickle.
-        refs: objects in Ray's store; to be passed as top-level arguments, so that Ray fetches them first.
-    """
-
-    body: Any
+    body: Any  # what travels with the call: bytes; or `(args, kwargs)` themselves, which are Ray's to pickle
+    # Objects in Ray's store; to be passed as top-level arguments, so that Ray fetches them first.
     refs: tuple[Any, ...] = ()
 
 
