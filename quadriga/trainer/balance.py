@@ -46,16 +46,12 @@ class Row:
 
 @dataclass(frozen=True)
 class SequenceCost:
-    """What sequences cost a model, in units of a token's way through its layers without attention.
+    """What sequences cost a model, in units of a token's way through its layers without attention."""
 
-    Attributes:
-        attention_tokens: length of a sequence at which attention costs as much as the layers: 12 times the hidden size,
-            or less with grouped heads or a narrow MLP. The default is that of a hidden size of 2048.
-        head: cost of the vocabulary projection for a response token.
-    """
-
+    # Length of a sequence at which attention costs as much as the layers: 12 times the hidden size, or less with
+    # grouped heads or a narrow MLP. The default is that of a hidden size of 2048.
     attention_tokens: float = 24_576
-    head: float = 0.0
+    head: float = 0.0  # cost of the vocabulary projection for a response token
 
     def row(self, prompt: Hashable, num_prompt_tokens: int, num_response_tokens: int) -> Row:
         """A response with its costs."""

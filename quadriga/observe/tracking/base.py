@@ -32,22 +32,16 @@ class TrackingBackend:
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """The facts about the run that a backend records.
+    """The facts about the run that a backend records."""
 
-    Attributes:
-        project_name: groups experiments at the tracking services.
-        config: the resolved configuration.
-        directory: where file-based backends write; `Tracking` creates it.
-        resume_step: the step that this run continues from, 0 if it starts at its beginning. What was recorded behind it
-            before the run was cut short is computed again.
-        is_restart: whether the run has begun in this process before, and goes on from this step after a loss.
-    """
-
-    project_name: str
+    project_name: str  # groups experiments at the tracking services
     experiment_name: str
-    config: Mapping[str, Any]
-    directory: Path
+    config: Mapping[str, Any]  # the resolved configuration
+    directory: Path  # where file-based backends write; `Tracking` creates it
+    # The step that this run continues from, 0 if it starts at its beginning. What was recorded behind it before the run
+    # was cut short is computed again.
     resume_step: int = 0
+    # Whether the run has begun in this process before, and goes on from this step after a loss.
     is_restart: bool = False
 
     @property

@@ -55,28 +55,19 @@ class WorkerName:
 
 @dataclass(frozen=True)
 class Failure:
-    """What a worker returns instead of an output if its method raised.
+    """What a worker returns instead of an output if its method raised."""
 
-    Attributes:
-        worker, method: what was called.
-        arguments: with what, data by shape.
-        summary: type and message of the exception.
-        location: file, line and function of the innermost frame that is no library's.
-        trace: the formatted traceback, without the frames that only brought the call to the worker.
-        time_s: wall clock time of the exception, in seconds.
-        running_s: for how long the method ran.
-        error: the exception, if it is one of Quadriga's own or a PeerLostError by what caused it; its `worker` is the
-            one that it came from, if the method met the failure of another one.
-    """
-
+    # What was called.
     worker: WorkerName
     method: str
-    arguments: str
-    summary: str
-    location: str
-    trace: str
-    time_s: float
-    running_s: float
+    arguments: str  # with what, data by shape
+    summary: str  # type and message of the exception
+    location: str  # file, line and function of the innermost frame that is no library's
+    trace: str  # the formatted traceback, without the frames that only brought the call to the worker
+    time_s: float  # wall clock time of the exception, in seconds
+    running_s: float  # for how long the method ran
+    # The exception, if it is one of Quadriga's own or a PeerLostError by what caused it; its `worker` is the one that
+    # it came from, if the method met the failure of another one.
     error: QuadrigaError | None = None
 
     @classmethod
