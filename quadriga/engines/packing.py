@@ -23,7 +23,6 @@ from quadriga.protocol.memory import images_key
 
 Outputs = Mapping[str, torch.Tensor]
 """Of a packed batch, for each predicted token, float32 [M] each: `values`, or `log_probs` and what else is wanted."""
-
 LossFunction = Callable[[Outputs], torch.Tensor]
 """From outputs to a scalar that is already normalised over the whole mini-batch."""
 

@@ -16,8 +16,7 @@ from pathlib import Path
 @dataclass(frozen=True)
 class Field:
     """A column: key, shape in the letters of the legend, torch dtype or what an object array holds, the packages of
-    quadriga that write and read it, and what a value means.
-    """
+    quadriga that write and read it, and what a value means."""
 
     name: str
     shape: str

@@ -34,7 +34,6 @@ from quadriga.single_controller.ray.cluster import own_node_id
 MIRROR_BYTES, MIRROR_LIMIT_S = 64 << 20, 600.0
 HERE = "here"
 """The driver's node where the cluster has no other, also when that cluster is started again."""
-
 Owner = tuple[str, int]
 """A part of the checkpoint and a rank of its workers."""
 
@@ -168,11 +167,9 @@ class StateCopies:
     def copy(self, step: int, driver: dict[str, Any]) -> None:
         """Begin to copy the state as it is after this step; `driver` is the driver's own part of it."""
         memory, mirrors = self._memory, self._mirrors
-        if (
-            memory is None
-            or not self._workers
-            or (mirrors and ray.wait(mirrors, num_returns=len(mirrors), timeout=0)[1])
-        ):
+        if memory is None or not self._workers:
+            return
+        if mirrors and ray.wait(mirrors, num_returns=len(mirrors), timeout=0)[1]:
             return
         try:
             ray.get(mirrors)
