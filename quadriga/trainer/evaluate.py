@@ -74,11 +74,8 @@ def answer(
     prompts, num_samples = DataProto.from_single_dict(collate_fn(rows)), config.actor_rollout_ref.rollout.n
     prompts.non_tensor_batch["uid"] = object_array(str(row) for row in range(len(rows)))
     prompts.meta_info |= {"global_steps": 0, "do_sample": config.actor_rollout_ref.rollout.do_sample}
-    policy = build_frozen(Role.ActorRollout, config, tokenizer)
-    try:
+    with closing(build_frozen(Role.ActorRollout, config, tokenizer)) as policy:
         responses = policy.generate_sequences(repeat_prompts(prompts, num_samples))
-    finally:
-        policy.close()
     return _texts(tokenizer, responses, num_samples)
 
 
@@ -103,8 +100,7 @@ def answer_files(config: Config, output: Path) -> int:
     order, size = SequentialSampler(rows), data.val_batch_size
     loader = create_dataloader(rows, data, batch_size=size, sampler=order, drop_last=False)
     texts: list[list[str]] = []
-    policy = build_frozen(Role.ActorRollout, config, tokenizer)
-    try:
+    with closing(build_frozen(Role.ActorRollout, config, tokenizer)) as policy:
         for columns in watched(loader, "a batch of prompts"):
             prompts = DataProto.from_single_dict(columns)
             # By the row, so that what is sampled does not depend on how many are in work at a time.
@@ -112,8 +108,6 @@ def answer_files(config: Config, output: Path) -> int:
             prompts.meta_info |= {"global_steps": 0, "do_sample": config.actor_rollout_ref.rollout.do_sample}
             texts += _texts(tokenizer, generate_responses(policy, config, prompts, num_samples), num_samples)
             print(f"{len(texts)} of {len(rows)} prompts have their responses", flush=True)
-    finally:
-        policy.close()
     try:
         whole = pa.concat_tables([table.to_arrow() for table in tables], promote_options="permissive")
     except pa.ArrowException as error:
@@ -152,8 +146,7 @@ def score_file(
         expected = "one" if more else f"{' and '.join(map(repr, missing))} among them"
         raise DataError(str(path), got=got, expected=expected, fix="Grade them one by one." if more else fix)
     samples, numbers = _samples_of(table, source_key, response_key, reward_model_key)
-    manager = load_reward_manager(config, None)
-    try:
+    with closing(load_reward_manager(config, None)) as manager:
         reads_texts = isinstance(manager, SampleManager) and type(manager).shaped is SampleManager.shaped
         if config.reward_model.enable or not reads_texts:
             name = "reward_model.enable" if config.reward_model.enable else "reward_model.reward_manager"
@@ -161,8 +154,6 @@ def score_file(
             fix = "Name a score function: custom_reward_function.path."
             raise ConfigError(name, got=got, expected=expected, fix=fix)
         outcomes = manager.grade_all(samples)
-    finally:
-        manager.close()
     graded = zip(samples.rows, numbers, outcomes, strict=True)
     facts = [
         {**one.extra, "data_source": row["data_source"], "uid": number, "score": one.score}

@@ -11,7 +11,7 @@ a worker raises an exception                       the run ends: the exception w
 import random
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import numpy as np
 import torch
@@ -63,13 +63,11 @@ class TaskRunner:
         self._written: int | None = None
         self._restarts: list[float] = []
         self._losses: dict[str, str] = {}
-        with run_lock(config.trainer.directory):
-            self._copies = state_copies(config)
-            try:
-                yield from self._until_done(config, start_up)
-            finally:
-                if self._copies is not None:
-                    self._copies.close()
+        with run_lock(config.trainer.directory), ExitStack() as opened:
+            if (copies := state_copies(config)) is not None:
+                opened.callback(copies.close)
+            self._copies = copies
+            yield from self._until_done(config, start_up)
 
     def _until_done(self, config: Config, start_up: Sequence[tuple[str, float]]) -> Iterator[Step]:
         timeline = Timeline(earlier=start_up)
