@@ -188,10 +188,8 @@ class _Part(DefaultSavePlanner):
         with explained(self.folder):
             self._writer.finish(self.metadata, written)
         found = ChunkReader(self.folder)
-        num_planned, num_written = (
-            sum(len(one.chunks) for one in found.tensors.values()),
-            len(found.listed.storage_data),
-        )
+        num_planned = sum(len(one.chunks) for one in found.tensors.values())
+        num_written = len(found.listed.storage_data)
         if num_written != num_planned:
             expected = f"the {num_planned} that were planned"
             raise CheckpointError(str(self.folder), got=f"{num_written} chunks written", expected=expected)

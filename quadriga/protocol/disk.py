@@ -79,10 +79,8 @@ def load_from_disk(cls: type, filepath: str | os.PathLike[str]) -> Any:
     try:
         with open(filepath, "rb") as file:
             if file.read(len(_PICKLED)) == _PICKLED:
-                got, fix = (
-                    "a pickle of an older version, which may run any code",
-                    "Delete it and have it written again.",
-                )
+                got = "a pickle of an older version, which may run any code"
+                fix = "Delete it and have it written again."
                 raise ProtocolError(where, got=got, expected="a DataProto as it is saved today", fix=fix)
         with safe_open(filepath, framework="pt") as opened:
             if (opened.metadata() or {}).get(_KEY) != _VERSION:

@@ -88,11 +88,8 @@ def build_run(config: Config, timeline: Timeline) -> Run:
                 reward = build_reward(config, tokenizer, train, val)
         choices = models()
         total = config.trainer.num_steps(max(1, len(train)))
-        counted = {
-            name: max(1, len(train))
-            for name in ("save_freq", "test_freq")
-            if getattr(config.trainer, name) == "after_each_epoch"
-        }
+        names = [name for name in ("save_freq", "test_freq") if getattr(config.trainer, name) == "after_each_epoch"]
+        counted = dict.fromkeys(names, max(1, len(train)))
         config = config.model_copy(update={"trainer": config.trainer.model_copy(update=counted)})
         if reward is not None:
             workers = handles(team)

@@ -92,10 +92,8 @@ class GroupFilter:
 
     def _so_far(self) -> str:
         """What was sampled, and what the groups that are left out have in common."""
-        most = ", ".join(
-            f"{count} with {'no value' if value is None else f'{value:g}'}"
-            for value, count in self._equal.most_common(3)
-        )
+        values = (("no value" if value is None else f"{value:g}", count) for value, count in self._equal.most_common(3))
+        most = ", ".join(f"{count} with {value}" for value, count in values)
         left_out = f"{self._equal.total()} of them equal: {most}" if self._equal else "none of them equal"
         return f"{len(self._parts)} batches of prompts ({self.num_groups} groups, {left_out})"
 

@@ -36,9 +36,8 @@ class PromptStream:
         """Why a resumed run would see other rows than the run that was cut short; empty if it would not."""
         sampler = getattr(self.loader, "sampler", None)
         if hasattr(sampler, "update") and not (hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict")):
-            return (
-                f"{type(sampler).__name__}, whose `update` learns from batches, without state_dict and load_state_dict"
-            )
+            name = type(sampler).__name__
+            return f"{name}, whose `update` learns from batches, without state_dict and load_state_dict"
         return ""
 
     @property

@@ -75,10 +75,8 @@ class CheckpointSaver:
         begun = time.monotonic()
         folder = self.checkpoints.begin(step)
         try:
-            with (
-                self.checkpoints.guarded(step),
-                waiting(f"the checkpoint of step {step} to be begun", emit=self.report),
-            ):
+            wait = waiting(f"the checkpoint of step {step} to be begun", emit=self.report)
+            with self.checkpoints.guarded(step), wait:
                 for worker in self.workers.values():
                     worker.save_checkpoint(folder.absolute())
                 write_own_part(folder)

@@ -104,10 +104,8 @@ class TaskRunner:
             reason = "a stop was requested"
         elif place in self._losses:
             reason = f"{place} has lost a worker before, so the cause may be in it"
-        elif len(self._restarts) >= limit:
-            reason = (
-                f"{len(self._restarts)} restarts within an hour and since the last checkpoint, {RESTARTS_KEY}={limit}"
-            )
+        elif (count := len(self._restarts)) >= limit:
+            reason = f"{count} restarts within an hour and since the last checkpoint, {RESTARTS_KEY}={limit}"
         if reason:
             advice = how_to_go_on(self.config)
             error.fix = f"{error.fix} The workers are not started again: {reason}. {advice}".strip()

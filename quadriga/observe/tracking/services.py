@@ -158,21 +158,16 @@ class MlflowBackend(TrackingBackend):
         run_id = self._client.create_run(experiment_id, run_name=facts.experiment_name).info.run_id
         facts.save_id("mlflow", run_id)
         # Parameters cannot change within a run; a continued one has those it began with, and a configuration file more.
-        params = [
-            self._mlflow.entities.Param(metric_name(name), str(value)[:PARAM_CHARACTERS])
-            for name, value in flatten(facts.config)
-        ]
+        make = self._mlflow.entities.Param
+        params = [make(metric_name(name), str(value)[:PARAM_CHARACTERS]) for name, value in flatten(facts.config)]
         for start in range(0, len(params), PARAMS_PER_REQUEST):
             self._client.log_batch(run_id, params=params[start : start + PARAMS_PER_REQUEST])
         return run_id
 
     @once
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        now_ms = round(time.time() * 1000)
-        entries = [
-            self._mlflow.entities.Metric(metric_name(name), float(value), now_ms, step)
-            for name, value in metrics.items()
-        ]
+        now_ms, make = round(time.time() * 1000), self._mlflow.entities.Metric
+        entries = [make(metric_name(name), float(value), now_ms, step) for name, value in metrics.items()]
         for start in range(0, len(entries), METRICS_PER_REQUEST):
             self._client.log_batch(self._run_id, metrics=entries[start : start + METRICS_PER_REQUEST])
 
