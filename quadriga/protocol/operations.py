@@ -80,7 +80,12 @@ def all_gather_data_proto(data: DataProto, process_group: dist.ProcessGroup | No
     """
     ranks: list[Any] = [None] * dist.get_world_size(process_group)
     dist.all_gather_object(ranks, DataProto(data.batch, data.non_tensor_batch), group=process_group)
-    layouts = [_layout(part) for part in ranks]
+    layouts = []
+    for part in ranks:
+        # Keys of nested columns are tuples.
+        columns = () if part.batch is None else part.batch.items(include_nested=True, leaves_only=True)
+        shapes = {name: (tuple(column.shape[1:]), column.dtype) for name, column in columns}
+        layouts.append((shapes, sorted(part.non_tensor_batch)))
     for rank, layout in enumerate(layouts):
         if layout != layouts[0]:
             found, wanted = (f"{columns}, {arrays}" for columns, arrays in (layout, layouts[0]))
@@ -94,10 +99,3 @@ def all_gather_data_proto(data: DataProto, process_group: dist.ProcessGroup | No
         data.batch = TensorDict({}, batch_size=gathered.batch.batch_size, device=batch.device)
         for name in names:
             data.batch[name] = gathered.batch[name].to(batch[name].device)
-
-
-def _layout(data: DataProto) -> tuple[dict[Any, tuple[tuple[int, ...], torch.dtype]], list[str]]:
-    """Shape of a row and dtype of each tensor, also nested ones, whose keys are tuples; names of the arrays."""
-    batch = TensorDict({}) if data.batch is None else data.batch
-    columns = batch.items(include_nested=True, leaves_only=True)
-    return {name: (tuple(column.shape[1:]), column.dtype) for name, column in columns}, sorted(data.non_tensor_batch)
