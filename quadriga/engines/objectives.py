@@ -67,14 +67,6 @@ def policy_loss_of(config: ActorConfig, correction: RolloutCorrectionConfig | No
     return choose_policy_loss(name, config.policy_loss.options, shared)
 
 
-def _aggregated(
-    config: ActorConfig | CriticConfig, mask: torch.Tensor, counts: LossCounts, losses: torch.Tensor
-) -> torch.Tensor:
-    """Losses [b, T] as their share of the mini-batch's loss."""
-    mode, factor = config.loss_agg_mode, config.loss_scale_factor
-    return agg_loss(losses, mask, mode, loss_scale_factor=factor, **asdict(counts))
-
-
 class PolicyObjective(Objective):
     """A policy loss, less an entropy bonus, plus a divergence from the reference."""
 
@@ -145,7 +137,8 @@ class PolicyObjective(Objective):
         losses, diagnostics = check_losses(self.policy_loss.name, result, mask) if self._is_users else result
         if weights is not None and not self._takes_weights:
             losses = losses * weights
-        aggregate = partial(_aggregated, self.config, mask, counts)
+        settings = {"loss_scale_factor": self.config.loss_scale_factor, **asdict(counts)}
+        aggregate = partial(agg_loss, loss_mask=mask, loss_agg_mode=self.config.loss_agg_mode, **settings)
         loss = policy = aggregate(losses)
         metrics = {"actor/pg_loss": Metric(policy.detach(), "sum")}
         num_tokens = float(mask.sum())
@@ -181,7 +174,8 @@ class ValueObjective(Objective):
         losses, diagnostics = clipped_value_loss(
             predicted, rows.batch["returns"], rows.batch["values"], mask, cliprange_value=self.config.cliprange_value
         )
-        loss = _aggregated(self.config, mask, counts, losses)
+        settings = {"loss_scale_factor": self.config.loss_scale_factor, **asdict(counts)}
+        loss = agg_loss(losses, mask, self.config.loss_agg_mode, **settings)
         num_tokens = float(mask.sum())
         return loss, {
             "critic/vf_loss": Metric(loss.detach(), "sum"),
@@ -200,7 +194,8 @@ class LikelihoodObjective(Objective):
 
     def __call__(self, rows: DataProto, outputs: Mapping[str, torch.Tensor], counts: LossCounts) -> LossAndMetrics:
         mask = rows.batch["response_mask"]
-        loss = _aggregated(self.config, mask, counts, -outputs["log_probs"])
+        settings = {"loss_scale_factor": self.config.loss_scale_factor, **asdict(counts)}
+        loss = agg_loss(-outputs["log_probs"], mask, self.config.loss_agg_mode, **settings)
         num_tokens = float(mask.sum())
         entropy = (outputs["entropy"].detach() * mask).sum() / num_tokens
         return loss, {"train/loss": Metric(loss.detach(), "sum"), "train/entropy": Metric(entropy, "mean", num_tokens)}

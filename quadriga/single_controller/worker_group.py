@@ -16,6 +16,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from copy import copy
 from functools import partial
 from operator import itemgetter
 from typing import Any, Generic, Self, TypeVar, cast
@@ -138,8 +139,10 @@ class WorkerGroup(GroupLayout, ABC, Generic[W]):
         raise NotRegisteredError(f"{self.name}.{name}", got="no such method", expected=f"a registered one: {known}")
 
     def as_worker(self) -> W:
-        """This group, typed as its worker, whose registered methods it has."""
-        return cast(W, self)
+        """A copy of the group, typed as its worker, whose registered methods are attributes of it."""
+        view = copy(self)
+        vars(view).update({name: self.method(name) for name in self.methods})
+        return cast(W, view)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         # Only reached for names that are no attributes; without `methods` the group is not built yet.
