@@ -36,7 +36,7 @@ from quadriga.protocol import DataProto  # noqa: E402
 from quadriga.trainer.rollout_pool import RolloutPool  # noqa: E402
 from tests.e2e import conftest as tiny  # noqa: E402
 
-NUM_ENGINES, NUM_STEPS, NUM_SAMPLES, LIMIT_S, RESTART_LIMIT_S, END_LIMIT_S = 3, 10, 4, 500.0, 120.0, 30.0
+NUM_ENGINES, NUM_STEPS, NUM_SAMPLES, LIMIT_S, RESTART_LIMIT_S, END_LIMIT_S = 3, 10, 4, 1200.0, 120.0, 30.0
 KEYS = (
     "trainer.backend=ray",
     "trainer.placement={actor: training, ref: training, rollout: generation}",
