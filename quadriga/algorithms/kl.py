@@ -135,7 +135,7 @@ class AdaptiveKLController(KLController):
 def get_kl_controller(kl_ctrl: Any) -> KLController:
     """The controller that the section `algorithm.kl_ctrl` describes: its `type`, `kl_coef`, `target_kl`, `horizon`."""
     if kl_ctrl.type == "fixed":
-        return FixedKLController(kl_ctrl.kl_coef)
+        return KLController(kl_ctrl.kl_coef)
     if kl_ctrl.type == "adaptive":
         return AdaptiveKLController(kl_ctrl.kl_coef, kl_ctrl.target_kl, kl_ctrl.horizon)
     raise ConfigError("algorithm.kl_ctrl.type", got=repr(kl_ctrl.type), expected="fixed or adaptive")

@@ -132,9 +132,8 @@ class Algorithm:
 
     def compute_columns(self, fields: Mapping[str, Any]) -> dict[str, Tensor]:
         """The columns [B, T] of a whole batch, from its fields, [B, T] each, by name."""
-        return {
-            name: column(*(fields[field] for field in required_fields(column))) for name, column in self.columns.items()
-        }
+        columns = self.columns.items()
+        return {name: column(*(fields[field] for field in required_fields(column))) for name, column in columns}
 
 
 class Registry(dict[str, Callable[..., Any]]):
@@ -191,14 +190,10 @@ class Registry(dict[str, Callable[..., Any]]):
         if name.endswith(".py"):
             raise ConfigError(self.key, got=repr(name), expected="file.py:function", fix="Say which function to take.")
         if not is_reference(name):
-            raise ConfigError(
-                self.key,
-                got=repr(str(name)),
-                expected=f"one of {', '.join(sorted(self))}, or path/to/file.py:function",
-                fix=_MADE_OF.get(str(name))
-                or did_you_mean(str(name), sorted(self))
-                or "A file that registers it belongs to actor_rollout_ref.model.external_lib.",
-            )
+            expected = f"one of {', '.join(sorted(self))}, or path/to/file.py:function"
+            fix = _MADE_OF.get(str(name)) or did_you_mean(str(name), sorted(self))
+            fix = fix or "A file that registers it belongs to actor_rollout_ref.model.external_lib."
+            raise ConfigError(self.key, got=repr(str(name)), expected=expected, fix=fix)
         function = referred(name, self.key)
         _check_signature(function, f"{self.key} {name!r}")
         return function
@@ -224,13 +219,8 @@ class Registry(dict[str, Callable[..., Any]]):
             part: bind_options(part, {key: given[key] for key in own if key in given}, shared=shared, where=where)
             for part, own in known.items()
         }
-        return Algorithm(
-            name,
-            required_fields(function),
-            bound[function],
-            {field: bound[column] for field, column in columns.items()},
-            name in self.needing_advantage,
-        )
+        computed = {field: bound[column] for field, column in columns.items()}
+        return Algorithm(name, required_fields(function), bound[function], computed, name in self.needing_advantage)
 
 
 ADVANTAGES = Registry(_ESTIMATOR, "algorithm.adv_options")
@@ -294,12 +284,10 @@ def check_losses(name: str, result: Any, mask: Tensor) -> tuple[Tensor, Mapping[
         ConfigError: it is something else, such as a loss that is a scalar already, or a diagnostic that is a number.
     """
     where = f"{POLICY_LOSSES.key} {name!r}, its result"
-    is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)
-    if not is_pair:
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)):
         got = f"a tuple of {len(result)}" if isinstance(result, tuple) else f"a {type(result).__name__}"
-        raise ConfigError(
-            where, got=got, expected="(losses, diagnostics): a tensor, and a dict of tensors", fix=_AS_VERL
-        )
+        expected = "(losses, diagnostics): a tensor, and a dict of tensors"
+        raise ConfigError(where, got=got, expected=expected, fix=_AS_VERL)
     for part, values in {"losses": result[0], **result[1]}.items():
         if not isinstance(values, Tensor) or values.shape != mask.shape:
             shape = f" of shape {list(values.shape)}" if isinstance(values, Tensor) else ""
@@ -313,13 +301,9 @@ def _check_signature(function: Callable[..., Any], where: str) -> None:
     """Refuse `*args`, `**kwargs` and positional parameters with a default: they leave open what is a field."""
     for parameter in signature(function).parameters.values():
         if parameter.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD):
-            raise ConfigError(
-                where,
-                got=f"a function with {parameter}",
-                expected="named parameters only",
-                fix="Name the batch fields it reads as positional parameters and its options after a `*`. "
-                "One by verl's contract runs with QUADRIGA_VERL=1.",
-            )
+            form = "Name the batch fields it reads as positional parameters and its options after a `*`."
+            got, fix = f"a function with {parameter}", f"{form} One by verl's contract runs with QUADRIGA_VERL=1."
+            raise ConfigError(where, got=got, expected="named parameters only", fix=fix)
         if parameter.kind in _FIELD_KINDS and parameter.default is not Parameter.empty:
             got = f"the positional parameter {parameter.name!r} with a default"
             expected = "positional parameters without one, since they are fields of the batch"

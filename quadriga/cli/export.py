@@ -39,9 +39,8 @@ def main(argv: list[str]) -> int:
     if not folder.is_dir():
         expected = "a run or a checkpoint"
         raise CheckpointError(arguments.checkpoint, got="no such folder", expected=expected, fix="Check the path.")
-    for place in (folder.parent, folder.parent.parent):
-        if (place / MANIFEST).is_file():
-            verify(place)
+    for place in (one for one in (folder.parent, folder.parent.parent) if (one / MANIFEST).is_file()):
+        verify(place)
     if arguments.output.resolve() == folder.resolve():
         got, fix = "the folder that is exported", "Writing would replace its weights by rounded ones."
         raise CheckpointError(f"--output {arguments.output}", got=got, expected="another one", fix=fix)

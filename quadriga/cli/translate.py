@@ -45,10 +45,8 @@ def _line(options: argparse.Namespace, words: list[str]) -> tuple[str, tuple[str
     """Where the command line is from; its program, and its words."""
     source = Path(options.source)
     if source.suffix in (".yaml", ".yml"):
-        return options.source, (
-            options.program,
-            [f"--config-path={source.parent}", f"--config-name={source.stem}", *words],
-        )
+        file = [f"--config-path={source.parent}", f"--config-name={source.stem}"]
+        return options.source, (options.program, [*file, *words])
     if source.suffix != ".sh":
         line = None if _known(options.source) else launched([options.source, *words])
         return "the command line", line or (options.source, words)

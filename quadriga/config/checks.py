@@ -187,18 +187,15 @@ def check_rollout(config: Config) -> Iterator[Finding]:
     if groups.enable and groups.max_num_gen_batches == 0:
         yield f"{key}.max_num_gen_batches: 0: a step generates until its batch is full, for ever if none differ."
     if groups.enable and trainer.total_training_steps is None:
-        yield (
-            f"{key}: a step may take several batches of prompts: the steps of trainer.total_epochs="
-            f"{trainer.total_epochs or 1} go over the data more often; trainer.total_training_steps sets their number."
-        )
+        steps = f"the steps of trainer.total_epochs={trainer.total_epochs or 1} go over the data more often"
+        several = "a step may take several batches of prompts"
+        yield f"{key}: {several}: {steps}; trainer.total_training_steps sets their number."
     key = "reward_model.launch_reward_fn_async"
     if reward.launch_reward_fn_async and groups.enable:
         yield f"{key}: not used: algorithm.filter_groups needs rewards before the batch of a step is full."
     elif reward.launch_reward_fn_async and rollout.mode == "async":
-        yield (
-            f"{key}: used by reward managers that grade whole batches only: with {ROLLOUT}.mode=async the others "
-            "grade each response while more are being generated."
-        )
+        others = f"with {ROLLOUT}.mode=async the others grade each response while more are being generated"
+        yield f"{key}: used by reward managers that grade whole batches only: {others}."
     if reward.enable and reward.model.path is not None:
         yield from check_classifier(reward, longest)
     if reward.enable and config.custom_reward_function.path is not None:

@@ -112,11 +112,10 @@ def _count(number: int, thing: str, things: str = "") -> str:
 
 def _update(config: Config, plan: BatchPlan) -> Iterator[str]:
     actor, warmup = config.actor_rollout_ref.actor, config.trainer.critic_warmup
-    yield (
-        f"{_count(plan.num_optimizer_steps, 'optimizer step')} a batch: "
-        f"{_count(plan.num_mini_batches, 'mini-batch', 'mini-batches')} of {_count(plan.mini_batch_prompts, 'prompt')} "
-        f"({_count(plan.mini_batch_sequences, 'sequence')}) x {_count(actor.ppo_epochs, 'epoch')}"
-    )
+    epochs = _count(actor.ppo_epochs, "epoch")
+    size = f"{_count(plan.mini_batch_prompts, 'prompt')} ({_count(plan.mini_batch_sequences, 'sequence')})"
+    cut = f"{_count(plan.num_mini_batches, 'mini-batch', 'mini-batches')} of {size} x {epochs}"
+    yield f"{_count(plan.num_optimizer_steps, 'optimizer step')} a batch: {cut}"
     if rest := plan.num_prompts % plan.mini_batch_prompts:
         yield f"the last mini-batch has {_count(rest, 'prompt')}"
     if plan.num_micro_batches is None:

@@ -137,27 +137,19 @@ def nearest_keys(key: str, task: str = "rl") -> list[str]:
     return list(dict.fromkeys(tail + moved + close))[:3]
 
 
-def _rows(table: str) -> list[list[str]]:
-    lines = Path(__file__).with_name(table).read_text(encoding="utf-8").splitlines()
-    return [line.split("\t") for line in lines if not line.startswith("#")]
-
-
 @cache
 def aliases() -> Mapping[str, tuple[str, ...]]:
     """The field's words, and the names of other trainers -> patterns of the keys that they mean."""
-    return {word: tuple(keys.split()) for word, keys in _rows("key_aliases.tsv")}
-
-
-@cache
-def _verl_keys(task: str) -> frozenset[str]:
-    program = "ppo" if task == "rl" else "sft"
-    rows = (line.split("\t") for line in _VERL_KEYS.read_text(encoding="utf-8").splitlines())
-    return frozenset(row[1] for row in rows if row[0].startswith(program))
+    lines = Path(__file__).with_name("key_aliases.tsv").read_text(encoding="utf-8").splitlines()
+    rows = (line.split("\t") for line in lines if not line.startswith("#"))
+    return {word: tuple(keys.split()) for word, keys in rows}
 
 
 def is_key_of_verl(key: str, task: str) -> bool:
-    """Whether verl's program for a task has a leaf of this name, or one under it; the table is read on first use."""
-    return any(one == key or one.startswith(f"{key}.") for one in _verl_keys(task))
+    """Whether verl's program for a task has a leaf of this name, or one under it."""
+    program = "ppo" if task == "rl" else "sft"
+    rows = (line.split("\t") for line in _VERL_KEYS.read_text(encoding="utf-8").splitlines())
+    return any(f"{row[1]}.".startswith(f"{key}.") for row in rows if row[0].startswith(program))
 
 
 def keys_text(words: Sequence[str] = (), task: str = "rl") -> str:

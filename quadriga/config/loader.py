@@ -80,17 +80,15 @@ def read_settings(
     Args:
         places: where a value comes from, for messages: by key, where that is not the key itself.
     """
-    reading = _Reading(task, problems=[])
+    reading, notices = _Reading(task, problems=[]), list[str]()
     for key, value in {"task": task, **values}.items():
         reading.assign(key, value, places)
-    notices: list[str] = []
     return reading.finish(notices, for_training=for_training, is_verls=True), reading.problems, notices
 
 
 def parse_override(argument: str, task: str = "rl") -> tuple[str, Any]:
     """Splits `a.b=c` and reads the value as the key's type asks, as text or YAML; ConfigError says what is wrong."""
-    match = _OVERRIDE.fullmatch(argument)
-    if match is None:
+    if (match := _OVERRIDE.fullmatch(argument)) is None:
         fix = "Write the key, an equals sign and the value, without spaces around the sign."
         if argument.startswith("~"):
             fix = "A key cannot be removed: leave it out, or set it to null."

@@ -111,7 +111,6 @@ def check_classifier(reward: RewardModelConfig, max_sequence_tokens: int) -> Ite
         expected = f"at most {positions}, the positions of the reward model"
         yield absent("reward_model.max_length", str(limit), expected, "Lower it, or leave it out.")
     elif (limit or positions) < max_sequence_tokens:
-        yield (
-            f"reward_model.max_length: {limit or positions} tokens, but a sequence of the policy may have "
-            f"{max_sequence_tokens}: a longer one loses the beginning of its prompt, and is counted in reward/rm_cut."
-        )
+        longest = f"{limit or positions} tokens, but a sequence of the policy may have {max_sequence_tokens}"
+        cut = "a longer one loses the beginning of its prompt, and is counted in reward/rm_cut"
+        yield f"reward_model.max_length: {longest}: {cut}."

@@ -145,10 +145,9 @@ class RolloutConfig(LogProbConfig):
             equal = f" All {self.n} responses to a prompt would be the same: no gradient." if self.n > 1 else ""
             yield wrong(f"{at}.temperature", "0", "a number above 0", greedy + equal)
         if _filters(self):
-            yield (
-                f"{at}.top_p, top_k, min_p: generation leaves out unlikely tokens, the log-probabilities of training "
-                "do not: what is learned from differs a little from what was sampled (off-policy)."
-            )
+            why = "generation leaves out unlikely tokens, the log-probabilities of training do not"
+            what = "what is learned from differs a little from what was sampled (off-policy)"
+            yield f"{at}.top_p, top_k, min_p: {why}: {what}."
         stop, warn = self.log_prob_diff_stop, self.log_prob_diff_warn
         if stop is not None and stop < warn:
             yield f"{at}.log_prob_diff_warn: the run stops at {stop:g} before it would warn at {warn:g}."
@@ -181,16 +180,14 @@ class RolloutConfig(LogProbConfig):
                 yield wrong(f"{at}.temperature", got, "1, or no filter", fix)
             is_filtered = _filters(val) or (_filters(self) and val.temperature != 1)
             if val.do_sample and val.temperature > 0 and is_filtered:
-                yield (
-                    f"{at}.val_kwargs: vLLM does not report what these log-probabilities would be without the filter: "
-                    "rollout/log_prob of validation is nan; its responses and scores are not concerned."
-                )
+                why = "vLLM does not report what these log-probabilities would be without the filter"
+                what = "rollout/log_prob of validation is nan; its responses and scores are not concerned"
+                yield f"{at}.val_kwargs: {why}: {what}."
         if self.name == "sglang":
             if not _sglang_servers(self) and find_spec("sglang") is None:
+                got = "sglang, which this environment does not have"
                 fix = f"pip install 'sglang>=0.5.23'; {install}-sglang."
-                yield absent(
-                    f"{at}.name", "sglang, which this environment does not have", "SGLang 0.5.23 or newer", fix
-                )
+                yield absent(f"{at}.name", got, "SGLang 0.5.23 or newer", fix)
             for key, sampling in ((at, self), (f"{at}.val_kwargs", val)):
                 if sampling.min_p > 0:
                     got, fix = f"{sampling.min_p:g}, with {at}.name=sglang", "Use top_p or top_k, or native or vllm."

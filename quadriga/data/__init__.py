@@ -9,14 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from quadriga.data.loading import create_dataloader, create_rl_dataset, create_rl_sampler
-    from quadriga.data.padding import (
-        collate_fn,
-        compute_position_id_with_mask,
-        extend_position_ids,
-        pad_left,
-        postprocess_data,
-        truncate,
-    )
+    from quadriga.data.padding import collate_fn
     from quadriga.data.rl_dataset import RLHFDataset
     from quadriga.data.rm_dataset import RMDataset
     from quadriga.data.sft_dataset import MultiTurnSFTDataset, SFTDataset
@@ -25,7 +18,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "loading": "create_dataloader create_rl_dataset create_rl_sampler",
-    "padding": "collate_fn compute_position_id_with_mask extend_position_ids pad_left postprocess_data truncate",
+    "padding": "collate_fn",
     "rl_dataset": "RLHFDataset",
     "rm_dataset": "RMDataset",
     "sft_dataset": "MultiTurnSFTDataset SFTDataset",
@@ -35,8 +28,7 @@ _HOMES = {
 
 __all__ = [
     "MultiTurnSFTDataset", "RLHFDataset", "RMDataset", "SFTDataset", "VisionProcessor", "collate_fn",
-    "compute_position_id_with_mask", "create_dataloader", "create_rl_dataset", "create_rl_sampler",
-    "extend_position_ids", "load_processor", "load_tokenizer", "pad_left", "postprocess_data", "truncate",
+    "create_dataloader", "create_rl_dataset", "create_rl_sampler", "load_processor", "load_tokenizer",
 ]  # fmt: skip
 
 

@@ -2,14 +2,12 @@
 """What the data sets of prompts, conversations and pairs share: files, a chat template, and a state to resume from."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from quadriga.data.files import read_table, resolve_files
+from quadriga.data.files import FileNames, read_table, resolve_files
 from quadriga.data.tokenizing import ChatEncoder, check_tokenizer
 from quadriga.errors import DataError
 
@@ -28,12 +26,7 @@ class FileDataset(Dataset, ABC):
     """
 
     def __init__(
-        self,
-        data_files: str | Path | Sequence[str | Path],
-        tokenizer: PreTrainedTokenizerBase,
-        config: Any,
-        *,
-        is_train: bool,
+        self, data_files: FileNames, tokenizer: PreTrainedTokenizerBase, config: Any, *, is_train: bool
     ) -> None:
         self.config, self.tokenizer = config, tokenizer
         self._key = "data.train_files" if is_train else "data.val_files"
@@ -58,10 +51,8 @@ class FileDataset(Dataset, ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Refuse (DataError) to resume at a position in other rows than these: the order would be another."""
         if state != self.state_dict():
-            raise DataError(
-                self._key,
-                got=f"{len(self)} rows that are not the {state['num_rows']} rows of the checkpoint",
-                expected="the data that the run began with, read by the same settings",
-                fix="Restore the files and data settings. Or begin a new run on these rows from the weights: another "
-                "trainer.experiment_name, and actor_rollout_ref.model.path=RUN/global_step_N.",
-            )
+            got = f"{len(self)} rows that are not the {state['num_rows']} rows of the checkpoint"
+            expected = "the data that the run began with, read by the same settings"
+            anew = "another trainer.experiment_name, and actor_rollout_ref.model.path=RUN/global_step_N"
+            fix = f"Restore the files and data settings. Or begin a new run on these rows from the weights: {anew}."
+            raise DataError(self._key, got=got, expected=expected, fix=fix)

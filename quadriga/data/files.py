@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
 import fsspec
@@ -31,6 +31,8 @@ from quadriga.errors import DataError
 
 _PARQUET, _JSON = (".parquet", ".pq"), (".json", ".jsonl", ".ndjson")
 TABLE_SUFFIXES = (*_PARQUET, *_JSON)
+FileNames: TypeAlias = str | Path | Sequence[str | Path]
+"""A path, a glob, a URL that fsspec understands, or a list of these."""
 _VERSION_FIELDS = ("etag", "mtime", "lastmodified", "last_modified", "last-modified", "updated", "created", "md5hash")
 
 
@@ -116,11 +118,10 @@ def _parse(text: str, where: str) -> Any:
         raise DataError(where, got=f"text that is no JSON ({error})", expected="one JSON object per line") from error
 
 
-def resolve_files(names: str | Path | Sequence[str | Path], cache_dir: str | Path, *, where: str) -> list[Path]:
+def resolve_files(names: FileNames, cache_dir: str | Path, *, where: str) -> list[Path]:
     """The local files behind `names`, in the order given; those of a glob in alphabetical order.
 
     Args:
-        names: a path, a glob, a URL that fsspec understands, or a list of these.
         cache_dir: remote files are copied to `files/` inside it.
         where: the key that an error names.
 

@@ -7,8 +7,6 @@ position inside an epoch and the generator of the sampler: a resumed run sees th
 
 import inspect
 import warnings
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from quadriga.config import DataConfig
 from quadriga.data.file_dataset import FileDataset
+from quadriga.data.files import FileNames
 from quadriga.data.padding import collate_fn
 from quadriga.data.rl_dataset import RLHFDataset
 from quadriga.errors import ConfigError, DataError
@@ -48,7 +47,7 @@ _VERL_HOOKS = frozenset(
 
 
 def create_rl_dataset(
-    data_paths: str | Path | Sequence[str | Path],
+    data_paths: FileNames,
     data_config: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
     processor: Any = None,

@@ -4,8 +4,7 @@
 A truncation mode names the side that loses tokens: `left` keeps the end, `right` keeps the beginning, `middle` keeps
 both ends (the end gets the odd token), `error` refuses.
 
-Shapes: `B` sequences, `L` positions, of which `P` are the prompt's (padding included) and `T` the response's, `C` the 3
-or 4 components of multimodal rotary embeddings.
+Shapes: `B` sequences, `L` positions.
 """
 
 from collections.abc import Mapping, Sequence
@@ -53,9 +52,8 @@ def postprocess_data(
     length = input_ids.shape[-1]
     head, tail = _kept_ends(length, max_length, truncation, where)
     if head + tail < length:
-        input_ids, attention_mask = (
-            torch.cat([rows[:, :head], rows[:, length - tail :]], dim=-1) for rows in (input_ids, attention_mask)
-        )
+        columns = (input_ids, attention_mask)
+        input_ids, attention_mask = (torch.cat([one[:, :head], one[:, length - tail :]], dim=-1) for one in columns)
     num_padding = max(max_length - length, 0)
     padding = (num_padding, 0) if left_pad else (0, num_padding)
     return F.pad(input_ids, padding, value=pad_token_id), F.pad(attention_mask, padding)
@@ -68,13 +66,10 @@ def _kept_ends(length: int, max_length: int, mode: str, where: str) -> tuple[int
     if length <= max_length:
         return length, 0
     if mode == "error":
-        raise DataError(
-            where,
-            got=f"{length} tokens",
-            expected=f"at most data.max_prompt_length={max_length}",
-            fix="Raise that length, leave such rows out with data.filter_overlong_prompts=true, or cut them with "
-            "data.truncation=left, right or middle.",
-        )
+        how = "cut them with data.truncation=left, right or middle"
+        fix = f"Raise that length, leave such rows out with data.filter_overlong_prompts=true, or {how}."
+        expected = f"at most data.max_prompt_length={max_length}"
+        raise DataError(where, got=f"{length} tokens", expected=expected, fix=fix)
     head = {"left": 0, "right": max_length, "middle": max_length // 2}[mode]
     return head, max_length - head
 
@@ -83,16 +78,6 @@ def compute_position_id_with_mask(mask: Tensor) -> Tensor:
     """Number the valid tokens of a mask [..., L] from 0, int64 [..., L]; padding, on either side, gets 0."""
     mask = mask.to(torch.int64)
     return (mask.cumsum(dim=-1) - 1).clamp(min=0) * mask
-
-
-def extend_position_ids(prompt_position_ids: Tensor, response_length: int) -> Tensor:
-    """Continue the positions of left-padded prompts over responses of T positions: [B, P] -> [B, P+T].
-
-    Multimodal ones are [B, C, P] -> [B, C, P+T]. Positions go on counting over the padding at a response's end: nothing
-    attends to it, so they have no effect there, and every row of a batch has the same form.
-    """
-    steps = torch.arange(1, response_length + 1, device=prompt_position_ids.device, dtype=prompt_position_ids.dtype)
-    return torch.cat([prompt_position_ids, prompt_position_ids[..., -1:] + steps], dim=-1)
 
 
 def collate_fn(data_list: Sequence[Mapping[str, Any]]) -> dict[str, Tensor | np.ndarray]:
@@ -116,8 +101,7 @@ def collate_fn(data_list: Sequence[Mapping[str, Any]]) -> dict[str, Tensor | np.
         if all(isinstance(value, Tensor) for value in values):
             shapes = {tuple(value.shape) for value in values}
             if len(shapes) > 1:
-                got = f"tensors of the shapes {sorted(shapes)}"
-                fix = "Pad them in the data set."
+                got, fix = f"tensors of the shapes {sorted(shapes)}", "Pad them in the data set."
                 raise DataError(f"collate_fn, key {key!r}", got=got, expected="one shape", fix=fix)
             columns[key] = torch.stack(values)
         else:

@@ -24,9 +24,8 @@ _TURNED = (5, 6, 7, 8)
 def require_pillow(where: str) -> None:
     """Raises a `DataError` where Pillow, which reads images, is not installed."""
     if Image is None:
-        raise DataError(
-            where, got="images, without Pillow to read them", expected="it", fix="pip install -e '.[vision]'."
-        )
+        got, fix = "images, without Pillow to read them", "pip install -e '.[vision]'."
+        raise DataError(where, got=got, expected="it", fix=fix)
 
 
 def as_list(value: Any) -> list[Any]:
@@ -111,9 +110,8 @@ def _source(value: Any, folder: Path, where: str) -> Any:
         raise DataError(where, got=f"the URL {shortened(text)}", expected="a path, or the bytes of the file", fix=fix)
     path = Path(plain).expanduser()
     candidates = [path] if path.is_absolute() else [folder / path, path]
-    for candidate in candidates:
-        if candidate.is_file():
-            return candidate
+    if found := next((one for one in candidates if one.is_file()), None):
+        return found
     got = f"the image {shortened(text)}, which is not there"
     fix = "Correct the path; one that is not absolute starts at the data file's folder, or else the working one."
     raise DataError(where, got=got, expected=f"a file, here: {' or '.join(str(one) for one in candidates)}", fix=fix)

@@ -11,7 +11,6 @@ travel along. What a row yields is listed at `RLHFDataset.__getitem__`.
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from quadriga.config import DataConfig
 from quadriga.data.file_dataset import FileDataset
-from quadriga.data.files import RowTable
+from quadriga.data.files import FileNames, RowTable
 from quadriga.data.overlong import BATCH_ROWS, PromptMeter, prompt_lengths
 from quadriga.data.padding import compute_position_id_with_mask, pad_left, postprocess_data, truncate
 from quadriga.data.pictures import as_list, read_picture
@@ -49,7 +48,7 @@ class RLHFDataset(FileDataset):
 
     def __init__(
         self,
-        data_files: str | Path | Sequence[str | Path],
+        data_files: FileNames,
         tokenizer: PreTrainedTokenizerBase,
         config: DataConfig,
         processor: Any = None,
@@ -177,15 +176,14 @@ class RLHFDataset(FileDataset):
 
     def _short_rows(self) -> np.ndarray:
         """The rows whose prompt is not too long; how many are left out is printed."""
-        config, every = self.config, self._lengths()
-        rows = np.flatnonzero(every <= config.max_prompt_length)
+        limit, every = self.config.max_prompt_length, self._lengths()
+        rows = np.flatnonzero(every <= limit)
         if len(rows) == 0:
             got = f"prompts of {every.min()} to {every.max()} tokens"
-            expected = f"at least one of at most data.max_prompt_length={config.max_prompt_length}"
+            expected = f"at least one of at most data.max_prompt_length={limit}"
             raise DataError(self._key, got=got, expected=expected, fix="Raise that length.")
         if left_out := len(every) - len(rows):
-            limit = f"{config.max_prompt_length} tokens"
-            print(f"{self._key}: {left_out} of {len(every)} prompts are over {limit} and left out.", flush=True)
+            print(f"{self._key}: {left_out} of {len(every)} prompts are over {limit} tokens and left out.", flush=True)
         return rows
 
 
@@ -217,17 +215,12 @@ def _check_columns(tables: list[RowTable], required: Sequence[str], config: Data
         config.reward_fn_key: "set data.reward_fn_key to the column that names the data source",
         "reward_model": 'give each row reward_model={"style": "rule", "ground_truth": "..."}',
     }
-    problems = [
-        DataError(
-            str(table.path),
-            got=f"the columns {', '.join(table.columns)}",
-            expected=f"a column {column!r}",
-            fix=f"Rename or add it, or {fixes[column]}." if column in fixes else "Add it.",
-        )
-        for table in tables
-        for column in required
-        if column not in table.columns
-    ]
+    problems = []
+    for table in tables:
+        got = f"the columns {', '.join(table.columns)}"
+        for column in (one for one in required if one not in table.columns):
+            fix = f"Rename or add it, or {fixes[column]}." if column in fixes else "Add it."
+            problems.append(DataError(str(table.path), got=got, expected=f"a column {column!r}", fix=fix))
     if len(problems) == 1:
         raise problems[0]
     if problems:

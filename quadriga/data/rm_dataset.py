@@ -14,14 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from quadriga.data.sft_dataset import (
-    ASSISTANT,
-    TextPart,
-    TokenizedRows,
-    chat_of_row,
-    conversation,
-    prompt_and_response,
-)
+from quadriga.data.sft_dataset import ASSISTANT, TextPart, TokenizedRows, chat_of_row, conversation, prompt_and_response
 from quadriga.data.tokenizing import as_messages
 from quadriga.errors import DataError
 
@@ -77,9 +70,7 @@ class RMDataset(TokenizedRows[Pair]):
 
     def made(self, parts: Sequence[TextPart], tokens: Sequence[list[int]], where: str) -> Pair:
         eos = self.tokenizer.eos_token_id
-        chosen, rejected = (
-            conversation(tokens[at : at + 2], [False, True], eos).ids[len(tokens[at]) :] for at in (0, 2)
-        )
+        chosen, rejected = (conversation(tokens[i : i + 2], [False, True], eos).ids[len(tokens[i]) :] for i in (0, 2))
         if np.array_equal(chosen, rejected):
             got, expected = f"two equal responses, {parts[1].text[:60]!r}", "a better one and a worse one"
             raise DataError(where, got=got, expected=expected, fix="Leave the row out: nothing can be learned from it.")

@@ -17,11 +17,10 @@ Shapes: L tokens of one sequence.
 
 import hashlib
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -31,7 +30,7 @@ from transformers import PreTrainedTokenizerBase
 
 from quadriga.config import DataConfig
 from quadriga.data.file_dataset import FileDataset
-from quadriga.data.files import RowTable
+from quadriga.data.files import FileNames, RowTable
 from quadriga.data.tokenizing import ChatEncoder, Messages, as_messages, shortened
 from quadriga.errors import DataError
 from quadriga.observe.watchdog import waiting
@@ -71,25 +70,17 @@ class TokenizedRows(FileDataset, Generic[Row]):
     """Keys of the section `data` that name the columns of a row."""
 
     def __init__(
-        self,
-        data_files: str | Path | Sequence[str | Path],
-        tokenizer: PreTrainedTokenizerBase,
-        config: DataConfig,
-        *,
-        is_train: bool = True,
+        self, data_files: FileNames, tokenizer: PreTrainedTokenizerBase, config: DataConfig, *, is_train: bool = True
     ) -> None:
         super().__init__(data_files, tokenizer, config, is_train=is_train)
         tables, self._tables = self._tables, []  # the tokens are kept, the files are not
         required = {getattr(config, key): f"data.{key}" for key in self.columns}
         for table in tables:
             if missing := [name for name in required if not {name, name.partition(".")[0]} & {*table.columns}]:
-                raise DataError(
-                    str(table.path),
-                    got=f"the columns {', '.join(table.columns)}",
-                    expected=f"{' and '.join(map(repr, missing))} among them",
-                    fix=f"Name its columns with {', '.join(required.values())}"
-                    + (", or set data.format to what its rows are." if "chosen_key" not in self.columns else "."),
-                )
+                got, expected = f"the columns {', '.join(table.columns)}", " and ".join(map(repr, missing))
+                form = ", or set data.format to what its rows are" if "chosen_key" not in self.columns else ""
+                fix = f"Name its columns with {', '.join(required.values())}{form}."
+                raise DataError(str(table.path), got=got, expected=f"{expected} among them", fix=fix)
         rows: list[Row] = []
         num_rows, limit = sum(map(len, tables)), config.max_length
         at_most = config.train_max_samples if is_train else config.val_max_samples
@@ -175,22 +166,13 @@ class TokenizedRows(FileDataset, Generic[Row]):
         if length <= limit or self.config.filter_overlong_prompts:
             return row
         if truncation == "error":
-            raise DataError(
-                where,
-                got=f"{length} tokens",
-                expected=f"at most data.max_length={limit}",
-                fix="Raise that length, leave such rows out with data.filter_overlong=true, or cut them with "
-                "data.truncation=left or right.",
-            )
-        shorter = self.cut(row)
-        if shorter is None:
-            raise DataError(
-                where,
-                got=f"{length} tokens, of which data.truncation={truncation} leaves {limit} without a response among "
-                "them",
-                expected="something to learn",
-                fix="Raise data.max_length, or leave such rows out with data.filter_overlong=true.",
-            )
+            how = "leave such rows out with data.filter_overlong=true, or cut them with data.truncation=left or right"
+            fix, expected = f"Raise that length, {how}.", f"at most data.max_length={limit}"
+            raise DataError(where, got=f"{length} tokens", expected=expected, fix=fix)
+        if (shorter := self.cut(row)) is None:
+            left = f"data.truncation={truncation} leaves {limit} without a response among them"
+            fix = "Raise data.max_length, or leave such rows out with data.filter_overlong=true."
+            raise DataError(where, got=f"{length} tokens, of which {left}", expected="something to learn", fix=fix)
         return shorter
 
 
@@ -214,7 +196,7 @@ class MultiTurnSFTDataset(TokenizedRows[Conversation]):
         messages = chat_of_row(row[self.config.messages_key], where=where)
         thinks = row.get(THINKING)
         options = {} if thinks is None else {THINKING: bool(thinks)}
-        return text_parts(messages, self.encoder, where=where, tools=row.get(self.config.tools_key), options=options)
+        return text_parts(messages, self.encoder, where=where, tools=row.get(self.config.tools_key), **options)
 
     def made(self, parts: Sequence[TextPart], tokens: Sequence[list[int]], where: str) -> Conversation:
         return conversation(tokens, [part.is_learned for part in parts], self.tokenizer.eos_token_id)
@@ -245,12 +227,7 @@ class SFTDataset(MultiTurnSFTDataset):
 
 
 def text_parts(
-    messages: Messages,
-    encoder: ChatEncoder,
-    *,
-    where: str,
-    tools: Sequence[Any] | None = None,
-    options: Mapping[str, Any] | None = None,
+    messages: Messages, encoder: ChatEncoder, *, where: str, tools: Sequence[Any] | None = None, **options: Any
 ) -> list[TextPart]:
     """A conversation as the chat template writes it, cut before and after each turn of the assistant.
 
@@ -261,18 +238,16 @@ def text_parts(
         DataError: no turn of the assistant, an empty one, one at the very beginning, or a template that writes earlier
             turns in another way once later ones follow.
     """
-    turns = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
-    if not turns:
+    if not (turns := [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]):
         got = f"a chat of {len(messages)} messages, none of them by the assistant"
         fix = "Leave the row out, or name the column of the whole chat with data.messages_key."
         raise DataError(where, got=got, expected="at least one: its tokens are what is learned", fix=fix)
     if turns[0] == 0:
         raise DataError(where, got="a chat that begins with the assistant", expected="a prompt before the response")
-    own = encoder.template_kwargs | dict(options or {}) | ({"tools": list(tools)} if tools else {})
+    own = encoder.template_kwargs | options | ({"tools": list(tools)} if tools else {})
     prompting = ChatEncoder(encoder.tokenizer, own | {"add_generation_prompt": True})
     complete = ChatEncoder(encoder.tokenizer, own | {"add_generation_prompt": False})
-    parts: list[TextPart] = []
-    written = ""
+    parts, written = list[TextPart](), ""
     for turn in turns:
         content = messages[turn].get("content")
         is_empty = not content.strip() if isinstance(content, str) else not content
@@ -285,14 +260,12 @@ def text_parts(
         for shorter, longer in ((written, before), (before, after)):
             if not longer.startswith(shorter):
                 i = next((i for i, (a, b) in enumerate(zip(shorter, longer, strict=False)) if a != b), len(longer))
-                raise DataError(
-                    f"{where}, message {turn}",
-                    got=f"a chat template that changes earlier turns: {shorter[i : i + 40]!r} became "
-                    f"{longer[i : i + 40]!r} when the turn was added",
-                    expected="turns that stay as they were written, each learned as the model would have generated it",
-                    fix="Give each response a row of its own that ends with it, change data.apply_chat_template_kwargs,"
-                    " or set model.custom_chat_template to a template that only adds.",
-                )
+                change = f"{shorter[i : i + 40]!r} became {longer[i : i + 40]!r} when the turn was added"
+                expected = "turns that stay as they were written, each learned as the model would have generated it"
+                keys = "data.apply_chat_template_kwargs, or set model.custom_chat_template to a template that only adds"
+                fix = f"Give each response a row of its own that ends with it, change {keys}."
+                got = f"a chat template that changes earlier turns: {change}"
+                raise DataError(f"{where}, message {turn}", got=got, expected=expected, fix=fix)
         parts += [TextPart(before[len(written) :], False), TextPart(after[len(before) :], True)]
         written = after
     return parts

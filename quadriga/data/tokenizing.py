@@ -98,10 +98,8 @@ def as_messages(prompt: Any, *, where: str) -> Messages:
     """
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
-    is_chat = isinstance(prompt, Sequence) and all(
-        isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in prompt
-    )
-    if not is_chat or not prompt:
+    roles = [isinstance(one, Mapping) and one.get("role") for one in prompt] if isinstance(prompt, Sequence) else []
+    if not roles or not all(isinstance(role, str) for role in roles):
         expected = 'text, or a list of messages such as [{"role": "user", "content": "..."}]'
         fix = "Correct the row, or set data.prompt_key to the column that holds the chat."
         raise DataError(where, got=f"the prompt {shortened(prompt)}", expected=expected, fix=fix)
@@ -145,10 +143,8 @@ class ChatEncoder:
             str(text).encode()
         except UnicodeEncodeError as error:
             half, before = error.object[error.start], error.object[: error.start][-40:]
-            got, fix = (
-                f"half of a character, {half!r}, behind {before!r}",
-                "Correct the row: its text was cut in two there.",
-            )
+            got = f"half of a character, {half!r}, behind {before!r}"
+            fix = "Correct the row: its text was cut in two there."
             raise DataError(where, got=got, expected="text that UTF-8 can hold", fix=fix) from error
         # One conversation that is not tokenized gives text; the annotation of transformers covers every other case too.
         return cast(str, text)
@@ -159,8 +155,8 @@ class ChatEncoder:
 
     def fingerprint(self) -> str:
         """Changes whenever the ids of some prompt could."""
-        template = self.template_kwargs.get("chat_template") or self.tokenizer.chat_template
-        backend, tokenizer = getattr(self.tokenizer, "backend_tokenizer", None), self.tokenizer
+        tokenizer, backend = self.tokenizer, getattr(self.tokenizer, "backend_tokenizer", None)
+        template = self.template_kwargs.get("chat_template") or tokenizer.chat_template
         slow = [type(tokenizer).__qualname__, sorted(tokenizer.get_vocab().items()), tokenizer.special_tokens_map]
         facts = {
             "transformers": transformers.__version__,

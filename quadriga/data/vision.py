@@ -129,13 +129,11 @@ class VisionProcessor:
         grids = inputs.get("image_grid_thw")
         expanded = self.expand(ids, grids)
         if pictures and len(expanded) > limit:
-            raise DataError(
-                where,
-                got=f"{len(expanded)} tokens, {expanded.count(self.image_token_id)} of them of images",
-                expected=f"at most data.max_prompt_length={limit}, for a prompt with images is not cut",
-                fix="Raise that length, lower data.mm_processor_kwargs.max_pixels, or leave such rows out with "
-                "data.filter_overlong_prompts=true.",
-            )
+            got = f"{len(expanded)} tokens, {expanded.count(self.image_token_id)} of them of images"
+            expected = f"at most data.max_prompt_length={limit}, for a prompt with images is not cut"
+            how = "leave such rows out with data.filter_overlong_prompts=true"
+            fix = f"Raise that length, lower data.mm_processor_kwargs.max_pixels, or {how}."
+            raise DataError(where, got=got, expected=expected, fix=fix)
         return VisionPrompt(ids, expanded, self.positions(expanded, grids), tuple(pictures), inputs)
 
     def expand(self, ids: list[int], grids: torch.Tensor | None) -> list[int]:
@@ -188,10 +186,9 @@ def with_parts(messages: Messages, images: Sequence[Any], *, where: str) -> tupl
 def refuse_images(messages: Messages, images: Sequence[Any], *, where: str) -> None:
     """Raises a `DataError` where a row for a language model has images, in their column or in a message."""
     if images or any(isinstance(message.get("content"), list) for message in messages):
+        got, expected = "images, for a text-only model", "text, or a vision-language model"
         fix = "Take one, or set data.image_key=null to train on the text alone."
-        raise DataError(
-            where, got="images, for a text-only model", expected="text, or a vision-language model", fix=fix
-        )
+        raise DataError(where, got=got, expected=expected, fix=fix)
 
 
 def refuse_videos(videos: Any, *, where: str) -> None:

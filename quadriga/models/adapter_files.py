@@ -73,9 +73,8 @@ class AdapterFiles(RenamedFiles):
     """PEFT's `adapter_model.safetensors` of a folder, under the names that its tensors have in a model."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(
-            SafetensorFiles([folder / ADAPTER_WEIGHTS]), partial(_IN_PEFT.sub, rf"\1.{ADAPTER_NAME}.weight")
-        )
+        rename = partial(_IN_PEFT.sub, rf"\1.{ADAPTER_NAME}.weight")
+        super().__init__(SafetensorFiles([folder / ADAPTER_WEIGHTS]), rename)
 
 
 class MergedFiles:
@@ -115,10 +114,8 @@ def open_model(folder: str | Path) -> WeightFiles:
     folder = Path(folder)
     shape = read_adapter(folder)
     if not Path(shape.base).is_dir():
-        got, expected = (
-            f"the base model {shape.base!r}, which is no folder here",
-            "the folder of the model it was trained on",
-        )
+        got = f"the base model {shape.base!r}, which is no folder here"
+        expected = "the folder of the model it was trained on"
         fix = "Set base_model_name_or_path in this file; `quadriga prepare model NAME --output DIR` fetches a model."
         raise CheckpointError(str(folder / ADAPTER_CONFIG), got=got, expected=expected, fix=fix)
     return MergedFiles(open_model(shape.base), AdapterFiles(folder), shape.scale, folder)

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -124,12 +124,9 @@ class PackedBatch:
         missing = num_tokens - self.num_tokens
         if missing == 0:
             return self
-        return replace(
-            self,
-            input_ids=torch.nn.functional.pad(self.input_ids, (0, missing)),
-            position_ids=torch.nn.functional.pad(self.position_ids, (0, missing)),
-            segments=(*self.segments, Segment(self.num_tokens, missing)),
-        )
+        ids, positions = (pad(one, (0, missing)) for one in (self.input_ids, self.position_ids))
+        segments = (*self.segments, Segment(self.num_tokens, missing))
+        return replace(self, input_ids=ids, position_ids=positions, segments=segments)
 
     @property
     def num_tokens(self) -> int:
@@ -234,14 +231,8 @@ class _Padding:
 
 
 class _Copy(torch.autograd.Function):
-    """Rows in other places: [X, ...] -> values[sources], with the gradient copied back to [X, ...].
-
-    Autograd's own gradient of an index adds, atomically or serially, and is ten times as slow.
-
-    Args:
-        targets: the rows that get a gradient; the others get zeros.
-        places: where in the result the gradients of these stand; None: in their order.
-    """
+    """Rows in other places: [X, ...] -> values[sources]. The rows `targets` get a gradient, from `places` of the result
+    (None: in their order), the others zeros. Autograd's own adds, atomically or serially: ten times as slow."""
 
     @staticmethod
     def forward(ctx, values, sources, targets, places):

@@ -68,19 +68,15 @@ class ModelCost:
 
 def model_cost(model: PreTrainedModel) -> ModelCost:
     """Count a model's matrix parameters [out, in]; embeddings are looked up, not multiplied."""
-    config = model.config.get_text_config()
-    body = backbone(model)
-    linears = [module for module in body.modules() if isinstance(module, nn.Linear)]
-    head = head_of(model)
+    config, head = model.config.get_text_config(), head_of(model)
+    linears = [module for module in backbone(model).modules() if isinstance(module, nn.Linear)]
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return ModelCost(
         num_block_parameters=sum(module.weight.numel() for module in linears),
-        num_head_parameters=sum(parameter.numel() for parameter in head.parameters()),
+        num_head_parameters=sum(one.numel() for one in head.parameters()),
         attention_width=config.num_hidden_layers * config.num_attention_heads * head_size,
         num_frozen_block_parameters=sum(module.weight.numel() for module in linears if not module.weight.requires_grad),
-        num_frozen_head_parameters=sum(
-            parameter.numel() for parameter in head.parameters() if not parameter.requires_grad
-        ),
+        num_frozen_head_parameters=sum(one.numel() for one in head.parameters() if not one.requires_grad),
         vision_encoder=VisionEncoderCost.of(model),
     )
 

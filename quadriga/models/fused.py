@@ -81,7 +81,5 @@ def fuse(model: PreTrainedModel) -> dict[str, int]:
         and type(module.act_fn).__name__ in ("SiLU", "SiLUActivation")
     ]
     for module in mlps:
-        module.forward = MethodType(
-            lambda mlp, x: mlp.down_proj(GatedSiLU.apply(mlp.gate_proj(x), mlp.up_proj(x))), module
-        )
+        module.forward = MethodType(lambda m, x: m.down_proj(GatedSiLU.apply(m.gate_proj(x), m.up_proj(x))), module)
     return {"norms": len(norms), "mlps": len(mlps)}

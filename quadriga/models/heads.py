@@ -121,10 +121,7 @@ class _Call:
 
 
 def head_logits(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    workspace: torch.Tensor | None = None,
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, workspace: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Float32 logits [C, V].
 
@@ -249,13 +246,7 @@ def _cut(size: int, first: torch.Tensor, *others: torch.Tensor | None) -> Iterat
 
 
 def _statistics(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    places: torch.Tensor,
-    call: _Call,
-    *,
-    keep: bool,
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, places: torch.Tensor, call: _Call, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None, _Top]:
     """The four numbers of this rank's vocabulary [1, 4, M]; the workspace with the last chunk's logits where it
     is to be kept; and the top tokens with their logits, [M, k] each, or None twice."""
@@ -317,11 +308,8 @@ def _gradients(
     call: _Call,
     kept: torch.Tensor | None,
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield rows and the gradient of their logits [C, V'] in the weight's dtype; without Triton the last chunk first.
-
-    Args:
-        kept: the workspace with the last chunk's logits over the temperature, or None.
-    """
+    """Yield rows and the gradient of their logits [C, V'] in the weight's dtype; without Triton the last chunk first:
+    `kept`, if not None, is the workspace with its logits over the temperature."""
     size, step = call.chunk_tokens, _TOKEN_BLOCK.get(hidden.device.type, _TOKEN_BLOCK_ELSEWHERE)
     cuts = enumerate(_cut(size, hidden, places, *outer))
     chunks = [(slice(number * size, number * size + len(parts[0])), parts) for number, parts in cuts]

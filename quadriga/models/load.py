@@ -56,14 +56,9 @@ def load_causal_lm(
     """
     disable_progress_bar()
     config = load_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
+    how = {"dtype": dtype, "attn_implementation": attention_of(config, attention)}
     with _explained(path):
-        model, info = from_pretrained(
-            path,
-            config,
-            dtype=dtype,
-            attn_implementation=attention_of(config, attention),
-            trust_remote_code=trust_remote_code,
-        )
+        model, info = from_pretrained(path, config, trust_remote_code=trust_remote_code, **how)
     if missing := sorted(info["missing_keys"]):
         got = f"no weights for {len(missing)} parameters, first {missing[0]}"
         expected = "all weights of the model; the missing ones would be random"
@@ -85,23 +80,15 @@ def from_pretrained(
     Raises:
         CheckpointError: a checkpoint's weights are missing or damaged.
     """
+    options |= {"config": config, "dtype": dtype, "output_loading_info": True}
     # Transformers would put an adapter beside the weights; here it is merged into them.
     if distributed_folder(path) is None and not is_adapter(path):
-        return _auto_class(config).from_pretrained(
-            path,
-            config=config,
-            dtype=dtype,
-            trust_remote_code=trust_remote_code,
-            output_loading_info=True,
-            **options,
-        )
+        return _auto_class(config).from_pretrained(path, trust_remote_code=trust_remote_code, **options)
     with torch.device("meta"):
         model_class = type(_auto_class(config).from_config(config, trust_remote_code=trust_remote_code))
     weights = open_model(path)
     state = {name: weights.read(name).to(dtype) for name in weights.shapes}
-    model, info = model_class.from_pretrained(
-        None, config=config, state_dict=state, dtype=dtype, output_loading_info=True, **options
-    )
+    model, info = model_class.from_pretrained(None, state_dict=state, **options)
     if (Path(path) / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(path)
     return model, info
@@ -129,12 +116,8 @@ def skeleton_causal_lm(
         with register_module_parameter_registration_hook(
             lambda module, name, one: one if one.is_meta else nn.Parameter(one.detach().to("meta"), one.requires_grad)
         ):
-            model = _auto_class(config).from_config(
-                config,
-                dtype=torch.float32,
-                attn_implementation=attention_of(config, ATTENTION_NAME),
-                trust_remote_code=trust_remote_code,
-            )
+            how = {"dtype": torch.float32, "attn_implementation": attention_of(config, ATTENTION_NAME)}
+            model = _auto_class(config).from_config(config, trust_remote_code=trust_remote_code, **how)
         if (Path(path) / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(path)
     fuse(model)
@@ -166,11 +149,9 @@ def backbone(model: PreTrainedModel) -> nn.Module:
 
 def head_of(model: PreTrainedModel) -> nn.Module:
     """The projection from hidden states to the vocabulary: a module with `weight` [V, D] and perhaps `bias`."""
-    head = model.get_output_embeddings()
-    if head is None:
-        raise EngineError(
-            f"model {type(model).__name__}", got="no projection to the vocabulary", expected="a causal language model"
-        )
+    if (head := model.get_output_embeddings()) is None:
+        where, got = f"model {type(model).__name__}", "no projection to the vocabulary"
+        raise EngineError(where, got=got, expected="a causal language model")
     return head
 
 

@@ -45,10 +45,8 @@ def add_adapter(model: PreTrainedModel, section: ModelConfig, seed: int) -> Call
         EngineError: it reaches no module, or one that cannot have it.
         ConfigError: PEFT is missing, or the adapter to start from is of another kind.
     """
-    shape = adapter_shape(section)
-    is_empty = next(model.parameters()).is_meta
     device = next(model.parameters()).device
-    _inject(model, shape)
+    _inject(model, adapter_shape(section))
     factors = {name: parameter.shape for name, parameter in model.named_parameters() if is_factor(name)}
     read: Callable[[str], torch.Tensor] = partial(_new_value, factors, seed)
     if section.lora_adapter_path is not None:
@@ -58,14 +56,11 @@ def add_adapter(model: PreTrainedModel, section: ModelConfig, seed: int) -> Call
         if unlike := sorted(name for name in found.keys() | factors.keys() if found.get(name) != factors.get(name)):
             sizes = [shapes.get(unlike[0]) for shapes in (found, factors)]
             got, expected = ("none" if size is None else f"shape {tuple(size)}" for size in sizes)
-            raise EngineError(
-                f"adapter {folder}",
-                got=f"{len(unlike)} tensors unlike this model's, first {unlike[0]}: {got}",
-                expected=expected,
-                fix="Start from the model that the adapter was trained on.",
-            )
+            got = f"{len(unlike)} tensors unlike this model's, first {unlike[0]}: {got}"
+            fix = "Start from the model that the adapter was trained on."
+            raise EngineError(f"adapter {folder}", got=got, expected=expected, fix=fix)
     for name, size in factors.items():
-        value = torch.empty(size, device="meta") if is_empty else read(name).to(device, torch.float32)
+        value = torch.empty(size, device="meta") if device.type == "meta" else read(name).to(device, torch.float32)
         parent, _, last = name.rpartition(".")
         setattr(model.get_submodule(parent), last, nn.Parameter(value))
     return read
@@ -73,17 +68,10 @@ def add_adapter(model: PreTrainedModel, section: ModelConfig, seed: int) -> Call
 
 def adapter_of(model: nn.Module) -> AdapterShape | None:
     """The adapter in a model, if there is one."""
-    config = getattr(model, "peft_config", {}).get(ADAPTER_NAME)
-    if config is None:
+    if (own := getattr(model, "peft_config", {}).get(ADAPTER_NAME)) is None:
         return None
-    return AdapterShape(
-        config.r,
-        config.lora_alpha,
-        config.target_modules,
-        config.exclude_modules,
-        config.use_rslora,
-        config.base_model_name_or_path,
-    )
+    modules = (own.target_modules, own.exclude_modules)
+    return AdapterShape(own.r, own.lora_alpha, *modules, own.use_rslora, own.base_model_name_or_path)
 
 
 def describe_adapter(model: PreTrainedModel) -> str:

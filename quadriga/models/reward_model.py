@@ -37,13 +37,9 @@ def load_reward_model(
     disable_progress_bar()
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        options = {"attn_implementation": ATTENTION_NAME, "trust_remote_code": trust_remote_code}
         model, info = AutoModelForSequenceClassification.from_pretrained(
-            path,
-            config=config,
-            dtype=dtype,
-            attn_implementation=ATTENTION_NAME,
-            trust_remote_code=trust_remote_code,
-            output_loading_info=True,
+            path, config=config, dtype=dtype, output_loading_info=True, **options
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         expected = "a folder or hub name that transformers can load as a sequence classifier"
@@ -101,14 +97,9 @@ def fresh_reward_model(
     if any(name.endswith("ForSequenceClassification") for name in config.architectures or []):
         return load_reward_model(path, dtype=torch.float32, device=device, trust_remote_code=trust_remote_code)
     source = load_causal_lm(
-        path,
-        dtype=torch.float32,
-        device=device,
-        trust_remote_code=trust_remote_code,
-        override_config=override_config,
+        path, dtype=torch.float32, device=device, trust_remote_code=trust_remote_code, override_config=override_config
     )
-    config.num_labels = 1
-    config.pad_token_id = pad_token_id
+    config.num_labels, config.pad_token_id = 1, pad_token_id
     try:
         model = AutoModelForSequenceClassification.from_config(
             config, dtype=torch.float32, attn_implementation=ATTENTION_NAME, trust_remote_code=trust_remote_code

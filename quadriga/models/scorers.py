@@ -86,21 +86,14 @@ class Scorer(nn.Module, ABC):
             received: [1, n, D] of the stage before, where this one has no embedding.
         """
         input_ids, position_ids, plan = self.sharing.inputs(batch)
+        tokens = {"input_ids": input_ids} if received is None else {"inputs_embeds": received}
         if batch.images is not None:
             tokens = decoder_inputs(self.model, input_ids, batch.images)
-        else:
-            tokens = {"input_ids": input_ids} if received is None else {"inputs_embeds": received}
         (body,) = self._backbone
         hidden = body(
-            **tokens,
-            position_ids=position_ids,
-            attention_mask=None,
-            use_cache=False,
-            attention_plan=plan,
+            **tokens, position_ids=position_ids, attention_mask=None, use_cache=False, attention_plan=plan
         ).last_hidden_state
-        if not self.sharing.has_head:
-            return hidden
-        return self.score(hidden[0], batch, question)
+        return self.score(hidden[0], batch, question) if self.sharing.has_head else hidden
 
 
 class PolicyScorer(Scorer):

@@ -240,12 +240,8 @@ def copy_processor(config: PreTrainedConfig, target: Path, source: str | Path | 
     """
     if not is_vision(config):
         return
+    raising = {f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors")}
     for name in PROCESSOR_FILES:
-        found = cached_file(
-            source or config.name_or_path,
-            name,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
-        )
+        found = cached_file(source or config.name_or_path, name, **raising)
         if found is not None and Path(found).resolve() != (target / name).resolve():
             shutil.copyfile(found, target / name)

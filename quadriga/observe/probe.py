@@ -83,7 +83,8 @@ def release_numbers(text: str) -> tuple[int, ...]:
 
 
 def _probe(extra: Extra, timeout_s: float, is_tried: bool) -> Capability:
-    distribution, found = _installed(extra.package)
+    # mlflow also comes as a smaller distribution with the same module, which is all that tracking needs.
+    distribution, found = installed(extra.package, f"{extra.package}-skinny")
     if not found:
         problem = f"not installed; pip install -e '{extra.install}'"
     elif release_numbers(found) < release_numbers(extra.least):
@@ -104,15 +105,14 @@ def _probe(extra: Extra, timeout_s: float, is_tried: bool) -> Capability:
     return Capability(extra.package, found, not problem, problem or fine, extra.purpose)
 
 
-def _installed(package: str) -> tuple[str, str]:
-    """The distribution that is installed, and its version; the latter empty if there is none."""
-    # mlflow also comes as a smaller distribution with the same module, which is all that tracking needs.
-    for name in (package, f"{package}-skinny"):
+def installed(*packages: str) -> tuple[str, str]:
+    """Which of these distributions is installed, and its version; the first and "" if none is. Nothing is imported."""
+    for name in packages:
         try:
             return name, version(name)
         except PackageNotFoundError:
             continue
-    return package, ""
+    return packages[0], ""
 
 
 def _unmet_problem(module: str, distribution: str) -> str:
@@ -123,7 +123,7 @@ def _unmet_problem(module: str, distribution: str) -> str:
         wanted = Requirement(line)
         if wanted.marker is not None and not wanted.marker.evaluate():
             continue
-        _, found = _installed(wanted.name)
+        _, found = installed(wanted.name, f"{wanted.name}-skinny")
         if not found:
             return f"{NOT_TRIED}: it requires {wanted.name}, which is not installed"
         if not wanted.specifier.contains(found, prereleases=True):

@@ -8,11 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from quadriga.rewards.managers.batch import BatchRewardManager
-    from quadriga.rewards.managers.dapo import DapoRewardManager
-    from quadriga.rewards.managers.judge import JudgeRewardManager
     from quadriga.rewards.managers.naive import NaiveRewardManager
-    from quadriga.rewards.managers.prime import PrimeRewardManager
     from quadriga.rewards.outcome import Outcome
     from quadriga.rewards.pool import GradingPool
     from quadriga.rewards.registry import (
@@ -27,11 +23,7 @@ if TYPE_CHECKING:
     from quadriga.rewards.scoring import ScoreFunction, default_compute_score
 
 _HOMES = {
-    "managers.batch": "BatchRewardManager",
-    "managers.dapo": "DapoRewardManager",
-    "managers.judge": "JudgeRewardManager",
     "managers.naive": "NaiveRewardManager",
-    "managers.prime": "PrimeRewardManager",
     "outcome": "Outcome",
     "pool": "GradingPool",
     "registry": "Grading RewardManager RewardOutput early_grader get_reward_manager_cls load_reward_manager register",
@@ -39,9 +31,8 @@ _HOMES = {
 }
 
 __all__ = [
-    "BatchRewardManager", "DapoRewardManager", "Grading", "GradingPool", "JudgeRewardManager", "NaiveRewardManager",
-    "Outcome", "PrimeRewardManager", "RewardManager", "RewardOutput", "ScoreFunction", "default_compute_score",
-    "early_grader", "get_reward_manager_cls", "load_reward_manager", "register",
+    "Grading", "GradingPool", "NaiveRewardManager", "Outcome", "RewardManager", "RewardOutput", "ScoreFunction",
+    "default_compute_score", "early_grader", "get_reward_manager_cls", "load_reward_manager", "register",
 ]  # fmt: skip
 
 

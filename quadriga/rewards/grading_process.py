@@ -56,11 +56,8 @@ def main(connection_fd: int) -> None:
     # Programs that a score function starts must not keep the pipe open after this process has died.
     os.set_inheritable(connection_fd, False)
     connection = Connection(connection_fd)
-    try:
+    with suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the driver is gone or is done with this process
         _serve(connection)
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        # The driver is gone or is done with this process.
-        return
 
 
 def _serve(connection: Connection) -> None:
@@ -100,7 +97,7 @@ def _grade(function: ScoreFunction, compute_score: Callable[..., Any], arguments
         return read_outcomes(returned, num_samples) if function.is_batch else read_outcome(returned)
     except BaseException as error:
         # A score function may call sys.exit, and libraries have limits that are not Exceptions.
-        return [raised(error)] * num_samples if function.is_batch else raised(error)
+        return raised(error)
     finally:
         if os.getpid() != own_pid:
             # A forked copy that came back: the outcome is its parent's to send.

@@ -128,10 +128,8 @@ class GradingProcess:
                 is_killed, end = self.is_ended, self.stop(is_ending=True)
                 if self.is_ready or is_killed:
                     return failure("died", DIED.format(end))
-                expected = "a process that starts and loads the score function"
-                raise RewardError(
-                    "grading process", got=end, expected=expected, fix="Its output above may say why."
-                ) from None
+                expected, fix = "a process that starts and loads the score function", "Its output above may say why."
+                raise RewardError("grading process", got=end, expected=expected, fix=fix) from None
             if kind == UNUSABLE:
                 raise value
             self.is_ready, self.is_async = kind != LOADING, kind == READY and value

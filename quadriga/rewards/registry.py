@@ -137,13 +137,9 @@ def get_reward_manager_cls(name: str) -> type:
     if name not in _classes and name in BUILT_IN:
         import_module(BUILT_IN[name])
     if name not in _classes:
-        raise RewardError(
-            "reward_model.reward_manager",
-            got=name,
-            expected=f"one of {', '.join(sorted({*_classes, *BUILT_IN}))}",
-            fix="Your own class: file.py:Class, or @quadriga.rewards.register(name) in a file of "
-            "actor_rollout_ref.model.external_lib.",
-        )
+        expected, file = f"one of {', '.join(sorted({*_classes, *BUILT_IN}))}", "actor_rollout_ref.model.external_lib"
+        fix = f"Your own class: file.py:Class, or @quadriga.rewards.register(name) in a file of {file}."
+        raise RewardError("reward_model.reward_manager", got=name, expected=expected, fix=fix)
     return _classes[name]
 
 

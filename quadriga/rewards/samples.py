@@ -63,8 +63,7 @@ class SampleManager(RewardManager):
     def __init__(self, config: Config, tokenizer: Any) -> None:
         self.settings = config.reward_model
         self._tokenizer, self._reward_fn_key = tokenizer, config.data.reward_fn_key
-        unknown = [name for name in self.settings.reward_kwargs if name not in self.options]
-        if unknown:
+        if unknown := [name for name in self.settings.reward_kwargs if name not in self.options]:
             known = ", ".join(self.options) or "it has none"
             expected = f"options of the reward manager {self.settings.reward_manager} ({known})"
             fix = "Arguments of your own score function belong to custom_reward_function.reward_kwargs."
@@ -74,15 +73,14 @@ class SampleManager(RewardManager):
         samples = read_samples(data, self._tokenizer, self._reward_fn_key, needs_truths=self.needs_truths)
         found = [None] * len(samples.rows) if outcomes is None else list(outcomes)
         missing = [row for row, outcome in enumerate(found) if outcome is None]
-        max_error_rate = self.settings.max_error_rate
-        max_failures = allowed_failures(len(samples.rows), max_error_rate)
-        work = self.submit([samples.rows[row] for row in missing], max_failures)
+        rate = self.settings.max_error_rate
+        work = self.submit([samples.rows[row] for row in missing], allowed_failures(len(samples.rows), rate))
 
         def result() -> RewardOutput:
             with waiting(f"the rewards of {len(missing)} samples", detail=work.progress):
                 graded = dict(zip(missing, work.result(), strict=True))
             complete = [outcome or graded[row] for row, outcome in enumerate(found)]
-            return collect(samples, self.shaped(complete, samples), max_error_rate)
+            return collect(samples, self.shaped(complete, samples), rate)
 
         return Grading(result, work.cancel)
 
@@ -109,11 +107,11 @@ class SampleManager(RewardManager):
 
     def grade_all(self, samples: Samples) -> list[Outcome]:
         """The outcomes of all samples; RewardError where too many could not be graded."""
-        max_failures = allowed_failures(len(samples.rows), self.settings.max_error_rate)
-        work = self.submit(samples.rows, max_failures)
+        rate = self.settings.max_error_rate
+        work = self.submit(samples.rows, allowed_failures(len(samples.rows), rate))
         with waiting(f"the grades of {len(samples.rows)} responses", detail=work.progress):
             outcomes = work.result()
-        _report_failures(samples, outcomes, self.settings.max_error_rate)
+        _report_failures(samples, outcomes, rate)
         return outcomes
 
     def submit(self, rows: list[dict[str, Any]], max_failures: int | None = None) -> Round:

@@ -118,13 +118,10 @@ class ScoreFunction:
     is_batch: bool = False
 
     def __post_init__(self) -> None:
-        taken = [name for name in self.reward_kwargs if name in self.arguments]
-        if taken:
+        if taken := [name for name in self.reward_kwargs if name in self.arguments]:
             expected = "names that a sample's own columns do not have"
             raise ConfigError(f"{_SECTION}.reward_kwargs", got=", ".join(taken), expected=expected)
-        if self.path is None:
-            return
-        if self.path.startswith(PACKAGE):
+        if self.path is None or self.path.startswith(PACKAGE):
             return
         file = Path(self.path.removeprefix(FILE)).expanduser().absolute()
         if not file.is_file():

@@ -18,7 +18,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from threading import Condition
-from typing import Generic, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 import torch
 
@@ -42,9 +42,10 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 R = TypeVar("R")
 E = TypeVar("E", bound=RolloutEngine)
+Maker: TypeAlias = Callable[[], E]
 
 
-def start_engines(makers: Sequence[Callable[[], E]], num_shares: int = 0) -> list[E]:
+def start_engines(makers: Sequence[Maker[E]], num_shares: int = 0) -> list[E]:
     """Make engines one after the other; where one does not start, those before it are closed.
 
     Several divide the threads that this process has: their processes find their share in `OMP_NUM_THREADS`. There are
@@ -82,10 +83,7 @@ class Balancer(RolloutEngine):
     takes_images = True  # each engine says whether it does
 
     def __init__(
-        self,
-        engines: Sequence[RolloutEngine],
-        description: str = "",
-        makers: Sequence[Callable[[], RolloutEngine]] = (),
+        self, engines: Sequence[RolloutEngine], description: str = "", makers: Sequence[Maker[RolloutEngine]] = ()
     ) -> None:
         super().__init__()
         if not engines:
@@ -121,17 +119,15 @@ class Balancer(RolloutEngine):
         reached = {*self.alive, *self._is_new}
         return bool(reached) and all(self.engines[number].has_frozen_weights for number in reached)
 
-    async def generate(
-        self, prompt_token_ids: Prompt, sampling: SamplingParams, images: Images | None = None
-    ) -> Completion:
-        self._require_ready([prompt_token_ids], [sampling])
-        tokens = len(prompt_token_ids) + sampling.max_tokens
+    async def generate(self, prompt: Prompt, sampling: SamplingParams, images: Images | None = None) -> Completion:
+        self._require_ready([prompt], [sampling])
+        tokens = len(prompt) + sampling.max_tokens
         failed: dict[int, Exception] = {}
         while usable := [number for number in self.alive if number not in failed]:
             number = min(usable, key=self.in_flight.__getitem__)
             self.in_flight[number] += tokens
             try:
-                completion = await self.engines[number].generate(prompt_token_ids, sampling, images)
+                completion = await self.engines[number].generate(prompt, sampling, images)
             except Exception as error:  # raised again below, if no other engine can serve the request
                 failed[number] = error
             else:
@@ -157,8 +153,7 @@ class Balancer(RolloutEngine):
         failed: dict[int, Exception] = {}
         num_moved = 0
         while len(responses) < len(prompts):
-            usable = [number for number in self.alive if number not in failed]
-            if not usable:
+            if not (usable := [number for number in self.alive if number not in failed]):
                 raise self._none_left(failed)
             rest = [row for row in range(len(prompts)) if row not in responses]
             shares = zip(usable, _shares(prompts, sampling, rest, len(usable)), strict=True)
@@ -306,10 +301,7 @@ class Balancer(RolloutEngine):
         return RolloutError("Balancer.generate", got=got, expected="one that responds", fix=fix)
 
     def _by_each(self, work: Callable[[RolloutEngine], R]) -> dict[int, R]:
-        """Have every engine that is alive do something; results by the engines' numbers.
-
-        An engine that fails is dead, unless all fail: then the first error is raised.
-        """
+        """What each engine that is alive returns. One that fails is dead, unless all fail: then the first error."""
         done, failed = self._on_each(dict.fromkeys(self.alive), lambda number, _: work(self.engines[number]))
         if not done:
             raise self._none_left(failed)
@@ -413,7 +405,6 @@ class SharedStream(Generic[T]):
                 wanted = self._next
                 self._num_waiting += 1
                 self._changed.notify_all()
-            item = wanted.result()
-            if item is None:
+            if (item := wanted.result()) is None:
                 return
             yield item

@@ -2,13 +2,15 @@
 """What the engines on a causal model of transformers share: its weights, its end-of-text tokens, its limits."""
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from quadriga.models.load import stop_token_ids
-from quadriga.rollout.interface import Prompts, RolloutEngine, Sampling, require_length
+from quadriga.rollout.interface import Prompts, RolloutEngine, Sampling
 from quadriga.rollout.manifest import Manifest
+from quadriga.rollout.setup import EngineSetup
 from quadriga.weight_sync.fingerprint import Fingerprint, fingerprint
 
 
@@ -16,7 +18,7 @@ class CausalModelEngine(RolloutEngine):
     """An engine that computes with a causal model of transformers; generation itself is the subclass's.
 
     Args:
-        model: the model.
+        tokenizer: needed for stop strings only.
         eos_token_ids: end-of-text tokens; None takes those of the model's generation configuration.
         max_num_seqs: responses that are generated at the same time.
         max_model_len: tokens of the longest prompt and response together; None: as many as the model has positions.
@@ -27,14 +29,26 @@ class CausalModelEngine(RolloutEngine):
     def __init__(
         self,
         model: PreTrainedModel,
-        eos_token_ids: Sequence[int] | None,
-        max_num_seqs: int,
+        *,
+        tokenizer: Any = None,
+        eos_token_ids: Sequence[int] | None = None,
+        max_num_seqs: int = 256,
         max_model_len: int | None = None,
     ) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.tokenizer = model, tokenizer
         self.eos_token_ids = stop_token_ids(model, None) if eos_token_ids is None else tuple(eos_token_ids)
         self.max_num_seqs, self.max_model_len = max_num_seqs, max_model_len
+
+    @staticmethod
+    def options_of(setup: EngineSetup, model: PreTrainedModel) -> dict[str, Any]:
+        """The keyword arguments that a configuration gives for a model."""
+        return {
+            "tokenizer": setup.tokenizer,
+            "eos_token_ids": stop_token_ids(model, setup.tokenizer.eos_token_id),
+            "max_num_seqs": setup.rollout.max_num_seqs,
+            "max_model_len": setup.rollout.max_model_len,
+        }
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
@@ -60,9 +74,8 @@ class CausalModelEngine(RolloutEngine):
             (self.max_model_len, "actor_rollout_ref.rollout.max_model_len"),
             (positions, "the model's max_position_embeddings"),
         ]
-        known = [(limit, whose) for limit, whose in limits if limit is not None]
-        if known:
-            require_length(self.name, prompts, sampling, *min(known))
+        if known := [(limit, whose) for limit, whose in limits if limit is not None]:
+            self._require_length(prompts, sampling, *min(known))
 
 
 def cache_bytes_per_token(config: PreTrainedConfig, dtype: torch.dtype) -> int:

@@ -11,18 +11,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import (
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    PreTrainedModel,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, StoppingCriteria
 
 from quadriga.errors import RolloutError
 from quadriga.models.attention import ATTENTION_NAME
-from quadriga.models.load import stop_token_ids
 from quadriga.rollout.causal_model import CausalModelEngine
 from quadriga.rollout.interface import BatchImages, Completion, FinishReason, Images, Prompts, Sampling
 from quadriga.rollout.sampler import Draws, SamplingRules, StopStrings, require_tokenizer, sample
@@ -34,11 +26,7 @@ _NO_TOKEN = -1
 class HFEngine(CausalModelEngine):
     """Transformers' `generate`.
 
-    Args:
-        model: a causal or vision-language model, with an attention of transformers.
-        tokenizer: needed for stop strings only.
-        eos_token_ids: end-of-text tokens; None takes those of the model's generation configuration.
-        max_model_len: tokens of the longest prompt and response together; None: as many as the model has positions.
+    Its arguments are those of `CausalModelEngine`, the model with an attention of transformers.
 
     Raises:
         RolloutError: the model was loaded with an attention that `generate` cannot use.
@@ -47,33 +35,18 @@ class HFEngine(CausalModelEngine):
     name = "hf"
     description = "hf, transformers' generate on a copy of the weights"
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        *,
-        tokenizer: Any = None,
-        eos_token_ids: Sequence[int] | None = None,
-        max_num_seqs: int = 256,
-        max_model_len: int | None = None,
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, **options: Any) -> None:
         if model.config._attn_implementation == ATTENTION_NAME:
             got = f"a model with {ATTENTION_NAME} attention"
             fix = 'Load it with load_causal_lm(path, attention="sdpa").'
             raise RolloutError("rollout.name=hf", got=got, expected="one with an attention of transformers", fix=fix)
-        super().__init__(model.eval(), eos_token_ids, max_num_seqs, max_model_len)
-        self.tokenizer = tokenizer
+        super().__init__(model.eval(), **options)
 
     @classmethod
     def from_config(cls, setup: EngineSetup) -> "HFEngine":
         setup.require_no_options()
         model = setup.load_copy("sdpa")
-        return cls(
-            model,
-            tokenizer=setup.tokenizer,
-            eos_token_ids=stop_token_ids(model, setup.tokenizer.eos_token_id),
-            max_num_seqs=setup.rollout.max_num_seqs,
-            max_model_len=setup.rollout.max_model_len,
-        )
+        return cls(model, **cls.options_of(setup, model))
 
     def generate_batch(self, prompts: Prompts, sampling: Sampling, images: BatchImages = None) -> list[Completion]:
         """Requests with the same limit and stop tokens are computed together."""
@@ -118,8 +91,8 @@ class HFEngine(CausalModelEngine):
                 eos_token_id=sorted(stops) or [_NO_TOKEN],  # None would mean the model's own
                 pad_token_id=0,
             ),
-            logits_processor=LogitsProcessorList([chooser]),
-            stopping_criteria=StoppingCriteriaList([_Ends(self, chooser, strings)]),
+            logits_processor=[chooser],
+            stopping_criteria=[_Ends(self, chooser, strings)],
         )
         completions = []
         for row, tokens in enumerate(chooser.token_ids):
@@ -138,8 +111,7 @@ def _image_arguments(
     prompts: Prompts, images: Sequence[Images | None], width: int, device: torch.device
 ) -> dict[str, torch.Tensor]:
     """Arguments of the model: images of all rows concatenated, and positions on every axis; none without images."""
-    given = [one for one in images if one is not None]
-    if not given:
+    if not (given := [one for one in images if one is not None]):
         return {}
     positions = torch.zeros(4, len(prompts), width, dtype=torch.int64)  # the place in the row, and the three axes
     for row, (prompt, one) in enumerate(zip(prompts, images, strict=True)):
@@ -180,8 +152,6 @@ class _Ends(StoppingCriteria):
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **options: Any) -> torch.Tensor:
         """[B] bool"""
-        is_aborting = self.engine._is_aborting
         rows = zip(self.chooser.token_ids, self.strings, strict=True)
-        return torch.tensor(
-            [is_aborting or strings.is_reached(tokens) for tokens, strings in rows], device=input_ids.device
-        )
+        ends = [self.engine._is_aborting or strings.is_reached(tokens) for tokens, strings in rows]
+        return torch.tensor(ends, device=input_ids.device)

@@ -98,12 +98,10 @@ class HTTPEngine(RolloutEngine):
         eos_token_ids = stop_token_ids(setup.skeleton(), setup.tokenizer.eos_token_id)
         return cls(urls, model, eos_token_ids=eos_token_ids, max_num_seqs=setup.rollout.max_num_seqs, **options)
 
-    async def generate(
-        self, prompt_token_ids: Prompt, sampling: SamplingParams, images: Images | None = None
-    ) -> Completion:
+    async def generate(self, prompt: Prompt, sampling: SamplingParams, images: Images | None = None) -> Completion:
         """One response. A caller that is cancelled ends the connection, and so the request."""
-        self._require_ready([prompt_token_ids], [sampling], [images])
-        return await asyncio.wrap_future(self._thread.submit(self._respond(prompt_token_ids, sampling)))
+        self._require_ready([prompt], [sampling], [images])
+        return await asyncio.wrap_future(self._thread.submit(self._respond(prompt, sampling)))
 
     def generate_batch(self, prompts: Prompts, sampling: Sampling, images: BatchImages = None) -> list[Completion]:
         """The first request that fails ends those that are under way."""
@@ -158,15 +156,12 @@ class HTTPEngine(RolloutEngine):
 
     async def _respond(self, prompt: Prompt, sampling: SamplingParams) -> Completion:
         """One response, from the first server that gives it."""
-        greedy, failures = sampling.is_greedy, list[str]()
+        failures: list[str] = []
         body = {
             "model": self.model,
             "prompt": list(prompt),
             "max_tokens": sampling.max_tokens,
-            "temperature": 0.0 if greedy else sampling.temperature,
-            "top_p": 1.0 if greedy else sampling.top_p,
-            "top_k": -1 if greedy else (sampling.top_k or -1),
-            "min_p": 0.0 if greedy else sampling.min_p,
+            **sampling.drawing,
             "seed": sampling.seed % (1 << SEED_BITS),
             "stop": list(sampling.stop) or None,
             "include_stop_str_in_output": True,
@@ -204,11 +199,7 @@ class HTTPEngine(RolloutEngine):
         raise RolloutError(f"{_WHERE}, {len(prompt)} prompt tokens", got=got, expected="a server that answers", fix=fix)
 
     def _completion(self, client: HTTPClient, content: dict[str, Any], sampling: SamplingParams) -> Completion:
-        """The first choice of a reply.
-
-        Raises:
-            RolloutError: it lacks token ids or log-probabilities, or has a finish reason that is not known.
-        """
+        """The first choice of a reply."""
         choice = (content.get("choices") or [{}])[0]
         numbers = choice.get("logprobs") or {}
         tokens, log_probs = numbers.get("tokens") or [], numbers.get("token_logprobs") or []

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
@@ -67,6 +67,13 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         """Whether each token is the likeliest one; log-probabilities are then those at temperature 1."""
         return not self.do_sample or self.temperature == 0
+
+    @property
+    def drawing(self) -> dict[str, float]:
+        """How tokens are drawn, in the words of vLLM and SGLang; without filters where the likeliest one is taken."""
+        if self.is_greedy:
+            return {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
+        return {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k or -1, "min_p": self.min_p}
 
     def stops(self, eos_token_ids: Iterable[int]) -> frozenset[int]:
         """The tokens that end the response. Each of them, where it is generated, is the response's last token."""
@@ -141,8 +148,7 @@ BatchImages: TypeAlias = Sequence[Images | None] | None
 """Images of each prompt; None where no prompt has any."""
 
 
-@dataclass(slots=True)
-class _Request:
+class _Request(NamedTuple):
     """A request that is not generated yet."""
 
     prompt: Prompt
@@ -195,13 +201,11 @@ class RolloutEngine(WeightTarget, ABC):
         """Whether a load may leave out the weights below an adapter, which it has from an earlier one."""
         return False
 
-    async def generate(
-        self, prompt_token_ids: Prompt, sampling: SamplingParams, images: Images | None = None
-    ) -> Completion:
+    async def generate(self, prompt: Prompt, sampling: SamplingParams, images: Images | None = None) -> Completion:
         """One response; the engine decides what is batched together. A caller that is cancelled aborts its request."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Completion] = loop.create_future()
-        self._pending.append(_Request(prompt_token_ids, sampling, images, future))
+        self._pending.append(_Request(prompt, sampling, images, future))
         if len(self._pending) == 1:
             loop.call_soon(self._generate_pending)
         return await future
@@ -241,21 +245,17 @@ class RolloutEngine(WeightTarget, ABC):
 
     def _generate_pending(self) -> None:
         pending, self._pending = self._pending, []
-        waiting = [request for request in pending if not request.future.done()]
-        if not waiting:
+        if not (waiting := [request for request in pending if not request.future.done()]):
             return
+        prompts, sampling, images, futures = map(list, zip(*waiting, strict=True))
         try:
-            completions = self.generate_batch(
-                [request.prompt for request in waiting],
-                [request.sampling for request in waiting],
-                [request.images for request in waiting],
-            )
+            completions = self.generate_batch(prompts, sampling, images)
         except Exception as error:  # every caller gets it, raised where it awaits
-            for request in waiting:
-                request.future.set_exception(error)
+            for future in futures:
+                future.set_exception(error)
             return
-        for request, completion in zip(waiting, completions, strict=True):
-            request.future.set_result(completion)
+        for future, completion in zip(futures, completions, strict=True):
+            future.set_result(completion)
 
     def _require_open(self, action: str) -> None:
         if self._state == "closed":
@@ -281,12 +281,12 @@ class RolloutEngine(WeightTarget, ABC):
             fix = "Set actor_rollout_ref.rollout.name=native, hf or vllm, or leave out the rows with images."
             raise RolloutError(where, got=got, expected=f"text: the engine {self.name} takes no images", fix=fix)
 
-
-def require_length(name: str, prompts: Prompts, sampling: Sampling, limit: int, whose: str) -> None:
-    """Raises a RolloutError for a prompt that with its response may have more than `limit` tokens, as `whose` says."""
-    for row, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
-        if len(prompt) + params.max_tokens > limit:
-            where = f"{name}.generate, prompt {row}"
+    def _require_length(self, prompts: Prompts, sampling: Sampling, limit: int, whose: str) -> None:
+        """Refuse a prompt that with its response may have more than `limit` tokens, as `whose` says."""
+        for row, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
+            if len(prompt) + params.max_tokens <= limit:
+                continue
+            where = f"{self.name}.generate, prompt {row}"
             got = f"{len(prompt)} prompt tokens and up to {params.max_tokens} new ones"
             fix = "Lower data.max_prompt_length or data.max_response_length, or raise the limit if it is a setting."
             raise RolloutError(where, got=got, expected=f"at most {limit} together ({whose})", fix=fix)

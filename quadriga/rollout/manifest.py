@@ -35,10 +35,8 @@ class Manifest:
 
     def part(self, wanted: Callable[[str], bool]) -> "Manifest":
         """The weights whose names are wanted, which share nothing with the others."""
-        return Manifest(
-            {name: shape for name, shape in self.shapes.items() if wanted(name)},
-            {name: names for name, names in self.same.items() if wanted(name)},
-        )
+        names = [name for name in self.shapes if wanted(name)]
+        return Manifest({name: self.shapes[name] for name in names}, {name: self.same[name] for name in names})
 
     def joined(self, other: "Manifest") -> "Manifest":
         """Both together."""

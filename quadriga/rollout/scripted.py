@@ -92,8 +92,7 @@ class ScriptedEngine(RolloutEngine):
                 tokenizer = self._require_tokenizer()
                 end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
                 response = [*tokenizer.encode(response, add_special_tokens=False), *end]
-            token_ids = [int(token) for token in response]
-            if not token_ids:
+            if not (token_ids := [int(token) for token in response]):
                 raise RolloutError("scripted", got="a response without a token", expected="at least one token")
             length = StopStrings(params.stop, self.tokenizer).length(token_ids) or len(token_ids)
             reason = "stop" if length <= params.max_tokens else "length"
@@ -120,8 +119,7 @@ class ScriptedEngine(RolloutEngine):
         part = ""
         if list(self.by_prompt) != [""]:
             text = self._require_tokenizer().decode(prompt)
-            found = [part for part in self.by_prompt if part in text]
-            if not found:
+            if not (found := [part for part in self.by_prompt if part in text]):
                 expected = f"one that contains one of {len(self.by_prompt)} scripted parts"
                 fix = 'Add a line for it, or one with the empty prompt "" that fits all.'
                 raise RolloutError("scripted", got=f"the prompt {text[-200:]!r}", expected=expected, fix=fix)

@@ -57,9 +57,8 @@ def generate_sequences(
         require_version(engine, expected)
     started = time.perf_counter()
     before = prompts.batch
-    token_ids = [
-        ids[mask.bool()].tolist() for ids, mask in zip(before["input_ids"], before["attention_mask"], strict=True)
-    ]
+    padded = zip(before["input_ids"], before["attention_mask"], strict=True)
+    token_ids = [ids[mask.bool()].tolist() for ids, mask in padded]
     limit, requests = config.max_model_len, []
     for row, (ids, own_seed) in enumerate(zip(token_ids, sequence_seeds(prompts, seed), strict=True)):
         room = response_length if limit is None else min(limit - len(ids), response_length)
@@ -154,9 +153,7 @@ def sequence_seeds(prompts: DataProto, seed: int) -> list[int]:
     told apart by their place.
     """
     non_tensors, meta_info = prompts.non_tensor_batch, prompts.meta_info
-    uids = (
-        [str(uid) for uid in non_tensors["uid"]] if "uid" in non_tensors else [f"row {i}" for i in range(len(prompts))]
-    )
+    uids = list(map(str, non_tensors.get("uid", [f"row {row}" for row in range(len(prompts))])))
     numbers = non_tensors.get("sample_index")
     seen: Counter[str] = Counter()
     seeds = []

@@ -10,21 +10,14 @@ import torch
 
 from quadriga.errors import EngineLostError, QuadrigaError, RolloutError, WeightSyncError, first_line
 from quadriga.observe.probe import release_numbers
-from quadriga.rollout.interface import (
-    BatchImages,
-    FinishReason,
-    Prompts,
-    RolloutEngine,
-    Sampling,
-    SamplingParams,
-    require_length,
-)
+from quadriga.rollout.interface import BatchImages, FinishReason, Prompts, RolloutEngine, Sampling, SamplingParams
 from quadriga.rollout.manifest import Manifest
 from quadriga.weight_sync.fingerprint import Fingerprint
 from quadriga.weight_sync.publish import name_some
 
 FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 """Those of the servers' and libraries' responses that are known."""
+_LOG = "Its own message stands in the log above."
 SEED_BITS = 63
 """A seed of theirs is a signed number of 64 bits."""
 LogProbsOf = Literal["processed_logprobs", "raw_logprobs"]
@@ -49,14 +42,8 @@ class ThirdPartyEngine(RolloutEngine):
 
     @contextmanager
     def _loading(self, version: int) -> Iterator[list[Mapping[str, str]]]:
-        """A load: afterwards the engine has the version, or -1 and an error that says what its library said.
-
-        It yields an empty list, for the fingerprints of what each process of the engine received.
-
-        Raises:
-            WeightSyncError: the stream is not the model's set of weights, the library does not take it, or its
-                processes received different ones.
-        """
+        """A load: afterwards the engine has the version, or -1 and an error that says what its library said. It yields
+        an empty list, for the fingerprints of what each process of the engine received."""
         self._require_open("load_weights")
         self.weight_version = -1
         where = f"rollout.name={self.name}, weights of version {version}"
@@ -67,13 +54,9 @@ class ThirdPartyEngine(RolloutEngine):
             if isinstance(error, QuadrigaError) and not isinstance(error, RolloutError):
                 raise
             reason = error.got if isinstance(error, RolloutError) else first_line(error)
-            raise WeightSyncError(
-                where,
-                got=f"{self.title} rejected the weights: {reason}",
-                expected="a load",
-                fix="Its own message stands in the log above. Responses that are under way have to end before weights "
-                "are published: wait for them, or call abort().",
-            ) from error
+            got, end = f"{self.title} rejected the weights: {reason}", "wait for them, or call abort()"
+            fix = f"{_LOG} Responses that are under way have to end before weights are published: {end}."
+            raise WeightSyncError(where, got=got, expected="a load", fix=fix) from error
         first, *others = map(Fingerprint, received)
         for rank, other in enumerate(others, start=1):
             if differing := first.differences(other):
@@ -91,29 +74,21 @@ class ThirdPartyEngine(RolloutEngine):
 
     def _require_ready(self, prompts: Prompts, sampling: Sampling, images: BatchImages = None) -> None:
         super()._require_ready(prompts, sampling, images)
-        require_length(self.name, prompts, sampling, self._max_model_len, "actor_rollout_ref.rollout.max_model_len")
+        self._require_length(prompts, sampling, self._max_model_len, "actor_rollout_ref.rollout.max_model_len")
 
 
 def refused(name: str, title: str, what: str) -> RolloutError:
     """The error of an engine that cannot be made."""
-    return RolloutError(
-        f"rollout.name={name}, at its start",
-        got=what,
-        expected=f"a model and settings that {title} takes",
-        fix=f"See max_model_len, cache_gigabytes and engine_kwargs.{name} of actor_rollout_ref.rollout; "
-        f"{title}'s own traceback stands above.",
-    )
+    where, expected = f"rollout.name={name}, at its start", f"a model and settings that {title} takes"
+    fix = f"See max_model_len, cache_gigabytes and engine_kwargs.{name} of actor_rollout_ref.rollout"
+    return RolloutError(where, got=what, expected=expected, fix=f"{fix}; {title}'s own traceback stands above.")
 
 
 def died(name: str, title: str, what: str) -> EngineLostError:
     """The error of requests that an engine will not serve any more."""
-    return EngineLostError(
-        f"{name}.generate",
-        got=f"{title}, which {what}",
-        expected="responses",
-        fix="Its own message stands in the log above. Less memory: lower actor_rollout_ref.rollout.max_num_seqs, "
-        "max_num_batched_tokens or gpu_memory_utilization.",
-    )
+    keys = "actor_rollout_ref.rollout.max_num_seqs, max_num_batched_tokens or gpu_memory_utilization"
+    got, fix = f"{title}, which {what}", f"{_LOG} Less memory: lower {keys}."
+    return EngineLostError(f"{name}.generate", got=got, expected="responses", fix=fix)
 
 
 def require_release(title: str, found: str, least: str, *, where: str, fix: str) -> None:

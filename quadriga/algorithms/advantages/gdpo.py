@@ -73,7 +73,6 @@ def _component(key: str, reward_extra: Sequence[Mapping[str, Any]], like: Tensor
     except (TypeError, ValueError) as error:
         raise ConfigError(_KEYS, got=f"{key!r}, which is not a number everywhere ({error})") from error
     column = torch.tensor(values, dtype=like.dtype, device=like.device)
-    if not torch.isfinite(column).all():
-        num_bad = int((~torch.isfinite(column)).sum())
+    if num_bad := int((~torch.isfinite(column)).sum()):
         raise ConfigError(_KEYS, got=f"{key!r}, which is not finite for {num_bad} responses", expected="finite numbers")
     return column

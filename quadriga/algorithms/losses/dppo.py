@@ -45,8 +45,8 @@ def dppo_tv(
     outside = ~response_mask.bool()
     log_p, log_q = (each.masked_fill(outside, 0) for each in (log_prob, old_log_prob))
     divergence = (log_p.exp() - log_q.exp()).abs().detach()
-    bounds = (clip_ratio_low, clip_ratio_high)
-    return _within_region(log_p, log_q, advantages, response_mask, divergence, bounds, clip_ratio_c)
+    clips = (clip_ratio_low, clip_ratio_high, clip_ratio_c)
+    return _within_region(log_p, log_q, advantages, response_mask, divergence, *clips)
 
 
 @register_policy_loss("dppo_kl", needs_advantage=True)
@@ -66,26 +66,20 @@ def dppo_kl(
     p, q = log_p.detach().exp(), log_q.exp()
     rest = ((1 - q).clamp(min=0) + _TINY) / ((1 - p).clamp(min=0) + _TINY)
     divergence = q * (log_q - log_p.detach()) + (1 - q) * rest.log()
-    bounds = (clip_ratio_low, clip_ratio_high)
-    return _within_region(log_p, log_q, advantages, response_mask, divergence, bounds, clip_ratio_c)
+    clips = (clip_ratio_low, clip_ratio_high, clip_ratio_c)
+    return _within_region(log_p, log_q, advantages, response_mask, divergence, *clips)
 
 
 def _within_region(
-    log_p: Tensor,
-    log_q: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    divergence: Tensor,
-    bounds: tuple[float, float],
-    clip_ratio_c: float,
+    log_p: Tensor, log_q: Tensor, advantages: Tensor, response_mask: Tensor, divergence: Tensor, *clips: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    low, high = bounds
+    low, high, largest_ratio = clips
     gain = advantages.masked_fill(~response_mask.bool(), 0)
     log_ratio = log_ratios(log_p, log_q, response_mask)
     ratio = log_ratio.detach().exp()
     has_risen_too_far = (gain > 0) & (log_ratio > 0) & (divergence > high)
     has_fallen_too_far = (gain < 0) & (log_ratio < 0) & (divergence > low)
     is_outside = has_risen_too_far | has_fallen_too_far
-    losses = -gain * ratio.clamp(max=clip_ratio_c) * torch.where(is_outside, 0, log_p)
-    is_capped = (ratio > clip_ratio_c) & ~is_outside
+    losses = -gain * ratio.clamp(max=largest_ratio) * torch.where(is_outside, 0, log_p)
+    is_capped = (ratio > largest_ratio) & ~is_outside
     return losses, diagnostics(log_ratio, pg_clipfrac=is_outside, pg_clipfrac_lower=is_capped)

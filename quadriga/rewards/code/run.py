@@ -168,13 +168,7 @@ def _read(process: subprocess.Popen[bytes], size: int, deadline: float) -> bytea
 
 
 def run_remotely(
-    program: str,
-    cases: Sequence[Case],
-    limits: Limits,
-    *,
-    url: str,
-    language: str = "python",
-    parallel: int = 2,
+    program: str, cases: Sequence[Case], limits: Limits, *, url: str, language: str = "python", parallel: int = 2
 ) -> Iterator[Run]:
     """Run the program on each test, on a Sandbox Fusion server; runs come as they end.
 

@@ -67,12 +67,7 @@ _SET_MODE_FILTER, _NEW_LISTENER = 1, 8
 # What a listener reads of a call (its own number first, the call's at 16), and what it answers.
 _RECEIVE, _RESPOND, _CALL_BYTES = 0xC0502100, 0xC0182101, 80
 
-_ANSWERS = {
-    "allowed": _ALLOW,
-    "EPERM": _REFUSED,
-    "EAGAIN": _ERRNO | errno.EAGAIN,
-    "ENOSYS": _ERRNO | errno.ENOSYS,
-}
+_ANSWERS = {"allowed": _ALLOW, "EPERM": _REFUSED, "EAGAIN": _ERRNO | errno.EAGAIN, "ENOSYS": _ERRNO | errno.ENOSYS}
 
 _libc = ctypes.CDLL(None, use_errno=True)
 

@@ -73,8 +73,7 @@ def compute_score(
         ValueError: the ground truth holds no tests, or there is no such option.
         RewardError: programs cannot be contained here, or the server does not answer.
     """
-    unknown = [name for name in limits if name not in _LIMITS]
-    if unknown:
+    if unknown := [name for name in limits if name not in _LIMITS]:
         raise ValueError(f"grader code: got the options {', '.join(unknown)}, expected limits ({', '.join(_LIMITS)})")
     checked = Limits(**limits)
     if language != "python" and sandbox_url is None:
@@ -194,9 +193,8 @@ def read_cases(ground_truth: Any) -> list[Case]:
             json.dumps([case.given for case in cases])
             json.dumps(outputs, default=methodcaller("tolist"))
         except (TypeError, ValueError, AttributeError, RecursionError) as error:
-            raise ValueError(
-                f"ground truth: got calls that JSON cannot hold ({error}), expected JSON values"
-            ) from error
+            got = f"calls that JSON cannot hold ({error})"
+            raise ValueError(f"ground truth: got {got}, expected JSON values") from error
         return cases
     return [Case({"input": _text(given)}, _text(output)) for given, output in pairs]
 
@@ -275,9 +273,8 @@ def _is_same_scalar(value: Any, expected: Any) -> bool:
 
 def _text(value: Any) -> str:
     if not isinstance(value, str | list | tuple):
-        raise ValueError(
-            f"ground truth: got {type(value).__name__} as a test's input or output, expected text or lines"
-        )
+        kind = type(value).__name__
+        raise ValueError(f"ground truth: got {kind} as a test's input or output, expected text or lines")
     try:
         text = value if isinstance(value, str) else "\n".join(map(str, value))
         text.encode("utf-8", "surrogateescape")

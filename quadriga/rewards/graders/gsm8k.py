@@ -18,8 +18,7 @@ def extract_solution(solution_str: str, method: Literal["strict", "flexible"] = 
         _, mark, tail = solution_str.rpartition(MARK)
         return leading_number(tail) if mark else None
     if method == "flexible":
-        numbers = find_numbers(solution_str)
-        return numbers[-1] if numbers else None
+        return next(reversed(find_numbers(solution_str)), None)
     raise ValueError(f"gsm8k method: got {method!r}, expected 'strict' or 'flexible'")
 
 
@@ -37,7 +36,6 @@ def compute_score(
     The ground truth is the number, or the data set's whole worked answer that ends in `#### number`.
     """
     truth = true_number(str(ground_truth).rpartition(MARK)[2])
-    answer = extract_solution(solution_str, method)
-    if answer is None:
+    if (answer := extract_solution(solution_str, method)) is None:
         return {"score": 0.0, "pred": None}
     return {"score": score if answer == truth else format_score, "pred": plain_text(answer)}

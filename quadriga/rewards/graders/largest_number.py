@@ -8,7 +8,5 @@ from quadriga.rewards.graders.reading import find_numbers, plain_text, true_numb
 
 def compute_score(solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None) -> dict[str, Any]:
     """1 if the last number of the response equals the ground truth, else 0."""
-    truth = true_number(ground_truth)
-    numbers = find_numbers(solution_str)
-    answer = numbers[-1] if numbers else None
+    truth, answer = true_number(ground_truth), next(reversed(find_numbers(solution_str)), None)
     return {"score": float(answer == truth), "pred": plain_text(answer)}

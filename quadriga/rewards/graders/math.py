@@ -66,17 +66,13 @@ def _parse_truth(ground_truth: str, limit_s: int | None) -> list[Any]:
     # Bare mathematics ("\frac{1}{2}") is boxed first: outside an environment its parts would be read as several
     # numbers.
     text = ground_truth if "\\boxed" in ground_truth or "$" in ground_truth else f"\\boxed{{{ground_truth}}}"
-    truth = parse(plain_math(text), _EXTRACTION, parsing_timeout=limit_s, raise_on_error=True)
-    if not truth:
+    if not (truth := parse(plain_math(text), _EXTRACTION, parsing_timeout=limit_s, raise_on_error=True)):
         raise ValueError(f"ground truth: got {ground_truth!r}, expected an expression that math-verify can read")
     return truth
 
 
 def _is_same(truth: list[Any], answers: list[Any]) -> bool:
-    """Whether some reading of the answer equals some reading of the truth.
-
-    Each pair is compared on its own: one pair that sympy cannot compare must not hide the next pair that is equal.
-    """
+    """Whether some reading of the answer equals some reading of the truth: a pair that fails hides no equal one."""
     first_failure: Exception | None = None
     for true_reading, reading in product(truth, answers):
         try:

@@ -30,12 +30,7 @@ _PLAIN_NUMBER = re.compile(r"[-+\u2212]?[0-9.,]+")
 
 
 def compute_score(
-    solution_str: str,
-    ground_truth: str,
-    extra_info: dict[str, Any] | None = None,
-    *,
-    wrong_score: float = -1.0,
-    use_symbols: bool = True,
+    solution_str: str, ground_truth: str, extra_info: Any = None, *, wrong_score: float = -1.0, use_symbols: bool = True
 ) -> dict[str, Any]:
     """1 for the right answer, `wrong_score` for any other; "acc" is 1 or 0.
 
@@ -43,11 +38,9 @@ def compute_score(
         ValueError: the ground truth is empty.
         TimeoutError: math-verify did not finish in 5 s. RuntimeError: it failed otherwise; its own error is quoted.
     """
-    truth = normal(str(ground_truth))
-    if not truth:
+    if not (truth := normal(str(ground_truth))):
         raise ValueError(f"ground truth: got {ground_truth!r}, expected an answer")
-    answer = extract_answer(solution_str)
-    if answer is None:
+    if (answer := extract_answer(solution_str)) is None:
         return {"score": wrong_score, "acc": 0.0, "pred": None}
     text = normal(answer)
     is_right = text == truth
@@ -80,12 +73,8 @@ def normal(text: str) -> str:
 
 
 def _is_same_meaning(answer: str, ground_truth: str) -> bool:
-    row = {
-        "data_source": "lighteval/MATH",
-        "solution_str": f"\\boxed{{{answer.strip('$')}}}",
-        "ground_truth": ground_truth,
-        "extra_info": {},
-    }
+    row = {"data_source": "lighteval/MATH", "ground_truth": ground_truth, "extra_info": {}}
+    row["solution_str"] = f"\\boxed{{{answer.strip('$')}}}"
     (outcome,) = _symbols().grade([row], timeout_s=SYMBOLS_LIMIT_S)
     if outcome.kind == "timeout":
         raise TimeoutError(f"math-verify did not finish in {SYMBOLS_LIMIT_S:g} s on {answer[-200:]!r}: {outcome.error}")

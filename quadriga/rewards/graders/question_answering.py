@@ -45,8 +45,7 @@ def compute_score(
     accepted = [normal(text) for text in texts] if is_usable else [""]
     if not all(accepted):
         raise ValueError(f"ground truth: got {ground_truth!r}, expected a text, texts, or a dict with 'target'")
-    found = last_answer(solution_str)
-    if found is None:
+    if (found := last_answer(solution_str)) is None:
         return {"score": 0.0, "em": 0.0, "sub_match": 0.0, "f1": 0.0, "pred": None}
     answer = normal(found)
     words, f1 = answer.split(), 0.0

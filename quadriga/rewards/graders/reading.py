@@ -45,8 +45,7 @@ def leading_number(text: str) -> Decimal | None:
 
 def true_number(ground_truth: object) -> Decimal:
     """The ground truth as a number; ValueError where it is none: each answer would silently get 0."""
-    number = leading_number(str(ground_truth))
-    if number is None:
+    if (number := leading_number(str(ground_truth))) is None:
         raise ValueError(f"ground truth: got {ground_truth!r}, expected a number")
     return number
 
@@ -69,13 +68,8 @@ def plain_math(text: str) -> str:
     `7 3/4` becomes 31/4, `3.` 3, `11\text{:}30` 11:30, and `\varnothing` `\emptyset`.
     """
     text = _MARK_AS_TEXT.sub(r"\1", text).replace("\\varnothing", "\\emptyset")
-    text = _MIXED_NUMBER.sub(_one_fraction, text)
+    text = _MIXED_NUMBER.sub(lambda found: f"{int(found[1]) * int(found[3]) + int(found[2])}/{int(found[3])}", text)
     return _POINT_AT_THE_END.sub("", text)
-
-
-def _one_fraction(mixed: re.Match[str]) -> str:
-    whole, numerator, denominator = map(int, mixed.groups())
-    return f"{whole * denominator + numerator}/{denominator}"
 
 
 def last_answer(text: str) -> str | None:

@@ -20,8 +20,6 @@ from reasoning_gym import get_score_answer_fn
 
 from quadriga.rewards.graders.reading import last_answer
 
-SOURCE_PREFIX = "reasoning_gym/"
-
 # What a scorer may raise over the text of an answer: not a number, too large a one, or JSON of another shape.
 _MALFORMED = (ValueError, TypeError, ArithmeticError, LookupError, AttributeError, RecursionError)
 # The answer that says nothing, for entries without one of their own: no move, no colour.
@@ -78,14 +76,10 @@ def _entry(ground_truth: str | None, extra_info: Mapping[str, Any]) -> _Record:
         raise ValueError(f"extra_info: got {got}, expected the reasoning-gym 'entry' or its 'metadata'")
     found = extra_info[key]
     if isinstance(found, str):
-        found = json.loads(found, object_hook=_tuples)
+        found = json.loads(found, object_hook=lambda one: tuple(one["__tuple__"]) if [*one] == ["__tuple__"] else one)
     if not isinstance(found, Mapping):
         raise ValueError(f"extra_info[{key!r}]: got {type(found).__name__}, expected a dict or a dict as JSON text")
     if key == "metadata":
         found = {"question": extra_info.get("question", ""), "answer": ground_truth, "metadata": found}
     metadata = found.get("metadata")
     return _Record({**found, "metadata": _Record(metadata)} if isinstance(metadata, Mapping) else found)
-
-
-def _tuples(value: dict[str, Any]) -> Any:
-    return tuple(value["__tuple__"]) if value.keys() == {"__tuple__"} else value

@@ -140,8 +140,7 @@ class Judge:
                 raise ConfigError(f"judge {entry.name}", got=repr(number), expected=f"{kind} above 0")
         headers: dict[str, str] = {}
         if self.api_key_env is not None:
-            key = os.environ.get(self.api_key_env)
-            if not key:
+            if not (key := os.environ.get(self.api_key_env)):
                 got = f"{self.api_key_env}, which is not set"
                 expected = "an environment variable that holds the server's key"
                 raise ConfigError("judge api_key_env", got=got, expected=expected, fix=f"export {self.api_key_env}=...")
@@ -189,8 +188,7 @@ class Judge:
 
 def read_score(reply: str, pattern: str) -> float:
     """The number in the first group of the last match in a judge's reply; ValueError where there is none."""
-    matches = list(re.finditer(pattern, reply))
-    if not matches:
+    if not (matches := list(re.finditer(pattern, reply))):
         raise ValueError(f"judge's reply: got ...{reply[-200:]!r}, expected a match of {pattern!r}")
     return float(matches[-1].group(1))
 
@@ -217,8 +215,7 @@ class JudgeRewardManager(SampleManager):
     def __init__(self, config: Config, tokenizer: Any) -> None:
         super().__init__(config, tokenizer)
         kwargs = dict(self.settings.reward_kwargs)
-        missing = [name for name in ("url", "model") if name not in kwargs]
-        if missing:
+        if missing := [name for name in ("url", "model") if name not in kwargs]:
             raise ConfigError(_WHERE, got=f"no {' and no '.join(missing)}", expected="the judge's url and model")
         self._questions = _questions(kwargs)
         self.needs_truths = any("{ground_truth}" in question.prompt for question in self._questions)
@@ -236,9 +233,9 @@ class JudgeRewardManager(SampleManager):
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _grade(self, round_: Round, key: int, row: dict[str, Any]) -> None:
-        found: dict[str, float] = {}
         if round_.done.done():
             return
+        found: dict[str, float] = {}
         try:
             for question in self._questions:
                 text = _PLACE.sub(lambda match: _value(row, match[1]), question.prompt)

@@ -55,10 +55,9 @@ class NaiveRewardManager(SampleManager):
         return self.function.path is not None or grader_name(data_source) in WITHOUT_TRUTH
 
     def submit(self, rows: list[dict[str, Any]], max_failures: int | None = None) -> Round:
-        if self.function.path is None:
-            # A data source that no grader knows stops the run before a process starts.
-            for data_source in dict.fromkeys(row["data_source"] for row in rows):
-                grader_name(data_source)
+        # A data source that no grader knows stops the run before a process starts.
+        for data_source in {row["data_source"]: None for row in rows} if self.function.path is None else ():
+            grader_name(data_source)
         return self._pool.begin(rows, timeout_s=self.settings.timeout_s, max_failures=max_failures)
 
     def close(self) -> None:

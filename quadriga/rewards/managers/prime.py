@@ -39,9 +39,5 @@ class PrimeRewardManager(NaiveRewardManager):
 
     def shaped(self, outcomes: list[Outcome], samples: Samples) -> list[Outcome]:
         """The outcomes, with the score as "acc" where a grader brings no "acc" of its own."""
-        if not self.has_grades:
-            return outcomes
-        return [
-            outcome if outcome.error else outcome._replace(extra={"acc": outcome.score, **outcome.extra})
-            for outcome in outcomes
-        ]
+        graded = [one._replace(extra={"acc": one.score, **one.extra}) if not one.error else one for one in outcomes]
+        return graded if self.has_grades else outcomes

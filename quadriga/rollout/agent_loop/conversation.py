@@ -169,10 +169,8 @@ class Conversation:
         except TimeoutError as error:
             if self._own_time is None or not self._own_time.expired():
                 raise
-            where = "actor_rollout_ref.rollout.agent.timeout_s"
-            raise TimeoutError(
-                f"the loop took over {limit_s:g} s by itself after turn {len(self.turns)} ({where})"
-            ) from error
+            limit = f"{limit_s:g} s by itself after turn {len(self.turns)} (actor_rollout_ref.rollout.agent.timeout_s)"
+            raise TimeoutError(f"the loop took over {limit}") from error
         finally:
             self._own_time = None
 
@@ -323,8 +321,7 @@ class TurnEncoder:
     def prompt(self, messages: Sequence[Mapping[str, Any]], schemas: Sequence[Mapping[str, Any]]) -> list[int]:
         """Token ids of a prompt that offers tools; a RolloutError where it does not name each of them."""
         text = self._render(messages, schemas)
-        missing = [name for one in schemas if (name := one["function"]["name"]) not in text]
-        if missing:
+        if missing := [name for one in schemas if (name := one["function"]["name"]) not in text]:
             got = f"a prompt that does not name the tools {', '.join(missing)}"
             fix = f"{_FIX_TEMPLATE} them, or describe the tools in a system message of the data."
             raise RolloutError(self._where, got=got, expected="one that writes `tools` into the prompt", fix=fix)
@@ -362,10 +359,8 @@ class TurnEncoder:
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=not with_special))
 
     def _added(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, bool]:
-        """The text after the stand-in, and whether the model's turn is closed by a token that belongs to it.
-
-        Tools are not given here: some templates write them beside the last message, and the prompt has them.
-        """
+        """The text after the stand-in, and whether the model's turn is closed by a token that belongs to it."""
+        # Tools are not given here: some templates write them beside the last message, and the prompt has them.
         user = {"role": "user", "content": "x"}
         start: list[dict[str, Any]] = [user, {"role": "assistant", "content": _STAND_IN}]
         try:
@@ -374,14 +369,10 @@ class TurnEncoder:
             # Some templates take a tool's response only after an assistant's call, whose name they repeat.
             if messages[0]["role"] != "tool":
                 raise
-            arguments = {_STAND_IN: _STAND_IN}
+            arguments = {"arguments": {_STAND_IN: _STAND_IN}}
             calls = [
-                {
-                    "id": message["tool_call_id"],
-                    "type": "function",
-                    "function": {"name": message["name"], "arguments": arguments},
-                }
-                for message in messages
+                {"id": one["tool_call_id"], "type": "function", "function": {"name": one["name"], **arguments}}
+                for one in messages
             ]
             rendered = self._render([user, {"role": "assistant", "content": "", "tool_calls": calls}, *messages])
             after = rendered.rpartition(_STAND_IN)[2]

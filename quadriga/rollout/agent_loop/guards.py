@@ -26,7 +26,8 @@ CONVERSATION_CHARS, BATCH_CHARS = 4096, 65536
 """How much of what loops, tools and user simulators print is shown: of one conversation, and of a batch."""
 
 _SIGNAL = signal.SIGVTALRM
-_printed: ContextVar[list[int] | None] = ContextVar("printed", default=None)
+printed: ContextVar[list[int] | None] = ContextVar("printed", default=None)
+"""How much the conversation of the running task, and of all that it starts, has printed; None: it is none."""
 
 
 class BoundedOutput(io.TextIOBase):
@@ -44,9 +45,9 @@ class BoundedOutput(io.TextIOBase):
 
     def write(self, text: str) -> int:
         """As any stream; what a conversation has printed so far is in its context."""
-        if (printed := _printed.get()) is not None:
-            shown = text[: max(0, min(self._room, CONVERSATION_CHARS - printed[0]))]
-            printed[0] += len(text)
+        if (so_far := printed.get()) is not None:
+            shown = text[: max(0, min(self._room, CONVERSATION_CHARS - so_far[0]))]
+            so_far[0] += len(text)
             self._room -= len(shown)
             self.num_left_out += len(text) - len(shown)
             self.stream.write(shown)
@@ -60,11 +61,6 @@ class BoundedOutput(io.TextIOBase):
 
     def close(self) -> None:
         """Nothing: the stream is not the conversations' to close."""
-
-
-def begin_printing() -> None:
-    """From here on the running task is a conversation, with all that it starts."""
-    _printed.set([0])
 
 
 @contextmanager

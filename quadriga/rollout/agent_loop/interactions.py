@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from quadriga.config.multi_turn import InteractionFile, read_tool_file
 from quadriga.errors import ConfigError, RolloutError
@@ -60,6 +60,10 @@ class Interaction(ABC):
         return None
 
 
+Interactions: TypeAlias = dict[str, Callable[[], Interaction]]
+"""By name, what makes the object of a conversation."""
+
+
 class UserSimulator:
     """An `Interaction` in one conversation: an async context, in which `reply` may be used.
 
@@ -72,11 +76,7 @@ class UserSimulator:
     """
 
     def __init__(
-        self,
-        interactions: Mapping[str, Callable[[], Interaction]],
-        kwargs: Mapping[str, Any],
-        thread: ToolThread,
-        timeout_s: float,
+        self, interactions: Interactions, kwargs: Mapping[str, Any], thread: ToolThread, timeout_s: float
     ) -> None:
         self.name = kwargs["name"]
         if self.name not in interactions:
@@ -114,11 +114,11 @@ class UserSimulator:
         return await self._thread.call(where, function, kwargs, self._timeout_s)
 
 
-def load_interactions(path: str) -> dict[str, Callable[[], Interaction]]:
-    """The interactions of a YAML file by name, each to make the object of a conversation; else a ConfigError."""
+def load_interactions(path: str) -> Interactions:
+    """The interactions of a YAML file; else a ConfigError."""
     where = "actor_rollout_ref.rollout.multi_turn.interaction_config_path"
     folder = Path(path).expanduser().resolve().parent
-    found: dict[str, Callable[[], Interaction]] = {}
+    found: Interactions = {}
     for entry in read_tool_file(path, InteractionFile).interaction:
         if entry.name in found:
             raise ConfigError(where, got=f"two interactions with the name {entry.name!r}", expected="a name for each")

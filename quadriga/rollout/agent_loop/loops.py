@@ -31,7 +31,7 @@ from quadriga.config.multi_turn import LoopEntry
 from quadriga.config.rollout import RolloutConfig
 from quadriga.errors import ConfigError, RolloutError
 from quadriga.rollout.agent_loop.conversation import Conversation, ConversationOver
-from quadriga.rollout.agent_loop.interactions import Interaction, UserSimulator
+from quadriga.rollout.agent_loop.interactions import Interactions, UserSimulator
 from quadriga.rollout.agent_loop.parsers import PARSERS
 from quadriga.rollout.agent_loop.tool_calls import ToolBox, ToolThread
 from quadriga.rollout.agent_loop.tools import ToolSpec, class_named
@@ -47,13 +47,13 @@ class Services:
     Attributes:
         config: of the rollout.
         tools: of the configuration, by name.
-        interactions: of the configuration, by name: each makes the object of a conversation.
+        interactions: of the configuration.
         thread: where tools and user simulators run.
     """
 
     config: RolloutConfig
     tools: Mapping[str, ToolSpec]
-    interactions: Mapping[str, Callable[[], Interaction]]
+    interactions: Interactions
     thread: ToolThread
 
 
@@ -186,14 +186,10 @@ class ToolAgent(AgentLoop):
                 chat.require_another()
                 responses = await tools.call_all(calls)
                 first = sum(len(turn.tool_responses) for turn in chat.turns)
+                named = [(one.name or "unknown", one.text) for one in responses]
                 messages = [
-                    {
-                        "role": "tool",
-                        "name": response.name or "unknown",
-                        "tool_call_id": f"call{number:05d}",
-                        "content": response.text,
-                    }
-                    for number, response in enumerate(responses, start=first)
+                    {"role": "tool", "name": name, "tool_call_id": f"call{number:05d}", "content": text}
+                    for number, (name, text) in enumerate(named, start=first)
                 ]
                 chat.append(messages, tool_responses=responses, seconds=time.perf_counter() - started)
             elif user is not None:

@@ -35,7 +35,7 @@ from quadriga.protocol import DataProto
 from quadriga.protocol.columns import object_array
 from quadriga.rewards.outcome import Outcome
 from quadriga.rollout.agent_loop.conversation import Conversation, ConversationOver, Limits, Sample, Turn, TurnEncoder
-from quadriga.rollout.agent_loop.guards import begin_printing, guarded
+from quadriga.rollout.agent_loop.guards import guarded, printed
 from quadriga.rollout.agent_loop.interactions import load_interactions
 from quadriga.rollout.agent_loop.loops import REGISTRY, AgentLoop, Services, SingleTurnAgent, ToolAgent, load_loops
 from quadriga.rollout.agent_loop.mcp_servers import Server, server_tools
@@ -179,7 +179,7 @@ class AgentLoopManager:
     async def _lead_one(self, chat: Conversation, outcomes: list[Outcome | None], grade: Grade | None) -> None:
         sample = chat.sample
         try:
-            begin_printing()
+            printed.set([0])
             if sample.agent not in self._loops:
                 self._loops[sample.agent] = REGISTRY[sample.agent](self.services)
             loop = self._loops[sample.agent]
@@ -248,19 +248,9 @@ def samples_of(prompts: DataProto, default_agent: str) -> list[Sample]:
     samples = []
     for row, (ids, mask) in enumerate(zip(batch["input_ids"], batch["attention_mask"], strict=True)):
         own = {name: column[row] for name, column in prompts.non_tensor_batch.items()}
-        messages = own.get("raw_prompt")
-        samples.append(
-            Sample(
-                row=row,
-                uid=str(own.get("uid", f"row {row}")),
-                prompt_ids=ids[mask.bool()].tolist(),
-                messages=None if messages is None else [dict(message) for message in messages],
-                columns=own,
-                agent=own.get("agent_name") or default_agent,
-                images=images[row],
-                num_axes=num_axes,
-            )
-        )
+        uid, agent = str(own.get("uid", f"row {row}")), own.get("agent_name") or default_agent
+        messages = None if own.get("raw_prompt") is None else [dict(message) for message in own["raw_prompt"]]
+        samples.append(Sample(row, uid, ids[mask.bool()].tolist(), messages, own, agent, images[row], num_axes))
     return samples
 
 
@@ -395,13 +385,8 @@ def write_trace(
 
 
 def _turn(turn: Turn) -> dict[str, Any]:
-    record = {
-        "role": turn.role,
-        "text": turn.text,
-        "token_ids": turn.token_ids,
-        "finish_reason": turn.finish_reason,
-        "seconds": round(turn.seconds, 6),
-    }
+    record = {"role": turn.role, "text": turn.text, "token_ids": turn.token_ids}
+    record |= {"finish_reason": turn.finish_reason, "seconds": round(turn.seconds, 6)}
     calls = [
         {
             "name": response.name,

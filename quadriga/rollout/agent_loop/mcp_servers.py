@@ -89,12 +89,7 @@ class Server:
             await asyncio.wait({self._task}, timeout=START_S)
 
     async def _call(self, tool: str, /, **arguments: Any) -> str:
-        """The response of a tool, as text.
-
-        Raises:
-            ToolError: the tool says that the call was wrong.
-            RolloutError: the server has ended.
-        """
+        """The response of a tool, as text; ToolError: the tool says that the call was wrong."""
         if self._task is None or self._task.done():
             raise self._error("a server that has ended", "one that runs")
         call = asyncio.ensure_future(self._session.call_tool(tool, arguments))

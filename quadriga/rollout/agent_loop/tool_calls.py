@@ -32,7 +32,7 @@ from contextlib import AsyncExitStack
 from contextvars import copy_context
 from dataclasses import dataclass
 from threading import Thread
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from pydantic import BaseModel
 
@@ -42,6 +42,8 @@ from quadriga.observe.watchdog import place_of
 from quadriga.rollout.agent_loop.parsers import ToolCall
 from quadriga.rollout.agent_loop.tools import Tool, ToolError, ToolSpec
 from quadriga.rollout.event_loop import EventLoopThread
+
+Function: TypeAlias = Callable[..., Any]
 
 MAX_CALLS = 64
 MAX_GIVEN_UP = 256
@@ -75,13 +77,7 @@ class ToolThread(EventLoopThread):
         self._place = ""
 
     async def call(
-        self,
-        where: str,
-        function: Callable[..., Any],
-        kwargs: Mapping[str, Any],
-        limit_s: float,
-        *,
-        is_for_model: bool = False,
+        self, where: str, function: Function, kwargs: Mapping[str, Any], limit_s: float, *, is_for_model: bool = False
     ) -> Any:
         """What a user's function returns, plain or async.
 
@@ -138,7 +134,7 @@ class ToolThread(EventLoopThread):
         self._given_up = {thread for thread in self._given_up if thread.is_alive()}
         return len(self._given_up)
 
-    async def _limited(self, function: Callable[..., Any], kwargs: Mapping[str, Any], limit_s: float) -> Any:
+    async def _limited(self, function: Function, kwargs: Mapping[str, Any], limit_s: float) -> Any:
         async with self._places:
             task = asyncio.ensure_future(self._run(function, kwargs))
             try:
@@ -150,14 +146,14 @@ class ToolThread(EventLoopThread):
             finally:
                 task.cancel()
 
-    async def _run(self, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> Any:
+    async def _run(self, function: Function, kwargs: Mapping[str, Any]) -> Any:
         try:
             return await self._returned(function, kwargs)
         except (SystemExit, KeyboardInterrupt) as error:
             # They would end the loop instead of the call.
             raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
-    async def _returned(self, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> Any:
+    async def _returned(self, function: Function, kwargs: Mapping[str, Any]) -> Any:
         if inspect.iscoroutinefunction(function):
             return await function(**kwargs)
         if self.num_given_up >= MAX_GIVEN_UP:
@@ -177,7 +173,7 @@ class ToolThread(EventLoopThread):
         return await result if inspect.isawaitable(result) else result
 
 
-def _deliver(returned: "Future[Any]", function: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
+def _deliver(returned: "Future[Any]", function: Function, kwargs: Mapping[str, Any]) -> None:
     if not returned.set_running_or_notify_cancel():
         return
     pid = os.getpid()
@@ -224,11 +220,7 @@ class ToolBox:
     """
 
     def __init__(
-        self,
-        specs: Mapping[str, ToolSpec],
-        tools_kwargs: Mapping[str, Mapping[str, Any] | None],
-        config: MultiTurnConfig,
-        thread: ToolThread,
+        self, specs: Mapping[str, ToolSpec], tools_kwargs: dict[str, Any], config: MultiTurnConfig, thread: ToolThread
     ) -> None:
         self.specs, self.config, self.thread = specs, config, thread
         given = {name: kwargs for name, kwargs in tools_kwargs.items() if kwargs is not None}

@@ -40,9 +40,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 _SPEC = "quadriga_tool"  # the attribute of a function that `function_tool` has marked
 _KEY = "actor_rollout_ref.rollout.multi_turn"
-_METHODS: dict[str, frozenset[str] | None] = dict.fromkeys(
-    ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
-)
+_METHODS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
 _ARGUMENT_SECTIONS = ("Args", "Arguments", "Parameters")
 _SECTION = re.compile(r"(?m)^(Args|Arguments|Parameters|Returns|Return|Raises|Yields|Example|Examples|Note|Notes):\s*$")
 _ARGUMENT = re.compile(r"(\*{0,2}\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)")
@@ -111,7 +109,7 @@ class ToolSpec:
     make: Callable[[], Tool]
     schema: dict[str, Any]
     validate: Callable[[Any], Any]
-    options: Mapping[str, frozenset[str] | None] = field(default_factory=_METHODS.copy)
+    options: Mapping[str, frozenset[str] | None] = field(default_factory=lambda: dict.fromkeys(_METHODS))
 
     @property
     def name(self) -> str:
@@ -123,9 +121,8 @@ class ToolSpec:
         try:
             checked = self.validate(arguments)
         except ValidationError as error:
-            wrong = "; ".join(
-                f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors(include_url=False)
-            )
+            found = ((".".join(map(str, one["loc"])), one["msg"]) for one in error.errors(include_url=False))
+            wrong = "; ".join(f"{place}: {message}" for place, message in found)
             expected = f"arguments that fit {json.dumps(self.schema['function']['parameters'], ensure_ascii=False)}"
             raise ToolError(f"tool {self.name}", got=wrong, expected=expected) from error
         if isinstance(checked, BaseModel):
@@ -197,8 +194,7 @@ def function_tools(path: str) -> list[ToolSpec]:
     """The functions of a file that `@function_tool` has marked; a ConfigError where there is none."""
     where = f"{_KEY}.function_tool_path"
     found = [getattr(member, _SPEC, None) for member in vars(import_file(path, where)).values()]
-    specs = [spec for spec in found if isinstance(spec, ToolSpec)]
-    if not specs:
+    if not (specs := [spec for spec in found if isinstance(spec, ToolSpec)]):
         fix = "Write @function_tool (from quadriga.rollout.agent_loop) above each function that is a tool."
         raise ConfigError(where, got=f"{path}, in which no function is a tool", expected="at least one", fix=fix)
     return specs

@@ -14,7 +14,7 @@ G = H / K, D head size, N packed tokens.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -269,9 +269,12 @@ class CompiledPlan:
         return mixed.unsqueeze(1).to(value.dtype)
 
 
+AnyDecodePlan: TypeAlias = DecodePlan | CompiledPlan
+
+
 def plan_decoding(
     prefixes: PrefixCache, responses: ResponseCache, places: Sequence[int], device: torch.device
-) -> DecodePlan | CompiledPlan:
+) -> AnyDecodePlan:
     """The fastest plan for these slots; see `DecodePlan`."""
     loops = kernels() if device.type == "cpu" else None
     if loops is not None and loops.can_attend(prefixes.keys[0].shape[-1]):

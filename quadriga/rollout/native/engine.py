@@ -14,7 +14,7 @@ Unblocked by: the next request, which makes a new runner.
 
 import asyncio
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any
@@ -24,7 +24,6 @@ from transformers import PreTrainedModel
 
 from quadriga.errors import RolloutError
 from quadriga.models.attention import ATTENTION_NAME
-from quadriga.models.load import stop_token_ids
 from quadriga.models.vision import ImageTokens
 from quadriga.rollout.causal_model import CausalModelEngine, cache_bytes_per_token
 from quadriga.rollout.interface import BatchImages, Completion, Images, Prompt, Prompts, Sampling, SamplingParams
@@ -44,12 +43,10 @@ class NativeEngine(CausalModelEngine):
 
     Args:
         model: any causal model of transformers that was loaded with our attention. It may be the trainer's.
-        tokenizer: needed for stop strings only.
-        eos_token_ids: end-of-text tokens; None takes those of the model's generation configuration.
         max_num_batched_tokens: prompt tokens of one prefill, unless one prompt alone has more.
-        max_model_len: tokens of the longest prompt and response together; None: as many as the model has positions.
         cache_gigabytes: memory of the KV cache, in GiB; None: as much as the responses need. Where it is full, the
             requests that started last are preempted; they go on later, with the same tokens.
+        options: those of `CausalModelEngine`.
 
     Raises:
         RolloutError: the model computes something that this engine does not.
@@ -61,12 +58,9 @@ class NativeEngine(CausalModelEngine):
         self,
         model: PreTrainedModel,
         *,
-        tokenizer: Any = None,
-        eos_token_ids: Sequence[int] | None = None,
-        max_num_seqs: int = 256,
         max_num_batched_tokens: int = 8192,
-        max_model_len: int | None = None,
         cache_gigabytes: float | None = None,
+        **options: Any,
     ) -> None:
         if (found := model.config._attn_implementation) != ATTENTION_NAME:
             expected = f"one loaded with attention {ATTENTION_NAME}"
@@ -76,9 +70,8 @@ class NativeEngine(CausalModelEngine):
             if (value := getattr(model.config, option, None)) not in (None, 1, 1.0):
                 where, got = "rollout.name=native", f"a model whose logits are changed by {option}={value}"
                 raise RolloutError(where, got=got, expected="plain logits", fix="Use rollout.name=hf for this model.")
-        super().__init__(model, eos_token_ids, max_num_seqs, max_model_len)
+        super().__init__(model, **options)
         self.description = f"native, {description_of(model)}"
-        self.tokenizer = tokenizer
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_cache_tokens: int | None = None
         if cache_gigabytes is not None:
@@ -94,16 +87,9 @@ class NativeEngine(CausalModelEngine):
     @classmethod
     def from_config(cls, setup: EngineSetup) -> "NativeEngine":
         setup.require_no_options()
-        model = setup.load_copy(ATTENTION_NAME) if setup.actor is None else setup.actor
-        engine = cls(
-            model,
-            tokenizer=setup.tokenizer,
-            eos_token_ids=stop_token_ids(model, setup.tokenizer.eos_token_id),
-            max_num_seqs=setup.rollout.max_num_seqs,
-            max_num_batched_tokens=setup.rollout.max_num_batched_tokens,
-            max_model_len=setup.rollout.max_model_len,
-            cache_gigabytes=setup.rollout.cache_gigabytes,
-        )
+        model, rollout = setup.load_copy(ATTENTION_NAME) if setup.actor is None else setup.actor, setup.rollout
+        memory = {"max_num_batched_tokens": rollout.max_num_batched_tokens, "cache_gigabytes": rollout.cache_gigabytes}
+        engine = cls(model, **memory, **cls.options_of(setup, model))
         engine.shares_weights = setup.actor is not None
         where = "the actor's own weights" if engine.shares_weights else "a copy of the weights, which the actor shards"
         engine.description = f"native, on {where}, {description_of(model)}"
@@ -115,11 +101,9 @@ class NativeEngine(CausalModelEngine):
             self._run()
         return [request.future.result() for request in requests]
 
-    async def generate(
-        self, prompt_token_ids: Prompt, sampling: SamplingParams, images: Images | None = None
-    ) -> Completion:
+    async def generate(self, prompt: Prompt, sampling: SamplingParams, images: Images | None = None) -> Completion:
         """One response; the request joins those that run, and the event loop stays free."""
-        (request,) = self._requests([prompt_token_ids], [sampling], [images])
+        (request,) = self._requests([prompt], [sampling], [images])
         waiting = asyncio.wrap_future(request.future)
         if self._submit([request]):
             if self._worker is None:
@@ -164,24 +148,19 @@ class NativeEngine(CausalModelEngine):
         for row, (prompt, params, own) in enumerate(zip(prompts, sampling, images, strict=True)):
             where = f"native.generate, prompt {row}"
             if self.max_cache_tokens is not None and len(prompt) + params.max_tokens > self.max_cache_tokens:
-                raise RolloutError(
-                    where,
-                    got=f"{len(prompt)} prompt tokens and up to {params.max_tokens} new ones",
-                    expected=f"at most {self.max_cache_tokens}, for which the KV cache has memory",
-                    fix="Raise actor_rollout_ref.rollout.cache_gigabytes; a token takes "
-                    f"{bytes_per_token(self.model)} bytes.",
-                )
+                got = f"{len(prompt)} prompt tokens and up to {params.max_tokens} new ones"
+                expected = f"at most {self.max_cache_tokens}, for which the KV cache has memory"
+                size = f"a token takes {bytes_per_token(self.model)} bytes"
+                fix = f"Raise actor_rollout_ref.rollout.cache_gigabytes; {size}."
+                raise RolloutError(where, got=got, expected=expected, fix=fix)
             if own is not None and image_tokens is None:
                 raise RolloutError(where, got="images", expected="text: the model is no vision-language model")
             if own is not None and image_tokens is not None:
-                expected = image_tokens.count(own.inputs["image_grid_thw"])
+                least = image_tokens.count(own.inputs["image_grid_thw"])
                 # There may be more: a model may write one in an earlier turn.
-                if (found := list(prompt).count(image_tokens.token_id)) < expected:
-                    raise RolloutError(
-                        where,
-                        got=f"{found} image tokens",
-                        expected=f"at least {expected}, one for each embedding of its images",
-                    )
+                if (found := list(prompt).count(image_tokens.token_id)) < least:
+                    expected = f"at least {least}, one for each embedding of its images"
+                    raise RolloutError(where, got=f"{found} image tokens", expected=expected)
             requests.append(Request(prompt, params, self.eos_token_ids, self.tokenizer, own))
         return requests
 
@@ -204,9 +183,8 @@ class NativeEngine(CausalModelEngine):
                     if self._network is None or self._network.state != state_of(self.model):
                         self._network = None
                         self._network = (PlainNetwork if is_plain(self.model) else Network)(self.model)
-                    scheduler: Scheduler[Request] = Scheduler(
-                        self.max_num_seqs, self.max_num_batched_tokens, self.max_cache_tokens
-                    )
+                    limits = (self.max_num_seqs, self.max_num_batched_tokens, self.max_cache_tokens)
+                    scheduler: Scheduler[Request] = Scheduler(*limits)
                     generation = Generation(self._network, scheduler, self.weight_version)
                     while True:
                         with self._lock:

@@ -28,14 +28,7 @@ from quadriga.errors import RolloutError
 from quadriga.models.vision import PackedImages, packed_images
 from quadriga.partition import buckets
 from quadriga.rollout.interface import Completion, FinishReason, Images, SamplingParams
-from quadriga.rollout.native.attention import (
-    CompiledPlan,
-    DecodePlan,
-    PrefillPlan,
-    PrefixCache,
-    ResponseCache,
-    plan_decoding,
-)
+from quadriga.rollout.native.attention import AnyDecodePlan, PrefillPlan, PrefixCache, ResponseCache, plan_decoding
 from quadriga.rollout.native.network import Network
 from quadriga.rollout.native.scheduler import Scheduler
 from quadriga.rollout.sampler import NUM_DRAWS, Draws, SamplingRules, StopStrings, sample
@@ -136,9 +129,8 @@ class Request:
         """Gives the caller its completion; an unfinished one is aborted."""
         reason = self.finish_reason or "abort"
         if self.future.set_running_or_notify_cancel():
-            self.future.set_result(
-                Completion(self.token_ids, self.log_probs, reason, weight_version, self.sampling_log_probs)
-            )
+            numbers = (self.log_probs, reason, weight_version, self.sampling_log_probs)
+            self.future.set_result(Completion(self.token_ids, *numbers))
 
 
 class Generation:
@@ -149,7 +141,7 @@ class Generation:
         self.device = network.device
         self.prefixes = PrefixCache()
         self.responses = ResponseCache()
-        self.plan: DecodePlan | CompiledPlan | None = None
+        self.plan: AnyDecodePlan | None = None
         self.rules: SamplingRules | None = None
 
     def advance(self) -> None:
@@ -183,8 +175,7 @@ class Generation:
         num_before = len(running)
         first_room = min(_FIRST_ROOM, max(request.num_left for request in waiting[: self.scheduler.max_num_seqs]))
         room = max(self.responses.room if num_before else 0, first_room)
-        started = self.scheduler.admit(room)
-        if not started:
+        if not (started := self.scheduler.admit(room)):
             return
         length = max((request.num_written for request in running[:num_before]), default=0)
         self.responses.resize(len(running), max(min(room, self._limit()), length), num_before, length)

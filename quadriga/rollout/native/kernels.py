@@ -24,6 +24,8 @@ from typing import NamedTuple
 
 import torch
 
+Tensors = Sequence[torch.Tensor]
+
 _SOURCE = Path(__file__).with_name("kernels.c")
 _FLAGS = ("-O2", "-march=native", "-fPIC", "-fopenmp")
 _COMPILERS = ("gcc", "cc")
@@ -103,11 +105,7 @@ class Kernels:
         return all(size % _PAIR == 0 for size in sizes)
 
     def multiply(
-        self,
-        states: torch.Tensor,
-        weights: Sequence[torch.Tensor],
-        biases: Sequence[torch.Tensor] | None,
-        dtype: torch.dtype,
+        self, states: torch.Tensor, weights: Tensors, biases: Tensors | None, dtype: torch.dtype
     ) -> torch.Tensor:
         """Few rows [R, D] bfloat16 times weights [O, D], plus biases [O], all bfloat16 and contiguous: [R, sum of O].
 
@@ -233,8 +231,7 @@ def _find() -> tuple[Kernels | None, str]:
 def _load() -> Kernels:
     if not torch.cpu._is_avx512_supported():
         raise _UnavailableError("this processor has no AVX-512")
-    compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
-    if compiler is None:
+    if (compiler := next(filter(None, map(shutil.which, _COMPILERS)), None)) is None:
         raise _UnavailableError("there is no C compiler here (gcc would make generation faster)")
     version = _run(compiler, "--version").partition("\n")[0]
     lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -197,7 +197,4 @@ def is_plain(model: PreTrainedModel) -> bool:
 
 def state_of(model: nn.Module) -> State:
     """Where each parameter is and how often it was written to in place, as far as torch counts."""
-    return tuple(
-        (parameter.data_ptr(), 0 if parameter.is_inference() else parameter._version)
-        for parameter in model.parameters()
-    )
+    return tuple((one.data_ptr(), 0 if one.is_inference() else one._version) for one in model.parameters())

@@ -16,19 +16,15 @@ is rounded once, as in training; only the order of summation differs.
 Legend: D inputs, O outputs of all weights of a form together, which are [., D] each, with biases [.] each or None.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch.nn.functional import linear
 
-from quadriga.rollout.native.kernels import Kernels, about_kernels, kernels
+from quadriga.rollout.native.kernels import Kernels, Tensors, about_kernels, kernels
 
 _MAX_WIDE_BYTES = 4 * 2**30
 # The number of rows for which a library chooses its order; others are right, too.
 _PACKED_ROWS = 16
 _WIDE_ROWS = 128
-
-Tensors = Sequence[torch.Tensor]
 
 
 class OwnWeight:

@@ -29,8 +29,8 @@ import torch
 
 from quadriga.errors import RolloutError
 from quadriga.http_client import HTTPClient, ServerLostError
-from quadriga.observe.probe import release_numbers
-from quadriga.rollout.sglang.host import LEAST, WHERE, installed, require_version
+from quadriga.observe.probe import installed, release_numbers
+from quadriga.rollout.sglang.host import LEAST, WHERE, require_version
 from quadriga.rollout.sglang.receiver import LOADER
 from quadriga.rollout.third_party import died, refused
 
@@ -58,7 +58,7 @@ class SGLangProcess:
     """
 
     def __init__(self, arguments: Mapping[str, Any], silent_s: float = 300.0) -> None:
-        require_version(installed())
+        require_version(installed("sglang")[1])
         self.num_processes: int = arguments["tp_size"]
         self.has_seeds = bool(arguments["enable_deterministic_inference"])
         self._numbers = itertools.count()
@@ -144,10 +144,9 @@ class SGLangProcess:
             try:
                 self.ask("is_alive").result(self._silent_s)
             except TimeoutError:
-                logger.warning(
-                    "SGLang's process %d has not answered for %g s: killed", self.process.pid, self._silent_s
-                )
-                os.killpg(self.process.pid, signal.SIGKILL)
+                pid = self.process.pid
+                logger.warning("SGLang's process %d has not answered for %g s: killed", pid, self._silent_s)
+                os.killpg(pid, signal.SIGKILL)
             except RolloutError:
                 return  # it has ended, which its requests say
 

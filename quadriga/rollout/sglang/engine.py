@@ -23,16 +23,7 @@ from quadriga.models.load import stop_token_ids
 from quadriga.partition import buckets
 from quadriga.rollout.balancer import Balancer, start_engines
 from quadriga.rollout.causal_model import cache_bytes_per_token
-from quadriga.rollout.interface import (
-    BatchImages,
-    Completion,
-    Images,
-    Prompt,
-    Prompts,
-    RolloutEngine,
-    Sampling,
-    SamplingParams,
-)
+from quadriga.rollout.interface import BatchImages, Completion, Images, Prompt, Prompts, Sampling, SamplingParams
 from quadriga.rollout.manifest import Manifest
 from quadriga.rollout.setup import EngineSetup
 from quadriga.rollout.sglang.connections import SGLangProcess, SGLangServer
@@ -83,7 +74,7 @@ class SGLangEngine(ThirdPartyEngine):
         self._aborted: set[str] = set()
 
     @classmethod
-    def from_config(cls, setup: EngineSetup) -> RolloutEngine:
+    def from_config(cls, setup: EngineSetup) -> "SGLangEngine | Balancer":
         """Engines in processes of their own, or at the servers that `engine_kwargs.sglang` names."""
         skeleton, rollout = setup.skeleton(), setup.rollout
         is_on_cpu, options = setup.device.type == "cpu", dict(setup.options)
@@ -133,11 +124,9 @@ class SGLangEngine(ThirdPartyEngine):
         what = f"sglang {versions} at {', '.join(urls)}, balanced, which get the weights over HTTP"
         return Balancer(engines, what + "".join(unseeded.partition("; ")[1:]), connects)
 
-    async def generate(
-        self, prompt_token_ids: Prompt, sampling: SamplingParams, images: Images | None = None
-    ) -> Completion:
-        self._require_ready([prompt_token_ids], [sampling], [images])
-        request_id, future = self._start(prompt_token_ids, sampling)
+    async def generate(self, prompt: Prompt, sampling: SamplingParams, images: Images | None = None) -> Completion:
+        self._require_ready([prompt], [sampling], [images])
+        request_id, future = self._start(prompt, sampling)
         try:
             return self._completion(request_id, await asyncio.wrap_future(future), sampling)
         except asyncio.CancelledError:
@@ -220,14 +209,11 @@ class SGLangEngine(ThirdPartyEngine):
 
     def _start(self, prompt: Sequence[int], sampling: SamplingParams) -> tuple[str, "Future[Any]"]:
         """Send a request for a response. Returns its name and SGLang's reply."""
-        request_id, greedy = next(self._ids), sampling.is_greedy
+        request_id = next(self._ids)
         seed = {"sampling_seed": sampling.seed % (1 << SEED_BITS)} if self.connection.has_seeds else {}
         told = seed | {
             "max_new_tokens": sampling.max_tokens,
-            "temperature": 0.0 if greedy else sampling.temperature,
-            "top_p": 1.0 if greedy else sampling.top_p,
-            "top_k": -1 if greedy else (sampling.top_k or -1),
-            "min_p": 0.0 if greedy else sampling.min_p,
+            **sampling.drawing,
             "stop_token_ids": sorted(sampling.stops(self.eos_token_ids)),
             "ignore_eos": sampling.ignore_eos,
             "stop": list(sampling.stop) or None,
@@ -251,11 +237,7 @@ class SGLangEngine(ThirdPartyEngine):
                 raise RolloutError(where, got="min_p", expected="0: SGLang cannot draw by a seed with it")
 
     def _completion(self, request_id: str, reply: dict[str, Any], sampling: SamplingParams) -> Completion:
-        """A reply as our completion. SGLang's log-probabilities are those before filters, at the temperature.
-
-        Raises:
-            RolloutError: its finish reason is not known, or a log-probability is missing or not a number.
-        """
+        """A reply as our completion. SGLang's log-probabilities are those before filters, at the temperature."""
         meta = reply["meta_info"]
         tokens, ended = list(reply.get("output_ids") or ()), meta["finish_reason"] or {}
         numbers = [one[0] for one in meta.get("output_token_logprobs") or ()]

@@ -17,11 +17,11 @@ import importlib
 import logging
 import os
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.connection import Connection
 from typing import Any
 
 from quadriga.errors import RolloutError, first_line
+from quadriga.observe.probe import installed
 from quadriga.rollout.third_party import require_release
 
 LEAST = "0.5.23"
@@ -45,14 +45,6 @@ _REQUESTS = {
 }
 
 
-def installed() -> str:
-    """The version of SGLang that is installed; empty where there is none. Nothing is imported."""
-    try:
-        return version("sglang")
-    except PackageNotFoundError:
-        return ""
-
-
 def require_version(found: str) -> None:
     """Refuse the version that is installed, or "", where it is older than `LEAST`."""
     require_release("SGLang", found, LEAST, where=WHERE, fix=_INSTALL)
@@ -66,7 +58,8 @@ class Library:
     """
 
     def __init__(self, options: dict[str, Any]) -> None:
-        require_version(installed())
+        version = installed("sglang")[1]
+        require_version(version)
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         module = importlib.import_module("sglang")
@@ -76,17 +69,14 @@ class Library:
         self._manager = self.engine.tokenizer_manager
         missing += [name for name in (*_REQUESTS, "abort_request", "flush_cache") if not hasattr(self._manager, name)]
         if missing:
-            raise RolloutError(WHERE, got=f"SGLang {installed()} without {', '.join(missing)}", fix=_INSTALL)
+            raise RolloutError(WHERE, got=f"SGLang {version} without {', '.join(missing)}", fix=_INSTALL)
 
     async def call(self, method: str, arguments: dict[str, Any]) -> Any:
         """What SGLang's server does for a request; the reply of `generate` has only the fields that are used."""
         if method == "generate":
             reply = await self.engine.async_generate(**arguments)
-            names = ("finish_reason", "output_token_logprobs")
-            return {
-                "output_ids": list(reply["output_ids"]),
-                "meta_info": {name: reply["meta_info"].get(name) for name in names},
-            }
+            meta = {name: reply["meta_info"].get(name) for name in ("finish_reason", "output_token_logprobs")}
+            return {"output_ids": list(reply["output_ids"]), "meta_info": meta}
         if method == "is_alive":
             return True
         if method == "abort_request":
@@ -108,7 +98,7 @@ def main() -> None:
         connection.send((False, first_line(error)))
         raise
     try:
-        connection.send((True, installed()))
+        connection.send((True, installed("sglang")[1]))
         library.engine.loop.run_until_complete(_serve(library, connection))
     finally:
         library.engine.shutdown()

@@ -69,14 +69,11 @@ class Response:
                 prompt; or log-probabilities are missing.
         """
         if self.expanded is not None and list(output.prompt_token_ids) != list(self.expanded):
-            raise RolloutError(
-                WHERE,
-                got=f"{len(output.prompt_token_ids)} tokens of a prompt with images, as vLLM's image processor counts "
-                "them",
-                expected=f"{len(self.expanded)}, as the data's does",
-                fix="Both read preprocessor_config.json: set image sizes by data.mm_processor_kwargs alone, and "
-                "nothing of the kind under actor_rollout_ref.rollout.engine_kwargs.vllm.",
-            )
+            count = len(output.prompt_token_ids)
+            got = f"{count} tokens of a prompt with images, as vLLM's image processor counts them"
+            rest = "nothing of the kind under actor_rollout_ref.rollout.engine_kwargs.vllm"
+            fix = f"Both read preprocessor_config.json: set image sizes by data.mm_processor_kwargs alone, and {rest}."
+            raise RolloutError(WHERE, got=got, expected=f"{len(self.expanded)}, as the data's does", fix=fix)
         [one] = output.outputs
         if one.token_ids:
             numbers = list(one.logprobs.logprobs)
@@ -138,9 +135,8 @@ class InProcessCore(Core):
         self._stance = "force_eager" if arguments["enforce_eager"] else "default"
         vllm = library.module
         with started(is_beside=False), torch.compiler.set_stance("force_eager"):
-            self.engine: Any = vllm.LLMEngine.from_engine_args(
-                vllm.EngineArgs(**arguments), enable_multiprocessing=False
-            )
+            own = vllm.EngineArgs(**arguments)
+            self.engine: Any = vllm.LLMEngine.from_engine_args(own, enable_multiprocessing=False)
         InProcessCore._open.add(id(self))
 
     def ask(self, method: str, *args: Any, **options: Any) -> Any:

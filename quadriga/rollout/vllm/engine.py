@@ -20,16 +20,7 @@ from quadriga.models.adapter_files import AdapterFiles, is_factor
 from quadriga.models.load import stop_token_ids
 from quadriga.models.lora import adapter_of, add_adapter
 from quadriga.rollout.balancer import Balancer, start_engines
-from quadriga.rollout.interface import (
-    BatchImages,
-    Completion,
-    Images,
-    Prompt,
-    Prompts,
-    RolloutEngine,
-    Sampling,
-    SamplingParams,
-)
+from quadriga.rollout.interface import BatchImages, Completion, Images, Prompt, Prompts, Sampling, SamplingParams
 from quadriga.rollout.manifest import Manifest
 from quadriga.rollout.setup import EngineSetup
 from quadriga.rollout.third_party import SEED_BITS, LogProbsOf, ThirdPartyEngine, died, refused, require_release
@@ -92,7 +83,7 @@ class VLLMEngine(ThirdPartyEngine):
         self.description = self._describe()
 
     @classmethod
-    def from_config(cls, setup: EngineSetup) -> RolloutEngine:
+    def from_config(cls, setup: EngineSetup) -> "VLLMEngine | Balancer":
         model, skeleton = setup.config.actor_rollout_ref.model, setup.skeleton()
         manifest, is_vision = Manifest.of(skeleton), hasattr(skeleton.config, "vision_config")
         eos_token_ids = stop_token_ids(skeleton, setup.tokenizer.eos_token_id)
@@ -113,12 +104,10 @@ class VLLMEngine(ThirdPartyEngine):
         """Whether a load may bring the adapter alone."""
         return bool(self._frozen)
 
-    async def generate(
-        self, prompt_token_ids: Prompt, sampling: SamplingParams, images: Images | None = None
-    ) -> Completion:
+    async def generate(self, prompt: Prompt, sampling: SamplingParams, images: Images | None = None) -> Completion:
         if not isinstance(self.core, ProcessCore):
-            return await super().generate(prompt_token_ids, sampling, images)
-        [request] = self._requests([prompt_token_ids], [sampling], [images])
+            return await super().generate(prompt, sampling, images)
+        [request] = self._requests([prompt], [sampling], [images])
         with self._explained():
             response = await self.core.generate(request)
         return response.completion(sampling, self.log_probs_of, self.weight_version)
@@ -289,13 +278,9 @@ class VLLMEngine(ThirdPartyEngine):
             given: dict[str, Any] = {"prompt_token_ids": list(prompt)}
             if one is not None:  # one token for each image, which vLLM repeats by itself
                 given = {"prompt_token_ids": list(one.short_prompt), "multi_modal_data": {"image": list(one.pictures)}}
-            greedy = params.is_greedy
             told = self.library.sampling.SamplingParams(
                 max_tokens=params.max_tokens,
-                temperature=0.0 if greedy else params.temperature,
-                top_p=1.0 if greedy else params.top_p,
-                top_k=0 if greedy else max(params.top_k, 0),
-                min_p=0.0 if greedy else params.min_p,
+                **params.drawing,
                 seed=params.seed % (1 << SEED_BITS),
                 # The model's end-of-text tokens are among them, so that vLLM adds none of its own.
                 stop_token_ids=sorted(params.stops(self.eos_token_ids)),

@@ -6,12 +6,12 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 
 from quadriga.errors import RolloutError
+from quadriga.observe.probe import installed
 from quadriga.rollout.third_party import require_release
 
 LEAST = "0.30"
@@ -39,16 +39,6 @@ class Library:
     """Its module of requests for adapters."""
 
 
-def installed() -> str:
-    """The version of vLLM that is installed; empty where there is none. Nothing is imported."""
-    for name in DISTRIBUTIONS:
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    return ""
-
-
 def require_version(found: str) -> None:
     """Refuse the version that is installed, or "", where it is older than `LEAST`."""
     require_release("vLLM", found, LEAST, where=WHERE, fix=_INSTALL)
@@ -56,7 +46,7 @@ def require_version(found: str) -> None:
 
 def load() -> Library:
     """Import vLLM with a small log and few threads; a RolloutError if it is missing, too old or does not load."""
-    found = installed()
+    _, found = installed(*DISTRIBUTIONS)
     require_version(found)
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -65,9 +55,8 @@ def load() -> Library:
         sampling = importlib.import_module("vllm.sampling_params")
         lora = importlib.import_module("vllm.lora.request")
     except (ImportError, OSError, RuntimeError) as error:
-        raise RolloutError(
-            WHERE, got=f"vLLM {found}, which does not load: {error}", expected="one that does", fix=_INSTALL
-        ) from error
+        got = f"vLLM {found}, which does not load: {error}"
+        raise RolloutError(WHERE, got=got, expected="one that does", fix=_INSTALL) from error
     return Library(found, module, sampling, lora)
 
 
@@ -98,9 +87,8 @@ def layerwise_reload() -> tuple[Callable[..., Any], Callable[..., Any], Callable
         configured = importlib.import_module("vllm.config").set_current_vllm_config
         return reload.initialize_layerwise_reload, reload.finalize_layerwise_reload, configured
     except (ImportError, AttributeError) as error:
-        raise RolloutError(
-            f"{WHERE}, weights", got=f"vLLM {installed()} without layerwise reload ({error})", fix=_INSTALL
-        ) from error
+        got = f"vLLM {installed(*DISTRIBUTIONS)[1]} without layerwise reload ({error})"
+        raise RolloutError(f"{WHERE}, weights", got=got, fix=_INSTALL) from error
 
 
 def repack_tied(model: torch.nn.Module) -> None:
