@@ -66,11 +66,6 @@ class Channel:
         self._buffer: torch.Tensor | None = None
         """Of a receiver: as large as the largest bucket that has come in this publication."""
 
-    def meet(self) -> None:
-        """Connect with all the others, unless that has been done."""
-        with self._open("the meeting"):
-            pass
-
     def send(self, header: dict[str, Any], content: torch.Tensor | None = None) -> None:
         """Give every receiver a header of JSON and [bytes] uint8, which may be overwritten afterwards."""
         text = bytearray(json.dumps(header).encode())
@@ -155,7 +150,8 @@ class WeightSender:
     def publish(self, weights: NamedWeights, version: int) -> None:
         """Send a complete set of weights to all receivers; a WeightSyncError if the connection breaks."""
         sent: dict[str, str] = {}
-        self.channel.meet()  # the first bucket may take a while
+        with self.channel._open("the meeting"):
+            pass  # the first bucket may take a while
         try:
             for entries, content in pack(_noted(weights, sent), self._bucket_bytes):
                 room = max(content.numel(), self._bucket_bytes)
