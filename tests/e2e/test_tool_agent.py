@@ -228,28 +228,31 @@ def test_the_trainer_sees_what_the_engine_saw(train_calculator: Train, metric_li
     assert all(line["rollout/num_tool_tokens"] > 0 for line in lines)
 
 
-@pytest.mark.usefixtures("verl_names")
-def test_a_tool_and_a_user_simulator_of_verls(train_calculator: Train, metric_lines: Lines, tmp_path: Path) -> None:
-    """Instances come and go with their conversations; rewards of the tool and scores of the turns arrive."""
+def _files_of_verl(folder: Path) -> list[str]:
+    """Rows with arguments for a tool and a user simulator of verl's, and the words that name them."""
     for name, text in TOOL_FILES_OF_VERL.items():
-        (tmp_path / name).write_text(text)
+        (folder / name).write_text(text)
     rows = [_row(a, a + 1) for a in range(8)]
     for row in rows:
         truth = row["reward_model"]["ground_truth"]
         row["extra_info"]["tools_kwargs"] = {"add": {"create_kwargs": {"bonus": 1.5}}}
         row["extra_info"]["interaction_kwargs"] = {"name": "doubter", "ground_truth": truth}
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     turns = "actor_rollout_ref.rollout.multi_turn"
-    lines = metric_lines(
-        train_calculator(
-            f"data.train_files={tmp_path / 'rows.jsonl'}",
-            f"{turns}.function_tool_path=null",
-            f"{turns}.tool_config_path={tmp_path / 'tools.yaml'}",
-            f"{turns}.interaction_config_path={tmp_path / 'interactions.yaml'}",
-            f"{turns}.max_assistant_turns=3",
-            "trainer.total_training_steps=2",
-        )
-    )
+    return [
+        f"data.train_files={folder / 'rows.jsonl'}",
+        f"{turns}.function_tool_path=null",
+        f"{turns}.tool_config_path={folder / 'tools.yaml'}",
+        f"{turns}.interaction_config_path={folder / 'interactions.yaml'}",
+        f"{turns}.max_assistant_turns=3",
+    ]
+
+
+@pytest.mark.usefixtures("verl_names")
+def test_a_tool_and_a_user_simulator_of_verls(train_calculator: Train, metric_lines: Lines, tmp_path: Path) -> None:
+    """Instances come and go with their conversations; rewards of the tool and scores of the turns arrive."""
+    files = _files_of_verl(tmp_path)
+    lines = metric_lines(train_calculator(*files, "trainer.total_training_steps=2"))
     assert all(line["rollout/num_failures"] == 0 and line["rollout/num_tool_calls"] > 0 for line in lines)
     records = _records(tmp_path / "trace")
     assert {record["tool_rewards"]["add"] for record in records} == {3.0}
@@ -329,19 +332,24 @@ class AddTool(SandboxFusionTool):
 TOOL_OF_SANDBOX = TOOL_FILES_OF_VERL["tools.yaml"].replace("scale: 2.0", "numbers: 2").replace("of_verl", "parser")
 ASKED = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    used = "last_call" in extra_info
+    used, scores = "last_call" in extra_info, extra_info["turn_scores"]
     # The prompt is a turn in verl's count.
     assert extra_info["num_turns_of_verl"] == extra_info["num_turns"] + 1
     is_right = solution_str.replace(" ", "").rpartition("<assistant>")[2] == ground_truth
-    return {"score": float(is_right), "used": float(used)}
+    return {"score": float(is_right), "used": float(used), "scored": float(len(scores))}
 """
 
 
 @pytest.mark.usefixtures("verl_names")
 def test_a_tool_loop_of_verls(train_calculator: Train, metric_lines: Lines, tmp_path: Path) -> None:
-    """Over the same tools the numbers of the loop that is built in; what a subclass adds comes to the grader."""
+    """Over the same tools and users the numbers of the loop that is built in; what a subclass adds is graded."""
     (tmp_path / "loop.py").write_text(LOOP_OF_VERL)
-    few = ["data.train_batch_size=4", "actor_rollout_ref.rollout.n=4", "trainer.total_training_steps=2"]
+    few = [
+        *_files_of_verl(tmp_path),
+        "data.train_batch_size=4",
+        "actor_rollout_ref.rollout.n=4",
+        "trainer.total_training_steps=2",
+    ]
     built_in = metric_lines(train_calculator(*few, run="built_in"))
     loop = [
         f"actor_rollout_ref.rollout.agent.agent_loop_path={tmp_path / 'loop.py'}",
@@ -352,7 +360,7 @@ def test_a_tool_loop_of_verls(train_calculator: Train, metric_lines: Lines, tmp_
     for one, other in zip(lines, built_in, strict=True):
         for name in ("actor/grad_norm", "response_length/mean", "rollout/num_turns", "rollout/log_prob"):
             assert one[name] == pytest.approx(other[name], rel=1e-4), name
-        assert one["reward/extra/used"] > 0
+        assert one["reward/extra/used"] > 0 and one["reward/extra/scored"] > 0
 
 
 @pytest.mark.usefixtures("verl_names")

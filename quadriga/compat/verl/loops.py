@@ -423,20 +423,17 @@ class ToolAgentLoop(AgentLoopBase):
         assert agent_data.interaction is not None, "a conversation with a user simulator"
         reply = await agent_data.interaction.reply(agent_data.messages)
         agent_data.turn_scores += [] if reply.score is None else [reply.score]
-        return (
-            AgentState.TERMINATED
-            if reply.is_over
-            else await self._follow(agent_data, [{"role": "user", "content": reply.text}])
-        )
+        if reply.is_over:
+            return AgentState.TERMINATED
+        return await self._follow(agent_data, [{"role": "user", "content": reply.text}])
 
     async def _follow(self, agent_data: AgentData, messages: list[dict[str, Any]]) -> AgentState:
         """Messages that the model did not write; a turn that leaves it no room is of no use."""
         agent_data.messages += messages
         ids = await self.apply_chat_template(messages, remove_system_prompt=True)
         total = self.server_manager.chat.limits.total_tokens
-        if len(agent_data.response_mask) + len(ids) >= self.response_length or (
-            len(agent_data.prompt_ids) + len(ids) >= total
-        ):
+        room = min(self.response_length - len(agent_data.response_mask), total - len(agent_data.prompt_ids))
+        if len(ids) >= room:
             return AgentState.TERMINATED
         agent_data.prompt_ids += ids
         agent_data.response_mask += [0] * len(ids)
@@ -486,6 +483,8 @@ def _write(output: AgentLoopOutput, server: AsyncLLMServerManager, chat: Convers
         chat.extend(turn, int(is_own), values)
     chat.finish_reason = "length" if num_tokens > limits.response_tokens else "stop"
     chat.extra_fields = dict(output.extra_fields)
+    chat.turn_scores = list(chat.extra_fields.get("turn_scores") or ())
+    chat.tool_rewards = chat.extra_fields.get("tool_rewards") or {}
     if output.reward_score is not None:
         chat.outcome = read_outcome(output.reward_score)
 

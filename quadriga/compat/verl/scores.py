@@ -100,10 +100,7 @@ def remove_boxed(s: str) -> str:
 
 
 def math_dapo_compute_score(
-    solution_str: str,
-    ground_truth: str,
-    strict_box_verify: bool = False,
-    pause_tokens_index: list[int] | None = None,
+    solution_str: str, ground_truth: str, strict_box_verify: bool = False, pause_tokens_index: list[int] | None = None
 ) -> dict[str, Any]:
     """ "score" 1 or -1, "acc" and "pred"; with `strict_box_verify` the last box alone counts, as text."""
     if not strict_box_verify:

@@ -126,7 +126,7 @@ class Conversation:
         finish_reason: why it ended; "" while it goes on.
         failure: what ended it if it failed; "" if nothing did.
         activity: what it is at, for a report on a long wait.
-        tool_rewards: by the name of a tool, what its use earned.
+        tool_rewards: by the name of a tool, what its use earned; of a loop of verl's, what each call did.
         turn_scores: that a user simulator gave, in order.
         extra_fields: what a loop says of it, for `extra_info` of the score function.
         outcome: the grade that a loop gave itself; None: it is graded like others.
@@ -147,7 +147,7 @@ class Conversation:
     finish_reason: str = ""
     failure: str = ""
     activity: str = "not begun"
-    tool_rewards: dict[str, float] = field(default_factory=dict)
+    tool_rewards: dict[str, float] | list[float] = field(default_factory=dict)
     turn_scores: list[float] = field(default_factory=list)
     extra_fields: dict[str, Any] = field(default_factory=dict)
     outcome: Outcome | None = None
