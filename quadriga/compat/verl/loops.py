@@ -109,9 +109,8 @@ class AsyncLLMServerManager:
         if unknown or given.get("repetition_penalty", 1.0) != 1.0 or given.get("n", 1) != 1:
             expected = f"{', '.join(sorted(_SAMPLING))}, max_tokens; no repetition penalty, one response"
             raise RolloutError(where, got=str({**given})[:200], expected=expected)
-        limits = self.chat.limits
-        wanted = given.get("max_tokens") or given.get("max_new_tokens") or limits.response_tokens
-        room = min(wanted, limits.total_tokens - len(prompt_ids))
+        wanted = given.get("max_tokens") or given.get("max_new_tokens") or self.chat.limits.response_tokens
+        room = min(wanted, self.chat.limits.total_tokens - len(prompt_ids))
         if room < 1:
             raise ConversationOver("length")
         changes = {name: given[name] for name in _SAMPLING & given.keys()}
@@ -241,16 +240,16 @@ class SingleTurnAgentLoop(AgentLoopBase):
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         ids = await self.apply_chat_template(list(kwargs["raw_prompt"]))
         found = await self.server_manager.complete(uuid4().hex, prompt_ids=ids, sampling_params=sampling_params)
-        own = {"response_logprobs": found.log_probs, "num_turns": 2}
-        mask = [1] * len(found.token_ids)
-        return AgentLoopOutput(prompt_ids=ids, response_ids=found.token_ids, response_mask=mask, **own)
+        own = {"response_mask": [1] * len(found.token_ids), "response_logprobs": found.log_probs, "num_turns": 2}
+        return AgentLoopOutput(prompt_ids=ids, response_ids=found.token_ids, **own)
 
 
 class FunctionCall(Open):
-    """A call as a parser found it; `arguments` are JSON text."""
+    """A call as a parser found it; `arguments` are JSON text, `problem` says why a call cannot be read."""
 
     name: str
     arguments: str
+    problem: str = ""
 
 
 class ToolParser:
@@ -282,15 +281,17 @@ class ToolParser:
 
         return decorate
 
-    async def extract_tool_calls(self, responses_ids: list[int], tools: Any = None) -> tuple[str, list[FunctionCall]]:
-        """The text without its calls, and those of them that can be read; `tools` are schemas."""
+    async def extract_tool_calls(
+        self, responses_ids: list[int], tools: Any = None, with_unreadable: bool = False
+    ) -> tuple[str, list[FunctionCall]]:
+        """The text without its calls, and those of them that can be read, or all; `tools` are schemas."""
         text = str(self.tokenizer.decode(responses_ids, skip_special_tokens=False))
         functions = [one["function"] if isinstance(one, dict) else one.model_dump()["function"] for one in tools or ()]
         calls = PARSERS[self.form](text, {one["name"]: one.get("parameters", {}) for one in functions})
         found = [
-            FunctionCall(name=call.name, arguments=json.dumps(call.arguments, ensure_ascii=False))
-            for call in calls
-            if not call.problem
+            FunctionCall(name=one.name, arguments=json.dumps(one.arguments, ensure_ascii=False), problem=one.problem)
+            for one in calls
+            if with_unreadable or not one.problem
         ]
         return _CALLS.sub("", text), found
 
@@ -399,7 +400,8 @@ class ToolAgentLoop(AgentLoopBase):
         if any(limit and count >= limit for count, limit in counts):
             return AgentState.TERMINATED
         extract = self.tool_parser.extract_tool_calls
-        _, agent_data.tool_calls = await extract(ids, **taken(extract, {"tools": self.tool_schemas}))
+        offered = {"tools": self.tool_schemas, "with_unreadable": True}
+        _, agent_data.tool_calls = await extract(ids, **taken(extract, offered))
         text = self.tokenizer.decode(ids, skip_special_tokens=True)
         agent_data.messages.append({"role": "assistant", "content": text})
         if agent_data.tool_calls:
@@ -453,7 +455,7 @@ class ToolAgentLoop(AgentLoopBase):
             specs[name] = replace(specs[name], make=lambda: instance)
             given["execute_kwargs"] = {**own, **(given.get("execute_kwargs") or {})}
         try:
-            call = ToolCall(name, json.loads(tool_call.arguments))
+            call = ToolCall(name, json.loads(tool_call.arguments), tool_call.problem)
         except ValueError as error:
             call = ToolCall(name, problem=f"the arguments are not JSON ({error}): {tool_call.arguments[:200]}")
         tools_kwargs = {name: given} if name in specs else {}
@@ -469,8 +471,7 @@ def _write(output: AgentLoopOutput, server: AsyncLLMServerManager, chat: Convers
     if len(output.prompt_ids) > limits.prompt_tokens:
         chat.failure = f"prompt_length: {len(output.prompt_ids)} tokens, over {limits.prompt_tokens}"
         raise ConversationOver(chat.failure)
-    log_probs = output.response_logprobs
-    if log_probs is None:
+    if (log_probs := output.response_logprobs) is None:
         log_probs = server.log_probs_of(output.response_ids, output.response_mask)
     if {len(output.response_mask), len(log_probs)} != {num_tokens}:
         got = f"{num_tokens} response_ids, {len(output.response_mask)} of response_mask, {len(log_probs)} log_probs"

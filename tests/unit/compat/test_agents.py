@@ -200,6 +200,8 @@ def test_parsers_of_tool_calls() -> None:
     parser = tool_parser.ToolParser.get_tool_parser("hermes", Words())
     text, (call,) = asyncio.run(parser.extract_tool_calls([1]))
     assert (text, call.name, json.loads(call.arguments)) == ("so ", "add", {"a": 1})
+    _, (_, wrong) = asyncio.run(parser.extract_tool_calls([1], with_unreadable=True))
+    assert "not JSON" in wrong.problem
     with pytest.raises(ValueError, match="got 'xml', expected one of hermes"):
         tool_parser.ToolParser.get_tool_parser("xml", Words())
 
