@@ -153,7 +153,6 @@ class _Led(AgentLoop):
         loop = self.loop_class(**taken(self.loop_class, names), **self.arguments)
         given = {"temperature": 0.0 if sampling.is_greedy else sampling.temperature, "top_p": sampling.top_p}
         given |= {"top_k": sampling.top_k, "repetition_penalty": 1.0, "logprobs": True}
-        # `messages` before 0.6.
         columns = {**chat.sample.columns, "raw_prompt": messages, "messages": messages, "sampling_params": given}
         output = await loop.run(**taken(loop.run, columns))
         if not isinstance(output, AgentLoopOutput):
@@ -311,7 +310,7 @@ class AgentData:
 
     def __init__(self, *, messages: list[dict[str, Any]], request_id: str, tools_kwargs: Any = None, **given: Any):
         self.messages, self.request_id, self.tools_kwargs = messages, request_id, dict(tools_kwargs or {})
-        self.interaction: UserSimulator | None = None
+        self.interaction: Any = None
         self.image_data = self.video_data = None
         self.interaction_kwargs, self.metrics, self.extra_fields = dict[str, Any](), dict[str, Any](), dict[str, Any]()
         self.prompt_ids, self.response_ids, self.response_mask = list[int](), list[int](), list[int]()
@@ -394,10 +393,9 @@ class ToolAgentLoop(AgentLoopBase):
         agent_data.response_mask += [1] * len(ids)
         agent_data.response_logprobs += output.log_probs
         is_full = not ignore_termination and len(agent_data.response_mask) >= self.response_length
-        if is_full or output.stop_reason == "aborted":
-            return AgentState.TERMINATED
         counts = (agent_data.assistant_turns, self.max_assistant_turns), (agent_data.user_turns, self.max_user_turns)
-        if any(limit and count >= limit for count, limit in counts):
+        is_last = any(limit and count >= limit for count, limit in counts)
+        if is_full or is_last or output.stop_reason == "aborted":
             return AgentState.TERMINATED
         extract = self.tool_parser.extract_tool_calls
         offered = {"tools": self.tool_schemas, "with_unreadable": True}
@@ -422,7 +420,6 @@ class ToolAgentLoop(AgentLoopBase):
 
     async def _handle_interacting_state(self, agent_data: AgentData) -> AgentState:
         """The user's turn."""
-        assert agent_data.interaction is not None, "a conversation with a user simulator"
         reply = await agent_data.interaction.reply(agent_data.messages)
         agent_data.turn_scores += [] if reply.score is None else [reply.score]
         if reply.is_over:
@@ -447,7 +444,7 @@ class ToolAgentLoop(AgentLoopBase):
         self, tool_call: FunctionCall, tools_kwargs: Mapping[str, Any], agent_data: AgentData | None = None
     ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
         """What the tool says, what the call earned, and metrics; what is wrong with a call is said to the model."""
-        services, name, instance = self.server_manager.services, tool_call.name, None
+        services, name, instance, earned = self.server_manager.services, tool_call.name, None, None
         specs = {name: services.tools[name]} if name in services.tools else dict(services.tools)
         given = {key: value for key, value in dict(tools_kwargs.get(name) or {}).items() if value is not None}
         if name in specs and (tool := tool_of(specs[name])) is not None:
@@ -458,10 +455,13 @@ class ToolAgentLoop(AgentLoopBase):
             call = ToolCall(name, json.loads(tool_call.arguments), tool_call.problem)
         except ValueError as error:
             call = ToolCall(name, problem=f"the arguments are not JSON ({error}): {tool_call.arguments[:200]}")
-        tools_kwargs = {name: given} if name in specs else {}
-        async with ToolBox(specs, tools_kwargs, services.config.multi_turn, services.thread) as box:
+        box = ToolBox(specs, {name: given} if name in specs else {}, services.config.multi_turn, services.thread)
+        # No tool is made for a call that cannot be made.
+        can_be_made = name in services.tools and not call.problem
+        async with box if can_be_made else nullcontext():
             (response,) = await box.call_all([call])
-            earned = (await box.rewards()).get(name) if instance is None else sum(instance.earned) or None
+            if can_be_made:
+                earned = (await box.rewards()).get(name) if instance is None else sum(instance.earned) or None
         return ToolResponse(text=response.text), earned, {}
 
 
