@@ -90,7 +90,12 @@ def _show(translation: Translation) -> int:
 def _check_file(file: Path, version: str) -> int:
     """One result a line; a line of the file may name its version as `set`."""
     accepted = lines = 0
-    for number, text in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+    try:
+        texts = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        got = getattr(error, "strerror", None) or str(error)
+        raise ConfigError("--check-file", got=f"'{file}': {got}", expected="JSON, one line each") from error
+    for number, text in enumerate(texts, start=1):
         lines += 1
         try:
             asked = json.loads(text)

@@ -42,11 +42,6 @@ _REJECTIONS = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_
 MIN_RATIO = 3e-9
 """Just above e^-20, where log-ratios are cut."""
 ENGINES = ("vllm", "sglang", "hf")
-_STRATEGIES = {"fsdp": "fsdp", "fsdp2": "fsdp2"}
-_UNSERVED = {
-    "megatron": "Megatron-core's engine is not here: set strategy=fsdp, fsdp_size and the parallel sizes of the role."
-}
-"""Training engine -> what to use instead."""
 FLOATS = {"fp32": "float32", "float32": "float32", "float": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16"}
 _SIZES = {
     "tensor_model_parallel_size": ("tp", "tensor_parallel_size", "tensor_model_parallel_size"),
@@ -116,12 +111,6 @@ def warmup_steps(line: "Line", key: str, value: Any) -> None:
     line.set(key, -1 if is_none else value)
 
 
-def schedule(line: "Line", key: str, value: Any) -> None:
-    """The schedule's earlier names; null leaves it to the present one."""
-    if value is not None:
-        line.set(f"{key.rpartition('.')[0]}.lr_scheduler_type", value)
-
-
 def clip_ratio(line: "Line", key: str, value: Any) -> None:
     """verl reads `clip_ratio` only where a side of its own is null."""
     sides = [f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio_high"]
@@ -147,16 +136,11 @@ def loggers(line: "Line", key: str, value: Any) -> None:
         line.note(f"{', '.join(map(str, missing))}: {line.sentence}")
 
 
-def gen_batch_size(line: "Line", key: str, value: Any) -> None:
-    """The prompts of one generation; where nothing is filtered verl's step learns from all of them."""
-    if value is not None:
-        line.set(key if line.get("algorithm.filter_groups.enable") else "data.train_batch_size", value)
-
-
-def train_batch_size(line: "Line", key: str, value: Any) -> None:
-    """The prompts of a step, where `data.gen_batch_size` does not say so."""
-    if line.get("data.gen_batch_size") is None or line.get("algorithm.filter_groups.enable"):
-        line.set(key, value)
+def batch_size(line: "Line", key: str, value: Any) -> None:
+    """Prompts of a step, or of one generation, from which verl's step learns where nothing is filtered."""
+    is_filtered = line.get("algorithm.filter_groups.enable")
+    if value is not None and (is_filtered or line.get("data.gen_batch_size", value) == value):
+        line.set(key if is_filtered else "data.train_batch_size", value)
 
 
 def filter_groups(line: "Line", key: str, value: Any) -> None:
@@ -201,11 +185,9 @@ def loss_option(line: "Line", key: str, value: Any) -> None:
 
 def strategy(line: "Line", key: str, value: Any) -> None:
     """The training engine: whatever it is called, our FSDP with the same sizes."""
-    if value in _UNSERVED:
-        line.refuse("fsdp or fsdp2", _UNSERVED[value])
-        return
-    line.set(key, _STRATEGIES.get(value, "fsdp"))
-    if value not in _STRATEGIES:
+    if key != "model_engine":
+        line.set(key, value if value in programs.OWN_ENGINES else "fsdp")
+    if value not in {"dp", *programs.OWN_ENGINES, *programs.MEGATRON_ENGINES}:
         line.note(line.sentence)
 
 
@@ -236,7 +218,7 @@ def master_dtype(line: "Line", key: str, value: Any) -> None:
     role = "critic" if key.startswith("critic") else ACTOR
     if value is not None and value not in FLOATS:
         line.refuse("fp32 or bf16", line.sentence)
-    elif value is not None and (role == ACTOR or has_critic(line)):
+    elif value is not None:
         line.set(f"{role}.optim.master_dtype", FLOATS[value])
 
 
@@ -380,12 +362,6 @@ def reward_model_key(line: "Line", key: str, value: Any) -> None:
         line.note(line.sentence)
 
 
-def engine_name(line: "Line", key: str, value: Any) -> None:
-    """The training engine that a group names."""
-    if value != "dp" and value not in _UNSERVED and value not in _STRATEGIES:
-        line.note(line.sentence)
-
-
 def critic_checkpoints(line: "Line", key: str, value: Any) -> None:
     """Checkpoints hold actor and critic together."""
     if has_critic(line):
@@ -411,11 +387,11 @@ def critic_switch(line: "Line", key: str, value: Any) -> None:
 FUNCTIONS: dict[str, Callable[["Line", str, Any], None]] = {
     one.__name__: one
     for one in (
-        frequency, unless_null, null_if_falsy, warmup_steps, schedule, clip_ratio, device, loggers, gen_batch_size,
-        train_batch_size, filter_groups, overlong, known_name, loss_option, strategy, engine_size, compute_dtype,
-        master_dtype, micro_batch, one_length, adapter_detail, rollout_engine, do_sample, rollout_mode, raw_chat,
-        rollout_parallel, profiler, rejection, critic_key, critic_switch, reward_model_key, engine_name,
-        critic_checkpoints, adapter_modules, loss_agg_mode, *programs.FUNCTIONS,
+        frequency, unless_null, null_if_falsy, warmup_steps, clip_ratio, device, loggers, batch_size, filter_groups,
+        overlong, known_name, loss_option, strategy, engine_size, compute_dtype, master_dtype, micro_batch, one_length,
+        adapter_detail, rollout_engine, do_sample, rollout_mode, raw_chat, rollout_parallel, profiler, rejection,
+        critic_key, critic_switch, reward_model_key, critic_checkpoints, adapter_modules, loss_agg_mode,
+        *programs.FUNCTIONS,
     )
 }  # fmt: skip
 """Name in rules.tsv -> function."""

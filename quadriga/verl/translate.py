@@ -17,7 +17,7 @@ from quadriga.config.yaml_text import as_text
 from quadriga.errors import ConfigError, MachineError
 from quadriga.verl.entries import CONFIG_FILES, TREES, Entry
 from quadriga.verl.hydra import MISSING, VERSIONS, Tree, defaults, known_keys, parse_word, plain, read_config
-from quadriga.verl.meaning import FINISH, FUNCTIONS, is_number
+from quadriga.verl.meaning import FINISH, FUNCTIONS, has_critic, is_number
 from quadriga.verl.programs import MEGATRON, MEGATRON_ENGINES, merger
 
 SECTIONS = {
@@ -136,6 +136,9 @@ class Line:
         source, before = self.written, self.sources.get(key)
         if value == {}:
             return
+        if key.startswith("critic.") and self.entry.task == "rl" and not has_critic(self):
+            self.note("No critic is trained: algorithm.adv_estimator takes no values.")
+            return
         if value == "" and source in self.given and self._default_of(source) != "":
             self.refuse("a value", _UNSET)
             return
@@ -191,7 +194,7 @@ class Line:
                     self.stop(rule.sentence)
             case _:
                 if self.is_changed(self.written) and not _among(value, rule.argument):
-                    known = [as_text(one) for one in rule.argument if one is not None]
+                    known = [as_text(one) for one in rule.argument if one not in (None, "", [], {})]
                     self.refuse(known[0] if known else "the key left out", rule.sentence)
 
     def take_ours(self, key: str, value: Any) -> None:
@@ -308,6 +311,8 @@ def compose(entry: Entry, words: Sequence[str], version: str) -> Line:
             # A file of a group takes the place of a section.
             key = (key.partition("@")[2] or key) + ".group"
         if sign == "~":
+            if key not in line.tree.values and not line.tree.below(key):
+                problems.append(ConfigError(f"~{key}", got="nothing to leave out", expected="a key that there is"))
             line.tree.drop(key)
             continue
         before = set(line.tree.below(key)) | {key}

@@ -11,6 +11,7 @@ import pytest
 from quadriga.algorithms.registry import ADVANTAGES, POLICY_LOSSES
 from quadriga.cli.verl import main, version_of
 from quadriga.config.keys import leaf_of
+from quadriga.errors import ConfigError
 from quadriga.rewards.registry import BUILT_IN
 from quadriga.verl.entries import find_entry
 from quadriga.verl.hydra import MISSING, VERSIONS, defaults, parse_word
@@ -218,6 +219,8 @@ def test_dynamic_sampling_is_the_recipes() -> None:
         (f"{RC}.rollout_token_veto_threshold=0", "a number above 3e-09"),
         (f"{RC}.rollout_token_veto_threshold=0.1 {RC}.rollout_rs=token_k1", "a number above 3e-09"),
         ("actor_rollout_ref.rollout.multi_turn.num_repeat_rollouts=3", "as an argument of the loop"),
+        ("~trainer.no_such", "a key that there is"),
+        ("actor_rollout_ref.actor.optim.override_optimizer_config.decoupled_weight_decay=False", "expected true"),
         ("distillation.enabled=True", "no teacher"),
         ("critic.model.lora_rank=8 algorithm.adv_estimator=gae", "All weights of the critic"),
         ("actor_rollout_ref.actor.strategy=megatron", "fsdp"),
@@ -245,6 +248,8 @@ def test_sweeps_and_programs_and_versions_that_nobody_knows_are_told_with_the_re
     where = [f"{file}, line {number}" for number in (3, 4)]
     assert said == [["verl's program", *rest], ["--verl", *rest], where[:1], where[1:]]
     assert last == "accepted 0 of 4"
+    with pytest.raises(ConfigError, match="--check-file: got '/nowhere': No such file"):
+        main(["--check-file", "/nowhere"])
     assert main(["--check", "main_none", *words]) == 2
     assert "expected one that has an entry" in capsys.readouterr().err
     assert [version_of(one) for one in ("", "0.6", "verl-0.8.0.dev (2026-01)", "verl-recipe (2026-08)")] == [
@@ -275,6 +280,10 @@ def test_a_users_file_with_defaults(tmp_path: Path) -> None:
         (["actor_rollout_ref.rollout.val_kwargs.n=4"], "1000 draws"),
         (["trainer.n_gpus_per_node=2", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=4"], "2 processes"),
         (["transfer_queue.enable=True"], "how they travel"),
+        (["actor_rollout_ref.actor.loss_mode=kl_cov"], "under actor_rollout_ref.actor.policy_loss alone"),
+        (["actor_rollout_ref.actor.checkpoint.strict=False"], "read whole or not at all"),
+        (["algorithm.adv_estimator=grpo", "critic.optim.lr_warmup_steps=3"], "No critic is trained"),
+        (["algorithm.adv_estimator=grpo", "critic.fsdp.model_dtype=bf16"], "No critic is trained"),
     ],
 )  # fmt: skip
 def test_numbers_that_differ_are_told(words: list[str], said: str) -> None:
@@ -312,8 +321,9 @@ def test_a_file_of_lines_is_answered_line_by_line(capsys, tmp_path: Path) -> Non
 
 
 def test_a_check_loads_no_torch() -> None:
-    start = "import sys; from quadriga.cli.main import main; main(['verl', 'main_ppo', '--check'])"
-    program = f"{start}; sys.exit('torch' in sys.modules)"
+    run = "runpy.run_module('quadriga', run_name='__main__')"
+    start = "import runpy, sys\nsys.argv[1:] = ['verl', 'main_ppo', '--check']"
+    program = f"{start}\ntry:\n    {run}\nexcept SystemExit:\n    sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "total_epochs: 30" in done.stdout
