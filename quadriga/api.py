@@ -270,17 +270,20 @@ def generate(
     model: Any,
     prompts: str | Sequence[str | list[dict[str, str]]],
     *,
+    system: str | None = None,
     images: Sequence[Sequence[str]] | None = None,
     config: str | Path | Sequence[str | Path] = (),
     options: Mapping[str, Any] | None = None,
 ) -> list[list[str]]:
     """Responses to prompts, each a text or a chat: `actor_rollout_ref.rollout.n` for each, with its sampling.
 
-    `images` are files for the `<image>`s of each prompt.
+    `system` is the system message of prompts that are texts, the chat template's own where it is None; `images` are
+    files for the `<image>`s of each prompt.
     """
     resolved = _Draft(model, {}, config, options, "rl").load()
     every = [prompts] if isinstance(prompts, str) else prompts
-    chats = [[{"role": "user", "content": one}] if isinstance(one, str) else one for one in every]
+    first = [{"role": "system", "content": system}] if system is not None else []
+    chats = [[*first, {"role": "user", "content": one}] if isinstance(one, str) else one for one in every]
     return frozen.answer(resolved, chats, images)
 
 
