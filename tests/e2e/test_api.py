@@ -201,10 +201,10 @@ def test_in_a_running_event_loop_without_checkpoints(
         run.resume(steps=4)
     answers = quadriga.generate(run, ["say a 1", "say a 2"], options={"data.max_response_length": 4})
     assert [len(texts) for texts in answers] == [1, 1]
-    greedy = {"data.max_response_length": 8, "actor_rollout_ref.rollout.temperature": 0}
+    many = {"data.max_response_length": 16, "actor_rollout_ref.rollout.n": 16}
     chat = [{"role": "system", "content": "bbb"}, {"role": "user", "content": "say a 1"}]
     with_system, written, without = (
-        quadriga.generate(run, prompts, options=greedy, **system)
+        quadriga.generate(run, prompts, options=many, **system)
         for prompts, system in (("say a 1", {"system": "bbb"}), ([chat], {}), ("say a 1", {}))
     )
     assert with_system == written
