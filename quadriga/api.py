@@ -275,11 +275,8 @@ def generate(
     config: str | Path | Sequence[str | Path] = (),
     options: Mapping[str, Any] | None = None,
 ) -> list[list[str]]:
-    """Responses to prompts, each a text or a chat: `actor_rollout_ref.rollout.n` for each, with its sampling.
-
-    `system` is the system message of prompts that are texts, the chat template's own where it is None; `images` are
-    files for the `<image>`s of each prompt.
-    """
+    """Responses to prompts, each a text (behind `system`, if given) or a chat: `rollout.n` for each, with its sampling.
+    `images` are files for the `<image>`s of each prompt."""
     resolved = _Draft(model, {}, config, options, "rl").load()
     every = [prompts] if isinstance(prompts, str) else prompts
     first = [{"role": "system", "content": system}] if system is not None else []
