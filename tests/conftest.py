@@ -70,8 +70,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 @pytest.fixture(scope="module", autouse=True)
 def _algorithms_as_before() -> Iterator[None]:
     """What a file's tests register ends with them."""
-    known = {id(one): set(one) for one in _registries()}
+    known, managers = {id(one): set(one) for one in _registries()}, set(_managers())
     yield
+    # Those stay: each is registered where it is imported first.
+    built_in = getattr(sys.modules.get("quadriga.rewards.registry"), "BUILT_IN", {})
+    for name in set(_managers()) - managers - set(built_in):
+        del _managers()[name]
     for one in _registries():
         for name in set(one) - known.get(id(one), set(one)):
             del one[name]
@@ -83,6 +87,12 @@ def _registries() -> tuple[dict[str, Any], ...]:
         return ()
     registry = sys.modules["quadriga.algorithms.registry"]
     return registry.ADVANTAGES, registry.POLICY_LOSSES
+
+
+def _managers() -> dict[str, Any]:
+    """Reward managers by name."""
+    registry = sys.modules.get("quadriga.rewards.registry")
+    return {} if registry is None else registry._classes
 
 
 @pytest.fixture
