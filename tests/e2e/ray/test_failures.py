@@ -53,7 +53,7 @@ ray.init(address=cluster.address, log_to_driver=False)
 def start(pool):
     group = t.RayWorkerGroup(pool, t.RayClassWithInitArgs(t.Clumsy), name="actor")
     for address in group.processes.addresses:
-        print("process", address.pid, address.started)
+        print("process", address.pid, int(address.started))
     return group
 
 
