@@ -136,8 +136,7 @@ def spoil_checkpoints(
 ) -> tuple[str, list[int]]:
     """Damage the file of this name in the newest checkpoint, in several, or in all. Returns what, and their steps."""
     if name == LATEST:
-        # What it is swapped with is a file that a run writes anew.
-        spoil(kind, top / LATEST, top / "config.yaml", draw)
+        spoil(kind, top / LATEST, Path(shutil.copy2(top / "config.yaml", top.parent)), draw)
         return LATEST, []
     first, second = (top / f"global_step_{step}" for step in (steps[-1], steps[-2]))
     if kind == "swapped" and draw.random() < 0.3:

@@ -124,14 +124,16 @@ def test_a_run_that_goes_on_says_what_it_changes(make: Make, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize("content", ["2\n", "a: [", "\x00", "[" * 10_000, ""])
-def test_settings_that_cannot_be_read_are_unknown(content: str, make: Make) -> None:
-    """A run goes on without them, and writes its own."""
+def test_settings_that_cannot_be_read_are_unknown(content: str, make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run goes on without them, keeps the file aside and says so, and writes its own."""
     config = make("trainer.total_training_steps=2")
     checkpoint = done(config, 2, last=2)
     (checkpoint.parent / "config.yaml").write_text(content)
     assert settings_of(checkpoint, "rl") is None and has_nothing_to_do(config, Settings.of(config))
     keep_settings(config, Settings.of(config), 2, 3)
     assert settings_of(checkpoint.parent / "global_step_3", "rl") is not None
+    assert (checkpoint.parent / "damaged_config.yaml").read_text() == content
+    assert "config.yaml holds no configuration" in capsys.readouterr().out
 
 
 def test_a_directory_that_cannot_be_written(make: Make, tmp_path: Path) -> None:
