@@ -41,6 +41,8 @@ _SWEEP_LIMIT_S = 10.0
 _POLL_S = 1.0
 _FOLDERS = "quadriga-folder-"
 _MARKS = "QUADRIGA_GUARDED_BY"
+# An editable installation is found by the site's start-up files, which a guardian goes without.
+_PACKAGE_FOLDER = str(Path(__file__).resolve().parents[1])
 # Programs that take away what others leave behind: multiprocessing's, and that of a cluster of our own.
 _TRACKERS = (b"resource_tracker", b"single_controller/ray/sweep.py")
 _GUARDIAN = (
@@ -167,7 +169,7 @@ class Guardian:
         with theirs:
             fd = theirs.fileno()
             before = ",".join(map(str, descendants(os.getpid())))
-            words = (str(fd), str(os.getpid()), before, mark, folder, *map(str, sys.path))
+            words = (str(fd), str(os.getpid()), before, mark, folder, *map(str, sys.path), _PACKAGE_FOLDER)
             self.process = subprocess.Popen(
                 [sys.executable, "-S", "-c", _GUARDIAN, *words],
                 stdin=subprocess.DEVNULL,
