@@ -83,12 +83,12 @@ class RayRun:
         self.shared = set(os.listdir("/dev/shm"))
         self.environment = os.environ | QUIET | {"RAY_TMPDIR": str(self.ray_folder), "PYTHONPATH": str(REPOSITORY)}
         (folder / "tmp").mkdir(parents=True)
-        self.environment |= {"TMPDIR": str(folder / "tmp")}
+        # By the environment: the configuration of a run on a cluster of its own is that of one that joins.
+        self.environment |= {"TMPDIR": str(folder / "tmp"), "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": "100000000"}
         self.keeper = self._start([sys.executable, "-c", KEEPER]) if is_joined else None
         if self.keeper and self.keeper.stdout:
             self.environment["RAY_ADDRESS"] = self.keeper.stdout.readline().strip()
-        own = "ray_kwargs.ray_init={}" if is_joined else "ray_kwargs.ray_init={object_store_memory: 100000000}"
-        words = (*kills.COMMON, *kills.VARIANTS["grpo"], f"trainer.total_training_steps={NUM_STEPS}", own, *overrides)
+        words = (*kills.COMMON, *kills.VARIANTS["grpo"], f"trainer.total_training_steps={NUM_STEPS}", *overrides)
         more = ("trainer.backend=ray", f"trainer.n_gpus_per_node={num_ranks}", "trainer.max_ckpt_to_keep=2")
         self.command = ["train", *tiny.command_line(files / "home", Path(), *words, *more)]
 
