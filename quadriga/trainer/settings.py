@@ -168,9 +168,7 @@ def keep_settings(config: Config, now: Settings, done: int, last: int) -> None:
             path.rename(directory / f"config_from_step_{before.first}.yaml")
         elif not before and path.exists():
             kept = path.rename(directory / f"damaged_{CONFIGURATION}")
-            print(
-                f"DAMAGED: {path} holds no configuration: how earlier steps were made is not known. Kept: {kept}"
-            )
+            print(f"DAMAGED: {path} holds no configuration: how earlier steps were made is not known. Kept: {kept}")
         directory.mkdir(parents=True, exist_ok=True)
         # For its owner alone.
         write_atomically(path, f"{show(config)}# steps {first} to {last}\n{files}", mode=0o600)

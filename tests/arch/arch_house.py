@@ -36,7 +36,7 @@ SIZES: dict[str, Size] = {
     "rewards": Size(3978, 33, 212),
     "rollout": Size(7467, 41, 448),
     "single_controller": Size(3548, 16, 207),
-    "trainer": Size(4029, 24, 224),
+    "trainer": Size(4027, 24, 224),
     "verl": Size(1667, 7, 115),
     "weight_sync": Size(527, 5, 37),
     "workers": Size(1434, 11, 76),
