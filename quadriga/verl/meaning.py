@@ -12,6 +12,7 @@ from quadriga.config.root import spelled
 from quadriga.config.trainer import Tracker
 from quadriga.verl import programs
 from quadriga.verl.hydra import VERSIONS
+from quadriga.verl.programs import is_number
 
 if TYPE_CHECKING:
     from quadriga.verl.translate import Line
@@ -52,11 +53,6 @@ _SIZES = {
     "fsdp_config.fsdp_size": ("fsdp_size", "data_parallel_shard_size", "fully_shard_parallel_size"),
 }  # fmt: skip
 """Our size under a role -> its names in the sections of other training engines."""
-
-
-def is_number(value: Any) -> bool:
-    """Whether it is a number, which true is not."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def count_of(line: "Line") -> int:

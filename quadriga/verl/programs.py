@@ -20,6 +20,11 @@ OWN_ENGINES, MEGATRON_ENGINES = frozenset({"fsdp", "fsdp2"}), frozenset({"megatr
 _SIZES = ("ulysses_sequence_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size")
 
 
+def is_number(value: Any) -> bool:
+    """Whether it is a number, which true is not."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def engine(line: "Line", key: str, value: Any) -> None:
     """The training engine of a supervised run."""
     if value in MEGATRON_ENGINES:
@@ -92,7 +97,11 @@ def supervised_dtype(line: "Line", key: str, value: Any) -> None:
 
 def min_lr(line: "Line", key: str, value: Any) -> None:
     """The last learning rate, here a share of the highest."""
-    line.set("optim.min_lr_ratio", value / line.get("optim.lr"))
+    highest = line.get("optim.lr")
+    if is_number(value) and is_number(highest) and highest > 0:
+        line.set("optim.min_lr_ratio", value / highest)
+    elif value:
+        line.refuse("a number, and optim.lr above 0", "It is a share of the highest rate.")
 
 
 def column(line: "Line", key: str, value: Any) -> None:

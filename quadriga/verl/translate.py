@@ -17,8 +17,8 @@ from quadriga.config.yaml_text import as_text
 from quadriga.errors import ConfigError, MachineError
 from quadriga.verl.entries import CONFIG_FILES, TREES, Entry
 from quadriga.verl.hydra import MISSING, VERSIONS, Tree, defaults, known_keys, parse_word, plain, read_config
-from quadriga.verl.meaning import FINISH, FUNCTIONS, has_critic, is_number
-from quadriga.verl.programs import MEGATRON, MEGATRON_ENGINES, merger
+from quadriga.verl.meaning import FINISH, FUNCTIONS, has_critic
+from quadriga.verl.programs import MEGATRON, MEGATRON_ENGINES, is_number, merger
 
 SECTIONS = {
     "<engine>": r"(actor_rollout_ref\.actor|actor_rollout_ref\.ref|critic(?:\.model)?|reward_model(?:\.model)?)",
@@ -270,7 +270,10 @@ def _take_all(line: Line) -> None:
         if isinstance(value, str) and is_number(line.default.get(key)):
             value = plain(value)
         if value != MISSING and not key.endswith("_target_"):
-            line.take(key, value)
+            try:
+                line.take(key, value)
+            except (TypeError, ValueError) as error:  # a list or text where the row's function reads a number, or so
+                line.refuse("a value of the kind that verl has there", f"It cannot be translated: {error}.")
     for rule in _rules(line.entry.rules):
         if rule.becomes == "unlike":
             line.written = rule.pattern.pattern.replace("\\", "")
@@ -321,7 +324,7 @@ def compose(entry: Entry, words: Sequence[str], version: str) -> Line:
         line.given -= before - line.tree.values.keys()
     line.refused += problems
     engines = [line.tree.values.get(key) for key in ("model_engine", "actor_rollout_ref.actor.strategy")]
-    if MEGATRON_ENGINES & {*engines, *name.split("_")}:
+    if MEGATRON_ENGINES & {*map(str, engines), *name.split("_")}:
         line.stop(MEGATRON)
     return line
 

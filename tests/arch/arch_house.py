@@ -37,7 +37,7 @@ SIZES: dict[str, Size] = {
     "rollout": Size(7467, 41, 448),
     "single_controller": Size(3562, 16, 210),
     "trainer": Size(4027, 24, 224),
-    "verl": Size(1667, 7, 115),
+    "verl": Size(1675, 7, 115),
     "weight_sync": Size(527, 5, 37),
     "workers": Size(1434, 11, 76),
     "": Size(1678, 11, 99),

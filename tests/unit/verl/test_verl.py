@@ -236,6 +236,26 @@ def test_what_cannot_be_taken_is_said(word: str, said: str) -> None:
     assert any(said in str(one) for one in found.refused), found.refused
 
 
+@pytest.mark.parametrize(
+    ("program", "word"),
+    [
+        ("main_ppo", "actor_rollout_ref.actor.optim.lr_warmup_steps=[1,2]"),
+        ("main_ppo", "actor_rollout_ref.actor.policy_loss.loss_mode=[1,2]"),
+        ("main_ppo", "actor_rollout_ref.actor.strategy=[1,2]"),
+        ("main_ppo", "actor_rollout_ref.actor.fsdp_config.model_dtype=[1,2]"),
+        ("main_generation", "rollout.log_prob_micro_batch_size=abc"),
+        ("fsdp_sft_trainer", "data.prompt_key=[1,2]"),
+        ("sft_trainer", "trainer.logger=true"),
+        ("sft_trainer", "engine.strategy=[1,2]"),
+    ],
+)
+def test_a_value_of_another_kind_is_refused_by_its_key(program: str, word: str) -> None:
+    found = translated(word, "data.nonsense=1", program=program)
+    key = word.partition("=")[0]
+    assert any(str(one).startswith(f"{key}: got ") for one in found.refused), found.refused
+    assert any(str(one).startswith("data.nonsense: ") for one in found.refused)
+
+
 def test_sweeps_and_programs_and_versions_that_nobody_knows_are_told_with_the_rest(capsys, tmp_path: Path) -> None:
     words = ["-m", "trainer.no_such=1", VLLM]
     lines = [{"entry": "recipe.none.main_none", "args": words}, {"entry": "main_ppo", "args": words, "set": "7.1"}]
