@@ -16,6 +16,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from copy import copy
 from functools import partial
 from operator import itemgetter
 from typing import Any, Generic, Self, TypeVar, cast
@@ -47,23 +48,6 @@ class ClassWithInitArgs(Generic[W]):
 
     def __call__(self) -> W:
         return self.cls(*self.args, **self.kwargs)
-
-
-class WorkerFacade:
-    """The registered methods of a group, and nothing else; what `as_worker` returns."""
-
-    def __init__(self, group: "WorkerGroup[Any]") -> None:
-        self._group = group
-        vars(self).update({name: group.method(name) for name in group.methods})
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        # Only for names that are no method of the group: raises the error that says so.
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return self._group.method(name)
-
-    def __repr__(self) -> str:
-        return f"<{self._group!r} as {self._group.worker_class.__name__}>"
 
 
 class WorkerGroup(GroupLayout, ABC, Generic[W]):
@@ -155,8 +139,10 @@ class WorkerGroup(GroupLayout, ABC, Generic[W]):
         raise NotRegisteredError(f"{self.name}.{name}", got="no such method", expected=f"a registered one: {known}")
 
     def as_worker(self) -> W:
-        """The group, typed as its worker: its attributes are the registered methods, bound to the group."""
-        return cast(W, WorkerFacade(self))
+        """A copy of the group, typed as its worker, whose registered methods are attributes of it."""
+        view = copy(self)
+        vars(view).update({name: self.method(name) for name in self.methods})
+        return cast(W, view)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         # Only reached for names that are no attributes; without `methods` the group is not built yet.

@@ -35,7 +35,7 @@ SIZES: dict[str, Size] = {
     "protocol": Size(1553, 10, 99),
     "rewards": Size(3978, 33, 212),
     "rollout": Size(7467, 41, 448),
-    "single_controller": Size(3562, 16, 210),
+    "single_controller": Size(3548, 16, 207),
     "trainer": Size(4027, 24, 224),
     "verl": Size(1675, 7, 115),
     "weight_sync": Size(527, 5, 37),
