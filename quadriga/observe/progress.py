@@ -180,12 +180,16 @@ class Progress(AbstractContextManager["Progress"]):
         doing = self._activity()
         return Text(left, style="cyan").append(f"{' · ' if left and doing else ''}{doing}", style="dim")
 
+    def begin(self) -> None:
+        """The first step begins now: what went before it, such as a validation, does not enter the pace."""
+        self._marks[0] = (self._initial, self._clock())
+
     def update(self, step: int, fields: Mapping[str, str]) -> None:
         """Show that `step` steps are done, and the numbers of the last one.
         `fields`: label -> text, as `step_fields` makes them. A label with a slash is a unit and stands behind."""
         self._marks.append((step, self._clock()))
         if len(self._marks) == 3 and self._marks[0][0] == self._initial:
-            # The first step carries what happens only once (a validation before it, kernels that warm up).
+            # The first step carries what happens only once (kernels that warm up).
             self._marks.popleft()
         if self._bar is not None:
             shown = [name for name in BAR_FIELDS if name in fields] or list(fields)

@@ -119,6 +119,7 @@ class RayPPOTrainer(TrainingLoop):
                 self.tracking.log(self.validate(), self.global_steps)
             if self.config.trainer.val_only:
                 return
+            self.progress.begin()
             while not self.is_last_step:
                 batch = self.train_step()
                 self.finish_step(batch)

@@ -77,6 +77,16 @@ def test_the_first_step_does_not_spoil_the_estimate():
         assert progress.left_s == 2 * (100 - step)
 
 
+def test_what_was_before_the_first_step_does_not_enter_the_estimate():
+    clock = HandClock()
+    progress = Progress(5, console=log_console(StringIO()), clock=clock)
+    clock.now = 60.0  # a validation
+    progress.begin()
+    clock.now = 70.0
+    progress.update(1, {})
+    assert progress.left_s == 10 * 4
+
+
 def test_a_resumed_run_counts_only_its_own_steps_and_the_pace_follows_a_change():
     clock = HandClock()
     progress = Progress(100, initial=50, console=log_console(StringIO()), clock=clock)
