@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
@@ -68,6 +69,20 @@ def load_causal_lm(
     return model.to(device).eval()
 
 
+def model_folder(path: str | Path) -> Path | None:
+    """The folder of a model; one on a hub is fetched, once for all processes of a machine. None: what was fetched has
+    no safetensors, and transformers alone reads it.
+
+    Raises:
+        EngineError: the hub has no such model, or does not respond.
+    """
+    if Path(path).is_dir():
+        return Path(path)
+    with _explained(path):
+        folder = Path(snapshot_download(str(path), allow_patterns=["*.safetensors", "*.json", "*.py"]))
+    return folder if any(folder.glob("*.safetensors")) else None
+
+
 def _auto_class(config: PreTrainedConfig) -> type[AutoModelForCausalLM] | type[AutoModelForImageTextToText]:
     return AutoModelForImageTextToText if is_vision(config) else AutoModelForCausalLM
 
@@ -107,9 +122,16 @@ def load_config(
 
 
 def skeleton_causal_lm(
-    path: str | Path, *, trust_remote_code: bool = False, override_config: dict[str, Any] | None = None
+    path: str | Path,
+    *,
+    trust_remote_code: bool = False,
+    override_config: dict[str, Any] | None = None,
+    auto_class: Any = None,
 ) -> PreTrainedModel:
-    """The model that `load_causal_lm` would load, with its parameters on "meta": names and shapes, no values."""
+    """The model that `load_causal_lm` would load, with its parameters on "meta": names and shapes, no values.
+
+    `auto_class`: of transformers, which makes it; None: by the model's configuration.
+    """
     config = load_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
     with _explained(path):
         # Only parameters are empty: nothing in a file holds buffers.
@@ -117,7 +139,7 @@ def skeleton_causal_lm(
             lambda module, name, one: one if one.is_meta else nn.Parameter(one.detach().to("meta"), one.requires_grad)
         ):
             how = {"dtype": torch.float32, "attn_implementation": attention_of(config, ATTENTION_NAME)}
-            model = _auto_class(config).from_config(config, trust_remote_code=trust_remote_code, **how)
+            model = (auto_class or _auto_class(config)).from_config(config, trust_remote_code=trust_remote_code, **how)
         if (Path(path) / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(path)
     fuse(model)

@@ -33,7 +33,6 @@ def load_reward_model(
     Raises:
         EngineError: it cannot be loaded, has no classification head, several labels, or attention in both directions.
     """
-    where = f"reward model {path}"
     disable_progress_bar()
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -43,14 +42,16 @@ def load_reward_model(
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         expected = "a folder or hub name that transformers can load as a sequence classifier"
-        raise EngineError(where, got=str(error).strip().splitlines()[0], expected=expected, fix=_FIX) from error
-    _require_judge(where, path, model, sorted(info["missing_keys"]))
+        got = str(error).strip().splitlines()[0]
+        raise EngineError(f"reward model {path}", got=got, expected=expected, fix=_FIX) from error
+    require_judge(path, model, sorted(info["missing_keys"]))
     fuse(model)
     return model.to(device).eval()
 
 
-def _require_judge(where: str, path: str | Path, model: PreTrainedModel, missing: list[str]) -> None:
-    """One score for a sequence, read at its last token, whose state must not depend on what is packed behind it."""
+def require_judge(path: str | Path, model: PreTrainedModel, missing: list[str]) -> None:
+    """Refuse a model that does not give a sequence one score [1, D], read at its last token, whose state must not
+    depend on what is packed behind it; `missing` are the parameters without values. Raises EngineError: says why."""
     head, kind, fix = getattr(model, "score", None), type(model).__name__, _FIX
     if missing:
         folder = Path(path).expanduser()
@@ -69,7 +70,7 @@ def _require_judge(where: str, path: str | Path, model: PreTrainedModel, missing
         got, expected = f"{kind}, whose tokens see those behind them", "a decoder with causal attention"
     else:
         return
-    raise EngineError(where, got=got, expected=expected, fix=fix)
+    raise EngineError(f"reward model {path}", got=got, expected=expected, fix=fix)
 
 
 def fresh_reward_model(

@@ -62,18 +62,21 @@ MODEL_OBJECTS = ("multi_modal_inputs",)
 
 def choose_device(wish: str, local_rank: int = 0) -> torch.device:
     """The device of a worker: `auto` is the accelerator where there is one, `cuda` the rank's own of those it sees.
-    Raises ConfigError: there is no such device here."""
+    A GPU becomes the current device of the process. Raises ConfigError: there is no such device here."""
     if wish == "auto":
         wish = "cuda" if torch.cuda.is_available() else "cpu"
     # Ray shows a process one device, its own; torchrun and the like show all to each.
     if wish == "cuda" and torch.cuda.device_count() > 1:
         wish = f"cuda:{local_rank}"
     try:
-        return torch.empty(0, device=wish).device
+        device = torch.empty(0, device=wish).device
     except (RuntimeError, AssertionError) as error:
         got = f"{wish!r} ({str(error).strip().partition(chr(10))[0]})"
         fix = "Set trainer.device=auto; `quadriga doctor` says what there is."
         raise ConfigError("trainer.device", got=got, expected="a device that torch can use here", fix=fix) from error
+    if device.type == "cuda":  # where Triton, vLLM and NCCL work, whatever device their tensors are on
+        torch.cuda.set_device(device)
+    return device
 
 
 def build_engine(

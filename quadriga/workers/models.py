@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForSequenceClassification
 
 from quadriga.config import Config, ModelShape, check_model
 from quadriga.config.actor import VISION_TYPES
@@ -16,9 +17,10 @@ from quadriga.engines.fsdp.sharded import ReadWeight
 from quadriga.engines.parallel.processes import Processes
 from quadriga.errors import ConfigError, EngineError
 from quadriga.models.adapter_files import base_name, is_factor, open_model
-from quadriga.models.load import load_causal_lm, load_config, skeleton_causal_lm
+from quadriga.models.load import load_causal_lm, load_config, model_folder, skeleton_causal_lm
 from quadriga.models.lora import add_adapter
-from quadriga.models.scorers import PolicyScorer, Scorer
+from quadriga.models.reward_model import load_reward_model, require_judge
+from quadriga.models.scorers import PolicyScorer, RewardScorer, Scorer
 from quadriga.models.vision import is_vision, parameter_name, vision_encoder
 from quadriga.models.weight_files import RenamedFiles
 
@@ -63,19 +65,42 @@ def load_model(
     """
     model = config.actor_rollout_ref.model
     options = {"trust_remote_code": model.trust_remote_code, "override_config": model.override_config}
-    # The name of a model on a hub is no folder yet: transformers fetches it, and loads it whole.
-    if processes.layout.is_whole or not Path(path).is_dir():
+    folder = None if processes.layout.is_whole else model_folder(path)
+    if folder is None:
         return LoadedModel(scorer(load_causal_lm(path, dtype=dtype, device=processes.world.device, **options)), None)
-    skeleton = scorer(skeleton_causal_lm(path, **options))
-    files = RenamedFiles(open_model(path), partial(parameter_name, skeleton.model.config))
-    names, shapes = files.shapes, {name: one.shape for name, one in skeleton.model.named_parameters()}
-    missing = [name for name in shapes if name not in names and not name.startswith("value_head.")]
+    loaded, missing = _read_when_cut(scorer(skeleton_causal_lm(folder, **options)), folder)
+    missing = [name for name in missing if not name.startswith("value_head.")]
     if missing:
         got = f"no weights for {len(missing)} parameters, first {missing[0]}"
         expected = "all weights of the model, under the names that transformers gives them"
         fix = "Load and save it once with transformers, or set fsdp_config.fsdp_size=1."
         raise EngineError(f"model {path}", got=got, expected=expected, fix=fix)
-    return LoadedModel(skeleton, lambda name: files.read(name) if name in names else torch.zeros(shapes[name]))
+    return loaded
+
+
+def load_judge(path: str, dtype: torch.dtype, processes: Processes, *, trust_remote_code: bool) -> LoadedModel:
+    """The reward model at `path`. `dtype` is that of replicated weights; sharded ones are read when they are cut.
+
+    Raises EngineError: as `load_reward_model`.
+    """
+    folder = None if processes.layout.is_whole else model_folder(path)
+    if folder is None:
+        how = {"device": processes.world.device, "trust_remote_code": trust_remote_code}
+        return LoadedModel(RewardScorer(load_reward_model(path, dtype=dtype, **how)), None)
+    kind = AutoModelForSequenceClassification
+    skeleton = skeleton_causal_lm(folder, trust_remote_code=trust_remote_code, auto_class=kind)
+    require_judge(path, skeleton, [])
+    loaded, missing = _read_when_cut(RewardScorer(skeleton), folder)
+    require_judge(path, skeleton, missing)
+    return loaded
+
+
+def _read_when_cut(skeleton: Scorer, folder: Path) -> tuple[LoadedModel, list[str]]:
+    """A model whose weights are read from the files of a folder, and the names that these lack: they are zero."""
+    files = RenamedFiles(open_model(folder), partial(parameter_name, skeleton.model.config))
+    names, shapes = files.shapes, {name: one.shape for name, one in skeleton.model.named_parameters()}
+    loaded = LoadedModel(skeleton, lambda name: files.read(name) if name in names else torch.zeros(shapes[name]))
+    return loaded, [name for name in shapes if name not in names]
 
 
 def check_models(config: Config, *, has_critic: bool) -> None:

@@ -21,14 +21,12 @@ from quadriga.data.tokenizing import read_tokenizer
 from quadriga.engines.batches import MicroBatching
 from quadriga.engines.step import infer
 from quadriga.errors import ConfigError, DataError, EngineError, RewardError
-from quadriga.models.reward_model import load_reward_model
-from quadriga.models.scorers import RewardScorer
 from quadriga.observe.machine import release_free_memory
 from quadriga.observe.metrics import Metric
 from quadriga.protocol import DataProto
 from quadriga.single_controller import Dispatch, Execute, register
 from quadriga.workers.base import BY_REPLICA, CHAT_OBJECTS, EngineWorker, build_engine
-from quadriga.workers.models import LoadedModel
+from quadriga.workers.models import load_judge
 
 _KEY = "reward_model.model.input_tokenizer"
 
@@ -41,15 +39,10 @@ class RewardModelWorker(EngineWorker):
         """Load the model and its tokenizer. Returns what was chosen, with reasons, for people to read."""
         section, model_section = self.config.reward_model, self.config.reward_model.model
         self.join(section, model_section.fsdp_config, "reward_model.model")
-        # Every rank loads the full model, and keeps its shard.
-        model = load_reward_model(
-            str(model_section.path),
-            dtype=self.dtype.value,
-            device=self.device,
-            trust_remote_code=model_section.trust_remote_code,
-        )
+        path, trust = str(model_section.path), model_section.trust_remote_code
+        loaded = load_judge(path, self.dtype.value, self.processes, trust_remote_code=trust)
+        model = loaded.scorer.model
         self.vocabulary_size = model.get_input_embeddings().num_embeddings
-        loaded = LoadedModel(RewardScorer(model), None)
         self.engine = build_engine(
             loaded, model_section.fsdp_config, self.dtype.value, self.processes, name="reward model"
         )

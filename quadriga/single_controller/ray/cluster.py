@@ -39,7 +39,10 @@ ADDRESS_KEY = "ray_kwargs.ray_init.address"
 # No process is started beforehand for each logical CPU: workers have an environment of their own, and take none.
 OWN_CLUSTER = {"free_objects_period_milliseconds": 0, "prestart_worker_first_driver": False}
 # Variables that a process of the run reads, wherever it is: a cluster that is up was started with others.
-FORWARDED = ("HF_", "TRANSFORMERS_", "TOKENIZERS_", "QUADRIGA_", "NCCL_", "GLOO_", "TORCH_", "WANDB_", "MLFLOW_")
+FORWARDED = (
+    "HF_", "TRANSFORMERS_", "TOKENIZERS_", "QUADRIGA_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "TRITON_", "VLLM_",
+    "SGLANG_", "WANDB_", "MLFLOW_",
+)  # fmt: skip
 FORWARDED_NAMES = ("PYTHONPATH", "TERM", "COLORTERM", "NO_COLOR", "COLUMNS", "LINES")
 # Ray shows the environment of a job to everyone who can see the cluster.
 _SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD")

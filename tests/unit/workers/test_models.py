@@ -1,15 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that do not fit a run's processes or sequences are refused by their configurations alone."""
+"""Models that do not fit a run's processes or sequences are refused by their configurations alone; weights that ranks
+share are read when they are cut, and never whole."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import BertConfig, GPT2Config, LlamaConfig
+import torch
+from huggingface_hub import constants
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    GPT2Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+)
 
 from quadriga.config import Config
-from quadriga.errors import ConfigError
-from quadriga.workers.models import check_models, layout_tables, require_text
+from quadriga.config.layout import Layout
+from quadriga.engines.parallel.processes import Processes
+from quadriga.engines.process_group import ProcessGroup
+from quadriga.errors import ConfigError, EngineError
+from quadriga.models.scorers import PolicyScorer
+from quadriga.workers.models import check_models, layout_tables, load_judge, load_model, require_text
 from tests.tiny_vision import vision_config
 
 
@@ -106,3 +121,66 @@ def test_supervised_learning_is_for_text(folder: Path) -> None:
         ConfigError, match=r"model\.path: got a vision-language model \(qwen2_5_vl\), expected a text model"
     ):
         require_text(config(folder, "sees"), "quadriga sft")
+
+
+SHARDED = Processes(Layout(dp_shard=2), Layout(dp_shard=2).place(0), ProcessGroup(0, 2), ProcessGroup(0, 2))
+TINY = LlamaConfig(
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    vocab_size=31,
+    num_labels=1,
+)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What the hub's cache holds of `someone/model`: the folder of its only revision."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    place = tmp_path / "hub" / "models--someone--model"
+    (place / "refs").mkdir(parents=True)
+    (place / "refs" / "main").write_text("1" * 40)
+    return place / "snapshots" / ("1" * 40)
+
+
+def forbid(monkeypatch: pytest.MonkeyPatch, kind: type) -> None:
+    """No model is loaded whole."""
+    monkeypatch.setattr(kind, "from_pretrained", lambda *_, **__: pytest.fail("the model was loaded whole"))
+
+
+def test_a_sharded_model_of_a_hub_is_fetched_and_read_when_it_is_cut(
+    hub: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As from a folder. Does not show the download itself: there is no network here."""
+    model = LlamaForCausalLM(TINY)
+    model.generation_config.eos_token_id = 7
+    model.save_pretrained(hub)
+    forbid(monkeypatch, AutoModelForCausalLM)
+    loaded = load_model(Config(), "someone/model", PolicyScorer, torch.float32, SHARDED)
+    assert loaded.read is not None and loaded.scorer.model.generation_config.eos_token_id == 7
+    for name, parameter in model.named_parameters():
+        assert loaded.scorer.model.get_parameter(name).is_meta
+        assert torch.equal(loaded.read(name), parameter)
+
+
+def test_a_model_that_the_hub_does_not_have(hub: Path) -> None:
+    with pytest.raises(EngineError, match=r"model someone/other: got .* expected a folder or hub name"):
+        load_model(Config(), "someone/other", PolicyScorer, torch.float32, SHARDED)
+
+
+def test_a_sharded_reward_model_is_read_when_it_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a model without a head is refused, as one that is loaded whole."""
+    model = LlamaForSequenceClassification(TINY)
+    model.save_pretrained(tmp_path / "judge")
+    LlamaForCausalLM(TINY).save_pretrained(tmp_path / "policy")
+    forbid(monkeypatch, AutoModelForSequenceClassification)
+    loaded = load_judge(str(tmp_path / "judge"), torch.float32, SHARDED, trust_remote_code=False)
+    assert loaded.read is not None
+    for name, parameter in model.named_parameters():
+        assert loaded.scorer.model.get_parameter(name).is_meta
+        assert torch.equal(loaded.read(name), parameter)
+    with pytest.raises(EngineError, match=r"no classification head: score\.weight is not in model\.safetensors"):
+        load_judge(str(tmp_path / "policy"), torch.float32, SHARDED, trust_remote_code=False)
