@@ -117,6 +117,9 @@ class RolloutConfig(LogProbConfig):
     data_parallel_size: Count = 1
     """Data parallelism of generation: engine replicas of each process that generates; a request goes to the one with
     the fewest tokens in flight. Above 1 for `sglang`, and for `vllm` with mode=async."""
+    request_seeds: Annotated[bool, ReadIf("name", ("vllm",))] = True
+    """Whether each response is drawn with a seed of its own, whatever else is in its batch. false: `vllm` draws all
+    from one generator, which is faster on an accelerator; responses then depend on what they are generated with."""
     enforce_eager: Annotated[bool, _OF_LIBRARIES] = False
     """Whether `vllm` and `sglang` capture no CUDA graph, and `vllm` compiles nothing: a faster start, slower steps."""
     free_cache_engine: bool = True

@@ -119,6 +119,11 @@ class Balancer(RolloutEngine):
         reached = {*self.alive, *self._is_new}
         return bool(reached) and all(self.engines[number].has_frozen_weights for number in reached)
 
+    @property
+    def has_dropped_weights(self) -> bool:
+        """Whether one of those that get requests has."""
+        return any(self.engines[number].has_dropped_weights for number in self.alive)
+
     async def generate(self, prompt: Prompt, sampling: SamplingParams, images: Images | None = None) -> Completion:
         self._require_ready([prompt], [sampling])
         tokens = len(prompt) + sampling.max_tokens

@@ -176,12 +176,13 @@ class RolloutEngine(WeightTarget, ABC):
         takes_images: whether prompts may have images.
         shares_weights: whether it computes with the actor's own parameters.
         description: what was chosen at its start, for people to read.
+        reserves_memory: whether on an accelerator it takes a share of the memory that the configuration names.
         counts: what befell it since they were last read, by the name of the metric.
     """
 
     name = "rollout"
     takes_images = False
-    shares_weights = False
+    shares_weights = reserves_memory = False
     description = ""
 
     def __init__(self) -> None:
@@ -199,6 +200,11 @@ class RolloutEngine(WeightTarget, ABC):
     @property
     def has_frozen_weights(self) -> bool:
         """Whether a load may leave out the weights below an adapter, which it has from an earlier one."""
+        return False
+
+    @property
+    def has_dropped_weights(self) -> bool:
+        """Whether it gave up its weights in its sleep: they have to be published before it generates."""
         return False
 
     async def generate(self, prompt: Prompt, sampling: SamplingParams, images: Images | None = None) -> Completion:
@@ -267,6 +273,9 @@ class RolloutEngine(WeightTarget, ABC):
         where = f"{self.name}.generate"
         if self._state == "asleep":
             raise RolloutError(where, got="an engine that is asleep", fix="Call wake() first.")
+        if self.has_dropped_weights:
+            fix = "Publish the weights after its sleep."
+            raise RolloutError(where, got="an engine that dropped its weights in its sleep", fix=fix)
         if self.weight_version < 0:
             fix = "Load a complete set of weights after the error of the last load."
             raise RolloutError(where, got="weights that were not loaded completely", fix=fix)

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from quadriga.errors import EngineLostError, QuadrigaError, RolloutError, WeightSyncError, first_line
+from quadriga.errors import ConfigError, EngineLostError, QuadrigaError, RolloutError, WeightSyncError, first_line
 from quadriga.observe.probe import release_numbers
 from quadriga.rollout.interface import BatchImages, FinishReason, Prompts, RolloutEngine, Sampling, SamplingParams
 from quadriga.rollout.manifest import Manifest
@@ -33,6 +33,7 @@ class ThirdPartyEngine(RolloutEngine):
     """
 
     title: str
+    reserves_memory = True
 
     def __init__(self, manifest: Manifest, max_model_len: int) -> None:
         super().__init__()
@@ -75,6 +76,24 @@ class ThirdPartyEngine(RolloutEngine):
     def _require_ready(self, prompts: Prompts, sampling: Sampling, images: BatchImages = None) -> None:
         super()._require_ready(prompts, sampling, images)
         self._require_length(prompts, sampling, self._max_model_len, "actor_rollout_ref.rollout.max_model_len")
+
+
+def require_room(total: int, held: int, to_come: int, share: float) -> None:
+    """Refuse an engine on an accelerator that training leaves no memory for.
+
+    Args:
+        total, held: bytes of the device, and those in use before the engine starts.
+        to_come: bytes that training will take besides, and not give back while the engine generates.
+        share: of `total`, for the engine: `gpu_memory_utilization`.
+    """
+    if held + to_come + share * total > total:
+        gib, rest = 1 << 30, max(0.0, 1 - (held + to_come) / total)
+        training = f"training keeps {(held + to_come) / gib:.1f}"
+        training += f" ({to_come / gib:.1f} of it AdamW's moments from the first step on)" if to_come else ""
+        got = f"{share:g}, which is {share * total / gib:.1f} GiB of {total / gib:.1f}, while {training}"
+        fix = "Lower it, give the rollout a pool of its own (trainer.placement), or let more ranks share the weights"
+        where = "actor_rollout_ref.rollout.gpu_memory_utilization"
+        raise ConfigError(where, got=got, expected=f"at most {int(rest * 100) / 100:g}", fix=f"{fix} (fsdp_size).")
 
 
 def refused(name: str, title: str, what: str) -> RolloutError:

@@ -19,11 +19,13 @@ from quadriga.engines.step import infer
 from quadriga.models.lora import adapter_off
 from quadriga.observe.machine import release_free_memory
 from quadriga.protocol import DataProto
+from quadriga.rollout.third_party import require_room
 from quadriga.single_controller import Dispatch, Execute, register
 from quadriga.weight_sync import Address, CopiedWeights, SharedWeights, WeightSender
 from quadriga.workers.base import BY_REPLICA, Learner, build_engine
 from quadriga.workers.generation import Generation
 from quadriga.workers.models import load_policy
+from quadriga.workers.rollout_engines import rollout_engine_class
 
 
 class Parts(NamedTuple):
@@ -82,12 +84,16 @@ class ActorRolloutRefWorker(Learner):
             self.objective = PolicyObjective(actor, self.config.algorithm.rollout_correction)
             choices = self.describe("actor", has_adapter=self.has_adapter)
         if self.parts.rollout:
+            if self.engine.device.type == "cuda" and rollout_engine_class(self.config).reserves_memory:
+                free, total = torch.cuda.mem_get_info(self.engine.device)
+                share = self.rollout_config.gpu_memory_utilization
+                require_room(total, total - free, self.engine.moment_bytes, share)
             self.generation = Generation(
                 self.config,
                 self.tokenizer,
                 self.engine.device,
                 self.engine.dtype,
-                is_beside_training=True,
+                is_beside_training=self.is_trained,
                 num_processes=self.world_size,
                 actor=self.engine.model if self.engine.has_replicated_weights else None,
             )
@@ -119,6 +125,8 @@ class ActorRolloutRefWorker(Learner):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Responses to prompts; see `rollout.generate_sequences`."""
+        if self.generation.engine.has_dropped_weights:  # it slept since the last publication
+            self.publish_weights(self.weight_version)
         self.weight_sync.verify(self.generation.engine, self.weight_version)
         return self.generation.generate(prompts, self.weight_version)
 

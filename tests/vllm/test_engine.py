@@ -220,7 +220,9 @@ def test_abort_gives_what_there_is(engine: VLLMEngine) -> None:
     params = [SamplingParams(max_tokens=300, seed=row, ignore_eos=True) for row in range(16)]
     thread = threading.Thread(target=lambda: found.extend(engine.generate_batch([[5, 6]] * 16, params)))
     thread.start()
-    time.sleep(0.3)
+    states = engine.core.engine.output_processor.request_states  # pyrefly: ignore[missing-attribute]
+    while thread.is_alive() and not any(one.detokenizer.num_output_tokens() for one in list(states.values())):
+        time.sleep(0.01)
     engine.abort()
     thread.join(30)
     assert {one.finish_reason for one in found} == {"abort"}
@@ -237,6 +239,77 @@ def test_asleep(engine: VLLMEngine) -> None:
     _publish(engine, 1)
     engine.wake()
     _require_greedy_of(engine, model(1))
+
+
+def test_what_is_awake_is_not_woken_again(engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own executor says what sleeps; on a CPU it moves no memory, which only tests/gpu can show. An accelerator
+    that maps memory twice stops there."""
+    asked: list[tuple[str, Any]] = []
+    plain = engine.core.ask
+
+    def ask(method: str, *args: Any, **options: Any) -> Any:
+        if method in ("sleep", "wake_up"):
+            asked.append((method, options))
+        return plain(method, *args, **options)
+
+    monkeypatch.setattr(engine.core, "ask", ask)
+    monkeypatch.setattr(engine, "can_sleep", True)
+    executor = engine.core.engine.engine_core.engine_core.model_executor  # pyrefly: ignore[missing-attribute]
+    _publish(engine, 0)
+    engine.sleep()
+    assert executor.sleeping_tags == {"weights", "kv_cache"}
+    with pytest.raises(RolloutError, match="asleep"):
+        engine.generate_batch(PROMPTS, _params())
+    _publish(engine, 1)
+    assert executor.sleeping_tags == {"kv_cache"} and not engine.has_dropped_weights
+    engine.wake()
+    engine.wake()
+    assert executor.sleeping_tags == set()
+    _require_greedy_of(engine, model(1))
+    assert asked == [("sleep", {"level": 2}), ("wake_up", {"tags": ["weights"]}), ("wake_up", {"tags": ["kv_cache"]})]
+    # Woken without new weights it has none.
+    engine.sleep()
+    engine.wake()
+    assert engine.has_dropped_weights
+    with pytest.raises(RolloutError, match="dropped its weights in its sleep"):
+        engine.generate_batch(PROMPTS, _params())
+    _publish(engine, 0)
+    _require_greedy_of(engine, model(0))
+
+
+def test_it_starts_as_it_generates(engine: VLLMEngine, start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compiled and captured at the start is what generates: otherwise the first request compiles."""
+    stances: list[str] = []
+    kind = engine.library.module.LLMEngine
+    plain = kind.from_engine_args
+
+    def from_engine_args(*args: Any, **options: Any) -> Any:
+        stances.append(torch._dynamo.eval_frame._stance.stance)
+        return plain(*args, **options)
+
+    monkeypatch.setattr(kind, "from_engine_args", from_engine_args)
+    with torch.compiler.set_stance("eager_on_recompile"):  # neither of the two
+        for eager in (True, False):
+            InProcessCore(
+                engine.library, engine.arguments | {"enforce_eager": eager, "compilation_config": {"mode": 0}}
+            )
+    assert stances == ["force_eager", "default"]
+
+
+def test_without_seeds_of_their_own(start) -> None:
+    """The batch has a seed: it is drawn again alike, and the trainer's random numbers are not touched."""
+    engine = start(request_seeds=False)
+    try:
+        _publish(engine, 0)
+        before = torch.get_rng_state()
+        first, second = (engine.generate_batch(PROMPTS, _params()) for _ in range(2))
+        assert [one.token_ids for one in first] == [one.token_ids for one in second]
+        assert first[0].token_ids != first[2].token_ids
+        assert torch.equal(torch.get_rng_state(), before)
+        others = engine.generate_batch(PROMPTS, [SamplingParams(max_tokens=24, seed=7)] * len(PROMPTS))
+        assert [one.token_ids for one in others] != [one.token_ids for one in first]
+    finally:
+        engine.close()
 
 
 def test_private_parts_are_there(engine: VLLMEngine) -> None:

@@ -179,6 +179,13 @@ class FSDPEngine:
             for batch, loss in all_work
         ]
 
+    @property
+    def moment_bytes(self) -> int:
+        """Memory of the optimizer's moments on the engine's device, which they take from the first step on."""
+        if self.training is None:
+            return 0
+        return sum(2 * master.nbytes for master in self._masters if master.device.type == self.device.type)
+
     def optimizer_step(self, lr: float) -> OptimizerStep:
         """The gradients of all replicas added up, clipped and applied; one that is not finite is dropped and counted.
         Raises EngineError: for the last of `max_nonfinite_steps` such gradients in a row."""

@@ -32,7 +32,7 @@ from quadriga.errors import RolloutError
 from quadriga.rollout.event_loop import EventLoopThread
 from quadriga.rollout.interface import Completion, SamplingParams
 from quadriga.rollout.third_party import FINISH_REASONS, LogProbsOf, split_log_probs
-from quadriga.rollout.vllm.library import WHERE, Library, started
+from quadriga.rollout.vllm.library import WHERE, Library, started, unfinished_outputs
 
 logger = logging.getLogger(__name__)
 
@@ -132,9 +132,10 @@ class InProcessCore(Core):
         if not (InProcessCore._open or InProcessCore._closed):
             InProcessCore._has_foreign_group = dist.is_available() and dist.is_initialized()
         self._ids, self._aborted = itertools.count(1), threading.Event()
+        # The same at the start and later: what is compiled, and captured in CUDA graphs, is what generates.
         self._stance = "force_eager" if arguments["enforce_eager"] else "default"
         vllm = library.module
-        with started(is_beside=False), torch.compiler.set_stance("force_eager"):
+        with started(is_beside=False), torch.compiler.set_stance(self._stance):
             own = vllm.EngineArgs(**arguments)
             self.engine: Any = vllm.LLMEngine.from_engine_args(own, enable_multiprocessing=False)
         InProcessCore._open.add(id(self))
@@ -156,9 +157,11 @@ class InProcessCore(Core):
                 while self.engine.has_unfinished_requests() and not self._aborted.is_set():
                     for output in self.engine.step():
                         responses[output.request_id].add(output)
+            for output in unfinished_outputs(self.engine):
+                responses[output.request_id].add(output)
         finally:
-            if unfinished := [name for name, response in responses.items() if response.reason is None]:
-                self.engine.abort_request(unfinished)
+            if self.engine.has_unfinished_requests():
+                self.engine.abort_request(list(responses))
         return list(responses.values())
 
     def abort(self) -> None:

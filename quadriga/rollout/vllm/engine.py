@@ -39,6 +39,8 @@ from quadriga.weight_sync.buckets import pack, unpack
 from quadriga.weight_sync.fingerprint import tensor_fingerprint
 
 _GIB = 1 << 30
+_MEMORY = ("weights", "kv_cache")
+"""The parts of its memory that vLLM wakes one by one."""
 
 
 class VLLMEngine(ThirdPartyEngine):
@@ -77,6 +79,10 @@ class VLLMEngine(ThirdPartyEngine):
         self.log_probs_of: LogProbsOf = self.arguments["logprobs_mode"]
         self.core = self._make_core()
         self._slot = None if adapter is None else AdapterSlot(adapter, self.library, self.core)
+        self._resting: set[str] = set()
+        """The parts of vLLM's memory that it has given back."""
+        self._is_empty = False
+        """Whether its weights went with them."""
         self._frozen: dict[str, str] = {}
         """Fingerprints of the weights below an adapter, which later loads may leave out."""
         self.missing_parts: list[str] = self.core.call("missing_parts")[0]
@@ -104,6 +110,10 @@ class VLLMEngine(ThirdPartyEngine):
         """Whether a load may bring the adapter alone."""
         return bool(self._frozen)
 
+    @property
+    def has_dropped_weights(self) -> bool:
+        return self._is_empty
+
     async def generate(self, prompt: Prompt, sampling: SamplingParams, images: Images | None = None) -> Completion:
         if not isinstance(self.core, ProcessCore):
             return await super().generate(prompt, sampling, images)
@@ -114,7 +124,12 @@ class VLLMEngine(ThirdPartyEngine):
 
     def generate_batch(self, prompts: Prompts, sampling: Sampling, images: BatchImages = None) -> list[Completion]:
         requests = self._requests(prompts, sampling, images or [None] * len(prompts))
-        with self._explained():
+        # vLLM draws without seeds from torch's generator, which is the trainer's too where vLLM is in its process.
+        draws_together = self.core.is_in_process and not self.setup.rollout.request_seeds and bool(sampling)
+        index = self.setup.device.index
+        with self._explained(), torch.random.fork_rng([] if index is None else [index], enabled=draws_together):
+            if draws_together:
+                torch.manual_seed(sampling[0].seed)
             responses: list[Response] = self.core.generate_batch(requests)
         return [
             response.completion(params, self.log_probs_of, self.weight_version)
@@ -124,9 +139,7 @@ class VLLMEngine(ThirdPartyEngine):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Load a complete set of weights, and drop what earlier ones made: KV cache, embeddings of images."""
         with self._loading(version) as received:
-            is_asleep = self._state == "asleep" and self.can_sleep
-            if is_asleep:
-                self.core.ask("wake_up", tags=["weights"])
+            self._wake("weights")
             factors: dict[str, torch.Tensor] = {}
             below = self._manifest.checked(weights, self._frozen)
             if self._slot is not None:
@@ -143,12 +156,13 @@ class VLLMEngine(ThirdPartyEngine):
                 got = "a cache that vLLM does not empty, for responses are being generated"
                 fix = "Wait for the responses, or call abort(), before weights are published."
                 raise WeightSyncError(where, got=got, expected="new weights between responses", fix=fix)
-            if not is_asleep:
+            if "kv_cache" not in self._resting:
                 self.core.call("clear_cache")
             if self.is_vision:
                 self.core.ask("reset_encoder_cache")
             adapters = [{} for _ in marks] if self._slot is None else self._slot.replace(factors)
             received += [self._frozen | mine | adapter for mine, adapter in zip(marks, adapters, strict=True)]
+        self._is_empty = False
         if self._slot is not None:
             self._frozen = {name: mark for name, mark in self._arrived.tensors.items() if not is_factor(name)}
 
@@ -172,16 +186,26 @@ class VLLMEngine(ThirdPartyEngine):
         self.core.abort()
 
     def sleep(self) -> None:
-        """On a CPU vLLM keeps its memory."""
+        """On a CPU vLLM keeps its memory. Elsewhere weights move to the host where an adapter will come without them;
+        others are dropped, for a load brings all of them."""
         super().sleep()
-        if self.can_sleep:
-            self.core.ask("sleep", level=1)
+        if self.can_sleep and not self._resting:
+            is_kept = self.has_frozen_weights
+            self.core.ask("sleep", level=1 if is_kept else 2)
+            self._resting = set(_MEMORY)
+            self._is_empty = not is_kept
 
     def wake(self) -> None:
         super().wake()
-        if self.can_sleep:
-            self.core.ask("wake_up")
+        if "kv_cache" in self._resting:
+            self._wake(*_MEMORY)
             self.core.call("clear_cache")  # its memory is new, and may hold anything
+
+    def _wake(self, *tags: str) -> None:
+        """Map these parts of vLLM's memory as far as they rest: what is mapped may not be mapped again."""
+        if resting := [tag for tag in tags if tag in self._resting]:
+            self.core.ask("wake_up", tags=resting)
+            self._resting -= set(resting)
 
     def close(self) -> None:
         if self._state != "closed":
@@ -281,7 +305,7 @@ class VLLMEngine(ThirdPartyEngine):
             told = self.library.sampling.SamplingParams(
                 max_tokens=params.max_tokens,
                 **params.drawing,
-                seed=params.seed % (1 << SEED_BITS),
+                seed=params.seed % (1 << SEED_BITS) if self.setup.rollout.request_seeds else None,
                 # The model's end-of-text tokens are among them, so that vLLM adds none of its own.
                 stop_token_ids=sorted(params.stops(self.eos_token_ids)),
                 ignore_eos=True,
@@ -291,8 +315,7 @@ class VLLMEngine(ThirdPartyEngine):
                 detokenize=bool(params.stop),  # its text decides only where stop strings are looked for
                 logprobs=0,
                 flat_logprobs=True,
-                # Each step reports its new tokens, so that an abort finds them; elsewhere the last one reports all.
-                output_kind=kinds.DELTA if self.core.is_in_process else kinds.FINAL_ONLY,
+                output_kind=kinds.FINAL_ONLY,
             )
             requests.append(Request(given, told, adapter, None if one is None else prompt))
         return requests

@@ -110,6 +110,13 @@ def repack_tied(model: torch.nn.Module) -> None:
             method.process_weights_after_loading(modules[name])
 
 
+def unfinished_outputs(engine: Any) -> list[Any]:
+    """What an engine in this process has of each unfinished request, as the output of one that is aborted."""
+    aborted = importlib.import_module("vllm.v1.engine").FinishReason.ABORT
+    states = engine.output_processor.request_states.values()
+    return [state.make_request_output([], None, aborted, None) for state in states]
+
+
 def cache_tensors(worker: Any) -> Sequence[torch.Tensor]:
     """The tensors of the KV cache of vLLM's worker; empty if this version has them elsewhere."""
     tensors = getattr(getattr(worker, "model_runner", None), "kv_caches", None)

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from quadriga.errors import PeerLostError, QuadrigaError, RolloutError, WeightSyncError
+from quadriga.errors import ConfigError, PeerLostError, QuadrigaError, RolloutError, WeightSyncError
 from quadriga.rollout.interface import Completion, SamplingParams
 from quadriga.rollout.manifest import Manifest
-from quadriga.rollout.third_party import ThirdPartyEngine
+from quadriga.rollout.third_party import ThirdPartyEngine, require_room
 from quadriga.weight_sync import CopiedWeights
 from quadriga.weight_sync.fingerprint import fingerprint
 
@@ -95,3 +95,15 @@ def test_requests_that_may_become_too_long() -> None:
     told = r"two\.generate, prompt 1: got 7 prompt tokens and up to 4 new ones, expected at most 10 together"
     with pytest.raises(RolloutError, match=told):
         engine.generate_batch([[1], [1] * 7], [SamplingParams(4)] * 2)
+
+
+@pytest.mark.parametrize(("held", "to_come", "fits"), [(30, 8, True), (30, 12, False), (41, 0, False), (40, 0, True)])
+def test_training_and_engine_share_the_memory_of_a_gpu(held: int, to_come: int, *, fits: bool) -> None:
+    """A device of 80 GiB, half of it for the engine: refused with what training keeps, and the share that is left."""
+    gib = 1 << 30
+    if fits:
+        require_room(80 * gib, held * gib, to_come * gib, 0.5)
+        return
+    rest = f"{(80 - held - to_come) * 100 // 80 / 100:g}"
+    with pytest.raises(ConfigError, match=rf"0.5, which is 40.0 GiB of 80.0, while .* {held + to_come}.0.* {rest}\."):
+        require_room(80 * gib, held * gib, to_come * gib, 0.5)

@@ -142,6 +142,25 @@ def test_the_engine_sleeps_while_models_train(
     assert not calls
 
 
+def test_weights_that_sleep_has_dropped_come_again(
+    config: Config, tokenizer: Any, prompts: DataProto, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing was published since the sleep, as after a validation, before the engine generates."""
+    worker = ActorRolloutRefWorker(config, tokenizer, role="actor_rollout")
+    worker.init_model()
+    published, real = [], worker.publish_weights
+
+    def publish(version: int) -> None:
+        published.append(version)
+        real(version)
+
+    monkeypatch.setattr(worker, "publish_weights", publish)
+    monkeypatch.setattr(RolloutEngine, "has_dropped_weights", property(lambda engine: not published))
+    worker.generate_sequences(prompts)
+    worker.generate_sequences(prompts)
+    assert published == [0]
+
+
 def test_an_update_that_was_not_published(config: Config, tokenizer: Any, prompts: DataProto) -> None:
     """A rollout on the actor's own weights has them at once; generating under the old version is an error."""
     worker = ActorRolloutRefWorker(config, tokenizer, role="actor_rollout")
