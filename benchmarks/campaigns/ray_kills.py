@@ -211,10 +211,10 @@ def prepare(files: Path) -> None:
     kills.prepare_once(files, __file__, run_alone)
 
 
-def run_alone(files: Path) -> None:
+def run_alone(files: Path, *overrides: str) -> None:
     """The run that nothing happens to, on 2 and on 4 ranks."""
     for num_ranks in (2, 4):
-        alone = RayRun(files / f"alone_{num_ranks}", files, num_ranks)
+        alone = RayRun(files / f"alone_{num_ranks}", files, num_ranks, *overrides)
         try:
             alone.start()
             alone.wait(lambda: False, "end")

@@ -16,17 +16,18 @@ from campaigns.campaign import Campaign, Outcome
 from campaigns.ray_kills import BrokenError, RayRun, titles
 
 NUM_STOPS, STALL_S, NAMED_LIMIT_S, RECOVERY_LIMIT_S = 3, 20, 30.0, 90.0
+LIMIT = f"trainer.stall_timeout_s={STALL_S}"
 
 
 def prepare(files: Path) -> None:
     """Model, data, and the runs left alone."""
-    kills.prepare_once(files, ray_kills.__file__, ray_kills.run_alone)
+    kills.prepare_once(files, __file__, lambda files: ray_kills.run_alone(files, LIMIT))
 
 
 def run(number: int, folder: Path, files: Path) -> Outcome:
     """One run, of which a worker is stopped `NUM_STOPS` times."""
     draw, num_ranks = random.Random(number), 2 + 2 * (number % 2)
-    case, failure, num_stops = RayRun(folder, files, num_ranks, f"trainer.stall_timeout_s={STALL_S}"), "", 0
+    case, failure, num_stops = RayRun(folder, files, num_ranks, LIMIT), "", 0
     named_s, recovered_s = [0.0], [0.0]
     try:
         case.start()
