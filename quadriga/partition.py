@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Items shared out: over equal parts (longest first), and into buckets of bytes. Host code without torch."""
+"""Items shared out: over equal parts (longest first), and into buckets of bytes; a dimension cut over ranks. Host code
+without torch."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -43,6 +44,13 @@ class Parts:
         self.room[part] -= size
         self.items[part] += items
         return part
+
+
+def part_of(total: int, parts: int, number: int) -> tuple[int, int]:
+    """Start and size of a part of a dimension [total], cut as `torch.chunk` does: the last may be smaller, or empty."""
+    size = -(-total // parts)
+    start = min(total, number * size)
+    return start, min(size, total - start)
 
 
 def buckets(

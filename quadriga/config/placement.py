@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from quadriga.config.actor import ParallelConfig
 from quadriga.config.base import Finding, unused, wrong
+from quadriga.config.rollout import ROLLOUT, SPANNING, has_servers
 from quadriga.config.root import Config
 from quadriga.config.trainer import TrainerConfig
 from quadriga.errors import ConfigError
@@ -94,6 +95,46 @@ def with_fewer_processes(config: Config) -> Iterator[Config]:
             yield smaller
 
 
+def rollout_processes(config: Config) -> int:
+    """How many processes have the rollout: the policy's, or those of a pool of its own."""
+    if config.trainer.backend != "ray":
+        return 1
+    given = role_pools(config.trainer)
+    pool = next((given[role] for role in ("rollout", *POLICIES) if role in given), None)
+    return 0 if pool is None else sum(config.trainer.processes_of(pool))
+
+
+def rollout_group_size(config: Config) -> int:
+    """How many ranks hold one rollout engine together; 1: there are no groups."""
+    rollout = config.actor_rollout_ref.rollout
+    is_spanned = rollout.name in SPANNING and config.trainer.backend == "ray"
+    return rollout.tensor_model_parallel_size if is_spanned else 1
+
+
+def has_shards(config: Config) -> bool:
+    """Whether each rank of a rollout group gets its shards of the weights; else whole tensors, which it cuts."""
+    return rollout_group_size(config) > 1 and config.actor_rollout_ref.rollout.name == "native"
+
+
+def _check_groups(config: Config) -> Iterator[Finding]:
+    """Yields what rollout groups cannot be made of."""
+    size, num_ranks = rollout_group_size(config), rollout_processes(config)
+    where, rollout = f"{ROLLOUT}.tensor_model_parallel_size", config.actor_rollout_ref.rollout
+    is_whole = rollout.tensor_model_parallel_size == 1 or has_servers(rollout) or config.trainer.device == "cpu"
+    if rollout.name == "sglang" and config.trainer.backend == "ray" and not is_whole:
+        got = f"{rollout.tensor_model_parallel_size}, with {ROLLOUT}.name=sglang, trainer.backend=ray"
+        fix = "Generate with native or vllm, or name servers in engine_kwargs.sglang."
+        yield wrong(where, got, "1: SGLang starts processes of its own, for which Ray gives no devices", fix)
+    # Without Ray vLLM and SGLang start processes of their own.
+    asked = rollout.tensor_model_parallel_size if rollout.name == "native" else size
+    if num_ranks % asked:
+        got, fix = f"groups of {asked}, of {num_ranks} ranks", "More ranks: --ray and trainer.n_gpus_per_node."
+        yield wrong(where, got, "a number that divides the ranks that generate", fix)
+    if size > 1 and config.actor_rollout_ref.model.has_adapter:
+        got, fix = f"{size}, with an adapter and {ROLLOUT}.name=native", "Set it to 1, or generate with vllm."
+        yield wrong(where, got, "1: shards of an adapter are not merged", fix)
+
+
 def check_layouts(config: Config) -> Iterator[Finding]:
     """Yields sizes that do not divide the ranks, once for each section.
 
@@ -108,6 +149,8 @@ def check_layouts(config: Config) -> Iterator[Finding]:
         except ConfigError as error:
             told.setdefault(where, error)
     yield from told.values()
+    if config.task == "rl":
+        yield from _check_groups(config)
 
 
 def check_placement(config: Config) -> Iterator[Finding]:

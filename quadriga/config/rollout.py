@@ -17,6 +17,8 @@ from quadriga.errors import ConfigError
 ROLLOUT = "actor_rollout_ref.rollout"
 ENGINES = ["native", "hf", "vllm", "sglang", "http", "scripted"]
 """Names of rollout engines. Their classes stand in the table of `workers/rollout_engines.py`."""
+SPANNING = ("native",)
+"""Engines that on Ray span the ranks of a rollout group; the processes of others are their own."""
 _OF_LIBRARIES = ReadIf("name", ("vllm", "sglang"))
 _NOT_OF_SERVERS = ReadIf("name", ("http",), is_one=False)
 _MORE_PROCESSES = (
@@ -113,7 +115,8 @@ class RolloutConfig(LogProbConfig):
     gpu_memory_utilization: Annotated[TopShare, _OF_LIBRARIES] = 0.5
     """Share of an accelerator's memory for all engines of a process, weights included; `vllm` and `sglang`."""
     tensor_model_parallel_size: Annotated[Count, _NOT_OF_SERVERS] = 1
-    """Tensor parallelism of generation: processes that hold one engine of `vllm` or `sglang` together."""
+    """Tensor parallelism of generation: ranks that hold one engine together, a rollout group, each a shard of it; of n
+    ranks there are n/k groups. `vllm` and `sglang` start so many processes of their own instead."""
     data_parallel_size: Count = 1
     """Data parallelism of generation: engine replicas of each process that generates; a request goes to the one with
     the fewest tokens in flight. Above 1 for `sglang`, and for `vllm` with mode=async."""
@@ -164,9 +167,9 @@ class RolloutConfig(LogProbConfig):
                 yield from unused([f"{at}.engine_kwargs.{engine}"], f"{at}.name is '{self.name}'")
         if problem := problem_of_several_engines(self):
             yield problem
-        if self.tensor_model_parallel_size > 1 and self.name not in ("vllm", "sglang", "http"):
+        if self.tensor_model_parallel_size > 1 and self.name not in ("native", "vllm", "sglang", "http"):
             got = f"{self.tensor_model_parallel_size}, with {at}.name={self.name}"
-            fix = "Set it to 1, or generate with vllm."
+            fix = "Set it to 1, or generate with native or vllm."
             yield wrong(f"{at}.tensor_model_parallel_size", got, "1: each process generates with the whole model", fix)
 
     def _library_findings(self, at: str) -> Iterator[Finding]:
@@ -187,7 +190,7 @@ class RolloutConfig(LogProbConfig):
                 what = "rollout/log_prob of validation is nan; its responses and scores are not concerned"
                 yield f"{at}.val_kwargs: {why}: {what}."
         if self.name == "sglang":
-            if not _sglang_servers(self) and find_spec("sglang") is None:
+            if not has_servers(self) and find_spec("sglang") is None:
                 got = "sglang, which this environment does not have"
                 fix = f"pip install 'sglang>=0.5.23'; {install}-sglang."
                 yield absent(f"{at}.name", got, "SGLang 0.5.23 or newer", fix)
@@ -207,7 +210,7 @@ def problem_of_several_engines(rollout: RolloutConfig) -> ConfigError | None:
     if count == 1:
         return None
     match rollout.name:
-        case "sglang" if _sglang_servers(rollout):
+        case "sglang" if has_servers(rollout):
             expected = f"1: {ROLLOUT}.engine_kwargs.sglang says which servers there are"
             fix = "Name one server as url, several as urls: requests are balanced over them."
         case "sglang":
@@ -226,9 +229,10 @@ def problem_of_several_engines(rollout: RolloutConfig) -> ConfigError | None:
     return wrong(f"{ROLLOUT}.data_parallel_size", got, expected, fix)
 
 
-def _sglang_servers(rollout: RolloutConfig) -> set[str]:
+def has_servers(rollout: RolloutConfig) -> bool:
+    """Whether servers of SGLang are named, which run already."""
     own = rollout.engine_kwargs | dict(rollout.engine_kwargs.get("sglang") or {})
-    return own.keys() & {"url", "urls"}
+    return not own.keys().isdisjoint({"url", "urls"})
 
 
 def _filters(sampling: RolloutConfig | SamplingConfig) -> str:

@@ -235,6 +235,14 @@ class RolloutEngine(WeightTarget, ABC):
             if not request.future.done():
                 request.future.set_result(Completion([], [], "abort", self.weight_version))
 
+    def follow(self) -> None:
+        """In a rollout group, as a member: make the steps that the leader tells, until it says that the batch is over.
+        Engines that can span processes have it. Raises PeerLostError: the leader is gone."""
+        raise NotImplementedError(f"{type(self).__name__}.follow")
+
+    def release(self) -> None:
+        """In a rollout group, as its leader: abort what is not finished, and let the members go."""
+
     def sleep(self) -> None:
         """Free the memory that generation needs; generating while asleep is an error. Weights may be loaded."""
         self._require_open("sleep")

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from quadriga.config import Config, RolloutConfig
 from quadriga.errors import ConfigError
 from quadriga.models.load import load_causal_lm, skeleton_causal_lm
+from quadriga.rollout.group import RolloutGroup
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,7 @@ class EngineSetup:
     Attributes:
         options: this engine's part of `rollout.engine_kwargs`.
         actor: the actor's own module, where this process has all of its weights.
+        group: the ranks that hold the engine together; None: it is this process's own.
     """
 
     config: Config
@@ -27,6 +29,7 @@ class EngineSetup:
     device: torch.device
     dtype: torch.dtype
     actor: PreTrainedModel | None = None
+    group: RolloutGroup | None = None
 
     @property
     def rollout(self) -> RolloutConfig:

@@ -9,6 +9,7 @@ from typing import Any
 
 from quadriga.background import in_background
 from quadriga.config import Config, place_roles
+from quadriga.config.placement import rollout_group_size
 from quadriga.data import create_dataloader, create_rl_dataset, create_rl_sampler, load_processor, load_tokenizer
 from quadriga.data.rl_dataset import RLHFDataset
 from quadriga.data.rm_dataset import RMDataset
@@ -92,7 +93,7 @@ def build_run(config: Config, timeline: Timeline) -> Run:
         counted = dict.fromkeys(names, max(1, len(train)))
         config = config.model_copy(update={"trainer": config.trainer.model_copy(update=counted)})
         if reward is not None:
-            workers = handles(team)
+            workers = handles(team, rollout_group_size(config))
             if workers.reward_model is not None:
                 reward = ModelReward(workers.reward_model, reward)
             trainer = RayPPOTrainer(config, tokenizer, workers, reward, train, val, total)
@@ -160,14 +161,14 @@ def load_models(team: WorkerGroups, timeline: Timeline) -> dict[str, str]:
     return choices
 
 
-def handles(team: WorkerGroups) -> Workers:
+def handles(team: WorkerGroups, group_size: int = 1) -> Workers:
     """The team's groups as the loop calls them. A rollout on processes of its own has the actor's weights then."""
     groups = {Role(role): group for role, group in team.groups.items()}
     workers = {role: group.as_worker() for role, group in groups.items()}
     policy = next(role for role in (Role.ActorRolloutRef, Role.ActorRollout, Role.Actor) if role in groups)
     weights = WeightPublisher(groups[policy])
     if policy == Role.Actor:
-        weights = RolloutPool(groups[policy], groups[Role.Rollout])
+        weights = RolloutPool(groups[policy], groups[Role.Rollout], group_size)
     return Workers(
         actor=workers[policy],
         rollout=weights if isinstance(weights, RolloutPool) else workers[policy],

@@ -45,11 +45,35 @@ and for tensors that gloo still holds. A tensor larger than a part is sent witho
 
 @dataclass(frozen=True)
 class Address:
-    """Where receivers find the sender: host and port of its store, and the ranks of all of them in the rollout."""
+    """Where receivers find the senders: host and port of a store in the first of them; the ranks of all receivers in
+    the rollout, and how many senders there are."""
 
     host: str
     port: int
     ranks: tuple[int, ...]
+    num_senders: int = 1
+
+
+def open_store(host: str, ranks: Sequence[int], num_senders: int = 1) -> tuple[Address, dist.TCPStore]:
+    """The address of senders of which this process is the first, and the store behind it."""
+    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
+    return Address(host, store.port, tuple(ranks), num_senders), store
+
+
+def meet(
+    address: Address, rank: int, device: torch.device, store: dist.TCPStore | None = None
+) -> tuple[dist.ProcessGroupGloo, Any]:
+    """The groups of senders and receivers, where all of them come: for what lies on a CPU, and for what is on `device`.
+    Senders have the first ranks; `store` is the first one's own."""
+    size = address.num_senders + len(address.ranks)
+    with waiting(f"all {size} processes of a weight sync, here {rank}"):
+        store = store or dist.TCPStore(address.host, address.port, None, False, MEETING_TIMEOUT)
+        headers = dist.ProcessGroupGloo(dist.PrefixStore("headers", store), rank, size, MEETING_TIMEOUT)
+        headers._set_default_timeout(TIMEOUT)
+        if device.type != "cuda":
+            return headers, headers
+        torch.cuda.set_device(device)
+        return headers, dist.ProcessGroupNCCL(dist.PrefixStore("contents", store), rank, size, TIMEOUT)
 
 
 class Channel:
@@ -111,16 +135,7 @@ class Channel:
         """The group is there, and what goes wrong in it is explained."""
         try:
             if self._headers is None:
-                with waiting(f"all {self._size} processes of a weight sync, here {self._rank}"):
-                    address, place = self._address, (self._rank, self._size)
-                    store = self._store or dist.TCPStore(address.host, address.port, None, False, MEETING_TIMEOUT)
-                    headers = dist.ProcessGroupGloo(dist.PrefixStore("headers", store), *place, MEETING_TIMEOUT)
-                    headers._set_default_timeout(TIMEOUT)
-                    self._contents = headers
-                    if self._device.type == "cuda":
-                        torch.cuda.set_device(self._device)
-                        self._contents = dist.ProcessGroupNCCL(dist.PrefixStore("contents", store), *place, TIMEOUT)
-                    self._headers = headers
+                self._headers, self._contents = meet(self._address, self._rank, self._device, self._store)
             yield
         except torch.OutOfMemoryError:
             raise
@@ -143,8 +158,7 @@ class WeightSender:
 
     def __init__(self, host: str, ranks: Sequence[int], device: torch.device, bucket_bytes: int) -> None:
         self._bucket_bytes = bucket_bytes // SHARES
-        store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
-        self.address = Address(host, store.port, tuple(ranks))
+        self.address, store = open_store(host, ranks)
         self.channel = Channel(self.address, 0, device, store)
 
     def publish(self, weights: NamedWeights, version: int) -> None:

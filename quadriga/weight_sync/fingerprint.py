@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-_ROW = 4096
+_ROW = 1024
 _WORD = 8  # bytes
 
 
@@ -63,7 +63,7 @@ def _sums(content: torch.Tensor) -> tuple[int, int]:
 
 def _odd_numbers(count: int, stream: int, device: torch.device) -> torch.Tensor:
     """[count] int64, each odd and like random: a multiplicative hash of its place."""
-    places = torch.arange(1, count + 1, dtype=torch.int64, device=device) + (stream << 40)
-    mixed = places * -7046029254386353131  # 2^64 over the golden ratio, as a signed number
-    mixed = (mixed ^ (mixed >> 29)) * -4658895280553007687
-    return (mixed ^ (mixed >> 32)) | 1
+    places = torch.arange(1, count + 1, dtype=torch.int64, device=device).add_(stream << 40)
+    mixed = places.mul_(-7046029254386353131)  # 2^64 over the golden ratio, as a signed number
+    mixed.bitwise_xor_(mixed >> 29).mul_(-4658895280553007687)
+    return mixed.bitwise_xor_(mixed >> 32).bitwise_or_(1)

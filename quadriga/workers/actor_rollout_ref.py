@@ -3,15 +3,16 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from quadriga.config import Config, LogProbConfig
 from quadriga.config.adapter import adapter_route
-from quadriga.config.placement import ACTOR
+from quadriga.config.placement import ACTOR, has_shards, rollout_group_size
 from quadriga.engines.batches import MicroBatching
 from quadriga.engines.fsdp.engine import FSDPEngine
 from quadriga.engines.objectives import PolicyObjective
@@ -19,10 +20,22 @@ from quadriga.engines.step import infer
 from quadriga.models.lora import adapter_off
 from quadriga.observe.machine import release_free_memory
 from quadriga.protocol import DataProto
+from quadriga.rollout.group import RolloutGroup
 from quadriga.rollout.third_party import require_room
 from quadriga.single_controller import Dispatch, Execute, register
-from quadriga.weight_sync import Address, CopiedWeights, SharedWeights, WeightSender
-from quadriga.workers.base import BY_REPLICA, Learner, build_engine
+from quadriga.weight_sync import (
+    Address,
+    CopiedWeights,
+    Exchange,
+    Held,
+    Piece,
+    ReshardedWeights,
+    SharedWeights,
+    WeightSender,
+    meet,
+    open_store,
+)
+from quadriga.workers.base import BY_GROUP, BY_REPLICA, GROUPS, Learner, build_engine
 from quadriga.workers.generation import Generation
 from quadriga.workers.models import load_policy
 from quadriga.workers.rollout_engines import rollout_engine_class
@@ -67,7 +80,7 @@ class ActorRolloutRefWorker(Learner):
         self.has_adapter = self.parts.actor and config.actor_rollout_ref.model.has_adapter
         self.reference: FSDPEngine | None = None
         self.weight_version = 0
-        self.sender: WeightSender | None = None
+        self.sender: WeightSender | ReshardedWeights | None = None
         # Whether an adapter is sent without being merged; and whether the frozen weights below it were sent.
         self.sends_adapter_alone = self.has_sent_frozen = False
 
@@ -84,25 +97,35 @@ class ActorRolloutRefWorker(Learner):
             self.objective = PolicyObjective(actor, self.config.algorithm.rollout_correction)
             choices = self.describe("actor", has_adapter=self.has_adapter)
         if self.parts.rollout:
-            if self.engine.device.type == "cuda" and rollout_engine_class(self.config).reserves_memory:
-                free, total = torch.cuda.mem_get_info(self.engine.device)
+            size, device = rollout_group_size(self.config), self.engine.device
+            if device.type == "cuda" and rollout_engine_class(self.config).reserves_memory:
+                free, total = torch.cuda.mem_get_info(device)
                 share = self.rollout_config.gpu_memory_utilization
                 require_room(total, total - free, self.engine.moment_bytes, share)
+            group = RolloutGroup(self.rank, self.world_size, size, device) if size > 1 else None
+            self.register_mesh(GROUPS, self.rank // size, self.rank % size == 0)
             self.generation = Generation(
                 self.config,
                 self.tokenizer,
-                self.engine.device,
+                device,
                 self.engine.dtype,
                 is_beside_training=self.is_trained,
                 num_processes=self.world_size,
-                actor=self.engine.model if self.engine.has_replicated_weights else None,
+                actor=self.engine.model if self.engine.has_replicated_weights and group is None else None,
+                group=group,
             )
-            self.weight_sync = SharedWeights() if self.generation.engine.shares_weights else CopiedWeights()
+            if has_shards(self.config):
+                bucket_bytes = self.rollout_config.update_weights_bucket_megabytes << 20
+                self.weight_sync = ReshardedWeights(Exchange(self.rank, self.world_size, device, bucket_bytes))
+            else:
+                self.weight_sync = SharedWeights() if self.generation.engine.shares_weights else CopiedWeights()
             choices |= self.generation.choices
         if self.has_adapter:
             choices["adapter"] += f"; {self._choose_route()}"
         if self.parts.rollout:
             self.publish_weights(self.weight_version)
+            if isinstance(self.weight_sync, ReshardedWeights):
+                choices["rollout"] += f"; {self.weight_sync.describe()}"
         if self.parts.reference and self.has_adapter:
             choices["reference"] = "the actor with its adapter off"
         elif self.parts.reference:
@@ -122,7 +145,7 @@ class ActorRolloutRefWorker(Learner):
         way = "alone, after the weights below it" if route.is_alone else "merged"
         return f"to the rollout it goes {way} ({route.reason})"
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @register(dispatch_mode=BY_GROUP)
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Responses to prompts; see `rollout.generate_sequences`."""
         if self.generation.engine.has_dropped_weights:  # it slept since the last publication
@@ -193,24 +216,39 @@ class ActorRolloutRefWorker(Learner):
         yield self.engine.adapter_weights(with_frozen=not are_there)
         self.has_sent_frozen = True
 
+    def pieces(self) -> Held:
+        """The parts of the weights that this rank has."""
+        parts = self.engine.parameters.pieces()
+        return {name: (Piece(start, tuple(tensor.shape)), tensor.detach()) for name, start, tensor in parts}
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def publish_weights(self, version: int) -> None:
         """Give the rollout the actor's weights; it refuses to generate with any others."""
         self.weight_version = version
         rollout = self.generation.engine
+        if isinstance(self.weight_sync, ReshardedWeights):
+            self.weight_sync.publish(self.pieces(), cast(Any, rollout), version)
+            return
         with self.weights(has_frozen=rollout.has_frozen_weights) as weights:
             self.weight_sync.publish(weights, rollout, version)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def offer_weights(self, ranks: Sequence[int]) -> Address | None:
         """Prepare weight sync with these ranks of a rollout in other processes, and no others any more. Returns, from
-        rank 0, the address of the weights."""
+        rank 0, the address of the weights. Shards are sent by all ranks, whole tensors by rank 0."""
+        bucket_bytes, device = self.rollout_config.update_weights_bucket_megabytes << 20, self.processes.world.device
+        if has_shards(self.config):
+            first = open_store(self.place.master_addr, ranks, self.world_size) if self.rank == 0 else None
+            address = self.engine.world.gather(first and first[0])[0]
+            meeting = partial(meet, address, self.rank, device, first and first[1])
+            exchange = Exchange(self.rank, self.world_size + len(ranks), device, bucket_bytes, meeting)
+            self.sender = ReshardedWeights(exchange)
+            return address if self.rank == 0 else None
         if self.rank != 0:
             return None
-        if self.sender is not None:
+        if isinstance(self.sender, WeightSender):
             self.sender.close()
-        bucket_bytes = self.rollout_config.update_weights_bucket_megabytes << 20
-        self.sender = WeightSender(self.place.master_addr, ranks, self.processes.world.device, bucket_bytes)
+        self.sender = WeightSender(self.place.master_addr, ranks, device, bucket_bytes)
         return self.sender.address
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
@@ -219,6 +257,9 @@ class ActorRolloutRefWorker(Learner):
 
         `has_frozen` says whether the rollout loaded what was sent last, frozen weights included.
         """
+        if isinstance(self.sender, ReshardedWeights):
+            self.sender.publish(self.pieces(), None, version)
+            return
         with self.weights(has_frozen=has_frozen) as weights:
             try:
                 if self.sender is not None:
@@ -238,6 +279,6 @@ class ActorRolloutRefWorker(Learner):
         """Release what the rollout or the weight sync holds, and leave the process group."""
         if self.parts.rollout:
             self.generation.close()
-        if self.sender is not None:
+        if isinstance(self.sender, WeightSender):
             self.sender.close()
         super().close()

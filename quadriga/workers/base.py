@@ -47,6 +47,11 @@ BY_REPLICA = make_nd_compute_dataproto_dispatch_fn(MESH)
 """A chunk of rows for each data-parallel rank, the same for all ranks of its model-parallel group; one of them
 returns the result."""
 
+GROUPS = "rollout groups"
+"""The name under which a worker registers its place among the rollout groups."""
+BY_GROUP = make_nd_compute_dataproto_dispatch_fn(GROUPS)
+"""A chunk of rows for each rollout group, the same for all of its ranks; the leader returns the result."""
+
 COPIED = frozenset({MODEL, OPTIMIZER})
 """What of an engine's state is copied after each step: all that a checkpoint can have."""
 

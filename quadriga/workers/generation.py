@@ -15,6 +15,7 @@ from quadriga.protocol import DataProto
 from quadriga.rewards import early_grader
 from quadriga.rollout import generate_sequences
 from quadriga.rollout.agent_loop import AgentLoopManager
+from quadriga.rollout.group import RolloutGroup
 from quadriga.workers.rollout_engines import make_rollout_engine
 
 
@@ -27,6 +28,7 @@ class Generation:
             (`rollout.free_cache_engine`).
         num_processes: how many generate; they share the graders.
         actor: the actor's own module, where this process has all of its weights.
+        group: the ranks that generate together; its leader has agent loops and graders, and returns the responses.
 
     Attributes:
         choices: the engine, and MCP servers where there are some, to be printed.
@@ -42,9 +44,11 @@ class Generation:
         is_beside_training: bool,
         num_processes: int = 1,
         actor: PreTrainedModel | None = None,
+        group: RolloutGroup | None = None,
     ) -> None:
-        self.config, self.tokenizer = config, tokenizer
-        self.engine = make_rollout_engine(config, tokenizer, device=device, dtype=dtype, actor=actor)
+        self.config, self.tokenizer, self.group = config, tokenizer, group
+        self.engine = make_rollout_engine(config, tokenizer, device=device, dtype=dtype, actor=actor, group=group)
+        leads, num_processes = group is None or group.is_leader, num_processes // (1 if group is None else group.size)
         rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
         self.sleeps = is_beside_training and rollout.free_cache_engine
         shape = load_config(
@@ -52,9 +56,9 @@ class Generation:
         )
         self.vocabulary_size = shape.get_text_config().vocab_size
         self.loops: AgentLoopManager | None = None
-        self.grader = early_grader(config, tokenizer, num_processes)
+        self.grader = early_grader(config, tokenizer, num_processes) if leads else None
         self.choices = {"rollout": self.engine.description}
-        if rollout.mode == "async":
+        if rollout.mode == "async" and leads:
             self.loops = AgentLoopManager(
                 rollout,
                 tokenizer,
@@ -71,6 +75,8 @@ class Generation:
         """Responses by `rollout.generate_sequences` or `rollout.agent_loop.AgentLoopManager.generate`, from an engine
         whose weights must have the version `weight_version`.
 
+        A member of a rollout group generates with its leader, and returns no rows.
+
         Raises EngineError: a prompt has a token that the model does not know.
         """
         input_ids, seed = prompts.batch["input_ids"], self.config.trainer.seed
@@ -82,6 +88,9 @@ class Generation:
         if self.sleeps:
             self.engine.wake()
         try:
+            if self.group is not None and not self.group.is_leader:
+                self.engine.follow()
+                return DataProto()
             if self.loops is not None:
                 grade = None if self.grader is None else self.grader.grade_one
                 responses = self.loops.generate(self.engine, prompts, seed=seed, grade=grade)
@@ -95,6 +104,8 @@ class Generation:
                     seed=seed,
                 )
         finally:
+            if self.group is not None and self.group.is_leader:
+                self.engine.release()
             if self.sleeps:
                 self.engine.sleep()
         if not prompts.meta_info.get("validate", False):  # of validation no metrics of the engine are kept

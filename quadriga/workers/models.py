@@ -12,7 +12,8 @@ from transformers import AutoModelForSequenceClassification
 
 from quadriga.config import Config, ModelShape, check_model
 from quadriga.config.actor import VISION_TYPES
-from quadriga.config.placement import ACTOR, CRITIC, arranged_roles
+from quadriga.config.placement import ACTOR, CRITIC, arranged_roles, rollout_group_size
+from quadriga.config.rollout import ROLLOUT
 from quadriga.engines.fsdp.sharded import ReadWeight
 from quadriga.engines.parallel.processes import Processes
 from quadriga.errors import ConfigError, EngineError
@@ -122,6 +123,12 @@ def check_models(config: Config, *, has_critic: bool) -> None:
         expected = f"at most {positions}, the positions of {config.actor_rollout_ref.model.path}"
         fix = "Lower one of them, or give the model more with actor_rollout_ref.model.override_config."
         raise ConfigError("data.max_prompt_length + data.max_response_length", got=got, expected=expected, fix=fix)
+    text, size = policy.get_text_config(), rollout_group_size(config)
+    keys = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    if text.num_attention_heads % size or (keys % size and size % keys):
+        where, got = f"{ROLLOUT}.tensor_model_parallel_size", f"{size}, for {text.num_attention_heads} heads"
+        expected = f"a number that divides them, and that {keys} key-value heads divide or are divided by"
+        raise ConfigError(where, got=f"{got} and {keys} key-value heads", expected=expected, fix="Choose another one.")
     for where, section, size in arranged_roles(config, has_critic=has_critic):
         layout = section.layout(size, where)
         if (layout.sp, layout.tp, layout.pp) != (1, 1, 1):

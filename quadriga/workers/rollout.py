@@ -7,15 +7,21 @@ send_weights(v)   <── v ─────────────── v ─�
                   ── buckets of weights ────────>
 """
 
+from functools import partial
+from typing import Any, cast
+
 from transformers import PreTrainedTokenizerBase
 
 from quadriga.config import Config
+from quadriga.config.placement import has_shards, rollout_group_size
+from quadriga.engines import process_group
 from quadriga.errors import WeightSyncError
 from quadriga.observe.machine import choose_dtype
 from quadriga.protocol import DataProto
+from quadriga.rollout.group import RolloutGroup
 from quadriga.single_controller import Dispatch, Worker, register
 from quadriga.user_file import import_external
-from quadriga.weight_sync import Address, WeightReceiver
+from quadriga.weight_sync import Address, Exchange, ReshardedWeights, WeightReceiver, meet
 from quadriga.workers.base import choose_device
 from quadriga.workers.generation import Generation
 
@@ -28,15 +34,25 @@ class RolloutWorker(Worker):
         import_external(config.actor_rollout_ref.model.external_lib)
         self.config, self.tokenizer = config, tokenizer
         self.weight_version = 0
-        self._receiver: WeightReceiver | None = None
+        self._receiver: WeightReceiver | ReshardedWeights | None = None
+        self.group: RolloutGroup | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def init_model(self) -> dict[str, str]:
         """Make the engine. Returns what was chosen, with reasons, for people to read."""
         self.device = choose_device(self.config.trainer.device, self.local_rank)
         dtype = choose_dtype(self.config.actor_rollout_ref.actor.fsdp_config.model_dtype, self.device).value
+        if (size := rollout_group_size(self.config)) > 1:
+            self.world = process_group.join(self.place, self.device)
+            self.group = RolloutGroup(self.rank, self.world_size, size, self.device)
         self.generation = Generation(
-            self.config, self.tokenizer, self.device, dtype, is_beside_training=False, num_processes=self.world_size
+            self.config,
+            self.tokenizer,
+            self.device,
+            dtype,
+            is_beside_training=False,
+            num_processes=self.world_size,
+            group=self.group,
         )
         choices = self.generation.choices
         return choices | {"rollout": f"{choices['rollout']}; on processes of its own"}
@@ -44,7 +60,13 @@ class RolloutWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def expect_weights(self, address: Address) -> None:
         """Take the address that weights will come from, and leave an earlier one."""
-        if self._receiver is not None:
+        if has_shards(self.config):
+            rank, size = address.num_senders + self.rank, address.num_senders + self.world_size
+            bucket_bytes = self.config.actor_rollout_ref.rollout.update_weights_bucket_megabytes << 20
+            meeting = partial(meet, address, rank, self.device)
+            self._receiver = ReshardedWeights(Exchange(rank, size, self.device, bucket_bytes, meeting))
+            return
+        if isinstance(self._receiver, WeightReceiver):
             self._receiver.close()
         self._receiver = WeightReceiver(address, self.rank, self.device)
 
@@ -52,7 +74,10 @@ class RolloutWorker(Worker):
     def receive_weights(self, version: int) -> bool:
         """Load what the actor sends meanwhile; the engine refuses to generate with any other weights. Returns whether
         the next time an adapter may come alone."""
-        self.receiver.receive(self.generation.engine, version)
+        if isinstance(self.receiver, ReshardedWeights):
+            self.receiver.publish({}, cast(Any, self.generation.engine), version)
+        else:
+            self.receiver.receive(self.generation.engine, version)
         self.weight_version = version
         return self.generation.engine.has_frozen_weights
 
@@ -66,11 +91,13 @@ class RolloutWorker(Worker):
     def close(self) -> None:
         """Release the engine and the connection to the actor."""
         self.generation.close()
-        if self._receiver is not None:
+        if isinstance(self._receiver, WeightReceiver):
             self._receiver.close()
+        if self.group is not None:
+            process_group.leave(self.world)
 
     @property
-    def receiver(self) -> WeightReceiver:
+    def receiver(self) -> WeightReceiver | ReshardedWeights:
         """The receiving end of the actor's weights. Raises WeightSyncError: there is none."""
         if self._receiver is None:
             got = "no connection to the actor's weights (expect_weights was not called)"

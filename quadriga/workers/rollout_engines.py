@@ -5,6 +5,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from quadriga.config import Config, problem_of_several_engines
+from quadriga.rollout.group import RolloutGroup
 from quadriga.rollout.hf import HFEngine
 from quadriga.rollout.http import HTTPEngine
 from quadriga.rollout.interface import RolloutEngine
@@ -35,11 +36,9 @@ def make_rollout_engine(
     device: torch.device,
     dtype: torch.dtype,
     actor: PreTrainedModel | None = None,
+    group: RolloutGroup | None = None,
 ) -> RolloutEngine:
-    """The engine that the configuration names.
-
-    `actor` is the actor's own module, where this process has all of its weights.
-    """
+    """The engine that the configuration names; for `actor` and `group` see `EngineSetup`."""
     engine, given = rollout_engine_class(config), config.actor_rollout_ref.rollout.engine_kwargs
     options = {name: value for name, value in given.items() if name not in ENGINES} | dict(given.get(engine.name) or {})
-    return engine.from_config(EngineSetup(config, tokenizer, options, device, dtype, actor))
+    return engine.from_config(EngineSetup(config, tokenizer, options, device, dtype, actor, group))

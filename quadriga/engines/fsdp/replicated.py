@@ -91,6 +91,10 @@ class ReplicatedWeights:
         """A master, or a moment of it, as the tensor that it is a part of: [...], itself."""
         return local
 
+    def pieces(self) -> Iterator[tuple[str, tuple[int, ...], torch.Tensor]]:
+        """The parameters [...] in the compute dtype, each from its start."""
+        return ((name, (0,) * tensor.dim(), tensor) for name, tensor in self.whole())
+
     def whole(self, wanted: Callable[[str], bool] = lambda name: True) -> Iterator[tuple[str, torch.Tensor]]:
         """The parameters [...] in the compute dtype; those whose names are `wanted`."""
         for name, parameter in self.parameters.items():

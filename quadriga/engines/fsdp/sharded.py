@@ -28,13 +28,14 @@ from transformers import PreTrainedModel
 
 from quadriga.engines.parallel.pipeline import Stage, keep_stage, layers_of_stage
 from quadriga.engines.parallel.processes import Processes
-from quadriga.engines.parallel.sharing import SharedTokens, part_of
+from quadriga.engines.parallel.sharing import SharedTokens
 from quadriga.engines.parallel.tensor import share_layers
 from quadriga.engines.process_group import ProcessGroup
 from quadriga.errors import EngineError
 from quadriga.models.heads import all_gather_single
 from quadriga.models.load import backbone
 from quadriga.models.scorers import Scorer
+from quadriga.partition import part_of
 
 _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\..*")
 
@@ -212,14 +213,30 @@ class ShardedWeights:
             yield name, tensor
             del tensor  # before the next one is there
 
-    def _piece(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+    def pieces(self) -> Iterator[tuple[str, tuple[int, ...], torch.Tensor]]:
+        """Of each parameter that this rank has a part of, where the part starts in the whole [V, D], and its memory."""
+        for name, part in self.parts.items():
+            if not part.is_copy:
+                yield part.name, self._box(name)[0], self.masters[name]
+
+    def _box(self, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Where this rank's part of a parameter starts in the whole, and its shape."""
         part, place, layout = self.parts[name], self.processes.place, self.processes.layout
-        expected = self.all[part.name].shape
-        if whole.shape != expected:
-            raise EngineError(f"weight {part.name}", got=f"shape {tuple(whole.shape)}", expected=f"{tuple(expected)}")
+        shape = list(self.all[part.name].shape)
+        start = [0] * len(shape)
         if (dimension := part.tensor_dimension) is not None:
-            whole = whole.narrow(dimension, *part_of(whole.shape[dimension], layout.tp, place.tp))
-        return whole.narrow(0, *part_of(whole.shape[0], layout.fsdp, place.dp_shard * layout.sp + place.sp))
+            start[dimension], shape[dimension] = part_of(shape[dimension], layout.tp, place.tp)
+        inside, shape[0] = part_of(shape[0], layout.fsdp, place.dp_shard * layout.sp + place.sp)
+        start[0] += inside
+        return tuple(start), tuple(shape)
+
+    def _piece(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        expected, where = self.all[self.parts[name].name].shape, f"weight {self.parts[name].name}"
+        if whole.shape != expected:
+            raise EngineError(where, got=f"shape {tuple(whole.shape)}", expected=f"{tuple(expected)}")
+        for dim, (start, size) in enumerate(zip(*self._box(name), strict=True)):
+            whole = whole.narrow(dim, start, size)
+        return whole
 
 
 def _joined(part: torch.Tensor, mesh: DeviceMesh, dimension: int, shape: Sequence[int]) -> torch.Tensor:

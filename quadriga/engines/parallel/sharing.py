@@ -25,6 +25,7 @@ from quadriga.engines.parallel.processes import Processes
 from quadriga.models.attention import AttentionPlan, PackedBatch
 from quadriga.models.heads import VocabularyShard, all_gather_single
 from quadriga.models.scorers import Scored, Sharing
+from quadriga.partition import part_of
 
 _Move: TypeAlias = Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor]
 
@@ -69,13 +70,6 @@ class SharedTokens(Sharing):
         groups = [self.processes.group(name) for name, is_shared in is_joined.items() if is_shared]
         states = hidden.index_select(0, batch.predictors[places] - start)
         return states, batch.targets[places], partial(_Fill.apply, places, len(batch.targets), groups)
-
-
-def part_of(total: int, parts: int, number: int) -> tuple[int, int]:
-    """Start and size of a part of a dimension [total], cut as `torch.chunk` does: the last may be smaller, or empty."""
-    size = -(-total // parts)
-    start = min(total, number * size)
-    return start, min(size, total - start)
 
 
 class UlyssesAttention:

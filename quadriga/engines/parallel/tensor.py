@@ -24,8 +24,9 @@ from torch import nn
 from torch.nn.functional import embedding, linear
 from transformers import PreTrainedModel
 
-from quadriga.engines.parallel.sharing import Collective, all_gather, part_of, reduce_scatter
+from quadriga.engines.parallel.sharing import Collective, all_gather, reduce_scatter
 from quadriga.models.load import backbone
+from quadriga.partition import part_of
 
 _SPLIT_DIMENSION = {"colwise": 0, "rowwise": 1}
 

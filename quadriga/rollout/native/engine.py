@@ -10,32 +10,44 @@ training.
 
 Consumes: requests from the inbox, at any step. Waits for: nothing; without a request it ends.
 Unblocked by: the next request, which makes a new runner.
+
+In a rollout group the leader has requests and runner, and tells the members before each step what the runner took from
+the inbox and what was given up. They do the same with the same seeds, so all ranks have the same tokens; a checksum of
+them is compared when the batch is over.
 """
 
 import asyncio
 import threading
-from collections.abc import Iterable
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from quadriga.errors import RolloutError
+from quadriga.errors import EngineError, RolloutError
 from quadriga.models.attention import ATTENTION_NAME
 from quadriga.models.vision import ImageTokens
 from quadriga.rollout.causal_model import CausalModelEngine, cache_bytes_per_token
+from quadriga.rollout.group import RolloutGroup
 from quadriga.rollout.interface import BatchImages, Completion, Images, Prompt, Prompts, Sampling, SamplingParams
+from quadriga.rollout.manifest import Manifest
 from quadriga.rollout.native.attention import cache_dtype
 from quadriga.rollout.native.generation import Generation, Request
 from quadriga.rollout.native.network import Network, PlainNetwork, description_of, is_plain, state_of
 from quadriga.rollout.native.scheduler import Scheduler
+from quadriga.rollout.native.shards import shards_of
 from quadriga.rollout.sampler import require_tokenizer
 from quadriga.rollout.setup import EngineSetup
+from quadriga.weight_sync.reshard import Wanted
 
 _LOGIT_OPTIONS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 _GIBIBYTE = 2**30
+_OVER = "over"
+"""The message that ends a batch, with the checksum of its tokens."""
 
 
 class NativeEngine(CausalModelEngine):
@@ -46,6 +58,8 @@ class NativeEngine(CausalModelEngine):
         max_num_batched_tokens: prompt tokens of one prefill, unless one prompt alone has more.
         cache_gigabytes: memory of the KV cache, in GiB; None: as much as the responses need. Where it is full, the
             requests that started last are preempted; they go on later, with the same tokens.
+        group: the ranks that hold the model together; it is then on "meta", until `hold_shards`.
+        dtype: of the shards of a group.
         options: those of `CausalModelEngine`.
 
     Raises:
@@ -60,6 +74,8 @@ class NativeEngine(CausalModelEngine):
         *,
         max_num_batched_tokens: int = 8192,
         cache_gigabytes: float | None = None,
+        group: RolloutGroup | None = None,
+        dtype: torch.dtype | None = None,
         **options: Any,
     ) -> None:
         if (found := model.config._attn_implementation) != ATTENTION_NAME:
@@ -73,9 +89,21 @@ class NativeEngine(CausalModelEngine):
         super().__init__(model, **options)
         self.description = f"native, {description_of(model)}"
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.cache_gigabytes, self.group, self.dtype = cache_gigabytes, group, dtype or model.dtype
         self.max_cache_tokens: int | None = None
-        if cache_gigabytes is not None:
-            self.max_cache_tokens = int(cache_gigabytes * _GIBIBYTE / bytes_per_token(model))
+        if group is None:
+            self._limit_cache()
+        elif not is_plain(model) or ImageTokens.of(model.config) is not None:
+            got, expected = f"{type(model).__name__}, in groups of {group.size} ranks", "Llama, Qwen2 or Qwen3 for text"
+            fix = "Set actor_rollout_ref.rollout.tensor_model_parallel_size=1."
+            raise RolloutError("rollout.name=native", got=got, expected=expected, fix=fix)
+        else:
+            self._manifest, self._pieces = Manifest.of(model), shards_of(model, group)
+            self.weight_version = -1
+        # Of the requests of the batch that the group has: those that are told and not done, all by number.
+        self._told: dict[int, Request] = {}
+        self._num_told = self._checksum = 0
+        self._has_failed = False
         self._network: Network | None = None
         self._lock = threading.Lock()
         self._inbox: list[Request] = []
@@ -87,8 +115,14 @@ class NativeEngine(CausalModelEngine):
     @classmethod
     def from_config(cls, setup: EngineSetup) -> "NativeEngine":
         setup.require_no_options()
-        model, rollout = setup.load_copy(ATTENTION_NAME) if setup.actor is None else setup.actor, setup.rollout
+        rollout, group = setup.rollout, setup.group
         memory = {"max_num_batched_tokens": rollout.max_num_batched_tokens, "cache_gigabytes": rollout.cache_gigabytes}
+        if group is not None:
+            model = setup.skeleton()
+            engine = cls(model, group=group, dtype=setup.dtype, **memory, **cls.options_of(setup, model))
+            engine.description = f"native, in groups of {group.size} ranks, each with a shard of the weights"
+            return engine
+        model = setup.load_copy(ATTENTION_NAME) if setup.actor is None else setup.actor
         engine = cls(model, **memory, **cls.options_of(setup, model))
         engine.shares_weights = setup.actor is not None
         where = "the actor's own weights" if engine.shares_weights else "a copy of the weights, which the actor shards"
@@ -117,6 +151,82 @@ class NativeEngine(CausalModelEngine):
         with self._lock:
             for request in (*self._open, *self._inbox):
                 request.is_given_up = True
+
+    def follow(self) -> None:
+        assert self.group is not None and not self.group.is_leader
+        while (message := self.group.hear(is_idle=True)) is None or message[0] != _OVER:
+            with self._computing() as generation:
+                while True:
+                    added, given_up = message or ((), ())
+                    told = self.eos_token_ids, self.tokenizer
+                    requests = [Request(prompt, sampling, *told, images) for prompt, sampling, images in added]
+                    self._count(requests)
+                    generation.scheduler.add(requests)
+                    generation.advance([self._told[number] for number in given_up])
+                    if generation.scheduler.is_done:
+                        break
+                    message = self.group.hear()
+            self._sum_up()
+        if message[1] != self._checksum:
+            got, fix = "other tokens than the leader's", "The ranks compute with other weights, or on other devices."
+            raise EngineError(f"native, {self.group}", got=got, expected="the same on all ranks", fix=fix)
+        self._num_told = self._checksum = 0
+
+    def release(self) -> None:
+        if self.group is None or not self.group.is_leader:
+            return
+        self.abort()
+        self._finish_turn()
+        # A step that fails does so on all ranks, whose members then do not listen any more.
+        if not self._has_failed:
+            self.group.tell((_OVER, self._checksum))
+        self._num_told, self._checksum, self._has_failed = 0, 0, False
+
+    def _count(self, requests: list[Request]) -> None:
+        """Number the requests that the group gets."""
+        for request in requests:
+            self._told[self._num_told] = request
+            self._num_told += 1
+
+    def _sum_up(self) -> None:
+        """All requests are done: their tokens go into the checksum."""
+        for request in self._told.values():
+            self._checksum = zlib.crc32(repr(request.token_ids).encode(), self._checksum)
+        self._told.clear()
+
+    def _tell(self, added: list[Request], given_up: list[Request]) -> None:
+        """Let the members make the same step."""
+        assert self.group is not None
+        self._count(added)
+        if not (added or given_up):
+            self.group.tell(None)
+            return
+        numbers = {id(request): number for number, request in self._told.items()}
+        specs = [(one.prompt, one.sampling, one.images) for one in added]
+        self.group.tell((specs, [numbers[id(request)] for request in given_up]))
+
+    def wanted_shards(self) -> Wanted:
+        return {name: (piece, self.dtype) for name, piece in self._pieces.items()}
+
+    def hold_shards(self, shards: Mapping[str, torch.Tensor]) -> None:
+        for name, tensor in shards.items():
+            parameter = torch.nn.Parameter(tensor, requires_grad=False)
+            for alias in self._manifest.same[name]:
+                place, _, kind = alias.rpartition(".")
+                setattr(self.model.get_submodule(place), kind, parameter)
+        device = next(iter(shards.values())).device
+        for name, buffer in list(self.model.named_buffers()):
+            place, _, kind = name.rpartition(".")
+            setattr(self.model.get_submodule(place), kind, buffer.to(device))
+        self._limit_cache()
+
+    def _limit_cache(self) -> None:
+        if self.cache_gigabytes is not None:
+            size = self._bytes_per_token()
+            self.max_cache_tokens = int(self.cache_gigabytes * _GIBIBYTE / size)
+
+    def _bytes_per_token(self) -> int:
+        return bytes_per_token(self.model) // (1 if self.group is None else self.group.size)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         self._require_idle("load_weights")
@@ -150,7 +260,7 @@ class NativeEngine(CausalModelEngine):
             if self.max_cache_tokens is not None and len(prompt) + params.max_tokens > self.max_cache_tokens:
                 got = f"{len(prompt)} prompt tokens and up to {params.max_tokens} new ones"
                 expected = f"at most {self.max_cache_tokens}, for which the KV cache has memory"
-                size = f"a token takes {bytes_per_token(self.model)} bytes"
+                size = f"a token takes {self._bytes_per_token()} bytes"
                 fix = f"Raise actor_rollout_ref.rollout.cache_gigabytes; {size}."
                 raise RolloutError(where, got=got, expected=expected, fix=fix)
             if own is not None and image_tokens is None:
@@ -172,32 +282,47 @@ class NativeEngine(CausalModelEngine):
             self._is_running |= starts
             return starts
 
-    def _run(self) -> None:
-        """Generates until there is no request left, without dropout and gradient checkpointing."""
+    @contextmanager
+    def _computing(self) -> Iterator[Generation]:
+        """A generation without dropout and gradient checkpointing."""
         was_training = self.model.training
         try:
-            try:
-                self.model.eval()
-                with torch.inference_mode():
-                    # A packed copy of earlier parameters is not used again.
-                    if self._network is None or self._network.state != state_of(self.model):
-                        self._network = None
-                        self._network = (PlainNetwork if is_plain(self.model) else Network)(self.model)
-                    limits = (self.max_num_seqs, self.max_num_batched_tokens, self.max_cache_tokens)
-                    scheduler: Scheduler[Request] = Scheduler(*limits)
-                    generation = Generation(self._network, scheduler, self.weight_version)
-                    while True:
-                        with self._lock:
-                            scheduler.add(self._inbox)
-                            self._inbox, self._open = [], [*scheduler.running, *scheduler.waiting]
-                            self._is_running = not scheduler.is_done
-                        if scheduler.is_done:
-                            break
-                        generation.advance()
-            finally:
-                self.model.train(was_training)
+            self.model.eval()
+            with torch.inference_mode():
+                # A packed copy of earlier parameters is not used again.
+                if self._network is None or self._network.state != state_of(self.model):
+                    self._network = None
+                    is_own = is_plain(self.model)
+                    self._network = PlainNetwork(self.model, self.group) if is_own else Network(self.model)
+                limits = (self.max_num_seqs, self.max_num_batched_tokens, self.max_cache_tokens)
+                yield Generation(self._network, Scheduler(*limits), self.weight_version)
+        finally:
+            self.model.train(was_training)
+
+    def _run(self) -> None:
+        """Generates until there is no request left."""
+        try:
+            with self._computing() as generation:
+                scheduler = generation.scheduler
+                while True:
+                    with self._lock:
+                        added, self._inbox = self._inbox, []
+                        scheduler.add(added)
+                        self._open = [*scheduler.running, *scheduler.waiting]
+                        self._is_running = not scheduler.is_done
+                        given_up = [request for request in self._open if request.is_cancelled]
+                    if scheduler.is_done:
+                        break
+                    if self.group is not None:
+                        self._tell(added, given_up)
+                    generation.advance(given_up)
+                    if self.group is not None and scheduler.is_done:
+                        self._sum_up()
+                        # The members begin anew as well: what is still in the KV cache must be the same everywhere.
+                        generation = Generation(generation.network, scheduler, self.weight_version)
         except BaseException as error:
             with self._lock:
+                self._has_failed = True
                 failed = [request for request in (*self._open, *self._inbox) if not request.future.done()]
                 self._open, self._inbox, self._is_running = [], [], False
             for request in failed:  # every caller gets the error, raised where it waits

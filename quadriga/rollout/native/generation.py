@@ -15,7 +15,7 @@ V vocabulary.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -144,18 +144,19 @@ class Generation:
         self.plan: AnyDecodePlan | None = None
         self.rules: SamplingRules | None = None
 
-    def advance(self) -> None:
-        """Drops what was cancelled, starts what can be started, and computes one token of every slot."""
+    def advance(self, given_up: Collection[Request] = ()) -> None:
+        """Drops what was given up, starts what can be started, and computes one token of every slot."""
         scheduler = self.scheduler
-        for slot in reversed(range(len(scheduler.running))):
-            if scheduler.running[slot].is_cancelled:
-                self._end(slot)
-        waiting, scheduler.waiting = scheduler.waiting, []
-        for request in waiting:
-            if request.is_cancelled:
-                request.close(self.weight_version)
-            else:
-                scheduler.waiting.append(request)
+        if given_up:
+            for slot in reversed(range(len(scheduler.running))):
+                if scheduler.running[slot] in given_up:
+                    self._end(slot)
+            waiting, scheduler.waiting = scheduler.waiting, []
+            for request in waiting:
+                if request in given_up:
+                    request.close(self.weight_version)
+                else:
+                    scheduler.waiting.append(request)
         if scheduler.waiting:
             self._admit()
         if scheduler.running:

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.nn.functional import embedding, silu
+from torch.nn.functional import embedding, linear, silu
 from transformers import PreTrainedModel
 
 from quadriga.models.attention import AttentionPlan
@@ -24,6 +24,8 @@ from quadriga.models.fused import rms_scale
 from quadriga.models.heads import head_logits
 from quadriga.models.load import backbone, head_of
 from quadriga.models.vision import ImageTokens, PackedImages, decoder_inputs
+from quadriga.partition import part_of
+from quadriga.rollout.group import RolloutGroup
 from quadriga.rollout.native.kernels import Kernels, about_kernels, kernels
 from quadriga.rollout.native.products import Forms, Weight
 
@@ -86,17 +88,25 @@ class Network:
 
 
 class PlainNetwork(Network):
-    """A decoder of the plain kind, computed here."""
+    """A decoder of the plain kind, computed here; with a group the share of one rank, by tensor parallelism.
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    A rank has some of the heads, of the MLP's width, and of the vocabulary (see `shards`). What attention and MLP add
+    to the hidden states is summed over the ranks, and the logits are joined: all ranks have the same bits of both.
+    """
+
+    def __init__(self, model: PreTrainedModel, group: RolloutGroup | None = None) -> None:
         super().__init__(model)
-        forms, config = _forms_for(model), model.config.get_text_config()
-        sizes = (config.hidden_size, config.intermediate_size, self.body.layers[0].self_attn.head_dim)
+        self.group, forms, config = group, _forms_for(model), model.config.get_text_config()
+        rank, size = (0, 1) if group is None else (group.rank, group.size)
+        width = part_of(config.intermediate_size, size, rank)[1]
+        self.vocabulary_size, (self.first_token, _) = config.vocab_size, part_of(config.vocab_size, size, rank)
+        sizes = (config.hidden_size, width, self.body.layers[0].self_attn.head_dim)
         dtypes = {parameter.dtype for parameter in self.body.parameters()}
         is_taken = self.device.type == "cpu" and dtypes in ({torch.bfloat16}, {torch.float32})
         loops = kernels() if is_taken and Kernels.can_compute(*sizes) else None
         self.elementwise = TorchElementwise() if loops is None else loops
-        self.layers = [_Layer(layer, number, forms, self.elementwise) for number, layer in enumerate(self.body.layers)]
+        made = (forms, self.elementwise, group)
+        self.layers = [_Layer(layer, number, *made) for number, layer in enumerate(self.body.layers)]
         if forms is not None:
             bias = getattr(self.head, "bias", None)
             self.exact_head = forms.make([self.head.weight.detach()], None if bias is None else [bias], is_head=True)
@@ -105,7 +115,7 @@ class PlainNetwork(Network):
         self, tokens: torch.Tensor, positions: torch.Tensor, images: PackedImages | None = None, *, plan: AttentionPlan
     ) -> torch.Tensor:
         if images is None:
-            hidden = embedding(tokens, self.body.embed_tokens.weight)
+            hidden = self._embedded(tokens)
         else:
             hidden = decoder_inputs(self.model, tokens, images)["inputs_embeds"]
         cos, sin = self.body.rotary_emb(hidden, position_ids=positions)
@@ -114,25 +124,46 @@ class PlainNetwork(Network):
             hidden = layer(hidden, cos, sin, plan)
         return self.elementwise.normalize(hidden, self.body.norm.weight, self.body.norm.variance_epsilon)
 
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        own = super().logits(hidden)
+        return own if self.group is None else self.group.join(own, self.vocabulary_size)
+
+    def _embedded(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[B, N] -> [B, N, D]; a rank has the rows of some tokens, and adds zeros for the others."""
+        table = self.body.embed_tokens.weight
+        if self.group is None:
+            return embedding(tokens, table)
+        local = tokens - self.first_token
+        is_here = (local >= 0) & (local < len(table))
+        return self.group.add_up(embedding(torch.where(is_here, local, 0), table) * is_here[..., None])
+
 
 class _Layer:
     """One layer of a plain decoder."""
 
-    def __init__(self, layer: Any, number: int, forms: Forms | None, elementwise: TorchElementwise | Kernels) -> None:
+    def __init__(
+        self,
+        layer: Any,
+        number: int,
+        forms: Forms | None,
+        elementwise: TorchElementwise | Kernels,
+        group: RolloutGroup | None,
+    ) -> None:
         self.number, self.elementwise = number, elementwise
         attention, mlp = layer.self_attn, layer.mlp
         self.head_size, self.scale = attention.head_dim, attention.scaling
-        self.num_key_heads = attention.config.num_key_value_heads
-        self.num_heads = attention.config.num_attention_heads
+        size = 1 if group is None else group.size
+        self.num_key_heads = max(1, attention.config.num_key_value_heads // size)
+        self.num_heads = attention.config.num_attention_heads // size
         norms = [layer.input_layernorm, layer.post_attention_layernorm]
         if hasattr(attention, "q_norm"):
             norms += [attention.q_norm, attention.k_norm]
         self.first_norm, self.second_norm, *head_norms = [(norm.weight, norm.variance_epsilon) for norm in norms]
         self.head_norms = head_norms or None
         self.project = _Projection((attention.q_proj, attention.k_proj, attention.v_proj), forms)
-        self.merge = _Projection((attention.o_proj,), forms)
+        self.merge = _Projection((attention.o_proj,), forms, group)
         self.widen = _Projection((mlp.gate_proj, mlp.up_proj), forms)
-        self.narrow = _Projection((mlp.down_proj,), forms)
+        self.narrow = _Projection((mlp.down_proj,), forms, group)
 
     def __call__(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
         """`hidden` [B, N, D]; `cos` and `sin` [B, N, d]."""
@@ -151,20 +182,30 @@ class _Layer:
 
 
 class _Projection:
-    """Linear modules with one input, their outputs side by side."""
+    """Linear modules with one input, their outputs side by side; with a group, their sum over its ranks, of which each
+    has some columns."""
 
-    def __init__(self, modules: Sequence[nn.Module], forms: Forms | None) -> None:
-        self.modules = modules
+    def __init__(
+        self, modules: Sequence[nn.Module], forms: Forms | None, summed_over: RolloutGroup | None = None
+    ) -> None:
+        self.modules, self.group = modules, summed_over
         self.weight: Weight | None = None
         plain = [module for module in modules if type(module) is nn.Linear]
         if forms is not None and len(plain) == len(modules) and len({module.bias is None for module in plain}) == 1:
             biases = None if plain[0].bias is None else [module.bias.detach() for module in plain]
-            self.weight = forms.make([module.weight.detach() for module in plain], biases)
+            if self.group is not None and not self.group.is_leader:
+                biases = None  # it is added once
+            weights = [module.weight.detach() for module in plain]
+            self.weight = forms.make(weights, biases, is_sum=self.group is not None)
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         """[B, N, D] -> [B, N, O]"""
         if self.weight is not None:
-            return self.weight.multiply(states).to(states.dtype)
+            product = self.weight.multiply(states)
+            return (product if self.group is None else self.group.add_up(product.float())).to(states.dtype)
+        if self.group is not None:
+            (module,) = cast(Any, self.modules)
+            return self.group.add_up(linear(states, module.weight, module.bias if self.group.is_leader else None))
         outputs = [module(states) for module in self.modules]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 

@@ -124,15 +124,18 @@ class Forms:
         copies = [names[form] for form in (self.many, self.few) if form in names]
         return "".join(f"; a copy of its weights in {name}" for name in dict.fromkeys(copies))
 
-    def make(self, weights: Tensors, biases: Tensors | None, *, is_head: bool = False) -> Weight | None:
-        """For modules with one input; None: no form is faster than the parameters. A head's results are float32."""
+    def make(
+        self, weights: Tensors, biases: Tensors | None, *, is_head: bool = False, is_sum: bool = False
+    ) -> Weight | None:
+        """For modules with one input; None: no form is faster than the parameters. A head's results are float32, and
+        so is a part of a sum where the form has it so."""
         if self.many is None:
             return None
         many = (WideWeight if is_head else self.many)(weights, biases)
         few: OwnWeight | PackedWeight | None = None
         if self.few is OwnWeight and OwnWeight.takes(weights):
-            few = OwnWeight(weights, biases, torch.float32 if is_head else torch.bfloat16)
-        elif self.few is PackedWeight and self.many is WideWeight and not is_head:
+            few = OwnWeight(weights, biases, torch.float32 if is_head or is_sum else torch.bfloat16)
+        elif self.few is PackedWeight and self.many is WideWeight and not (is_head or is_sum):
             few = PackedWeight(weights, biases)
         return Weight(few, many)
 

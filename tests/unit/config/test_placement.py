@@ -162,3 +162,28 @@ def test_with_fewer_processes_only_what_divides_the_ranks() -> None:
     ]
     smaller = [one.trainer.resource_pools for one in with_fewer_processes(load_config(keys).config)]
     assert smaller == [{"all": [4, 4]}, {"all": [4]}, {"all": [2]}]
+
+
+GROUPS = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ([RAY, "trainer.n_gpus_per_node=6", f"{GROUPS}=4"], "got groups of 4, of 6 ranks"),
+        ([f"{GROUPS}=2"], "got groups of 2, of 1 ranks"),
+        ([RAY, "trainer.n_gpus_per_node=2", f"{GROUPS}=2", "actor_rollout_ref.model.lora_rank=4"], "an adapter"),
+        ([RAY, "trainer.n_gpus_per_node=2", f"{GROUPS}=2", "actor_rollout_ref.rollout.name=sglang"], "sglang"),
+        ([RAY, "trainer.n_gpus_per_node=2", f"{GROUPS}=2", "actor_rollout_ref.rollout.name=hf"], "name=hf"),
+    ],
+)
+def test_groups_that_cannot_be_made(overrides: list[str], words: str) -> None:
+    problems, _ = training_findings(load_config(overrides).config)
+    assert [words in str(one) for one in problems if one.where == GROUPS] == [True]
+
+
+def test_groups_are_explained() -> None:
+    """And a start with fewer processes keeps to numbers that the groups divide."""
+    config = load_config([RAY, "trainer.n_gpus_per_node=8", f"{GROUPS}=4"]).config
+    assert "2 rollout groups of 4 neighbouring processes" in explain(config)
+    assert [one.trainer.resource_pools for one in with_fewer_processes(config)] == [{"all": [4]}]
