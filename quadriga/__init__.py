@@ -6,7 +6,9 @@ Importing the package is free: what it offers (and torch with it) loads on first
 
 import os
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from quadriga.lazy import lazy_names
 
 if TYPE_CHECKING:
     from quadriga.api import Run, Trainer, evaluate, generate, sft, train
@@ -14,12 +16,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["DataProto", "Run", "Trainer", "evaluate", "generate", "sft", "train", "__version__"]
+__getattr__ = lazy_names(__name__, {"api": "Run Trainer evaluate generate sft train", "protocol": "DataProto"})
 
 if os.environ.get("QUADRIGA_VERL", "0") not in ("", "0"):
     import_module("quadriga.compat.verl")
-
-
-def __getattr__(name: str) -> Any:
-    if name in __all__:
-        return getattr(import_module("quadriga.protocol" if name == "DataProto" else "quadriga.api"), name)
-    raise AttributeError(f"module 'quadriga' has no attribute {name!r}")

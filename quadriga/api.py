@@ -28,8 +28,7 @@ from quadriga.config.root import respell
 from quadriga.data.files import make_directory, read_table, resolve_files, written_aside
 from quadriga.descendants import own_folder
 from quadriga.errors import CheckpointError, ConfigError, DataError, QuadrigaError
-from quadriga.observe.cell import Picture
-from quadriga.observe.progress import HEADLINES, VALIDATION_PREFIX
+from quadriga.observe.progress import HEADLINES, VALIDATION_PREFIX, Picture
 from quadriga.observe.tracking.jsonl import METRICS_FILE, read_metrics
 from quadriga.rewards.by_name import ROW, ItemReward, reward_of
 from quadriga.trainer import evaluate as frozen

@@ -46,7 +46,7 @@ class QuadrigaError(Exception):
 
     worker: str = ""
 
-    def __init__(self, where: str, *, got: str = "", expected: str = "", fix: str = "") -> None:
+    def __init__(self, where: str, got: str = "", expected: str = "", fix: str = "") -> None:
         self.where, self.got, self.expected, self.fix = where, got, expected, fix
 
     def __str__(self) -> str:

@@ -15,7 +15,6 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 import quadriga
-from quadriga import observe
 from quadriga.errors import ConfigError
 from quadriga.observe.probe import EXTRAS, Extra, installed, probe_capabilities
 
@@ -90,13 +89,13 @@ def _line(is_fine: bool, name: str, found: str, remark: str, *, no: str = "NO") 
 
 def _machine_lines() -> list[str]:
     # torch, and what needs it, load here: the report must come where torch is broken.
-    torch = import_module("torch")
+    torch, machine = import_module("torch"), import_module("quadriga.observe.machine")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     threads = [f"{name}={os.environ[name]}" for name in _THREAD_VARIABLES if name in os.environ]
-    free, disk = observe.machine.available_bytes(), shutil.disk_usage(Path.cwd())
+    free, disk = machine.available_bytes(), shutil.disk_usage(Path.cwd())
     return [
-        observe.machine.describe_machine(),
-        f"dtype on {device}: {observe.machine.choose_dtype('auto', device).reason}",
+        machine.describe_machine(),
+        f"dtype on {device}: {machine.choose_dtype('auto', device).reason}",
         f"threads: {torch.get_num_threads()} ({', '.join(threads) or 'no variable sets them'})",
         f"free: {free / GIB:.1f} GiB memory, {disk.free / GIB:.1f} GiB disk in {Path.cwd()}",
     ]

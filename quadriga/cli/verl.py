@@ -12,10 +12,10 @@ from pathlib import Path
 
 from quadriga.config.yaml_text import combined, to_yaml
 from quadriga.errors import ConfigError
-from quadriga.verl.entries import ENTRIES, Entry, find_entry
 from quadriga.verl.hydra import VERSIONS, Tree
+from quadriga.verl.programs import ENTRIES, find_entry
 from quadriga.verl.shell import LAUNCHERS, launched
-from quadriga.verl.translate import Translation, translate
+from quadriga.verl.translate import Line, translate
 
 RUNS = {
     "train": "quadriga.trainer.launch:run_ppo", "generate": "quadriga.cli.generate:answer_rows",
@@ -39,21 +39,21 @@ def main(argv: Sequence[str]) -> int:
         parser.error("name one of verl's programs")
     if options.program in LAUNCHERS:
         options.program, words = launched([options.program, *words]) or (options.program, words)
-    entry, translation = translated(options.program, words, options.verl)
+    translation = translated(options.program, words, options.verl)
     for notice in translation.notices:
         print(f"notice: {notice}", file=sys.stderr)
     if options.check:
         return _show(translation)
     if problems := translation.refused + translation.machine:
         raise combined(problems)
-    module, _, name = RUNS[entry.run].partition(":")
+    module, _, name = RUNS[translation.entry.run].partition(":")
     given = () if translation.config is None else (translation.config,)
     getattr(import_module(module), name)(*given, **translation.options)
     return 0
 
 
-def translated(program: str, words: Sequence[str], version: str) -> tuple[Entry, Translation]:
-    """A program's entry, and what its words mean. Of a program or a version that nobody knows the words are looked at
+def translated(program: str, words: Sequence[str], version: str) -> Line:
+    """What a program's words mean. Of a program or a version that nobody knows the words are looked at
     as main_ppo's, or the last version's, and it is refused."""
     entry, known, problems = find_entry("main_ppo"), VERSIONS[-1], list[ConfigError]()
     try:
@@ -65,7 +65,7 @@ def translated(program: str, words: Sequence[str], version: str) -> tuple[Entry,
     except ConfigError as problem:
         problems.append(problem)
     found = translate(entry, words, known)
-    return entry, replace(found, config=None, refused=problems + found.refused) if problems else found
+    return replace(found, config=None, refused=problems + found.refused) if problems else found
 
 
 def version_of(text: str) -> str:
@@ -79,7 +79,7 @@ def version_of(text: str) -> str:
     return found[0]
 
 
-def _show(translation: Translation) -> int:
+def _show(translation: Line) -> int:
     print(to_yaml(Tree(translation.ours).nested()), end="")
     for title, problems in (("Cannot be taken", translation.refused), ("Not on this machine", translation.machine)):
         if problems:
@@ -100,10 +100,10 @@ def _check_file(file: Path, version: str) -> int:
         try:
             asked = json.loads(text)
             name, program, words = asked.get("id", number), asked["entry"], list(map(str, asked["args"]))
-            _, found = translated(program, words, version or asked.get("set", ""))
+            found = translated(program, words, version or asked.get("set", ""))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             problem = ConfigError(f"{file}, line {number}", got=str(error), expected="JSON with entry and args")
-            name, found = number, Translation(None, {}, [], [problem], [])
+            name, found = number, Line(ENTRIES[0], VERSIONS[-1], refused=[problem])
         refused, machine = list(map(str, found.refused)), list(map(str, found.machine))
         result = {"id": name, "accepted": not refused, "refused": refused, "notices": found.notices}
         accepted += not refused

@@ -67,14 +67,8 @@ def refuse(expected: str, fix: str = "") -> PydanticCustomError:
     return PydanticCustomError("refused", "expected {expected}. {fix}", {"expected": expected, "fix": fix})
 
 
-def wrong(key: str, got: str, expected: str, fix: str = "") -> ConfigError:
-    """The error that a check yields."""
-    return ConfigError(key, got=got, expected=expected, fix=fix)
-
-
-def absent(key: str, got: str, expected: str, fix: str = "") -> MachineError:
-    """The error that a check yields about what this machine has not."""
-    return MachineError(key, got=got, expected=expected, fix=fix)
+wrong, absent = ConfigError, MachineError
+"""The errors that a check yields: about a value, and about what this machine has not."""
 
 
 def unused(names: list[str], because: str) -> Iterator[str]:

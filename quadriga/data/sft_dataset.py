@@ -304,3 +304,76 @@ def chat_of_row(value: Any, *, where: str) -> Messages:
         fix = "Correct the row, or name the column that holds the chats with data.messages_key."
         raise DataError(where, got="no messages", expected=expected, fix=fix)
     return as_messages(value, where=where)
+
+
+class Pair(NamedTuple):
+    """Token ids, int32 [L]: of the prompt, of the better response and of the worse one."""
+
+    prompt: np.ndarray
+    chosen: np.ndarray
+    rejected: np.ndarray
+
+
+class RMDataset(TokenizedRows[Pair]):
+    """Preference pairs: two responses to one prompt, the better one and the worse one.
+
+        prompt     text or chat messages; may be missing where the responses are whole chats
+        chosen     the better response: text, a list with the assistant's message, or a whole chat
+        rejected   the worse one, in the same form
+
+    Read in the tokens that a rollout would have: the rendered prompt, then the response up to its end of sequence.
+    Arguments as for `TokenizedRows`.
+
+    Raises:
+        DataError: also for a pair of equal responses, from which nothing can be learned.
+    """
+
+    columns = ("chosen_key", "rejected_key")
+
+    def __getitem__(self, item: int) -> dict[str, torch.Tensor]:
+        """Pair `item`, padded on the right to `data.max_length` = L.
+
+        Returns:
+            `input_ids`, `attention_mask` and `position_ids`, int64 [2, L], the better response first; and
+            `num_prompt_tokens`, int64 [], with which both begin.
+        """
+        pair = self.rows[item]
+        sequences = [np.concatenate([pair.prompt, response]) for response in (pair.chosen, pair.rejected)]
+        return {**self.padded(sequences), "num_prompt_tokens": torch.tensor(len(pair.prompt))}
+
+    def parts_of(self, row: dict[str, Any], where: str) -> list[TextPart]:
+        parts: list[TextPart] = []
+        for key in (self.config.chosen_key, self.config.rejected_key):
+            place, prompt, response = f"{where}, {key}", row.get(self.config.prompt_key), row[key]
+            before = [] if prompt is None else as_messages(prompt, where=place)
+            if isinstance(response, str):
+                if not before:
+                    got = "a response in text, without a prompt"
+                    fix = "Name the column of the prompts with data.prompt_key."
+                    raise DataError(place, got=got, expected="a prompt in the same row, or a whole chat", fix=fix)
+                messages = [*before, {"role": ASSISTANT, "content": response}]
+            else:
+                chat = chat_of_row(response, where=place)
+                # Some data sets repeat the prompt in front of each response.
+                messages = chat if chat[: len(before)] == before else [*before, *chat]
+            parts += prompt_and_response(messages, self.encoder, where=place)
+        if parts[0].text != parts[2].text:
+            expected = "responses to one prompt: chats that differ in the last turn only"
+            raise DataError(where, got="two responses to different prompts", expected=expected, fix="Correct the row.")
+        return parts
+
+    def made(self, parts: Sequence[TextPart], tokens: Sequence[list[int]], where: str) -> Pair:
+        eos = self.tokenizer.eos_token_id
+        chosen, rejected = (conversation(tokens[i : i + 2], [False, True], eos).ids[len(tokens[i]) :] for i in (0, 2))
+        if np.array_equal(chosen, rejected):
+            got, expected = f"two equal responses, {parts[1].text[:60]!r}", "a better one and a worse one"
+            raise DataError(where, got=got, expected=expected, fix="Leave the row out: nothing can be learned from it.")
+        return Pair(np.array(tokens[0], dtype=np.int32), chosen, rejected)
+
+    def num_tokens(self, row: Pair) -> int:
+        return len(row.prompt) + max(len(row.chosen), len(row.rejected))
+
+    def cut(self, row: Pair) -> Pair | None:
+        # The prompt loses its beginning; one token of it must be left.
+        kept = len(row.prompt) - (self.num_tokens(row) - self.config.max_length)
+        return Pair(row.prompt[-kept:], row.chosen, row.rejected) if kept > 0 else None

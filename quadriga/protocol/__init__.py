@@ -3,9 +3,9 @@
 
 from quadriga.protocol.columns import object_array
 from quadriga.protocol.fields import FIELDS, Field
-from quadriga.protocol.future import DataProtoFuture
 from quadriga.protocol.merge import deep_equal, union_numpy_dict, union_tensor_dict
 from quadriga.protocol.operations import (
+    DataProtoFuture,
     all_gather_data_proto,
     fold_batch_dim,
     pad_dataproto_to_divisor,

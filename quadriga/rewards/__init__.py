@@ -4,8 +4,9 @@
 Names load on first use: a grading process imports from here and must not load torch.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from quadriga.lazy import lazy_names
 
 if TYPE_CHECKING:
     from quadriga.rewards.managers.naive import NaiveRewardManager
@@ -29,15 +30,5 @@ _HOMES = {
     "registry": "Grading RewardManager RewardOutput early_grader get_reward_manager_cls load_reward_manager register",
     "scoring": "ScoreFunction default_compute_score",
 }
-
-__all__ = [
-    "Grading", "GradingPool", "NaiveRewardManager", "Outcome", "RewardManager", "RewardOutput", "ScoreFunction",
-    "default_compute_score", "early_grader", "get_reward_manager_cls", "load_reward_manager", "register",
-]  # fmt: skip
-
-
-def __getattr__(name: str) -> Any:
-    for module, names in _HOMES.items():
-        if name in names.split():
-            return getattr(import_module(f"{__name__}.{module}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__all__ = [*" ".join(_HOMES.values()).split()]
+__getattr__ = lazy_names(__name__, _HOMES)

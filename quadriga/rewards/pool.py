@@ -3,7 +3,7 @@
 
     caller     begin(samples) ──> Round ── does something else ── result()
     a thread       └── leads one process: hands it a chunk of samples, waits for one outcome after the other
-    a process          └── grades the samples of a chunk in turn (grading_process.py)
+    a process          └── grades the samples of a chunk in turn (process.py)
 
     Round.result   waits for the end of the round; unblocked by the last outcome, too many failures, or `cancel`
     a thread       waits for the next outcome; unblocked by it, by the end of its pipe, or by the time limit of a sample
@@ -26,9 +26,8 @@ from itertools import count
 from typing import NamedTuple
 
 from quadriga.errors import RewardError
-from quadriga.rewards.grading_process import LATE, READY, Arguments
 from quadriga.rewards.outcome import Outcome, failure
-from quadriga.rewards.process import DIED, LOADING_LIMIT_S, GradingProcess, Printed
+from quadriga.rewards.process import LATE, LOADING_LIMIT_S, READY, Arguments, GradingProcess, Printed
 from quadriga.rewards.scoring import ScoreFunction
 
 CHUNK_S = 0.01
@@ -212,7 +211,7 @@ class GradingPool(AbstractContextManager["GradingPool"]):
         try:
             while self._has_calls():
                 process = process or self._process()
-                (self._grade_many if process.is_async else self._grade)(process)
+                self._grade(process)
                 process = None if process.is_ended else process
         except Exception as error:
             # The score function cannot be loaded, or a sample cannot be sent: no other will fare better.
@@ -231,63 +230,22 @@ class GradingPool(AbstractContextManager["GradingPool"]):
             return bool(self._queue) and not self._is_closed
 
     def _grade(self, process: GradingProcess) -> None:
-        """Have a process make the next calls of one round; those that it does not come to go back to the queue."""
-        chunk: deque[_Call] = deque()
-        with self._lock:
-            if self._is_closed:
-                return
-            # Enough to make the round trip cheap, few enough for processes to end together.
-            fair = math.ceil(len(self._queue) / (2 * self._num_workers))
-            size = max(1, min(fair, MAX_CHUNK, int(CHUNK_S / self._item_s)))
-            while self._queue and len(chunk) < size and self._queue[0].round is (chunk or self._queue)[0].round:
-                chunk.append(self._queue.popleft())
-        if not chunk:
-            return
-        round_ = chunk[0].round
-        with round_.lock:
-            # Here, and not later: the end of the round kills the processes that have its samples.
-            if round_.done.done():
-                return
-            round_.processes.add(process)
-        try:
-            process.send([call.arguments for call in chunk])
-            while chunk and not process.is_ended:
-                outcome = process.receive(round_.timeout_s)
-                if self._is_closed:
-                    break
-                chunk.popleft().record(outcome)
-                if not process.is_ended:
-                    self._item_s += 0.1 * (max(time.monotonic() - process.since, 1e-6) - self._item_s)
-        except Exception as error:
-            round_.end(error)
-            raise
-        finally:
-            with self._lock:
-                self._queue.extendleft(reversed(chunk))
-            try:
-                if process.is_ended:
-                    self._remove(process)
-            finally:
-                round_.leave(process)
-
-    def _grade_many(self, process: GradingProcess) -> None:
-        """Have a process that awaits its score function grade samples of any rounds, until the queue is empty."""
+        """Have a process grade samples of any rounds, until the queue is empty or the process has ended."""
         under_way: dict[int, _Call] = {}
         end: Outcome | None = None
         try:
             while not self._is_closed and self._send_more(process, under_way):
                 oldest = next(iter(under_way.values()))
-                try:
-                    found = process.receive_any()
-                except (EOFError, OSError):
-                    is_killed, status = process.is_ended, process.stop(is_ending=True)
-                    end = None if is_killed else failure("died", DIED.format(status))
+                found = process.receive(oldest.round.timeout_s)
+                if isinstance(found, Outcome):
+                    end = None if found.kind == "skipped" else found
                     break
                 if found is not None:
                     call = under_way.pop(found[0])
                     call.record(found[1])
                     if all(other.round is not call.round for other in under_way.values()):
                         call.round.leave(process)
+                    self._item_s += 0.1 * (max(time.monotonic() - process.since, 1e-6) - self._item_s)
                 elif time.monotonic() > max(process.since, oldest.since) + oldest.round.timeout_s + _BLOCKED_S:
                     process.stop()
                     end = failure("timeout", f"{LATE.format(oldest.round.timeout_s)}: it blocks its event loop")
@@ -296,9 +254,11 @@ class GradingPool(AbstractContextManager["GradingPool"]):
             if process.is_ended:
                 self._remove(process)
             left = list(under_way.values())
-            if end is not None and len(left) == 1:
-                left.pop().record(end)
-            at_most = MAX_CHUNK if end is None else max(1, len(left) // 8)
+            at_most = MAX_CHUNK
+            if end is not None and (len(left) == 1 or not process.is_async):
+                left.pop(0).record(end)
+            elif end is not None:
+                at_most = max(1, len(left) // 8)
             with self._lock:
                 self._queue.extendleft(call._replace(at_most=min(call.at_most, at_most)) for call in reversed(left))
             for call in under_way.values():
@@ -308,7 +268,12 @@ class GradingPool(AbstractContextManager["GradingPool"]):
         """Send a share of the queue, as far as there is room; returns how many calls are under way."""
         more: dict[int, _Call] = {}
         with self._lock:
-            for _ in range(math.ceil(len(self._queue) / self._num_workers)):
+            share = len(self._queue) / self._num_workers
+            size = math.ceil(share)
+            if not process.is_async:
+                # Enough to make the round trip cheap, few enough for processes to end together.
+                size = 0 if under_way else min(size, max(1, min(math.ceil(share / 2), int(CHUNK_S / self._item_s))))
+            for _ in range(size):
                 calls = [*under_way.values(), *more.values(), self._queue[0]]
                 if len(calls) > min(call.at_most for call in calls):
                     break

@@ -1,13 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A grading process as the driver holds it: started, given samples, listened to and ended, with all it has started.
+"""A grading process: its program, and the process as the driver holds it.
 
-What score functions print is passed on, `SAMPLE_BYTES` of a sample and `MINUTE_BYTES` a minute; the rest is counted.
+It is started as a fresh interpreter (`COMMAND`), not through `multiprocessing`: so it neither inherits the trainer's
+threads and memory, nor runs the user's script again, and it never loads torch unless the user's score function does.
 
-The start methods of `multiprocessing` would run the user's script again, and the pools that are built on them end a
-process alone, not what it has started.
+    driver                          grading process
+      | -- settings ------------------> |  loads the score function
+      | <------------------ READY ----- |  or UNUSABLE, error
+      | -- [(number, timeout_s, arguments), ...] -> |
+      | <---------------- LOADING ----- |  only before a grader's library is imported; READY follows
+      | <- GRADED, (number, outcome) -- |  one at a time, each sent before the next sample is begun
+      | -- [...] ---------------------> |  the next samples, once all are graded
+
+Of a coroutine function (READY comes with true) many samples are awaited at a time, each with a time limit of its own:
+their outcomes come in any order, and more samples may come at any time.
+
+It ends when the driver does: between samples it sees the end of the pipe; in the middle of a sample its supervisor
+ends it (`quadriga.descendants`), with everything that score functions have started. What score functions print is
+passed on, `SAMPLE_BYTES` of a sample and `MINUTE_BYTES` a minute; the rest is counted.
 """
 
+import asyncio
+import inspect
 import os
+import pickle
 import select
 import signal
 import socket
@@ -15,15 +31,16 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
 from quadriga.descendants import end_descendants, end_group
-from quadriga.errors import RewardError
-from quadriga.rewards.grading_process import COMMAND, GRADED, LATE, LOADING, READY, UNUSABLE
-from quadriga.rewards.outcome import Outcome, failure
-from quadriga.rewards.scoring import ScoreFunction
+from quadriga.errors import QuadrigaError, RewardError
+from quadriga.observe.watchdog import waiting
+from quadriga.rewards.outcome import Outcome, failure, raised, read_outcome, read_outcomes
+from quadriga.rewards.scoring import ScoreFunction, grader_name, load_grader
 
 LOADING_LIMIT_S = 300.0
 """Time for starting a process and for importing the score function's file and libraries."""
@@ -37,6 +54,20 @@ _END_LIMIT_S = 15.0
 
 _LOOK_S = 0.05
 """A process that awaits samples gets more of them this often."""
+READY, LOADING, UNUSABLE, GRADED = "ready", "loading", "unusable", "graded"
+
+LATE = "no score within {:g} s (reward_model.timeout_s)"
+
+COMMAND = (
+    "import sys; sys.path[:] = sys.argv[3:]; "
+    "from quadriga.descendants import supervise; supervise(int(sys.argv[2])); "
+    "from quadriga.rewards.process import main; main(int(sys.argv[1]))"
+)
+"""Program text for `python -c`: arguments are the two file descriptors and the driver's import path."""
+
+Arguments = dict[str, Any]
+Function = Callable[..., Any]
+Send = Callable[[int, Outcome | list[Outcome]], None]
 
 
 class Printed:
@@ -113,12 +144,16 @@ class GradingProcess:
             self._connection.send(message)
 
     def receive(self, timeout_s: float, last: str = GRADED) -> Any:
-        """Wait for the outcome of the sample in work (or, with `last=READY`, for the score function to be loaded).
+        """The next outcome with the number of its sample (or, with `last=READY`, wait for the score function).
 
-        The outcome is a failure where the process was too late or has died; then it is stopped. Loading has a limit of
-        its own, `LOADING_LIMIT_S`; a QuadrigaError says that the score function or a grader's library cannot be loaded.
+        An outcome alone: the process was too late or has died, and is stopped; "skipped": it was killed. None: one that
+        awaits many samples has none yet. Loading has a limit of its own, `LOADING_LIMIT_S`; a QuadrigaError says that
+        the score function or a grader's library cannot be loaded.
         """
-        self._begin_wait(timeout_s)
+        if self.is_async:
+            self._until = time.monotonic() + _LOOK_S
+        else:
+            self._begin_wait(timeout_s)
         while ready := self._wait():
             if self._connection.fileno() not in ready:
                 continue
@@ -127,30 +162,25 @@ class GradingProcess:
             except (EOFError, OSError):
                 is_killed, end = self.is_ended, self.stop(is_ending=True)
                 if self.is_ready or is_killed:
-                    return failure("died", DIED.format(end))
+                    return failure("skipped" if is_killed else "died", DIED.format(end))
                 expected, fix = "a process that starts and loads the score function", "Its output above may say why."
                 raise RewardError("grading process", got=end, expected=expected, fix=fix) from None
             if kind == UNUSABLE:
                 raise value
-            self.is_ready, self.is_async = kind != LOADING, kind == READY and value
+            self.is_ready, self.is_async = kind != LOADING, self.is_async or (kind == READY and bool(value))
+            if self.is_async:
+                self.since, self._room = time.monotonic(), SAMPLE_BYTES
             if kind == last:
                 return value
             self._begin_wait(timeout_s)
+        if self.is_async:
+            return None
         self.stop()
         if self.is_ready:
             return failure("timeout", f"{LATE.format(timeout_s)}; the grading process was killed")
         where, got = "grading process", f"no sign of life for {LOADING_LIMIT_S:g} s"
         fix = "Look at what runs at import in custom_reward_function.path."
         raise RewardError(where, got=got, expected="the score function's file and its imports to load", fix=fix)
-
-    def receive_any(self) -> tuple[int, Outcome | list[Outcome]] | None:
-        """The next outcome of a process that awaits many, and its number; None: not yet. It died: EOFError, OSError."""
-        self._until = time.monotonic() + _LOOK_S
-        while ready := self._wait():
-            if self._connection.fileno() in ready:
-                self.since, self._room = time.monotonic(), SAMPLE_BYTES
-                return self._connection.recv()[1]
-        return None
 
     def _begin_wait(self, timeout_s: float) -> None:
         self.since, self._room = time.monotonic(), SAMPLE_BYTES
@@ -205,3 +235,99 @@ class GradingProcess:
                 os.close(self._output)
         code = self.process.returncode
         return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+
+
+def main(connection_fd: int) -> None:
+    """Serve until the driver closes the pipe."""
+    # Programs that a score function starts must not keep the pipe open after this process has died.
+    os.set_inheritable(connection_fd, False)
+    connection = Connection(connection_fd)
+    with suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the driver is gone or is done with this process
+        _serve(connection)
+
+
+def _serve(connection: Connection) -> None:
+    function: ScoreFunction = connection.recv()
+    own_pid = os.getpid()
+
+    def send(number: int, outcome: Outcome | list[Outcome]) -> None:
+        if os.getpid() != own_pid:
+            # A forked copy that came back: the outcome is its parent's to send.
+            os._exit(0)
+        connection.send_bytes(pickle.dumps((GRADED, (number, outcome)), pickle.HIGHEST_PROTOCOL))
+
+    try:
+        compute_score = function.load()
+        is_async = inspect.iscoroutinefunction(compute_score)
+        connection.send((READY, is_async))
+        if is_async:
+            asyncio.run(_serve_many(connection, function, compute_score, send))
+        else:
+            _serve_in_turn(connection, function, compute_score, send)
+    except QuadrigaError as error:
+        # Only loading raises these here: a score function's own errors are outcomes.
+        connection.send((UNUSABLE, error))
+
+
+def _serve_in_turn(connection: Connection, function: ScoreFunction, compute_score: Function, send: Send) -> None:
+    """Grade one sample after the other."""
+    loaded: set[str] = set()
+    while True:
+        chunk = connection.recv()
+        with waiting("the score of a sample"):
+            for number, _, arguments in chunk:
+                name = "" if function.path is not None else grader_name(arguments["data_source"])
+                if name and name not in loaded:
+                    # Outside of any sample's time: libraries such as sympy take seconds to import.
+                    connection.send((LOADING, None))
+                    load_grader(name)
+                    loaded.add(name)
+                    connection.send((READY, None))
+                try:
+                    returned = compute_score(**arguments)
+                    if inspect.iscoroutine(returned):  # of a function that is none itself, such as a lambda around one
+                        returned = asyncio.run(returned)
+                    outcome = _read(returned, function, arguments)
+                except BaseException as error:
+                    # A score function may call sys.exit, and libraries have limits that are not Exceptions.
+                    outcome = raised(error)
+                send(number, outcome)
+
+
+def _read(returned: Any, function: ScoreFunction, arguments: Arguments) -> Outcome | list[Outcome]:
+    """The outcome of one sample, or of each of a list of samples when the function grades batches."""
+    return read_outcomes(returned, len(arguments["solution_strs"])) if function.is_batch else read_outcome(returned)
+
+
+async def _serve_many(connection: Connection, function: ScoreFunction, compute_score: Function, send: Send) -> None:
+    """Await the outcomes of samples as they come, until the driver closes the pipe."""
+    loop, tasks = asyncio.get_running_loop(), set[asyncio.Task[None]]()
+    ended = loop.create_future()
+
+    async def grade(number: int, timeout_s: float, arguments: Arguments) -> None:
+        limit = asyncio.timeout(timeout_s)
+        try:
+            async with limit:
+                returned = await compute_score(**arguments)
+            outcome = _read(returned, function, arguments)
+        except BaseException as error:
+            is_late = isinstance(error, TimeoutError) and limit.expired()
+            outcome = failure("timeout", LATE.format(timeout_s)) if is_late else raised(error)
+        send(number, outcome)
+
+    def begin(samples: list[tuple[int, float, Arguments]]) -> None:
+        for sample in samples:
+            tasks.add(task := loop.create_task(grade(*sample)))
+            task.add_done_callback(tasks.discard)
+
+    def receive() -> None:
+        # In a thread, so that the driver can send while a score function blocks the event loop.
+        with suppress(RuntimeError):  # the loop has ended
+            try:
+                while True:
+                    loop.call_soon_threadsafe(begin, connection.recv())
+            except (EOFError, ConnectionResetError):
+                loop.call_soon_threadsafe(ended.set_result, None)
+
+    threading.Thread(target=receive, daemon=True).start()
+    await ended

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reward managers: what each takes and gives, their names, and the one that a configuration names.
 
-A built-in manager is a file in `managers/` and a name in `BUILT_IN`.
+A built-in manager is a class in a file of `managers/`, and a name in `BUILT_IN`.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 ManagerClass = TypeVar("ManagerClass", bound=type)
 
-BUILT_IN = {
-    name: f"quadriga.rewards.managers.{name}" for name in ("naive", "batch", "dapo", "prime", "judge", "in_process")
-}
+BUILT_IN = {name: f"quadriga.rewards.managers.{name}" for name in ("naive", "judge")}
+BUILT_IN |= dict.fromkeys(("batch", "prime", "dapo", "in_process"), BUILT_IN["naive"])
+"""Name -> module."""
 _classes: dict[str, type] = {}
 
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The programs on the driver: training, validation, checkpoints, and how a run is built. Names load on first use."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from quadriga.lazy import lazy_names
 
 if TYPE_CHECKING:
     from quadriga.trainer.launch import run_ppo
@@ -10,12 +11,6 @@ if TYPE_CHECKING:
     from quadriga.trainer.roles import Role
     from quadriga.trainer.task_runner import TaskRunner
 
-_HOMES = {"RayPPOTrainer": "ray_trainer", "Role": "roles", "TaskRunner": "task_runner", "run_ppo": "launch"}
-
-__all__ = ["RayPPOTrainer", "Role", "TaskRunner", "run_ppo"]
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+_HOMES = {"launch": "run_ppo", "ray_trainer": "RayPPOTrainer", "roles": "Role", "task_runner": "TaskRunner"}
+__all__ = [*" ".join(_HOMES.values()).split()]
+__getattr__ = lazy_names(__name__, _HOMES)

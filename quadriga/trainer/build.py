@@ -12,8 +12,7 @@ from quadriga.config import Config, place_roles
 from quadriga.config.placement import rollout_group_size
 from quadriga.data import create_dataloader, create_rl_dataset, create_rl_sampler, load_processor, load_tokenizer
 from quadriga.data.rl_dataset import RLHFDataset
-from quadriga.data.rm_dataset import RMDataset
-from quadriga.data.sft_dataset import MultiTurnSFTDataset, SFTDataset
+from quadriga.data.sft_dataset import MultiTurnSFTDataset, RMDataset, SFTDataset
 from quadriga.observe.timing import Timeline
 from quadriga.observe.tracking.services import check_services
 from quadriga.rewards import RewardManager, load_reward_manager

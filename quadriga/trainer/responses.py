@@ -13,10 +13,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from quadriga.config import Config
-from quadriga.errors import DataError
+from quadriga.data.files import written_aside
 from quadriga.observe.tracking.jsonl import jsonable
 from quadriga.protocol import DataProto
-from quadriga.trainer.checkpoint import write_atomically
 from quadriga.trainer.rollout_pool import RolloutPool
 from quadriga.workers import ActorRolloutRefWorker
 from quadriga.workers.base import CONVERSATION_OBJECTS, PROMPT_OBJECTS, PROMPT_TENSORS
@@ -89,12 +88,7 @@ def write_samples(directory: str | Path, step: int, rows: Iterable[Mapping[str, 
     """Write rows to `directory/STEP.jsonl`: whole or not at all. Raises DataError: they cannot be written."""
     path = Path(directory).expanduser() / f"{step}.jsonl"
     lines = [json.dumps(jsonable({**row, "step": step}), ensure_ascii=False, allow_nan=False) + "\n" for row in rows]
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, "".join(lines))
-    except OSError as error:
-        raise DataError(
-            f"{path}: got {error.strerror or error}, expected room and permission to write the responses of a step",
-            fix="Free space, or set trainer.rollout_data_dir or trainer.validation_data_dir to another directory.",
-        ) from error
+    with written_aside(path, where="trainer.rollout_data_dir or trainer.validation_data_dir") as draft:
+        # JSON can hold half of a character as its escape, UTF-8 cannot.
+        draft.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
     return path

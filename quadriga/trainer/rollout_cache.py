@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from quadriga.config import Config
+from quadriga.data.files import written_aside
 from quadriga.errors import DataError, ProtocolError
 from quadriga.observe.metrics import Metric, reduce_metrics
 from quadriga.protocol import DataProto
@@ -109,14 +110,8 @@ class RolloutCache:
                 "metrics": {name: value for name, value in metrics.items() if not name.startswith("timing_s/")},
             },
         )
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            cached.save_to_disk(path)
-        except OSError as error:
-            raise DataError(
-                f"{path}: got {error.strerror or error}, expected room and permission to write the responses of a step",
-                fix=f"Free space, or set {_ROLLOUT}.skip.dump_dir to another folder.",
-            ) from error
+        with written_aside(path, where=f"{_ROLLOUT}.skip.dump_dir") as draft:
+            cached.save_to_disk(draft)
 
     def _refusal(self, path: Path, got: str, expected: str) -> DataError:
         fix = f"Set {_ROLLOUT}.skip.dump_dir to another folder, delete this file, or turn {_ROLLOUT}.skip off."

@@ -1,8 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What values of verl's keys mean in supervised training, generation and grading; and how its merger's words read."""
+"""verl's programs, a row each in programs.tsv: whose defaults they start from, by which rules, and what runs here.
+
+Also what values of its keys mean in supervised training, generation and grading, and how its merger's words read.
+"""
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from math import lcm, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +24,54 @@ MEGATRON = (
 )
 OWN_ENGINES, MEGATRON_ENGINES = frozenset({"fsdp", "fsdp2"}), frozenset({"megatron"})
 _SIZES = ("ulysses_sequence_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One program of verl's, or several that read the same keys."""
+
+    name: str
+    """What `quadriga verl NAME` calls it; defaults that it has beyond `tree` stand under this name in defaults.tsv."""
+    modules: tuple[str, ...]
+    """Patterns of the dotted module that `python -m` names, without `verl.`; a script's path is read like one."""
+    tree: str
+    """Its tree in defaults.tsv."""
+    rules: str
+    """Its rows in rules.tsv; of several names a row needs one, and the first has the functions of the whole line."""
+    task: str
+    """The task whose keys are ours."""
+    run: str
+    """What runs in its place: a name in the table of the command line. Of a training the checks are made."""
+    refused: str
+    """Of a program that cannot be taken: why, and what to use, in one sentence."""
+
+
+_LINES = Path(__file__).with_name("programs.tsv").read_text(encoding="utf-8").splitlines()
+_ROWS = (line.split("\t") for line in _LINES if not line.startswith("#"))
+ENTRIES = tuple(Entry(name, tuple(modules.split()), *rest) for name, modules, *rest in _ROWS)
+"""The first row with a name, or a pattern, that fits holds."""
+
+CONFIG_FILES = {
+    "ppo_trainer": "ppo", "ppo_megatron_trainer": "ppo_megatron", "dapo_trainer": "ppo", "dapo_megatron_trainer":
+    "ppo_megatron", "entropy_trainer": "ppo",
+    "sft_trainer_engine": "sft_trainer_engine", "sft_trainer": "fsdp_sft_trainer", "generation": "generation",
+    "evaluation": "evaluation",
+}  # fmt: skip
+"""Name of a configuration file of verl's -> its tree in defaults.tsv."""
+
+TREES = frozenset(CONFIG_FILES.values())
+
+
+def find_entry(program: str) -> Entry:
+    """The row of a program, as its name, its module or its script's path; ConfigError: there is none."""
+    module = program.removesuffix(".py").replace("/", ".").lstrip(".").removeprefix("verl.")
+    for entry in ENTRIES:
+        if module == entry.name or any(fnmatchcase(module, pattern) for pattern in entry.modules):
+            return entry
+    names = [entry.name for entry in ENTRIES]
+    near = get_close_matches(module.rsplit(".", 1)[-1], names, n=1)
+    fix = f"Did you mean {near[0]}?" if near else f"There are {', '.join(names)}."
+    raise ConfigError("verl's program", got=f"'{program}'", expected="one that has an entry here", fix=fix)
 
 
 def is_number(value: Any) -> bool:
@@ -115,11 +169,6 @@ def multiturn(line: "Line", key: str, value: Any) -> None:
     line.set("data.format", "messages" if value else "prompt_response")
 
 
-def unread(line: "Line", key: str, value: Any) -> None:
-    """Of ours, too, what verl's program does not read, or what changes nothing here."""
-    line.note(line.sentence)
-
-
 def option(line: "Line", key: str, value: Any) -> None:
     """An argument of the command that runs in the program's place."""
     line.options[key.removeprefix("data.")] = value
@@ -158,4 +207,4 @@ def merger(words: Sequence[str]) -> tuple[list[str], list[ConfigError], list[str
     return [str(local), "--output", str(options.target_dir)], problems, known if options.hf_model_path else []
 
 
-FUNCTIONS = (engine, engine_setting, cut, supervised_dtype, min_lr, column, multiturn, unread, option)
+FUNCTIONS = (engine, engine_setting, cut, supervised_dtype, min_lr, column, multiturn, option)

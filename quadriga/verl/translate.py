@@ -15,10 +15,9 @@ from quadriga.config.loader import read_settings
 from quadriga.config.root import spelled
 from quadriga.config.yaml_text import as_text
 from quadriga.errors import ConfigError, MachineError
-from quadriga.verl.entries import CONFIG_FILES, TREES, Entry
 from quadriga.verl.hydra import MISSING, VERSIONS, Tree, defaults, known_keys, parse_word, plain, read_config
 from quadriga.verl.meaning import FINISH, FUNCTIONS, has_critic
-from quadriga.verl.programs import MEGATRON, MEGATRON_ENGINES, is_number, merger
+from quadriga.verl.programs import CONFIG_FILES, MEGATRON, MEGATRON_ENGINES, TREES, Entry, is_number, merger
 
 SECTIONS = {
     "<engine>": r"(actor_rollout_ref\.actor|actor_rollout_ref\.ref|critic(?:\.model)?|reward_model(?:\.model)?)",
@@ -41,7 +40,7 @@ class Rule(NamedTuple):
 
     pattern: re.Pattern[str]
     becomes: str
-    """">", "@", "any", "given" or "values"."""
+    """">", "@", "any", "note", "given" or "values"."""
     argument: Any
     sentence: str
 
@@ -81,12 +80,12 @@ def _rule(rules: str, task: str, key: str) -> tuple[Rule, tuple[str, ...]] | Non
 
 @dataclass
 class Line:
-    """One command line under translation: verl's tree, and what has become of it so far."""
+    """One command line of verl's: its tree, and what has become of it so far; at the end, what it means here."""
 
     entry: Entry
     version: str
-    tree: Tree
-    default: dict[str, Any]
+    tree: Tree = field(default_factory=Tree)
+    default: dict[str, Any] = field(default_factory=dict)
     """verl's default leaves of this version, of the entry."""
     given: set[str] = field(default_factory=set)
     """Leaves that the command line or a user's file sets."""
@@ -95,8 +94,12 @@ class Line:
     """Our key -> verl's key that it was set from."""
     noted: dict[str, list[str]] = field(default_factory=dict)
     """Why keys are taken without effect -> these keys."""
+    config: Config | None = None
+    """None where keys are refused."""
+    notices: list[str] = field(default_factory=list)
     refused: list[ConfigError] = field(default_factory=list)
     machine: list[ConfigError] = field(default_factory=list)
+    """What only this machine lacks: files, models, packages, devices."""
     options: dict[str, Any] = field(default_factory=dict)
     """Arguments of what is run that are no keys."""
     stopped: str = ""
@@ -187,7 +190,7 @@ class Line:
             case "given":
                 if self.written in self.given:
                     self.take_ours(key, value)
-            case "any":
+            case "any" | "note":
                 self.note(rule.sentence)
             case "stop":
                 if not _among(value, json.loads(rule.argument)):
@@ -219,43 +222,29 @@ def _same(one: Any, other: Any) -> bool:
     return one == other and isinstance(one, bool) == isinstance(other, bool)
 
 
-@dataclass(frozen=True)
-class Translation:
-    """What a command line of verl's means here."""
-
-    config: Config | None
-    """None where keys are refused."""
-    ours: dict[str, Any]
-    notices: list[str]
-    refused: list[ConfigError]
-    machine: list[ConfigError]
-    """What only this machine lacks: files, models, packages, devices."""
-    options: dict[str, Any] = field(default_factory=dict)
-    """Arguments of what is run that are no keys."""
-    sources: dict[str, str] = field(default_factory=dict)
-    """Our key -> verl's key that it was set from."""
-
-
-def translate(entry: Entry, words: Sequence[str], version: str = VERSIONS[-1]) -> Translation:
+def translate(entry: Entry, words: Sequence[str], version: str = VERSIONS[-1]) -> Line:
     """Translates the words of one command line; nothing is raised, all that is wrong is in the result."""
-    if entry.refused or entry.run == "export":
-        argv, problems, notices = (
-            merger(words) if not entry.refused else ([], [ConfigError(entry.name, fix=entry.refused)], [])
-        )
-        machine = [one for one in problems if isinstance(one, MachineError)]
-        return Translation(None, {}, notices, [one for one in problems if one not in machine], machine, {"argv": argv})
-    line = compose(entry, words, version)
-    _take_all(line)
-    if line.stopped:
-        return Translation(None, {}, [], [ConfigError(entry.name, fix=line.stopped)], [])
-    notices = [f"{', '.join(keys)}: {sentence}" for sentence, keys in line.noted.items()]
-    places = {key: f"verl's {source}" for key, source in line.sources.items() if source not in (key, "")}
-    config, problems, told = read_settings(line.ours, places, task=entry.task, for_training=entry.run == "train")
-    plain = _told_of_defaults(entry, version) if line.given else frozenset()
-    notices += [one for one in told if one not in plain]
-    refused = line.refused + [one for one in problems if not isinstance(one, MachineError)]
-    machine = line.machine + [one for one in problems if isinstance(one, MachineError)]
-    return Translation(None if refused else config, line.ours, notices, refused, machine, line.options, line.sources)
+    if entry.refused:
+        return Line(entry, version, refused=[ConfigError(entry.name, fix=entry.refused)])
+    if entry.run == "export":
+        line = Line(entry, version)
+        line.options["argv"], problems, line.notices = merger(words)
+    else:
+        line = compose(entry, words, version)
+        _take_all(line)
+        if line.stopped:
+            return Line(entry, version, refused=[ConfigError(entry.name, fix=line.stopped)])
+        line.notices = [f"{', '.join(keys)}: {sentence}" for sentence, keys in line.noted.items()]
+        places = {key: f"verl's {source}" for key, source in line.sources.items() if source not in (key, "")}
+        config, problems, told = read_settings(line.ours, places, task=entry.task, for_training=entry.run == "train")
+        plain = _told_of_defaults(entry, version) if line.given else frozenset()
+        line.notices += [one for one in told if one not in plain]
+        line.config = config
+    for problem in problems:
+        (line.machine if isinstance(problem, MachineError) else line.refused).append(problem)
+    if line.refused:
+        line.config = None
+    return line
 
 
 def _take_all(line: Line) -> None:
@@ -304,7 +293,7 @@ def compose(entry: Entry, words: Sequence[str], version: str) -> Line:
     tree_name = CONFIG_FILES.get(name, entry.tree)
     tree_name = next((one for engine in chosen if (one := f"{entry.tree}_{engine}") in TREES), tree_name)
     default = defaults(tree_name, version) | defaults(entry.name, version)
-    line = Line(entry, version, Tree(), default)
+    line = Line(entry, version, default=default)
     for key, value in default.items():
         line.tree.put(key, value)
     if name and name not in CONFIG_FILES:

@@ -82,7 +82,7 @@ SHORT_AND_WORTH_IT: dict[str, str] = {
     "quadriga/config/yaml_text.py:_Loader.construct_yaml_int": "what PyYAML calls",
     "quadriga/data/files.py:RowTable.to_arrow": "the rows stay private to the class",
     "quadriga/models/weight_files.py:_member": "stands in for getattr in an unpickler",
-    "quadriga/observe/cell.py:Picture.save": "what users call",
+    "quadriga/observe/progress.py:Picture.save": "what users call",
     "quadriga/observe/tracking/base.py:RecordedSteps.has": "half of a pair with `add`",
     "quadriga/protocol/disk.py:_Reader.from_json.decoded": "a hook of json.loads",
     "quadriga/protocol/memory.py:whole_steps": "the layout of the memory is known in one file; tests read it too",

@@ -8,12 +8,15 @@ from collections.abc import Iterable, Iterator
 
 from arch_tree import Source
 
-_CORE = frozenset({"errors", "redact", "partition", "background", "descendants", "config", "observe", "protocol"})
+_CORE = frozenset(
+    {"lazy", "errors", "redact", "partition", "background", "descendants", "config", "observe", "protocol"}
+)
 _BELOW_TRAINER = _CORE | {"user_file", "algorithms", "rewards", "data", "single_controller", "workers"}
 _BELOW_WORKERS = _BELOW_TRAINER - {"workers"} | {"models", "engines", "rollout", "weight_sync"}
 
 # Each layer and what it may import besides itself. The order is the one in which they stand on each other.
 LAYERS: dict[str, frozenset[str]] = {
+    "lazy": frozenset(),
     "redact": frozenset(),
     "errors": frozenset({"redact"}),
     "partition": frozenset(),

@@ -25,7 +25,7 @@ from quadriga.compat.verl.algorithms import taken
 from quadriga.compat.verl.scores import default_compute_score
 from quadriga.errors import RewardError
 from quadriga.protocol import DataProto
-from quadriga.rewards.managers.dapo import punishment_of
+from quadriga.rewards.managers.naive import punishment_of
 from quadriga.rewards.outcome import read_outcome
 from quadriga.rewards.registry import RewardManager, RewardOutput
 from quadriga.rewards.registry import register as _register
@@ -160,7 +160,7 @@ class NaiveRewardManager(AbstractRewardManager):
 
 
 class DAPORewardManager(NaiveRewardManager):
-    """The same, less the punishment of over-long responses (`quadriga.rewards.managers.dapo`)."""
+    """The same, less the punishment of over-long responses (`quadriga.rewards.managers.naive`)."""
 
     def __init__(self, *args: Any, max_resp_len: int | None = None, overlong_buffer_cfg: Any = None, **kwargs: Any):
         super().__init__(*args, **kwargs)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reward managers: one file each, registered by name, constructed as `cls(config, tokenizer)`."""
+"""Reward managers: registered by name, constructed as `cls(config, tokenizer)`."""

@@ -1,19 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One call of the score function a sample, in a pool of processes, with a time limit each."""
+"""The managers of score functions: each calls the built-in graders, or the function of a user's file.
 
-from collections.abc import Sequence
+    naive        one call a sample, in a pool of processes, with a time limit each
+    batch        one call for all samples of a batch, for functions that are quicker on many at once
+    prime        naive with as many processes as cores, for slow graders, programs above all
+    dapo         naive with a soft punishment of over-long responses
+    in_process   in the trainer's own process: for a function that cannot travel to others, and for a debugger
+
+A sample that cannot be graded is an error, counted and stored with it; it is never a silent 0.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quadriga.config import Config
+from quadriga.errors import ConfigError
 from quadriga.protocol import DataProto
-from quadriga.rewards.outcome import Outcome
+from quadriga.rewards.outcome import Outcome, raised, read_outcome, read_outcomes
 from quadriga.rewards.pool import GradingPool, Round
 from quadriga.rewards.registry import Grading, register
-from quadriga.rewards.samples import SampleManager
+from quadriga.rewards.samples import SampleManager, Samples
 from quadriga.rewards.scoring import WITHOUT_TRUTH, ScoreFunction, grader_name
 
 NO_GRADE = Outcome(0.0, {}, "", "graded")
 """Of a sample that a reward model alone grades."""
+_WHERE = "reward_model.reward_kwargs"
+_BUFFER_DEFAULTS = {"enable": False, "len": 0, "penalty_factor": 1.0, "log": False}
 
 
 @register("naive")
@@ -62,3 +75,146 @@ class NaiveRewardManager(SampleManager):
 
     def close(self) -> None:
         self._pool.close()
+
+
+@register("batch")
+class BatchRewardManager(NaiveRewardManager):
+    """Grades all samples of a batch in one call of the user's function, in one process of its own.
+
+    The function is called with the lists `data_sources, solution_strs, ground_truths, extra_infos` and returns a list
+    of scores or dicts. Its time limit is `reward_model.timeout_s` for each sample of the batch together.
+    """
+
+    grades_early = False
+    is_batch = True
+
+    def __init__(self, config: Config, tokenizer: Any) -> None:
+        if config.custom_reward_function.path is None:
+            expected = "a file with a function that grades lists, since reward_model.reward_manager=batch"
+            fix = "Set it, or use reward_model.reward_manager=naive."
+            raise ConfigError("custom_reward_function.path", got="null", expected=expected, fix=fix)
+        super().__init__(config, tokenizer)
+
+
+@register("prime")
+class PrimeRewardManager(NaiveRewardManager):
+    """Grades each sample on its own, many at the same time; a score is "acc" too, where a grader brings none.
+
+    Options (`reward_model.reward_kwargs`): `num_processes`, samples graded at the same time (all cores of the machine
+    if it is not given), and `timeout_s`, seconds for one of them (`reward_model.timeout_s` if it is not given).
+    """
+
+    options = ("num_processes", "timeout_s")
+
+    def __init__(self, config: Config, tokenizer: Any) -> None:
+        kwargs = config.reward_model.reward_kwargs
+        num_processes = kwargs.get("num_processes", os.cpu_count() or 1)
+        timeout_s = kwargs.get("timeout_s", config.reward_model.timeout_s)
+        if not isinstance(num_processes, int) or num_processes < 1:
+            raise ConfigError(f"{_WHERE}.num_processes", got=repr(num_processes), expected="a number of at least 1")
+        if not isinstance(timeout_s, int | float) or timeout_s <= 0:
+            raise ConfigError(f"{_WHERE}.timeout_s", got=repr(timeout_s), expected="seconds above 0")
+        settings = config.reward_model.model_copy(update={"num_workers": num_processes, "timeout_s": timeout_s})
+        super().__init__(config.model_copy(update={"reward_model": settings}), tokenizer)
+
+    def shaped(self, outcomes: list[Outcome], samples: Samples) -> list[Outcome]:
+        """The outcomes, with the score as "acc" where a grader brings no "acc" of its own."""
+        graded = [one._replace(extra={"acc": one.score, **one.extra}) if not one.error else one for one in outcomes]
+        return graded if self.has_grades else outcomes
+
+
+def punishment_of(length: int, max_length: Any, given: Mapping[str, Any]) -> tuple[float, dict[str, Any]]:
+    """What is added to the score of a response of `length` tokens, and what is told of it.
+
+    Args:
+        max_length: `max_resp_len`.
+        given: `overlong_buffer_cfg`.
+
+    Raises:
+        ConfigError: one of them is not as it must be.
+    """
+    if unknown := ", ".join(key for key in given if key not in _BUFFER_DEFAULTS):
+        expected = f"only {', '.join(_BUFFER_DEFAULTS)}"
+        raise ConfigError(f"{_WHERE}.overlong_buffer_cfg", got=unknown, expected=expected)
+    buffer = {**_BUFFER_DEFAULTS, **given}
+    if not buffer["enable"]:
+        return 0.0, {}
+    if not isinstance(max_length, int) or max_length < 1:
+        expected = "a number of tokens, usually data.max_response_length"
+        raise ConfigError(f"{_WHERE}.max_resp_len", got=repr(max_length), expected=expected)
+    if not isinstance(buffer["len"], int) or not 0 < buffer["len"] <= max_length:
+        expected = f"a number of tokens from 1 to max_resp_len={max_length}"
+        raise ConfigError(f"{_WHERE}.overlong_buffer_cfg.len", got=repr(buffer["len"]), expected=expected)
+    excess = length - (max_length - buffer["len"])
+    punishment = min(0.0, -excess / buffer["len"] * buffer["penalty_factor"])
+    return punishment, {"overlong_reward": punishment, "overlong": punishment < 0} if buffer["log"] else {}
+
+
+@register("dapo")
+class DapoRewardManager(NaiveRewardManager):
+    """Grades each sample on its own, and punishes over-long responses softly (arXiv:2503.14476, eq. 13).
+
+    Up to `max_resp_len - len` tokens nothing happens; from there the reward falls linearly, by `penalty_factor` at
+    `max_resp_len`:
+
+        reward = score + min(0, (max_resp_len - len - length) / len * penalty_factor)
+
+    Options (`reward_model.reward_kwargs`): `max_resp_len`, in tokens, and `overlong_buffer_cfg` with `enable`, `len`
+    (tokens), `penalty_factor`, and `log` (the punishment goes to the extras, as "overlong_reward" and "overlong").
+    """
+
+    options = ("overlong_buffer_cfg", "max_resp_len")
+
+    def __init__(self, config: Config, tokenizer: Any) -> None:
+        kwargs = config.reward_model.reward_kwargs
+        self._max_length, self._buffer = kwargs.get("max_resp_len"), kwargs.get("overlong_buffer_cfg") or {}
+        punishment_of(0, self._max_length, self._buffer)
+        super().__init__(config, tokenizer)
+
+    def shaped(self, outcomes: list[Outcome], samples: Samples) -> list[Outcome]:
+        """The outcomes with the punishment; "acc" keeps the score from before it, if there was one."""
+        shaped = []
+        for outcome, length in zip(outcomes, samples.lengths.tolist(), strict=True):
+            if not outcome.error:
+                extra = {**outcome.extra, "acc": outcome.extra.get("acc", outcome.score)} if self.has_grades else {}
+                punishment, told = punishment_of(length, self._max_length, self._buffer)
+                outcome = outcome._replace(score=outcome.score + punishment, extra={**extra, **told})
+            shaped.append(outcome)
+        return shaped
+
+
+@register("in_process")
+class InProcessRewardManager(SampleManager):
+    """Grades each sample, or each batch, before its caller goes on, without a time limit.
+
+    With `reward_model.reward_kwargs={is_batch: true}` one call grades all samples, as with the manager `batch`.
+    """
+
+    has_grades = False
+    options = ("is_batch",)
+
+    def __init__(self, config: Config, tokenizer: Any) -> None:
+        super().__init__(config, tokenizer)
+        custom, self._is_batch = config.custom_reward_function, bool(self.settings.reward_kwargs.get("is_batch"))
+        function = ScoreFunction(custom.path, custom.name, dict(custom.reward_kwargs), is_batch=self._is_batch)
+        self._compute_score = function.load()
+
+    def submit(self, rows: list[dict[str, Any]], max_failures: int | None = None) -> Round:
+        round_ = Round(len(rows), max_failures)
+        calls = [rows] if self._is_batch and rows else [[row] for row in rows]
+        outcomes = (outcome for call in calls for outcome in self._grade(call))
+        for key, outcome in enumerate(outcomes):
+            round_.record(key, outcome)
+            if round_.done.done():
+                break
+        return round_
+
+    def _grade(self, rows: list[dict[str, Any]]) -> list[Outcome]:
+        """The outcomes of one call of the score function."""
+        try:
+            if not self._is_batch:
+                return [read_outcome(self._compute_score(**rows[0]))]
+            lists = {f"{name}s": [row[name] for row in rows] for name in rows[0]}
+            return read_outcomes(self._compute_score(**lists), len(rows))
+        except Exception as error:
+            return [raised(error)] * len(rows)

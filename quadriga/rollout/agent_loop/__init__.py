@@ -4,8 +4,9 @@
 Names load on first use, so that a file of tools can be tried without loading torch.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from quadriga.lazy import lazy_names
 
 if TYPE_CHECKING:
     from quadriga.rollout.agent_loop.conversation import Conversation, ConversationOver, Sample, Turn
@@ -15,20 +16,11 @@ if TYPE_CHECKING:
     from quadriga.rollout.agent_loop.tools import Tool, ToolError, function_tool
 
 _HOMES = {
-    "conversation": ("Conversation", "ConversationOver", "Sample", "Turn"),
-    "interactions": ("Interaction", "Reply"),
-    "loops": ("AgentLoop", "register"),
-    "manager": ("AgentLoopManager",),
-    "tools": ("Tool", "ToolError", "function_tool"),
+    "conversation": "Conversation ConversationOver Sample Turn",
+    "interactions": "Interaction Reply",
+    "loops": "AgentLoop register",
+    "manager": "AgentLoopManager",
+    "tools": "Tool ToolError function_tool",
 }
-__all__ = [
-    "AgentLoop", "AgentLoopManager", "Conversation", "ConversationOver", "Interaction", "Reply", "Sample", "Tool",
-    "ToolError", "Turn", "function_tool", "register",
-]  # fmt: skip
-
-
-def __getattr__(name: str) -> Any:
-    for module, names in _HOMES.items():
-        if name in names:
-            return getattr(import_module(f"{__name__}.{module}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__all__ = [*" ".join(_HOMES.values()).split()]
+__getattr__ = lazy_names(__name__, _HOMES)

@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -385,17 +386,8 @@ def write_trace(
 
 
 def _turn(turn: Turn) -> dict[str, Any]:
-    record = {"role": turn.role, "text": turn.text, "token_ids": turn.token_ids}
-    record |= {"finish_reason": turn.finish_reason, "seconds": round(turn.seconds, 6)}
-    calls = [
-        {
-            "name": response.name,
-            "arguments": response.arguments,
-            "answer": response.text,
-            "num_chars": response.num_chars,
-            "is_refused": response.is_refused,
-            "seconds": round(response.seconds, 6),
-        }
-        for response in turn.tool_responses
-    ]
+    record = asdict(turn) | {"seconds": round(turn.seconds, 6)}
+    calls = record.pop("tool_responses")
+    for call in calls:
+        call |= {"answer": call.pop("text"), "seconds": round(call["seconds"], 6)}
     return {**record, "calls": calls} if calls else record

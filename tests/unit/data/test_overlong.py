@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quadriga.data import overlong
+from quadriga.data import rl_dataset
 from quadriga.data.files import read_table
-from quadriga.data.overlong import PromptMeter, prompt_lengths
+from quadriga.data.rl_dataset import PromptMeter, prompt_lengths
 from quadriga.data.tokenizing import ChatEncoder
 from quadriga.errors import DataError
 
@@ -90,7 +90,7 @@ def test_a_damaged_entry_is_said_and_rebuilt(measure, path: Path, tmp_path: Path
 
 
 def test_processes_give_what_one_gives(measure, path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(overlong, "BATCH_ROWS", 2)
+    monkeypatch.setattr(rl_dataset, "BATCH_ROWS", 2)
     lengths, num_texts_here = measure(path, num_workers=3)
     assert lengths == EXPECTED
     assert num_texts_here == 0
@@ -98,7 +98,7 @@ def test_processes_give_what_one_gives(measure, path: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_a_prompt_that_is_none_names_file_and_row(measure, write, row, monkeypatch, num_workers: int):
-    monkeypatch.setattr(overlong, "BATCH_ROWS", 2)
+    monkeypatch.setattr(rl_dataset, "BATCH_ROWS", 2)
     path = write("bad.jsonl", [row(), row(), row(), row(prompt=[])])
     with pytest.raises(DataError, match=r"bad\.jsonl row 3, column 'prompt': got the prompt \[\]"):
         measure(path, num_workers=num_workers)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from quadriga.protocol import DataProto, DataProtoFuture
-from quadriga.protocol.future import resolve_results
+from quadriga.protocol.operations import resolve_results
 
 
 def rows(*numbers: int) -> DataProto:

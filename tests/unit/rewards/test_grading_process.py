@@ -7,8 +7,8 @@ from multiprocessing import Pipe
 import pytest
 
 from quadriga.errors import RewardError
-from quadriga.rewards import grading_process
-from quadriga.rewards.grading_process import GRADED, LOADING, READY, UNUSABLE
+from quadriga.rewards import process as grading_process
+from quadriga.rewards.process import GRADED, LOADING, READY, UNUSABLE
 from quadriga.rewards.scoring import ScoreFunction
 
 
@@ -35,10 +35,12 @@ def row(data_source="openai/gsm8k", text="#### 5"):
 def test_a_library_is_announced_once_so_that_its_import_costs_no_samples_time(connection):
     connection.send(ScoreFunction())
     assert connection.recv()[0] == READY
-    connection.send([row(), row(text="#### 6"), row("quadriga/largest")])
+    rows = [row(), row(text="#### 6"), row("quadriga/largest")]
+    connection.send([(number, 1.0, one) for number, one in enumerate(rows)])
     messages = [connection.recv() for _ in range(7)]
     assert [kind for kind, _ in messages] == [LOADING, READY, GRADED, GRADED, LOADING, READY, GRADED]
-    assert [value.score for kind, value in messages if kind == GRADED] == [1.0, 0.0, 1.0]
+    graded = [value for kind, value in messages if kind == GRADED]
+    assert [(number, outcome.score) for number, outcome in graded] == [(0, 1.0), (1, 0.0), (2, 1.0)]
 
 
 def test_a_batch_function_answers_a_list(connection, tmp_path):
@@ -52,15 +54,15 @@ def test_a_batch_function_answers_a_list(connection, tmp_path):
         "ground_truths": [""] * 2,
         "extra_infos": [{}] * 2,
     }
-    connection.send([lists])
-    kind, outcomes = connection.recv()
-    assert (kind, [outcome.score for outcome in outcomes]) == (GRADED, [1.0, 3.0])
+    connection.send([(7, 1.0, lists)])
+    kind, (number, outcomes) = connection.recv()
+    assert (kind, number, [outcome.score for outcome in outcomes]) == (GRADED, 7, [1.0, 3.0])
 
 
 def test_an_unknown_data_source_is_no_outcome(monkeypatch):
     ours, theirs = Pipe()
     ours.send(ScoreFunction())
-    ours.send([row("nobody/knows")])
+    ours.send([(0, 1.0, row("nobody/knows"))])
     grading_process._serve(theirs)
     assert ours.recv()[0] == READY
     kind, error = ours.recv()

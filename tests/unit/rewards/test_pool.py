@@ -160,7 +160,7 @@ def test_close_ends_a_round_under_way_in_another_thread(file):
 
 def test_a_grading_process_loads_no_torch(pool):
     (outcome,) = pool.grade(rows("modules"), timeout_s=10)
-    assert "quadriga.rewards.grading_process" in outcome.extra["modules"]
+    assert "quadriga.rewards.process" in outcome.extra["modules"]
     heavy = {"torch", "transformers", "numpy", "pydantic", "tensordict", "ray", "math_verify"}
     assert not heavy & set(outcome.extra["modules"])
 

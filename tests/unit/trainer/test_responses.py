@@ -96,7 +96,7 @@ def test_later_rows_of_a_step_replace_earlier_ones(tmp_path: Path) -> None:
 
 def test_place_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match=r"1\.jsonl: got .*Free space"):
+    with pytest.raises(DataError, match=r"rollout_data_dir .*got .*below .*created and written"):
         write_samples(tmp_path / "file" / "below", 1, [{"score": 1.0}])
 
 

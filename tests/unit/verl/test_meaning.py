@@ -14,7 +14,7 @@ import pytest
 
 from quadriga.cli.verl import version_of
 from quadriga.config.root import spelled
-from quadriga.verl.entries import find_entry
+from quadriga.verl.programs import find_entry
 from quadriga.verl.translate import translate
 
 HERE = Path(__file__).parent

@@ -18,8 +18,8 @@ from quadriga.compat.verl import TABLE
 from quadriga.config.keys import leaf_keys
 from quadriga.config.loader import load_config
 from quadriga.config.yaml_text import as_text
-from quadriga.verl.entries import ENTRIES, find_entry
 from quadriga.verl.hydra import MISSING, VERSIONS, defaults
+from quadriga.verl.programs import ENTRIES, find_entry
 from quadriga.verl.shell import commands, launched
 from quadriga.verl.translate import translate
 

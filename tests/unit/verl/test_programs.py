@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from quadriga.verl.entries import OTHERS, find_entry
 from quadriga.verl.hydra import MISSING, VERSIONS, defaults
-from quadriga.verl.translate import Translation, translate
+from quadriga.verl.programs import ENTRIES, find_entry
+from quadriga.verl.translate import Line, translate
 
 SFT = ("verl.trainer.sft_trainer", "verl.trainer.fsdp_sft_trainer")
 
 
-def translated(program: str, *words: str, version: str = VERSIONS[-1]) -> Translation:
+def translated(program: str, *words: str, version: str = VERSIONS[-1]) -> Line:
     return translate(find_entry(program), [*words], version)
 
 
@@ -140,7 +140,7 @@ def test_the_merger_takes_our_checkpoints_and_refuses_verls_shards(tmp_path: Pat
     assert translated("verl.model_merger", "merge", "--backend", "megatron", *words[3:5]).refused
 
 
-@pytest.mark.parametrize("program", [name for name, _, _ in OTHERS])
+@pytest.mark.parametrize("program", [entry.name for entry in ENTRIES if entry.refused])
 def test_other_programs_are_answered_in_one_sentence(program: str) -> None:
     (refused,) = translated(program, "trainer.unheard=1", "algorithm.adv_estimator=unheard").refused
     assert refused.fix

@@ -13,10 +13,10 @@ from quadriga.cli.verl import main, version_of
 from quadriga.config.keys import leaf_of
 from quadriga.errors import ConfigError
 from quadriga.rewards.registry import BUILT_IN
-from quadriga.verl.entries import find_entry
 from quadriga.verl.hydra import MISSING, VERSIONS, defaults, parse_word
 from quadriga.verl.meaning import ESTIMATORS, LOSSES, MANAGERS
-from quadriga.verl.translate import Translation, translate
+from quadriga.verl.programs import find_entry
+from quadriga.verl.translate import Line, translate
 
 PUBLISHED = [
     tuple(line.split("\t"))
@@ -27,7 +27,7 @@ RC, LOSS = "algorithm.rollout_correction", "actor_rollout_ref.actor.policy_loss.
 VLLM = "actor_rollout_ref.rollout.name=vllm"
 
 
-def translated(*words: str, program: str = "main_ppo", version: str = VERSIONS[-1]) -> Translation:
+def translated(*words: str, program: str = "main_ppo", version: str = VERSIONS[-1]) -> Line:
     return translate(find_entry(program), [*words], version)
 
 
