@@ -49,7 +49,7 @@ _MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "mlflow"
 def check_services(names: Sequence[str]) -> None:
     """Import what `trainer.logger` names, before anything is loaded; a `ConfigError` says what is missing."""
     for name in [one for one in names if one in _MODULES]:
-        module = require(_MODULES[name], logger=name, install=name)
+        module = require(_MODULES[name], logger=name, install="mlflow-skinny" if name == "mlflow" else name)
         if name == "wandb" and os.environ.get("WANDB_MODE", "online") == "online":
             try:
                 module.login(verify=False)  # on a terminal it asks for a key

@@ -386,7 +386,7 @@ def write_trace(
 
 
 def _turn(turn: Turn) -> dict[str, Any]:
-    record = asdict(turn) | {"seconds": round(turn.seconds, 6)}
+    record: dict[str, Any] = asdict(turn) | {"seconds": round(turn.seconds, 6)}
     calls = record.pop("tool_responses")
     for call in calls:
         call |= {"answer": call.pop("text"), "seconds": round(call["seconds"], 6)}
