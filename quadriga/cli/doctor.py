@@ -22,6 +22,8 @@ GIB = 1024**3
 LEAST_PYTHON = (3, 11)
 # Environment variables that decide how many threads compute.
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_PROC_BIND", "KMP_AFFINITY", "KMP_BLOCKTIME")
+# By its name: it loads torch, without which the rest is reported all the same.
+_MACHINE = "quadriga.observe.machine"
 _LEAST_VLLM = "0.30"
 _SGLANG = Extra("sglang", "sglang", "0.5.23", "generates: rollout.name=sglang", ".[sglang]")
 
@@ -89,7 +91,7 @@ def _line(is_fine: bool, name: str, found: str, remark: str, *, no: str = "NO") 
 
 def _machine_lines() -> list[str]:
     # torch, and what needs it, load here: the report must come where torch is broken.
-    torch, machine = import_module("torch"), import_module("quadriga.observe.machine")
+    torch, machine = import_module("torch"), import_module(_MACHINE)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     threads = [f"{name}={os.environ[name]}" for name in _THREAD_VARIABLES if name in os.environ]
     free, disk = machine.available_bytes(), shutil.disk_usage(Path.cwd())
