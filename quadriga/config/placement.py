@@ -130,7 +130,14 @@ def _check_groups(config: Config) -> Iterator[Finding]:
     if num_ranks % asked:
         got, fix = f"groups of {asked}, of {num_ranks} ranks", "More ranks: --ray and trainer.n_gpus_per_node."
         yield wrong(where, got, "a number that divides the ranks that generate", fix)
-    if size > 1 and config.actor_rollout_ref.model.has_adapter:
+    if size > 1 and not rollout.request_seeds:
+        fix = "Set it to true, or tensor_model_parallel_size to 1."
+        got, why = f"false, with groups of {size} ranks", "true: the ranks draw alike by each response's seed"
+        yield wrong(f"{ROLLOUT}.request_seeds", got, why, fix)
+    if size > 1 and rollout.name == "vllm" and (count := rollout.data_parallel_size) > 1:
+        got, fix = f"{count}, with groups of {size} ranks", "Set it to 1: each group is an engine."
+        yield wrong(f"{ROLLOUT}.data_parallel_size", got, "1", fix)
+    if has_shards(config) and config.actor_rollout_ref.model.has_adapter:
         got, fix = f"{size}, with an adapter and {ROLLOUT}.name=native", "Set it to 1, or generate with vllm."
         yield wrong(where, got, "1: shards of an adapter are not merged", fix)
 

@@ -17,7 +17,7 @@ from quadriga.errors import ConfigError
 ROLLOUT = "actor_rollout_ref.rollout"
 ENGINES = ["native", "hf", "vllm", "sglang", "http", "scripted"]
 """Names of rollout engines. Their classes stand in the table of `workers/rollout_engines.py`."""
-SPANNING = ("native",)
+SPANNING = ("native", "vllm")
 """Engines that on Ray span the ranks of a rollout group; the processes of others are their own."""
 _OF_LIBRARIES = ReadIf("name", ("vllm", "sglang"))
 _NOT_OF_SERVERS = ReadIf("name", ("http",), is_one=False)
@@ -116,13 +116,14 @@ class RolloutConfig(LogProbConfig):
     """Share of an accelerator's memory for all engines of a process, weights included; `vllm` and `sglang`."""
     tensor_model_parallel_size: Annotated[Count, _NOT_OF_SERVERS] = 1
     """Tensor parallelism of generation: ranks that hold one engine together, a rollout group, each a shard of it; of n
-    ranks there are n/k groups. `vllm` and `sglang` start so many processes of their own instead."""
+    ranks there are n/k groups. `sglang`, and `vllm` without Ray, start so many processes of their own instead."""
     data_parallel_size: Count = 1
     """Data parallelism of generation: engine replicas of each process that generates; a request goes to the one with
     the fewest tokens in flight. Above 1 for `sglang`, and for `vllm` with mode=async."""
     request_seeds: Annotated[bool, ReadIf("name", ("vllm",))] = True
     """Whether each response is drawn with a seed of its own, whatever else is in its batch. false: `vllm` draws all
-    from one generator, which is faster on an accelerator; responses then depend on what they are generated with."""
+    from one generator, which is faster on an accelerator; responses then depend on what they are generated with.
+    Rollout groups need true."""
     enforce_eager: Annotated[bool, _OF_LIBRARIES] = False
     """Whether `vllm` and `sglang` capture no CUDA graph, and `vllm` compiles nothing: a faster start, slower steps."""
     free_cache_engine: bool = True

@@ -277,22 +277,24 @@ def test_what_is_awake_is_not_woken_again(engine: VLLMEngine, monkeypatch: pytes
     _require_greedy_of(engine, model(0))
 
 
-def test_it_starts_as_it_generates(engine: VLLMEngine, start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is compiled and captured at the start is what generates: otherwise the first request compiles."""
+def test_it_starts_as_it_generates(engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compiled and captured at the start is what generates: otherwise the first request compiles. And vLLM is
+    on the device of the process, where that sees others; of CPUs there is one, whatever its number."""
     stances: list[str] = []
     kind = engine.library.module.LLMEngine
-    plain = kind.from_engine_args
+    plain = kind.__init__
 
-    def from_engine_args(*args: Any, **options: Any) -> Any:
+    def init(*args: Any, **options: Any) -> None:
         stances.append(torch._dynamo.eval_frame._stance.stance)
-        return plain(*args, **options)
+        plain(*args, **options)
 
-    monkeypatch.setattr(kind, "from_engine_args", from_engine_args)
+    monkeypatch.setattr(kind, "__init__", init)
     with torch.compiler.set_stance("eager_on_recompile"):  # neither of the two
-        for eager in (True, False):
-            InProcessCore(
-                engine.library, engine.arguments | {"enforce_eager": eager, "compilation_config": {"mode": 0}}
-            )
+        for is_eager in (True, False):
+            changes = {"enforce_eager": is_eager, "compilation_config": {"mode": 0}}
+            core = InProcessCore(engine.library, engine.arguments | changes, torch.device("cpu", 1))
+            assert core.engine.engine_core.engine_core.model_executor.driver_worker.worker.local_rank == 1
+            core.close()
     assert stances == ["force_eager", "default"]
 
 
@@ -310,6 +312,12 @@ def test_without_seeds_of_their_own(start) -> None:
         assert [one.token_ids for one in others] != [one.token_ids for one in first]
     finally:
         engine.close()
+
+
+def test_the_module_that_is_rebuilt_is_counted(engine: VLLMEngine) -> None:
+    """Of whole tensors there are no more at a time than those of the largest module, the embedding."""
+    _publish(engine, 0)
+    assert engine.rebuilt == (256 * 64 * 4, "model.embed_tokens")
 
 
 def test_private_parts_are_there(engine: VLLMEngine) -> None:

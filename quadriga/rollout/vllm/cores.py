@@ -32,7 +32,7 @@ from quadriga.errors import RolloutError
 from quadriga.rollout.event_loop import EventLoopThread
 from quadriga.rollout.interface import Completion, SamplingParams
 from quadriga.rollout.third_party import FINISH_REASONS, LogProbsOf, split_log_probs
-from quadriga.rollout.vllm.library import WHERE, Library, started, unfinished_outputs
+from quadriga.rollout.vllm.library import WHERE, Library, executor, started, unfinished_outputs
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ class Core(ABC):
 
 
 class InProcessCore(Core):
-    """vLLM's engine in this process, with these arguments."""
+    """vLLM's engine in this process, with these arguments, on this device."""
 
     is_in_process = True
     # Engines of this process share vLLM's process groups, which end with the first engine that is shut down or
@@ -128,17 +128,20 @@ class InProcessCore(Core):
     _closed: ClassVar[list[Any]] = []
     _has_foreign_group: ClassVar[bool] = False
 
-    def __init__(self, library: Library, arguments: dict[str, Any]) -> None:
+    def __init__(self, library: Library, arguments: dict[str, Any], device: torch.device) -> None:
         if not (InProcessCore._open or InProcessCore._closed):
             InProcessCore._has_foreign_group = dist.is_available() and dist.is_initialized()
         self._ids, self._aborted = itertools.count(1), threading.Event()
         # The same at the start and later: what is compiled, and captured in CUDA graphs, is what generates.
         self._stance = "force_eager" if arguments["enforce_eager"] else "default"
-        vllm = library.module
         with started(is_beside=False), torch.compiler.set_stance(self._stance):
-            own = vllm.EngineArgs(**arguments)
-            self.engine: Any = vllm.LLMEngine.from_engine_args(own, enable_multiprocessing=False)
+            own = library.module.EngineArgs(**arguments).create_engine_config()
+            self.engine: Any = library.module.LLMEngine(own, executor(device, self._place()), log_stats=False)
         InProcessCore._open.add(id(self))
+
+    def _place(self) -> tuple[str, int] | None:
+        """In a group of ranks: its name and this rank, for `executor`."""
+        return None
 
     def ask(self, method: str, *args: Any, **options: Any) -> Any:
         owner = self.engine if hasattr(self.engine, method) else self.engine.engine_core
@@ -157,7 +160,7 @@ class InProcessCore(Core):
                 while self.engine.has_unfinished_requests() and not self._aborted.is_set():
                     for output in self.engine.step():
                         responses[output.request_id].add(output)
-            for output in unfinished_outputs(self.engine):
+            for output in unfinished_outputs(self.engine, responses):
                 responses[output.request_id].add(output)
         finally:
             if self.engine.has_unfinished_requests():

@@ -5,6 +5,7 @@ load_weights ── tensors, or buckets of shared memory ──> WorkerExtension
              <──────── fingerprints of what came ─────── WorkerExtension.end_weights
 """
 
+import logging
 import os
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from quadriga.config.adapter import adapter_route, read_adapter
 from quadriga.errors import QuadrigaError, RolloutError, WeightSyncError, first_line
@@ -26,6 +28,7 @@ from quadriga.rollout.setup import EngineSetup
 from quadriga.rollout.third_party import SEED_BITS, LogProbsOf, ThirdPartyEngine, died, refused, require_release
 from quadriga.rollout.vllm.adapter import Adapter, AdapterSlot, separated
 from quadriga.rollout.vllm.cores import InProcessCore, ProcessCore, Request, Response
+from quadriga.rollout.vllm.group import GroupCore
 from quadriga.rollout.vllm.library import (
     LEAST_OF_ADAPTERS,
     WHERE,
@@ -37,6 +40,8 @@ from quadriga.rollout.vllm.library import (
 )
 from quadriga.weight_sync.buckets import pack, unpack
 from quadriga.weight_sync.fingerprint import tensor_fingerprint
+
+logger = logging.getLogger(__name__)
 
 _GIB = 1 << 30
 _MEMORY = ("weights", "kv_cache")
@@ -81,6 +86,8 @@ class VLLMEngine(ThirdPartyEngine):
         self._slot = None if adapter is None else AdapterSlot(adapter, self.library, self.core)
         self._resting: set[str] = set()
         """The parts of vLLM's memory that it has given back."""
+        self.rebuilt: tuple[int, str] = (0, "")
+        """Most bytes of whole tensors that a process of vLLM held at a time, and the module that it rebuilt of them."""
         self._is_empty = False
         """Whether its weights went with them."""
         self._frozen: dict[str, str] = {}
@@ -115,7 +122,7 @@ class VLLMEngine(ThirdPartyEngine):
         return self._is_empty
 
     async def generate(self, prompt: Prompt, sampling: SamplingParams, images: Images | None = None) -> Completion:
-        if not isinstance(self.core, ProcessCore):
+        if not isinstance(self.core, ProcessCore | GroupCore):
             return await super().generate(prompt, sampling, images)
         [request] = self._requests([prompt], [sampling], [images])
         with self._explained():
@@ -151,6 +158,7 @@ class VLLMEngine(ThirdPartyEngine):
                         self.core.call("load_bucket", bucket)
             finally:
                 marks = self.core.call("end_weights")
+            self._tell_rebuilt(self.core.call("rebuilt_module"))
             if not self.core.ask("reset_prefix_cache"):
                 where = f"{WHERE}, prefix cache"
                 got = "a cache that vLLM does not empty, for responses are being generated"
@@ -166,11 +174,26 @@ class VLLMEngine(ThirdPartyEngine):
         if self._slot is not None:
             self._frozen = {name: mark for name, mark in self._arrived.tensors.items() if not is_factor(name)}
 
+    def _tell_rebuilt(self, modules: Sequence[tuple[int, str]]) -> None:
+        num_bytes, name = max(modules)
+        if num_bytes > self.rebuilt[0]:
+            self.rebuilt = (num_bytes, name)
+            told = "vLLM rebuilds a module at a time: at most %.1f MiB of tensors beside its weights (%s)"
+            logger.info(told, num_bytes / (1 << 20), name)
+
     def _buckets(self, weights: Iterator[tuple[str, torch.Tensor]]) -> Generator[Any, None, None]:
-        """What `load_bucket` gets: copies of tensors, or where they are in shared memory until the next bucket."""
+        """What `load_bucket` gets: copies of tensors, or where they are until the next bucket: on a GPU that vLLM uses
+        too, or in shared memory."""
         if self.core.is_in_process:
             for name, tensor in weights:
                 yield [(name, tensor.detach().clone())]
+            return
+        if self.setup.device.type == "cuda":
+            for entries, content in pack(weights, self.bucket_bytes):
+                torch.cuda.current_stream(content.device).synchronize()  # the other process has streams of its own
+                handle = content.untyped_storage()._share_cuda_()
+                place = [content.storage_offset(), content.numel()]
+                yield {"handle": handle, "place": place, "entries": entries}
             return
         file = os.memfd_create("quadriga-weights")  # ends with this process, however that ends
         path = f"/proc/{os.getpid()}/fd/{file}"
@@ -180,6 +203,15 @@ class VLLMEngine(ThirdPartyEngine):
                 yield {"path": path, "num_bytes": content.numel(), "entries": entries}
         finally:
             os.close(file)
+
+    def follow(self) -> None:
+        assert isinstance(self.core, GroupCore), "only members of a group follow"
+        with self._explained():
+            self.core.follow()
+
+    def release(self) -> None:
+        if isinstance(self.core, GroupCore):
+            self.core.release()
 
     def abort(self) -> None:
         """End unfinished responses; from another thread than the one that generates."""
@@ -216,8 +248,10 @@ class VLLMEngine(ThirdPartyEngine):
         rollout = self.setup.rollout
         is_in_process = rollout.mode == "sync" and rollout.tensor_model_parallel_size == 1
         try:
+            if self.setup.group is not None:
+                return GroupCore(self.library, self.arguments, self.setup.group)
             if is_in_process:
-                return InProcessCore(self.library, self.arguments)
+                return InProcessCore(self.library, self.arguments, self.setup.device)
             return ProcessCore(self.library, self.arguments, self.setup.config.trainer.stall_timeout_s)
         except QuadrigaError:
             raise
@@ -274,6 +308,8 @@ class VLLMEngine(ThirdPartyEngine):
         """What was chosen, and what of this version of vLLM is not as it was, for people to read."""
         told, is_on_cpu = self.arguments, self.setup.device.type == "cpu"
         where = "in the worker's process"
+        if self.setup.group is not None:
+            where = f"in the processes of {told['tensor_parallel_size']} ranks, which hold it together"
         if not self.core.is_in_process:
             where = f"in processes of its own ({told['tensor_parallel_size']})"
         lora = ""
@@ -324,7 +360,7 @@ class VLLMEngine(ThirdPartyEngine):
     def _explained(self) -> Iterator[None]:
         try:
             yield
-        except RolloutError:
+        except QuadrigaError:
             raise
         except Exception as error:  # vLLM's failures have no class in common
             if self.core.is_lost:
@@ -345,11 +381,18 @@ class WorkerExtension:
     model_config: Any
     quadriga_marks: dict[str, str] | None = None
     """Fingerprints of the weights that have come; None: no load is under way."""
+    quadriga_rebuilt: tuple[int, str] = (0, "")
+    quadriga_held: list[tuple[StorageWeakRef, int]]
 
     def load_bucket(self, bucket: dict[str, Any] | list[tuple[str, torch.Tensor]]) -> None:
         """Some weights; vLLM keeps each until its layer is complete. Fingerprints are of the tensors that it gets."""
         if isinstance(bucket, dict):
-            content = torch.from_file(bucket["path"], True, bucket["num_bytes"], dtype=torch.uint8)
+            if "handle" in bucket:
+                storage = torch.UntypedStorage._new_shared_cuda(*bucket["handle"])
+                offset, size = bucket["place"]
+                content = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, offset, (size,), (1,))
+            else:
+                content = torch.from_file(bucket["path"], True, bucket["num_bytes"], dtype=torch.uint8)
             weights = ((name, tensor.clone()) for name, tensor in unpack(bucket["entries"], content))
         else:
             weights = iter(bucket)
@@ -359,10 +402,20 @@ class WorkerExtension:
             if self.quadriga_marks is None:
                 begin(model)
                 self.quadriga_marks = {}
+                self.quadriga_rebuilt, self.quadriga_held = (0, ""), []
             for name, tensor in weights:
                 self.quadriga_marks[name] = tensor_fingerprint(tensor)
+                # What vLLM keeps of a module that is not complete, and this tensor.
+                self.quadriga_held = [one for one in self.quadriga_held if not one[0].expired()]
+                num_bytes = sum(size for _, size in self.quadriga_held) + tensor.nbytes
+                self.quadriga_rebuilt = max(self.quadriga_rebuilt, (num_bytes, name.rpartition(".")[0]))
+                self.quadriga_held.append((StorageWeakRef(tensor.untyped_storage()), tensor.nbytes))
                 with torch.no_grad():
                     model.load_weights(iter([(name, tensor)]))
+
+    def rebuilt_module(self) -> tuple[int, str]:
+        """Of the last load: most bytes of whole tensors that were here at a time, and the module that they were of."""
+        return self.quadriga_rebuilt
 
     def end_weights(self) -> dict[str, str]:
         """Put together what is left, also after a stream that broke off. Returns the fingerprint of each weight."""

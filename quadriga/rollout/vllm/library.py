@@ -3,7 +3,7 @@
 
 import importlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -110,11 +110,30 @@ def repack_tied(model: torch.nn.Module) -> None:
             method.process_weights_after_loading(modules[name])
 
 
-def unfinished_outputs(engine: Any) -> list[Any]:
-    """What an engine in this process has of each unfinished request, as the output of one that is aborted."""
+def executor(device: torch.device, group: tuple[str, int] | None = None) -> type:
+    """vLLM's executor in this process.
+
+    Args:
+        device: with the number that the process sees it under; vLLM by itself takes the first one.
+        group: of a rank of a group: a name unlike any other group's on the machine, by which vLLM calls shared memory,
+            and the rank's number in torch's process group, which is there already.
+    """
+    kinds = importlib.import_module("vllm.v1.executor.uniproc_executor")
+    base: Any = kinds.UniProcExecutor if group is None else kinds.ExecutorWithExternalLauncher
+
+    class Executor(base):
+        def _distributed_args(self) -> tuple[str, int, int]:
+            method, rank = super()._distributed_args()[:2] if group is None else (f"file:///{group[0]}", group[1])
+            return method, rank, device.index or 0
+
+    return Executor
+
+
+def unfinished_outputs(engine: Any, names: Container[str]) -> list[Any]:
+    """What an engine in this process has of those of these requests that are not done, as outputs of aborted ones."""
     aborted = importlib.import_module("vllm.v1.engine").FinishReason.ABORT
     states = engine.output_processor.request_states.values()
-    return [state.make_request_output([], None, aborted, None) for state in states]
+    return [one.make_request_output([], None, aborted, None) for one in states if one.external_req_id in names]
 
 
 def cache_tensors(worker: Any) -> Sequence[torch.Tensor]:

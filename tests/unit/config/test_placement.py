@@ -182,6 +182,14 @@ def test_groups_that_cannot_be_made(overrides: list[str], words: str) -> None:
     assert [words in str(one) for one in problems if one.where == GROUPS] == [True]
 
 
+@pytest.mark.parametrize("key", ["data_parallel_size=2", "request_seeds=False"])
+def test_what_vllm_leaves_out_in_groups(key: str) -> None:
+    """Each group is an engine, and its ranks draw alike."""
+    rollout = [f"actor_rollout_ref.rollout.{one}" for one in ("name=vllm", "mode=async", key)]
+    problems, _ = training_findings(load_config([RAY, "trainer.n_gpus_per_node=4", f"{GROUPS}=2", *rollout]).config)
+    assert [one.where for one in problems if "with groups of 2 ranks" in str(one)] == [rollout[2].partition("=")[0]]
+
+
 def test_groups_are_explained() -> None:
     """And a start with fewer processes keeps to numbers that the groups divide."""
     config = load_config([RAY, "trainer.n_gpus_per_node=8", f"{GROUPS}=4"]).config
