@@ -109,7 +109,27 @@ class FSDPConfig(Section):
     reshard_after_forward: bool = True
     """Whether a layer's gathered weights are dropped before its backward pass gathers them again."""
     offload_policy: bool = False
-    """Whether sharded weights and optimizer state are kept, and stepped, in the memory of the CPU; with CUDA."""
+    """Whether float32 weights and optimizer state always stay, and are stepped, in the memory of the CPU; with CUDA."""
+    param_offload: bool = False
+    """Whether weights leave the device while other roles work: to `trainer.offload_dir`. A rollout that computes with
+    the actor's own modules keeps what it reads; float32 masters behind them leave."""
+
+
+class TrainingFSDPConfig(FSDPConfig):
+    """FSDP2 of a role that learns."""
+
+    optimizer_offload: bool = False
+    """Whether AdamW's moments leave the device between updates: to `trainer.offload_dir`."""
+    grad_offload: bool | None = None
+    """Whether the float32 sums of gradients are freed between updates. null: on an accelerator."""
+
+
+class ReferenceFSDPConfig(Section):
+    """Memory of the reference; its ranks are arranged as the actor's."""
+
+    param_offload: bool | None = None
+    """Whether its weights rest in `trainer.offload_dir` while it is not used. null: on an accelerator, beside the
+    actor."""
 
 
 class CheckpointConfig(Section):
@@ -170,7 +190,7 @@ class BatchingConfig(ParallelConfig):
     """Largest norm of the gradient; a longer one is scaled down to it."""
     max_nonfinite_steps: Count = 3
     """Optimizer steps in a row with a gradient that is not finite (each is skipped) after which the run stops."""
-    fsdp_config: FSDPConfig = Field(default_factory=FSDPConfig)
+    fsdp_config: TrainingFSDPConfig = Field(default_factory=TrainingFSDPConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
 
 
@@ -239,6 +259,12 @@ class LogProbConfig(Section):
     """Whether passes are cut by tokens even when a number of sequences is given."""
     log_prob_max_token_len_per_gpu: Count = 16384
     """Tokens in one pass, where passes are cut by tokens."""
+
+
+class ReferenceConfig(LogProbConfig):
+    """The reference policy: its passes, and its memory."""
+
+    fsdp_config: ReferenceFSDPConfig = Field(default_factory=ReferenceFSDPConfig)
 
 
 class CriticModelConfig(Section):

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from quadriga.config.actor import ActorConfig, CriticConfig, LogProbConfig, ModelConfig
+from quadriga.config.actor import ActorConfig, CriticConfig, ModelConfig, ReferenceConfig
 from quadriga.config.algorithm import AlgorithmConfig
 from quadriga.config.base import Section, filled
 from quadriga.config.data import DataConfig
@@ -75,7 +75,7 @@ class ActorRolloutRefConfig(Section):
     model: ModelConfig = Field(default_factory=ModelConfig)
     actor: ActorConfig = Field(default_factory=ActorConfig)
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
-    ref: LogProbConfig = Field(default_factory=LogProbConfig)
+    ref: ReferenceConfig = Field(default_factory=ReferenceConfig)
 
 
 class Config(Section):

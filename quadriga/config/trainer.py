@@ -86,6 +86,10 @@ class TrainerConfig(Section):
     """Whether the untrained model is validated first, where there are validation files."""
     default_local_dir: Annotated[PathText, AfterValidator(_known_places)] = "outputs/{project_name}/{experiment_name}"
     """Directory of the run: checkpoints, metrics, the resolved configuration, and after a supervised task `model`."""
+    offload_dir: PathText | None = None
+    """Folder for what leaves a CPU's memory (`fsdp_config.param_offload`, `optimizer_offload`), in memory-mapped files
+    that end with their process; on a disk. null: `offload` in the directory of the run. On CUDA it goes to pinned
+    memory of the host."""
     resume_mode: ResumeMode = "auto"
     """auto: resume from the run's newest checkpoint, if any; disable: start anew; resume_path: from the given one."""
     resume_from_path: Annotated[PathText | None, ReadIf("resume_mode", ("resume_path",))] = None
@@ -130,6 +134,11 @@ class TrainerConfig(Section):
         """`default_local_dir` with its names filled in."""
         places = {"project_name": self.project_name, "experiment_name": self.experiment_name}
         return Path(self.default_local_dir.format(**places)).expanduser()
+
+    @property
+    def offload_directory(self) -> Path:
+        """`offload_dir`, or the folder that stands for null."""
+        return Path(self.offload_dir).expanduser() if self.offload_dir else self.directory / "offload"
 
     @property
     def loggers(self) -> list[str]:

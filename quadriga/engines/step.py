@@ -20,7 +20,7 @@ import torch
 from quadriga.algorithms.aggregate import LossCounts
 from quadriga.config import OptimConfig
 from quadriga.engines.batches import MicroBatching, Passes, RowLength, micro_batches, mini_batches
-from quadriga.engines.fsdp.engine import FSDPEngine
+from quadriga.engines.fsdp.engine import ALL_KINDS, FSDPEngine
 from quadriga.engines.objectives import Objective
 from quadriga.engines.packing import Outputs, pack, row_tokens
 from quadriga.models.attention import PackedBatch
@@ -73,7 +73,8 @@ def infer(
     shape = data.batch["response_mask"].shape
     results = {name: torch.zeros(shape, dtype=torch.float32) for name in engine.output_names(question)}
     pieces = list(_packed(engine, data, micro))
-    outputs = engine.forward([packed for _, packed in pieces], question)
+    with engine.awake("weights"):
+        outputs = engine.forward([packed for _, packed in pieces], question)
     # A pipeline stage without the head has no outputs: its results are not collected.
     for (indices, packed), scores in zip(pieces, outputs, strict=False):
         for name, values in scores.items():
@@ -96,10 +97,11 @@ def update(
         Metrics, averaged over optimizer steps; those of all ranks are yet to be combined.
     """
     steps = []
-    for rows, places in mini_batches(data, engine.replicas, passes):
-        is_all = torch.equal(rows, torch.arange(len(data)))
-        mini = data if is_all else data.select_idxs(rows)
-        steps.append(_optimizer_step(engine, mini, places, objective, passes.micro, lr, temperature))
+    with engine.awake(*ALL_KINDS):
+        for rows, places in mini_batches(data, engine.replicas, passes):
+            is_all = torch.equal(rows, torch.arange(len(data)))
+            mini = data if is_all else data.select_idxs(rows)
+            steps.append(_optimizer_step(engine, mini, places, objective, passes.micro, lr, temperature))
     # Shares are averaged over steps and stay sums for the ranks to add up; a rank that computed nothing in some step
     # has a share of nothing there.
     names = dict.fromkeys(name for shares, _ in steps for name in shares)

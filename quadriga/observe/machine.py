@@ -65,11 +65,15 @@ def resident_bytes() -> tuple[int, int]:
 
 
 def release_free_memory() -> bool:
-    """Give unused pages back to the system, where the C library keeps them (glibc). Returns whether it does.
+    """Give unused pages back to the system, where the C library keeps them (glibc), and what torch's allocator keeps
+    of a GPU. Returns whether the C library does.
 
     Training and generation allocate in different patterns; without this each leaves holes for the other, and the
-    resident memory of a run creeps up.
+    resident memory of a run creeps up. An engine like vLLM's has an allocator of its own: what torch's keeps is lost
+    to it.
     """
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     return trim is not None and bool(trim(0))
 
@@ -89,6 +93,14 @@ def available_bytes() -> int:
     free = int(field.split()[0]) * 1024 if field else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit, held = (_read(Path(f"/sys/fs/cgroup/memory.{name}")) for name in ("max", "current"))
     return min(free, int(limit) - int(held)) if limit.isdigit() and held.isdigit() else free
+
+
+def is_in_memory(folder: Path) -> bool:
+    """Whether a folder is on a file system in memory, by the kernel's list of mounts; False where there is none."""
+    lines = enumerate(line.split() for line in _read(Path("/proc/self/mounts")).splitlines())
+    place = folder.resolve()
+    found = [(len(where), number, kind) for number, (_, where, kind, *_) in lines if place.is_relative_to(where)]
+    return max(found, default=(0, 0, ""))[2] in ("tmpfs", "ramfs")
 
 
 def describe_machine() -> str:

@@ -177,7 +177,8 @@ def random_states() -> dict[str, Any]:
         "python": random.getstate(),
         "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached),
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        # Of the device that computes here, if one does: a driver of workers must not take hold of theirs.
+        "cuda": [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [],
     }
 
 
@@ -187,8 +188,8 @@ def restore_random_states(saved: dict[str, Any]) -> None:
     kind, keys, position, has_gauss, cached = saved["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
     torch.set_rng_state(saved["torch"])
-    if saved["cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(saved["cuda"])
+    if saved["cuda"] and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(saved["cuda"][0])
 
 
 def _parse_state(content: bytes, path: Path) -> dict[str, Any]:

@@ -218,6 +218,12 @@ def master_dtype(line: "Line", key: str, value: Any) -> None:
         line.set(f"{role}.optim.master_dtype", FLOATS[value])
 
 
+def step_on_host(line: "Line", key: str, value: Any) -> None:
+    """Masters and optimizer on the host, where the step is taken."""
+    if value:
+        line.set(f"{key.partition('.optim')[0]}.fsdp_config.offload_policy", True)
+
+
 def loss_agg_mode(line: "Line", key: str, value: Any) -> None:
     """What the loss is averaged over, which some losses of verl's fix."""
     mode, is_early = line.get(f"{ACTOR}.policy_loss.loss_mode"), VERSIONS.index(line.version) < 3
@@ -386,7 +392,7 @@ FUNCTIONS: dict[str, Callable[["Line", str, Any], None]] = {
         frequency, unless_null, null_if_falsy, warmup_steps, clip_ratio, device, loggers, batch_size, filter_groups,
         overlong, known_name, loss_option, strategy, engine_size, compute_dtype, master_dtype, micro_batch, one_length,
         adapter_detail, rollout_engine, do_sample, rollout_mode, raw_chat, rollout_parallel, profiler, rejection,
-        critic_key, critic_switch, reward_model_key, critic_checkpoints, adapter_modules, loss_agg_mode,
+        step_on_host, critic_key, critic_switch, reward_model_key, critic_checkpoints, adapter_modules, loss_agg_mode,
         *programs.FUNCTIONS,
     )
 }  # fmt: skip

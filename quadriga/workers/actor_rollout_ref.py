@@ -18,7 +18,6 @@ from quadriga.engines.fsdp.engine import FSDPEngine
 from quadriga.engines.objectives import PolicyObjective
 from quadriga.engines.step import infer
 from quadriga.models.lora import adapter_off
-from quadriga.observe.machine import release_free_memory
 from quadriga.protocol import DataProto
 from quadriga.rollout.group import RolloutGroup
 from quadriga.rollout.third_party import require_room
@@ -122,6 +121,9 @@ class ActorRolloutRefWorker(Learner):
             choices |= self.generation.choices
         if self.has_adapter:
             choices["adapter"] += f"; {self._choose_route()}"
+        if self.parts.actor:
+            keeps = self.parts.rollout and self.generation.engine.shares_weights
+            choices["weights"] += self.offload_training(keeps_weights=keeps)
         if self.parts.rollout:
             self.publish_weights(self.weight_version)
             if isinstance(self.weight_sync, ReshardedWeights):
@@ -132,7 +134,10 @@ class ActorRolloutRefWorker(Learner):
             dtype = self.dtype.value
             loaded = load_policy(self.config, dtype, self.processes)
             self.reference = build_engine(loaded, actor.fsdp_config, dtype, self.processes, name="reference")
-            choices["reference"] = "a frozen copy"
+            rests = self.config.actor_rollout_ref.ref.fsdp_config.param_offload
+            if rests is None:
+                rests = self.parts.actor and self.device.type != "cpu"
+            choices["reference"] = "a frozen copy" + self.offload(self.reference, *(["weights"] if rests else []))
         return choices
 
     def _choose_route(self) -> str:
@@ -186,9 +191,7 @@ class ActorRolloutRefWorker(Learner):
     def update_actor(self, data: DataProto) -> DataProto:
         """Learn from a batch with advantages [B, T]. Returns metrics. The rollout gets the new weights by
         `publish_weights`."""
-        metrics = self.learn(data, self.rollout_config.n, temperature=self.rollout_config.temperature)
-        release_free_memory()
-        return metrics
+        return self.learn(data, self.rollout_config.n, temperature=self.rollout_config.temperature)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, execute_mode=Execute.RANK_ZERO)
     def ranks_and_costs(self) -> tuple[int, float, float]:
@@ -206,15 +209,16 @@ class ActorRolloutRefWorker(Learner):
 
         `has_frozen` says whether the rollout still has frozen weights that were sent to it.
         """
-        if not self.sends_adapter_alone:
-            is_shared = self.parts.rollout and self.generation.engine.shares_weights
-            yield self.engine.weights(is_merged=not is_shared)
-            return
-        # All ranks gather the same tensors, so all decide alike.
-        are_there = all(self.engine.world.gather(self.has_sent_frozen and has_frozen))
-        self.has_sent_frozen = False
-        yield self.engine.adapter_weights(with_frozen=not are_there)
-        self.has_sent_frozen = True
+        with self.engine.awake("weights"):
+            if not self.sends_adapter_alone:
+                is_shared = self.parts.rollout and self.generation.engine.shares_weights
+                yield self.engine.weights(is_merged=not is_shared)
+                return
+            # All ranks gather the same tensors, so all decide alike.
+            are_there = all(self.engine.world.gather(self.has_sent_frozen and has_frozen))
+            self.has_sent_frozen = False
+            yield self.engine.adapter_weights(with_frozen=not are_there)
+            self.has_sent_frozen = True
 
     def pieces(self) -> Held:
         """The parts of the weights that this rank has."""

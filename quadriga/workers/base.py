@@ -25,7 +25,7 @@ from quadriga.config.actor import CriticModelConfig, FSDPConfig, ParallelConfig
 from quadriga.engines import process_group
 from quadriga.engines.batches import Passes
 from quadriga.engines.checkpoint import CopyPlan, StateCopier, read_copy
-from quadriga.engines.fsdp.engine import FSDPEngine, Memory, Training
+from quadriga.engines.fsdp.engine import ALL_KINDS, FSDPEngine, Memory, Training
 from quadriga.engines.objectives import Objective, PolicyObjective, ValueObjective
 from quadriga.engines.parallel.processes import Processes
 from quadriga.engines.step import lr_at, update
@@ -33,7 +33,7 @@ from quadriga.errors import ConfigError
 from quadriga.models.flops import peak_flops
 from quadriga.models.lora import describe_adapter
 from quadriga.models.weight_files import MODEL
-from quadriga.observe.machine import Choice, choose_dtype
+from quadriga.observe.machine import Choice, choose_dtype, release_free_memory
 from quadriga.observe.metrics import Metric
 from quadriga.protocol import DataProto
 from quadriga.single_controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
@@ -139,6 +139,13 @@ class EngineWorker(Worker):
         self.register_mesh(MESH, self.processes.place.dp_rank, self.processes.place.is_collected)
         self.dtype: Choice = choose_dtype(fsdp.model_dtype, self.device)
 
+    def offload(self, engine: FSDPEngine, *kinds: str, frees_gradients: bool = False) -> str:
+        """Let these kinds of an engine's tensors rest between phases. Returns what does and where, behind a semicolon,
+        to be printed."""
+        folder = self.config.trainer.offload_directory
+        text = engine.rest_between_phases(kinds, folder, frees_gradients=frees_gradients)
+        return f"; {text}" if text else ""
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def close(self) -> None:
         """Leave the process group of the role."""
@@ -169,6 +176,19 @@ class Learner(EngineWorker):
         fsdp, dtype = self.section.fsdp_config, self.dtype.value
         self.engine = build_engine(loaded, fsdp, dtype, self.processes, name=name, section=section, model=model)
         self.checkpoint = RoleCheckpoint(self.engine, self.engine.model, self.tokenizer)
+
+    def offload_training(self, *, keeps_weights: bool = False) -> str:
+        """What `fsdp_config` says, done: see `offload`. `keeps_weights`: another role computes with these weights."""
+        fsdp = self.section.fsdp_config
+        kinds = {"masters", *(() if keeps_weights else ("weights",))} if fsdp.param_offload else set()
+        kinds |= {"optimizer"} if fsdp.optimizer_offload else set()
+        frees = fsdp.grad_offload if fsdp.grad_offload is not None else self.device.type != "cpu"
+        text = self.offload(self.engine, *kinds, frees_gradients=frees)
+        if fsdp.param_offload and not self.engine.resting.keys() & {"masters", "weights"}:
+            text += "; param_offload moves nothing: the rollout computes with these weights"
+        if fsdp.offload_policy and self.device.type == "cpu":
+            text += "; offload_policy changes nothing on a CPU: weights are, and steps are taken, there"
+        return text
 
     def describe(self, name: str, *, has_adapter: bool) -> dict[str, str]:
         """The engine's automatic choices with their reasons, for people to read."""
@@ -202,6 +222,7 @@ class Learner(EngineWorker):
             temperature=temperature,
         )
         rate = metrics.pop(f"perf/flops/{name}").value / (time.perf_counter() - start)
+        release_free_memory()
         # Measured once; where that was at a busy moment, a rate that an update reaches raises it.
         self._peak_flops = max(self._peak_flops or peak_flops(self.device, self.dtype.value), rate)
         return DataProto(meta_info={"metrics": metrics | {f"perf/mfu/{name}": Metric(rate / self._peak_flops)}})
@@ -229,7 +250,8 @@ class Learner(EngineWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def plan_copies(self) -> CopyPlan | None:
         """How the ranks copy the model and its optimizer; from rank 0."""
-        self.copier = StateCopier(self.engine.state(COPIED), self.engine.world)
+        with self.engine.awake(*ALL_KINDS):
+            self.copier = StateCopier(self.engine.state(COPIED), self.engine.world)
         return self.copier.plan if self.rank == 0 else None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -244,13 +266,15 @@ class Learner(EngineWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def copy_state(self, step: int) -> None:
         """Begin to copy the model and its optimizer as they are after this step."""
-        self.engine.copying = self.copier.start(step)
+        with self.engine.awake(*ALL_KINDS):  # where something rests, until it is copied
+            self.engine.copying = self.copier.start(step)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_copy(self, plan: CopyPlan, read: Callable[[int, int, int], Any]) -> None:
         """Read the model and its optimizer from a copy; see `read_copy`."""
-        read_copy(plan, read, self.engine.state(COPIED))
-        self.engine.state_was_loaded(COPIED)
+        with self.engine.awake(*ALL_KINDS):
+            read_copy(plan, read, self.engine.state(COPIED))
+            self.engine.state_was_loaded(COPIED)
 
 
 def model_inputs(batch: DataProto, objects: Sequence[str] = MODEL_OBJECTS) -> DataProto:

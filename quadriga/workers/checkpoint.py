@@ -22,7 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from quadriga.config.adapter import ADAPTER_CONFIG, AdapterShape, is_adapter, read_adapter
 from quadriga.engines.checkpoint import StateWriter, explained, load_state
-from quadriga.engines.fsdp.engine import FSDPEngine
+from quadriga.engines.fsdp.engine import ALL_KINDS, FSDPEngine
 from quadriga.errors import CheckpointError
 from quadriga.models.adapter_files import MergedFiles, write_factors
 from quadriga.models.lora import adapter_of, write_adapter_config
@@ -50,8 +50,9 @@ class RoleCheckpoint:
         adapter, config = adapter_of(self.model), self.model.config
         whole = {MODEL, FROZEN} if adapter else {MODEL}
         parts = contents & {MODEL, OPTIMIZER} | (whole if "hf_model" in contents else frozenset())
-        states = {folder / part: self.engine.state(frozenset({part})) for part in sorted(parts)}
-        self.writer.start(states, partial(_complete, folder, contents, adapter, config))
+        with self.engine.awake(*ALL_KINDS):
+            states = {folder / part: self.engine.state(frozenset({part})) for part in sorted(parts)}
+            self.writer.start(states, partial(_complete, folder, contents, adapter, config))
         if not self.engine.world.is_first:
             return
         # The small files, here and not in the thread: a tokenizer must not be saved while it is used.
@@ -89,9 +90,10 @@ class RoleCheckpoint:
                     expected=f"{kinds[1]}, as actor_rollout_ref.model says",
                     fix="Resume with the lora_rank and lora_alpha of the run that wrote it.",
                 )
-        for part in sorted(parts):
-            load_state(folder / part, self.engine.state(frozenset({part})), self.engine.world)
-        self.engine.state_was_loaded(parts)
+        with self.engine.awake(*ALL_KINDS):
+            for part in sorted(parts):
+                load_state(folder / part, self.engine.state(frozenset({part})), self.engine.world)
+            self.engine.state_was_loaded(parts)
 
 
 def _complete(folder: Path, contents: frozenset[str], adapter: AdapterShape | None, config: PreTrainedConfig) -> None:

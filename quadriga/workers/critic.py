@@ -27,7 +27,8 @@ class CriticWorker(Learner):
         loaded = load_model(self.config, path, ValueScorer, torch.float32, self.processes)
         self.make_engine(loaded, model, "critic")
         self.objective = ValueObjective(self.config.critic)
-        return {"critic": f"{self.engine.describe()['parameters'] / 1e6:.1f} M parameters, with a value head"}
+        about = f"{self.engine.describe()['parameters'] / 1e6:.1f} M parameters, with a value head"
+        return {"critic": about + self.offload_training()}
 
     @register(dispatch_mode=BY_REPLICA)
     def compute_values(self, data: DataProto) -> DataProto:

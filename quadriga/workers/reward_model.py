@@ -53,10 +53,12 @@ class RewardModelWorker(EngineWorker):
             got, expected = str(given), f"at most {positions}, the positions of the reward model"
             raise ConfigError("reward_model.max_length", got=got, expected=expected, fix="Lower it, or leave it out.")
         self.limit = given or min((limit for limit in (positions, tokenizer_limit) if limit), default=None)
+        rests = self.offload(self.engine, *(["weights"] if model_section.fsdp_config.param_offload else []))
         about = self.engine.describe()
         longest = "" if self.limit is None else f", up to {self.limit} tokens"
         return {
-            "reward model": f"{about['parameters'] / 1e6:.1f} M parameters, {about['weights']} ({self.dtype.reason})",
+            "reward model": f"{about['parameters'] / 1e6:.1f} M parameters, {about['weights']} ({self.dtype.reason})"
+            f"{rests}",
             "reward inputs": f"{reason}{longest}",
         }
 

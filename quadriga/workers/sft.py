@@ -43,7 +43,9 @@ class SupervisedWorker(Learner):
         model = self.config.actor_rollout_ref.model
         loaded, self.objective = self.prepare()
         self.make_engine(loaded, model, "model")
-        return self.describe("model", has_adapter=model.has_adapter)
+        choices = self.describe("model", has_adapter=model.has_adapter)
+        choices["weights"] += self.offload_training()
+        return choices
 
     @register(dispatch_mode=BY_REPLICA)
     def update(self, data: DataProto) -> DataProto:

@@ -30,13 +30,15 @@ def test_a_line_of_verls_trains(
         "algorithm.filter_groups.metric=seq_reward",
         "data.gen_batch_size=6",
         "actor_rollout_ref.actor.fsdp_config.param_offload=True",
+        "actor_rollout_ref.actor.fsdp_config.wrap_policy.min_num_params=1",
         "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
         "trainer.total_training_steps=2",
         "trainer.logger=[console,file]",
         "trainer.val_before_train=False",
     ]
     assert main(["verl", "recipe.dapo.main_dapo", *arguments(*words)]) == 0
-    assert "param_offload" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "wrap_policy" in told and "param_offload" not in told
     (file,) = tmp_path.rglob("metrics.jsonl")
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert [line["step"] for line in lines if "filter_groups/num_groups" in line] == [1, 2]

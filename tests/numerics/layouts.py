@@ -17,7 +17,7 @@ from quadriga.config import ActorConfig, CriticConfig, Layout, OptimConfig
 from quadriga.engines import process_group
 from quadriga.engines.batches import MicroBatching, Passes
 from quadriga.engines.checkpoint import StateWriter, load_state
-from quadriga.engines.fsdp.engine import FSDPEngine, Memory, Training
+from quadriga.engines.fsdp.engine import ALL_KINDS, FSDPEngine, Memory, Training
 from quadriga.engines.objectives import PolicyObjective, ValueObjective
 from quadriga.engines.parallel.processes import Processes
 from quadriga.engines.process_group import ProcessGroup
@@ -143,12 +143,18 @@ def save(folder: Path, batch: DataProto, world: ProcessGroup) -> dict[str, Any]:
 
 
 def go_on(folder: Path, batch: DataProto, layout: Layout, world: ProcessGroup) -> dict[str, Any]:
-    """The last three of them, from the checkpoint."""
+    """The last three of them, from the checkpoint, in an engine whose tensors rest between its phases."""
     engine = make_engine(folder, layout, world, "policy")
-    load_state(folder / "saved", engine.state(PARTS), world)
-    engine.state_was_loaded(PARTS)
+    engine.rest_between_phases(ALL_KINDS, folder)
+    with engine.awake(*ALL_KINDS):
+        load_state(folder / "saved", engine.state(PARTS), world)
+        engine.state_was_loaded(PARTS)
     metrics = learn(engine, batch, "policy")
-    return {"metrics": metrics, "weights": {name: weight.clone() for name, weight in engine.weights()}}
+    windows = {window.data_ptr() for window in engine.resting["weights"].windows}
+    are_there = [master.data_ptr() in windows for master in engine.parameters.masters.values()]
+    with engine.awake("weights"):
+        weights = {name: weight.clone() for name, weight in engine.weights()}
+    return {"metrics": metrics, "weights": weights, "share in the file": sum(are_there) / len(are_there)}
 
 
 def meet(folder: Path, place: WorkerPlace) -> None:

@@ -106,13 +106,16 @@ def test_parameters_after_three_steps(results: dict[str, Any], layout: str, kind
 
 @pytest.mark.parametrize("layout", GOES_ON)
 def test_a_checkpoint_goes_on_in_another_layout(results: dict[str, Any], layout: str) -> None:
-    """Written by four processes, read by four, two and one: bit for bit on the same layout, to rounding on others."""
+    """Written by four processes, read by four, two and one, whose tensors rest in a file between phases: bit for bit on
+    the same layout, to rounding on others."""
     got, expected = results[f"{layout}, goes on"], results["undisturbed"]
     if layout == SAVED:
         assert got["metrics"] == expected["metrics"]
         assert all(torch.equal(got["weights"][name], weight) for name, weight in expected["weights"].items())
     require_same_metrics(got["metrics"], expected["metrics"])
     require_close(got["weights"], expected["weights"])
+    # FSDP pads parts of tensors that its ranks do not divide, in memory of its own.
+    assert got["share in the file"] > 0.8
 
 
 @pytest.mark.parametrize("layout", IN_BFLOAT16)

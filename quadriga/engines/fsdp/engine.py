@@ -11,10 +11,11 @@ Legend: M predicted tokens of a packed micro-batch; [out, in] a projection, [V, 
 rank of an adapter.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from quadriga.config import OptimConfig
+from quadriga.engines.fsdp.offload import ActivationsOnHost, MappedFile, PinnedCopy
 from quadriga.engines.fsdp.replicated import ReplicatedWeights
 from quadriga.engines.fsdp.sharded import Memory, ReadWeight, ShardedWeights, shard
 from quadriga.engines.packing import LossFunction, Outputs
@@ -35,6 +37,11 @@ from quadriga.models.flops import model_cost
 from quadriga.models.lora import adapter_of
 from quadriga.models.scorers import Question, Scorer
 from quadriga.models.vision import ImageTokens, unseen_image
+from quadriga.observe.machine import is_in_memory, release_free_memory
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+ALL_KINDS = ("weights", "masters", "optimizer")
+"""All that can rest."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +78,8 @@ class FSDPEngine:
             can compute with it.
         image_tokens: how images stand in prompts; None: a text model.
         copying: work that reads the tensors of `state`; an optimizer step waits for it.
+        resting: what leaves the device between phases, by kind: `weights`, `masters`, `optimizer`; and of what is kept
+            there the kinds that are `asleep`.
 
     Raises:
         EngineError: another rank has a model with other weights.
@@ -100,6 +109,9 @@ class FSDPEngine:
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         self.num_nonfinite_steps = torch.zeros((), dtype=torch.int64)
         self.copying: Future[None] | None = None
+        self.resting: dict[str, MappedFile | PinnedCopy] = {}
+        self.asleep: set[str] = set()
+        self.frees_gradients = self._is_changed = False
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 # With dropout the log-probs of a policy's own tokens would not be its own.
@@ -108,7 +120,11 @@ class FSDPEngine:
             model.requires_grad_(False)
         if self.has_replicated_weights:
             self.parameters: ReplicatedWeights | ShardedWeights = ReplicatedWeights(
-                scorer, model, dtype, processes.replicas
+                scorer,
+                model,
+                dtype,
+                processes.replicas,
+                steps_on_host=self.memory.offload_weights and device.type == "cuda",
             )
         else:
             self.parameters = shard(scorer, read, dtype, processes, self.memory)
@@ -125,12 +141,15 @@ class FSDPEngine:
             weight_decay=training.optim.weight_decay,
             fused=True,
         )
+        offloads = self.memory.activation_offload and device.type == "cuda"
+        self.activations = ActivationsOnHost(scorer) if offloads else None
         if self.memory.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
 
     @torch.no_grad()
     def forward(self, batches: Sequence[PackedBatch], question: Question) -> list[Outputs]:
         """Outputs [M] of micro-batches without gradients, in order; none from a pipeline stage without the head."""
+        self._require_awake("weights")
         work = list(batches)
         if not self.has_replicated_weights:
             work = [batch for batch, _ in self._in_step([(batch, _nothing) for batch in batches])]
@@ -147,13 +166,13 @@ class FSDPEngine:
         self, batches: Sequence[PackedBatch], losses: Sequence[LossFunction], *, temperature: float = 1.0
     ) -> None:
         """Outputs [M] with gradients, the loss of each micro-batch, and its gradients added to those already there."""
+        self._require_awake("weights")
         model, question = self.scorer.model, Question(temperature, with_entropy=True)
         work = list(zip(batches, losses, strict=True))
         if not self.has_replicated_weights:
             work = self._in_step(work)
-        offloads = self.memory.activation_offload and self.device.type == "cuda"
         model.train(self.memory.gradient_checkpointing)  # Hugging Face checkpoints layers in training mode only
-        with torch.autograd.graph.save_on_cpu(pin_memory=True) if offloads else nullcontext():
+        with self.activations.hooks() if self.activations is not None else nullcontext():
             if self.stage is not None and work:
                 self.stage.run(work, question, is_training=True)
             elif self.stage is None:
@@ -190,6 +209,8 @@ class FSDPEngine:
         """The gradients of all replicas added up, clipped and applied; one that is not finite is dropped and counted.
         Raises EngineError: for the last of `max_nonfinite_steps` such gradients in a row."""
         weights, training = self.parameters, self.training
+        self._require_awake("weights", "masters", "optimizer")
+        self._is_changed = True
         weights.attach_gradients()
         norm = weights.grad_norm()
         if self.copying is not None:
@@ -234,6 +255,7 @@ class FSDPEngine:
         `is_merged`: an adapter is merged into the weights beside it, as if it had been trained in them; else parameters
         come as the engine holds them.
         """
+        self._require_awake("weights")
         adapter = adapter_of(self.scorer.model)
         weights = self.parameters.whole()
         return merged(weights, adapter.scale) if adapter and is_merged else weights
@@ -241,6 +263,7 @@ class FSDPEngine:
     def adapter_weights(self, *, with_frozen: bool) -> Iterator[tuple[str, torch.Tensor]]:
         """An adapter's full matrices A [r, in] and B [out, r], in the compute dtype; `with_frozen` the weights below
         too, under the names that they have without an adapter."""
+        self._require_awake("weights")
         weights = self.parameters.whole() if with_frozen else self.parameters.whole(is_factor)
         return ((base_name(name), tensor) for name, tensor in weights)
 
@@ -255,6 +278,7 @@ class FSDPEngine:
                 with an adapter `model` is the adapter alone, and `frozen` (`frozen.NAME`, in the compute dtype) the
                 rest, under the names that it has without one.
         """
+        self._require_awake("weights", "masters", "optimizer")
         weights, state, trained = self.parameters, {}, set(self.parameters.trained)
         has_adapter = adapter_of(self.scorer.model) is not None
         for name, master in weights.masters.items():
@@ -264,11 +288,8 @@ class FSDPEngine:
             if "frozen" in contents and not is_trained:
                 state[f"frozen.{base_name(whole)}"] = weights.distributed(name, master)
             if "optimizer" in contents and is_trained:
-                # AdamW's own state, made here where there was no step yet.
-                step = torch.zeros((), dtype=torch.float32, device=master.device if master.is_cuda else None)
-                zeros = {"exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}
-                moments = self.optimizer.state.setdefault(master, {"step": step, **zeros})
-                for kind in zeros:
+                moments = self._moments(master)
+                for kind in _MOMENTS:
                     state[f"optimizer.{kind}.{whole}"] = weights.distributed(name, moments[kind])
                 state[f"optimizer.step.{whole}"] = moments["step"]
         if "optimizer" in contents:
@@ -277,9 +298,90 @@ class FSDPEngine:
 
     def state_was_loaded(self, contents: frozenset[str]) -> None:
         """The tensors of `state` were written to."""
+        self._is_changed = True
         if "model" in contents and isinstance(self.parameters, ReplicatedWeights):
             self.parameters.refresh_compute()
             self._require_equal_replicas()
+
+    def _moments(self, master: torch.Tensor) -> dict[str, torch.Tensor]:
+        """AdamW's own state of a master [...], made here where there was no step yet."""
+        if not (found := self.optimizer.state[master]):
+            found["step"] = torch.zeros((), dtype=torch.float32, device=master.device if master.is_cuda else None)
+            for kind in _MOMENTS:
+                found[kind] = torch.zeros_like(master)
+        return found
+
+    def rest_between_phases(self, kinds: Collection[str], folder: Path, *, frees_gradients: bool = False) -> str:
+        """From here on these kinds of tensors rest, but inside of `awake`. To be called once, before a step.
+
+        Args:
+            kinds: of `weights` (those that compute), `masters` (where they are other tensors) and `optimizer`.
+            folder: for memory-mapped files, where the device is a CPU.
+            frees_gradients: whether the sums of gradients are freed at rest, too.
+
+        Returns:
+            What rests, how much and where, to be printed; empty: nothing does.
+
+        Raises:
+            ConfigError: there is no room.
+        """
+        tensors = self.parameters.resting()
+        if self.training is not None and "optimizer" in kinds:
+            tensors["optimizer"] = [self._moments(one)[kind] for one in self._masters for kind in _MOMENTS]
+        is_cuda, self.frees_gradients, self._is_changed = self.device.type == "cuda", frees_gradients, True
+        stream = torch.cuda.Stream(self.device) if is_cuda else None
+        for kind, all_of_kind in tensors.items():
+            what = f"{kind} of the {self.name}"
+            # With `offload_policy` they are on the host already.
+            found = [one for one in all_of_kind if one.device.type == self.device.type]
+            if kind not in kinds or not found:
+                continue
+            if stream is not None:
+                self.resting[kind] = PinnedCopy(found, stream, what)
+                continue
+            self.resting[kind] = file = MappedFile(found, folder, what)
+            if kind == "weights":
+                self.parameters.use_memory(file.windows)
+                continue
+            for tensor, window in zip(found, file.windows, strict=True):
+                tensor.data = window
+        self.sleep()
+        where = "pinned memory of the host" if is_cuda else f"memory-mapped files in {folder}"
+        if not is_cuda and is_in_memory(folder):
+            where += ", which is in memory itself: nothing is gained; set trainer.offload_dir to a disk"
+        sizes = [f"{kind} ({memory.num_bytes / 1e6:.0f} MB)" for kind, memory in self.resting.items()]
+        return f"{self.name}: {', '.join(sizes)} rest in {where} between phases" if sizes else ""
+
+    def sleep(self) -> None:
+        """Let all rest that may."""
+        if self.frees_gradients and isinstance(self.parameters, ReplicatedWeights):
+            self.parameters.sums.clear()
+        if not self.resting:
+            return
+        if self.copying is not None:
+            self.copying.result()
+        for kind in self.resting.keys() - self.asleep:
+            self.resting[kind].sleep(is_changed=self._is_changed)
+        self._is_changed, self.asleep = False, set(self.resting)
+        release_free_memory()
+
+    @contextmanager
+    def awake(self, *kinds: str) -> Iterator[None]:
+        """Inside, these kinds of tensors are on the device; the others rest, if they may, as these do afterwards."""
+        for kind in (kind for kind in self.resting if kind in kinds):
+            self.resting[kind].wake()
+            self.asleep.discard(kind)
+        try:
+            yield
+        finally:
+            self.sleep()
+
+    def _require_awake(self, *kinds: str) -> None:
+        if asleep := self.asleep.intersection(kinds):
+            got = f"a call while {' and '.join(sorted(asleep))} rest on the host"
+            raise EngineError(f"the {self.name}", got=got, expected="a call inside of `awake`, which brings them back")
+        for kind in self.resting.keys() & kinds:
+            self.resting[kind].wait()
 
     def _require_equal_replicas(self) -> None:
         if self.processes.layout.is_whole:

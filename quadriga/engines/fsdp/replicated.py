@@ -7,7 +7,7 @@ and gradients are added up in float32 over micro-batches. With float32 compute w
 Legend: [...] is the shape of a parameter, and of its master, gradient and moments.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -23,6 +23,7 @@ class ReplicatedWeights:
         module: a part of it; its parameters become the compute weights, in `dtype`; the float32 values of those that
             are trained become the masters.
         replicas: ranks with the same weights and other rows.
+        steps_on_host: whether the masters are kept on the host, so that the optimizer steps there.
 
     Attributes:
         parameters, masters: [...] by name.
@@ -30,23 +31,33 @@ class ReplicatedWeights:
         sums: gradients [...] in float32, of the parameters that are not masters themselves.
     """
 
-    def __init__(self, root: nn.Module, module: nn.Module, dtype: torch.dtype, replicas: ProcessGroup) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        module: nn.Module,
+        dtype: torch.dtype,
+        replicas: ProcessGroup,
+        *,
+        steps_on_host: bool = False,
+    ) -> None:
         self.root, self.replicas = root, replicas
         self.parameters: dict[str, nn.Parameter] = dict(module.named_parameters())
         self.names = {name: name for name in self.parameters}
         self.trained = [name for name, parameter in self.parameters.items() if parameter.requires_grad]
         self.masters: dict[str, torch.Tensor] = {}
         self.sums: dict[str, torch.Tensor] = {}
-        self._apart: list[str] = []
+        self._apart: dict[str, nn.Parameter] = {}
+        """Those whose masters are other tensors."""
         for name, parameter in self.parameters.items():
             if not parameter.requires_grad:
                 parameter.data = parameter.data.to(dtype)
                 self.masters[name] = parameter.detach()
-            elif dtype == torch.float32:
+            elif dtype == torch.float32 and not steps_on_host:
                 self.masters[name] = parameter
             else:
-                self._apart.append(name)
-                self.masters[name] = parameter.detach().float().clone()
+                self._apart[name] = parameter
+                master = parameter.detach().to("cpu" if steps_on_host else parameter.device, torch.float32, copy=True)
+                self.masters[name] = master.pin_memory() if steps_on_host and parameter.is_cuda else master
                 parameter.data = parameter.data.to(dtype)
                 parameter.register_post_accumulate_grad_hook(partial(_add_to, self.sums, name))
 
@@ -56,15 +67,17 @@ class ReplicatedWeights:
         A parameter without a gradient gets zeros, so that a mini-batch from which nothing can be learned is a
         step with a zero gradient, whether or not its sequences were computed.
         """
-        for name in self._apart:
-            if name not in self.sums:
-                self.sums[name] = torch.zeros_like(self.masters[name])
-            self.masters[name].grad = self.sums[name]
-        for master in (self.masters[name] for name in self.trained):
-            if master.grad is None:
-                master.grad = torch.zeros_like(master)
+        totals = []
+        for name in self.trained:
+            parameter = self.parameters[name]
+            total = self.sums.get(name) if name in self._apart else parameter.grad
+            totals.append(torch.zeros_like(parameter, dtype=torch.float32) if total is None else total)
+            if name in self._apart:
+                self.sums[name] = totals[-1]
         # Summed before anything is decided by them, so that every replica decides alike, also about broken ones.
-        self.replicas.add_up([self.masters[name].grad for name in self.trained])
+        self.replicas.add_up(totals)
+        for name, total in zip(self.trained, totals, strict=True):
+            self.masters[name].grad = total.to(self.masters[name].device)
 
     def grad_norm(self) -> torch.Tensor:
         """The norm [] of the whole gradient, float32."""
@@ -81,11 +94,24 @@ class ReplicatedWeights:
     def refresh_compute(self) -> None:
         """Round the masters [...] into the compute weights [...], in place."""
         if self._apart:
-            apart = ([of[name] for name in self._apart] for of in (self.parameters, self.masters))
-            torch._foreach_copy_(*apart)
+            torch._foreach_copy_(list(self._apart.values()), [self.masters[name] for name in self._apart])
         else:
             # The fused optimizer does not count its writes, by which a rollout on these weights knows of changes.
             torch.autograd.graph.increment_version([self.parameters[name] for name in self.trained])
+
+    def resting(self) -> dict[str, list[torch.Tensor]]:
+        """The tensors [...] that may rest, by kind: `weights` that compute, and `masters` that are other tensors."""
+        return {
+            "weights": list(self.parameters.values()),
+            "masters": [self.masters[name] for name in self._apart],
+        }
+
+    def use_memory(self, windows: Sequence[torch.Tensor]) -> None:
+        """Let these tensors [...], in the order of `parameters`, be the memory of the weights that compute."""
+        for (name, parameter), window in zip(self.parameters.items(), windows, strict=True):
+            parameter.data = window
+            if name not in self._apart:
+                self.masters[name] = parameter if parameter.requires_grad else parameter.detach()
 
     def distributed(self, name: str, local: torch.Tensor) -> torch.Tensor:
         """A master, or a moment of it, as the tensor that it is a part of: [...], itself."""

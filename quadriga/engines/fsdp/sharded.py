@@ -146,20 +146,23 @@ class ShardedWeights:
                 raise EngineError(f"parameter {name}", got="other memory than when it was sharded", expected="the same")
             master.grad = torch.zeros_like(master) if parameter.grad is None else parameter.grad.to_local()
         # Those of what several ranks hold alike, and have each seen a part of, are added up.
-        layout, processes = self.processes.layout, self.processes
+        layout, processes, device = self.processes.layout, self.processes, self.processes.world.device
         if layout.tp > 1:
             alike = [self.masters[name].grad for name in self.trained if self.parts[name].tensor_dimension is None]
-            ProcessGroup(processes.place.tp, layout.tp, processes.world.device, processes.group("tp")).add_up(alike)
+            # Those of masters on the host travel by the device.
+            sums = [gradient.to(device) for gradient in alike]
+            ProcessGroup(processes.place.tp, layout.tp, device, processes.group("tp")).add_up(sums)
+            torch._foreach_copy_(alike, sums)
         shared = [name for name in self.trained if self.all[self.names[name]].is_shared] if layout.pp > 1 else []
         for gradient in (self.masters[name].grad for name in shared):
             # The first and the last stage each send their own to the other.
             group = processes.group("pp")
             peer = dist.get_global_rank(group, layout.pp - 1 if processes.is_first_stage else 0)
-            other = torch.empty_like(gradient)
-            sent = dist.P2POp(dist.isend, gradient.contiguous(), peer, group)
+            other = torch.empty_like(gradient, device=device)
+            sent = dist.P2POp(dist.isend, gradient.to(device).contiguous(), peer, group)
             for work in dist.batch_isend_irecv([sent, dist.P2POp(dist.irecv, other, peer, group)]):
                 work.wait()
-            gradient.add_(other)
+            gradient.add_(other.to(gradient.device))
 
     def grad_norm(self) -> torch.Tensor:
         """The norm [] of the whole gradient, float32, the same on all ranks."""
@@ -179,15 +182,34 @@ class ShardedWeights:
         for name, parameter in self.parameters.items():
             parameter.grad = self.masters[name].grad = None
 
+    def resting(self) -> dict[str, list[torch.Tensor]]:
+        """The tensors [V/tp/fsdp, D] that may rest: `weights`, which are the masters."""
+        return {"weights": [parameter.to_local().detach() for parameter in self.parameters.values()]}
+
+    def use_memory(self, windows: Sequence[torch.Tensor]) -> None:
+        """Let these tensors [V/tp/fsdp, D], in the order of `parameters`, be the memory of the parts. A part that
+        FSDP pads, of a tensor that its ranks do not divide, keeps its own."""
+        of_parameter = dict(zip(map(id, self.parameters.values()), windows, strict=True))
+
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            if (window := of_parameter.get(id(tensor))) is None:
+                return tensor
+            return DTensor(window, tensor._spec, requires_grad=tensor.requires_grad)
+
+        self.root._apply(moved)
+        for name, parameter in self.parameters.items():
+            self.masters[name].data = parameter.to_local().detach()
+
     def distributed(self, name: str, local: torch.Tensor) -> torch.Tensor:
         """A part [V/tp/fsdp, D] of this rank, a master or a moment, as the DTensor [V, D] that it is a part of."""
         part, shape = self.parts[name], self.all[self.parts[name].name].shape
         tensor = Replicate() if part.tensor_dimension is None else Shard(part.tensor_dimension)
         stride = torch.empty(shape, device="meta").stride()
         mesh = self.processes.storage["dp_replicate", "tp", "fsdp"]
-        return DTensor.from_local(
-            local, mesh, [Replicate(), tensor, Shard(0)], run_check=False, shape=shape, stride=stride
-        )
+        places = [Replicate(), tensor, Shard(0)]
+        described = DTensor.from_local(local.to("meta"), mesh, places, run_check=False, shape=shape, stride=stride)
+        # Not `from_local`, which copies to the mesh's device what is kept on the host: writes would go to the copy.
+        return DTensor(local, described._spec, requires_grad=False)
 
     def whole(self, wanted: Callable[[str], bool] = lambda name: True) -> Iterator[tuple[str, torch.Tensor]]:
         """Parameters [V, D] of the whole model in the compute dtype, one after the other, on every rank.

@@ -1,48 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine's optimizer step, its masters, and its state."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from quadriga.config import OptimConfig
-from quadriga.engines.fsdp.engine import FSDPEngine, Training
+from quadriga.engines.fsdp.engine import FSDPEngine
 from quadriga.engines.fsdp.replicated import ReplicatedWeights
 from quadriga.engines.process_group import ALONE
 from quadriga.errors import EngineError
-from quadriga.models.attention import ATTENTION_NAME
 from quadriga.models.scorers import PolicyScorer, ValueScorer
 
 ALL = frozenset({"model", "optimizer"})
-
-
-@pytest.fixture
-def make_engine() -> Callable[..., FSDPEngine]:
-    def make(
-        dtype: torch.dtype = torch.float32,
-        scorer=PolicyScorer,
-        seed: int = 0,
-        optim: OptimConfig | None = None,
-    ) -> FSDPEngine:
-        torch.manual_seed(seed)
-        config = LlamaConfig(
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            vocab_size=31,
-            tie_word_embeddings=True,
-        )
-        config._attn_implementation = ATTENTION_NAME
-        training = Training(optim or OptimConfig(weight_decay=0.0), grad_clip=1.0, max_nonfinite_steps=2)
-        model = LlamaForCausalLM(config).eval()
-        return FSDPEngine(scorer(model), dtype=dtype, device=torch.device("cpu"), training=training)
-
-    return make
 
 
 def give_gradient(engine: FSDPEngine, value: float) -> None:
