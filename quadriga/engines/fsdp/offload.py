@@ -96,7 +96,7 @@ class PinnedCopy:
                 fix="Leave them out, or use more ranks with fsdp_config.fsdp_size=-1.",
             )
         self._copies = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in self._sizes]
-        self._arrived: torch.cuda.Event | None = None
+        self._arrived = torch.cuda.Event()
 
     def sleep(self, *, is_changed: bool) -> None:
         """Copy to the host what was changed since it came from there, and free the memory on the device."""
@@ -119,12 +119,11 @@ class PinnedCopy:
         with torch.cuda.stream(self._stream):
             for copy, storage in zip(self._copies, self._storages, strict=True):
                 storage.copy_(copy.untyped_storage(), non_blocking=True)
-            self._arrived = self._stream.record_event()
+            self._arrived.record(self._stream)
 
     def wait(self) -> None:
         """Let the current stream go on when the tensors are there."""
-        if self._arrived is not None:
-            torch.cuda.current_stream().wait_event(self._arrived)
+        torch.cuda.current_stream().wait_event(self._arrived)
 
 
 class ActivationsOnHost:

@@ -152,7 +152,8 @@ class ShardedWeights:
             # Those of masters on the host travel by the device.
             sums = [gradient.to(device) for gradient in alike]
             ProcessGroup(processes.place.tp, layout.tp, device, processes.group("tp")).add_up(sums)
-            torch._foreach_copy_(alike, sums)
+            for gradient, total in zip(alike, sums, strict=True):
+                gradient.copy_(total)
         shared = [name for name in self.trained if self.all[self.names[name]].is_shared] if layout.pp > 1 else []
         for gradient in (self.masters[name].grad for name in shared):
             # The first and the last stage each send their own to the other.

@@ -118,7 +118,7 @@ class Stage(nn.Module):
         self.question, self.outputs = question, []
         layout, place, is_last = self.processes.layout, self.processes.place, self.processes.is_last_stage
         device = self.processes.world.device
-        numbers = torch.arange(len(work), device=device)
+        numbers = torch.arange(len(work))  # on the host, where they are read
         size = self.scorer.model.config.get_text_config().hidden_size
         shape = (1, longest // (layout.sp * layout.tp), size)
         hidden = torch.empty(shape, dtype=self.dtype, device=device, requires_grad=is_training)
