@@ -137,7 +137,9 @@ class ActorRolloutRefWorker(Learner):
             rests = self.config.actor_rollout_ref.ref.fsdp_config.param_offload
             if rests is None:
                 rests = self.parts.actor and self.device.type != "cpu"
-            choices["reference"] = "a frozen copy" + self.offload(self.reference, *(["weights"] if rests else []))
+            folder = self.config.trainer.offload_directory
+            rest = self.reference.rest_between_phases(["weights"] if rests else [], folder)
+            choices["reference"] = f"a frozen copy{rest}"
         return choices
 
     def _choose_route(self) -> str:

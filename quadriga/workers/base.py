@@ -139,13 +139,6 @@ class EngineWorker(Worker):
         self.register_mesh(MESH, self.processes.place.dp_rank, self.processes.place.is_collected)
         self.dtype: Choice = choose_dtype(fsdp.model_dtype, self.device)
 
-    def offload(self, engine: FSDPEngine, *kinds: str, frees_gradients: bool = False) -> str:
-        """Let these kinds of an engine's tensors rest between phases. Returns what does and where, behind a semicolon,
-        to be printed."""
-        folder = self.config.trainer.offload_directory
-        text = engine.rest_between_phases(kinds, folder, frees_gradients=frees_gradients)
-        return f"; {text}" if text else ""
-
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def close(self) -> None:
         """Leave the process group of the role."""
@@ -178,12 +171,13 @@ class Learner(EngineWorker):
         self.checkpoint = RoleCheckpoint(self.engine, self.engine.model, self.tokenizer)
 
     def offload_training(self, *, keeps_weights: bool = False) -> str:
-        """What `fsdp_config` says, done: see `offload`. `keeps_weights`: another role computes with these weights."""
+        """Let rest between phases what `fsdp_config` says. Returns what does, behind a semicolon, to be printed.
+        `keeps_weights`: another role computes with these weights."""
         fsdp = self.section.fsdp_config
         kinds = {"masters", *(() if keeps_weights else ("weights",))} if fsdp.param_offload else set()
         kinds |= {"optimizer"} if fsdp.optimizer_offload else set()
         frees = fsdp.grad_offload if fsdp.grad_offload is not None else self.device.type != "cpu"
-        text = self.offload(self.engine, *kinds, frees_gradients=frees)
+        text = self.engine.rest_between_phases(kinds, self.config.trainer.offload_directory, frees_gradients=frees)
         if fsdp.param_offload and not self.engine.resting.keys() & {"masters", "weights"}:
             text += "; param_offload moves nothing: the rollout computes with these weights"
         if fsdp.offload_policy and self.device.type == "cpu":

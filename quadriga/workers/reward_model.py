@@ -53,7 +53,8 @@ class RewardModelWorker(EngineWorker):
             got, expected = str(given), f"at most {positions}, the positions of the reward model"
             raise ConfigError("reward_model.max_length", got=got, expected=expected, fix="Lower it, or leave it out.")
         self.limit = given or min((limit for limit in (positions, tokenizer_limit) if limit), default=None)
-        rests = self.offload(self.engine, *(["weights"] if model_section.fsdp_config.param_offload else []))
+        kinds = ["weights"] if model_section.fsdp_config.param_offload else []
+        rests = self.engine.rest_between_phases(kinds, self.config.trainer.offload_directory)
         about = self.engine.describe()
         longest = "" if self.limit is None else f", up to {self.limit} tokens"
         return {

@@ -172,7 +172,7 @@ class FSDPEngine:
         if not self.has_replicated_weights:
             work = self._in_step(work)
         model.train(self.memory.gradient_checkpointing)  # Hugging Face checkpoints layers in training mode only
-        with self.activations.hooks() if self.activations is not None else nullcontext():
+        with self.activations or nullcontext():
             if self.stage is not None and work:
                 self.stage.run(work, question, is_training=True)
             elif self.stage is None:
@@ -320,7 +320,7 @@ class FSDPEngine:
             frees_gradients: whether the sums of gradients are freed at rest, too.
 
         Returns:
-            What rests, how much and where, to be printed; empty: nothing does.
+            What rests, how much and where, to be printed behind other things; empty: nothing does.
 
         Raises:
             ConfigError: there is no room.
@@ -350,7 +350,7 @@ class FSDPEngine:
         if not is_cuda and is_in_memory(folder):
             where += ", which is in memory itself: nothing is gained; set trainer.offload_dir to a disk"
         sizes = [f"{kind} ({memory.num_bytes / 1e6:.0f} MB)" for kind, memory in self.resting.items()]
-        return f"{self.name}: {', '.join(sizes)} rest in {where} between phases" if sizes else ""
+        return f"; {', '.join(sizes)} rest between phases, in {where}" if sizes else ""
 
     def sleep(self) -> None:
         """Let all rest that may."""

@@ -126,15 +126,16 @@ class PinnedCopy:
         torch.cuda.current_stream().wait_event(self._arrived)
 
 
-class ActivationsOnHost:
-    """What a forward pass keeps for the backward pass goes to the memory of the host, where the device is an
-    accelerator to pinned memory; weights, which the pass needs too, stay where they are.
+class ActivationsOnHost(torch.autograd.graph.saved_tensors_hooks):
+    """Context in which what a forward pass keeps for its backward pass goes to the memory of the host, from a GPU to
+    pinned memory; weights, which the pass needs too, stay where they are.
 
     Args:
         root: the module that computes. Of sharded layers the weights are known once they have been gathered.
     """
 
     def __init__(self, root: nn.Module) -> None:
+        super().__init__(self._to_host, self._to_device)
         self._weights: set[int] = set()
         """Storages, by their address: views of a weight, its transpose above all, share it."""
         for module in root.modules():
@@ -142,10 +143,6 @@ class ActivationsOnHost:
 
     def _note(self, module: nn.Module, inputs: Any, *, recurse: bool) -> None:
         self._weights.update(one.untyped_storage()._cdata for one in module.parameters(recurse=recurse))
-
-    def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """A context for the forward and the backward pass."""
-        return torch.autograd.graph.saved_tensors_hooks(self._to_host, self._to_device)
 
     def _to_host(self, tensor: torch.Tensor) -> torch.Tensor | tuple[torch.device, torch.Tensor]:
         if tensor.untyped_storage()._cdata in self._weights:
