@@ -141,7 +141,7 @@ class PolicyObjective(Objective):
         aggregate = partial(agg_loss, loss_mask=mask, loss_agg_mode=self.config.loss_agg_mode, **settings)
         loss = policy = aggregate(losses)
         metrics = {"actor/pg_loss": Metric(policy.detach(), "sum")}
-        num_tokens = float(mask.sum())
+        num_tokens = mask.sum()
         for name, per_token in diagnostics.items():
             metrics[f"actor/{name}"] = Metric((per_token.detach() * mask).sum() / num_tokens, "mean", num_tokens)
         if "old_log_probs" not in rows.batch.keys():
@@ -176,7 +176,7 @@ class ValueObjective(Objective):
         )
         settings = {"loss_scale_factor": self.config.loss_scale_factor, **asdict(counts)}
         loss = agg_loss(losses, mask, self.config.loss_agg_mode, **settings)
-        num_tokens = float(mask.sum())
+        num_tokens = mask.sum()
         return loss, {
             "critic/vf_loss": Metric(loss.detach(), "sum"),
             "critic/vf_clipfrac": Metric((diagnostics["vf_clipfrac"] * mask).sum() / num_tokens, "mean", num_tokens),
@@ -196,7 +196,7 @@ class LikelihoodObjective(Objective):
         mask = rows.batch["response_mask"]
         settings = {"loss_scale_factor": self.config.loss_scale_factor, **asdict(counts)}
         loss = agg_loss(-outputs["log_probs"], mask, self.config.loss_agg_mode, **settings)
-        num_tokens = float(mask.sum())
+        num_tokens = mask.sum()
         entropy = (outputs["entropy"].detach() * mask).sum() / num_tokens
         return loss, {"train/loss": Metric(loss.detach(), "sum"), "train/entropy": Metric(entropy, "mean", num_tokens)}
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import itemgetter
+from typing import Any
 
 import torch
 
@@ -153,12 +154,12 @@ def _optimizer_step(
     rows = mini if bool(computed.all()) else mini.select_idxs(computed)
     losses = list(_losses(engine, rows, objective, micro, counts))
     engine.backward([loss.packed for loss in losses], losses, temperature=temperature)
-    parts = [loss.metrics for loss in losses]
+    parts = _read([loss.metrics for loss in losses])
     # Ranks with the same rows share their cost.
     sharers = engine.world.size / engine.replicas.size
     flops = math.fsum(engine.cost.update_flops_of(loss.packed) for loss in losses) / sharers
     if num_computed == 0:
-        parts = _look_at_some(engine, mini, places, objective, micro, counts, temperature)
+        parts = _read(_look_at_some(engine, mini, places, objective, micro, counts, temperature))
     # After the look: momentum moves the weights even where no row does.
     result = engine.optimizer_step(lr)
     prefix, merged = objective.name, merge_metrics(parts)
@@ -175,6 +176,18 @@ def _optimizer_step(
     shares = {name: Metric(metric.value) for name, metric in merged.items() if metric.reduction == "sum"}
     others = {name: metric for name, metric in merged.items() if metric.reduction != "sum"}
     return shares, others | (of_first_rank if engine.replicas.is_first else {}) | of_this_rank
+
+
+def _read(parts: list[dict[str, Metric]]) -> list[dict[str, Metric]]:
+    """The metrics of micro-batches in plain numbers; those that an accelerator has are read at once."""
+    metrics = [metric for part in parts for metric in part.values()]
+    numbers: list[Any] = [number for metric in metrics for number in (metric.value, metric.weight)]
+    waiting = [number.double() for number in numbers if isinstance(number, torch.Tensor)]
+    if not waiting:
+        return parts
+    read = iter(torch.stack(waiting).tolist())
+    plain = iter([next(read) if isinstance(number, torch.Tensor) else number for number in numbers])
+    return [{name: Metric(next(plain), one.reduction, next(plain)) for name, one in part.items()} for part in parts]
 
 
 def _look_at_some(

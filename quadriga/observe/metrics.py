@@ -28,13 +28,17 @@ class Metric:
     def __post_init__(self) -> None:
         if self.reduction not in REDUCTIONS:
             raise ValueError(f"Metric.reduction: got {self.reduction!r}, expected one of {', '.join(REDUCTIONS)}.")
-        if not self.weight >= 0 or math.isinf(self.weight):
-            raise ValueError(f"Metric.weight: got {self.weight!r}, expected a finite number of at least 0.")
         # Zero-dimensional tensors and numpy numbers become plain floats here, so that a metric never keeps a graph
         # or a device alive and can be sent and written anywhere. item() reads a loss that has its graph in silence.
+        # What an accelerator has yet to compute is read later, with all the others of a step.
         for name in ("value", "weight"):
             number = getattr(self, name)
-            object.__setattr__(self, name, float(number.item() if hasattr(number, "item") else number))
+            if getattr(number, "is_cuda", False):
+                object.__setattr__(self, name, number.detach())
+            else:
+                object.__setattr__(self, name, float(number.item() if hasattr(number, "item") else number))
+        if isinstance(self.weight, float) and not 0 <= self.weight < math.inf:
+            raise ValueError(f"Metric.weight: got {self.weight!r}, expected a finite number of at least 0.")
 
 
 def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:

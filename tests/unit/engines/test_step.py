@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Learning rates at hand-computed steps."""
+"""Learning rates at hand-computed steps, and how metrics are read."""
 
 import pytest
+import torch
 
 from quadriga.config import OptimConfig
+from quadriga.engines import step
 from quadriga.engines.step import lr_at
+from quadriga.observe.metrics import Metric
 
 
 def rates(total: int, **options) -> list[float]:
@@ -39,3 +42,15 @@ def test_cosine_passes_the_middle_and_ends_at_the_minimum() -> None:
 
 def test_beyond_the_end_the_rate_stays() -> None:
     assert lr_at(9, OptimConfig(lr=1.0, lr_scheduler_type="linear"), 4) == 0.0
+
+
+def test_metrics_that_are_still_on_a_device_are_read_together() -> None:
+    """Values and weights find their places again. Does not show that an accelerator is waited for once."""
+    parts = [{"a": Metric(1.0, weight=2.0), "b": Metric(3.0, "sum")}, {"a": Metric(5.0, "max")}]
+    object.__setattr__(parts[0]["a"], "weight", torch.tensor(7))
+    object.__setattr__(parts[1]["a"], "value", torch.tensor(0.1))
+    read = step._read(parts)
+    assert read == [
+        {"a": Metric(1.0, weight=7.0), "b": Metric(3.0, "sum")},
+        {"a": Metric(torch.tensor(0.1).item(), "max")},
+    ]
