@@ -340,7 +340,7 @@ class FSDPEngine:
                 self.resting[kind] = PinnedCopy(found, stream, what)
                 continue
             self.resting[kind] = file = MappedFile(found, folder, what)
-            if kind == "weights":
+            if isinstance(self.parameters, ShardedWeights) and kind == "weights":
                 self.parameters.use_memory(file.windows)
                 continue
             for tensor, window in zip(found, file.windows, strict=True):

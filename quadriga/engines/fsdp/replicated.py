@@ -7,7 +7,7 @@ and gradients are added up in float32 over micro-batches. With float32 compute w
 Legend: [...] is the shape of a parameter, and of its master, gradient and moments.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -51,7 +51,7 @@ class ReplicatedWeights:
         for name, parameter in self.parameters.items():
             if not parameter.requires_grad:
                 parameter.data = parameter.data.to(dtype)
-                self.masters[name] = parameter.detach()
+                self.masters[name] = parameter
             elif dtype == torch.float32 and not steps_on_host:
                 self.masters[name] = parameter
             else:
@@ -101,17 +101,7 @@ class ReplicatedWeights:
 
     def resting(self) -> dict[str, list[torch.Tensor]]:
         """The tensors [...] that may rest, by kind: `weights` that compute, and `masters` that are other tensors."""
-        return {
-            "weights": list(self.parameters.values()),
-            "masters": [self.masters[name] for name in self._apart],
-        }
-
-    def use_memory(self, windows: Sequence[torch.Tensor]) -> None:
-        """Let these tensors [...], in the order of `parameters`, be the memory of the weights that compute."""
-        for (name, parameter), window in zip(self.parameters.items(), windows, strict=True):
-            parameter.data = window
-            if name not in self._apart:
-                self.masters[name] = parameter if parameter.requires_grad else parameter.detach()
+        return {"weights": list(self.parameters.values()), "masters": [self.masters[name] for name in self._apart]}
 
     def distributed(self, name: str, local: torch.Tensor) -> torch.Tensor:
         """A master, or a moment of it, as the tensor that it is a part of: [...], itself."""

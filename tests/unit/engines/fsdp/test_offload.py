@@ -81,9 +81,7 @@ def test_pages_go_and_come(tmp_path: Path) -> None:
     assert all(torch.equal(window, tensor + 1) for window, tensor in zip(file.windows, tensors, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("kind", "reason"), [("file", "File exists|Not a directory"), ("full", "No space left on device")]
-)
+@pytest.mark.parametrize(("kind", "reason"), [("file", "File exists"), ("full", "No space left on device")])
 def test_no_room(tmp_path: Path, kind: str, reason: str) -> None:
     folder, tensor = tmp_path / "folder", torch.zeros(3)
     if kind == "file":
