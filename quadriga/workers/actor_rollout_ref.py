@@ -95,9 +95,13 @@ class ActorRolloutRefWorker(Learner):
             self.make_engine(loaded, self.config.actor_rollout_ref.model if self.is_trained else None, "actor")
             self.objective = PolicyObjective(actor, self.config.algorithm.rollout_correction)
             choices = self.describe("actor", has_adapter=self.has_adapter)
+        reserves = False
         if self.parts.rollout:
             size, device = rollout_group_size(self.config), self.engine.device
-            if device.type == "cuda" and rollout_engine_class(self.config).reserves_memory:
+            reserves = device.type == "cuda" and rollout_engine_class(self.config).reserves_memory
+            if reserves:
+                # It has weights of its own, and takes what rests at its start.
+                choices["weights"] += self.offload_training()
                 free, total = torch.cuda.mem_get_info(device)
                 share = self.rollout_config.gpu_memory_utilization
                 require_room(total, total - free, self.engine.moment_bytes, share)
@@ -121,13 +125,15 @@ class ActorRolloutRefWorker(Learner):
             choices |= self.generation.choices
         if self.has_adapter:
             choices["adapter"] += f"; {self._choose_route()}"
-        if self.parts.actor:
-            keeps = self.parts.rollout and self.generation.engine.shares_weights
-            choices["weights"] += self.offload_training(keeps_weights=keeps)
+        keeps_weights = False
         if self.parts.rollout:
             self.publish_weights(self.weight_version)
+            keeps_weights = self.generation.engine.shares_weights
             if isinstance(self.weight_sync, ReshardedWeights):
+                keeps_weights = self.weight_sync.num_shared > 0
                 choices["rollout"] += f"; {self.weight_sync.describe()}"
+        if self.parts.actor and not reserves:
+            choices["weights"] += self.offload_training(keeps_weights=keeps_weights)
         if self.parts.reference and self.has_adapter:
             choices["reference"] = "the actor with its adapter off"
         elif self.parts.reference:
@@ -233,7 +239,8 @@ class ActorRolloutRefWorker(Learner):
         self.weight_version = version
         rollout = self.generation.engine
         if isinstance(self.weight_sync, ReshardedWeights):
-            self.weight_sync.publish(self.pieces(), cast(Any, rollout), version)
+            with self.engine.awake("weights"):
+                self.weight_sync.publish(self.pieces(), cast(Any, rollout), version)
             return
         with self.weights(has_frozen=rollout.has_frozen_weights) as weights:
             self.weight_sync.publish(weights, rollout, version)
@@ -264,7 +271,8 @@ class ActorRolloutRefWorker(Learner):
         `has_frozen` says whether the rollout loaded what was sent last, frozen weights included.
         """
         if isinstance(self.sender, ReshardedWeights):
-            self.sender.publish(self.pieces(), None, version)
+            with self.engine.awake("weights"):
+                self.sender.publish(self.pieces(), None, version)
             return
         with self.weights(has_frozen=has_frozen) as weights:
             try:

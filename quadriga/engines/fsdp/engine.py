@@ -200,8 +200,8 @@ class FSDPEngine:
 
     @property
     def moment_bytes(self) -> int:
-        """Memory of the optimizer's moments on the engine's device, which they take from the first step on."""
-        if self.training is None:
+        """Memory of the optimizer's moments on the engine's device, which they take from the first step on and keep."""
+        if self.training is None or "optimizer" in self.resting:
             return 0
         return sum(2 * master.nbytes for master in self._masters if master.device.type == self.device.type)
 

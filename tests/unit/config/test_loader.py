@@ -240,9 +240,9 @@ def test_the_number_of_keys_is_reviewed() -> None:
     # external_lib: what registers names need not be the file of a reward function. calculate_entropy, which verl has:
     # metrics over rows that the update need not compute cost their computation. zero_indexed_step of both optimizers,
     # which verl has: its schedules begin a step earlier than ours. master_dtype of both: verl's runs in bfloat16 lose
-    # small updates, and their numbers depend on it. request_seeds: vLLM draws with a loop over generators, or fast. What
-    # leaves the device between phases, which verl has: param_offload of four models, optimizer_offload and grad_offload
-    # of the two that learn; and offload_dir, the disk of a CPU.
+    # small updates, and their numbers depend on it. request_seeds: vLLM draws with a loop over generators, or fast.
+    # What leaves the device between phases, which verl has: param_offload of four models, optimizer_offload and
+    # grad_offload of the two that learn; and offload_dir, the disk of a CPU.
     assert len(leaf_keys()) == 275
     assert len(leaf_keys()) <= 275
 
