@@ -70,7 +70,7 @@ def main() -> None:
     parser.add_argument("--num-weights", type=float, default=134.515008e6, help="trained weights of the model")
     args = parser.parse_args()
     context, told = get_context("spawn"), ([], [])
-    with tempfile.TemporaryDirectory(prefix="quadriga-benchmark-", dir=Path.cwd()) as scratch:
+    with tempfile.TemporaryDirectory(prefix="quadriga-benchmark-") as scratch:
         sides = []
         for number, extra in enumerate(([], OFFLOAD)):
             own = Path(scratch) / str(number)
