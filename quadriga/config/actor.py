@@ -128,8 +128,8 @@ class ReferenceFSDPConfig(Section):
     """Memory of the reference; its ranks are arranged as the actor's."""
 
     param_offload: bool | None = None
-    """Whether its weights rest in `trainer.offload_dir` while it is not used. null: on an accelerator, beside the
-    actor."""
+    """Whether its weights rest in `trainer.offload_dir` while it is not used. null: on an accelerator, where it is
+    colocated with the actor."""
 
 
 class CheckpointConfig(Section):

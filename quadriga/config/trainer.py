@@ -88,7 +88,7 @@ class TrainerConfig(Section):
     """Directory of the run: checkpoints, metrics, the resolved configuration, and after a supervised task `model`."""
     offload_dir: PathText | None = None
     """Folder for what leaves a CPU's memory (`fsdp_config.param_offload`, `optimizer_offload`), in memory-mapped files
-    that end with their process; on a disk. null: `offload` in the directory of the run. On CUDA it goes to pinned
+    that end with their process; on a disk. null: `offload` in `default_local_dir`. On CUDA it goes to pinned
     memory of the host."""
     resume_mode: ResumeMode = "auto"
     """auto: resume from the run's newest checkpoint, if any; disable: start anew; resume_path: from the given one."""
