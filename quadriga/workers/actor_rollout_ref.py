@@ -134,19 +134,22 @@ class ActorRolloutRefWorker(Learner):
                 choices["rollout"] += f"; {self.weight_sync.describe()}"
         if self.parts.actor and not reserves:
             choices["weights"] += self.offload_training(keeps_weights=keeps_weights)
-        if self.parts.reference and self.has_adapter:
-            choices["reference"] = "the actor with its adapter off"
-        elif self.parts.reference:
-            dtype = self.dtype.value
-            loaded = load_policy(self.config, dtype, self.processes)
-            self.reference = build_engine(loaded, actor.fsdp_config, dtype, self.processes, name="reference")
-            rests = self.config.actor_rollout_ref.ref.fsdp_config.param_offload
-            if rests is None:
-                rests = self.parts.actor and self.device.type != "cpu"
-            folder = self.config.trainer.offload_directory
-            rest = self.reference.rest_between_phases(["weights"] if rests else [], folder)
-            choices["reference"] = f"a frozen copy{rest}"
+        if self.parts.reference:
+            choices["reference"] = self._make_reference()
         return choices
+
+    def _make_reference(self) -> str:
+        """The policy that training starts from. Returns what it is, and where it rests."""
+        if self.has_adapter:
+            return "the actor with its adapter off"
+        dtype, fsdp = self.dtype.value, self.section.fsdp_config
+        loaded = load_policy(self.config, dtype, self.processes)
+        self.reference = build_engine(loaded, fsdp, dtype, self.processes, name="reference")
+        rests = self.config.actor_rollout_ref.ref.fsdp_config.param_offload
+        if rests is None:
+            rests = self.parts.actor and self.device.type != "cpu"
+        folder = self.config.trainer.offload_directory
+        return f"a frozen copy{self.reference.rest_between_phases(['weights'] if rests else [], folder)}"
 
     def _choose_route(self) -> str:
         """How an adapter gets to the rollout: decided, and said."""
