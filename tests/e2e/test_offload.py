@@ -16,7 +16,8 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs" / "architecture.md").read_t
 _, _, SECTION = PAGE.partition("## Who holds what, and when")
 TABLE = {
     phase: [set(cell.strip().split(", ")) & set(ALL_KINDS) for cell in cells.split("|")[:3]]
-    for phase, cells in re.findall(r"^\| `(\w+)` \|(.*)\|$", SECTION, flags=re.MULTILINE)
+    for phase, cells in re.findall(r"^\| (\w+) \|(.*)\|$", SECTION, flags=re.MULTILINE)
+    if phase != "phase"
 }
 """From a phase to the kinds of tensors that actor, critic and reference hold."""
 OFFLOAD = [
