@@ -7,7 +7,7 @@ packed sequences, decoding one over a KV cache; the model code in between is Hug
 
 Packed tokens are cut into *segments*. A segment is causal in itself and may continue a prefix, another segment
 that it sees in full: the samples of one prompt are segments with the prompt as their prefix, so the prompt is
-computed once. Segments of similar length are padded into one call of scaled dot-product attention.
+computed once. Segments of similar length are padded into one call of flash attention.
 
 Legend: B rows, H query heads, K key-value heads, D head size, N packed tokens, M predicted tokens, T response
 positions, b rows of a bucket, L their longest segment, p different prefixes among them, S the longest prefix.
@@ -16,15 +16,18 @@ positions, b rows of a bucket, L their longest segment, p different prefixes amo
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol
+from itertools import groupby
+from operator import attrgetter
+from typing import Any, Protocol, TypeAlias
 
 import torch
-from torch import nn
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from quadriga.errors import EngineError
+from quadriga.models.flash import flash_backward, flash_forward
 from quadriga.models.vision import PackedImages
 
 ATTENTION_NAME = "quadriga"
@@ -34,23 +37,21 @@ _UNSUPPORTED = ("softcap", "sliding_window", "s_aux")
 class AttentionPlan(Protocol):
     """Knows which tokens of a call may see which keys."""
 
-    def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
-    ) -> torch.Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Attention of layer `layer`: query [B, H, N, D], key and value [B, K, N, D], rotated -> [B, N, H, D]."""
         ...
 
 
 def _attention(
     module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     scaling: float | None = None,
     attention_plan: AttentionPlan | None = None,
     **options: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     if attention_plan is None:
         fix = "Pass attention_plan=..., or load the model with another attention implementation."
         raise EngineError("attention", got="a call of the model without attention_plan", fix=fix)
@@ -68,8 +69,9 @@ ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _attention)
 ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, lambda *args, **kwargs: None)
 
 
-# Up to here a causal mask costs less than copies of the keys for each query head; beyond, it would grow as its square.
-MAX_MASKED_LENGTH = 256
+_BLOCK_TOKENS = {"cpu": 1024}  # by the device
+_BLOCK_TOKENS_ELSEWHERE = 4096
+_WIDE_TOKENS = 8192  # up to here results for the backward pass are kept in float32, where the kernel's are
 
 
 @dataclass(frozen=True)
@@ -97,13 +99,13 @@ class PackedBatch:
         images: of the prompts.
     """
 
-    input_ids: torch.Tensor
-    position_ids: torch.Tensor
+    input_ids: Tensor
+    position_ids: Tensor
     segments: tuple[Segment, ...]
-    predictors: torch.Tensor
-    targets: torch.Tensor
-    rows: torch.Tensor
-    columns: torch.Tensor
+    predictors: Tensor
+    targets: Tensor
+    rows: Tensor
+    columns: Tensor
     shape: tuple[int, int]
     sum_of_squared_lengths: int
     images: PackedImages | None = None
@@ -133,7 +135,7 @@ class PackedBatch:
         """N of [1, N]."""
         return self.input_ids.shape[1]
 
-    def unpack(self, values: torch.Tensor) -> torch.Tensor:
+    def unpack(self, values: Tensor) -> Tensor:
         """[M] -> [b, T], zero where nothing was predicted."""
         return values.new_zeros(self.shape).index_put((self.rows, self.columns), values)
 
@@ -141,121 +143,231 @@ class PackedBatch:
 class PackedAttention:
     """Attention plan of one packed micro-batch.
 
+    Tokens are computed in blocks. A block sees its own keys causally, then a prefix or earlier tokens of a long segment
+    in full; the log-sum-exps merge these results, and the backward pass of each takes the merged one. There are no
+    masks, and beside arguments, results and gradients there is the memory of a block.
+
     Args:
-        segments: in order of `start`; each packed token belongs to exactly one.
+        segments: in order of `start`; each packed token belongs to exactly one. A prefix has none itself.
         device: of the packed tokens.
-        max_padding: how many padded tokens a bucket may hold for each real one.
+        max_padding: how many padded tokens a block may hold for each real one.
+        block_tokens: the most tokens of a block, padding included; longer segments are cut. None: what fits the device.
     """
 
-    def __init__(self, segments: Sequence[Segment], device: torch.device, max_padding: float = 0.25) -> None:
-        self.buckets = [_Bucket(members, device) for members in _buckets(segments, max_padding)]
-        order = torch.cat([bucket.queries.tokens for bucket in self.buckets])
-        self.inverse = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=device))
+    def __init__(
+        self,
+        segments: Sequence[Segment],
+        device: torch.device,
+        max_padding: float = 0.25,
+        block_tokens: int | None = None,
+    ) -> None:
+        self.device = device
+        self.block_tokens = block_tokens or _BLOCK_TOKENS.get(device.type, _BLOCK_TOKENS_ELSEWHERE)
+        self._pieces: dict[Segment, list[_Rows]] = {}
+        self.blocks: list[_Block] = []
+        for members in _buckets(segments, max_padding, self.block_tokens):
+            self.blocks += self._cut(members[0]) if len(members) == 1 else [self._side_by_side(members)]
 
-    def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
-    ) -> torch.Tensor:
+    def _pieces_of(self, segment: Segment) -> list["_Rows"]:
+        """Rows [1, block_tokens] of a segment, the last perhaps shorter; the same ones each time."""
+        if segment not in self._pieces:
+            stop, size = segment.start + segment.length, self.block_tokens
+            cuts = [(start, min(size, stop - start)) for start in range(segment.start, stop, size)]
+            self._pieces[segment] = [_Rows([cut], self.device) for cut in cuts]
+        return self._pieces[segment]
+
+    def _cut(self, segment: Segment) -> list["_Block"]:
+        """Each piece of a segment sees itself causally, and the prefix and the pieces before it in full."""
+        seen = [_Part(keys, slice(None)) for keys in (self._pieces_of(segment.prefix) if segment.prefix else [])]
+        blocks = []
+        for piece in self._pieces_of(segment):
+            blocks.append(_Block(piece, [_Part(piece, slice(None), is_causal=True), *seen]))
+            seen.append(_Part(piece, slice(None)))
+        return blocks
+
+    def _side_by_side(self, members: list[Segment]) -> "_Block":
+        """Segments of similar length, those with the same prefix next to each other."""
+        members = sorted(members, key=lambda one: (one.prefix.start, one.start) if one.prefix else (0, 0))
+        queries = _Rows([(one.start, one.length) for one in members], self.device)
+        parts, start = [_Part(queries, slice(None), is_causal=True)], 0
+        for prefix, same in groupby(members, attrgetter("prefix")):
+            stop = start + len(list(same))
+            parts += [_Part(keys, slice(start, stop)) for keys in self._pieces_of(prefix)] if prefix else []
+            start = stop
+        return _Block(queries, parts)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """[1, H, N, D], [1, K, N, D] twice -> [1, N, H, D]."""
-        heads, head_size = query.shape[1], query.shape[3]
-        query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))  # [N, heads, D]
-        parts = [bucket.attend(query, key, value, scale) for bucket in self.buckets]
-        packed = torch.cat(parts) if len(parts) > 1 else parts[0]
-        return _Copy.apply(packed, self.inverse, self.inverse, None).view(1, -1, heads, head_size)
+        query, key, value = (part.squeeze(0).transpose(0, 1) for part in (query, key, value))  # [N, heads, D]
+        return _Attention.apply(query, key, value, self.blocks, scale)[None]
 
 
-class _Bucket:
-    """Segments of similar length, computed in one call."""
+class _Attention(torch.autograd.Function):
+    """Attention of all blocks: [N, H, D], [N, K, D] twice -> [N, H, D]."""
 
-    def __init__(self, members: Sequence[Segment], device: torch.device) -> None:
-        self.queries = _Padding(members, device)
-        self.prefixes: _Padding | None = None
-        self.mask: torch.Tensor | None = None  # True where a query sees a key; None: causal
-        width = self.queries.width
-        causal = torch.ones(width, width, dtype=torch.bool).tril()
-        if members[0].prefix is not None:
-            prefixes = list(dict.fromkeys(segment.prefix for segment in members if segment.prefix is not None))
-            numbers = {prefix: number for number, prefix in enumerate(prefixes)}
-            self.prefixes = _Padding(prefixes, device)
-            self.prefix_of_row = torch.tensor([numbers[segment.prefix] for segment in members], device=device)
-            before = self.prefixes.width
-            mask = torch.zeros(len(members), 1, width, before + width, dtype=torch.bool)  # [b, 1, L, S + L]
-            mask[..., before:] = causal
-            for row, segment in enumerate(members):
-                mask[row, ..., : segment.prefix.length] = True
-            self.mask = mask.to(device)
-        elif width <= MAX_MASKED_LENGTH:
-            self.mask = causal[None, None].to(device)
+    @staticmethod
+    def forward(ctx, query, key, value, blocks, scale):
+        # Rounded to half precision they would cost gradients as much as their own rounding does: beyond, they are
+        # computed again.
+        is_wide = query.device.type == "cpu" and len(query) <= _WIDE_TOKENS
+        out = query.new_empty(query.shape, dtype=torch.float32 if is_wide else query.dtype)
+        log_sums = query.new_empty(query.shape[:2], dtype=torch.float32)  # [N, H] of the exponentials
+        for block in blocks:
+            found = block.results(block.queries.take(query), (query, key, value), scale)
+            for one, whole in zip(found, (out, log_sums), strict=True):
+                block.queries.put(one, whole)
+        ctx.save_for_backward(query, key, value, out, log_sums)
+        ctx.blocks, ctx.scale = blocks, scale
+        return out.to(query.dtype)
 
-    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-        """[N, heads, D] each -> [tokens of the bucket, H * D], in the order of its rows."""
-        rows, *keys = (self.queries.pad(part) for part in (query, key, value))
-        if self.prefixes is not None:
-            before = (self.prefixes.pad(part).index_select(0, self.prefix_of_row) for part in (key, value))
-            keys = [torch.cat(parts, dim=1) for parts in zip(before, keys, strict=True)]
-        rows, seen, read = (part.transpose(1, 2) for part in (rows, *keys))  # [b, H, L, D], [b, K, S + L, D] twice
-        groups = rows.shape[1] // seen.shape[1]
-        if self.mask is None:
-            seen, read = seen.repeat_interleave(groups, 1), read.repeat_interleave(groups, 1)
-            mixed = scaled_dot_product_attention(rows, seen, read, is_causal=True, scale=scale)
-        else:
-            # The query heads that share a key head stand below each other, as one longer query: no key is copied.
-            folded = rows.unflatten(1, (-1, groups)).flatten(2, 3)
-            mask = self.mask.repeat(1, 1, groups, 1) if groups > 1 else self.mask
-            mixed = scaled_dot_product_attention(folded, seen, read, attn_mask=mask, scale=scale)
-            mixed = mixed.unflatten(2, (groups, -1)).flatten(1, 2)
-        padded = mixed.transpose(1, 2).flatten(2).to(query.dtype).flatten(0, 1)  # [b L, H D]
-        return _Copy.apply(padded, self.queries.slots, self.queries.slots, None)
+    @staticmethod
+    def backward(ctx, grad):
+        *inputs, out, log_sums = ctx.saved_tensors
+        grad = grad if grad.stride(-1) == 1 else grad.contiguous()  # kernels take heads without gaps
+        grads = [one.new_empty(one.shape) for one in inputs]
+        sums: _Sums = {}
+        for block in ctx.blocks:
+            block.backward(inputs, ctx.scale, (grad, out, log_sums), grads, sums)
+        for keys, added in sums.items():
+            for one, into in zip(added, grads[1:], strict=True):
+                keys.put(one, into, add=True)
+        return *grads, None, None
 
 
-class _Padding:
-    """Where the tokens of some segments stand when each segment is a row, padded on the right.
+class _Rows:
+    """Runs of packed tokens (start, length), each a row that is padded on the right: [b, L].
 
     The padding repeats a row's first token: no real query sees it, and its gradient is dropped.
     """
 
-    def __init__(self, segments: Sequence[Segment], device: torch.device) -> None:
-        self.width = max(segment.length for segment in segments)
-        indices = torch.tensor([segment.start for segment in segments])[:, None].repeat(1, self.width)
-        real = torch.zeros(indices.shape, dtype=torch.bool)
-        for row, segment in enumerate(segments):
-            indices[row, : segment.length] += torch.arange(segment.length)
-            real[row, : segment.length] = True
-        self.indices = indices.to(device)  # [b, L] into the packed tokens
-        self.tokens = indices[real].to(device)  # the packed tokens of all rows, one after the other
-        self.slots = real.flatten().nonzero()[:, 0].to(device)  # where these stand in the padded rows
+    def __init__(self, runs: Sequence[tuple[int, int]], device: torch.device) -> None:
+        width = max(length for _, length in runs)
+        self.shape = len(runs), width
+        self.padding: Tensor | None = None
+        # Rows that stand one after the other without padding are a view.
+        is_view = all(run == (runs[0][0] + row * width, width) for row, run in enumerate(runs))
+        self.start = runs[0][0] if is_view else None
+        if not is_view:
+            starts, lengths = (torch.tensor(numbers)[:, None] for numbers in zip(*runs, strict=True))
+            real = torch.arange(width) < lengths
+            indices = starts + torch.arange(width).where(real, 0)
+            self.padding = (~real).to(device)  # [b, L]
+            self.indices = indices.flatten().to(device)  # into the packed tokens
+            self.tokens = indices[real].to(device)  # the packed tokens of all rows, one after the other
+            self.slots = real.flatten().nonzero()[:, 0].to(device)  # where these stand in the padded rows
 
-    def pad(self, tokens: torch.Tensor) -> torch.Tensor:
-        """[N, heads, D] -> [b, L, heads, D]. Attention on CPUs is twice as fast backward in float32 as in bfloat16."""
-        rows = _Copy.apply(tokens, self.indices.flatten(), self.tokens, self.slots).unflatten(0, self.indices.shape)
+    def take(self, tokens: Tensor) -> Tensor:
+        """[N, ...] -> [b, L, ...]. Attention on CPUs is twice as fast backward in float32 as in bfloat16."""
+        if self.start is None:
+            rows = tokens.index_select(0, self.indices)
+        else:
+            rows = tokens.narrow(0, self.start, self.shape[0] * self.shape[1])
+        rows = rows.unflatten(0, self.shape)
         return rows.float() if rows.device.type == "cpu" else rows
 
-
-class _Copy(torch.autograd.Function):
-    """Rows in other places: [X, ...] -> values[sources]. The rows `targets` get a gradient, from `places` of the result
-    (None: in their order), the others zeros. Autograd's own adds, atomically or serially: ten times as slow."""
-
-    @staticmethod
-    def forward(ctx, values, sources, targets, places):
-        ctx.targets, ctx.places, ctx.num_rows = targets, places, len(values)
-        return values.index_select(0, sources)
-
-    @staticmethod
-    def backward(ctx, grad):
-        grad = grad if ctx.places is None else grad.index_select(0, ctx.places)
-        out = grad.new_empty if len(ctx.targets) == ctx.num_rows else grad.new_zeros
-        return out(ctx.num_rows, *grad.shape[1:]).index_copy_(0, ctx.targets, grad), None, None, None
+    def put(self, rows: Tensor, tokens: Tensor, *, add: bool = False) -> None:
+        """Writes [b, L, ...] to its places in [N, ...], or if they are a view, adds it to what is there."""
+        rows = rows.flatten(0, 1)
+        if self.start is None:
+            assert not add
+            tokens.index_copy_(0, self.tokens, rows.index_select(0, self.slots).to(tokens.dtype))
+        else:
+            places = tokens.narrow(0, self.start, len(rows))
+            places.add_(rows) if add else places.copy_(rows)
 
 
-def _buckets(segments: Sequence[Segment], max_padding: float, min_tokens: int = 2048) -> list[list[Segment]]:
-    """Segments of similar length and prefix together; those with a prefix apart from those without."""
+_Sums: TypeAlias = dict[_Rows, list[Tensor]]
+"""Gradients of key and value [p, S, K, D] in float32 that several blocks add to, where the model is narrower."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Keys [p, S] that some rows of a block see: p is 1 and they see all of it, or they see their own causally."""
+
+    keys: _Rows
+    rows: slice
+    is_causal: bool = False
+
+    def inputs(self, queries: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Queries, key and value of a call of attention, out of the block's queries and the packed inputs."""
+        return [self.of_rows(queries), *(self.keys.take(one) for one in inputs[1:])]
+
+    def of_rows(self, block: Tensor) -> Tensor:
+        """[b, L, ...] -> its rows; those that see the same keys are one longer row."""
+        rows = block[self.rows]
+        return rows if self.is_causal else rows.flatten(0, 1)[None]
+
+    def put(self, taken: Sequence[Tensor], grads: Sequence[Tensor], sums: _Sums) -> None:
+        """Adds the gradients of its key and value to those of the packed ones, or to `sums`."""
+        if self.is_causal or grads[0].dtype == torch.float32:
+            for one, whole in zip(taken, grads, strict=True):
+                self.keys.put(one, whole, add=not self.is_causal)
+        elif self.keys in sums:
+            for one, whole in zip(taken, sums[self.keys], strict=True):
+                whole.add_(one)
+        else:
+            sums[self.keys] = [one.float() for one in taken]
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Queries [b, L] that are computed together. The first part are their own keys."""
+
+    queries: _Rows
+    parts: Sequence[_Part]
+
+    def results(self, queries: Tensor, inputs: Sequence[Tensor], scale: float) -> tuple[Tensor, Tensor]:
+        """The results [b, L, H, D] and log-sum-exps [b, L, H] of its queries [b, L, H, D]."""
+        mixed, total = flash_forward(self.parts[0].inputs(queries, inputs), scale, True)
+        mixed = mixed if len(self.parts) == 1 else mixed.float()
+        for part in self.parts[1:]:
+            found, logs = flash_forward(part.inputs(queries, inputs), scale, False)
+            rows, sums = mixed[part.rows], total[part.rows]
+            logs = logs.reshape(sums.shape)
+            rows.lerp_(found.reshape(rows.shape).float(), (logs - sums).sigmoid_()[..., None])
+            sums.copy_(torch.logaddexp(sums, logs))
+        return mixed, total
+
+    def backward(
+        self, inputs: Sequence[Tensor], scale: float, results: Sequence[Tensor], grads: Sequence[Tensor], sums: _Sums
+    ) -> None:
+        """Writes the gradients of its queries, and of its own key and value; adds those of other keys.
+
+        Args:
+            inputs: query [N, H, D], key and value [N, K, D].
+            results: gradient and value of the result [N, H, D], and its log-sum-exps [N, H].
+            grads: of the inputs.
+        """
+        queries, grad, out, total = (self.queries.take(one) for one in (inputs[0], *results))
+        if queries.dtype != results[1].dtype:
+            out, total = self.results(queries, inputs, scale)
+        if self.queries.padding is not None:
+            total = total.masked_fill(self.queries.padding[..., None], torch.inf)
+        asked = torch.empty(0)
+        for part in self.parts:
+            merged = [part.of_rows(one) for one in (grad, out, total)]
+            found, *taken = flash_backward(merged, part.inputs(queries, inputs), scale, part.is_causal)
+            part.put(taken, grads[1:], sums)
+            if part.is_causal:
+                asked = found if len(self.parts) == 1 else found.float()
+            else:
+                asked[part.rows] += found.reshape(asked[part.rows].shape)
+        self.queries.put(asked, grads[0])
+
+
+def _buckets(
+    segments: Sequence[Segment], max_padding: float, block_tokens: int, min_tokens: int = 2048
+) -> list[list[Segment]]:
+    """Segments of similar length and prefix together, in order: those without a prefix write their gradients first,
+    the others add to them. What is longer than `block_tokens` is alone."""
     buckets: list[list[Segment]] = []
-    keys = [(one.prefix is not None, one.length, one.prefix.length if one.prefix else 0) for one in segments]
+    keys = [(one.prefix is None, one.length, one.prefix.length if one.prefix else 0) for one in segments]
     for number in sorted(range(len(segments)), key=keys.__getitem__, reverse=True):
         segment = segments[number]
         current = buckets[-1] if buckets else []
         if current and (current[0].prefix is None) == (segment.prefix is None):
             total = sum(member.length for member in current) + segment.length
-            if current[0].length * (len(current) + 1) <= (1 + max_padding) * total:
+            if current[0].length * (len(current) + 1) <= min(block_tokens, (1 + max_padding) * total):
                 current.append(segment)
                 continue
         buckets.append([segment])
@@ -264,7 +376,7 @@ def _buckets(segments: Sequence[Segment], max_padding: float, min_tokens: int = 
     for bucket in buckets:
         last = joined[-1] if joined else []
         is_alike = last and (last[0].prefix is None) == (bucket[0].prefix is None)
-        if is_alike and last[0].length * (len(last) + len(bucket)) <= min_tokens:
+        if is_alike and last[0].length * (len(last) + len(bucket)) <= min(block_tokens, min_tokens):
             last.extend(bucket)
         else:
             joined.append(bucket)

@@ -14,9 +14,13 @@ Legend: M tokens to predict, D hidden size, V vocabulary, V' rows of it in this 
 P parts, k likeliest tokens.
 """
 
+import logging
+import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -30,7 +34,10 @@ if HAS_TRITON:
 # Versions of torch before 2.13 have it under a name that later ones warn of.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-CHUNK_TOKENS = 512
+logger = logging.getLogger(__name__)
+
+CHUNK_TOKENS = 512  # on a CPU
+_CHUNK_TOKENS_ELSEWHERE = 2048  # a GPU reads and writes the gradient of the weight for each chunk
 _TOKEN_BLOCK = {"cpu": 16}  # tokens whose logits are handled while they are in the cache, by the device
 _TOKEN_BLOCK_ELSEWHERE = 128
 _VOCABULARY_BLOCK = 4096  # rows of the weight that are widened at a time
@@ -76,14 +83,14 @@ def token_scores(
     with_entropy: bool = False,
     with_sum_pi_squared: bool = False,
     top_k: int | None = None,
-    chunk_tokens: int = CHUNK_TOKENS,
+    chunk_tokens: int | None = None,
     shard: VocabularyShard | None = None,
 ) -> TokenScores:
     """Log-probabilities of `targets` and entropies of the distributions that they were drawn from.
 
-    On CUDA, half-precision states and weights go through the kernels of heads_triton.py where Triton is installed:
-    they never write the logits. All else goes through chunks in plain torch: CPUs; float32, which tensor cores would
-    round; and `top_k`, which needs the logits.
+    On CUDA, half-precision states and weights go through the kernels of heads_triton.py where Triton and a C compiler
+    are installed: they never write the logits. All else goes through chunks in plain torch: CPUs; float32, which
+    tensor cores would round; and `top_k`, which needs the logits.
 
     With a shard, all outputs are the same on all ranks; the gradient of `hidden` is this rank's part, which the
     caller sums over the group, and those of `weight` and `bias` are complete. One collective per call (three with
@@ -96,15 +103,29 @@ def token_scores(
         targets: [M] token ids. With a shard, one that no rank holds has log-probability -inf.
         temperature: divides the logits.
         top_k: how many of the likeliest tokens to return. Where the vocabulary has fewer, the rest is -inf with id -1.
-        chunk_tokens: C.
+        chunk_tokens: C; None: what fits the device.
         shard: the rows of the vocabulary on this rank; None: all.
     """
     is_half = hidden.dtype == weight.dtype and hidden.dtype in (torch.bfloat16, torch.float16)
-    use_triton = HAS_TRITON and hidden.is_cuda and is_half and top_k is None
+    use_triton = HAS_TRITON and hidden.is_cuda and is_half and top_k is None and has_compiler()
+    chunk_tokens = chunk_tokens or (CHUNK_TOKENS if hidden.device.type == "cpu" else _CHUNK_TOKENS_ELSEWHERE)
     call = _Call(temperature, with_entropy, with_sum_pi_squared, top_k, chunk_tokens, shard, use_triton)
     log_probs, entropy, squares, *top = _TokenScores.apply(hidden, weight, bias, targets, call)
     entropy, squares = entropy if with_entropy else None, squares if with_sum_pi_squared else None
     return TokenScores(log_probs, entropy, *top, sum_pi_squared=squares)
+
+
+@cache
+def has_compiler() -> bool:
+    """Whether there is the C compiler that Triton builds its launchers with, as it looks for one; told once if not."""
+    if found := bool(os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return found
+    logger.warning(
+        "log-probs on CUDA: got no C compiler for Triton's kernels, so plain torch computes them, with the logits of "
+        "%s tokens in memory. Install gcc or clang, or set CC.",
+        _CHUNK_TOKENS_ELSEWHERE,
+    )
+    return found
 
 
 @dataclass(frozen=True)
@@ -204,7 +225,9 @@ class _TokenScores(torch.autograd.Function):
         hidden, weight, bias, places, normalizer, entropy = ctx.saved_tensors
         grad_log_probs = torch.zeros_like(normalizer) if grad_log_probs is None else grad_log_probs
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.zeros_like(weight, dtype=torch.float32 if weight.is_cuda else weight.dtype)
         grad_bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
         outer = (grad_log_probs, grad_entropy, normalizer, entropy)
         chunks = _gradients(hidden, weight, bias, places, outer, ctx.call, ctx.kept)
@@ -215,7 +238,12 @@ class _TokenScores(torch.autograd.Function):
             if grad_hidden is not None:
                 grad_hidden[rows] = grad @ weight
             if grad_weight is not None:
-                grad_weight.addmm_(grad.t(), hidden[rows].to(weight.dtype))
+                factors = grad.t(), hidden[rows].to(weight.dtype)
+                if grad_weight.dtype == weight.dtype:
+                    grad_weight.addmm_(*factors)
+                else:
+                    torch.addmm(grad_weight, *factors, out_dtype=torch.float32, out=grad_weight)
+        grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         return grad_hidden, grad_weight, grad_bias, None, None
 
 

@@ -57,7 +57,7 @@ def test_no_logits_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
     targets = torch.zeros(4096, dtype=torch.int64, device="cuda")
     extra = []
     for use_triton in (True, False):
-        monkeypatch.setattr(heads, "_use_triton", lambda *_, choice=use_triton: choice)
+        monkeypatch.setattr(heads, "has_compiler", lambda choice=use_triton: choice)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         token_scores(hidden, weight, None, targets, with_entropy=True)

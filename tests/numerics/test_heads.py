@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from quadriga.models import heads
 from quadriga.models.attention import PackedBatch
 from quadriga.models.fused import RMSNorm
 from quadriga.models.heads import token_scores
@@ -188,3 +189,18 @@ def test_rms_norm_is_the_one_written_out(dtype: torch.dtype) -> None:
     torch.testing.assert_close(out.float(), expected, **tolerance)
     torch.testing.assert_close(leaf.grad.float(), wide.grad, **tolerance)
     torch.testing.assert_close(scale.grad.float(), wide_scale.grad, **tolerance)
+
+
+def test_without_a_compiler_triton_is_not_tried(tmp_path, monkeypatch, caplog) -> None:
+    """One sentence for a process. Does not show that Triton works where there is one."""
+    heads.has_compiler.cache_clear()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    assert not heads.has_compiler() and not heads.has_compiler()
+    (told,) = caplog.messages
+    assert "got no C compiler for Triton's kernels" in told and "Install gcc or clang" in told
+    heads.has_compiler.cache_clear()
+    (tmp_path / "clang").write_text("")
+    (tmp_path / "clang").chmod(0o755)
+    assert heads.has_compiler()
+    heads.has_compiler.cache_clear()

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packed attention on a CUDA device against the CPU's in float32: values, gradients and memory."""
+
+import pytest
+import torch
+
+from quadriga.models.attention import PackedAttention, Segment
+
+pytestmark = pytest.mark.gpu
+
+
+def segments_of(prompt: int, answers: list[int]) -> list[Segment]:
+    first = Segment(0, prompt)
+    starts = [prompt + sum(answers[:number]) for number in range(len(answers))]
+    return [first, *(Segment(start, length, first) for start, length in zip(starts, answers, strict=True))]
+
+
+def results(parts: list[torch.Tensor], segments: list[Segment], device: str, dtype: torch.dtype) -> list[torch.Tensor]:
+    *leaves, outer = (part.to(device, dtype) for part in parts)
+    leaves = [leaf.transpose(1, 2).requires_grad_() for leaf in leaves]
+    out = PackedAttention(segments, torch.device(device)).attend(0, *leaves, scale=0.1)
+    return [one.detach().float().cpu() for one in (out, *torch.autograd.grad(out, leaves, outer))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize("answers", [[], [300, 700, 9], [5000]], ids=["plain", "shared", "cut"])
+def test_the_device_computes_what_the_cpu_does(dtype: torch.dtype, head_size: int, answers: list[int]) -> None:
+    """Six query heads for each key head, more than 256 tokens: flash kernels for half precision, plain operators for
+    float32. Does not show how fast they are."""
+    segments = segments_of(270, answers)
+    generator, size = torch.Generator().manual_seed(0), 270 + sum(answers)
+    shapes = [(1, size, heads, head_size) for heads in (12, 2, 2, 12)]
+    parts = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    found, expected = (
+        results(parts, segments, device, kind) for device, kind in (("cuda", dtype), ("cpu", torch.float))
+    )
+    for ours, theirs in zip(found, expected, strict=True):
+        bound = 1e-4 if dtype == torch.float32 else 0.02
+        assert (ours - theirs).norm() <= bound * theirs.norm()
+
+
+def test_memory_grows_with_the_tokens() -> None:
+    """Twice the response tokens take at most 2.1 times the memory beyond inputs, results and gradients."""
+    peaks = []
+    for unit in (2048, 4096):
+        segments = segments_of(512, [unit] * 8)
+        shapes = [(1, 512 + 8 * unit, heads, 128) for heads in (12, 2, 2, 12)]
+        *leaves, outer = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes)
+        leaves = [leaf.transpose(1, 2).requires_grad_() for leaf in leaves]
+        plan = PackedAttention(segments, torch.device("cuda"))
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        out = plan.attend(0, *leaves, scale=0.1)
+        gradients = torch.autograd.grad(out, leaves, outer)
+        kept = sum(one.nbytes for one in (out, *gradients))
+        peaks.append(torch.cuda.max_memory_allocated() - before - kept)
+    assert peaks[1] <= 2.1 * peaks[0]
