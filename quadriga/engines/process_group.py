@@ -148,7 +148,7 @@ def join(place: Place, device: torch.device) -> ProcessGroup:
     Raises EngineError: not all of them came, or this process is in a group of another shape.
     """
     if place.world_size == 1:
-        return ALONE
+        return ProcessGroup(device=device)
     if not dist.is_initialized():
         host = f"[{place.master_addr}]" if ":" in place.master_addr else place.master_addr
         address, is_cuda = f"{host}:{place.master_port}", device.type == "cuda"

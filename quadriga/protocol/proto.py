@@ -452,7 +452,7 @@ class DataProto:
     def to(self, device: torch.device | str | int) -> "DataProto":
         """Move the tensors, in place; returns self."""
         if self.batch is not None:
-            self.batch = self.batch.to(device)
+            self.batch = self.batch.to(device, non_blocking=False)
         return self
 
     save_to_disk, load_from_disk = disk.save_to_disk, classmethod(disk.load_from_disk)

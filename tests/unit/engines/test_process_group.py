@@ -13,8 +13,9 @@ from quadriga.single_controller import WorkerPlace
 
 
 def test_a_process_alone_has_no_group() -> None:
-    group = join(WorkerPlace(), torch.device("cpu"))
-    assert group is ALONE and not dist.is_initialized()
+    """And computes on its own device: models are put where the group says."""
+    group = join(WorkerPlace(), torch.device("meta"))
+    assert (group.size, group.device.type) == (1, "meta") and not dist.is_initialized()
     leave(group)
 
 
