@@ -10,7 +10,7 @@ that it sees in full: the samples of one prompt are segments with the prompt as 
 computed once. Segments of similar length are padded into one call of flash attention.
 
 Legend: B rows, H query heads, K key-value heads, D head size, N packed tokens, M predicted tokens, T response
-positions, b rows of a bucket, L their longest segment, p different prefixes among them, S the longest prefix.
+positions, b rows of a block, L the longest of them, S keys that they see.
 """
 
 from collections.abc import Sequence
@@ -277,12 +277,12 @@ class _Rows:
 
 
 _Sums: TypeAlias = dict[_Rows, list[Tensor]]
-"""Gradients of key and value [p, S, K, D] in float32 that several blocks add to, where the model is narrower."""
+"""Gradients of key and value [1, S, K, D] in float32 that several blocks add to, where the model is narrower."""
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Keys [p, S] that some rows of a block see: p is 1 and they see all of it, or they see their own causally."""
+    """Keys that rows of a block see: their own [b, L] causally, or a run of others [1, S] in full."""
 
     keys: _Rows
     rows: slice
