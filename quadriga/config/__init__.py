@@ -11,8 +11,8 @@ from quadriga.config.explain import BatchPlan, explain, needs_old_log_prob_pass,
 from quadriga.config.keys import keys_text, leaf_keys
 from quadriga.config.layout import Layout, ModelShape, check_model
 from quadriga.config.loader import Loaded, load_config
-from quadriga.config.placement import Placement, place_roles
+from quadriga.config.placement import Placement, place_roles, profiled_ranks
 from quadriga.config.reward import CustomRewardFunctionConfig, RewardModelConfig
 from quadriga.config.rollout import RolloutConfig, problem_of_several_engines
 from quadriga.config.root import Config
-from quadriga.config.trainer import ProfilerConfig, TrainerConfig
+from quadriga.config.trainer import TrainerConfig

@@ -148,6 +148,13 @@ class CheckpointConfig(Section):
         return filled(given, {"load_contents": [part for part in saved if part != "hf_model"]}) if is_list else given
 
 
+class RoleProfilerConfig(Section):
+    """Which processes of a role `global_profiler` profiles."""
+
+    ranks: list[NonNegativeInt] | None = None
+    """Ranks of the role. null: all, []: none. Reference and rollout have the actor's."""
+
+
 class ParallelConfig(Section):
     """How the ranks of a role share the rows of a data-parallel rank; the numbers do not depend on it."""
 
@@ -157,6 +164,7 @@ class ParallelConfig(Section):
     """Tensor parallelism: ranks that share each layer; it divides the heads and the key-value heads."""
     pipeline_model_parallel_size: Count = 1
     """Pipeline parallelism: stages that have some of the layers each."""
+    profiler: RoleProfilerConfig = Field(default_factory=RoleProfilerConfig)
 
     def layout(self, world_size: int, where: str) -> Layout:
         """The layout of a role's ranks; ConfigError at `where`, this section, if the sizes do not divide them."""

@@ -83,6 +83,26 @@ def arranged_roles(config: Config, *, has_critic: bool) -> Iterator[tuple[str, P
             yield *sections[role], sum(config.trainer.processes_of(pool)) if config.trainer.backend == "ray" else 1
 
 
+def profiled_ranks(config: Config, role: str) -> list[int] | None:
+    """The ranks of a role that are profiled; None: all."""
+    sections: dict[str, ParallelConfig] = {"critic": config.critic, "reward_model": config.reward_model}
+    return sections.get(role, config.actor_rollout_ref.actor).profiler.ranks
+
+
+def check_profiles(config: Config) -> Iterator[Finding]:
+    """Yields ranks to profile that do not exist, or without a tool."""
+    found: dict[str, tuple[list[int] | None, int]] = {}
+    for where, section, size in arranged_roles(config, has_critic=True):
+        found[where] = section.profiler.ranks, max(size, *found.get(where, (None, 0))[1:])
+    for where, (ranks, size) in found.items():
+        key = f"{where}.profiler.ranks"
+        if ranks is not None and config.global_profiler.tool is None:
+            yield from unused([key], "global_profiler.tool is null")
+        elif missing := [rank for rank in ranks or () if rank >= size]:
+            expected = f"ranks from 0 to {size - 1}: the role has {size} process{'es' if size > 1 else ''}"
+            yield wrong(key, str(missing), expected, "null profiles all of them.")
+
+
 def with_fewer_processes(config: Config) -> Iterator[Config]:
     """The configuration on ever fewer processes: a machine less in each pool, then a process less on the last one;
     those whose sizes divide the ranks."""

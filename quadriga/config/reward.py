@@ -46,9 +46,6 @@ class RewardModelConfig(ParallelConfig):
     """Name of a registered reward manager."""
     num_workers: Count = 2
     """Processes that grade."""
-    launch_reward_fn_async: bool = False
-    """Whether graders work while log-probabilities, reference and values are computed; no number depends on it. Without
-    effect where responses are graded earlier (`rollout.mode=async`, `algorithm.filter_groups`)."""
     timeout_s: PositiveFloat = 10.0
     """Seconds that grading one response may take; then it is stopped and counted as an error."""
     max_error_rate: Share = 0.05

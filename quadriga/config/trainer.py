@@ -182,8 +182,9 @@ class RayConfig(Section):
 class ProfilerConfig(Section):
     """The profiler."""
 
-    tool: Annotated[Literal["torch", "torch_memory"] | None, ReadIf("steps", ([],), is_one=False)] = None
-    """`torch` writes a timeline, `torch_memory` a memory snapshot (CUDA). null: no profile."""
+    tool: Annotated[Literal["torch", "torch_memory", "nsys"] | None, ReadIf("steps", ([],), is_one=False)] = None
+    """`torch` writes a timeline of all processes, `torch_memory` memory snapshots (CUDA), `nsys` runs them under Nsight
+    Systems (CUDA). null: no profile."""
     steps: Annotated[list[Count], ReadIf("tool", (None,), is_one=False)] = Field(default_factory=list)
     """Training steps to profile, counted from 1."""
     save_path: PathText = "outputs/profile"

@@ -1,89 +1,103 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Profiles of chosen training steps: a timeline for a trace viewer, or a snapshot of the GPU's memory.
+"""What one process records of a training step; `trainer/profiler.py` begins it in all processes, and joins the parts.
 
-`global_profiler.tool=torch` writes a trace that https://ui.perfetto.dev or chrome://tracing opens;
-`torch_memory` writes a snapshot for https://docs.pytorch.org/memory_viz.
+torch         every operator of every thread, and the blocks that `PhaseTimer.mark` names: phases of the loop, calls
+              of workers
+torch_memory  the history of a GPU's memory, for https://docs.pytorch.org/memory_viz
+nsys          a range that `nsys profile --capture-range=cudaProfilerApi` records, with the same blocks
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import json
+import zlib
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, ClassVar, Optional
 
 import torch
+from torch._C._profiler import _ExperimentalConfig
 
-from quadriga.config import ProfilerConfig
 from quadriga.errors import ConfigError
+from quadriga.observe.timing import PhaseTimer
 
 # Allocations remembered for a memory snapshot; a step of a large model makes some ten thousand.
 MEMORY_EVENTS = 1_000_000
+# Of a process in the trace: its own, and one for each of its devices.
+NUM_PIDS = 1000
 
 
-class Profiler:
-    """Profiles the steps listed in `global_profiler.steps`; with no tool it does nothing and costs nothing.
+def check_tool(tool: str | None, device: torch.device) -> None:
+    """Raises ConfigError: `global_profiler.tool` cannot work in a process on this device."""
+    if tool in ("torch_memory", "nsys") and device.type != "cuda":
+        raise ConfigError(
+            f"global_profiler.tool: got {tool} in a process on {device}, expected a CUDA device, which it records",
+            fix="Use global_profiler.tool=torch; its trace holds the CPU's operators and allocations.",
+        )
+
+
+class Recording:
+    """What this process does, from construction to `finish`.
 
     Args:
-        emit: is called with a sentence that says where each profile was written.
-
-    Raises:
-        ConfigError: the tool cannot work on this machine.
+        title: of the process in the trace.
+        number: of the process among all of them.
+        origin_ns: the moment, in nanoseconds since 1970, from which the trace counts.
     """
 
-    def __init__(self, config: ProfilerConfig, emit: Callable[[str], None] = print) -> None:
-        if config.tool == "torch_memory" and not torch.cuda.is_available():
-            raise ConfigError(
-                "global_profiler.tool: got torch_memory on a machine without CUDA, expected a CUDA device, whose "
-                "allocator keeps the history",
-                fix="Use global_profiler.tool=torch; its trace holds the CPU's allocations.",
-            )
-        self._steps = frozenset(config.steps) if config.tool else frozenset()
-        self._is_of_memory = config.tool == "torch_memory"
-        self._has_shared_profiles = config.profile_continuous_steps
-        self._directory = Path(config.save_path)
-        self._emit = emit
-        self._trace: Any = None
-        self._first: int | None = None
-        self._last = 0
+    current: ClassVar[Optional["Recording"]] = None
+    """The one that is going on: a process has one profiler, whatever its roles."""
 
-    @contextmanager
-    def step(self, step: int) -> Iterator[None]:
-        """Profile the block if `step` is one of the chosen. What was recorded is also written when the block raises."""
-        if step not in self._steps:
-            yield
-            return
-        if self._first is None:
-            self._first = step
-            if self._is_of_memory:
-                torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
-            else:
-                activities = [torch.profiler.ProfilerActivity.CPU]
-                if torch.cuda.is_available():
-                    activities.append(torch.profiler.ProfilerActivity.CUDA)
-                self._trace = torch.profiler.profile(activities=activities, profile_memory=True, record_shapes=True)
-                self._trace.start()
-        self._last = step
-        goes_on = False
-        try:
-            yield
-            goes_on = self._has_shared_profiles and step + 1 in self._steps
-        finally:
-            if not goes_on:
-                self.close()
-
-    def close(self) -> None:
-        """Write a profile that is still open (a run that ended between two neighbouring steps)."""
-        if self._first is None:
-            return
-        name = f"step_{self._first}" if self._first == self._last else f"steps_{self._first}-{self._last}"
-        self._first = None
-        self._directory.mkdir(parents=True, exist_ok=True)
-        if self._is_of_memory:
-            path = self._directory / f"{name}.memory.pickle"
-            torch.cuda.memory._dump_snapshot(str(path))
-            torch.cuda.memory._record_memory_history(enabled=None)
+    def __init__(self, tool: str, title: str, number: int, origin_ns: int) -> None:
+        self.tool, self.title, self.number, self.origin_ns = tool, title, number, origin_ns
+        Recording.current = self
+        if tool == "torch_memory":
+            torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
+        elif tool == "nsys":
+            torch.cuda.profiler.start()
+            PhaseTimer.mark = torch.cuda.nvtx.range
         else:
-            path = self._directory / f"{name}.json.gz"
+            activities = [torch.profiler.ProfilerActivity.CPU]
+            if torch.cuda.is_available():
+                activities.append(torch.profiler.ProfilerActivity.CUDA)
+            # An engine may compute in a thread of its own.
+            threads = _ExperimentalConfig(profile_all_threads=True)
+            self._trace = torch.profiler.profile(
+                activities=activities, profile_memory=True, record_shapes=True, experimental_config=threads
+            )
+            self._trace.start()
+            PhaseTimer.mark = torch.profiler.record_function
+
+    def finish(self) -> bytes:
+        """End it. Returns, compressed by zlib, events as JSON, separated by commas, or a snapshot; nothing for nsys."""
+        Recording.current, PhaseTimer.mark = None, nullcontext
+        if self.tool == "nsys":
+            torch.cuda.profiler.stop()
+            return b""
+        with TemporaryDirectory() as folder:
+            path = Path(folder) / "part.json"
+            if self.tool == "torch_memory":
+                torch.cuda.memory._dump_snapshot(str(path))
+                torch.cuda.memory._record_memory_history(enabled=None)
+                return zlib.compress(path.read_bytes(), 1)
             self._trace.stop()
             self._trace.export_chrome_trace(str(path))
-            self._trace = None
-        self._emit(f"profile written to {path}")
+            trace = json.loads(path.read_text(errors="replace"), strict=False)
+        return zlib.compress(",\n".join(map(json.dumps, self._events(trace))).encode(), 1)
+
+    def _events(self, trace: dict[str, Any]) -> list[dict[str, Any]]:
+        """Those of a trace, such that they can stand beside those of other processes."""
+        shift_us, pids, events = (trace["baseTimeNanoseconds"] - self.origin_ns) / 1000, {}, []
+        for event in trace["traceEvents"]:
+            # Others are about the profiler itself.
+            if not isinstance(event["pid"], int):
+                continue
+            event["pid"] = pids.setdefault(event["pid"], self.number * NUM_PIDS + len(pids))
+            event["ts"] = round(event["ts"] + shift_us, 3)
+            if "id" in event:
+                event["id"] = (self.number << 32) + int(event["id"])
+            if event["name"] == "process_name":
+                event["args"]["name"] = self.title
+            elif event["name"] == "process_sort_index":
+                event["args"]["sort_index"] = event["pid"]
+            events.append(event)
+        return events

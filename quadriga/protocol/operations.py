@@ -4,6 +4,7 @@ the rows of all ranks on every rank; and the result of a call that has not been 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -109,6 +110,16 @@ def all_gather_data_proto(data: DataProto, process_group: dist.ProcessGroup | No
 def resolve_results(futures: Sequence[Any]) -> list[Any]:
     """Wait for `concurrent.futures.Future`-like objects (those with a `result` method), in order."""
     return [future.result() for future in futures]
+
+
+def get_all(futures: "Sequence[DataProtoFuture]") -> list[Any]:
+    """What several futures of one backend give, waited for at once: the first that fails is raised whichever it is."""
+    if not futures:
+        return []
+    # One that does not copy its rows must not be given rows that are only lent.
+    careful = next((future for future in futures if future.rows_of is None), futures[0])
+    outputs = iter(careful.resolve([handle for future in futures for handle in future.futures]))
+    return [replace(one, futures=list(islice(outputs, len(one.futures))), resolve=list).get() for one in futures]
 
 
 @dataclass(frozen=True)

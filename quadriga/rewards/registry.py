@@ -5,8 +5,8 @@ A built-in manager is a class in a file of `managers/`, and a name in `BUILT_IN`
 """
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from inspect import signature
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -69,29 +69,23 @@ class RewardManager:
     grades_early: bool = False
     """Whether there is a `grade_one`."""
 
-    has_grades: bool = False
-    """Whether `begin` leaves work to be done while its caller goes on."""
-
     def __call__(self, data: "DataProto") -> RewardOutput:
         """Grade the responses of a batch, and wait for their rewards; see `begin`."""
         return self.begin(data).result()
 
     def begin(self, data: "DataProto", outcomes: Sequence[Outcome | None] | None = None) -> Grading:
-        """Begin to grade the responses of a batch.
+        """Begin to grade the responses of a batch; a manager that is only called grades them at the join.
 
         Args:
             data: tensors `responses` [B, T] and `attention_mask` [B, P+T]; the data source's column, `reward_model`
-                with a "ground_truth" each, and `extra_info` (optional). It is read before this returns; its columns
-                may change afterwards, its rows may not.
+                with a "ground_truth" each, and `extra_info` (optional). Others may be added until the join.
             outcomes: [B] those of `grade_one`, None for a response that is not graded yet.
 
         Raises:
             RewardError: a column or a ground truth is missing; or, where the rewards are joined, more than
                 `reward_model.max_error_rate` of the samples could not be graded.
         """
-        done: Future[RewardOutput] = Future()
-        done.set_result(self(data))
-        return Grading(done.result, done.cancel)
+        return Grading(partial(self, data), lambda: None)
 
     async def grade_one(self, row: dict[str, Any]) -> Outcome:
         """Grade one response, given as `data_source`, `solution_str`, `ground_truth` and `extra_info`.

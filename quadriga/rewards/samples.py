@@ -52,8 +52,6 @@ class SampleManager(RewardManager):
         ConfigError: `reward_model.reward_kwargs` holds what the manager does not know.
     """
 
-    has_grades = True
-
     options: tuple[str, ...] = ()
     """Names that `reward_model.reward_kwargs` may hold."""
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from quadriga.errors import WorkerError
+from quadriga.observe.profiler import Recording
 from quadriga.single_controller.dispatch import Dispatch, Execute, register
 
 
@@ -72,6 +73,7 @@ class Worker:
     local_rank: int
     local_world_size: int
     _meshes: dict[str, tuple[int, bool]]
+    _recording: Recording | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "Worker":
         # Here and not in __init__, so that a subclass knows its rank before it calls super().__init__().
@@ -88,6 +90,16 @@ class Worker:
         Each data-parallel rank needs exactly one worker that is collected.
         """
         self._meshes[mesh_name] = (dp_rank, is_collect)
+
+    def start_profile(self, tool: str, title: str, number: int, origin_ns: int, is_wanted: bool) -> None:
+        """Record this process, see `Recording`, unless that is being done already, as for another of its roles."""
+        if is_wanted and Recording.current is None:
+            self._recording = Recording(tool, title, number, origin_ns)
+
+    def stop_profile(self) -> bytes:
+        """End what this worker has begun. Returns the recording; nothing if there is none."""
+        recording, self._recording = self._recording, None
+        return recording.finish() if recording is not None and recording is Recording.current else b""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def mesh_place(self, mesh_name: str) -> tuple[int, bool]:

@@ -4,7 +4,7 @@
     group.update_actor(batch)                    group = WorkerGroup of an actor class
       1. dispatch   the mode of update_actor splits the arguments, rank by rank     dispatch.py
       2. start      the backend starts the method on every rank, waiting for none   start_all
-      3. resolve    the backend waits for the outputs, or a DataProtoFuture will    protocol/future.py
+      3. resolve    the backend waits for the outputs, or a DataProtoFuture will    protocol/operations.py
       4. collect    the mode makes one result of the outputs
 
 A backend is a subclass with two methods, `start_all` and `resolve`: `LocalWorkerGroup` below has its workers in this
@@ -27,6 +27,7 @@ import torch
 from quadriga.background import run_coroutine
 from quadriga.config.trainer import TrainerConfig
 from quadriga.errors import QuadrigaError, WorkerError
+from quadriga.observe.timing import PhaseTimer
 from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.single_controller import dispatch
 from quadriga.single_controller.dispatch import Arguments, DispatchError, GroupLayout, MeshLayout, Registration
@@ -234,8 +235,9 @@ class LocalWorkerGroup(WorkerGroup[W]):
         for rank, (args, kwargs) in zip(self.ranks, per_rank, strict=False):
             outcome: Future[Any] = Future()
             try:
-                output = getattr(self.workers[rank], method_name)(*args, **kwargs)
-                outcome.set_result(run_coroutine(output) if inspect.iscoroutine(output) else output)
+                with PhaseTimer.mark(f"{self.name}.{method_name}"):
+                    output = getattr(self.workers[rank], method_name)(*args, **kwargs)
+                    outcome.set_result(run_coroutine(output) if inspect.iscoroutine(output) else output)
             except QuadrigaError as error:
                 outcome.set_exception(error)
             except Exception as error:
@@ -271,6 +273,7 @@ class WorkerGroups:
         roles: pool of each role.
         pools: processes on each node of each pool.
         settings: of the run; `device` and the limits of time are read where workers are other processes.
+        runtime_env: of Ray, for the workers' processes.
 
     Attributes:
         is_remote: the workers are other processes than the driver, so that a call need not hold it up.
@@ -285,6 +288,7 @@ class WorkerGroups:
         roles: Mapping[str, str],
         pools: Mapping[str, Sequence[int]],
         settings: TrainerConfig,
+        runtime_env: Mapping[str, Any] | None = None,
     ) -> None:
         self.groups = {role: LocalWorkerGroup(entry, name=role) for role, entry in classes.items()}
 

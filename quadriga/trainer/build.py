@@ -17,6 +17,7 @@ from quadriga.observe.timing import Timeline
 from quadriga.observe.tracking.services import check_services
 from quadriga.rewards import RewardManager, load_reward_manager
 from quadriga.single_controller import ClassWithInitArgs, LocalWorkerGroup, WorkerGroups
+from quadriga.trainer.profiler import Profiler
 from quadriga.trainer.ray_trainer import RayPPOTrainer, Workers
 from quadriga.trainer.rewards import ModelReward
 from quadriga.trainer.roles import Needs, Role
@@ -34,6 +35,14 @@ TEAMS = {
     "ray": "quadriga.single_controller.ray:RayWorkerGroups",
 }
 STATE_COPIES = "quadriga.single_controller.ray.copies:StateCopies"
+NSIGHT = {
+    "t": "cuda,nvtx,cublas,cudnn",
+    "capture-range": "cudaProfilerApi",
+    "capture-range-end": "repeat",
+    "kill": "none",
+    "o": "'quadriga_%p'",
+}
+"""Arguments of `nsys profile` for each process: a report for each profile, and the process goes on."""
 SUPERVISED = {"sft": (SFTWorker, SFTTrainer), "reward_model": (RewardModelTrainingWorker, RewardModelTrainer)}
 """The worker and the loop of each `task` but `rl`."""
 
@@ -105,6 +114,7 @@ def build_run(config: Config, timeline: Timeline) -> Run:
             reward.close()
         team.end()
         raise
+    trainer.profiler = Profiler(config, team.groups)
     width = max(map(len, choices))
     for name, choice in choices.items():
         print(f"  {name:<{width}}  {choice}")
@@ -132,7 +142,8 @@ def start_workers(config: Config, tokenizer: Any, needs: Needs) -> WorkerGroups:
         else ClassWithInitArgs(ActorRolloutRefWorker, config, tokenizer, role)
         for role in map(Role, placement.roles)
     }
-    return resolve_name(TEAMS[config.trainer.backend])(workers, placement.roles, placement.pools, config.trainer)
+    under = {"nsight": NSIGHT} if config.global_profiler.tool == "nsys" else {}
+    return resolve_name(TEAMS[config.trainer.backend])(workers, placement.roles, placement.pools, config.trainer, under)
 
 
 def state_copies(config: Config) -> Any:

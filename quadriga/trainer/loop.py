@@ -24,6 +24,7 @@ from quadriga.protocol import DataProto
 from quadriga.redact import redacted
 from quadriga.trainer import saving
 from quadriga.trainer.checkpoint import Checkpoints, step_of
+from quadriga.trainer.profiler import Profiler
 from quadriga.trainer.settings import Settings, keep_settings, say_nothing_to_do
 from quadriga.workers.checkpoint import HF_FOLDER
 
@@ -80,7 +81,7 @@ class TrainingLoop:
         self.resumable = resumable
         self.global_steps, self.is_stopping = 0, False
         self.metrics: dict[str, float] = {}
-        self.timer = PhaseTimer()
+        self.timer, self.profiler = PhaseTimer(), Profiler(config, {})
         self.recovery: tuple[int, float] | None = None
         self.copies: Any = None
         self.newest_copy: Any = None
@@ -138,7 +139,16 @@ class TrainingLoop:
             pass
 
     def close(self) -> None:
-        """Stop what the loop itself has started. The workers end with their groups."""
+        """Stop what the loop itself has started, above all a profile. The workers end with their groups."""
+        self.profiler.close()
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """The next step: it is counted, and profiled where that is due. `timer` and `metrics` are its own from here."""
+        self.global_steps += 1
+        self.timer, self.metrics = PhaseTimer(), {}
+        with self.profiler.step(self.global_steps, is_last=self.is_last_step), self.timer.phase("step"):
+            yield
 
     @property
     def is_last_step(self) -> bool:

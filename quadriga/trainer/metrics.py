@@ -94,16 +94,18 @@ def performance_metrics(
 ) -> dict[str, float]:
     """Seconds of each phase (`step` is their whole), milliseconds a token, tokens a second, and memory.
 
-    `measured` has the metrics of the step so far: tokens that were generated, those of groups that were left out
-    included, and whether the responses come from the rollout cache.
+    `measured` has the metrics of the step so far: seconds of what overlapped, tokens that were generated, those of
+    groups that were left out included, and whether the responses come from the rollout cache.
     """
     num_tokens = int(batch.batch["attention_mask"].sum())
     num_generated = measured.get("rollout/num_response_tokens", 0.0)
     num_of_responses = int(batch.batch["attention_mask"][:, -batch.batch["response_mask"].shape[1] :].sum())
     metrics = {f"timing_s/{phase}": duration for phase, duration in seconds.items()}
-    for phase in filter(seconds.__contains__, PER_TOKEN):
-        divisor = num_of_responses if phase == "gen" else num_tokens
-        metrics[f"timing_per_token_ms/{phase}"] = 1000 * seconds[phase] / max(divisor, 1)
+    told = {**measured, **metrics}
+    for phase in PER_TOKEN:
+        if (duration := told.get(f"timing_s/{phase}")) is not None:
+            divisor = num_of_responses if phase == "gen" else num_tokens
+            metrics[f"timing_per_token_ms/{phase}"] = 1000 * duration / max(divisor, 1)
     metrics["perf/total_num_tokens"] = float(num_tokens)
     metrics["perf/time_per_step"] = seconds["step"]
     metrics["perf/throughput"] = num_tokens / seconds["step"]

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The training loop: one short sequential program on the driver, over workers that may be anywhere.
 
-    generate -> reward -> old log-probs -> reference -> values -> KL in reward -> off-policy correction -> advantages
-    └── until the batch is full ──┘   (with algorithm.filter_groups)           -> critic -> actor -> publish weights
+    generate ─> rewards ────────┬─> KL in reward -> off-policy correction -> advantages
+              ├ old log-probs ──┤                                            -> critic -> actor -> publish weights
+              ├ reference ──────┤
+              └ values ─────────┘
 
-Rewards begin once the responses are there. They are joined at once, or, with `reward_model.launch_reward_fn_async`,
-after the values; see `trainer/rewards.py`.
+What stands below each other reads the responses alone: all is begun, then joined. On pools of their own the models
+compute at the same time, on one pool in this order; graders have processes of their own (`trainer/rewards.py`). With
+`algorithm.filter_groups` responses are generated and graded until the batch is full, before the models begin.
 
 Each step of the algorithm is one call. What a step needs follows from the estimator and the configuration (`Needs`), so
 that no branch here names an algorithm, an engine or a backend.
@@ -13,7 +16,7 @@ that no branch here names an algorithm, an engine or a backend.
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,10 +30,9 @@ from quadriga.algorithms.registry import choose_estimator, estimate_advantages
 from quadriga.algorithms.rollout_correction import correct_rollout
 from quadriga.config import Config
 from quadriga.observe.metrics import reduce_metrics
-from quadriga.observe.profiler import Profiler
-from quadriga.observe.timing import PhaseTimer
 from quadriga.observe.watchdog import waiting
-from quadriga.protocol import DataProto
+from quadriga.protocol import DataProto, DataProtoFuture
+from quadriga.protocol.operations import get_all
 from quadriga.rewards import RewardManager
 from quadriga.trainer.balance import SequenceCost, order_for_ranks
 from quadriga.trainer.group_filter import GroupFilter
@@ -38,7 +40,7 @@ from quadriga.trainer.loop import Step, TrainingLoop
 from quadriga.trainer.metrics import check_log_probs, data_metrics, dead_signals, performance_metrics
 from quadriga.trainer.prompts import PromptStream, assign_uids
 from quadriga.trainer.responses import generate_responses, sample_rows, write_samples
-from quadriga.trainer.rewards import BatchRewards, grade, joins_late
+from quadriga.trainer.rewards import BatchRewards, grade
 from quadriga.trainer.roles import Needs
 from quadriga.trainer.rollout_cache import RolloutCache
 from quadriga.trainer.rollout_pool import RolloutPool, WeightPublisher
@@ -84,7 +86,6 @@ class RayPPOTrainer(TrainingLoop):
         total_training_steps: int,
     ) -> None:
         self.tokenizer, self.reward = tokenizer, reward
-        self.joins_late = joins_late(reward, config)
         self.actor, self.reference, self.critic = workers.actor, workers.reference, workers.critic
         self.train_dataloader, self.weights = train_dataloader, workers.weights
         self.prompts = PromptStream(train_dataloader, is_saved=config.trainer.save_freq > 0)
@@ -107,7 +108,6 @@ class RayPPOTrainer(TrainingLoop):
         if config.actor_rollout_ref.rollout.skip.enable:
             self.respond = RolloutCache(self.respond, config)
         self.filters_groups = algorithm.filter_groups.enable
-        self.profiler = Profiler(config.global_profiler)
         self.warned: set[str] = set()
 
     def steps(self) -> Iterator[Step]:
@@ -130,9 +130,7 @@ class RayPPOTrainer(TrainingLoop):
 
     def train_step(self) -> DataProto:
         """The next step, measured: afterwards `metrics` holds its numbers. Returns the batch."""
-        self.global_steps += 1
-        self.timer, self.metrics = PhaseTimer(), {}
-        with self.profiler.step(self.global_steps), self.timer.phase("step"):
+        with self.measured():
             batch = self.step()
         self.metrics |= data_metrics(batch) | performance_metrics(batch, self.timer.seconds, self.metrics)
         for name, count in self.weights.take_counts().items():
@@ -148,16 +146,15 @@ class RayPPOTrainer(TrainingLoop):
         batch = self.sample_groups() if self.filters_groups else self.generate(self.next_prompts())
         policy = self.config.actor_rollout_ref
         self.metrics |= order_for_ranks(batch, self.num_ranks, policy.rollout.n, policy.actor, self.cost)
-        with self.rewards(batch):
-            self.record(batch)
+        with self.rewards_and(batch) as begin:
+            inputs = model_inputs(batch)
             if self.needs.old_log_probs:
-                self.compute_old_log_probs(batch)
+                begin(self.actor.compute_log_prob, inputs, self.needs.sum_pi_squared)
             if self.reference:
-                with self.timer.phase("ref"):
-                    batch.union(self.reference.compute_ref_log_prob(model_inputs(batch)))
+                begin(self.reference.compute_ref_log_prob, inputs)
             if self.critic:
-                with self.timer.phase("values"):
-                    batch.union(self.critic.compute_values(model_inputs(batch)))
+                begin(self.critic.compute_values, inputs)
+        self.compare_log_probs(batch)
         self.charge_divergence(batch)
         self.correct_rollout(batch)
         self.compute_advantages(batch)
@@ -219,38 +216,36 @@ class RayPPOTrainer(TrainingLoop):
         return groups.batch()
 
     @contextmanager
-    def rewards(self, batch: DataProto) -> Iterator[None]:
-        """Rewards begin before the block, and are joined there, or after it with `launch_reward_fn_async`.
+    def rewards_and(self, batch: DataProto) -> Iterator[Callable[..., None]]:
+        """Rewards and what is begun in the block, by `begin(method, *args)`; after it the batch has all of it.
 
-        `timing_s/reward` is the time that the step does not go on: handing the responses over, and what is left to
-        wait for.
+        Consumes: the responses. Waits for: graders, a reward model, then the models of all pools at once. Unblocked by:
+        the last of them, or the first that fails, whose error is raised; graders are stopped then. Each column of
+        results is in memory twice while it is joined.
         """
-        if self.filters_groups:
-            # Groups were chosen by their rewards.
-            yield
-            return
-        with self.timer.phase("reward"):
-            rewards = BatchRewards(self.reward, batch)
-        try:
-            if self.joins_late:
-                yield
-            with self.timer.phase("reward"):
-                rewards.join(batch)
-            if self.joins_late:
+        futures: list[DataProtoFuture] = []
+        with self.timer.phase("prepare"), ExitStack() as stack:
+            self.record(batch)
+            rewards = None
+            # Else groups were chosen by their rewards.
+            if not self.filters_groups:
+                with self.timer.phase("reward"):
+                    rewards = BatchRewards(self.reward, batch)
+                stack.callback(rewards.cancel)
+            yield lambda method, *args: futures.append(method(*args))
+            if rewards is not None:
+                with self.timer.phase("reward"):
+                    rewards.join(batch)
                 self.record(batch)
-            else:
-                yield
-        except BaseException:
-            rewards.cancel()
-            raise
+            for result in get_all(futures):
+                self.record(result)
+                batch.union(result)
 
-    def compute_old_log_probs(self, batch: DataProto) -> None:
-        """`old_log_probs` [B, T] of the policy that the update starts from; `sum_pi_squared` where it is read."""
-        with self.timer.phase("old_log_prob"):
-            scores = self.actor.compute_log_prob(model_inputs(batch), self.needs.sum_pi_squared)
-        mask = batch.batch["response_mask"]
-        entropy = scores.batch.pop("entropys")
-        batch.union(scores)
+    def compare_log_probs(self, batch: DataProto) -> None:
+        """Entropy of the policy that the update starts from, and how far the rollout's log-probs are from its own."""
+        if not self.needs.old_log_probs:
+            return
+        mask, entropy = batch.batch["response_mask"], batch.batch.pop("entropys")
         self.metrics["actor/entropy"] = float((entropy * mask).sum() / mask.sum().clamp(min=1))
         mismatch = log_prob_mismatch(batch.batch["old_log_probs"], batch.batch["rollout_log_probs"], mask)
         self.metrics |= {f"rollout/{name}": value for name, value in mismatch.items()}
@@ -312,6 +307,6 @@ class RayPPOTrainer(TrainingLoop):
         self.metrics |= reduce_metrics(result.meta_info.pop("metrics", {}))
 
     def close(self) -> None:
-        """Stop the graders, and write a profile that is still open. The workers end with their groups."""
-        self.profiler.close()
+        """Stop the graders too."""
+        super().close()
         self.reward.close()

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rewards of a batch: begun once its responses are there, joined where they are read.
+"""The rewards of a batch: begun once its responses are there, joined before the advantages.
 
-    now          generate -> begin -> join -> old log-probs -> reference -> values -> advantages -> ...
-    meanwhile    generate -> begin ─> old log-probs -> reference -> values ─> join -> advantages -> ...
-                               └────── graders, in processes of their own ─────┘
+    generate -> begin ─> old log-probs, reference, values ─> join -> advantages -> ...
+                  ├────── graders, in processes of their own ───┤
+                  └────── reward model ─────────────────────────┘
     early        the rollout gives each response to a grader as soon as it is written: `begin` finds the outcomes
+    in process   graders of the driver's own work at the join, while models in other processes compute
 
 B responses, T response positions.
 """
@@ -12,10 +13,9 @@ B responses, T response positions.
 import logging
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
-from quadriga.config import Config
 from quadriga.observe.metrics import Metric, reduce_metrics
-from quadriga.observe.timing import PhaseTimer
 from quadriga.protocol import DataProto
 from quadriga.protocol.columns import object_array
 from quadriga.rewards import Grading, Outcome, RewardManager, RewardOutput
@@ -59,35 +59,16 @@ def grade(reward: RewardManager, batch: DataProto) -> RewardOutput:
     return BatchRewards(reward, batch).join(batch)
 
 
-def joins_late(reward: RewardManager, config: Config) -> bool:
-    """Whether a step goes on while its rewards are computed: `reward_model.launch_reward_fn_async`, where it can.
-
-    What the configuration alone rules out is told by its checks; what the manager cannot do is told here.
-    """
-    if not config.reward_model.launch_reward_fn_async or config.algorithm.filter_groups.enable:
-        return False
-    if not reward.has_grades:
-        beside = ", and the reward model is called by the driver as the other models are" * config.reward_model.enable
-        logger.warning(
-            "reward_model.launch_reward_fn_async: not used: the reward manager %s has no graders that work meanwhile "
-            "(begin)%s.",
-            config.reward_model.reward_manager,
-            beside,
-        )
-    return reward.has_grades
-
-
 class ModelReward(RewardManager):
     """A reward model beside graders: the score of a response is the sum of both; graders give 0 where nothing is
     graded.
 
     Metrics beside the graders': mean, max and min of `reward/rm_score` and `reward/rule_score`, the two summands;
-    `reward/rm_cut`, inputs of the reward model that were too long; `timing_s/rm`, seconds.
+    `reward/rm_cut`, inputs of the reward model that were too long; `timing_s/rm`, seconds of its slowest rank.
     """
 
     def __init__(self, model: RewardModelWorker, graders: RewardManager) -> None:
-        self.model, self.graders = model, graders
-        self.has_grades, self.close = graders.has_grades, graders.close
+        self.model, self.graders, self.close = model, graders, graders.close
 
     @cached_property
     def reads_chats(self) -> bool:
@@ -95,38 +76,33 @@ class ModelReward(RewardManager):
         return self.model.reads_chats()
 
     def begin(self, data: DataProto, outcomes: Sequence[Outcome | None] | None = None) -> Grading:
-        """The graders begin, and the reward model scores: its `rm_scores` [B, T] are in the batch when this returns.
-
-        A group of workers has one caller, the driver: so only the graders go on meanwhile.
-        """
-        timer = PhaseTimer()
+        """The graders and the reward model begin; at the join its `rm_scores` [B, T] come into the batch."""
         rule = self.graders.begin(data, outcomes)
         try:
-            with timer.phase("rm"):
-                inputs = model_inputs(data, objects=CHAT_OBJECTS if self.reads_chats else ())
-                scored = self.model.compute_rm_score(inputs)
+            inputs = model_inputs(data, objects=CHAT_OBJECTS if self.reads_chats else ())
+            scores: Any = self.model.compute_rm_score(inputs)
         except BaseException:
             rule.cancel()
             raise
-        told = reduce_metrics(scored.meta_info.pop("metrics"))
-        if told["reward/rm_cut"]:
-            logger.warning(
-                "reward model: %d of %d inputs were too long (reward_model.max_length) and lost their beginning.",
-                told["reward/rm_cut"],
-                len(data),
-            )
-        data.union(scored)
-        by_model = data.batch["rm_scores"]
 
         def result() -> RewardOutput:
-            graded, totals = rule.result(), by_model.sum(-1)
+            graded, scored = rule.result(), scores.get()
+            told = reduce_metrics(scored.meta_info.pop("metrics"))
+            if told["reward/rm_cut"]:
+                logger.warning(
+                    "reward model: %d of %d inputs were too long (reward_model.max_length) and lost their beginning.",
+                    told["reward/rm_cut"],
+                    len(data),
+                )
+            by_model = data.union(scored).batch["rm_scores"]
+            totals = by_model.sum(-1)
             both = spread("reward/rm_score", totals) | spread("reward/rule_score", graded.scores.sum(-1))
             metrics = {
                 **graded.metrics,
                 # The last part of the name is how it combines: mean, max or min.
                 **{name: Metric(value, name.rpartition("/")[2], len(totals)) for name, value in both.items()},
                 "reward/rm_cut": Metric(told["reward/rm_cut"], "sum"),
-                "timing_s/rm": Metric(timer.seconds["rm"], "sum"),
+                "timing_s/rm": Metric(told["timing_s/rm"], "max"),
             }
             extra = {**graded.extra, "rm_score": object_array(totals.tolist())}
             return RewardOutput(by_model + graded.scores, extra, metrics)

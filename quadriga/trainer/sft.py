@@ -27,7 +27,6 @@ from torch.nn.functional import logsigmoid
 from quadriga.config import Config
 from quadriga.errors import DataError, EngineError
 from quadriga.observe.metrics import reduce_metrics
-from quadriga.observe.timing import PhaseTimer
 from quadriga.observe.watchdog import watched
 from quadriga.protocol import DataProto
 from quadriga.trainer.loop import Step, TrainingLoop
@@ -76,9 +75,7 @@ class SupervisedTrainer(TrainingLoop, ABC):
 
     def train_step(self, rows: DataProto) -> None:
         """The next step, measured: afterwards `metrics` holds its numbers."""
-        self.global_steps += 1
-        self.timer, self.metrics = PhaseTimer(), {}
-        with self.timer.phase("step"):
+        with self.measured():
             num_tokens = self.step(rows)
         seconds = self.timer.seconds["step"]
         self.metrics |= {f"timing_s/{phase}": duration for phase, duration in self.timer.seconds.items()}

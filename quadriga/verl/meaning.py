@@ -43,6 +43,7 @@ _REJECTIONS = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_
 MIN_RATIO = 3e-9
 """Just above e^-20, where log-ratios are cut."""
 ENGINES = ("vllm", "sglang", "hf")
+_PROFILERS = ("torch", "torch_memory", "nsys")
 FLOATS = {"fp32": "float32", "float32": "float32", "float": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16"}
 _SIZES = {
     "tensor_model_parallel_size": ("tp", "tensor_parallel_size", "tensor_model_parallel_size"),
@@ -319,12 +320,22 @@ def rollout_parallel(line: "Line", key: str, value: Any) -> None:
 
 
 def profiler(line: "Line", key: str, value: Any) -> None:
-    """The profiler's tool and steps, where the tool is torch's."""
-    tool = line.get("global_profiler.tool")
-    if tool not in ("torch", "torch_memory"):
+    """The profiler's tool and steps, where the tool is one of ours."""
+    if line.get("global_profiler.tool") not in _PROFILERS:
         line.note(line.sentence)
     elif value is not None:
         line.set(key, value)
+
+
+def profiled_ranks(line: "Line", key: str, value: Any) -> None:
+    """The ranks of a role that are profiled: in verl none, unless it is enabled."""
+    role, _, _ = key.rpartition(".")
+    if line.get("global_profiler.tool") not in _PROFILERS:
+        line.note(line.sentence)
+    elif not line.get(f"{role}.enable", True):
+        line.set(f"{role}.ranks", [])
+    else:
+        line.set(f"{role}.ranks", None if line.get(f"{role}.all_ranks") else line.get(f"{role}.ranks", []))
 
 
 def rejection(line: "Line", key: str, value: Any) -> None:
@@ -391,8 +402,9 @@ FUNCTIONS: dict[str, Callable[["Line", str, Any], None]] = {
     for one in (
         frequency, unless_null, null_if_falsy, warmup_steps, clip_ratio, device, loggers, batch_size, filter_groups,
         overlong, known_name, loss_option, strategy, engine_size, compute_dtype, master_dtype, micro_batch, one_length,
-        adapter_detail, rollout_engine, do_sample, rollout_mode, raw_chat, rollout_parallel, profiler, rejection,
-        step_on_host, critic_key, critic_switch, reward_model_key, critic_checkpoints, adapter_modules, loss_agg_mode,
+        adapter_detail, rollout_engine, do_sample, rollout_mode, raw_chat, rollout_parallel, profiler, profiled_ranks,
+        rejection, step_on_host, critic_key, critic_switch, reward_model_key, critic_checkpoints, adapter_modules,
+        loss_agg_mode,
         *programs.FUNCTIONS,
     )
 }  # fmt: skip

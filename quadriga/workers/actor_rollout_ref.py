@@ -34,7 +34,7 @@ from quadriga.weight_sync import (
     meet,
     open_store,
 )
-from quadriga.workers.base import BY_GROUP, BY_REPLICA, GROUPS, Learner, build_engine
+from quadriga.workers.base import BY_GROUP, BY_REPLICA, GROUPS, Learner, build_engine, timed
 from quadriga.workers.generation import Generation
 from quadriga.workers.models import load_policy
 from quadriga.workers.rollout_engines import rollout_engine_class
@@ -169,7 +169,8 @@ class ActorRolloutRefWorker(Learner):
         self.weight_sync.verify(self.generation.engine, self.weight_version)
         return self.generation.generate(prompts, self.weight_version)
 
-    @register(dispatch_mode=BY_REPLICA)
+    @register(dispatch_mode=BY_REPLICA, blocking=False)
+    @timed("old_log_prob")
     def compute_log_prob(self, data: DataProto, with_sum_pi_squared: bool = False) -> DataProto:
         """`old_log_probs`, `entropys` and, where wanted, `sum_pi_squared` [B, T] of the actor as it is."""
         wanted = {"with_entropy": True, "with_sum_pi_squared": with_sum_pi_squared}
@@ -179,7 +180,8 @@ class ActorRolloutRefWorker(Learner):
             found.batch["sum_pi_squared"] = scores["sum_pi_squared"]
         return found
 
-    @register(dispatch_mode=BY_REPLICA)
+    @register(dispatch_mode=BY_REPLICA, blocking=False)
+    @timed("ref")
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """`ref_log_prob` [B, T] of the policy that training started from."""
         config = self.config.actor_rollout_ref.ref

@@ -14,8 +14,9 @@ update_actor, update_critic  MODEL_INPUTS, MODEL_OBJECTS, the fields of the obje
 
 import time
 from collections.abc import Callable, Sequence
+from functools import wraps
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -35,11 +36,14 @@ from quadriga.models.lora import describe_adapter
 from quadriga.models.weight_files import MODEL
 from quadriga.observe.machine import Choice, choose_dtype, release_free_memory
 from quadriga.observe.metrics import Metric
+from quadriga.observe.profiler import check_tool
 from quadriga.protocol import DataProto
 from quadriga.single_controller import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
 from quadriga.user_file import import_external
 from quadriga.workers.checkpoint import OPTIMIZER, RoleCheckpoint
 from quadriga.workers.models import LoadedModel
+
+Pass = TypeVar("Pass", bound=Callable[..., DataProto])
 
 MESH = "replicas"
 """The name under which a worker registers its place among the data-parallel ranks."""
@@ -82,6 +86,23 @@ def choose_device(wish: str, local_rank: int = 0) -> torch.device:
     if device.type == "cuda":  # where Triton, vLLM and NCCL work, whatever device their tensors are on
         torch.cuda.set_device(device)
     return device
+
+
+def timed(phase: str) -> Callable[[Pass], Pass]:
+    """Decorator of a worker's method that returns rows: `timing_s/PHASE`, its seconds on the slowest rank, go along."""
+
+    def decorate(method: Pass) -> Pass:
+        @wraps(method)
+        def measured(*args: Any, **kwargs: Any) -> DataProto:
+            start = time.perf_counter()
+            rows = method(*args, **kwargs)
+            metric = Metric(time.perf_counter() - start, "max")
+            rows.meta_info["metrics"] = {**rows.meta_info.get("metrics", {}), f"timing_s/{phase}": metric}
+            return rows
+
+        return cast(Pass, measured)
+
+    return decorate
 
 
 def build_engine(
@@ -134,6 +155,7 @@ class EngineWorker(Worker):
         `sizes` are those of tensor, sequence and pipeline parallelism; `where` is the section, for errors.
         """
         self.device: torch.device = choose_device(self.config.trainer.device, self.local_rank)
+        check_tool(self.config.global_profiler.tool, self.device)
         world = process_group.join(self.place, self.device)
         self.processes = Processes.arrange(world, sizes.layout(world.size, where))
         self.register_mesh(MESH, self.processes.place.dp_rank, self.processes.place.is_collected)

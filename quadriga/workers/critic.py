@@ -9,7 +9,7 @@ from quadriga.engines.step import infer
 from quadriga.models.scorers import ValueScorer
 from quadriga.protocol import DataProto
 from quadriga.single_controller import Dispatch, register
-from quadriga.workers.base import BY_REPLICA, Learner
+from quadriga.workers.base import BY_REPLICA, Learner, timed
 from quadriga.workers.models import load_model
 
 
@@ -30,7 +30,8 @@ class CriticWorker(Learner):
         about = f"{self.engine.describe()['parameters'] / 1e6:.1f} M parameters, with a value head"
         return {"critic": about + self.offload_training()}
 
-    @register(dispatch_mode=BY_REPLICA)
+    @register(dispatch_mode=BY_REPLICA, blocking=False)
+    @timed("values")
     def compute_values(self, data: DataProto) -> DataProto:
         """`values` [B, T]"""
         micro = MicroBatching(None, self.section.ppo_max_token_len_per_gpu, self.share_prompts)

@@ -25,7 +25,7 @@ from quadriga.observe.machine import release_free_memory
 from quadriga.observe.metrics import Metric
 from quadriga.protocol import DataProto
 from quadriga.single_controller import Dispatch, Execute, register
-from quadriga.workers.base import BY_REPLICA, CHAT_OBJECTS, EngineWorker, build_engine
+from quadriga.workers.base import BY_REPLICA, CHAT_OBJECTS, EngineWorker, build_engine, timed
 from quadriga.workers.models import load_judge
 
 _KEY = "reward_model.model.input_tokenizer"
@@ -68,7 +68,8 @@ class RewardModelWorker(EngineWorker):
         """Whether `compute_rm_score` reads `raw_prompt` and `uid` beside the tokens."""
         return self.judge is not None
 
-    @register(dispatch_mode=BY_REPLICA)
+    @register(dispatch_mode=BY_REPLICA, blocking=False)
+    @timed("rm")
     def compute_rm_score(self, data: DataProto) -> DataProto:
         """`rm_scores` [B, T]: the score at the last valid token of each response, zero elsewhere.
 

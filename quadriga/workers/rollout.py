@@ -17,6 +17,7 @@ from quadriga.config.placement import has_shards, rollout_group_size
 from quadriga.engines import process_group
 from quadriga.errors import WeightSyncError
 from quadriga.observe.machine import choose_dtype
+from quadriga.observe.profiler import check_tool
 from quadriga.protocol import DataProto
 from quadriga.rollout.group import RolloutGroup
 from quadriga.single_controller import Dispatch, Worker, register
@@ -41,6 +42,7 @@ class RolloutWorker(Worker):
     def init_model(self) -> dict[str, str]:
         """Make the engine. Returns what was chosen, with reasons, for people to read."""
         self.device = choose_device(self.config.trainer.device, self.local_rank)
+        check_tool(self.config.global_profiler.tool, self.device)
         dtype = choose_dtype(self.config.actor_rollout_ref.actor.fsdp_config.model_dtype, self.device).value
         if (size := rollout_group_size(self.config)) > 1:
             self.world = process_group.join(self.place, self.device)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`quadriga sft` from its command line to the model that it writes, on a model of a few thousand weights."""
 
+import gzip
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -152,9 +153,11 @@ def test_a_bad_row_ends_the_run_before_its_first_step(sft, capsys, rows, overrid
     assert "1/4" not in printed.out
 
 
-def test_what_is_due_after_each_epoch_is_due_after_its_last_step(sft) -> None:
-    """Sixteen rows are three steps of five an epoch; the last step of the run is the fourth."""
-    path = sft(CHATS * 2, "trainer.test_freq=after_each_epoch", "trainer.save_freq=after_each_epoch")
+def test_what_is_due_after_each_epoch_is_due_after_its_last_step(sft, tmp_path: Path) -> None:
+    """Sixteen rows are three steps of five an epoch; the last step of the run is the fourth. The second is profiled."""
+    profile = ("global_profiler.tool=torch", "global_profiler.steps=[2]", f"global_profiler.save_path={tmp_path / 'p'}")
+    path = sft(CHATS * 2, "trainer.test_freq=after_each_epoch", "trainer.save_freq=after_each_epoch", *profile)
+    assert b"aten::mm" in gzip.decompress((tmp_path / "p" / "step_2.json.gz").read_bytes())
     lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "val/loss" in line] == [0, 3, 4]
     assert sorted(one.name for one in path.glob("global_step_*")) == ["global_step_3", "global_step_4"]

@@ -196,7 +196,9 @@ def work(folder: Path, place: WorkerPlace, count: int) -> dict[str, Any]:
     prompts = repeat_prompts(prompts, count).chunk(place.world_size)[place.rank]
     part = worker.generate_sequences(prompts)
     part.meta_info |= prompts.meta_info
-    part.union(worker.compute_log_prob(part)).union(worker.compute_ref_log_prob(part))
+    for scored in (worker.compute_log_prob(part), worker.compute_ref_log_prob(part)):
+        del scored.meta_info["metrics"]
+        part.union(scored)
     part.batch["advantages"] = part.batch["response_mask"] * (part.batch["responses"][:, :1] - 48.0) / 48
     metrics = worker.update_actor(part).meta_info.pop("metrics")
     worker.publish_weights(1)

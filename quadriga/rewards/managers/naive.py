@@ -12,6 +12,7 @@ A sample that cannot be graded is an error, counted and stored with it; it is ne
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from quadriga.config import Config
@@ -185,12 +186,12 @@ class DapoRewardManager(NaiveRewardManager):
 
 @register("in_process")
 class InProcessRewardManager(SampleManager):
-    """Grades each sample, or each batch, before its caller goes on, without a time limit.
+    """Grades each sample, or each batch, where the rewards are joined, without a time limit; workers that are other
+    processes go on meanwhile.
 
     With `reward_model.reward_kwargs={is_batch: true}` one call grades all samples, as with the manager `batch`.
     """
 
-    has_grades = False
     options = ("is_batch",)
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
@@ -198,6 +199,10 @@ class InProcessRewardManager(SampleManager):
         custom, self._is_batch = config.custom_reward_function, bool(self.settings.reward_kwargs.get("is_batch"))
         function = ScoreFunction(custom.path, custom.name, dict(custom.reward_kwargs), is_batch=self._is_batch)
         self._compute_score = function.load()
+
+    def begin(self, data: DataProto, outcomes: Sequence[Outcome | None] | None = None) -> Grading:
+        begin = partial(super().begin, data, outcomes)
+        return Grading(lambda: begin().result(), lambda: None)
 
     def submit(self, rows: list[dict[str, Any]], max_failures: int | None = None) -> Round:
         round_ = Round(len(rows), max_failures)

@@ -203,8 +203,11 @@ class _Wait:
     def report(self) -> str:
         """Which ranks have responded, and what the others are doing."""
         late = [self.calls[ref] for ref in self.pending()]
-        done = [call.worker.rank for ref, call in self.calls.items() if ref in self.outputs]
-        ranks_at: dict[str, list[int]] = {}
+        done: dict[str, list[int]] = {}
+        for call in (call for ref, call in self.calls.items() if ref in self.outputs):
+            done.setdefault(call.worker.role, []).append(call.worker.rank)
+        has_several = len({call.worker.role for call in self.calls.values()}) > 1
+        ranks_at: dict[tuple[str, str], list[int]] = {}
         for call, status in zip(late, ask_status([call.actor for call in late], STATUS_LIMIT_S), strict=True):
             if status is None:
                 phase = "silent: the process does not say" if call.address else "not started"
@@ -214,9 +217,12 @@ class _Wait:
                 phase = f"still in {status.role}.{status.method} for {status.running_s:.0f} s, at {status.phase}"
             else:
                 phase = f"at {status.phase}"
-            ranks_at.setdefault(phase, []).append(call.worker.rank)
-        missing = "; ".join(f"{_ranks(ranks)} {phase}" for phase, ranks in ranks_at.items())
-        return f"{_ranks(done) if done else 'no rank'} answered; not yet: {missing or 'none'}"
+            ranks_at.setdefault((call.worker.role, phase), []).append(call.worker.rank)
+        there = ", ".join(f"{f'{role} ' * has_several}{_ranks(ranks)}" for role, ranks in done.items())
+        missing = "; ".join(
+            f"{f'{role} ' * has_several}{_ranks(ranks)} {phase}" for (role, phase), ranks in ranks_at.items()
+        )
+        return f"{there or 'no rank'} answered; not yet: {missing or 'none'}"
 
 
 def ask_status(actors: Sequence[Any], limit_s: float) -> list[Status | None]:

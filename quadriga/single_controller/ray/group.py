@@ -282,6 +282,7 @@ class RayWorkerGroups(WorkerGroups):
         roles: Mapping[str, str],
         pools: Mapping[str, Sequence[int]],
         settings: TrainerConfig,
+        runtime_env: Mapping[str, Any] | None = None,
     ) -> None:
         use_gpu = settings.device == "cuda" or (settings.device == "auto" and ray.cluster_resources().get("GPU", 0) > 0)
         self.groups: dict[str, RayWorkerGroup[Any]] = {}
@@ -299,7 +300,9 @@ class RayWorkerGroups(WorkerGroups):
                     for role, entry in classes.items()
                     if roles[role] == name
                 }
-                self._of_pools[name] = RayWorkerGroup(pool, create_colocated_worker_cls(inside))
+                together = create_colocated_worker_cls(inside)
+                together.options["runtime_env"] = dict(runtime_env or {})
+                self._of_pools[name] = RayWorkerGroup(pool, together)
                 self.groups |= self._of_pools[name].spawn(inside)
             self._heartbeat = Heartbeat([group.processes.starts for group in self._of_pools.values()], settings)
         except BaseException:

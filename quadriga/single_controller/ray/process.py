@@ -36,6 +36,7 @@ import ray
 
 from quadriga.descendants import start_of, stat_of
 from quadriga.errors import WorkerError
+from quadriga.observe.timing import PhaseTimer
 from quadriga.single_controller.ray import transport
 from quadriga.single_controller.ray.errors import Failure, WorkerName, location_of, oom_kills
 from quadriga.single_controller.worker import Worker, WorkerPlace, placed
@@ -162,7 +163,7 @@ class WorkerProcess:
             role, method, body = header
         if role in self._not_built:
             return self._not_built[role]
-        with self._run(role, method) as running:
+        with self._run(role, method) as running, PhaseTimer.mark(f"{role}.{method}"):
             if role not in self._workers:
                 raise WorkerError(f"{self}: {role}", got="a call", expected=f"one of {sorted(self._workers)}")
             running.arguments = args, kwargs = transport.unpack(body, values)

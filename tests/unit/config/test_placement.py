@@ -113,6 +113,22 @@ def test_what_cannot_be_placed(overrides: list[str], key: str, said: str) -> Non
     assert said in problems[key]
 
 
+def test_a_rank_to_profile_that_does_not_exist_is_refused() -> None:
+    """By the processes of its role's pool; reference and rollout have the actor's ranks."""
+    profile = ("global_profiler.tool=torch", "global_profiler.steps=[1]", "critic.profiler.ranks=[0,4]")
+
+    def refused(*overrides: str) -> list[str]:
+        problems, _ = training_findings(load_config([*profile, *overrides]).config)
+        return [str(one) for one in problems if "profiler" in one.where]
+
+    assert "critic.profiler.ranks: got [4], expected ranks from 0 to 0: the role has 1 process." in refused()[0]
+    pools = (RAY, "trainer.placement=apart", "trainer.n_gpus_per_node=2", "trainer.resource_pools.critic=[4,1]")
+    ranks = "actor_rollout_ref.actor.profiler.ranks"
+    assert refused(*pools, f"{ranks}=[1]") == []
+    (one,) = refused(*pools, f"{ranks}=[1, 2, 3]")
+    assert f"{ranks}: got [2, 3], expected ranks from 0 to 1: the role has 2 processes." in one
+
+
 def test_what_is_read_on_ray_only() -> None:
     _, notices = findings("trainer.placement=apart", "ray_kwargs.ray_init.num_cpus=4")
     assert "trainer.placement, ray_kwargs.ray_init: not used, for trainer.backend is local." in notices

@@ -1,60 +1,65 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chosen steps leave a readable trace, others cost nothing."""
+"""What a process records, such that it can stand beside what others record.
 
-import gzip
+What it does not prove: snapshots of a GPU's memory and ranges for Nsight Systems, which take a CUDA device.
+"""
+
 import json
+import threading
+import time
+import zlib
 
 import pytest
 import torch
 
-from quadriga.config import ProfilerConfig
 from quadriga.errors import ConfigError
-from quadriga.observe.profiler import Profiler
+from quadriga.observe.profiler import Recording, check_tool
+from quadriga.observe.timing import PhaseTimer
 
 
-def run(profiler: Profiler, steps: range) -> None:
-    for step in steps:
-        with profiler.step(step):
-            torch.ones(8, 8) @ torch.ones(8, 8)
+def events_of(part: bytes) -> list[dict]:
+    return json.loads(f"[{zlib.decompress(part).decode()}]")
 
 
-def names(path) -> set[str]:
-    return {event.get("name") for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]}
+def test_operators_of_all_threads_and_the_phases_around_them() -> None:
+    before = time.time_ns()
+    recording = Recording("torch", "actor[1]", 7, before)
+    assert Recording.current is recording
+    thread = threading.Thread(target=torch.mm, args=(torch.ones(8, 8), torch.ones(8, 8)))
+    with PhaseTimer().phase("update"):
+        torch.ones(4, 4).cumsum(0)
+        thread.start()
+        thread.join()
+    events = events_of(recording.finish())
+    assert Recording.current is None
+    named = {event["name"]: event for event in events}
+    assert {"aten::cumsum", "aten::mm", "update"} <= named.keys()
+    update, inside = named["update"], named["aten::cumsum"]
+    # Microseconds since the origin; the thread has a row of its own.
+    assert 0 <= update["ts"] <= inside["ts"] <= update["ts"] + update["dur"] <= (time.time_ns() - before) / 1000
+    assert named["aten::mm"]["tid"] != inside["tid"]
+    assert {event["pid"] for event in events} == {7000}
+    assert named["process_name"]["args"] == {"name": "actor[1]"}
 
 
-def test_each_chosen_step_has_its_own_trace(tmp_path):
-    told = []
-    run(Profiler(ProfilerConfig(tool="torch", steps=[2, 3], save_path=str(tmp_path)), emit=told.append), range(1, 5))
-    files = sorted(tmp_path.iterdir())
-    assert [file.name for file in files] == ["step_2.json.gz", "step_3.json.gz"]
-    assert "aten::matmul" in names(files[0])
-    assert told == [f"profile written to {file}" for file in files]
+def test_arrows_between_operators_stay_in_their_process() -> None:
+    ids = []
+    for number in (1, 2):
+        recording = Recording("torch", "actor", number, time.time_ns())
+        torch.ones(2, requires_grad=True).exp().sum().backward()
+        ids.append({event["id"] for event in events_of(recording.finish()) if "id" in event})
+    assert ids[0] and ids[1] and not ids[0] & ids[1]
 
 
-def test_neighbouring_steps_can_share_one_trace(tmp_path):
-    config = ProfilerConfig(tool="torch", steps=[1, 2, 4], save_path=str(tmp_path), profile_continuous_steps=True)
-    run(Profiler(config, emit=lambda _: None), range(1, 5))
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["step_4.json.gz", "steps_1-2.json.gz"]
+def test_nothing_is_marked_without_a_recording() -> None:
+    with PhaseTimer().phase("update"), torch.profiler.profile() as profile, PhaseTimer().phase("inner"):
+        torch.ones(1)
+    assert "inner" not in {event.key for event in profile.key_averages()}
 
 
-def test_a_step_that_raises_and_a_run_that_ends_early_still_leave_their_trace(tmp_path):
-    config = ProfilerConfig(tool="torch", steps=[1, 2, 3], save_path=str(tmp_path), profile_continuous_steps=True)
-    profiler = Profiler(config, emit=lambda _: None)
-    with pytest.raises(RuntimeError), profiler.step(1):
-        raise RuntimeError
-    assert (tmp_path / "step_1.json.gz").exists()
-    run(profiler, range(2, 3))
-    assert not (tmp_path / "step_2.json.gz").exists()
-    profiler.close()
-    assert (tmp_path / "step_2.json.gz").exists()
-
-
-def test_without_a_tool_nothing_is_written(tmp_path):
-    run(Profiler(ProfilerConfig(steps=[1], save_path=str(tmp_path / "none"))), range(1, 3))
-    assert not (tmp_path / "none").exists()
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA, where memory snapshots work")
-def test_a_memory_snapshot_without_cuda_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"global_profiler\.tool: got torch_memory on a machine without CUDA"):
-        Profiler(ProfilerConfig(tool="torch_memory", steps=[1], save_path=str(tmp_path)))
+@pytest.mark.parametrize("tool", ["torch_memory", "nsys"])
+def test_what_needs_cuda_is_refused_without_it(tool: str) -> None:
+    with pytest.raises(ConfigError, match=rf"global_profiler\.tool: got {tool} in a process on cpu, expected a CUDA"):
+        check_tool(tool, torch.device("cpu"))
+    check_tool(tool, torch.device("cuda"))
+    check_tool("torch", torch.device("cpu"))

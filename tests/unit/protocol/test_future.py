@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from quadriga.protocol import DataProto, DataProtoFuture
-from quadriga.protocol.operations import resolve_results
+from quadriga.protocol.operations import Resolve, get_all, resolve_results
 
 
 def rows(*numbers: int) -> DataProto:
@@ -81,3 +81,22 @@ def test_rows_of_other_outputs_are_left_to_collect() -> None:
     assert [part.get().batch["x"].tolist() for part in double.chunk(2)] == [[0, 0, 0, 0], [1, 1, 1, 1]]
     none = DataProtoFuture(lambda outputs: rows(7, 8), [0], resolve=lambda handles: [None], rows_of=range(1))
     assert none.chunk(2)[1].get().batch["x"].tolist() == [8]
+
+
+def test_several_are_waited_for_at_once() -> None:
+    """In one call of their backend, which so sees whichever fails first; lent rows are asked for if all copy theirs."""
+    calls: list[tuple[str, list[int]]] = []
+
+    def backend(name: str) -> Resolve:
+        def resolve(handles: Sequence[int]) -> list[DataProto]:
+            calls.append((name, list(handles)))
+            return read_shelf(handles)
+
+        return resolve
+
+    lent = [DataProtoFuture.concat(handles, resolve=backend("lends")) for handles in ([1, 2], [3])]
+    assert [one.batch["x"].tolist() for one in get_all(lent)] == [[1, 1, 2, 2], [3, 3]]
+    whole = DataProtoFuture(list, [4], resolve=backend("gives"))
+    assert [len(one) for one in get_all([*lent, whole])] == [4, 2, 1]
+    assert calls == [("lends", [1, 2, 3]), ("gives", [1, 2, 3, 4])]
+    assert get_all([]) == []

@@ -24,6 +24,7 @@ class Given(RayPPOTrainer):
         self.reference = self.critic = None
         self.filters_groups, self.num_ranks, self.cost, self.global_steps = True, 1, SequenceCost(), 1
         self.needs = SimpleNamespace(old_log_probs=False)
+        batch.batch["position_ids"] = batch.batch["input_ids"] = batch.batch["attention_mask"]
         self.timer, self.metrics = PhaseTimer(), {}
         self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl)
         self.estimator = choose_estimator("grpo", {}, dict(config.algorithm)).function

@@ -8,15 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from quadriga.config import Config
 from quadriga.observe.metrics import Metric
-from quadriga.protocol import DataProto
+from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.rewards import Grading, Outcome, RewardManager, RewardOutput
-from quadriga.trainer.rewards import BatchRewards, ModelReward, grade, joins_late
+from quadriga.trainer.rewards import BatchRewards, ModelReward, grade
 
 
 class Judge:
-    """A reward model that scores the rows 1, 2, 3 at their last token, and notes what it was sent."""
+    """A reward model that will have scored the rows 1, 2, 3 at their last token, and notes what it was sent."""
 
     def __init__(self, *, reads_chats: bool = False, num_cut: int = 0) -> None:
         self.answer, self.num_cut = reads_chats, num_cut
@@ -25,13 +24,15 @@ class Judge:
     def reads_chats(self) -> bool:
         return self.answer
 
-    def compute_rm_score(self, data: DataProto) -> DataProto:
+    def compute_rm_score(self, data: DataProto) -> DataProtoFuture:
         self.sent = data
         mask = data.batch["response_mask"]
         scores = torch.zeros(mask.shape)
         scores[torch.arange(3), mask.sum(-1) - 1] = torch.tensor([1.0, 2.0, 3.0])
         metrics = {"reward/rm_cut": [Metric(self.num_cut, "sum"), Metric(0, "sum")]}
-        return DataProto.from_dict(tensors={"rm_scores": scores}, meta_info={"metrics": metrics})
+        metrics["timing_s/rm"] = [Metric(1, "max"), Metric(2, "max")]
+        rows = DataProto.from_dict(tensors={"rm_scores": scores}, meta_info={"metrics": metrics})
+        return DataProtoFuture(lambda _: rows, [], resolve=list)
 
 
 class Graders(RewardManager):
@@ -75,7 +76,7 @@ def test_scores_are_added_and_told_apart(batch: DataProto, caplog: pytest.LogCap
     assert [value(output, f"reward/rm_score/{kind}") for kind in ("mean", "max", "min")] == [2, 3, 1]
     assert value(output, "reward/rule_score/mean") == pytest.approx(0.1)
     assert value(output, "reward/errors") == value(output, "reward/rm_cut") == 0
-    assert value(output, "timing_s/rm") > 0
+    assert value(output, "timing_s/rm") == 2
     assert caplog.text == ""
     reward.close()
     assert graders.is_closed
@@ -99,8 +100,6 @@ def test_what_was_cut_is_said(batch: DataProto, caplog: pytest.LogCaptureFixture
 class Elsewhere(Graders):
     """Grades only when it is waited for; tells what became of it."""
 
-    has_grades = True
-
     def __init__(self) -> None:
         self.events: list[str] = []
 
@@ -111,13 +110,13 @@ class Elsewhere(Graders):
 
 
 def test_graders_begin_before_the_model_scores(batch: DataProto) -> None:
-    """The sum is the same; the model's scores are there before the graders are waited for."""
+    """The sum is the same; neither is waited for before the join."""
     graders = Elsewhere()
     reward = ModelReward(Judge(), graders)
-    assert reward.has_grades
     grading = reward.begin(batch)
-    assert graders.events == ["started"] and batch.batch["rm_scores"].sum(-1).tolist() == [1, 2, 3]
+    assert graders.events == ["started"] and "rm_scores" not in batch.batch.keys()
     output = grading.result()
+    assert batch.batch["rm_scores"].sum(-1).tolist() == [1, 2, 3]
     torch.testing.assert_close(output.scores.sum(-1), torch.tensor([1.1, 2.1, 3.1]))
     assert value(output, "reward/rm_score/mean") == 2 and output.extra["pred"] == ["x"] * 3
     grading.cancel()
@@ -126,7 +125,7 @@ def test_graders_begin_before_the_model_scores(batch: DataProto) -> None:
 
 def test_graders_end_where_the_model_fails(batch: DataProto) -> None:
     class Broken(Judge):
-        def compute_rm_score(self, data: DataProto) -> DataProto:
+        def compute_rm_score(self, data: DataProto) -> DataProtoFuture:
             raise RuntimeError("no memory")
 
     graders = Elsewhere()
@@ -135,7 +134,7 @@ def test_graders_end_where_the_model_fails(batch: DataProto) -> None:
     assert graders.events == ["started", "cancelled"]
 
 
-def test_a_manager_that_is_only_called_is_graded_when_it_begins(batch: DataProto) -> None:
+def test_a_manager_that_is_only_called_grades_at_the_join(batch: DataProto) -> None:
     rewards = BatchRewards(Graders(), batch)
     assert "token_level_scores" not in batch.batch.keys()
     output = rewards.join(batch)
@@ -163,54 +162,3 @@ def test_only_rewards_that_are_not_joined_are_cancelled(batch: DataProto) -> Non
     rewards.join(batch)
     rewards.cancel()
     assert graders.events == ["started", "cancelled", "started"]
-
-
-ON = {"reward_model": {"launch_reward_fn_async": True}}
-
-
-class Waits(RewardManager):
-    """A manager of a user's that grades when it is called."""
-
-    def __init__(self) -> None:
-        self.has_grades = False
-
-    def __call__(self, data: DataProto) -> RewardOutput:
-        raise AssertionError("nothing is graded in these tests")
-
-
-class GoesOn(Waits):
-    """One whose graders work elsewhere."""
-
-    def __init__(self, has_grades: bool = True) -> None:
-        self.has_grades = has_grades
-
-    def begin(self, data: DataProto, outcomes: object = None) -> Grading:
-        raise AssertionError("nothing is graded in these tests")
-
-
-def test_it_is_asked_for_and_the_manager_can() -> None:
-    manager = GoesOn()
-    assert joins_late(manager, Config(**ON))
-    assert not joins_late(manager, Config())
-    filtered = Config(**ON, algorithm={"filter_groups": {"enable": True, "metric": "score"}})
-    assert not joins_late(manager, filtered)
-
-
-@pytest.mark.parametrize(
-    ("manager", "is_possible"),
-    [
-        (Waits(), False),
-        (GoesOn(has_grades=False), False),
-        (ModelReward(None, Waits()), False),
-        (ModelReward(None, GoesOn(has_grades=False)), False),
-        (ModelReward(None, GoesOn()), True),
-    ],
-)
-def test_the_manager_is_asked(manager: Waits, is_possible: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """By what it has, never by its name; a step that waits all the same says why."""
-    config = Config(reward_model={"launch_reward_fn_async": True, "enable": isinstance(manager, ModelReward)})
-    with caplog.at_level(logging.WARNING):
-        assert joins_late(manager, config) == is_possible
-    assert ("no graders that work meanwhile" in caplog.text) != is_possible
-    is_model = isinstance(manager, ModelReward) and not is_possible
-    assert ("the reward model is called by the driver" in caplog.text) == is_model
