@@ -87,6 +87,8 @@ SHORT_AND_WORTH_IT: dict[str, str] = {
     "quadriga/protocol/disk.py:_Reader.from_json.decoded": "a hook of json.loads",
     "quadriga/protocol/memory.py:whole_steps": "the layout of the memory is known in one file; tests read it too",
     "quadriga/rollout/agent_loop/guards.py:_raise_in_users_code": "a signal handler",
+    "quadriga/engines/fsdp/offload.py:ActivationsOnHost._note": "a hook of a module that torch calls",
+    "quadriga/engines/fsdp/offload.py:ActivationsOnHost._to_device": "a hook of saved tensors that torch calls",
     "quadriga/rollout/balancer.py:Balancer._make_again": "what Restarts calls in a thread",
     "quadriga/single_controller/ray/cluster.py:_drop_noise": "a handler that Ray calls",
     "quadriga/single_controller/ray/cluster.py:renew_own_cluster": "its list stays private to the file",

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from arch_tree import REPOSITORY
 
-# To be lowered as the way gets shorter; raised only with a reason.
-MAX_FUNCTIONS, MAX_FILES = 80, 22
+# To be lowered as the way gets shorter; raised only with a reason: 80 functions in 22 files before attention was
+# computed in blocks, without masks, and before the engine rested between phases.
+MAX_FUNCTIONS, MAX_FILES = 88, 23
 
 
 def test_the_way_of_an_update(tmp_path: Path) -> None:
