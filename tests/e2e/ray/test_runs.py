@@ -37,9 +37,8 @@ def without_numbers(text: str) -> list[str]:
     lines = [line for line in text.splitlines() if not line.startswith("notice: ")]
     lines = [re.sub(r"\s+mfu .*", "", line).replace("together", "local") for line in lines]
     lines = [re.sub("^done: [^,]+,", "done:", line) for line in lines]
-    return [
-        line for line in lines if " ━" not in line and not re.match(r"start-up +[\d.]+ s|  pool |state copies: ", line)
-    ]
+    elsewhere = r"start-up +[\d.]+ s|  pool |state copies: |waiting \d"
+    return [line for line in lines if " ━" not in line and not re.match(elsewhere, line)]
 
 
 POOLS = {"together": ["all"], "grouped": ["policy", "scoring"], "apart": ["actor_rollout", "ref", "critic"]}
