@@ -14,6 +14,7 @@ import pytest
 from quadriga.config import load_config
 from quadriga.errors import WorkerError
 from quadriga.trainer.task_runner import TaskRunner
+from quadriga.workers import ActorRolloutRefWorker, CriticWorker
 from watching import assert_nothing_left
 
 APART = ("algorithm.adv_estimator=gae", "actor_rollout_ref.actor.use_kl_loss=True", "trainer.backend=ray")
@@ -47,6 +48,14 @@ for worker, names in PASSES.items():
     for name in names:
         setattr(worker, name, meets(getattr(worker, name), NAMES))
 """
+
+
+@pytest.fixture(autouse=True)
+def as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver, which is this process, loads the file too: what it changes here ends with the test."""
+    for name in ("compute_log_prob", "compute_ref_log_prob"):
+        monkeypatch.setattr(ActorRolloutRefWorker, name, getattr(ActorRolloutRefWorker, name))
+    monkeypatch.setattr(CriticWorker, "compute_values", CriticWorker.compute_values)
 
 
 def patched(folder: Path, *, fails: bool) -> str:
