@@ -131,6 +131,17 @@ def rollout_group_size(config: Config) -> int:
     return rollout.tensor_model_parallel_size if is_spanned else 1
 
 
+def sglang_problem(config: Config) -> ConfigError | None:
+    """Why SGLang cannot generate on the GPUs of Ray as the configuration says; None: it can."""
+    rollout = config.actor_rollout_ref.rollout
+    size = 1 if rollout.name != "sglang" or has_servers(rollout) else rollout.tensor_model_parallel_size
+    if size == 1 or config.trainer.backend != "ray":
+        return None
+    got, fix = f"{size} on GPUs, with Ray and SGLang", "Generate with vllm, or name servers in engine_kwargs.sglang."
+    expected = "1: SGLang starts processes of its own, for which Ray gives no devices"
+    return wrong(f"{ROLLOUT}.tensor_model_parallel_size", got, expected, fix)
+
+
 def has_shards(config: Config) -> bool:
     """Whether each rank of a rollout group gets its shards of the weights; else whole tensors, which it cuts."""
     return rollout_group_size(config) > 1 and config.actor_rollout_ref.rollout.name == "native"
@@ -140,11 +151,13 @@ def _check_groups(config: Config) -> Iterator[Finding]:
     """Yields what rollout groups cannot be made of."""
     size, num_ranks = rollout_group_size(config), rollout_processes(config)
     where, rollout = f"{ROLLOUT}.tensor_model_parallel_size", config.actor_rollout_ref.rollout
-    is_whole = rollout.tensor_model_parallel_size == 1 or has_servers(rollout) or config.trainer.device == "cpu"
-    if rollout.name == "sglang" and config.trainer.backend == "ray" and not is_whole:
-        got = f"{rollout.tensor_model_parallel_size}, with {ROLLOUT}.name=sglang, trainer.backend=ray"
-        fix = "Generate with native or vllm, or name servers in engine_kwargs.sglang."
-        yield wrong(where, got, "1: SGLang starts processes of its own, for which Ray gives no devices", fix)
+    if (problem := sglang_problem(config)) and config.trainer.device != "cpu":
+        # Whether there are GPUs is known where the engine starts, which refuses it then.
+        yield (
+            problem
+            if config.trainer.device == "cuda"
+            else f"on a machine with GPUs the run ends at its start. {problem}"
+        )
     # Without Ray vLLM and SGLang start processes of their own.
     asked = rollout.tensor_model_parallel_size if rollout.name == "native" else size
     if num_ranks % asked:

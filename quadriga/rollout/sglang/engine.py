@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from quadriga.config.placement import sglang_problem
 from quadriga.errors import ConfigError, RolloutError
 from quadriga.models.load import stop_token_ids
 from quadriga.partition import buckets
@@ -86,6 +87,8 @@ class SGLangEngine(ThirdPartyEngine):
             eos_token_ids=stop_token_ids(skeleton, setup.tokenizer.eos_token_id),
             can_sleep=can_sleep,
         )
+        if not is_on_cpu and (problem := sglang_problem(setup.config)):
+            raise problem
         if not options.keys() & {"url", "urls"}:
             gigabytes = 1.0 if rollout.cache_gigabytes is None and is_on_cpu else rollout.cache_gigabytes
             cache_tokens = None

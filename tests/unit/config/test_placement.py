@@ -181,6 +181,7 @@ def test_with_fewer_processes_only_what_divides_the_ranks() -> None:
 
 
 GROUPS = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+SGLANG = (RAY, "trainer.n_gpus_per_node=2", f"{GROUPS}=2", "actor_rollout_ref.rollout.name=sglang")
 
 
 @pytest.mark.parametrize(
@@ -189,13 +190,22 @@ GROUPS = "actor_rollout_ref.rollout.tensor_model_parallel_size"
         ([RAY, "trainer.n_gpus_per_node=6", f"{GROUPS}=4"], "got groups of 4, of 6 ranks"),
         ([f"{GROUPS}=2"], "got groups of 2, of 1 ranks"),
         ([RAY, "trainer.n_gpus_per_node=2", f"{GROUPS}=2", "actor_rollout_ref.model.lora_rank=4"], "an adapter"),
-        ([RAY, "trainer.n_gpus_per_node=2", f"{GROUPS}=2", "actor_rollout_ref.rollout.name=sglang"], "sglang"),
+        ([*SGLANG, "trainer.device=cuda"], "Ray gives no devices"),
         ([RAY, "trainer.n_gpus_per_node=2", f"{GROUPS}=2", "actor_rollout_ref.rollout.name=hf"], "name=hf"),
     ],
 )
 def test_groups_that_cannot_be_made(overrides: list[str], words: str) -> None:
     problems, _ = training_findings(load_config(overrides).config)
     assert [words in str(one) for one in problems if one.where == GROUPS] == [True]
+
+
+def test_sglang_of_several_processes_is_for_cpus() -> None:
+    """Whether a cluster has GPUs is not known here: it is said, and refused at the start there."""
+    problems, notices = training_findings(load_config(SGLANG).config)
+    assert not [one for one in problems if one.where == GROUPS]
+    assert [one for one in notices if GROUPS in one and "on a machine with GPUs the run ends at its start" in one]
+    problems, notices = training_findings(load_config([*SGLANG, "trainer.device=cpu"]).config)
+    assert not [one for one in (*problems, *notices) if GROUPS in str(one)]
 
 
 @pytest.mark.parametrize("key", ["data_parallel_size=2", "request_seeds=False"])
