@@ -352,9 +352,9 @@ def test_full_disk_at_the_start(refused: Callable[..., str]) -> None:
 def test_full_disk_at_the_dumps(refused: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "cache").mkdir()
     refused_with_dumps = f"trainer.rollout_data_dir={tmp_path / 'rollouts'}"
-    with no_file_larger_than(8_000):
+    with no_file_larger_than(12_000):
         error = refused(refused_with_dumps, "data.train_batch_size=10", "actor_rollout_ref.rollout.n=8")
-    assert_says(error, "rollouts/1.jsonl", "Free space")
+    assert_says(error, "rollouts/1.jsonl", "Free some space")
     assert list((tmp_path / "rollouts").iterdir()) == []
 
 

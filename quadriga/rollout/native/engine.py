@@ -226,9 +226,7 @@ class NativeEngine(CausalModelEngine):
             self.max_cache_tokens = int(self.cache_gigabytes * _GIBIBYTE / size)
 
     def _bytes_per_token(self) -> int:
-        model = self.model
-        whole = cache_bytes_per_token(model.config, cache_dtype(model.dtype, model.device))
-        return whole // (1 if self.group is None else self.group.size)
+        return bytes_per_token(self.model) // (1 if self.group is None else self.group.size)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         self._require_idle("load_weights")
@@ -346,3 +344,8 @@ class NativeEngine(CausalModelEngine):
         if self._turn is not None:
             wait([self._turn])
             self._turn = None
+
+
+def bytes_per_token(model: PreTrainedModel) -> int:
+    """Memory of one token in the KV cache, all layers together."""
+    return cache_bytes_per_token(model.config, cache_dtype(model.dtype, model.device))
