@@ -36,6 +36,7 @@ from quadriga.trainer import launch
 from quadriga.trainer.checkpoint import Checkpoints, model_folder
 from quadriga.trainer.loop import MODEL_FOLDER, Step, TrainingLoop
 from quadriga.trainer.settings import CONFIGURATION
+from quadriga.trainer.validate import first_samples
 from quadriga.user_function import NAME, write_function
 
 AT_THE_END = 1_000_000_000
@@ -296,11 +297,11 @@ def evaluate(
     with own_folder() as folder:
         draft.directory = Path(folder)
         draft.set_reward(reward)
-        num_rows = draft.set_rows("data.val_files", data)
-        if "log_val_generations" not in draft.config.trainer.model_fields_set:
-            draft.values["trainer.log_val_generations"] = num_rows * draft.config.actor_rollout_ref.rollout.val_kwargs.n
-        metrics, samples = frozen.evaluate(draft.load())
-    return Evaluation(metrics, pd.DataFrame(samples))
+        draft.set_rows("data.val_files", data)
+        trainer = draft.config.trainer
+        grades = frozen.evaluate(draft.load())
+    count = trainer.log_val_generations if "log_val_generations" in trainer.model_fields_set else len(grades.rows)
+    return Evaluation(grades.metrics, pd.DataFrame(first_samples(grades.rows, count)))
 
 
 class _Draft:

@@ -24,17 +24,25 @@ LEAST_PYTHON = (3, 11)
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_PROC_BIND", "KMP_AFFINITY", "KMP_BLOCKTIME")
 # By its name: it loads torch, without which the rest is reported all the same.
 _MACHINE = "quadriga.observe.machine"
+_PROBE = "quadriga.models.probe"
 _LEAST_VLLM = "0.30"
 _SGLANG = Extra("sglang", "sglang", "0.5.23", "generates: rollout.name=sglang", ".[sglang]")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the report; 1 if something that the core needs is missing."""
+    """Prints the report, or how a model is computed; 1 if something that the core needs is missing."""
     parser = argparse.ArgumentParser(
         prog="quadriga doctor", description="Says what is installed and usable here, and what is not and why."
     )
     parser.add_argument("--try-all", action="store_true", help="import every extra, also those that take seconds")
+    parser.add_argument("--model", metavar="PATH", help="compare a model's log-probs with transformers', nothing else")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the code that comes with that model")
     options = parser.parse_args(list(argv))
+    if options.model:
+        # Its lines come as they are found: the weights of a large model take a while to read.
+        for line in import_module(_PROBE).about_model(options.model, trust_remote_code=options.trust_remote_code):
+            print(line, flush=True)
+        return 0
     print(f"quadriga {quadriga.__version__}, in {Path(quadriga.__file__).parent}\n\nCore")
     is_sound = sys.version_info[:2] >= LEAST_PYTHON
     least = ".".join(map(str, LEAST_PYTHON))

@@ -2,6 +2,7 @@
 """`quadriga generate`: responses of a model, a run or a checkpoint to prompts, or to the rows of files."""
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,18 +12,23 @@ from quadriga.config import Config
 from quadriga.data.vision import IMAGE
 from quadriga.errors import ConfigError
 from quadriga.trainer.checkpoint import model_folder
-from quadriga.trainer.evaluate import answer, answer_files
+from quadriga.trainer.evaluate import answer
+from quadriga.trainer.response_files import answer_files
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the responses to one or more prompts, or write those to the rows of data.val_files with --output."""
+    """Print the responses to one or more prompts, or write those to the rows of --data with --output."""
     parser = argparse.ArgumentParser(prog="quadriga generate", description=main.__doc__)
     parser.add_argument("model", help="a Hugging Face folder or name, a run's directory, or one of its global_step_N")
     parser.add_argument("--prompt", action="append", default=[], help="what the user says; may be repeated")
     parser.add_argument(
-        "--output", type=Path, help="a parquet file to write: the rows of data.val_files, whose data.prompt_key has "
-        "the prompts, and a column `responses`",
+        "--data", action="append", default=[], help="a file of prompts in its column data.prompt_key, as data.val_files"
+    )
+    parser.add_argument(
+        "--output", type=Path, help="a parquet file to write: the rows of --data and a column `responses`. The same "
+        "call after one that was cut short goes on",
     )  # fmt: skip
+    parser.add_argument("--n", type=int, help="responses to each prompt, as rollout.n")
     parser.add_argument(
         "--image", action="append", default=[], help="a file for an <image> in the prompts, in their order; may be "
         "repeated. A single prompt without <image> gets its images in front",
@@ -36,7 +42,12 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_intermixed_args(list(argv))
     arguments.overrides.append(f"actor_rollout_ref.model.path={model_folder(arguments.model)}")
     temperature, limit = "actor_rollout_ref.rollout.temperature", "data.max_response_length"
-    given = ((temperature, arguments.temperature), (limit, arguments.max_tokens))
+    given = [
+        (temperature, arguments.temperature),
+        (limit, arguments.max_tokens),
+        ("actor_rollout_ref.rollout.n", arguments.n),
+    ]
+    given.append(("data.val_files", json.dumps(arguments.data) if arguments.data else None))
     arguments.overrides += [f"{key}={value}" for key, value in given if value is not None]
     config = load_from(arguments)
     temperature, limit = config.actor_rollout_ref.rollout.temperature, config.data.max_response_length
@@ -47,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     if arguments.output is not None or not arguments.prompt:
         got = "no --prompt" if not arguments.prompt else "--prompt and --output"
-        expected = "--prompt, or data.val_files and --output"
+        expected = "--prompt, or --data and --output"
         raise ConfigError("quadriga generate", got=got, expected=expected)
     system = [{"role": "system", "content": arguments.system}] if arguments.system else []
     prompts, images = dealt(arguments.prompt, arguments.image)

@@ -2,6 +2,7 @@
 """`actor_rollout_ref.model`, `.actor` and `.ref`, `critic`: the models, how they are trained, on how many processes."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Lt
@@ -10,6 +11,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, mod
 from quadriga.config.base import Finding, ReadIf, Section, filled, unused, wrong
 from quadriga.config.layout import Layout
 from quadriga.config.types import Count, Dtype, KLKind, LossAggMode, Meaning, MinusOneOrCount, Name, PathText, Share
+from quadriga.errors import ConfigError
 
 VISION_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 """Vision-language models, as the `model_type` of their config.json names them."""
@@ -17,6 +19,12 @@ ADAPTER_DETAILS = ("lora_alpha", "target_modules", "exclude_modules")
 """Keys of a new adapter beside its rank; one that is started from brings them."""
 CheckpointPart = Literal["model", "optimizer", "extra", "hf_model"]
 Beta = Annotated[float, Ge(0), Lt(1)]
+_OPEN = frozenset({
+    "recompute_granularity", "recompute_method", "recompute_num_layers", "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage", "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split", "deallocate_pipeline_outputs", "moe_router_dtype",
+})  # fmt: skip
+"""Fields of Megatron's TransformerConfig that the model, the sizes and the engine leave to a user."""
 
 
 class ModelConfig(Section):
@@ -79,11 +87,13 @@ class OptimConfig(Section):
     lr_warmup_steps: Annotated[int, Meaning("-1, 0 or a larger whole number"), Ge(-1)] = -1
     """Training steps over which the learning rate rises from zero. -1: as `lr_warmup_steps_ratio` says."""
     lr_warmup_steps_ratio: Annotated[Share, ReadIf("lr_warmup_steps", (-1,))] = 0.0
-    """Share of the run's training steps spent in warm-up when `lr_warmup_steps` is -1, in [0, 1]."""
+    """Share of the schedule's training steps spent in warm-up when `lr_warmup_steps` is -1, in [0, 1]."""
     lr_scheduler_type: Literal["constant", "cosine", "linear"] = "constant"
     """Shape of the schedule after warm-up."""
     min_lr_ratio: Annotated[Share, ReadIf("lr_scheduler_type", ("cosine", "linear"))] = 0.0
     """Where cosine and linear schedules end, as a share of `lr`, in [0, 1]."""
+    total_training_steps: Count | None = None
+    """Training step with which schedules end, whenever the run does. null: the run's last one."""
     num_cycles: PositiveFloat = 0.5
     """Waves of the cosine schedule; 0.5 falls once from top to bottom."""
     master_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -164,13 +174,27 @@ class ParallelConfig(Section):
     """Tensor parallelism: ranks that share each layer; it divides the heads and the key-value heads."""
     pipeline_model_parallel_size: Count = 1
     """Pipeline parallelism: stages that have some of the layers each."""
+    expert_parallel_size: Count = 1
+    """Expert parallelism: of the ranks that shard one copy of the weights, those that divide the experts of each layer;
+    tokens travel to them. It divides the experts. On Megatron-core any neighbours in a pipeline stage."""
     profiler: RoleProfilerConfig = Field(default_factory=RoleProfilerConfig)
 
-    def layout(self, world_size: int, where: str) -> Layout:
-        """The layout of a role's ranks; ConfigError at `where`, this section, if the sizes do not divide them."""
+    def layout(self, world_size: int, where: str, megatron: "MegatronConfig | None" = None) -> Layout:
+        """The layout of a role's ranks; ConfigError at `where`, this section, if the sizes do not divide them.
+
+        `megatron`: its settings, where it is the training engine.
+        """
         sp, tp = self.ulysses_sequence_parallel_size, self.tensor_model_parallel_size
         fsdp, pp = self.fsdp_config.fsdp_size, self.pipeline_model_parallel_size
-        return Layout.of(world_size, where, fsdp=fsdp, sp=sp, tp=tp, pp=pp)
+        ep = self.expert_parallel_size
+        if megatron is None:
+            return Layout.of(world_size, where, fsdp=fsdp, sp=sp, tp=tp, pp=pp, ep=ep)
+        fsdp, neighbours = -1 if megatron.use_distributed_optimizer else sp, world_size // pp
+        if neighbours % ep:
+            got, expected = f"{ep}, for stages of {neighbours} processes", "a number that divides them"
+            raise ConfigError(f"{where}.expert_parallel_size", got=got, expected=expected, fix="Choose another one.")
+        layout = Layout.of(world_size, where, fsdp=fsdp, sp=sp, tp=tp, pp=pp)
+        return replace(layout, ep=ep, has_own_modules=True)
 
 
 class BatchingConfig(ParallelConfig):
@@ -202,6 +226,24 @@ class BatchingConfig(ParallelConfig):
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
 
 
+class MegatronConfig(Section):
+    """Megatron-core, where `strategy` names it; sizes, dtype and offloading of a role are the keys that FSDP has."""
+
+    virtual_pipeline_model_parallel_size: Count | None = None
+    """Virtual pipeline stages: chunks of layers on each pipeline rank, interleaved with the others'. null: one."""
+    sequence_parallel: bool = True
+    """Whether the ranks of tensor parallelism have a part of the tokens each where layers are not cut (norms, sums)."""
+    use_distributed_optimizer: bool = True
+    """Whether data-parallel ranks shard float32 weights and AdamW's moments (ZeRO-1)."""
+    override_transformer_config: dict[str, Any] = Field(default_factory=dict)
+    """Open dictionary: fields of Megatron's `TransformerConfig` that neither the model nor other keys decide."""
+
+    def findings(self, at: str) -> Iterator[Finding]:
+        for name in sorted(self.override_transformer_config.keys() - _OPEN):
+            expected, fix = f"one of {', '.join(sorted(_OPEN))}", "Leave it out: the model or another key decides it."
+            yield wrong(f"{at}.override_transformer_config.{name}", "a value", expected, fix)
+
+
 class PolicyLossConfig(Section):
     """Which policy loss."""
 
@@ -223,8 +265,9 @@ class PolicyLossConfig(Section):
 class ActorConfig(BatchingConfig):
     """The update of the policy."""
 
-    strategy: Literal["fsdp", "fsdp2"] = "fsdp"
-    """Training engine, for any Hugging Face model; both names mean FSDP2."""
+    strategy: Literal["fsdp", "fsdp2", "megatron"] = "fsdp"
+    """Training engine of all roles. fsdp, fsdp2: FSDP2, for any Hugging Face model; megatron: Megatron-core."""
+    megatron: MegatronConfig = Field(default_factory=MegatronConfig)
     clip_ratio: NonNegativeFloat = 0.2
     """Shorthand: sets `clip_ratio_low` and `clip_ratio_high` where these are not given."""
     clip_ratio_low: NonNegativeFloat = 0.2
@@ -246,9 +289,19 @@ class ActorConfig(BatchingConfig):
     policy_loss: PolicyLossConfig = Field(default_factory=PolicyLossConfig)
     use_prefix_sharing: bool = True
     """Whether responses to one prompt share the computation of the prompt in training; the gradient is the same."""
+    router_aux_loss_coef: NonNegativeFloat = 0.0
+    """Weight of the load-balancing loss of a mixture of experts, which is 1 where all get as many tokens."""
+    router_replay: Literal["off", "rollout", "old_log_prob"] = "off"
+    """Whose choice of experts the update repeats: none; the rollout's (R3), the pass for old log-probs too; that pass's
+    (R2)."""
     freeze_vision_tower: bool = False
     """Whether the vision encoder of a vision-language model keeps its weights, in the compute dtype."""
     optim: OptimConfig = Field(default_factory=OptimConfig)
+
+    @property
+    def megatron_if_chosen(self) -> MegatronConfig | None:
+        """Its settings, where `strategy` is megatron."""
+        return self.megatron if self.strategy == "megatron" else None
 
     @model_validator(mode="before")
     @classmethod

@@ -141,10 +141,6 @@ def check_adapter(config: Config) -> Iterator[Finding]:
     if find_spec("peft") is None:
         expected, fix = "peft 0.17 or newer", "pip install -e '.[peft]'"
         yield absent(f"{_MODEL}.lora_rank", "an adapter, without the package peft", expected, fix)
-    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
-        if (size := getattr(config.actor_rollout_ref.actor, name)) > 1:
-            fix = "Shard weights with fsdp_config.fsdp_size, sequences with ulysses_sequence_parallel_size."
-            yield wrong(f"actor_rollout_ref.actor.{name}", f"{size}, with an adapter", "1", fix)
     if model.lora_adapter_path is not None:
         try:
             shape = read_adapter(Path(model.lora_adapter_path).expanduser())

@@ -15,7 +15,7 @@ from quadriga.config.adapter import check_adapter
 from quadriga.config.base import Finding, Section, absent, unused, wrong
 from quadriga.config.explain import BatchPlan
 from quadriga.config.multi_turn import FORMATS, LOOPS, InteractionFile, ToolFile, read_tool_file
-from quadriga.config.placement import ACTOR, check_layouts, check_placement, check_profiles
+from quadriga.config.placement import ACTOR, check_layouts, check_megatron, check_placement, check_profiles
 from quadriga.config.reward import check_classifier
 from quadriga.config.rollout import ROLLOUT
 from quadriga.config.root import Config
@@ -187,9 +187,8 @@ def check_rollout(config: Config) -> Iterator[Finding]:
     if groups.enable and groups.max_num_gen_batches == 0:
         yield f"{key}.max_num_gen_batches: 0: a step generates until its batch is full, for ever if none differ."
     if groups.enable and trainer.total_training_steps is None:
-        steps = f"the steps of trainer.total_epochs={trainer.total_epochs or 1} go over the data more often"
-        several = "a step may take several batches of prompts"
-        yield f"{key}: {several}: {steps}; trainer.total_training_steps sets their number."
+        ends = f"the run ends with the step that takes the last one of trainer.total_epochs={trainer.max_epochs}"
+        yield f"{key}: a step may take several batches of prompts; {ends}."
     if reward.enable and reward.model.path is not None:
         yield from check_classifier(reward, longest)
     if reward.enable and config.custom_reward_function.path is not None:
@@ -303,9 +302,10 @@ def check_supervised(config: Config) -> Iterator[Finding]:
 
 
 _SUPERVISED_CHECKS: tuple[Callable[[Config], Iterator[Finding]], ...] = (
-    check_files, check_paths, check_layouts, check_profiles, check_adapter, check_supervised,
+    check_files, check_paths, check_layouts, check_megatron, check_profiles, check_adapter,
+    check_supervised,
 )  # fmt: skip
 _CHECKS: tuple[Callable[[Config], Iterator[Finding]], ...] = (
     check_files, check_paths, check_sections, check_batches, check_groups, check_rollout, check_update,
-    check_multi_turn, check_placement, check_layouts, check_profiles, check_adapter,
+    check_multi_turn, check_placement, check_layouts, check_megatron, check_profiles, check_adapter,
 )  # fmt: skip

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`data`: the files, how rows become tokens, and how many of them a step takes."""
 
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, NonNegativeInt, model_validator
 
@@ -14,8 +14,8 @@ class FromFile(Section):
 
     @model_validator(mode="after")
     def _both_or_neither(self) -> Self:
-        names = [name for name, _ in self]
-        if sum(value is None for _, value in self) == 1:
+        names = [name for name, _ in self if name != "options"]
+        if sum(getattr(self, name) is None for name in names) == 1:
             raise refuse(f"both {' and '.join(names)}, or neither", "Name the file and the class in it.")
         return self
 
@@ -27,6 +27,15 @@ class CustomDatasetConfig(FromFile):
     """Python file that holds the class. null: `RLHFDataset`."""
     name: str | None = None
     """Name of the class in that file."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Open dictionary: keys of that class, which it reads as `config.NAME`, `config["NAME"]` or `config.get("NAME")`.
+    On a command line `+data.NAME=VALUE` is one of them."""
+
+    @model_validator(mode="after")
+    def _someone_reads_them(self) -> Self:
+        if self.options and self.path is None:
+            raise refuse("no keys of your own without data.custom_cls.path", "Name the class that reads them.")
+        return self
 
 
 class SamplerConfig(FromFile):
@@ -124,3 +133,15 @@ class DataConfig(Section):
     """Directory for copies of remote files and for the results of the over-long filter."""
     custom_cls: CustomDatasetConfig = Field(default_factory=CustomDatasetConfig)
     sampler: SamplerConfig = Field(default_factory=SamplerConfig)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            own = self.__dict__["custom_cls"].options if "custom_cls" in self.__dict__ else {}
+            if name.startswith("_") or name not in own:
+                how = f"+data.{name}=VALUE sets one of your own, config.get({name!r}, DEFAULT) does without."
+                raise AttributeError(f"data.{name}: got a key that does not exist. {how}")
+            return own[name]
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or name in self.custom_cls.options

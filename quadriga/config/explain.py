@@ -48,10 +48,11 @@ def needs_old_log_prob_pass(config: Config) -> bool:
     """Whether log-probs of the sampling policy must be computed in a pass of their own.
 
     One optimizer step a batch learns from the policy that sampled: its own forward pass gives the same numbers. KL in
-    the reward needs them before that, and so does off-policy correction, unless it takes the rollout's own.
+    the reward needs them before that, and so does off-policy correction, unless it takes the rollout's own. Where the
+    update repeats the pass's choice of experts, there is one.
     """
-    correction = config.algorithm.rollout_correction
-    if correction.needs_old_log_probs or config.algorithm.use_kl_in_reward:
+    correction, repeats = config.algorithm.rollout_correction, config.actor_rollout_ref.actor.router_replay
+    if correction.needs_old_log_probs or config.algorithm.use_kl_in_reward or repeats == "old_log_prob":
         return True
     return not correction.bypass_mode and not BatchPlan(config).is_on_policy
 
@@ -153,10 +154,15 @@ def _passes(config: Config, plan: BatchPlan, fields: tuple[str, ...] | None) -> 
 
 
 def _run(config: Config, plan: BatchPlan, num_train_prompts: int | None) -> Iterator[str]:
-    trainer = config.trainer
-    batches, steps = (num_train_prompts or 0) // plan.num_prompts, trainer.total_training_steps
+    trainer, samples = config.trainer, config.algorithm.filter_groups.enable
+    size = (config.data.gen_batch_size if samples else None) or plan.num_prompts
+    batches, steps = (num_train_prompts or 0) // size, trainer.total_training_steps
     epochs, total = trainer.total_epochs, trainer.num_steps(batches) if batches else 0
-    if batches:
+    if samples and trainer.max_epochs:
+        ends = f"until {_count(trainer.max_epochs, 'pass', 'passes')} over the data are taken"
+        each = f" ({_count(batches, 'batch', 'batches')} each, at least one a step)" if batches else ""
+        yield f"{'at most ' + _count(steps, 'step') if steps else 'steps'} {ends}{each}"
+    elif batches:
         passes = _count(-(-total // batches), "epoch")
         yield f"{_count(total, 'step')}: {_count(batches, 'batch', 'batches')} an epoch, {passes}"
     elif steps:

@@ -7,6 +7,7 @@
     dp_replicate   data parallelism: each has a replica of the weights, and rows of its own
     dp_shard       FSDP: they shard one copy of the weights, and have rows of their own
     sp             sequence parallelism (Ulysses): they share rows, each computes some of the tokens
+    ep             expert parallelism: neighbours among the dp_shard x sp ranks divide the experts of each layer
     tp             tensor parallelism: they share rows, each computes some of the heads, of the MLP, of the vocabulary
 
 One data-parallel rank is the pp x sp x tp ranks that get the same rows; the first rank of its last stage returns the
@@ -40,14 +41,20 @@ class Layout:
     dp_shard: int = 1
     sp: int = 1
     tp: int = 1
+    ep: int = 1
+    has_own_modules: bool = False
+    """Whether another library's modules compute: no rank has the weights as transformers' modules have them."""
 
     @classmethod
-    def of(cls, world_size: int, where: str, *, fsdp: int = -1, sp: int = 1, tp: int = 1, pp: int = 1) -> "Layout":
+    def of(
+        cls, world_size: int, where: str, *, fsdp: int = -1, sp: int = 1, tp: int = 1, pp: int = 1, ep: int = 1
+    ) -> "Layout":
         """The layout of `world_size` ranks; ConfigError at `where`, their section, if the sizes do not divide them.
 
         Args:
             fsdp: ranks that shard one copy of the weights, pp and tp aside: a multiple of `sp`; 1: none; -1: all.
             sp, tp, pp: ranks that share the rows of a data-parallel rank, in each of three ways.
+            ep: of the ranks that shard one copy, those that divide the experts.
         """
         shared, named = sp * tp * pp, f"tp={tp} sp={sp} pp={pp}"
         if world_size % shared:
@@ -60,7 +67,11 @@ class Layout:
             fix = f"{world_size} processes with {named} leave {num_data} data-parallel ranks."
             expected = f"-1, or a multiple of {sp} that divides {num_data * sp}"
             raise ConfigError(f"{where}.fsdp_config.fsdp_size", got=str(fsdp), expected=expected, fix=fix)
-        return cls(pp, num_data // (holders // sp), holders // sp, sp, tp)
+        if holders % ep or (tp > 1 and ep > 1):
+            got = f"{ep}, with {holders} ranks that shard one copy of the weights" + (f" and tp={tp}" if tp > 1 else "")
+            expected, fix = "a number that divides them, or 1 with tensor parallelism", "Choose another one."
+            raise ConfigError(f"{where}.expert_parallel_size", got=got, expected=expected, fix=fix)
+        return cls(pp, num_data // (holders // sp), holders // sp, sp, tp, ep)
 
     @property
     def world_size(self) -> int:
@@ -80,7 +91,7 @@ class Layout:
     @property
     def is_whole(self) -> bool:
         """Whether every rank has all weights, and computes its rows alone."""
-        return self.pp == self.fsdp == self.tp == 1
+        return self.pp == self.fsdp == self.tp == 1 and not self.has_own_modules
 
     def place(self, rank: int) -> RankPlace:
         """Where a rank stands."""
@@ -105,7 +116,8 @@ class Layout:
         if self.world_size == 1:
             return "one process"
         replicas = f"dp_replicate={self.dp_replicate} " if self.dp_replicate > 1 else ""
-        return f"{replicas}fsdp={self.fsdp} tp={self.tp} sp={self.sp} pp={self.pp}"
+        experts = f" ep={self.ep}" if self.ep > 1 else ""
+        return f"{replicas}fsdp={self.fsdp} tp={self.tp} sp={self.sp} pp={self.pp}{experts}"
 
 
 @dataclass(frozen=True)
@@ -118,6 +130,8 @@ class ModelShape:
     num_kv_heads: int
     tensor_plan: dict[str, str] | None
     """Style by module name, as transformers declares it; None: it declares none."""
+    num_experts: int = 0
+    """Of a layer; 0: it has none."""
 
 
 TENSOR_STYLES = frozenset({"colwise", "rowwise", "replicated_with_grad_allreduce", "embedding_rowwise"})
@@ -137,6 +151,8 @@ def check_model(layout: Layout, model: ModelShape, where: str) -> None:
             problems.append(f"a plan for tensor parallelism with {', '.join(styles)}, which are not known here")
         if heads % tp or model.num_kv_heads % tp:
             problems.append(f"{heads} heads and {model.num_kv_heads} key-value heads for tensor parallelism over {tp}")
+    if layout.ep > 1 and (not model.num_experts or model.num_experts % layout.ep):
+        problems.append(f"{model.num_experts or 'no'} experts for expert parallelism over {layout.ep}")
     if heads // tp % layout.sp:
         problems.append(f"{heads // tp} heads for sequence parallelism over {layout.sp}")
     if problems:

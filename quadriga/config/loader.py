@@ -24,8 +24,8 @@ from quadriga.config.yaml_text import as_text, combined, parse_yaml, read_yaml
 from quadriga.errors import ConfigError
 from quadriga.redact import HIDDEN, hidden_names
 
-# Hydra's + (a new key) and ++ (a key, new or not) are taken and mean nothing: every key is known.
-_OVERRIDE = re.compile(r"\s*\+{0,2}(?P<key>[A-Za-z_][\w\-]*(?:\.[\w\-/]+)*)=(?P<value>.*)", re.DOTALL)
+# Hydra's + (a new key) and ++ (a key, new or not) are taken; every key is known but those of a user's data set.
+_OVERRIDE = re.compile(r"\s*(?P<sign>\+{0,2})(?P<key>[A-Za-z_][\w\-]*(?:\.[\w\-/]+)*)=(?P<value>.*)", re.DOTALL)
 _MISSING = object()
 
 
@@ -98,6 +98,9 @@ def parse_override(argument: str, task: str = "rl") -> tuple[str, Any]:
             fix = f"To read a configuration file write --config {argument}."
         raise ConfigError("command line", got=f"'{argument}'", expected="key=value", fix=fix)
     key, text = spelled(match["key"], task), match["value"].strip()
+    section, _, name = key.rpartition(".")
+    if match["sign"] and section == "data" and not leaf_of(key, task) and not nearest_keys(key, task):
+        key = f"data.custom_cls.options.{name}"
     leaf = leaf_of(key, task)
     # A text may begin with a brace (a directory of "{project_name}"), unless a dictionary may stand in its place.
     is_quoted = text[:1] in ("[", "'", '"') or (text[:1] == "{" and leaf is not None and leaf.is_open)

@@ -8,9 +8,10 @@ one's own the policy may also be two roles in two pools, `actor` and `rollout`: 
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 
 from quadriga.config.actor import ParallelConfig
-from quadriga.config.base import Finding, unused, wrong
+from quadriga.config.base import Finding, absent, unused, wrong
 from quadriga.config.rollout import ROLLOUT, SPANNING, has_servers
 from quadriga.config.root import Config
 from quadriga.config.trainer import TrainerConfig
@@ -28,6 +29,8 @@ _ARRANGEMENTS: dict[str, dict[str, str]] = {
 }
 """Value of `trainer.placement` -> role -> name of its pool."""
 _KEY = "trainer.placement"
+MEGATRON_VERSION = "0.16"
+"""Of megatron-core: that which the engine is tested with."""
 
 
 @dataclass(frozen=True)
@@ -170,9 +173,6 @@ def _check_groups(config: Config) -> Iterator[Finding]:
     if size > 1 and rollout.name == "vllm" and (count := rollout.data_parallel_size) > 1:
         got, fix = f"{count}, with groups of {size} ranks", "Set it to 1: each group is an engine."
         yield wrong(f"{ROLLOUT}.data_parallel_size", got, "1", fix)
-    if has_shards(config) and config.actor_rollout_ref.model.has_adapter:
-        got, fix = f"{size}, with an adapter and {ROLLOUT}.name=native", "Set it to 1, or generate with vllm."
-        yield wrong(where, got, "1: shards of an adapter are not merged", fix)
 
 
 def check_layouts(config: Config) -> Iterator[Finding]:
@@ -185,7 +185,7 @@ def check_layouts(config: Config) -> Iterator[Finding]:
     told: dict[str, ConfigError] = {}
     for where, section, size in arranged_roles(config, has_critic=has_critic):
         try:
-            section.layout(size, where)
+            section.layout(size, where, config.actor_rollout_ref.actor.megatron_if_chosen)
         except ConfigError as error:
             told.setdefault(where, error)
     yield from told.values()
@@ -193,10 +193,63 @@ def check_layouts(config: Config) -> Iterator[Finding]:
         yield from _check_groups(config)
 
 
+def check_megatron(config: Config) -> Iterator[Finding]:
+    """Yields what keeps Megatron-core from training, and keys that only one engine reads."""
+    actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
+    sections = [(ACTOR, actor), *([(CRITIC, config.critic)] if config.task == "rl" else [])]
+    if actor.strategy != "megatron":
+        yield from unused([f"{ACTOR}.megatron.{name}" for name in actor.megatron.model_fields_set], "strategy is fsdp")
+        return
+    try:
+        found = version("megatron-core")
+    except PackageNotFoundError:
+        found = "not installed"
+    if not found.startswith(f"{MEGATRON_VERSION}."):
+        fix = "pip install -e '.[megatron]', or set strategy=fsdp."
+        yield absent(f"{ACTOR}.strategy", f"megatron, with megatron-core {found}", f"{MEGATRON_VERSION}", fix)
+    if model.has_adapter:
+        got, fix = "an adapter, with strategy=megatron", "Train all weights, or set strategy=fsdp."
+        yield wrong("actor_rollout_ref.model.lora_rank", got, "0: adapters are trained by FSDP2", fix)
+    for at in ("actor_rollout_ref.model", *(["critic.model"] if config.task == "rl" else [])):
+        if (config.critic.model if at.startswith("critic") else model).enable_activation_offload:
+            fix = "Set enable_gradient_checkpointing, or strategy=fsdp."
+            yield wrong(f"{at}.enable_activation_offload", "true, with strategy=megatron", "false", fix)
+    if actor.megatron.virtual_pipeline_model_parallel_size and actor.pipeline_model_parallel_size == 1:
+        key = f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size"
+        yield wrong(key, "a number, with one pipeline stage", "null", "Set pipeline_model_parallel_size, too.")
+    for at, section in sections:
+        own = ("fsdp_size", "reshard_after_forward", "offload_policy")
+        names = [f"{at}.fsdp_config.{name}" for name in own if name in section.fsdp_config.model_fields_set]
+        yield from unused(names, "strategy is megatron")
+    yield from _check_shared_sizes(config)
+
+
+def _check_shared_sizes(config: Config) -> Iterator[Finding]:
+    """Megatron's process groups are one set in a process."""
+    pools = role_pools(config.trainer, has_reward_model=config.reward_model.enable)
+    policy = next((pools[role] for role in POLICIES if role in pools), None)
+    actor, has_critic = config.actor_rollout_ref.actor, config.task == "rl" and config.algorithm.adv_estimator == "gae"
+    others = [(CRITIC, "critic", config.critic)] if has_critic else []
+    others += [("reward_model", "reward_model", config.reward_model)] if config.reward_model.enable else []
+    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_parallel_size"):
+        for at, role, section in others:
+            size, expected = getattr(section, name), getattr(actor, name)
+            if pools.get(role) == policy and size != expected:
+                got = f"{size}, in processes that it shares with the actor"
+                fix = "Give both the same size, or processes of their own (trainer.placement), or set strategy=fsdp."
+                yield wrong(f"{at}.{name}", got, f"{expected}, as the actor's: Megatron has one set of sizes", fix)
+
+
 def check_placement(config: Config) -> Iterator[Finding]:
     """Yields what cannot be placed, and which keys are read on Ray only."""
-    trainer, ray = config.trainer, config.ray_kwargs
+    trainer, ray, rollout = config.trainer, config.ray_kwargs, config.actor_rollout_ref.rollout
     if trainer.backend == "local":
+        has_own = rollout.mode == "async" or rollout.tensor_model_parallel_size > 1  # processes
+        has_own = {"vllm": has_own, "sglang": not has_servers(rollout)}.get(rollout.name, False)
+        if has_own and trainer.device not in ("auto", "cpu", "cuda", "cuda:0"):
+            got = f"{trainer.device}, with {rollout.name} in processes of its own, which take the first GPUs"
+            fix = "Set trainer.device=cuda, and CUDA_VISIBLE_DEVICES to the GPUs that are meant."
+            yield wrong("trainer.device", got, "cuda:0", fix)
         for name in ("nnodes", "n_gpus_per_node"):
             if (value := getattr(trainer, name)) != 1:
                 fix = "Several processes run on Ray: set trainer.backend=ray (`quadriga train --ray`)."

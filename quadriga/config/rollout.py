@@ -20,6 +20,7 @@ ENGINES = ["native", "hf", "vllm", "sglang", "http", "scripted"]
 SPANNING = ("native", "vllm")
 """Engines that on Ray span the ranks of a rollout group; the processes of others are their own."""
 _OF_LIBRARIES = ReadIf("name", ("vllm", "sglang"))
+_OF_GRAPHS = ReadIf("name", ("native", "vllm", "sglang"))
 _NOT_OF_SERVERS = ReadIf("name", ("http",), is_one=False)
 _MORE_PROCESSES = (
     "Set it to 1. More engines: more processes that generate, by trainer.n_gpus_per_node, or with trainer.backend=ray "
@@ -110,8 +111,8 @@ class RolloutConfig(LogProbConfig):
     max_num_batched_tokens: Annotated[Count, _NOT_OF_SERVERS] = 8192
     """Tokens that the engine computes in one forward pass, at most."""
     cache_gigabytes: Annotated[PositiveFloat | None, _NOT_OF_SERVERS] = None
-    """Memory of the KV cache, in GiB, of each engine. null: `native` takes what the running sequences need; `vllm` and
-    `sglang` what `gpu_memory_utilization` leaves on an accelerator, 1 GiB on a CPU."""
+    """Memory of the KV cache, in GiB, of each engine. null: `native` takes what the running sequences need, on a GPU at
+    most 70 % of what is free; `vllm` and `sglang` what `gpu_memory_utilization` leaves on a GPU, 1 GiB on a CPU."""
     gpu_memory_utilization: Annotated[TopShare, _OF_LIBRARIES] = 0.5
     """Share of an accelerator's memory for all engines of a process, weights included; `vllm` and `sglang`."""
     tensor_model_parallel_size: Annotated[Count, _NOT_OF_SERVERS] = 1
@@ -124,8 +125,9 @@ class RolloutConfig(LogProbConfig):
     """Whether each response is drawn with a seed of its own, whatever else is in its batch. false: `vllm` draws all
     from one generator, which is faster on an accelerator; responses then depend on what they are generated with.
     Rollout groups need true."""
-    enforce_eager: Annotated[bool, _OF_LIBRARIES] = False
-    """Whether `vllm` and `sglang` capture no CUDA graph, and `vllm` compiles nothing: a faster start, slower steps."""
+    enforce_eager: Annotated[bool, _OF_GRAPHS] = False
+    """Whether `native`, `vllm` and `sglang` capture no CUDA graph on a GPU, and `vllm` compiles nothing: a faster
+    start, slower steps."""
     free_cache_engine: bool = True
     """Whether the engine gives back its memory (weights, KV cache) while the models train."""
     update_weights_bucket_megabytes: Count = 512

@@ -45,6 +45,7 @@ _SUPERVISED_READ = (
     (
         *("task", "trainer.*", "ray_kwargs.*", *(f"data.{name}" for name in (*_SHARED_DATA, *_SFT_DATA))),
         *("actor_rollout_ref.model.*", f"{_ACTOR}.optim.*", f"{_ACTOR}.checkpoint.*", f"{_ACTOR}.fsdp_config.*"),
+        *(f"{_ACTOR}.strategy", f"{_ACTOR}.megatron.*"),
         *(f"{_ACTOR}.ppo_m*_per_gpu", f"{_ACTOR}.*_parallel_size", f"{_ACTOR}.loss_agg_mode", f"{_ACTOR}.grad_clip"),
         *(f"{_ACTOR}.max_nonfinite_steps", f"{_ACTOR}.profiler.ranks", "global_profiler.*"),
     ),

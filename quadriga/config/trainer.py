@@ -54,10 +54,11 @@ class TrainerConfig(Section):
     """The run."""
 
     total_epochs: Count | None = None
-    """Passes over the training data after which the run ends. null: 1, or as many as `total_training_steps` takes."""
+    """Passes over the training data after which the run ends. null: 1, or as many as `total_training_steps` takes. With
+    `algorithm.filter_groups` the run ends with the step that takes the last batch of the last pass."""
     total_training_steps: Count | None = None
-    """Training steps after which the run ends, where `total_epochs` does not end it before; learning-rate schedules end
-    with them. null: epochs times batches of an epoch."""
+    """Training steps after which the run ends, where `total_epochs` does not end it before. null: as many as those
+    take."""
     project_name: Name = "quadriga"
     """Name of the project, for trackers and for the run's directory."""
     experiment_name: Name = "run"
@@ -145,10 +146,15 @@ class TrainerConfig(Section):
         """`logger` as a list, each name once."""
         return [self.logger] if isinstance(self.logger, str) else list(dict.fromkeys(self.logger))
 
+    @property
+    def max_epochs(self) -> int | None:
+        """Passes over the training data that end the run; None: steps alone do."""
+        return self.total_epochs or (None if self.total_training_steps else 1)
+
     def num_steps(self, epoch_steps: int) -> int:
         """Training steps of a run whose epoch has so many."""
-        limits = (self.total_training_steps, self.total_epochs and self.total_epochs * epoch_steps)
-        return min((limit for limit in limits if limit is not None), default=epoch_steps)
+        limits = (self.total_training_steps, self.max_epochs and self.max_epochs * epoch_steps)
+        return min(limit for limit in limits if limit)
 
     def processes_of(self, pool: str) -> list[int]:
         """Processes on each machine of a resource pool."""

@@ -21,6 +21,7 @@ from quadriga.algorithms.registry import Algorithm, check_losses, choose_policy_
 from quadriga.config import ActorConfig, CriticConfig
 from quadriga.config.algorithm import RolloutCorrectionConfig
 from quadriga.errors import ConfigError, EngineError
+from quadriga.models.experts import ROUTES
 from quadriga.observe.metrics import Metric
 from quadriga.protocol import DataProto
 
@@ -32,6 +33,7 @@ class Objective(ABC):
 
     name: str  # with which the names of its metrics begin
     columns: tuple[str, ...] = ("response_mask",)  # of the batch, which the loss reads
+    router_aux_loss_coef = 0.0  # of a mixture of experts
 
     def fields(self, data: DataProto) -> tuple[str, ...]:
         """Columns [B, ...] of this batch that the loss reads."""
@@ -73,7 +75,7 @@ class PolicyObjective(Objective):
     name = "actor"
 
     def __init__(self, config: ActorConfig, correction: RolloutCorrectionConfig | None = None) -> None:
-        self.config = config
+        self.config, self.router_aux_loss_coef = config, config.router_aux_loss_coef
         self.policy_loss = policy_loss_of(config, correction)
         self._needs_old_log_prob = "old_log_prob" in self.policy_loss.fields
         self._takes_weights = "rollout_is_weights" in options(self.policy_loss.function)
@@ -85,8 +87,11 @@ class PolicyObjective(Objective):
         """What the loss reads of the batch; `log_prob` and, where it has no old log-probs, those are the model's."""
 
     def fields(self, data: DataProto) -> tuple[str, ...]:
+        if self.config.router_replay != "off" and ROUTES not in data.batch.keys():
+            got, fix = f"a batch without {ROUTES}", "Responses of the rollout cache that were kept without it need off."
+            raise EngineError("actor_rollout_ref.actor.router_replay", got=got, expected="the experts to take", fix=fix)
         names = {"response_mask", "advantages", *self._columns}
-        optional = {"old_log_probs", "rollout_log_probs", "rollout_is_weights"} & set(data.batch.keys())
+        optional = {"old_log_probs", "rollout_log_probs", "rollout_is_weights", ROUTES} & set(data.batch.keys())
         return tuple(names | optional | ({"ref_log_prob"} if self.config.use_kl_loss else set()))
 
     def add_batch_columns(self, data: DataProto) -> None:
@@ -116,7 +121,7 @@ class PolicyObjective(Objective):
         """
         mask, config = data.batch["response_mask"].bool(), self.config
         moves_all = config.use_kl_loss or config.entropy_coeff or not self.policy_loss.needs_advantage
-        if moves_all or config.calculate_entropy:
+        if moves_all or config.calculate_entropy or config.router_aux_loss_coef:
             return mask.any(-1)
         return ((data.batch["advantages"] != 0) & mask).any(-1)
 

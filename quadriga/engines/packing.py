@@ -17,6 +17,7 @@ import torch
 from quadriga.engines.batches import RowLength
 from quadriga.errors import EngineError
 from quadriga.models.attention import PackedBatch, Segment
+from quadriga.models.experts import ROUTES
 from quadriga.models.vision import ImageTokens, packed_images
 from quadriga.protocol import DataProto
 from quadriga.protocol.memory import images_key
@@ -52,7 +53,8 @@ class RowTokens(RowLength):
 def row_tokens(data: DataProto, image_tokens: ImageTokens | None = None) -> list[RowTokens]:
     """The rows of a batch without their padding; `num_response_tokens` are those that something is predicted from.
 
-    `data`: input_ids, attention_mask, position_ids [b, P + T], response_mask [b, T], and perhaps multi_modal_inputs.
+    `data`: input_ids, attention_mask, position_ids [b, P + T], response_mask [b, T], and perhaps multi_modal_inputs
+    and routed_experts [b, P + T, L, k].
     Raises EngineError: a prompt is empty, or does not fit its images.
     """
     input_ids, attention, positions, trained = (
@@ -60,6 +62,7 @@ def row_tokens(data: DataProto, image_tokens: ImageTokens | None = None) -> list
     )
     width = input_ids.shape[1] - trained.shape[1]
     column = data.non_tensor_batch.get("multi_modal_inputs")
+    routes = data.batch[ROUTES].cpu().numpy() if ROUTES in data.batch.keys() else None
     keys: dict[int, bytes] = {}  # the samples of a prompt hold the same object
     rows = []
     for row, valid in enumerate(attention != 0):
@@ -69,9 +72,11 @@ def row_tokens(data: DataProto, image_tokens: ImageTokens | None = None) -> list
         images = None
         if image_tokens is not None or column is not None:
             images = _prompt_images(row, {} if column is None else column[row] or {}, prompt, image_tokens, keys)
+        # A prompt is computed once for those rows whose routes through it are the same.
+        told = b"" if routes is None else routes[row, :width][valid[:width]].tobytes()
         rows.append(
             RowTokens(
-                prompt_key=prompt.tobytes() + (images.key if images else b""),
+                prompt_key=prompt.tobytes() + (images.key if images else b"") + told,
                 num_prompt_tokens=len(prompt),
                 num_response_tokens=int(predicted[-1]) if len(predicted) else 0,
                 prompt=prompt,
@@ -117,8 +122,8 @@ def pack(rows: Sequence[RowTokens], num_columns: int, *, share_prompts: bool, de
     for number, row in enumerate(rows):
         if len(row.trained):
             groups.setdefault(row.prompt_key if share_prompts else number, []).append(number)
-    run = _Run()
-    predictors, targets, places, columns = [], [], [], []
+    run, tokens_of = _Run(), {}
+    sources, targets, places, columns = [], [], [], []
     for members in groups.values():
         first, size = rows[members[0]], rows[members[0]].num_prompt_tokens
         if len(members) == 1:
@@ -137,11 +142,12 @@ def pack(rows: Sequence[RowTokens], num_columns: int, *, share_prompts: bool, de
             if len(members) > 1 and stop:
                 segment = run.append(row.response[:stop], row.positions[..., size : size + stop], prompt)
                 before = np.concatenate([before, np.arange(segment.start, segment.start + stop)])
-            predictors.append(before[row.trained])
+            tokens_of[number] = np.concatenate([np.arange(prompt.start, prompt.start + size), before[1:]])
+            sources.append(before[row.trained])
             targets.append(row.response[row.trained])
             places.append(np.full(len(row.trained), number))
             columns.append(row.trained)
-    parts = (run.input_ids, run.positions, predictors, targets, places, columns)
+    parts = (run.input_ids, run.positions, sources, targets, places, columns)
     tensors = (torch.from_numpy(np.concatenate(arrays, axis=-1)).long().to(device) for arrays in parts)
     tokens, positions, predictors, targets, places, columns = tensors
     return PackedBatch(
@@ -149,12 +155,14 @@ def pack(rows: Sequence[RowTokens], num_columns: int, *, share_prompts: bool, de
         position_ids=positions.unsqueeze(-2),
         segments=tuple(run.segments),
         predictors=predictors,
+        host_predictors=np.concatenate(sources),
         targets=targets,
         rows=places,
         columns=columns,
         shape=(len(rows), num_columns),
         sum_of_squared_lengths=run.sum_of_squares,
         images=packed_images(run.images, device) if run.images else None,
+        places=tokens_of,
     )
 
 

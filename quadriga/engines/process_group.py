@@ -13,8 +13,7 @@ nothing: its collectives return what they were given.
 Legend: S ranks; [...] is the shape of a parameter.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import timedelta
 from operator import attrgetter
 from typing import Any, Protocol
@@ -22,7 +21,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from quadriga.errors import EngineError, PeerLostError
+from quadriga.errors import EngineError
+from quadriga.observe.machine import taking_part
 from quadriga.observe.watchdog import waiting
 from quadriga.partition import buckets
 
@@ -66,7 +66,7 @@ class ProcessGroup:
         if self.size == 1:
             return list(counts)
         numbers = torch.tensor(counts, dtype=torch.int64, device=self.device)
-        with self._meeting("the sum of counts"):
+        with taking_part(self._where("the sum of counts")):
             dist.all_reduce(numbers, group=self.group)
             return numbers.tolist()
 
@@ -75,7 +75,7 @@ class ProcessGroup:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        with self._meeting("an exchange of facts"):
+        with taking_part(self._where("an exchange of facts")):
             dist.all_gather_object(values, value, group=self.group)
         return values
 
@@ -86,7 +86,7 @@ class ProcessGroup:
         """
         if self.size == 1:
             return
-        with self._meeting("the sum of gradients"):
+        with taking_part(self._where("the sum of gradients")):
             for bucket in buckets(tensors, attrgetter("nbytes"), BUCKET_BYTES, lambda tensor, _: tensor):
                 if len(bucket) == 1 and bucket[0].is_contiguous():
                     dist.all_reduce(bucket[0], group=self.group)
@@ -110,20 +110,8 @@ class ProcessGroup:
             fix = "Every node must read the same model and the same checkpoint: put them on a shared disk."
             raise EngineError(what, got=got, expected="the same on every rank", fix=fix)
 
-    @contextmanager
-    def _meeting(self, what: str) -> Iterator[None]:
-        """A collective that fails because another rank is gone says so."""
-        try:
-            yield
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            raise PeerLostError(
-                f"rank {self.rank} of {self.size} in {what}",
-                got=str(error).strip().partition("\n")[0],
-                expected="all ranks to take part",
-                fix="Look for the error of another rank: this one was only left alone by it.",
-            ) from error
+    def _where(self, what: str) -> str:
+        return f"rank {self.rank} of {self.size} in {what}"
 
 
 ALONE = ProcessGroup()
@@ -141,14 +129,23 @@ class Membership:
     num_meetings = 0
 
 
-def join(place: Place, device: torch.device) -> ProcessGroup:
+def join(place: Place, device: torch.device, *, also_alone: bool = False) -> ProcessGroup:
     """Meet the other processes at rank 0's address; the first role of a process does, the others find the group there.
 
-    `device`: of its models; chooses the backend (`nccl` for CUDA, `gloo` for all else).
-    Raises EngineError: not all of them came, or this process is in a group of another shape.
+    Args:
+        device: of its models; chooses the backend (`nccl` for CUDA, `gloo` for all else).
+        also_alone: whether a process without others is in a group too; else it pays for none.
+
+    Raises:
+        EngineError: not all of them came, or this process is in a group of another shape.
     """
-    if place.world_size == 1:
+    if place.world_size == 1 and not also_alone:
         return ProcessGroup(device=device)
+    if place.world_size == 1 and not dist.is_initialized():
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
+        )
+        Membership.num_meetings += 1
     if not dist.is_initialized():
         host = f"[{place.master_addr}]" if ":" in place.master_addr else place.master_addr
         address, is_cuda = f"{host}:{place.master_port}", device.type == "cuda"
@@ -181,7 +178,7 @@ def join(place: Place, device: torch.device) -> ProcessGroup:
 
 def leave(group: ProcessGroup) -> None:
     """End a role's part in the group; with the last role of the process the group ends."""
-    if group.size == 1:
+    if group.size == 1 and Membership.num_roles == 0:
         return
     Membership.num_roles -= 1
     if Membership.num_roles == 0 and dist.is_initialized():

@@ -11,7 +11,7 @@ Legend: B rows, b of them in a micro-batch, T response positions, M predicted to
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from operator import itemgetter
 from typing import Any
@@ -24,20 +24,26 @@ from quadriga.engines.batches import MicroBatching, Passes, RowLength, micro_bat
 from quadriga.engines.fsdp.engine import ALL_KINDS, FSDPEngine
 from quadriga.engines.objectives import Objective
 from quadriga.engines.packing import Outputs, pack, row_tokens
+from quadriga.errors import EngineError
 from quadriga.models.attention import PackedBatch
+from quadriga.models.experts import ROUTES, Routing, dtype_of_routes
 from quadriga.models.scorers import Question
 from quadriga.observe.metrics import Metric, merge_metrics
 from quadriga.protocol import DataProto
 
+_MOST_DIFFERING = 0.5
+"""Of the routes of the first mini-batch that is replayed; in bfloat16 some per cent differ."""
 
-def lr_at(step: int, config: OptimConfig, total_steps: int) -> float:
+
+def lr_at(step: int, config: OptimConfig, total_steps: float) -> float:
     """Learning rate of one training step: warm-up, then constant, linear or cosine.
 
     Args:
         step: counted from 1; the first step of a warm-up of w steps has 1/w of the rate, or with `zero_indexed_step`
             none of it. All optimizer steps of a training step have the same.
-        total_steps: training steps of the run, where cosine and linear end.
+        total_steps: training steps of the run, where cosine and linear end without `optim.total_training_steps`.
     """
+    total_steps = config.total_training_steps or total_steps
     warmup = config.lr_warmup_steps if config.lr_warmup_steps >= 0 else int(config.lr_warmup_steps_ratio * total_steps)
     step -= config.zero_indexed_step
     if 0 < warmup >= step:
@@ -60,12 +66,15 @@ def infer(
     temperature: float = 1.0,
     with_entropy: bool = False,
     with_sum_pi_squared: bool = False,
+    with_routes: bool = False,
 ) -> dict[str, torch.Tensor]:
     """The model's outputs for every response token of a batch, without gradients.
 
     Args:
         data: input_ids, attention_mask, position_ids [B, P + T] and response_mask [B, T]; for a vision-language model
-            position_ids [B, 3, P + T] and the non-tensor multi_modal_inputs.
+            position_ids [B, 3, P + T] and the non-tensor multi_modal_inputs. Routers go where routed_experts
+            [B, P + T, L, k] tells, if it is there.
+        with_routes: return the experts that each token went through, as routed_experts.
 
     Returns:
         Float32 [B, T] by name, on the CPU, zero where the response mask is.
@@ -73,13 +82,23 @@ def infer(
     question = Question(temperature, with_entropy, with_sum_pi_squared)
     shape = data.batch["response_mask"].shape
     results = {name: torch.zeros(shape, dtype=torch.float32) for name in engine.output_names(question)}
-    pieces = list(_packed(engine, data, micro))
+    routers, has_routes = engine.scorer.routers, with_routes or ROUTES in data.batch.keys()
+    if with_routes:
+        shape = (*data.batch["input_ids"].shape, routers.count, routers.top_k)
+        results[ROUTES] = torch.full(shape, -1, dtype=dtype_of_routes(routers.num_experts))
+    pieces = list(_packed(engine, data, micro, Routing(keeps=with_routes) if has_routes else None))
     with engine.awake("weights"):
         outputs = engine.forward([packed for _, packed in pieces], question)
     # A pipeline stage without the head has no outputs: its results are not collected.
     for (indices, packed), scores in zip(pieces, outputs, strict=False):
         for name, values in scores.items():
             results[name][indices] = packed.unpack(values).cpu()
+    for indices, packed in pieces if with_routes else ():
+        chosen, valid = packed.routing.chosen.cpu(), data.batch["attention_mask"].bool().cpu()
+        for number, places in packed.places.items():
+            row = indices[number]
+            here = valid[row].nonzero()[: len(places), 0]
+            results[ROUTES][row, here] = chosen[places].to(results[ROUTES].dtype)
     return results
 
 
@@ -150,16 +169,21 @@ def _optimizer_step(
     num_tokens, num_sequences, num_computed = engine.replicas.totals(
         here.batch_num_tokens, here.global_batch_size, int(computed.sum())
     )
-    counts = LossCounts(num_tokens, num_sequences)
+    counts, routers = LossCounts(num_tokens, num_sequences), engine.scorer.routers
     rows = mini if bool(computed.all()) else mini.select_idxs(computed)
-    losses = list(_losses(engine, rows, objective, micro, counts))
+    routing = None
+    if routers.count:
+        weight = objective.router_aux_loss_coef / (routers.count * max(num_tokens, 1))
+        routing = Routing(loss_weight=weight, sums=routers.new_sums(engine.device))
+    losses = list(_losses(engine, rows, objective, micro, counts, routing))
     engine.backward([loss.packed for loss in losses], losses, temperature=temperature)
     parts = _read([loss.metrics for loss in losses])
     # Ranks with the same rows share their cost.
     sharers = engine.world.size / engine.replicas.size
     flops = math.fsum(engine.cost.update_flops_of(loss.packed) for loss in losses) / sharers
     if num_computed == 0:
-        parts = _read(_look_at_some(engine, mini, places, objective, micro, counts, temperature))
+        parts = _read(_look_at_some(engine, mini, places, objective, micro, counts, temperature, routing))
+    of_routers = {} if routing is None else _router_metrics(engine, routing)
     # After the look: momentum moves the weights even where no row does.
     result = engine.optimizer_step(lr)
     prefix, merged = objective.name, merge_metrics(parts)
@@ -167,6 +191,7 @@ def _optimizer_step(
         f"{prefix}/grad_norm": Metric(result.grad_norm),
         f"{prefix}/lr": Metric(lr, "last"),
         f"{prefix}/nonfinite_steps": Metric(float(not result.is_applied), "sum"),
+        **{f"{prefix}/router_{name}": Metric(value) for name, value in of_routers.items()},
     }
     of_this_rank = {
         f"{prefix}/packed_tokens": Metric(sum(loss.packed.num_tokens for loss in losses), "sum"),
@@ -176,6 +201,35 @@ def _optimizer_step(
     shares = {name: Metric(metric.value) for name, metric in merged.items() if metric.reduction == "sum"}
     others = {name: metric for name, metric in merged.items() if metric.reduction != "sum"}
     return shares, others | (of_first_rank if engine.replicas.is_first else {}) | of_this_rank
+
+
+def _router_metrics(engine: FSDPEngine, routing: Routing) -> dict[str, float]:
+    """What the routers chose for the predicted tokens of a mini-batch, by all ranks: the largest and the smallest load
+    of an expert in any layer, as a multiple of the mean one; the entropy of a router in nats. Experts have no capacity
+    that a token could exceed: none is dropped.
+
+    Raises EngineError: in the first mini-batch that is replayed, routes that have little to do with this model.
+    """
+    engine.world.add_up([routing.sums])
+    sums, routers = routing.sums.cpu(), engine.scorer.routers
+    loads, facts = sums.split((routers.num_experts, sums.shape[1] - routers.num_experts), 1)
+    tokens, entropy, loss, told, differing = facts.sum(0).tolist()
+    if not tokens:
+        return {}
+    loads = loads / (facts[:, :1] * routers.top_k / routers.num_experts)
+    metrics = {"load_max": float(loads.max()), "load_min": float(loads.min())}
+    metrics |= {"entropy": entropy / tokens, "dropped": 0.0}
+    if routing.loss_weight:
+        metrics["aux_loss"] = loss / tokens
+    if told:
+        share = metrics["replay_differs"] = differing / told
+        if not routers.is_checked and share > _MOST_DIFFERING:
+            got = f"routes of which {share:.0%} differ from what training's own routers choose"
+            expected = f"at most {_MOST_DIFFERING:.0%} in the first mini-batch"
+            fix = "The engine does not report what it chooses, or generates with other weights: set router_replay=off."
+            raise EngineError("actor_rollout_ref.actor.router_replay", got=got, expected=expected, fix=fix)
+        routers.is_checked = True
+    return metrics
 
 
 def _read(parts: list[dict[str, Metric]]) -> list[dict[str, Metric]]:
@@ -198,6 +252,7 @@ def _look_at_some(
     micro: MicroBatching,
     counts: LossCounts,
     temperature: float,
+    routing: Routing | None,
 ) -> list[dict[str, Metric]]:
     """The metrics of the rows that would be the first micro-batch of one rank alone, without gradients: where no
     row has one, entropy and mismatch are still reported, and are the same however the rows are spread."""
@@ -210,7 +265,7 @@ def _look_at_some(
     first, *_ = micro_batches([length for _, length in everywhere], micro) or [[]]
     row_at = {place: row for row, place in enumerate(places.tolist())}
     looked_at = [row_at[everywhere[index][0]] for index in first if everywhere[index][0] in row_at]
-    losses = list(_losses(engine, mini.select_idxs(looked_at), objective, micro, counts))
+    losses = list(_losses(engine, mini.select_idxs(looked_at), objective, micro, counts, routing))
     outputs = engine.forward([loss.packed for loss in losses], Question(temperature, with_entropy=True))
     for loss, scores in zip(losses, outputs, strict=False):
         loss(scores)
@@ -218,21 +273,34 @@ def _look_at_some(
 
 
 def _losses(
-    engine: FSDPEngine, rows: DataProto, objective: Objective, micro: MicroBatching, counts: LossCounts
+    engine: FSDPEngine,
+    rows: DataProto,
+    objective: Objective,
+    micro: MicroBatching,
+    counts: LossCounts,
+    routing: Routing | None,
 ) -> Iterator[MicroBatchLoss]:
     """The objective on each micro-batch of some rows."""
     fields = objective.fields(rows)
-    for indices, packed in _packed(engine, rows, micro):
+    for indices, packed in _packed(engine, rows, micro, routing):
         yield MicroBatchLoss(objective, rows.select_idxs(indices).select(fields).to(engine.device), packed, counts)
 
 
-def _packed(engine: FSDPEngine, data: DataProto, micro: MicroBatching) -> Iterator[tuple[list[int], PackedBatch]]:
-    """The micro-batches of some rows, packed; rows with nothing to predict are in none."""
+def _packed(
+    engine: FSDPEngine, data: DataProto, micro: MicroBatching, routing: Routing | None
+) -> Iterator[tuple[list[int], PackedBatch]]:
+    """The micro-batches of some rows, packed; rows with nothing to predict are in none. `routing`: of each of them, but
+    for what its routers are told."""
+    routes = data.batch[ROUTES] if routing is not None and ROUTES in data.batch.keys() else None
+    if routes is not None:
+        engine.scorer.routers.require(routes)
     tokens = row_tokens(data, engine.image_tokens)
     wanted = [number for number, row in enumerate(tokens) if len(row.trained)]
     num_columns = data.batch["response_mask"].shape[1]
     lengths = [tokens[number] for number in wanted]
     cost = engine.cost.attention_tokens
+    if any(one.num_prompt_tokens + one.num_response_tokens > engine.packs_up_to for one in lengths):
+        micro = replace(micro, num_sequences=1, share_prompts=False)
     batches = micro_batches(lengths, micro, attention_tokens=cost)
     if not engine.has_replicated_weights:
         # Ranks that share weights wait for each other at each micro-batch: all make as many, if there are the rows.
@@ -242,4 +310,14 @@ def _packed(engine: FSDPEngine, data: DataProto, micro: MicroBatching) -> Iterat
     for batch in batches:
         indices = [wanted[position] for position in batch]
         rows = [tokens[index] for index in indices]
-        yield indices, pack(rows, num_columns, share_prompts=micro.share_prompts, device=engine.device)
+        packed = pack(rows, num_columns, share_prompts=micro.share_prompts, device=engine.device)
+        if routing is not None:
+            told = None
+            if routes is not None:
+                told = routes.new_full((packed.num_tokens, *routes.shape[2:]), -1)
+                for number, places in packed.places.items():
+                    own = routes[indices[number]][data.batch["attention_mask"][indices[number]] != 0]
+                    told[torch.from_numpy(places)] = own[: len(places)]
+                told = told.to(engine.device)
+            packed = replace(packed, routing=replace(routing, told=told))
+        yield indices, packed

@@ -9,17 +9,21 @@ Packed tokens are cut into *segments*. A segment is causal in itself and may con
 that it sees in full: the samples of one prompt are segments with the prompt as their prefix, so the prompt is
 computed once. Segments of similar length are padded into one call of flash attention.
 
+What layers add to plain causal attention comes as `AttentionOptions`: a sliding window hides the keys that are too far
+back, soft-capping bends the scores, a sink takes a share of the attention and gives nothing for it.
+
 Legend: B rows, H query heads, K key-value heads, D head size, N packed tokens, M predicted tokens, T response
 positions, b rows of a block, L the longest of them, S keys that they see.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import groupby
+from itertools import accumulate, groupby
 from operator import attrgetter
 from typing import Any, Protocol, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
@@ -27,17 +31,39 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from quadriga.errors import EngineError
-from quadriga.models.flash import flash_backward, flash_forward
+from quadriga.models.experts import Routing
+from quadriga.models.flash import Scores, flash_backward, flash_forward
 from quadriga.models.vision import PackedImages
 
 ATTENTION_NAME = "quadriga"
-_UNSUPPORTED = ("softcap", "sliding_window", "s_aux")
+HIDDEN = -1e30
+"""Added to the score of a key that is not seen. Infinity would leave a query without any key with NaN."""
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """What a layer adds to plain causal attention.
+
+    Attributes:
+        window: a token sees this many keys, its own included; None: all before it.
+        softcap: c of c * tanh(score / c); None: scores are not capped.
+        sinks: [H] scores of a further key of each head, whose value is zero (arXiv:2309.17453); None: there is none.
+    """
+
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+
+PLAIN = AttentionOptions()
 
 
 class AttentionPlan(Protocol):
     """Knows which tokens of a call may see which keys."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, options: AttentionOptions = PLAIN
+    ) -> Tensor:
         """Attention of layer `layer`: query [B, H, N, D], key and value [B, K, N, D], rotated -> [B, N, H, D]."""
         ...
 
@@ -50,18 +76,24 @@ def _attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     attention_plan: AttentionPlan | None = None,
-    **options: Any,
+    **given: Any,
 ) -> tuple[Tensor, None]:
     if attention_plan is None:
         fix = "Pass attention_plan=..., or load the model with another attention implementation."
         raise EngineError("attention", got="a call of the model without attention_plan", fix=fix)
-    for name in _UNSUPPORTED:
-        if options.get(name) is not None:
-            where, got = f"attention of {type(module).__name__}", f"the option {name}={options[name]!r}"
-            fix = "Use rollout.name=hf and a model without this option: exact packing of it is not available."
-            raise EngineError(where, got=got, expected="plain causal attention", fix=fix)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return attention_plan.attend(module.layer_idx, query, key, value, scale), None
+    if given.get("position_bias") is not None:
+        got, expected = "a bias for each pair of positions", "scores in a window, capped or with sinks"
+        raise EngineError(f"attention of {type(module).__name__}", got=got, expected=expected)
+    scale, width = query.shape[-1] ** -0.5 if scaling is None else scaling, value.shape[-1]
+    if missing := query.shape[-1] - width:
+        # Kernels and caches take heads of one size: zeros change neither scores nor results.
+        if missing > 0:
+            value = pad(value, (0, missing))
+        else:
+            query, key = pad(query, (0, -missing)), pad(key, (0, -missing))
+    options = AttentionOptions(given.get("sliding_window"), given.get("softcap"), given.get("s_aux"))
+    mixed = attention_plan.attend(module.layer_idx, query, key, value, scale, options)
+    return mixed[..., :width], None
 
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _attention)
@@ -91,30 +123,36 @@ class PackedBatch:
         input_ids: [1, N]
         position_ids: [1, N], or [3, 1, N] along time, height and width.
         segments: which packed token sees which.
-        predictors: [M] packed index of the token whose state predicts each target.
+        predictors, host_predictors: [M] packed index of the token whose state predicts each target.
         targets: [M] token ids.
         rows, columns: [M] where each target stands in the padded [b, T] responses.
         shape: (b, T)
         sum_of_squared_lengths: the cost of causal attention over the packed tokens.
         images: of the prompts.
+        places: the packed tokens of each row with targets: its prompt, and what follows up to the last predictor.
+        routing: how its tokens go through the routers of a mixture of experts; None: as these choose, uncounted.
     """
 
     input_ids: Tensor
     position_ids: Tensor
     segments: tuple[Segment, ...]
     predictors: Tensor
+    host_predictors: np.ndarray
     targets: Tensor
     rows: Tensor
     columns: Tensor
     shape: tuple[int, int]
     sum_of_squared_lengths: int
     images: PackedImages | None = None
+    places: Mapping[int, Any] = field(default_factory=dict)
+    routing: Routing | None = None
 
     @classmethod
     def filler(cls, device: torch.device) -> "PackedBatch":
         """A micro-batch for a rank that has no rows left while others have: tokens [1, 1] and targets [1]."""
         nothing = torch.zeros(1, dtype=torch.int64, device=device)
-        return cls(nothing[None], nothing[None], (Segment(0, 1),), nothing, nothing, nothing, nothing, (1, 1), 1)
+        on_host = np.zeros(1, dtype=np.int64)
+        return cls(nothing[None], nothing[None], (Segment(0, 1),), nothing, on_host, *(nothing,) * 3, (1, 1), 1)
 
     @cached_property
     def plan(self) -> "PackedAttention":
@@ -130,6 +168,11 @@ class PackedBatch:
         segments = (*self.segments, Segment(self.num_tokens, missing))
         return replace(self, input_ids=ids, position_ids=positions, segments=segments)
 
+    @cached_property
+    def num_predicted(self) -> Tensor:
+        """[b] targets of each row."""
+        return self.rows.bincount(minlength=self.shape[0])
+
     @property
     def num_tokens(self) -> int:
         """N of [1, N]."""
@@ -144,8 +187,8 @@ class PackedAttention:
     """Attention plan of one packed micro-batch.
 
     Tokens are computed in blocks. A block sees its own keys causally, then a prefix or earlier tokens of a long segment
-    in full; the log-sum-exps merge these results, and the backward pass of each takes the merged one. There are no
-    masks, and beside arguments, results and gradients there is the memory of a block.
+    in full; the log-sum-exps merge these results, and the backward pass of each takes the merged one. Masks there are
+    only at the edge of a sliding window; beside arguments, results and gradients there is the memory of a block.
 
     Args:
         segments: in order of `start`; each packed token belongs to exactly one. A prefix has none itself.
@@ -163,6 +206,7 @@ class PackedAttention:
     ) -> None:
         self.device = device
         self.block_tokens = block_tokens or _BLOCK_TOKENS.get(device.type, _BLOCK_TOKENS_ELSEWHERE)
+        self.masks: dict[tuple[int, ...], Tensor] = {}
         self._pieces: dict[Segment, list[_Rows]] = {}
         self.blocks: list[_Block] = []
         for members in _buckets(segments, max_padding, self.block_tokens):
@@ -178,11 +222,14 @@ class PackedAttention:
 
     def _cut(self, segment: Segment) -> list["_Block"]:
         """Each piece of a segment sees itself causally, and the prefix and the pieces before it in full."""
-        seen = [_Part(keys, slice(None)) for keys in (self._pieces_of(segment.prefix) if segment.prefix else [])]
-        blocks = []
+        blocks, before = [], list(self._pieces_of(segment.prefix)) if segment.prefix else []
+        end = sum(one.shape[1] for one in before)
         for piece in self._pieces_of(segment):
-            blocks.append(_Block(piece, [_Part(piece, slice(None), is_causal=True), *seen]))
-            seen.append(_Part(piece, slice(None)))
+            blocks.append(
+                _Block(piece, [_Part(piece, slice(None), is_causal=True), *_in_full(before, slice(None), end)])
+            )
+            before.append(piece)
+            end += piece.shape[1]
         return blocks
 
     def _side_by_side(self, members: list[Segment]) -> "_Block":
@@ -192,46 +239,54 @@ class PackedAttention:
         parts, start = [_Part(queries, slice(None), is_causal=True)], 0
         for prefix, same in groupby(members, attrgetter("prefix")):
             stop = start + len(list(same))
-            parts += [_Part(keys, slice(start, stop)) for keys in self._pieces_of(prefix)] if prefix else []
+            parts += _in_full(self._pieces_of(prefix), slice(start, stop), prefix.length) if prefix else []
             start = stop
         return _Block(queries, parts)
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, options: AttentionOptions = PLAIN
+    ) -> Tensor:
         """[1, H, N, D], [1, K, N, D] twice -> [1, N, H, D]."""
         query, key, value = (part.squeeze(0).transpose(0, 1) for part in (query, key, value))  # [N, heads, D]
-        return _Attention.apply(query, key, value, self.blocks, scale)[None]
+        how = _How(scale, options.window, options.softcap, self.masks)
+        return _Attention.apply(query, key, value, options.sinks, self.blocks, how)[None]
 
 
 class _Attention(torch.autograd.Function):
-    """Attention of all blocks: [N, H, D], [N, K, D] twice -> [N, H, D]."""
+    """Attention of all blocks: [N, H, D], [N, K, D] twice, perhaps sinks [H] -> [N, H, D]."""
 
     @staticmethod
-    def forward(ctx, query, key, value, blocks, scale):
+    def forward(ctx, query, key, value, sinks, blocks, how):
         # Rounded to half precision they would cost gradients as much as their own rounding does: beyond, they are
         # computed again.
         is_wide = query.device.type == "cpu" and len(query) <= _WIDE_TOKENS
         out = query.new_empty(query.shape, dtype=torch.float32 if is_wide else query.dtype)
         log_sums = query.new_empty(query.shape[:2], dtype=torch.float32)  # [N, H] of the exponentials
         for block in blocks:
-            found = block.results(block.queries.take(query), (query, key, value), scale)
+            found = block.results(block.queries.take(query), (query, key, value), sinks, how)
             for one, whole in zip(found, (out, log_sums), strict=True):
                 block.queries.put(one, whole)
-        ctx.save_for_backward(query, key, value, out, log_sums)
-        ctx.blocks, ctx.scale = blocks, scale
+        ctx.save_for_backward(query, key, value, sinks, out, log_sums)
+        ctx.blocks, ctx.how = blocks, how
         return out.to(query.dtype)
 
     @staticmethod
     def backward(ctx, grad):
-        *inputs, out, log_sums = ctx.saved_tensors
+        *inputs, sinks, out, log_sums = ctx.saved_tensors
         grad = grad if grad.stride(-1) == 1 else grad.contiguous()  # kernels take heads without gaps
         grads = [one.new_empty(one.shape) for one in inputs]
         sums: _Sums = {}
         for block in ctx.blocks:
-            block.backward(inputs, ctx.scale, (grad, out, log_sums), grads, sums)
+            block.backward(inputs, sinks, ctx.how, (grad, out, log_sums), grads, sums)
         for keys, added in sums.items():
             for one, into in zip(added, grads[1:], strict=True):
                 keys.put(one, into, add=True)
-        return *grads, None, None
+        grad_sinks = None
+        if sinks is not None:
+            # Their value is zero: a share of the attention that is taken from the result.
+            shares = (sinks.float() - log_sums).exp()
+            grad_sinks = -(shares * (grad.float() * out.float()).sum(-1)).sum(0).to(sinks.dtype)
+        return *grads, grad_sinks, None, None
 
 
 class _Rows:
@@ -248,13 +303,12 @@ class _Rows:
         is_view = all(run == (runs[0][0] + row * width, width) for row, run in enumerate(runs))
         self.start = runs[0][0] if is_view else None
         if not is_view:
-            starts, lengths = (torch.tensor(numbers)[:, None] for numbers in zip(*runs, strict=True))
-            real = torch.arange(width) < lengths
-            indices = starts + torch.arange(width).where(real, 0)
-            self.padding = (~real).to(device)  # [b, L]
-            self.indices = indices.flatten().to(device)  # into the packed tokens
-            self.tokens = indices[real].to(device)  # the packed tokens of all rows, one after the other
-            self.slots = real.flatten().nonzero()[:, 0].to(device)  # where these stand in the padded rows
+            starts, lengths = np.array(runs).T[:, :, None]
+            real = np.arange(width) < lengths
+            indices = starts + np.where(real, np.arange(width), 0)
+            # [b, L]; places in the packed tokens; those of all rows, one after the other; their places in padded rows
+            host = (~real, indices.ravel(), indices[real], np.flatnonzero(real))
+            self.padding, self.indices, self.tokens, self.slots = (torch.from_numpy(one).to(device) for one in host)
 
     def take(self, tokens: Tensor) -> Tensor:
         """[N, ...] -> [b, L, ...]. Attention on CPUs is twice as fast backward in float32 as in bfloat16."""
@@ -281,12 +335,39 @@ _Sums: TypeAlias = dict[_Rows, list[Tensor]]
 
 
 @dataclass(frozen=True)
+class _How:
+    """Scale, window and cap of a layer's scores; `masks` [L, S] of windows, which layers and blocks share."""
+
+    scale: float
+    window: int | None
+    softcap: float | None
+    masks: dict[tuple[int, ...], Tensor]
+
+
+@dataclass(frozen=True)
 class _Part:
     """Keys that rows of a block see: their own [b, L] causally, or a run of others [1, S] in full."""
 
     keys: _Rows
     rows: slice
     is_causal: bool = False
+    distance: int = 0  # of the first query of each row from the first key
+
+    def scores(self, queries: Tensor, how: _How) -> Scores | None:
+        """How queries [b, L, H, D] of a block see these keys; None: all are outside of their window."""
+        (_, size), (num_rows, length) = self.keys.shape, queries[self.rows].shape[:2]
+        if how.window is None or self.distance + length <= how.window:
+            return Scores(how.scale, self.is_causal, how.softcap)
+        if self.distance - size + 1 >= how.window:
+            return None
+        key = (how.window, self.distance, 1 if self.is_causal else num_rows, length, size)
+        if key not in how.masks:
+            places = torch.arange(length, device=queries.device)[:, None] + self.distance
+            behind = places - torch.arange(size, device=queries.device)  # how far each key is behind each query
+            is_hidden = (behind >= how.window) | ((behind < 0) if self.is_causal else False)
+            mask = torch.zeros(length, size, device=queries.device).masked_fill_(is_hidden, HIDDEN)
+            how.masks[key] = mask.repeat(key[2], 1)
+        return Scores(how.scale, False, how.softcap, how.masks[key])
 
     def inputs(self, queries: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Queries, key and value of a call of attention, out of the block's queries and the packed inputs."""
@@ -316,43 +397,68 @@ class _Block:
     queries: _Rows
     parts: Sequence[_Part]
 
-    def results(self, queries: Tensor, inputs: Sequence[Tensor], scale: float) -> tuple[Tensor, Tensor]:
-        """The results [b, L, H, D] and log-sum-exps [b, L, H] of its queries [b, L, H, D]."""
-        mixed, total = flash_forward(self.parts[0].inputs(queries, inputs), scale, True)
-        mixed = mixed if len(self.parts) == 1 else mixed.float()
-        for part in self.parts[1:]:
-            found, logs = flash_forward(part.inputs(queries, inputs), scale, False)
+    def seen(self, queries: Tensor, how: _How) -> Iterator[tuple[_Part, Scores]]:
+        """The parts that its queries [b, L, H, D] see, and how."""
+        for part in self.parts:
+            if (scores := part.scores(queries, how)) is not None:
+                yield part, scores
+
+    def results(
+        self, queries: Tensor, inputs: Sequence[Tensor], sinks: Tensor | None, how: _How
+    ) -> tuple[Tensor, Tensor]:
+        """The results [b, L, H, D] and log-sum-exps [b, L, H] of its queries [b, L, H, D]; sinks are [H]."""
+        (own, scores), *others = self.seen(queries, how)
+        mixed, total = flash_forward(own.inputs(queries, inputs), scores)
+        mixed = mixed.float() if others or sinks is not None else mixed
+        for part, scores in others:
+            found, logs = flash_forward(part.inputs(queries, inputs), scores)
             rows, sums = mixed[part.rows], total[part.rows]
             logs = logs.reshape(sums.shape)
             rows.lerp_(found.reshape(rows.shape).float(), (logs - sums).sigmoid_()[..., None])
             sums.copy_(torch.logaddexp(sums, logs))
+        if sinks is not None:
+            with_sinks = torch.logaddexp(total, sinks.float())
+            mixed, total = mixed * (total - with_sinks).exp_()[..., None], with_sinks
         return mixed, total
 
     def backward(
-        self, inputs: Sequence[Tensor], scale: float, results: Sequence[Tensor], grads: Sequence[Tensor], sums: _Sums
+        self,
+        inputs: Sequence[Tensor],
+        sinks: Tensor | None,
+        how: _How,
+        results: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        sums: _Sums,
     ) -> None:
         """Writes the gradients of its queries, and of its own key and value; adds those of other keys.
 
         Args:
             inputs: query [N, H, D], key and value [N, K, D].
+            sinks: [H] or None.
             results: gradient and value of the result [N, H, D], and its log-sum-exps [N, H].
             grads: of the inputs.
         """
         queries, grad, out, total = (self.queries.take(one) for one in (inputs[0], *results))
         if queries.dtype != results[1].dtype:
-            out, total = self.results(queries, inputs, scale)
+            out, total = self.results(queries, inputs, sinks, how)
         if self.queries.padding is not None:
             total = total.masked_fill(self.queries.padding[..., None], torch.inf)
         asked = torch.empty(0)
-        for part in self.parts:
+        for part, scores in self.seen(queries, how):
             merged = [part.of_rows(one) for one in (grad, out, total)]
-            found, *taken = flash_backward(merged, part.inputs(queries, inputs), scale, part.is_causal)
+            found, *taken = flash_backward(merged, part.inputs(queries, inputs), scores)
             part.put(taken, grads[1:], sums)
             if part.is_causal:
                 asked = found if len(self.parts) == 1 else found.float()
             else:
                 asked[part.rows] += found.reshape(asked[part.rows].shape)
         self.queries.put(asked, grads[0])
+
+
+def _in_full(keys: Sequence[_Rows], rows: slice, position: int) -> list[_Part]:
+    """The runs [1, S] of a sequence, one after the other, that rows see whose first token is at this position of it."""
+    starts = accumulate((one.shape[1] for one in keys), initial=0)
+    return [_Part(one, rows, distance=position - start) for one, start in zip(keys, starts, strict=False)]
 
 
 def _buckets(

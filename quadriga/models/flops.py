@@ -5,6 +5,7 @@ Legend: N packed tokens, D hidden size, V vocabulary, [out, in] a projection. A 
 operations.
 """
 
+import math
 import time
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,8 +14,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from quadriga.models.architecture import backbone, head_of
 from quadriga.models.attention import PackedBatch
-from quadriga.models.load import backbone, head_of
+from quadriga.models.experts import mixtures, router_of
 from quadriga.models.vision import VisionEncoderCost
 
 
@@ -39,7 +41,7 @@ class ModelCost:
     @cached_property
     def attention_tokens(self) -> float:
         """The tokens of a sequence at which attention costs as much as the layers."""
-        return self.num_block_parameters / self.attention_width
+        return self.num_block_parameters / self.attention_width if self.attention_width else math.inf
 
     @property
     def head(self) -> float:
@@ -67,15 +69,26 @@ class ModelCost:
 
 
 def model_cost(model: PreTrainedModel) -> ModelCost:
-    """Count a model's matrix parameters [out, in]; embeddings are looked up, not multiplied."""
+    """Count a model's matrix parameters [out, in]; embeddings are looked up, not multiplied. Of a layer's experts those
+    count that a token goes through."""
     config, head = model.config.get_text_config(), head_of(model)
-    linears = [module for module in backbone(model).modules() if isinstance(module, nn.Linear)]
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    # A matrix multiplies a token once, whatever module it is in; convolutions and states are next to nothing.
+    others = {id(one.weight) for one in backbone(model).modules() if isinstance(one, nn.Embedding)}
+    others |= {id(one) for mixture in mixtures(model) for one in mixture.experts.parameters()}
+    matrices = [one for one in backbone(model).parameters() if one.dim() == 2 and id(one) not in others]
+    multiplied = [(one.numel(), one.requires_grad) for one in matrices]
+    for mixture in mixtures(model):
+        chosen = getattr(router_of(mixture), "top_k", None) or config.num_experts_per_tok
+        share = chosen / mixture.experts.num_experts
+        for weight in (weight for weight in mixture.experts.parameters() if weight.dim() == 3):
+            multiplied.append((int(weight.numel() * share), weight.requires_grad))
+    num_heads = getattr(config, "num_attention_heads", 0)
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // max(1, num_heads)
     return ModelCost(
-        num_block_parameters=sum(module.weight.numel() for module in linears),
+        num_block_parameters=sum(size for size, _ in multiplied),
         num_head_parameters=sum(one.numel() for one in head.parameters()),
-        attention_width=config.num_hidden_layers * config.num_attention_heads * head_size,
-        num_frozen_block_parameters=sum(module.weight.numel() for module in linears if not module.weight.requires_grad),
+        attention_width=config.num_hidden_layers * num_heads * head_size,
+        num_frozen_block_parameters=sum(size for size, is_trained in multiplied if not is_trained),
         num_frozen_head_parameters=sum(one.numel() for one in head.parameters() if not one.requires_grad),
         vision_encoder=VisionEncoderCost.of(model),
     )

@@ -15,6 +15,7 @@ P parts, k likeliest tokens.
 """
 
 import logging
+import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -55,6 +56,38 @@ class VocabularyShard:
 
 
 @dataclass(frozen=True)
+class LogitRule:
+    """What a model makes of its head's products: times `scale`, then c * tanh(logit / c), where c is `softcap`."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    @classmethod
+    def of(cls, config: Any) -> "LogitRule":
+        """The rule of a configuration. Which models it holds for is tried, not known: see `models/probe.py`."""
+        text = config.get_text_config()
+        scales = [getattr(text, name, None) or 1.0 for name in ("logit_scale", "lm_head_multiplier")]
+        divisor = getattr(text, "logits_scaling", None) or 1.0
+        if text.model_type in _MULTIPLIED:
+            divisor = 1.0 / divisor
+        if text.model_type in _UNUSED_SCALE:
+            scales = []
+        caps = [getattr(text, name, None) for name in ("final_logit_softcapping", "logits_soft_cap")]
+        return cls(math.prod(scales) / divisor, next((cap for cap in caps if cap), None))
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """[..., V] float32, changed in place."""
+        if self.scale != 1.0:
+            logits.mul_(self.scale)
+        return logits if self.softcap is None else logits.div_(self.softcap).tanh_().mul_(self.softcap)
+
+
+PLAIN_LOGITS = LogitRule()
+_MULTIPLIED = ("hyperclovax",)  # by what others divide by
+_UNUSED_SCALE = ("mpt",)
+
+
+@dataclass(frozen=True)
 class TokenScores:
     """Scores of given tokens under the policy.
 
@@ -85,12 +118,13 @@ def token_scores(
     top_k: int | None = None,
     chunk_tokens: int | None = None,
     shard: VocabularyShard | None = None,
+    rule: LogitRule = PLAIN_LOGITS,
 ) -> TokenScores:
     """Log-probabilities of `targets` and entropies of the distributions that they were drawn from.
 
     On CUDA, half-precision states and weights go through the kernels of heads_triton.py where Triton and a C compiler
     are installed: they never write the logits. All else goes through chunks in plain torch: CPUs; float32, which
-    tensor cores would round; and `top_k`, which needs the logits.
+    tensor cores would round; and `top_k` and soft-capping, which need the logits.
 
     With a shard, all outputs are the same on all ranks; the gradient of `hidden` is this rank's part, which the
     caller sums over the group, and those of `weight` and `bias` are complete. One collective per call (three with
@@ -105,11 +139,15 @@ def token_scores(
         top_k: how many of the likeliest tokens to return. Where the vocabulary has fewer, the rest is -inf with id -1.
         chunk_tokens: C; None: what fits the device.
         shard: the rows of the vocabulary on this rank; None: all.
+        rule: what the model makes of the products of states and weight before they are logits.
     """
     is_half = hidden.dtype == weight.dtype and hidden.dtype in (torch.bfloat16, torch.float16)
-    use_triton = HAS_TRITON and hidden.is_cuda and is_half and top_k is None and has_compiler()
+    needs_logits = top_k is not None or rule.softcap is not None
+    use_triton = HAS_TRITON and hidden.is_cuda and is_half and not needs_logits and has_compiler()
     chunk_tokens = chunk_tokens or (CHUNK_TOKENS if hidden.device.type == "cpu" else _CHUNK_TOKENS_ELSEWHERE)
-    call = _Call(temperature, with_entropy, with_sum_pi_squared, top_k, chunk_tokens, shard, use_triton)
+    if rule.softcap is None:
+        temperature, rule = temperature / rule.scale, PLAIN_LOGITS
+    call = _Call(temperature, rule, with_entropy, with_sum_pi_squared, top_k, chunk_tokens, shard, use_triton)
     log_probs, entropy, squares, *top = _TokenScores.apply(hidden, weight, bias, targets, call)
     entropy, squares = entropy if with_entropy else None, squares if with_sum_pi_squared else None
     return TokenScores(log_probs, entropy, *top, sum_pi_squared=squares)
@@ -130,9 +168,10 @@ def has_compiler() -> bool:
 
 @dataclass(frozen=True)
 class _Call:
-    """How `token_scores` was called, and whether by Triton."""
+    """How `token_scores` was called, and whether by Triton; a scale without a cap is in the temperature."""
 
     temperature: float
+    rule: LogitRule
     with_entropy: bool
     with_sum_pi_squared: bool
     top_k: int | None
@@ -153,7 +192,7 @@ def head_logits(
         workspace: [C, V] float32 that the logits may be written to: a CPU would map memory of this size anew each time.
     """
     if hidden.is_cuda and hidden.dtype == weight.dtype != torch.float32:
-        logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+        logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32, out=workspace)
     elif weight.dtype == torch.float32:
         logits = torch.mm(hidden.float(), weight.t(), out=workspace)
     else:
@@ -290,6 +329,8 @@ def _statistics(
         rows = slice(start, min(start + call.chunk_tokens, num_tokens))
         logits = head_logits(hidden[rows], weight, bias, workspace[: rows.stop - start])
         for block, normalizer, entropy, chosen, squares, place in _cut(step, logits, *result[:, rows], places[rows]):
+            if call.rule.softcap is not None:
+                call.rule.apply(block)
             if call.temperature != 1.0:
                 block.div_(call.temperature)
             wanted = (entropy if call.with_entropy else None, squares if call.with_sum_pi_squared else None)
@@ -354,9 +395,18 @@ def _gradients(
         if kept is None:
             logits = head_logits(states, weight, bias, logits)
         for block, result, *numbers in _cut(step, logits, results, *parts):
+            if kept is None and call.rule.softcap is not None:
+                call.rule.apply(block)
             if kept is None and call.temperature != 1.0:
                 block.div_(call.temperature)
+            slope = None
+            if call.rule.softcap is not None:
+                # Of c * tanh(s * x / c): s * (1 - tanh^2).
+                tanh = block * (call.temperature / call.rule.softcap)
+                slope = tanh.square_().neg_().add_(1.0).mul_(call.rule.scale)
             _block_gradients(call.temperature, block, *numbers)
+            if slope is not None:
+                block.mul_(slope)
             if is_narrow:
                 result.copy_(block)
         kept = None

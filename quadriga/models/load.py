@@ -27,6 +27,7 @@ from transformers.utils.logging import disable_progress_bar
 from quadriga.config.adapter import is_adapter
 from quadriga.errors import CheckpointError, EngineError
 from quadriga.models.adapter_files import open_model
+from quadriga.models.architecture import PACKED, head_of, way_of
 from quadriga.models.attention import ATTENTION_NAME
 from quadriga.models.fused import fuse
 from quadriga.models.vision import attention_of, is_vision
@@ -41,31 +42,38 @@ def load_causal_lm(
     attention: str = ATTENTION_NAME,
     trust_remote_code: bool = False,
     override_config: dict[str, Any] | None = None,
+    needs_head: bool = True,
 ) -> PreTrainedModel:
-    """A causal language model in evaluation mode, whose attention is an `AttentionPlan`.
+    """A causal language model in evaluation mode, whose attention is an `AttentionPlan` where its rows can be packed.
 
     From tokens [B, N] its backbone makes hidden states [B, N, D], and its head logits [B, N, V].
 
     Args:
         path: a folder with config.json and safetensors, or a name that transformers can resolve.
-        attention: `ATTENTION_NAME` for calls with an attention plan, or an implementation of transformers.
+        attention: `ATTENTION_NAME` for calls with an attention plan, which becomes an implementation of transformers
+            where rows are computed one at a time; or "sdpa", which becomes "eager" where it would give other numbers.
         trust_remote_code: whether code that ships with the model may run.
         override_config: entries of the model's configuration to replace.
+        needs_head: whether the projection to the vocabulary must be there; False: another head takes its place.
 
     Raises:
-        EngineError: the folder is missing or incomplete, or the architecture is unknown.
+        EngineError: the folder is missing or incomplete, or the architecture is unknown or cannot be computed here.
     """
     disable_progress_bar()
     config = load_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
+    way = way_of(config, trust_remote_code=trust_remote_code)
+    attention = {ATTENTION_NAME: way.attention, "sdpa": way.generating}.get(attention, attention)
     how = {"dtype": dtype, "attn_implementation": attention_of(config, attention)}
     with _explained(path):
         model, info = from_pretrained(path, config, trust_remote_code=trust_remote_code, **how)
-    if missing := sorted(info["missing_keys"]):
+    head = set() if needs_head else {id(one) for one in head_of(model).parameters()}
+    if missing := sorted(name for name in info["missing_keys"] if id(model.get_parameter(name)) not in head):
         got = f"no weights for {len(missing)} parameters, first {missing[0]}"
         expected = "all weights of the model; the missing ones would be random"
         fix = "Get the whole model, or take away what does not belong to it from its config.json."
         raise EngineError(f"model {path}", got=got, expected=expected, fix=fix)
-    fuse(model)
+    if not way.reason:
+        fuse(model)
     return model.to(device).eval()
 
 
@@ -130,19 +138,21 @@ def skeleton_causal_lm(
 ) -> PreTrainedModel:
     """The model that `load_causal_lm` would load, with its parameters on "meta": names and shapes, no values.
 
-    `auto_class`: of transformers, which makes it; None: by the model's configuration.
+    `auto_class`: of transformers, which makes it, for packed rows; None: by the model's configuration.
     """
     config = load_config(path, trust_remote_code=trust_remote_code, override_config=override_config)
+    way = PACKED if auto_class else way_of(config, trust_remote_code=trust_remote_code)
     with _explained(path):
-        # Only parameters are empty: nothing in a file holds buffers.
+        # Only parameters are empty. Buffers are small, and most of them are in no file.
         with register_module_parameter_registration_hook(
             lambda module, name, one: one if one.is_meta else nn.Parameter(one.detach().to("meta"), one.requires_grad)
         ):
-            how = {"dtype": torch.float32, "attn_implementation": attention_of(config, ATTENTION_NAME)}
+            how = {"dtype": torch.float32, "attn_implementation": attention_of(config, way.attention)}
             model = (auto_class or _auto_class(config)).from_config(config, trust_remote_code=trust_remote_code, **how)
         if (Path(path) / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(path)
-    fuse(model)
+    if not way.reason:
+        fuse(model)
     return model.eval()
 
 
@@ -153,7 +163,10 @@ def _explained(path: str | Path) -> Iterator[None]:
         yield
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         got = str(error).strip().splitlines()[0]
-        if isinstance(error, SafetensorError):
+        if len(Path(path).parts) > 2 and not Path(path).exists():
+            # No hub name has so many parts, and transformers speaks of nothing else.
+            got = "no such folder"
+        elif isinstance(error, SafetensorError):
             # It does not say which file it is.
             try:
                 SafetensorFiles(sorted(Path(path).glob("*.safetensors")))
@@ -162,19 +175,6 @@ def _explained(path: str | Path) -> Iterator[None]:
         expected = "a folder or hub name that transformers can load as a causal language model"
         fix = "Check actor_rollout_ref.model.path; `quadriga prepare model NAME --output DIR` writes such a folder."
         raise EngineError(f"model {path}", got=got, expected=expected, fix=fix) from error
-
-
-def backbone(model: PreTrainedModel) -> nn.Module:
-    """The part of a model that turns tokens [B, N] into hidden states [B, N, D], without a vision encoder."""
-    return getattr(model.base_model, "language_model", model.base_model)
-
-
-def head_of(model: PreTrainedModel) -> nn.Module:
-    """The projection from hidden states to the vocabulary: a module with `weight` [V, D] and perhaps `bias`."""
-    if (head := model.get_output_embeddings()) is None:
-        where, got = f"model {type(model).__name__}", "no projection to the vocabulary"
-        raise EngineError(where, got=got, expected="a causal language model")
-    return head
 
 
 def stop_token_ids(model: PreTrainedModel, tokenizer_eos: int | None) -> tuple[int, ...]:

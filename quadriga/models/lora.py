@@ -137,10 +137,11 @@ def _inject(model: PreTrainedModel, shape: AdapterShape) -> None:
     for key in ("target_modules", "exclude_modules"):
         if isinstance(modules := getattr(config, key), set):
             setattr(config, key, sorted(modules))
-    for base in (layer.base_layer for layer in _layers(model)):
+    for base in (layer.get_base_layer() for layer in _layers(model)):
         if type(base) is not nn.Linear or base is head:
-            got = f"{shape.target_modules!r}, which takes in " + ("the head" if base is head else f"a module {base}")
-            fix = "The embedding and the head are computed in other ways: leave them out."
+            what = "the head" if base is head else f"a module {str(base).splitlines()[0].rstrip('(')}"
+            fix = "The embedding, the head and experts are computed in other ways: name other modules in a list."
+            got = f"{shape.target_modules!r}, which takes in {what}"
             raise EngineError(_TARGETS, got=got, expected="linear modules below the head", fix=fix)
 
 

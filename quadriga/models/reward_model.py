@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrai
 from transformers.utils.logging import disable_progress_bar
 
 from quadriga.errors import EngineError
+from quadriga.models.architecture import choose_attention, is_packed
 from quadriga.models.attention import ATTENTION_NAME
 from quadriga.models.fused import fuse
 from quadriga.models.load import load_causal_lm, load_config
@@ -45,7 +46,9 @@ def load_reward_model(
         got = str(error).strip().splitlines()[0]
         raise EngineError(f"reward model {path}", got=got, expected=expected, fix=_FIX) from error
     require_judge(path, model, sorted(info["missing_keys"]))
-    fuse(model)
+    choose_attention(model)
+    if is_packed(model):
+        fuse(model)
     return model.to(device).eval()
 
 
@@ -103,13 +106,17 @@ def fresh_reward_model(
     config.num_labels, config.pad_token_id = 1, pad_token_id
     try:
         model = AutoModelForSequenceClassification.from_config(
-            config, dtype=torch.float32, attn_implementation=ATTENTION_NAME, trust_remote_code=trust_remote_code
+            config,
+            dtype=torch.float32,
+            attn_implementation=source.config._attn_implementation,
+            trust_remote_code=trust_remote_code,
         )
     except (ValueError, KeyError) as error:
         expected = "an architecture of which transformers has a sequence classifier"
         fix, got = "Choose another model for objective=reward_model.", str(error).strip().splitlines()[0]
         raise EngineError(f"model {path}", got=got, expected=expected, fix=fix) from error
-    fuse(model)
+    if is_packed(model):
+        fuse(model)
     model.base_model.load_state_dict(source.base_model.state_dict())
     torch.nn.init.zeros_(model.score.weight)
     model.config.architectures = [type(model).__name__]

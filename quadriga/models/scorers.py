@@ -14,9 +14,10 @@ from torch import nn
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
+from quadriga.models.architecture import backbone, is_packed
 from quadriga.models.attention import AttentionPlan, PackedBatch
-from quadriga.models.heads import VocabularyShard, token_scores
-from quadriga.models.load import backbone
+from quadriga.models.experts import RoutedTokens, Routers
+from quadriga.models.heads import LogitRule, VocabularyShard, token_scores
 from quadriga.models.vision import decoder_inputs
 
 
@@ -52,12 +53,21 @@ class Sharing:
         """
         return hidden.index_select(0, batch.predictors), batch.targets, lambda values: values
 
+    def routed(self, batch: PackedBatch, num_tokens: int) -> RoutedTokens:
+        """The tokens [1, num_tokens] of this rank for the routers of a mixture of experts."""
+        return RoutedTokens(batch.routing, 0, batch.predictors, batch.rows, batch.num_predicted, lambda values: None)
+
+    def joined(self, values: torch.Tensor) -> torch.Tensor:
+        """[n, ...] of each rank -> [N, ...] on all."""
+        return values
+
 
 class Scorer(nn.Module, ABC):
     """A model and its outputs for each predicted token: a subclass for each kind of head.
 
     Attributes:
         sharing: how the ranks with the same rows share the work.
+        routers: those of a mixture of experts.
     """
 
     model: PreTrainedModel
@@ -65,7 +75,7 @@ class Scorer(nn.Module, ABC):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
-        self.sharing = Sharing()
+        self.sharing, self.routers = Sharing(), Routers(model if is_packed(model) else nn.Module())
         # In a tuple: a module is a part of its parent under one name.
         self._backbone = (backbone(model),)
 
@@ -86,13 +96,18 @@ class Scorer(nn.Module, ABC):
             received: [1, n, D] of the stage before, where this one has no embedding.
         """
         input_ids, position_ids, plan = self.sharing.inputs(batch)
-        tokens = {"input_ids": input_ids} if received is None else {"inputs_embeds": received}
+        tokens: dict[str, Any] = {"input_ids": input_ids} if received is None else {"inputs_embeds": received}
         if batch.images is not None:
             tokens = decoder_inputs(self.model, input_ids, batch.images)
         (body,) = self._backbone
-        hidden = body(
-            **tokens, position_ids=position_ids, attention_mask=None, use_cache=False, attention_plan=plan
-        ).last_hidden_state
+        if is_packed(self.model):
+            tokens["attention_plan"] = plan
+        routed = None if batch.routing is None else self.sharing.routed(batch, input_ids.shape[1])
+        if routed is not None:
+            tokens["routed_tokens"] = routed
+        hidden = body(**tokens, position_ids=position_ids, attention_mask=None, use_cache=False).last_hidden_state
+        if routed is not None and routed.routing.keeps:
+            routed.routing.chosen = self.sharing.joined(torch.stack([*routed.chosen.values()], 1))
         return self.score(hidden[0], batch, question) if self.sharing.has_head else hidden
 
 
@@ -115,6 +130,7 @@ class PolicyScorer(Scorer):
             with_entropy=question.with_entropy,
             with_sum_pi_squared=question.with_sum_pi_squared,
             shard=self.sharing.vocabulary,
+            rule=LogitRule.of(self.model.config),
         )
         found = {"log_probs": scores.log_probs, "entropy": scores.entropy, "sum_pi_squared": scores.sum_pi_squared}
         return {name: join(values) for name, values in found.items() if values is not None}
@@ -154,7 +170,7 @@ class ValueScorer(NumberScorer):
     def __init__(self, model: PreTrainedModel) -> None:
         size, dtype = model.config.get_text_config().hidden_size, next(model.parameters()).dtype
         model.set_output_embeddings(nn.Identity())
-        model.value_head = nn.ModuleDict({"linear": nn.Linear(size, 1, dtype=dtype)}).to(model.device)
+        model.value_head = nn.ModuleDict({"linear": nn.Linear(size, 1, dtype=dtype, device=model.device)})
         nn.init.zeros_(model.value_head["linear"].weight)
         nn.init.zeros_(model.value_head["linear"].bias)
         super().__init__(model)

@@ -27,9 +27,6 @@ from quadriga.config.actor import VISION_TYPES
 from quadriga.errors import EngineError
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
-_RENAMED = ("qwen2_vl", "qwen2_5_vl")
-_PARTS = (("visual.", "model.visual."), ("model.", "model.language_model."))
-"""Of the renamed families: how names begin in files, and in the model."""
 
 
 def is_vision(config: PreTrainedConfig) -> bool:
@@ -42,24 +39,6 @@ def attention_of(config: PreTrainedConfig, attention: str) -> str | dict[str, st
     if not is_vision(config):
         return attention
     return {"": attention, "text_config": attention, "vision_config": "sdpa"}
-
-
-def parameter_name(config: PreTrainedConfig, name: str) -> str:
-    """The name of a model's parameter, for the name of a weight in a file: the parameter's own, or the one below."""
-    if config.model_type in _RENAMED and not name.startswith(tuple(own for _, own in _PARTS)):
-        for in_files, own in _PARTS:
-            if name.startswith(in_files):
-                return own + name.removeprefix(in_files)
-    return name
-
-
-def file_name(config: PreTrainedConfig, name: str) -> str:
-    """The name under which `save_pretrained` of transformers writes a parameter."""
-    if config.model_type in _RENAMED:
-        for in_files, own in _PARTS:
-            if name.startswith(own):
-                return in_files + name.removeprefix(own)
-    return name
 
 
 def vision_encoder(model: PreTrainedModel) -> Any:

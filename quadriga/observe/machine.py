@@ -6,10 +6,14 @@ import os
 import platform
 import resource
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
+from quadriga.errors import PeerLostError
 
 GIB = 1024**3
 _CPUINFO = Path("/proc/cpuinfo")
@@ -137,3 +141,16 @@ def _field(path: Path, key: str) -> str:
 def _read(path: Path) -> str:
     """The text of a file of the kernel, or nothing where this system has no such file."""
     return path.read_text().strip() if path.exists() else ""
+
+
+@contextmanager
+def taking_part(where: str, expected: str = "all ranks to take part") -> Iterator[None]:
+    """Collectives of several ranks. Raises PeerLostError: one failed, because another rank is gone."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        got = str(error).strip().partition("\n")[0]
+        fix = "Look for the error of another rank: this one was only left alone by it."
+        raise PeerLostError(where, got=got, expected=expected, fix=fix) from error

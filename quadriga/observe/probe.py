@@ -60,6 +60,7 @@ EXTRAS = (
     Extra("math-verify", "math_verify", "0.8", "grades mathematics", ".[math]", is_quick=True),
     Extra("reasoning-gym", "reasoning_gym", "0.1.20", "verifiable tasks and their graders", ".[reasoning-gym]"),
     Extra("ray", "ray", "2.60", "worker processes, on one machine or many", ".[ray]", is_quick=True),
+    Extra("megatron-core", "megatron.core", "0.16.1", "the training engine megatron", ".[megatron]"),
     Extra("peft", "peft", "0.17", "trains adapters in place of weights", ".[peft]"),
     Extra("tensorboard", "tensorboard", "2.16", "tracks runs in event files", ".[tensorboard]", is_quick=True),
     Extra("wandb", "wandb", "0.18", "tracks runs at Weights & Biases", ".[wandb]"),

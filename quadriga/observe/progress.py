@@ -125,6 +125,8 @@ def validation_results(metrics: Mapping[str, float]) -> list[ValidationResult]:
 class Progress(AbstractContextManager["Progress"]):
     """A bar on a terminal, a bar and a curve in a notebook, or a line per step in a log.
 
+    `total`, the number of steps, may change between updates.
+
     Args:
         initial: steps done before this process (a resumed run); they do not enter the pace.
         console: where to print; standard output by default. It decides between bar and lines.
@@ -143,7 +145,7 @@ class Progress(AbstractContextManager["Progress"]):
     ) -> None:
         # Long lines in a log stay whole: a log has no edge.
         self._console = console or Console(highlight=False, soft_wrap=True)
-        self._total, self._description, self._initial = total, description, initial
+        self.total, self._description, self._initial = total, description, initial
         self._activity, self._clock = activity or str, clock
         self._widths: dict[str, int] = {}
         # Steps that are done, and when.
@@ -173,12 +175,12 @@ class Progress(AbstractContextManager["Progress"]):
         if last_step == first_step:
             return None
         per_step_s = (last_s - first_s) / (last_step - first_step)
-        return max(0.0, (self._total - last_step) * per_step_s)
+        return max(0.0, (self.total - last_step) * per_step_s)
 
     def __rich__(self) -> Text:
         """What stands behind the bar: the time left, and what is being done at the moment."""
         step, marked_s = self._marks[-1]
-        if step >= self._total:
+        if step >= self.total:
             return Text("done", style="green")
         # Between two steps the time since the last one is taken off.
         left_s, since_s = self.left_s, self._clock() - marked_s
@@ -203,12 +205,12 @@ class Progress(AbstractContextManager["Progress"]):
             room = max(0, (self._console.width - 80) // 20)
             shown += [name for name in fields if name.startswith("reward.") and name not in shown][:room]
             text = GAP.join(join_field(name, fields[name]) for name in shown)
-            self._bar.update(self._task, completed=step, fields=text)
+            self._bar.update(self._task, completed=step, total=self.total, fields=text)
             return
         if self._cell is not None:
-            self._cell.update(step, fields)
+            self._cell.update(step, self.total, fields)
             return
-        position = f"{step:>{len(str(self._total))}}/{self._total}"
+        position = f"{step:>{len(str(self.total))}}/{self.total}"
         line, left_s = aligned({self._description: position, **fields}, self._widths), self.left_s
         self.message(f"{line}{GAP}{clock_text(left_s)} left" if left_s else line)
 
@@ -285,16 +287,16 @@ class Cell:
     """The output of a notebook's cell: a bar, the numbers of the last step, and the curve of the first of them."""
 
     def __init__(self, total: int, initial: int) -> None:
-        self._total, self._curves = total, dict[str, list[tuple[float, float]]]()
+        self._curves = dict[str, list[tuple[float, float]]]()
         display = import_module("IPython.display")
         self._html, self._handle = display.HTML, display.display(display.HTML(""), display_id=True)
-        self.update(initial, {})
+        self.update(initial, total, {})
 
-    def update(self, step: int, fields: Mapping[str, str]) -> None:
-        """Show that `step` steps are done, and the numbers of the last one, as `Progress.update` takes them."""
+    def update(self, step: int, total: int, fields: Mapping[str, str]) -> None:
+        """Show that `step` of `total` steps are done, and the numbers of the last one, as `Progress.update` does."""
         for label, value in list(fields.items())[:1]:
             self._curves.setdefault(label, []).append((step, float(value.replace(" ", ""))))
         text = escape("  ".join(f"{label} {value}" for label, value in fields.items()))
-        bar = f'<progress value="{step}" max="{self._total}"></progress> step {step}/{self._total} <code>{text}</code>'
+        bar = f'<progress value="{step}" max="{total}"></progress> step {step}/{total} <code>{text}</code>'
         curve: Any = Picture(self._curves)._repr_svg_() if self._curves else ""
         self._handle.update(self._html(f"<div>{bar}</div>{curve}"))

@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from quadriga.models.load import stop_token_ids
+from quadriga.models.weight_names import weight_buffers
 from quadriga.rollout.interface import Prompts, RolloutEngine, Sampling
 from quadriga.rollout.manifest import Manifest
 from quadriga.rollout.setup import EngineSetup
@@ -61,8 +62,9 @@ class CausalModelEngine(RolloutEngine):
         self.weight_version = version
 
     def named_weights(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """Every parameter under every name that it has: a tied head appears twice."""
-        return [(name, parameter.detach()) for name, parameter in self.model.named_parameters(remove_duplicate=False)]
+        """Every parameter under every name that it has (a tied head appears twice), and the buffers of the weights."""
+        named = (*self.model.named_parameters(remove_duplicate=False), *weight_buffers(self.model).items())
+        return [(name, tensor.detach()) for name, tensor in named]
 
     def fingerprint(self) -> Fingerprint:
         return fingerprint(self.named_weights())

@@ -8,14 +8,13 @@ Groups are formed of neighbouring ranks: with groups of 2, ranks 0 and 1, ranks 
 """
 
 import pickle
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from quadriga.errors import PeerLostError
+from quadriga.observe.machine import taking_part
 from quadriga.observe.watchdog import waiting
 from quadriga.partition import part_of
 
@@ -51,7 +50,7 @@ class RolloutGroup:
     def tell(self, message: Any) -> None:
         """Give all members a message; None costs a number."""
         content = bytearray() if message is None else bytearray(pickle.dumps(message))
-        with self._meeting("a message to its members"):
+        with taking_part(f"{self}, in a message to its members"):
             dist.broadcast(torch.tensor([len(content)]), self.ranks[0], self.messages)
             if content:
                 dist.broadcast(torch.frombuffer(content, dtype=torch.uint8), self.ranks[0], self.messages)
@@ -59,7 +58,8 @@ class RolloutGroup:
     def hear(self, *, is_idle: bool = False) -> Any:
         """The leader's next message; to an idle member it may be long in coming, while conversations wait for tools."""
         length = torch.empty(1, dtype=torch.int64)
-        with self._meeting("a message of its leader"), waiting(f"{self} for its leader") if is_idle else nullcontext():
+        wait = waiting(f"{self} for its leader") if is_idle else nullcontext()
+        with taking_part(f"{self}, in a message of its leader"), wait:
             dist.broadcast(length, self.ranks[0], self.messages)
             if not int(length):
                 return None
@@ -69,7 +69,7 @@ class RolloutGroup:
 
     def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum of a tensor [...] over the ranks, in its place; the same bits everywhere."""
-        with self._meeting("a sum"):
+        with taking_part(f"{self}, in a sum"):
             dist.all_reduce(tensor, group=self.tensors)
         return tensor
 
@@ -78,19 +78,9 @@ class RolloutGroup:
         size = part_of(total, self.size, 0)[1]
         padded = torch.nn.functional.pad(part, (0, size - part.shape[1])).contiguous()
         parts = [torch.empty_like(padded) for _ in range(self.size)]
-        with self._meeting("the parts of the logits"):
+        with taking_part(f"{self}, in the parts of the logits"):
             dist.all_gather(parts, padded, group=self.tensors)
         return torch.cat(parts, 1)[:, :total]
 
     def __str__(self) -> str:
         return f"rank {self.rank} of rollout group {self.number} (ranks {', '.join(map(str, self.ranks))})"
-
-    @contextmanager
-    def _meeting(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            got, fix = str(error).strip().partition("\n")[0], "Look for the error of the rank that the group has lost."
-            raise PeerLostError(f"{self}, in {what}", got=got, expected="all of its ranks", fix=fix) from error

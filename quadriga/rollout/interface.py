@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 
 from quadriga.errors import RolloutError
@@ -92,6 +93,8 @@ class Completion:
         weight_version: of the weights that generated it.
         sampling_log_probs: of each token under the distribution that it was drawn from, after top-k, top-p and min-p;
             empty from an engine that does not say.
+        routes: int8 or int16 [tokens, L, k], the experts that each token of the prompt and the response went through in
+            each of L mixtures; the last token, which nothing was computed from, has none. None: they were not wanted.
     """
 
     token_ids: list[int]
@@ -99,6 +102,7 @@ class Completion:
     finish_reason: FinishReason
     weight_version: int
     sampling_log_probs: list[float] = field(default_factory=list)
+    routes: np.ndarray | None = None
 
     def require_fit(self, max_tokens: int, where: str) -> None:
         """Raises a RolloutError if there are over `max_tokens` tokens, or none, or not a log-probability for each."""
@@ -174,15 +178,18 @@ class RolloutEngine(WeightTarget, ABC):
     Attributes:
         name: in configurations and errors.
         takes_images: whether prompts may have images.
+        needs_packed_rows: whether it computes such architectures alone as training packs rows of.
+        reports_routes: whether it can say which experts each token went through.
         shares_weights: whether it computes with the actor's own parameters.
         description: what was chosen at its start, for people to read.
+        is_load_stable: whether the tensors of a load stay as they are until its end; else each until the next one.
         reserves_memory: whether on an accelerator it takes a share of the memory that the configuration names.
         counts: what befell it since they were last read, by the name of the metric.
     """
 
     name = "rollout"
-    takes_images = False
-    shares_weights = reserves_memory = False
+    takes_images = needs_packed_rows = reports_routes = False
+    shares_weights = is_load_stable = reserves_memory = False
     description = ""
 
     def __init__(self) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from quadriga.errors import WeightSyncError
+from quadriga.models.weight_names import weight_buffers
 from quadriga.weight_sync.publish import name_some
 
 
@@ -26,7 +27,7 @@ class Manifest:
     @classmethod
     def of(cls, model: nn.Module) -> "Manifest":
         """The weights of a model, which may be on "meta"."""
-        named = dict(model.named_parameters(remove_duplicate=False))
+        named = {**dict(model.named_parameters(remove_duplicate=False)), **weight_buffers(model)}
         names: dict[int, set[str]] = {}
         for name, parameter in named.items():
             names.setdefault(id(parameter), set()).add(name)

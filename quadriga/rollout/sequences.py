@@ -10,10 +10,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from quadriga.config.rollout import RolloutConfig
 from quadriga.errors import RolloutError
+from quadriga.models.experts import ROUTES
 from quadriga.observe.metrics import Metric
 from quadriga.protocol import DataProto
 from quadriga.protocol.memory import images_key
@@ -46,7 +48,8 @@ def generate_sequences(
 
     Returns:
         batch `prompts` [B, P], `responses`, `response_mask`, `rollout_log_probs` [B, T], `input_ids`,
-        `attention_mask`, `position_ids` [B, P + T]. meta_info: `metrics`, `weight_version`.
+        `attention_mask`, `position_ids` [B, P + T], and `routed_experts` [B, P + T, L, k] where the engine reports
+        routes. meta_info: `metrics`, `weight_version`.
 
     Raises:
         WeightSyncError: the engine's weights are not of the version that meta_info names.
@@ -75,7 +78,7 @@ def generate_sequences(
     for row, completion in enumerate(completions):
         completion.require_fit(response_length, f"engine, response {row}")
     responses = [(one.token_ids, [1] * len(one.token_ids), one.log_probs) for one in completions]
-    batch = with_responses(before, responses, response_length, pad_token_id)
+    batch = with_responses(before, responses, response_length, pad_token_id, [one.routes for one in completions])
     num_tokens = sum(len(one.token_ids) for one in completions)
     total_log_prob = sum(sum(one.log_probs) for one in completions)
     reasons, num_rows = Counter(one.finish_reason for one in completions), len(completions)
@@ -96,6 +99,7 @@ def with_responses(
     responses: Sequence[tuple[Sequence[int], Sequence[int], Sequence[float]]],
     response_length: int,
     pad_token_id: int,
+    routes: Sequence[np.ndarray | None] = (),
 ) -> dict[str, torch.Tensor]:
     """The columns of `generate_sequences`, responses padded on the right.
 
@@ -104,6 +108,7 @@ def with_responses(
         responses: of each row the token ids, which of them the model wrote, and their log-probabilities.
         response_length: T.
         pad_token_id: fills the responses.
+        routes: [tokens, L, k] of each row's prompt and response, or of the first of these tokens.
     """
     ids, attention_mask, position_ids = (prompts[name] for name in ("input_ids", "attention_mask", "position_ids"))
     shape = (len(responses), response_length)
@@ -119,7 +124,8 @@ def with_responses(
     device = ids.device
     tokens, attended = tokens.to(device), attended.to(device)
     following = position_ids[..., -1:] + torch.arange(1, response_length + 1, device=device)
-    return {
+    columns = {} if (column := _route_column(routes, attention_mask, attended)) is None else {ROUTES: column.to(device)}
+    return columns | {
         "prompts": ids,
         "responses": tokens,
         "input_ids": torch.cat((ids, tokens), -1),
@@ -128,6 +134,20 @@ def with_responses(
         "response_mask": mask.to(device),
         "rollout_log_probs": log_probs.to(device),
     }
+
+
+def _route_column(
+    routes: Sequence[np.ndarray | None], prompts: torch.Tensor, responses: torch.Tensor
+) -> torch.Tensor | None:
+    """Routes of each row at the places of its tokens, by the masks [B, P] and [B, T]; None where no row has any."""
+    if (like := next((one for one in routes if one is not None), None)) is None:
+        return None
+    valid = torch.cat((prompts, responses), -1).bool().cpu()
+    column = torch.full((*valid.shape, *like.shape[1:]), -1, dtype=torch.from_numpy(like).dtype)
+    for row, own in enumerate(routes):
+        if own is not None:
+            column[row, valid[row].nonzero()[: len(own), 0]] = torch.from_numpy(own)
+    return column
 
 
 def sampling_of(meta_info: dict[str, Any], config: RolloutConfig, max_tokens: int) -> dict[str, Any]:

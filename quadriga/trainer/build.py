@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a configuration to the objects of a run: the one place where a name becomes a class."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pkgutil import resolve_name
@@ -9,14 +10,15 @@ from typing import Any
 
 from quadriga.background import in_background
 from quadriga.config import Config, place_roles
-from quadriga.config.placement import rollout_group_size
+from quadriga.config.placement import POLICIES, role_pools, rollout_group_size
 from quadriga.data import create_dataloader, create_rl_dataset, create_rl_sampler, load_processor, load_tokenizer
 from quadriga.data.rl_dataset import RLHFDataset
 from quadriga.data.sft_dataset import MultiTurnSFTDataset, RMDataset, SFTDataset
 from quadriga.observe.timing import Timeline
 from quadriga.observe.tracking.services import check_services
 from quadriga.rewards import RewardManager, load_reward_manager
-from quadriga.single_controller import ClassWithInitArgs, LocalWorkerGroup, WorkerGroups
+from quadriga.single_controller import ClassWithInitArgs, WorkerGroups
+from quadriga.trainer.launch import cluster_of
 from quadriga.trainer.profiler import Profiler
 from quadriga.trainer.ray_trainer import RayPPOTrainer, Workers
 from quadriga.trainer.rewards import ModelReward
@@ -189,14 +191,30 @@ def handles(team: WorkerGroups, group_size: int = 1) -> Workers:
     )
 
 
-def build_frozen(role: Role, config: Config, tokenizer: Any) -> Any:
-    """The worker of a role in this process, with a model that does not learn: the policy, or a reward model."""
-    worker = ClassWithInitArgs(RewardModelWorker, config, tokenizer)
-    if role != Role.RewardModel:
-        worker = ClassWithInitArgs(ActorRolloutRefWorker, config, tokenizer, role, is_trained=False)
-    group = LocalWorkerGroup(worker, name=role)
-    group.method("init_model")().get()
-    return group.as_worker()
+@contextmanager
+def frozen_workers(config: Config, tokenizer: Any, *roles: Role) -> Iterator[list[Any]]:
+    """Workers of these roles, the policy or a reward model, with models that do not learn, on the processes that a run
+    would have for them. A policy is where the run's rollout is."""
+    pools = role_pools(config.trainer, has_reward_model=Role.RewardModel in roles)
+    policy = next(one for one in (Role.Rollout, *POLICIES) if one in pools)
+    homes = {role: pools[policy if role == Role.ActorRollout else role] for role in roles}
+    processes = {pool: config.trainer.processes_of(pool) for pool in homes.values()}
+    workers = {
+        role: ClassWithInitArgs(ActorRolloutRefWorker, config, tokenizer, role, is_trained=False)
+        if role == Role.ActorRollout
+        else ClassWithInitArgs(RewardModelWorker, config, tokenizer)
+        for role in roles
+    }
+    with cluster_of(config):
+        team: WorkerGroups = resolve_name(TEAMS[config.trainer.backend])(workers, homes, processes, config.trainer)
+        try:
+            load_models(team, Timeline())
+            yield [team.groups[role].as_worker() for role in roles]
+        except BaseException:
+            # Remote workers may be dead or in the middle of a call.
+            team.end()
+            raise
+        team.close()
 
 
 def build_reward(config: Config, tokenizer: Any, *loaders: Any) -> RewardManager:

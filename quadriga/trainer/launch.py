@@ -3,6 +3,7 @@
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pkgutil import resolve_name
 from typing import Any
 
@@ -28,8 +29,16 @@ def steps(config: Config) -> Iterator[Any]:
         ConfigError: Ray is asked for and not installed.
         QuadrigaError: what went wrong in the run, wherever that was.
     """
+    with cluster_of(config) as start_up:
+        yield from _load(RUNNER)().steps(config, start_up)
+
+
+@contextmanager
+def cluster_of(config: Config) -> Iterator[list[tuple[str, float]]]:
+    """The Ray cluster of a run, where its workers are on one. Gives the parts of the start-up so far, each with its
+    begin in seconds since 1970. Raises ConfigError: Ray is asked for and not installed."""
     if config.trainer.backend == "local":
-        yield from _load(RUNNER)().steps(config)
+        yield []
         return
     pools = set(role_pools(config.trainer, has_reward_model=config.reward_model.enable).values())
     shapes = [config.trainer.processes_of(pool) for pool in pools]
@@ -37,8 +46,7 @@ def steps(config: Config) -> Iterator[Any]:
     start_up = [("cluster", time.time())]
     num_processes, num_nodes = sum(map(sum, shapes)), max(map(len, shapes))
     with cluster(config.ray_kwargs.ray_init, num_processes, config.ray_kwargs.timeline_json_file, num_nodes):
-        start_up.append(("modules", time.time()))
-        yield from _load(RUNNER)().steps(config, start_up)
+        yield [*start_up, ("modules", time.time())]
 
 
 def _load(target: str) -> Any:

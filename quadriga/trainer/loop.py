@@ -59,7 +59,7 @@ class TrainingLoop:
 
     Attributes:
         global_steps: number of the step that has begun; 0 before the first.
-        schedule_steps: the step with which learning-rate schedules end; the epochs may be over before.
+        total_training_steps: the last step, or with dynamic sampling the last that may be.
         metrics, timer: metrics and phases of that step.
         is_stopping: whether a stop before the last step was requested, as of the last `save_where_due`.
         recovery: number of restarts so far, and the monotonic second of the loss before the last one; None: no restart,
@@ -75,7 +75,6 @@ class TrainingLoop:
         self, config: Config, learners: Mapping[str, Any], total_training_steps: int, resumable: Mapping[str, Any]
     ) -> None:
         self.config, self.settings, self.total_training_steps = config, config.trainer, total_training_steps
-        self.schedule_steps = self.settings.total_training_steps or total_training_steps
         self.checkpoints = Checkpoints(self.settings.directory, self.settings.max_ckpt_to_keep)
         self.saver = saving.CheckpointSaver(self.checkpoints, learners, report=lambda text: self.progress.message(text))
         self.resumable = resumable
@@ -101,6 +100,7 @@ class TrainingLoop:
             self._copy()
         now, last = Settings.of(self.config), self.total_training_steps
         if isinstance(place, Path) and self.is_last_step and not self.settings.val_only:
+            last = min(last, self.global_steps)
             say_nothing_to_do(self.config, place, last, now)
         self._keep_settings = partial(keep_settings, self.config, now, self.global_steps, last)
         if place is None:

@@ -21,11 +21,12 @@ class PromptStream:
     """Batches of prompts from a stateful loader; one pass over it is an epoch.
 
     With `is_saved` (checkpoints are written) it warns of a sampler that cannot be resumed. `num_taken` counts the
-    batches since the run began, those before a resume included.
+    batches since the run began, those before a resume included; `num_epochs` are the passes of the run, None without
+    end.
     """
 
-    def __init__(self, loader: Any, *, is_saved: bool = False) -> None:
-        self.loader = loader
+    def __init__(self, loader: Any, *, num_epochs: int | None = None, is_saved: bool = False) -> None:
+        self.loader, self.num_epochs = loader, num_epochs
         self.num_taken = 0
         self._batches: Iterator[dict[str, Any]] | None = None
         if is_saved and self.cannot_resume:
@@ -45,8 +46,14 @@ class PromptStream:
         """Passes over the data that were complete before the batch that was taken last."""
         return max(0, self.num_taken - 1) // max(1, len(self.loader))
 
+    @property
+    def share_taken(self) -> float:
+        """The share of all passes that was taken, 1 from their end on; 0 where they have no end."""
+        return min(1.0, self.num_taken / max(1, self.num_epochs * len(self.loader))) if self.num_epochs else 0.0
+
     def take(self) -> DataProto:
-        """The next batch. Raises DataError: two passes in a row are empty."""
+        """The next batch, after the last pass too: a step that has begun is completed.
+        Raises DataError: two passes in a row are empty."""
         # The rest of this pass may be empty, and so may one whole pass: that of a loader which goes on from the very
         # end of an epoch.
         for _ in range(3):

@@ -88,7 +88,8 @@ class RayPPOTrainer(TrainingLoop):
         self.tokenizer, self.reward = tokenizer, reward
         self.actor, self.reference, self.critic = workers.actor, workers.reference, workers.critic
         self.train_dataloader, self.weights = train_dataloader, workers.weights
-        self.prompts = PromptStream(train_dataloader, is_saved=config.trainer.save_freq > 0)
+        passes = config.trainer.max_epochs
+        self.prompts = PromptStream(train_dataloader, num_epochs=passes, is_saved=config.trainer.save_freq > 0)
         self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl)
         learners = {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
         resumable = {"loader": self.prompts, "kl_controller": self.kl_controller}
@@ -128,6 +129,11 @@ class RayPPOTrainer(TrainingLoop):
                     raise KeyboardInterrupt
             self.saver.finish()
 
+    @property
+    def is_last_step(self) -> bool:
+        """As `TrainingLoop.is_last_step`; of dynamic sampling it is known once the step has its prompts."""
+        return super().is_last_step or (self.filters_groups and self.prompts.share_taken == 1.0)
+
     def train_step(self) -> DataProto:
         """The next step, measured: afterwards `metrics` holds its numbers. Returns the batch."""
         with self.measured():
@@ -149,7 +155,7 @@ class RayPPOTrainer(TrainingLoop):
         with self.rewards_and(batch) as begin:
             inputs = model_inputs(batch)
             if self.needs.old_log_probs:
-                begin(self.actor.compute_log_prob, inputs, self.needs.sum_pi_squared)
+                begin(self.actor.compute_log_prob, model_inputs(batch, with_routes=True), self.needs.sum_pi_squared)
             if self.reference:
                 begin(self.reference.compute_ref_log_prob, inputs)
             if self.critic:
@@ -192,7 +198,7 @@ class RayPPOTrainer(TrainingLoop):
     def next_prompts(self, num_before: int = 0) -> DataProto:
         """The next batch of prompts, of which this step has taken `num_before` already; a `uid` each."""
         prompts = assign_uids(self.prompts.take(), str(self.global_steps), first=num_before)
-        prompts.meta_info |= {"global_steps": self.global_steps, "total_training_steps": self.schedule_steps}
+        prompts.meta_info |= {"global_steps": self.global_steps, "total_training_steps": self.total_training_steps}
         return prompts
 
     def generate(self, prompts: DataProto) -> DataProto:
@@ -213,7 +219,12 @@ class RayPPOTrainer(TrainingLoop):
             with self.timer.phase("reward"):
                 grade(self.reward, batch)
             groups.add(batch)
-        return groups.batch()
+        batch = groups.batch()
+        if share := self.prompts.share_taken:
+            # As many steps as there will be if each takes as many batches as those before.
+            steps = batch.meta_info["total_training_steps"] = min(self.total_training_steps, self.global_steps / share)
+            self.progress.total = round(steps)
+        return batch
 
     @contextmanager
     def rewards_and(self, batch: DataProto) -> Iterator[Callable[..., None]]:

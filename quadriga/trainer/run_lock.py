@@ -39,8 +39,8 @@ os.register_at_fork(after_in_child=_give_up_in_fork)
 
 
 @contextmanager
-def run_lock(directory: Path) -> Iterator[None]:
-    """Hold the lock of a run's directory, which is made where it is missing.
+def run_lock(directory: Path, key: str = KEY) -> Iterator[None]:
+    """Hold the lock of a run's directory, which is made where it is missing, and which `key` names.
     Raises CheckpointError: another run holds it, or nothing can be written there; nothing was changed."""
     path, holder, is_over = directory / LOCK, os.getpid(), threading.Event()
     try:
@@ -49,8 +49,11 @@ def run_lock(directory: Path) -> Iterator[None]:
             pass
     except OSError as error:
         got, expected = f"{type(error).__name__}: {error.strerror or error}", "a directory that can be written"
-        fix = f"Free space or set {KEY} to another one."
-        raise CheckpointError(f"{KEY}={directory}", got=got, expected=expected, fix=fix) from error
+        fix = f"Free space or set {key} to another one."
+        raise CheckpointError(f"{key}={directory}", got=got, expected=expected, fix=fix) from error
+    except CheckpointError as error:
+        error.where = f"{key}={directory}"
+        raise
     _held.add(descriptor)
 
     def beat() -> None:
@@ -132,8 +135,8 @@ def _wait_for_silence(path: Path, holder: dict[str, str], why: str) -> None:
 
 def _refusal(path: Path, holder: dict[str, str]) -> CheckpointError:
     got = f"the directory of a run that goes on: {_words(holder)} holds {path.name}"
-    fix = f"Wait for its end, or end it; or set {KEY} or trainer.experiment_name to others."
-    return CheckpointError(f"{KEY}={path.parent}", got=got, expected="one that no other run writes to", fix=fix)
+    fix = "Wait for its end, or end it; or choose another one."
+    return CheckpointError(str(path.parent), got=got, expected="one that no other run writes to", fix=fix)
 
 
 def _words(holder: dict[str, str]) -> str:

@@ -32,7 +32,9 @@ _FILE = re.compile(r"^# ([0-9a-f]{64})  (.+)$", re.MULTILINE)
 # They say where a run goes on, not how.
 _RESUMING = ("trainer.resume_mode", "trainer.resume_from_path", "trainer.resume_fallback")
 _WITH_FILES = ("data", "actor_rollout_ref", "critic", "reward_model", "custom_reward_function", "algorithm")
-_STEPS_FROM, _CONTENT = ("data.", "trainer.total_"), ": its content"
+CONTENT = ": its content"
+"""The end of a line about a file that changed."""
+_STEPS_FROM = ("data.", "trainer.total_")
 _SHOWN = 80
 
 
@@ -81,7 +83,7 @@ class Settings:
             if self.values[key] != now.values[key]
         ]
         changed = (name for name, digest in now.files.items() if self.files.get(name, digest) != digest)
-        return [*lines, *(f"{name}{_CONTENT}" for name in changed)]
+        return [*lines, *(f"{name}{CONTENT}" for name in changed)]
 
 
 def settings_of(checkpoint: Path, task: str) -> Settings | None:
@@ -109,7 +111,7 @@ def has_nothing_to_do(config: Config, now: Settings) -> bool:
         step, before = step_of(path), settings_of(path, config.task)
         changes = before.changes(now) if before else []
         # Of epochs, while the data are as they were.
-        is_known = not any(one.startswith(_STEPS_FROM) or one.endswith(_CONTENT) for one in changes)
+        is_known = not any(one.startswith(_STEPS_FROM) or one.endswith(CONTENT) for one in changes)
         last = trainer.total_training_steps or (before.last if before and is_known else 0)
         # A supervised run may have ended before its model was written.
         if last and step >= last and (config.task == "rl" or changes):

@@ -98,7 +98,7 @@ class SupervisedTrainer(TrainingLoop, ABC):
 
     def update(self, batch: DataProto) -> None:
         """One optimizer step on the rows of a batch."""
-        batch.meta_info |= {"global_steps": self.global_steps, "total_training_steps": self.schedule_steps}
+        batch.meta_info |= {"global_steps": self.global_steps, "total_training_steps": self.total_training_steps}
         with self.timer.phase("update"):
             self.metrics |= reduce_metrics(self.learner.update(batch).meta_info.pop("metrics", {}))
 

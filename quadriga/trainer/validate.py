@@ -67,10 +67,18 @@ class Validator:
         self.reward, self.dataloader = reward, dataloader
 
     def run(self, step: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Metrics, and the rows that trackers show; all rows go to `trainer.validation_data_dir` where one is set."""
+        """Metrics, and the rows that trackers show; both empty where there is nothing to validate."""
+        rows, errors = self.graded(step)
+        if not rows:
+            return {}, []
+        return means(sample_values(rows)) | errors, first_samples(rows, self.config.trainer.log_val_generations)
+
+    def graded(self, step: int) -> tuple[list[dict[str, Any]], dict[str, float]]:
+        """All responses as rows with their grades, and the share that could not be graded, where a manager says so.
+        They go to `trainer.validation_data_dir` where one is set."""
         rows: list[dict[str, Any]] = []
         errors: dict[str, float] = {}
-        sampling, trainer = self.config.actor_rollout_ref.rollout.val_kwargs, self.config.trainer
+        sampling = self.config.actor_rollout_ref.rollout.val_kwargs
         for number, columns in enumerate(watched(self.dataloader or (), "a batch of validation prompts")):
             prompts = assign_uids(DataProto.from_single_dict(columns), f"val-{number}")
             prompts.meta_info |= {"global_steps": step, "validate": True, "do_sample": sampling.do_sample}
@@ -80,24 +88,26 @@ class Validator:
             told, name = reduce_metrics(reward.metrics), "val-aux/reward/errors"
             if "reward/errors" in told:
                 errors[name] = errors.get(name, 0.0) + told["reward/errors"]
-        if not rows:
-            return {}, []
-        if trainer.validation_data_dir:
-            write_samples(trainer.validation_data_dir, step, rows)
-        # Trackers show the first response to each of the first prompts.
-        shown: dict[str, dict[str, Any]] = {}
-        for row in rows:
-            shown.setdefault(row["uid"], {name: row[name] for name in ("input", "output", "ground_truth", "score")})
-        return sample_metrics(rows) | errors, list(shown.values())[: trainer.log_val_generations]
+        if rows and self.config.trainer.validation_data_dir:
+            write_samples(self.config.trainer.validation_data_dir, step, rows)
+        return rows, errors
 
 
-def sample_metrics(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """`validation_metrics` of the score of each row, and of what graders add; columns without numbers are left out.
+def first_samples(rows: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
+    """What trackers show: the first response to each of the first prompts."""
+    shown: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        shown.setdefault(row["uid"], {name: row[name] for name in ("input", "output", "ground_truth", "score")})
+    return list(shown.values())[:count]
+
+
+def sample_values(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
+    """`validation_values` of the score of each row, and of what graders add; columns without numbers are left out.
 
     `rows` have `data_source`, `uid` and `score`, and perhaps `pred`.
     """
     names = dict.fromkeys(name for row in rows for name in row if name not in _NOT_MEASURED)
-    return validation_metrics(
+    return validation_values(
         [row["data_source"] for row in rows],
         [row["uid"] for row in rows],
         {"reward": [row["score"] for row in rows], **{name: [row.get(name) for row in rows] for name in names}},
@@ -114,13 +124,36 @@ def _comparable(prediction: Any) -> Hashable:
     return prediction
 
 
-def validation_metrics(
+def means(values: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """Metrics by name, of the values [prompts] that they are means of."""
+    return {name: float(one.mean()) for name, one in values.items()}
+
+
+def interval(values: np.ndarray) -> tuple[float, float]:
+    """The 95 % confidence interval of a mean of values [prompts], the prompts being drawn from many.
+
+    Wilson's interval where all values lie in [0, 1], for as many prompts of right or wrong as give the mean's
+    variance; else 1.96 standard errors to both sides.
+    """
+    mean, num_prompts = float(values.mean()), len(values)
+    variance = float(values.var(ddof=1)) / num_prompts if num_prompts > 1 else 0.0
+    if values.min() < 0 or values.max() > 1:
+        half = 1.96 * math.sqrt(variance) if num_prompts > 1 else math.inf
+        return mean - half, mean + half
+    spread = mean * (1 - mean)
+    n = spread / variance if spread and variance else num_prompts
+    middle, square = mean + 1.96**2 / (2 * n), 1.96**2 / n
+    half = 1.96 * math.sqrt(spread / n + square / (4 * n))
+    return max(0.0, (middle - half) / (1 + square)), min(1.0, (middle + half) / (1 + square))
+
+
+def validation_values(
     data_sources: Sequence[str],
     uids: Sequence[Hashable],
     variables: Mapping[str, Sequence[Any]],
     predictions: Sequence[Hashable | None] | None = None,
-) -> dict[str, float]:
-    """All validation metrics by full name.
+) -> dict[str, np.ndarray]:
+    """All validation metrics by full name, each as the values of the prompts that it is the mean of.
 
     Args:
         uids: of each response, equal for responses to the same prompt.
@@ -130,13 +163,13 @@ def validation_metrics(
             Without any, there is no maj@k.
 
     Returns:
-        name -> value, per data source in order of appearance.
+        name -> float64 [prompts], per data source in order of appearance.
     """
     numbers = {name: column for name, values in variables.items() if (column := _numbers(values)) is not None}
     rows_of_source = defaultdict(list)
     for row, source in enumerate(data_sources):
         rows_of_source[source].append(row)
-    metrics: dict[str, float] = {}
+    metrics: dict[str, np.ndarray] = {}
     for source, rows in rows_of_source.items():
         measured = {name: [row for row in rows if not np.isnan(column[row])] for name, column in numbers.items()}
         core = next((name for name in CORE_VARIABLES if measured.get(name)), None)
@@ -151,28 +184,28 @@ def validation_metrics(
 
 def _variable_metrics(
     numbers: np.ndarray, rows: Sequence[int], uids: Sequence[Hashable], predictions: Sequence[Hashable | None] | None
-) -> tuple[dict[str, float], int]:
-    """One variable of one data source, whose responses are `rows`: metric -> value, and N."""
+) -> tuple[dict[str, np.ndarray], int]:
+    """One variable of one data source, whose responses are `rows`: metric -> values, and N."""
     prompts: dict[Hashable, list[int]] = defaultdict(list)
     for row in rows:
         prompts[uids[row]].append(row)
     scores = [numbers[prompt] for prompt in prompts.values()]
-    metrics = score_metrics(scores)
+    metrics = score_values(scores)
     if predictions is not None and any(predictions[row] is not None for row in rows):
-        metrics |= majority_metrics(scores, [[predictions[row] for row in prompt] for prompt in prompts.values()])
+        metrics |= majority_values(scores, [[predictions[row] for row in prompt] for prompt in prompts.values()])
     return metrics, max(len(prompt) for prompt in scores)
 
 
-def score_metrics(scores: Sequence[np.ndarray]) -> dict[str, float]:
-    """mean, std, best and worst of the scores of each prompt: metric, such as "best@4/mean" -> value.
+def score_values(scores: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+    """mean, std, best and worst of the scores of each prompt: metric, such as "best@4/mean" -> [prompts].
 
     `scores` has one array of floats per prompt, of any length from 1.
     """
     num_most = max(len(prompt) for prompt in scores)
-    metrics = {f"mean@{num_most}": float(np.mean([prompt.mean() for prompt in scores]))}
+    metrics = {f"mean@{num_most}": np.array([prompt.mean() for prompt in scores])}
     if num_most == 1:
         return metrics
-    metrics[f"std@{num_most}"] = float(np.mean([prompt.std() for prompt in scores if len(prompt) > 1]))
+    metrics[f"std@{num_most}"] = np.array([prompt.std() for prompt in scores if len(prompt) > 1])
     by_length = defaultdict(list)
     for prompt in scores:
         by_length[len(prompt)].append(prompt)
@@ -191,11 +224,11 @@ def score_metrics(scores: Sequence[np.ndarray]) -> dict[str, float]:
     return metrics
 
 
-def majority_metrics(scores: Sequence[np.ndarray], predictions: Sequence[Sequence[Hashable]]) -> dict[str, float]:
+def majority_values(scores: Sequence[np.ndarray], predictions: Sequence[Sequence[Hashable]]) -> dict[str, np.ndarray]:
     """maj@k of each k: the score of the answer given most often among k of a prompt's responses.
 
     `predictions`: the final answers, of the same lengths.
-    Returns metric, such as "maj@4/mean" -> value; nothing if no prompt has 2 responses.
+    Returns metric, such as "maj@4/mean" -> [prompts]; nothing if no prompt has 2 responses.
     """
     num_most = max(len(prompt) for prompt in scores)
     moments: dict[int, list[np.ndarray]] = defaultdict(list)
@@ -209,7 +242,7 @@ def majority_metrics(scores: Sequence[np.ndarray], predictions: Sequence[Sequenc
         for k in _draw_sizes(num_most):
             if k <= len(prompt):
                 moments[k].append(_moments(answer_scores[None], chances[k]))
-    metrics: dict[str, float] = {}
+    metrics: dict[str, np.ndarray] = {}
     for k, found in moments.items():
         metrics |= _summary(f"maj@{k}", np.concatenate(found, axis=1), is_only_draw=k == num_most)
     return metrics
@@ -259,8 +292,8 @@ def _moments(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
     return np.stack([mean, np.sqrt(np.square(values - mean[:, None]) @ weights)])
 
 
-def _summary(name: str, moments: np.ndarray, *, is_only_draw: bool) -> dict[str, float]:
-    mean, deviation = moments.mean(axis=1).tolist()
+def _summary(name: str, moments: np.ndarray, *, is_only_draw: bool) -> dict[str, np.ndarray]:
+    mean, deviation = moments
     return {f"{name}/mean": mean} | ({} if is_only_draw else {f"{name}/std": deviation})
 
 

@@ -102,6 +102,12 @@ def null_if_falsy(line: "Line", key: str, value: Any) -> None:
     line.set(key, value or None)
 
 
+def set_by_the_run(line: "Line", key: str, value: Any) -> None:
+    """The length of a schedule: verl's trainers write their own number of steps over it."""
+    if value not in (-1, None):
+        line.refuse("-1", line.sentence)
+
+
 def warmup_steps(line: "Line", key: str, value: Any) -> None:
     """Without a number of steps the share of the run decides; 0 is one to the trainers before verl 0.10 alone."""
     is_none = value is None or value < 0 or (value == 0 and (line.version == VERSIONS[-1] or line.entry.task == "sft"))
@@ -184,7 +190,7 @@ def strategy(line: "Line", key: str, value: Any) -> None:
     """The training engine: whatever it is called, our FSDP with the same sizes."""
     if key != "model_engine":
         line.set(key, value if value in programs.OWN_ENGINES else "fsdp")
-    if value not in {"dp", *programs.OWN_ENGINES, *programs.MEGATRON_ENGINES}:
+    if value not in {"dp", *programs.OWN_ENGINES}:
         line.note(line.sentence)
 
 
@@ -223,6 +229,24 @@ def step_on_host(line: "Line", key: str, value: Any) -> None:
     """Masters and optimizer on the host, where the step is taken."""
     if value:
         line.set(f"{key.partition('.optim')[0]}.fsdp_config.offload_policy", True)
+
+
+def recompute(line: "Line", key: str, value: Any) -> None:
+    """What Megatron computes again: here layers, or nothing."""
+    if value:
+        line.set("actor_rollout_ref.model.enable_gradient_checkpointing", True)
+
+
+def end_of_schedule(line: "Line", key: str, value: Any) -> None:
+    """Where a learning rate ends, and when."""
+    section, _, name = key.rpartition(".")
+    highest = line.get(f"{section}.lr")
+    if line.get(f"{section}.lr_decay_style", "constant") == "constant":
+        line.note(line.sentence)
+    elif name == "lr_decay_steps":
+        line.set(f"{section}.total_training_steps", value)
+    elif is_number(value) and is_number(highest) and highest > 0:
+        line.set(f"{section}.min_lr_ratio", value / highest)
 
 
 def loss_agg_mode(line: "Line", key: str, value: Any) -> None:
@@ -404,7 +428,7 @@ FUNCTIONS: dict[str, Callable[["Line", str, Any], None]] = {
         overlong, known_name, loss_option, strategy, engine_size, compute_dtype, master_dtype, micro_batch, one_length,
         adapter_detail, rollout_engine, do_sample, rollout_mode, raw_chat, rollout_parallel, profiler, profiled_ranks,
         rejection, step_on_host, critic_key, critic_switch, reward_model_key, critic_checkpoints, adapter_modules,
-        loss_agg_mode,
+        recompute, end_of_schedule, loss_agg_mode, set_by_the_run,
         *programs.FUNCTIONS,
     )
 }  # fmt: skip
@@ -422,6 +446,8 @@ def processes(line: "Line") -> None:
             line.ours[line.written] = count // prod(sizes)
             line.note(f"There are {count} processes: as many share a sequence. No number depends on it.")
         programs.shards(line, role, count)
+    if line.rules != line.entry.rules:
+        programs.share_sizes(line, ["critic"] if has_critic(line) else [])
     line.written = "trainer.n_gpus_per_node"
     if count != 1 or "ray_kwargs.ray_init.address" in line.ours:
         line.set("trainer.backend", "ray")
@@ -430,8 +456,14 @@ def processes(line: "Line") -> None:
 
 
 def schedules(line: "Line") -> None:
-    """Learning-rate schedules count steps from 0; the key of verl 0.10 changes that for a cosine alone."""
+    """Learning-rate schedules count steps from 0; the key of verl 0.10 changes that for a cosine alone. They go on to
+    the last step that is named, though epochs end the run before."""
+    steps = line.ours.get("trainer.total_training_steps")
     for section in (spelled(f"{ACTOR}.optim", line.entry.task), "critic.optim"):
+        has_end = line.ours.get(f"{section}.lr_scheduler_type", "constant") != "constant"
+        if is_number(steps) and (has_end or line.ours.get(f"{section}.lr_warmup_steps_ratio")):
+            line.written = f"{section}.total_training_steps"
+            line.set(line.written, steps)
         line.written = key = f"{section}.zero_indexed_step"
         if f"{section}.lr" in line.ours and line.ours.get(f"{section}.lr_scheduler_type") != "cosine":
             line.note("verl reads it for a cosine alone: the steps of other schedules are counted from 0.")

@@ -18,11 +18,8 @@ from quadriga.errors import ConfigError, MachineError
 if TYPE_CHECKING:
     from quadriga.verl.translate import Line
 
-MEGATRON = (
-    "Megatron-core is no training engine here: train the same model with strategy=fsdp, whose sizes are "
-    "ulysses_sequence_parallel_size, tensor_model_parallel_size, pipeline_model_parallel_size and fsdp_size."
-)
-OWN_ENGINES, MEGATRON_ENGINES = frozenset({"fsdp", "fsdp2"}), frozenset({"megatron"})
+MEGATRON_ENGINES = frozenset({"megatron"})
+OWN_ENGINES = frozenset({"fsdp", "fsdp2"}) | MEGATRON_ENGINES
 _SIZES = ("ulysses_sequence_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size")
 
 
@@ -82,7 +79,7 @@ def is_number(value: Any) -> bool:
 def engine(line: "Line", key: str, value: Any) -> None:
     """The training engine of a supervised run."""
     if value in MEGATRON_ENGINES:
-        line.stop(MEGATRON)
+        line.set("engine.strategy", value)
     elif value not in OWN_ENGINES:
         line.note(f"FSDP2 trains in place of {value}, with the same sizes.")
 
@@ -115,6 +112,19 @@ def _size(line: "Line", key: str, otherwise: int = 1) -> int:
     return found if isinstance(found, int) else otherwise
 
 
+def share_sizes(line: "Line", roles: list[str]) -> None:
+    """Roles that share processes have the sizes of the actor: Megatron has one set in a process."""
+    grades = line.get("reward.reward_model.enable") or line.get("reward_model.enable")
+    has_pool = line.get("reward.reward_model.enable_resource_pool") or line.get("reward_model.enable_resource_pool")
+    roles = [*roles, *(["reward_model"] if grades and not has_pool else [])]
+    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_parallel_size")
+    for key in (f"{role}.{name}" for role in roles for name in names):
+        line.written = line.sources.get(key, key)
+        if line.ours.get(key, 1) != (size := line.ours.get(f"actor_rollout_ref.actor.{key.rpartition('.')[2]}", 1)):
+            line.note("Roles that share processes have the actor's sizes: Megatron has one set of them in a process.")
+            line.ours[key] = size
+
+
 def supervised(line: "Line") -> None:
     """Processes, which the launcher counts, and validation, which verl begins after a step."""
     line.written = ""
@@ -132,6 +142,15 @@ def supervised(line: "Line") -> None:
         line.written = "engine.ulysses_sequence_parallel_size"
         told = f"{count} processes are started, as many as it needs: torchrun's words, or trainer.n_gpus_per_node"
         line.note(f"{told} and trainer.nnodes, say how many.")
+
+
+def router_replay(line: "Line", key: str, value: Any) -> None:
+    """Whose choice of experts the update repeats: R2 and R3, of the papers that bring them."""
+    meanings = {"disabled": "off", None: "off", "R2": "old_log_prob", "R3": "rollout"}
+    if value not in meanings:
+        line.refuse("disabled, R2 or R3", "Routes travel with the batch: there is nothing to record, or to read.")
+    else:
+        line.set("actor_rollout_ref.actor.router_replay", meanings[value])
 
 
 def cut(line: "Line", key: str, value: Any) -> None:
@@ -192,7 +211,7 @@ def merger(words: Sequence[str]) -> tuple[list[str], list[ConfigError], list[str
     if options.operation != "merge":
         problems.append(ConfigError(where, got=f"'{options.operation}'", expected="merge", fix="Compare by yourself."))
     if options.backend not in {None, *OWN_ENGINES}:
-        problems.append(ConfigError(f"{where} --backend", got=options.backend, expected="fsdp", fix=MEGATRON))
+        problems.append(ConfigError(f"{where} --backend", got=options.backend, expected="fsdp, megatron"))
     if options.hf_upload_path:
         fix = "Upload the folder when it is written: hf upload NAME FOLDER."
         problems.append(ConfigError(f"{where} --hf_upload_path", got=options.hf_upload_path, expected="none", fix=fix))
@@ -200,11 +219,11 @@ def merger(words: Sequence[str]) -> tuple[list[str], list[ConfigError], list[str
         problems.append(ConfigError(where, got="not both", expected="--local_dir and --target_dir"))
     elif not local.exists():
         problems.append(MachineError(f"{where} --local_dir", got=f"'{local}'", expected="a folder that exists"))
-    elif any(local.glob("model_world_size_*")):
+    elif any(local.glob("model_world_size_*")) or (local / "dist_ckpt").exists():
         fix = "Merge it where it was trained, with verl; a checkpoint of a run of Quadriga is taken here."
-        problems.append(ConfigError(str(local), got="shards of verl's FSDP", expected="a checkpoint of ours", fix=fix))
+        problems.append(ConfigError(str(local), got="shards of verl's own", expected="a checkpoint of ours", fix=fix))
     known = ["--hf_model_path: the checkpoint has the model's configuration and tokenizer."]
     return [str(local), "--output", str(options.target_dir)], problems, known if options.hf_model_path else []
 
 
-FUNCTIONS = (engine, engine_setting, cut, supervised_dtype, min_lr, column, multiturn, option)
+FUNCTIONS = (engine, engine_setting, router_replay, cut, supervised_dtype, min_lr, column, multiturn, option)

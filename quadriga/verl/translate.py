@@ -17,7 +17,7 @@ from quadriga.config.yaml_text import as_text
 from quadriga.errors import ConfigError, MachineError
 from quadriga.verl.hydra import MISSING, VERSIONS, Tree, defaults, known_keys, parse_word, plain, read_config
 from quadriga.verl.meaning import FINISH, FUNCTIONS, has_critic
-from quadriga.verl.programs import CONFIG_FILES, MEGATRON, MEGATRON_ENGINES, TREES, Entry, is_number, merger
+from quadriga.verl.programs import CONFIG_FILES, MEGATRON_ENGINES, TREES, Entry, is_number, merger
 
 SECTIONS = {
     "<engine>": r"(actor_rollout_ref\.actor|actor_rollout_ref\.ref|critic(?:\.model)?|reward_model(?:\.model)?)",
@@ -102,6 +102,8 @@ class Line:
     """What only this machine lacks: files, models, packages, devices."""
     options: dict[str, Any] = field(default_factory=dict)
     """Arguments of what is run that are no keys."""
+    rules: str = ""
+    """Whose rows hold: the entry's, and before them, where it trains there, those of Megatron-core."""
     stopped: str = ""
     """Why the whole line cannot be taken, whatever else is in it."""
     written: str = ""
@@ -173,7 +175,7 @@ class Line:
 
     def take(self, key: str, value: Any) -> None:
         """Translates one leaf, in verl's spelling or in one that a row has sent it to."""
-        found = _rule(self.entry.rules, self.entry.task, key)
+        found = _rule(self.rules, self.entry.task, key)
         if found is None:
             self.take_ours(key, value)
             return
@@ -203,8 +205,11 @@ class Line:
     def take_ours(self, key: str, value: Any) -> None:
         """Takes a key that is one of ours as it is; refuses one that nobody knows."""
         key = spelled(key, self.entry.task)
+        section, _, name = key.rpartition(".")
         if leaf_of(key, self.entry.task) is not None:
             self.set(key, value)
+        elif section == "data" and key not in known_keys() and self.get("data.custom_cls.path"):
+            self.set(f"data.custom_cls.options.{name}", value)
         elif self.written in self.given and not (value in ({}, None) and any(k.startswith(key) for k in known_keys())):
             fix = "Leave it out; what your own file reads from it has no place here."
             got = "a key that neither verl nor Quadriga has"
@@ -249,6 +254,8 @@ def translate(entry: Entry, words: Sequence[str], version: str = VERSIONS[-1]) -
 
 def _take_all(line: Line) -> None:
     """Translates each leaf, and then what the line as a whole means."""
+    engines = [line.get(key) for key in ("engine.group", "engine.strategy", "actor_rollout_ref.actor.strategy")]
+    line.rules = f"megatron,{line.entry.rules}" if MEGATRON_ENGINES & {*map(str, engines)} else line.entry.rules
     for key in list(line.tree.values):
         line.written = key
         try:
@@ -263,7 +270,7 @@ def _take_all(line: Line) -> None:
                 line.take(key, value)
             except (TypeError, ValueError) as error:  # a list or text where the row's function reads a number, or so
                 line.refuse("a value of the kind that verl has there", f"It cannot be translated: {error}.")
-    for rule in _rules(line.entry.rules):
+    for rule in _rules(line.rules):
         if rule.becomes == "unlike":
             line.written = rule.pattern.pattern.replace("\\", "")
             if all(_among(line.get(key), values) for key, values in json.loads(rule.argument).items()):
@@ -312,9 +319,6 @@ def compose(entry: Entry, words: Sequence[str], version: str) -> Line:
         line.given |= {one for one in line.tree.values if one == key or one.startswith(f"{key}.")}
         line.given -= before - line.tree.values.keys()
     line.refused += problems
-    engines = [line.tree.values.get(key) for key in ("model_engine", "actor_rollout_ref.actor.strategy")]
-    if MEGATRON_ENGINES & {*map(str, engines), *name.split("_")}:
-        line.stop(MEGATRON)
     return line
 
 

@@ -13,14 +13,14 @@ where it is what it wants. A weight that fills more than a bucket goes in slices
 import json
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
-from quadriga.errors import PeerLostError, WeightSyncError
+from quadriga.errors import WeightSyncError
+from quadriga.observe.machine import taking_part
 from quadriga.weight_sync.fingerprint import Fingerprint, tensor_fingerprint
 from quadriga.weight_sync.publish import WeightTarget, name_some, require_version
 
@@ -56,6 +56,8 @@ Wanted = Mapping[str, tuple[Piece, torch.dtype]]
 class ShardTarget(WeightTarget, Protocol):
     """A rollout engine that computes with a shard of each weight."""
 
+    merged_shards: Collection[str]  # which it changes after they have come: they are its own memory
+
     @abstractmethod
     def wanted_shards(self) -> Wanted:
         """The shards, by the trainer's names."""
@@ -79,8 +81,9 @@ class Move(NamedTuple):
 Bucket = list[Move]
 
 
-class Exchange:
-    """The ranks that weights go between, seen from one of them; all of them call each method.
+class ReshardedWeights:
+    """The ranks that weights go between, seen from one of them: of the trainer, which have parts of them, and of the
+    rollout, which have shards of their own. All of them call `publish`.
 
     Args:
         rank, size: number of this rank among them, and how many there are.
@@ -90,7 +93,7 @@ class Exchange:
             group.
 
     Attributes:
-        buckets: what goes where from this rank or to it, after `connect`.
+        num_shared: shards that are the trainer's own memory.
         num_sliced: weights that are cut, for no bucket holds them.
     """
 
@@ -104,13 +107,57 @@ class Exchange:
     ) -> None:
         self.rank, self.size, self.device, self.bucket_bytes, self._meet = rank, size, device, bucket_bytes, meet
         self._group: Any = None
-        self.buckets: list[Bucket] | None = None
-        self.num_sliced = 0
+        self._buckets: list[Bucket] = []  # what goes from this rank or to it
         self._dtypes: dict[str, torch.dtype] = {}
+        self._shards: dict[str, torch.Tensor] = {}
+        self._published = Fingerprint({})
+        self.num_shared = self.num_sliced = 0
 
-    def connect(self, held: Mapping[str, Piece], wanted: Wanted) -> None:
-        """Learn what the others have and want, and plan. Raises WeightSyncError: a weight that is wanted is nowhere."""
-        with self._meeting("the meeting"):
+    def publish(self, held: Held, target: ShardTarget | None, version: int) -> None:
+        """Give the ranks that want them the weights that the ranks hold; `target` is what wants them on this one. Its
+        version is -1 where that fails.
+
+        Raises:
+            WeightSyncError: nobody has a weight, a piece changed on its way, or a rank is at another version.
+            PeerLostError: a rank is gone.
+        """
+        wanted = {} if target is None else target.wanted_shards()
+        if target is not None:
+            target.weight_version = -1
+        if self._group is None:
+            self._connect({name: box for name, (box, _) in held.items()}, wanted)
+            merged = () if target is None else target.merged_shards
+            views = {name: self._own(held.get(name), *wanted[name]) for name in wanted.keys() - set(merged)}
+            shared = {name: view for name, view in views.items() if view is not None}
+            self.num_shared = len(shared)
+            self._shards = {
+                name: torch.empty(box.shape, dtype=dtype, device=self.device) if name not in shared else shared[name]
+                for name, (box, dtype) in wanted.items()
+            }
+            if target is not None:
+                target.hold_shards(self._shards)
+        with torch.no_grad():
+            self._run(held, wanted, version)
+        if target is not None:
+            target.load_weights(self._shards.items(), version)
+            self._published = target.fingerprint()
+
+    def verify(self, target: WeightTarget, version: int) -> None:
+        """A WeightSyncError if the version is another, or a shard is not what was published."""
+        require_version(target, version)
+        if differing := self._published.differences(target.fingerprint()):
+            total = len(self._published.tensors)
+            got = f"{len(differing)} of {total} shards that were written to: {name_some(differing)}"
+            raise WeightSyncError(f"weights of version {version}", got=got, expected="what was published")
+
+    def describe(self) -> str:
+        """How the weights travel, for people to read."""
+        way = f"{len(self._buckets)} buckets of up to {self.bucket_bytes / 2**20:g} MiB between {self.size} ranks"
+        return f"{way}, {self.num_shared} shards shared with the trainer, {self.num_sliced} weights in slices"
+
+    def _connect(self, held: Mapping[str, Piece], wanted: Wanted) -> None:
+        """Learn what the others have and want, and plan."""
+        with taking_part(self._where("the meeting")):
             self._group = dist.group.WORLD if self._meet is None else self._meet()[1]
         own = [held, {name: (box, str(dtype).removeprefix("torch.")) for name, (box, dtype) in wanted.items()}]
         facts = self._gather(own)
@@ -119,46 +166,44 @@ class Exchange:
         self._dtypes = {name: getattr(torch, dtype) for _, asked in facts for name, (_, dtype) in asked.items()}
         sizes = {name: dtype.itemsize for name, dtype in self._dtypes.items()}
         buckets, self.num_sliced = plan(having, wanting, sizes, self.bucket_bytes)
-        self.buckets = [[one for one in bucket if self.rank in (one.sender, one.receiver)] for bucket in buckets]
+        self._buckets = [[one for one in bucket if self.rank in (one.sender, one.receiver)] for bucket in buckets]
 
-    def run(self, held: Held, shards: Mapping[str, torch.Tensor], wanted: Wanted, version: int) -> None:
-        """Fill the shards with what the ranks hold.
+    def _own(self, held: tuple[Piece, torch.Tensor] | None, box: Piece, dtype: torch.dtype) -> torch.Tensor | None:
+        """The trainer's own memory of a shard, where it is one: laid out alike."""
+        if held is None or held[1].dtype != dtype or held[0].overlap(box) != box:
+            return None
+        view = held[0].view(held[1], box)
+        return view if view.is_contiguous() and view.device == self.device else None
 
-        Raises:
-            WeightSyncError: a piece changed on its way, or another rank is at another version.
-            PeerLostError: a rank is gone.
-        """
-        assert self.buckets is not None, "connect comes first"
-        num_bytes = max((_rank_bytes(bucket)[self.rank] for bucket in self.buckets), default=0)
+    def _run(self, held: Held, wanted: Wanted, version: int) -> None:
+        """Fill the shards, bucket by bucket."""
+        buckets = self._buckets
+        num_bytes = max((_rank_bytes(bucket)[self.rank] for bucket in buckets), default=0)
         memory = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         # [ranks, 1 + buckets]: what each other rank shall find, and what came from it; first the version.
-        sent, came = (torch.full((self.size, 1 + len(self.buckets)), version) for _ in range(2))
-        for number, bucket in enumerate(self.buckets, start=1):
+        sent, came = (torch.full((self.size, 1 + len(buckets)), version) for _ in range(2))
+        for number, bucket in enumerate(buckets, start=1):
             outgoing = sorted((one for one in bucket if one.sender == self.rank), key=lambda one: one.receiver)
             incoming = sorted((one for one in bucket if one.receiver == self.rank), key=lambda one: one.sender)
-            num_sent = sum(one.num_bytes for one in outgoing)
-            num_came = sum(one.num_bytes for one in incoming)
-            output, source = memory[num_sent : num_sent + num_came], memory[:num_sent]
+            ranks = range(self.size)
+            out_sizes = [sum(one.num_bytes for one in outgoing if one.receiver == rank) for rank in ranks]
+            in_sizes = [sum(one.num_bytes for one in incoming if one.sender == rank) for rank in ranks]
+            source, output, _ = memory.tensor_split((sum(out_sizes), sum(out_sizes) + sum(in_sizes)))
             for move, place in self._places(outgoing, source):
                 box, tensor = held[move.name]
                 part = box.view(tensor, move.box)
                 if place is None:
-                    target = wanted[move.name][0].view(shards[move.name], move.box)
+                    target = wanted[move.name][0].view(self._shards[move.name], move.box)
                     if target.data_ptr() != part.data_ptr():
                         target.copy_(part)
                 else:
                     place.copy_(part)
-            out_sizes, in_sizes = [0] * self.size, [0] * self.size
-            for one in outgoing:
-                out_sizes[one.receiver] += one.num_bytes
-            for one in incoming:
-                in_sizes[one.sender] += one.num_bytes
-            with self._meeting("a bucket of weights"):
+            with taking_part(self._where("a bucket of weights")):
                 self._group.alltoall_base(output, source, in_sizes, out_sizes).wait()
             sent[:, number], came[:, number] = _marks(source, out_sizes), _marks(output, in_sizes)
             for move, place in self._places(incoming, output):
                 if place is not None:
-                    wanted[move.name][0].view(shards[move.name], move.box).copy_(place)
+                    wanted[move.name][0].view(self._shards[move.name], move.box).copy_(place)
         self._compare(sent, came)
 
     def _places(self, moves: Iterable[Move], memory: torch.Tensor) -> Iterator[tuple[Move, torch.Tensor | None]]:
@@ -175,7 +220,7 @@ class Exchange:
 
     def _compare(self, sent: torch.Tensor, came: torch.Tensor) -> None:
         expected = torch.empty_like(sent, device=self.device)
-        with self._meeting("the comparison of fingerprints"):
+        with taking_part(self._where("the comparison of fingerprints")):
             self._group.alltoall_base(expected, sent.to(self.device), [], []).wait()
         expected = expected.cpu()
         version = int(came[self.rank, 0])
@@ -183,7 +228,7 @@ class Exchange:
             where, got = f"weights of version {version}", f"version {min(others)} from another rank"
             raise WeightSyncError(where, got=got, expected="one version everywhere")
         for rank, number in (expected != came).nonzero().tolist():
-            bucket = (self.buckets or [])[number - 1]
+            bucket = self._buckets[number - 1]
             names = [one.name for one in bucket if (one.sender, one.receiver) == (rank, self.rank)]
             got = f"{len(names)} weights from rank {rank}, of which some changed on their way: {name_some(names)}"
             fix = "The network between the ranks corrupts data."
@@ -193,7 +238,7 @@ class Exchange:
         """The facts [ranks] of all ranks, JSON."""
         text = torch.frombuffer(bytearray(json.dumps(facts).encode()), dtype=torch.uint8).to(self.device)
         lengths = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.size)]
-        with self._meeting("what each has and wants"):
+        with taking_part(self._where("what each has and wants")):
             self._group.allgather([lengths], [torch.tensor([text.numel()], device=self.device)]).wait()
             sizes = [int(one) for one in lengths]
             padded = torch.nn.functional.pad(text, (0, max(sizes) - text.numel()))
@@ -201,17 +246,8 @@ class Exchange:
             self._group.allgather([texts], [padded]).wait()
         return [json.loads(bytes(one[:size].cpu().numpy())) for one, size in zip(texts, sizes, strict=True)]
 
-    @contextmanager
-    def _meeting(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            where = f"weight sync, rank {self.rank} of {self.size}, in {what}"
-            got = str(error).strip().partition("\n")[0]
-            fix = "Look for the error of another rank: this one was only left alone by it."
-            raise PeerLostError(where, got=got, expected="all ranks to take part", fix=fix) from error
+    def _where(self, what: str) -> str:
+        return f"weight sync, rank {self.rank} of {self.size}, in {what}"
 
 
 def plan(
@@ -304,61 +340,3 @@ def _marks(memory: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
     """[ranks] int64: fingerprints of the parts of a bucket."""
     marks = [int(tensor_fingerprint(part), 16) for part in memory.split(list(sizes))]
     return torch.tensor([mark - (1 << 63) for mark in marks])
-
-
-class ReshardedWeights:
-    """The rollout's ranks have shards of their own, which are filled from those of the trainer."""
-
-    def __init__(self, exchange: Exchange) -> None:
-        self.exchange = exchange
-        self._shards: dict[str, torch.Tensor] | None = None
-        self._published = Fingerprint({})
-        self.num_shared = 0
-
-    def publish(self, held: Held, target: ShardTarget | None, version: int) -> None:
-        """Give the ranks that want them the weights that the ranks hold; `target` is what wants them on this one.
-
-        Raises WeightSyncError or PeerLostError; the target's version is then -1.
-        """
-        wanted = {} if target is None else target.wanted_shards()
-        if self.exchange.buckets is None:
-            self.exchange.connect({name: box for name, (box, _) in held.items()}, wanted)
-        if target is not None:
-            target.weight_version = -1
-        if self._shards is None:
-            shared = {name: view for name in wanted if (view := self._own(held.get(name), *wanted[name])) is not None}
-            self.num_shared, device = len(shared), self.exchange.device
-            self._shards = {
-                name: torch.empty(box.shape, dtype=dtype, device=device) if name not in shared else shared[name]
-                for name, (box, dtype) in wanted.items()
-            }
-            if target is not None:
-                target.hold_shards(self._shards)
-        with torch.no_grad():
-            self.exchange.run(held, self._shards, wanted, version)
-        if target is not None:
-            target.load_weights(self._shards.items(), version)
-            self._published = target.fingerprint()
-
-    def _own(self, held: tuple[Piece, torch.Tensor] | None, box: Piece, dtype: torch.dtype) -> torch.Tensor | None:
-        """The trainer's own memory of a shard, where it is one: laid out alike."""
-        if held is None or held[1].dtype != dtype or held[0].overlap(box) != box:
-            return None
-        view = held[0].view(held[1], box)
-        return view if view.is_contiguous() and view.device == self.exchange.device else None
-
-    def verify(self, target: WeightTarget, version: int) -> None:
-        """A WeightSyncError if the version is another, or a shard is not what was published."""
-        require_version(target, version)
-        if differing := self._published.differences(target.fingerprint()):
-            total = len(self._published.tensors)
-            got = f"{len(differing)} of {total} shards that were written to: {name_some(differing)}"
-            raise WeightSyncError(f"weights of version {version}", got=got, expected="what was published")
-
-    def describe(self) -> str:
-        """How the weights travel, for people to read."""
-        buckets, size = self.exchange.buckets or [], self.exchange.bucket_bytes / 2**20
-        where = f"{len(buckets)} buckets of up to {size:g} MiB between {self.exchange.size} ranks"
-        return (
-            f"{where}, {self.num_shared} shards shared with the trainer, {self.exchange.num_sliced} weights in slices"
-        )

@@ -17,6 +17,7 @@ from quadriga.engines.batches import MicroBatching
 from quadriga.engines.fsdp.engine import FSDPEngine
 from quadriga.engines.objectives import PolicyObjective
 from quadriga.engines.step import infer
+from quadriga.models.adapter_files import base_name
 from quadriga.models.lora import adapter_off
 from quadriga.protocol import DataProto
 from quadriga.rollout.group import RolloutGroup
@@ -25,7 +26,6 @@ from quadriga.single_controller import Dispatch, Execute, register
 from quadriga.weight_sync import (
     Address,
     CopiedWeights,
-    Exchange,
     Held,
     Piece,
     ReshardedWeights,
@@ -34,7 +34,7 @@ from quadriga.weight_sync import (
     meet,
     open_store,
 )
-from quadriga.workers.base import BY_GROUP, BY_REPLICA, GROUPS, Learner, build_engine, timed
+from quadriga.workers.base import BY_GROUP, BY_REPLICA, GROUPS, Learner, timed
 from quadriga.workers.generation import Generation
 from quadriga.workers.models import load_policy
 from quadriga.workers.rollout_engines import rollout_engine_class
@@ -119,21 +119,21 @@ class ActorRolloutRefWorker(Learner):
             )
             if has_shards(self.config):
                 bucket_bytes = self.rollout_config.update_weights_bucket_megabytes << 20
-                self.weight_sync = ReshardedWeights(Exchange(self.rank, self.world_size, device, bucket_bytes))
+                self.weight_sync = ReshardedWeights(self.rank, self.world_size, device, bucket_bytes)
             else:
                 self.weight_sync = SharedWeights() if self.generation.engine.shares_weights else CopiedWeights()
+                self.generation.engine.is_load_stable = True  # tensors are gathered one by one, or the actor's own
             choices |= self.generation.choices
         if self.has_adapter:
             choices["adapter"] += f"; {self._choose_route()}"
-        keeps_weights = False
         if self.parts.rollout:
             self.publish_weights(self.weight_version)
-            keeps_weights = self.generation.engine.shares_weights
             if isinstance(self.weight_sync, ReshardedWeights):
-                keeps_weights = self.weight_sync.num_shared > 0
+                self.generation.engine.shares_weights = self.weight_sync.num_shared > 0
                 choices["rollout"] += f"; {self.weight_sync.describe()}"
         if self.parts.actor and not reserves:
-            choices["weights"] += self.offload_training(keeps_weights=keeps_weights)
+            is_shared = self.parts.rollout and self.generation.engine.shares_weights
+            choices["weights"] += self.offload_training(keeps_weights=is_shared)
         if self.parts.reference:
             choices["reference"] = self._make_reference()
         return choices
@@ -142,9 +142,8 @@ class ActorRolloutRefWorker(Learner):
         """The policy that training starts from. Returns what it is, and where it rests."""
         if self.has_adapter:
             return "the actor with its adapter off"
-        dtype, fsdp = self.dtype.value, self.section.fsdp_config
-        loaded = load_policy(self.config, dtype, self.processes)
-        self.reference = build_engine(loaded, fsdp, dtype, self.processes, name="reference")
+        loaded = load_policy(self.config, self.dtype.value, self.processes)
+        self.reference = self.build_engine(loaded, self.section.fsdp_config, name="reference")
         rests = self.config.actor_rollout_ref.ref.fsdp_config.param_offload
         if rests is None:
             rests = self.parts.actor and self.device.type != "cpu"
@@ -172,12 +171,14 @@ class ActorRolloutRefWorker(Learner):
     @register(dispatch_mode=BY_REPLICA, blocking=False)
     @timed("old_log_prob")
     def compute_log_prob(self, data: DataProto, with_sum_pi_squared: bool = False) -> DataProto:
-        """`old_log_probs`, `entropys` and, where wanted, `sum_pi_squared` [B, T] of the actor as it is."""
-        wanted = {"with_entropy": True, "with_sum_pi_squared": with_sum_pi_squared}
+        """`old_log_probs`, `entropys` and, where wanted, `sum_pi_squared` [B, T] of the actor as it is; and the experts
+        that the update repeats, `routed_experts` [B, P + T, L, k]."""
+        with_routes = self.section.router_replay == "old_log_prob"
+        wanted = {"with_entropy": True, "with_sum_pi_squared": with_sum_pi_squared, "with_routes": with_routes}
         scores = self._infer(self.engine, data, self.rollout_config, **wanted)
         found = DataProto.from_dict(tensors={"old_log_probs": scores["log_probs"], "entropys": scores["entropy"]})
-        if with_sum_pi_squared:
-            found.batch["sum_pi_squared"] = scores["sum_pi_squared"]
+        for name in scores.keys() - {"log_probs", "entropy"}:
+            found.batch[name] = scores[name]
         return found
 
     @register(dispatch_mode=BY_REPLICA, blocking=False)
@@ -234,9 +235,9 @@ class ActorRolloutRefWorker(Learner):
             self.has_sent_frozen = True
 
     def pieces(self) -> Held:
-        """The parts of the weights that this rank has."""
+        """The parts of the weights that this rank has, an adapter's beside them; names are those without an adapter."""
         parts = self.engine.parameters.pieces()
-        return {name: (Piece(start, tuple(tensor.shape)), tensor.detach()) for name, start, tensor in parts}
+        return {base_name(name): (Piece(start, tuple(tensor.shape)), tensor.detach()) for name, start, tensor in parts}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def publish_weights(self, version: int) -> None:
@@ -259,8 +260,7 @@ class ActorRolloutRefWorker(Learner):
             first = open_store(self.place.master_addr, ranks, self.world_size) if self.rank == 0 else None
             address = self.engine.world.gather(first and first[0])[0]
             meeting = partial(meet, address, self.rank, device, first and first[1])
-            exchange = Exchange(self.rank, self.world_size + len(ranks), device, bucket_bytes, meeting)
-            self.sender = ReshardedWeights(exchange)
+            self.sender = ReshardedWeights(self.rank, self.world_size + len(ranks), device, bucket_bytes, meeting)
             return address if self.rank == 0 else None
         if self.rank != 0:
             return None

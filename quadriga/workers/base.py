@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from quadriga.config import ActorConfig, Config, CriticConfig, ModelConfig
 from quadriga.config.actor import CriticModelConfig, FSDPConfig, ParallelConfig
-from quadriga.engines import process_group
+from quadriga.engines import megatron, process_group
 from quadriga.engines.batches import Passes
 from quadriga.engines.checkpoint import CopyPlan, StateCopier, read_copy
 from quadriga.engines.fsdp.engine import ALL_KINDS, FSDPEngine, Memory, Training
@@ -31,8 +31,10 @@ from quadriga.engines.objectives import Objective, PolicyObjective, ValueObjecti
 from quadriga.engines.parallel.processes import Processes
 from quadriga.engines.step import lr_at, update
 from quadriga.errors import ConfigError
+from quadriga.models.architecture import is_packed, way_of
+from quadriga.models.experts import ROUTES
 from quadriga.models.flops import peak_flops
-from quadriga.models.lora import describe_adapter
+from quadriga.models.probe import probe
 from quadriga.models.weight_files import MODEL
 from quadriga.observe.machine import Choice, choose_dtype, release_free_memory
 from quadriga.observe.metrics import Metric
@@ -105,34 +107,6 @@ def timed(phase: str) -> Callable[[Pass], Pass]:
     return decorate
 
 
-def build_engine(
-    loaded: LoadedModel,
-    fsdp: FSDPConfig,
-    dtype: torch.dtype,
-    processes: Processes,
-    *,
-    name: str,
-    section: ActorConfig | CriticConfig | None = None,
-    model: ModelConfig | CriticModelConfig | None = None,
-) -> FSDPEngine:
-    """The training engine of a role, named `name` in errors; without `section` and `model` it is for inference only."""
-    return FSDPEngine(
-        loaded.scorer,
-        read=loaded.read,
-        dtype=dtype,
-        device=processes.world.device,
-        processes=processes,
-        training=Training(section.optim, section.grad_clip, section.max_nonfinite_steps) if section else None,
-        memory=Memory(
-            gradient_checkpointing=model is not None and model.enable_gradient_checkpointing,
-            activation_offload=model is not None and model.enable_activation_offload,
-            reshard_after_forward=fsdp.reshard_after_forward,
-            offload_weights=fsdp.offload_policy,
-        ),
-        name=name,
-    )
-
-
 class EngineWorker(Worker):
     """A worker whose model is in a training engine.
 
@@ -156,10 +130,48 @@ class EngineWorker(Worker):
         """
         self.device: torch.device = choose_device(self.config.trainer.device, self.local_rank)
         check_tool(self.config.global_profiler.tool, self.device)
-        world = process_group.join(self.place, self.device)
-        self.processes = Processes.arrange(world, sizes.layout(world.size, where))
+        own = self.config.actor_rollout_ref.actor.megatron_if_chosen
+        world = process_group.join(self.place, self.device, also_alone=own is not None)
+        self.processes = Processes.arrange(world, sizes.layout(world.size, where, own))
         self.register_mesh(MESH, self.processes.place.dp_rank, self.processes.place.is_collected)
         self.dtype: Choice = choose_dtype(fsdp.model_dtype, self.device)
+
+    def build_engine(
+        self,
+        loaded: LoadedModel,
+        fsdp: FSDPConfig,
+        *,
+        name: str,
+        section: ActorConfig | CriticConfig | None = None,
+        model: ModelConfig | CriticModelConfig | None = None,
+    ) -> FSDPEngine:
+        """The training engine of a role, named `name` in errors; without `section` and `model` it is for inference.
+        Raises EngineError: one process has the whole model, and computes other numbers with it than transformers."""
+        options: dict[str, Any] = {
+            "read": loaded.read,
+            "dtype": self.dtype.value,
+            "device": self.processes.world.device,
+            "processes": self.processes,
+            "training": Training(section.optim, section.grad_clip, section.max_nonfinite_steps) if section else None,
+            "memory": Memory(
+                gradient_checkpointing=model is not None and model.enable_gradient_checkpointing,
+                activation_offload=model is not None and model.enable_activation_offload,
+                reshard_after_forward=fsdp.reshard_after_forward,
+                offload_weights=fsdp.offload_policy,
+            ),
+            "name": name,
+        }
+        if (own := self.config.actor_rollout_ref.actor.megatron_if_chosen) is None:
+            if self.processes.world.size == 1:
+                probe(loaded.scorer, name)
+            return FSDPEngine(loaded.scorer, **options)
+        return megatron.MegatronEngine(
+            loaded.scorer,
+            sequence_parallel=own.sequence_parallel,
+            virtual=own.virtual_pipeline_model_parallel_size,
+            settings=own.override_transformer_config,
+            **options,
+        )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def close(self) -> None:
@@ -188,8 +200,7 @@ class Learner(EngineWorker):
     def make_engine(self, loaded: LoadedModel, model: ModelConfig | CriticModelConfig | None, name: str) -> None:
         """Put the model into `engine`; without its section `model` it is for inference only."""
         section = self.section if model else None
-        fsdp, dtype = self.section.fsdp_config, self.dtype.value
-        self.engine = build_engine(loaded, fsdp, dtype, self.processes, name=name, section=section, model=model)
+        self.engine = self.build_engine(loaded, self.section.fsdp_config, name=name, section=section, model=model)
         self.checkpoint = RoleCheckpoint(self.engine, self.engine.model, self.tokenizer)
 
     def offload_training(self, *, keeps_weights: bool = False) -> str:
@@ -209,9 +220,15 @@ class Learner(EngineWorker):
     def describe(self, name: str, *, has_adapter: bool) -> dict[str, str]:
         """The engine's automatic choices with their reasons, for people to read."""
         chosen = self.engine.describe()
-        adapter = {"adapter": describe_adapter(self.engine.model)} if has_adapter else {}
+        adapter = {"adapter": self.engine.adapter} if has_adapter else {}
         masters = f"masters and optimizer in {self.section.optim.master_dtype}"
         masters += ", of the adapter" if has_adapter else ""
+        if not is_packed(self.engine.model):
+            way = way_of(self.engine.model.config)
+            adapter["rows"] = (
+                f"one at a time, by the attention '{way.attention}' of transformers: {way.reason}. Each row is a "
+                "micro-batch of its own, and prompts are computed once for each of their responses"
+            )
         return adapter | {
             name: f"{chosen['parameters'] / 1e6:.1f} M parameters on {chosen['device']}, {chosen['processes']}",
             "weights": f"{chosen['weights']} ({self.dtype.reason}); {masters}",
@@ -293,9 +310,11 @@ class Learner(EngineWorker):
             self.engine.state_was_loaded(COPIED)
 
 
-def model_inputs(batch: DataProto, objects: Sequence[str] = MODEL_OBJECTS) -> DataProto:
-    """What a pass without gradients reads: `MODEL_INPUTS`, and those of the objects that are there."""
-    return batch.select(MODEL_INPUTS, [key for key in objects if key in batch.non_tensor_batch])
+def model_inputs(batch: DataProto, objects: Sequence[str] = MODEL_OBJECTS, *, with_routes: bool = False) -> DataProto:
+    """What a pass without gradients reads: `MODEL_INPUTS`, those of the objects that are there, and `with_routes` the
+    experts of each token, where the rollout reported them."""
+    routes = {ROUTES} & set(batch.batch.keys()) if with_routes else ()
+    return batch.select([*MODEL_INPUTS, *routes], [key for key in objects if key in batch.non_tensor_batch])
 
 
 class UpdateInputs:

@@ -18,7 +18,7 @@ import shutil
 from functools import partial
 from pathlib import Path
 
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from quadriga.config.adapter import ADAPTER_CONFIG, AdapterShape, is_adapter, read_adapter
 from quadriga.engines.checkpoint import StateWriter, explained, load_state
@@ -26,8 +26,9 @@ from quadriga.engines.fsdp.engine import ALL_KINDS, FSDPEngine
 from quadriga.errors import CheckpointError
 from quadriga.models.adapter_files import MergedFiles, write_factors
 from quadriga.models.lora import adapter_of, write_adapter_config
-from quadriga.models.vision import copy_processor, file_name
-from quadriga.models.weight_files import MODEL, DistributedFiles, RenamedFiles, open_weights, write_safetensors
+from quadriga.models.vision import copy_processor
+from quadriga.models.weight_files import MODEL, DistributedFiles, open_weights, write_safetensors
+from quadriga.models.weight_names import ConvertedFiles
 
 HF_FOLDER = "huggingface"
 """Where a role's part of a checkpoint has the model of `hf_model`."""
@@ -52,7 +53,7 @@ class RoleCheckpoint:
         parts = contents & {MODEL, OPTIMIZER} | (whole if "hf_model" in contents else frozenset())
         with self.engine.awake(*ALL_KINDS):
             states = {folder / part: self.engine.state(frozenset({part})) for part in sorted(parts)}
-            self.writer.start(states, partial(_complete, folder, contents, adapter, config))
+            self.writer.start(states, partial(_complete, folder, contents, adapter, self.model))
         if not self.engine.world.is_first:
             return
         # The small files, here and not in the thread: a tokenizer must not be saved while it is used.
@@ -96,7 +97,7 @@ class RoleCheckpoint:
             self.engine.state_was_loaded(parts)
 
 
-def _complete(folder: Path, contents: frozenset[str], adapter: AdapterShape | None, config: PreTrainedConfig) -> None:
+def _complete(folder: Path, contents: frozenset[str], adapter: AdapterShape | None, model: PreTrainedModel) -> None:
     """Write what is put together from the files that all ranks have written."""
     if adapter and MODEL in contents:
         with explained(folder):
@@ -110,7 +111,7 @@ def _complete(folder: Path, contents: frozenset[str], adapter: AdapterShape | No
             frozen = DistributedFiles(folder / FROZEN, prefix=f"{FROZEN}.")
             weights = MergedFiles(frozen, weights, adapter.scale, folder)
         (folder / HF_FOLDER).mkdir(exist_ok=True)
-        write_safetensors(folder / HF_FOLDER, RenamedFiles(weights, partial(file_name, config)))
+        write_safetensors(folder / HF_FOLDER, ConvertedFiles(weights, model, to_files=True))
         if adapter:
             shutil.rmtree(folder / FROZEN)
     if MODEL not in contents:

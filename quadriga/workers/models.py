@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The models of the roles: whether they fit the ranks and the sequences, and how they are loaded."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +15,22 @@ from quadriga.config.actor import VISION_TYPES
 from quadriga.config.placement import ACTOR, CRITIC, arranged_roles, rollout_group_size
 from quadriga.config.rollout import ROLLOUT
 from quadriga.engines.fsdp.sharded import ReadWeight
+from quadriga.engines.megatron.names import require_known
 from quadriga.engines.parallel.processes import Processes
 from quadriga.errors import ConfigError, EngineError
 from quadriga.models.adapter_files import base_name, is_factor, open_model
+from quadriga.models.architecture import EXPERT_COUNTS, PACKED, choose_attention, length_limit, way_of
 from quadriga.models.load import load_causal_lm, load_config, model_folder, skeleton_causal_lm
 from quadriga.models.lora import add_adapter
 from quadriga.models.reward_model import load_reward_model, require_judge
-from quadriga.models.scorers import PolicyScorer, RewardScorer, Scorer
-from quadriga.models.vision import is_vision, parameter_name, vision_encoder
+from quadriga.models.scorers import PolicyScorer, RewardScorer, Scorer, ValueScorer
+from quadriga.models.vision import is_vision, vision_encoder
 from quadriga.models.weight_files import RenamedFiles
+from quadriga.models.weight_names import ConvertedFiles, weight_buffers
+from quadriga.workers.rollout_engines import ENGINES, ROUTER_REPLAY
 
+_VALUE_HEAD = re.compile(r"(?:value_head\.linear|v_head\.summary|score|classifier)\.(weight|bias)")
+"""A value head of ours, of TRL, and of transformers' classifiers of tokens and of sequences."""
 _GENERATING = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
@@ -59,16 +65,24 @@ def load_policy(config: Config, dtype: torch.dtype, processes: Processes, *, has
 def load_model(
     config: Config, path: str, scorer: type[Scorer], dtype: torch.dtype, processes: Processes
 ) -> LoadedModel:
-    """The model at `path` with a head, and the options of `actor_rollout_ref.model`; a value head that the files do not
-    have is zero. `dtype` is that of replicated weights; sharded ones are read when they are cut.
+    """The model at `path` with a head, and the options of `actor_rollout_ref.model`; a value head is that of the files,
+    zero where they have none. `dtype` is that of replicated weights; sharded ones are read when they are cut.
 
-    Raises EngineError: the files lack a weight.
+    Raises EngineError: the files lack a weight, or their head gives a token several numbers.
     """
     model = config.actor_rollout_ref.model
     options = {"trust_remote_code": model.trust_remote_code, "override_config": model.override_config}
-    folder = None if processes.layout.is_whole else model_folder(path)
-    if folder is None:
-        return LoadedModel(scorer(load_causal_lm(path, dtype=dtype, device=processes.world.device, **options)), None)
+    is_critic = scorer is ValueScorer
+    folder = model_folder(path) if is_critic or not processes.layout.is_whole else None
+    if folder is None or processes.layout.is_whole:
+        how = {"dtype": dtype, "device": processes.world.device, "needs_head": not is_critic}
+        whole = scorer(load_causal_lm(path, **how, **options))
+        if is_critic and folder is not None:
+            files = _files(whole, folder)
+            for name, parameter in whole.model.get_submodule("value_head").named_parameters("value_head"):
+                if name in files.shapes:
+                    parameter.data.copy_(files.read(name))
+        return LoadedModel(whole, None)
     loaded, missing = _read_when_cut(scorer(skeleton_causal_lm(folder, **options)), folder)
     missing = [name for name in missing if not name.startswith("value_head.")]
     if missing:
@@ -93,15 +107,33 @@ def load_judge(path: str, dtype: torch.dtype, processes: Processes, *, trust_rem
     require_judge(path, skeleton, [])
     loaded, missing = _read_when_cut(RewardScorer(skeleton), folder)
     require_judge(path, skeleton, missing)
+    choose_attention(skeleton)
     return loaded
 
 
 def _read_when_cut(skeleton: Scorer, folder: Path) -> tuple[LoadedModel, list[str]]:
     """A model whose weights are read from the files of a folder, and the names that these lack: they are zero."""
-    files = RenamedFiles(open_model(folder), partial(parameter_name, skeleton.model.config))
+    files, buffers = ConvertedFiles(_files(skeleton, folder), skeleton.model), weight_buffers(skeleton.model)
     names, shapes = files.shapes, {name: one.shape for name, one in skeleton.model.named_parameters()}
     loaded = LoadedModel(skeleton, lambda name: files.read(name) if name in names else torch.zeros(shapes[name]))
-    return loaded, [name for name in shapes if name not in names]
+    for name, buffer in buffers.items():
+        if name in names:
+            buffer.copy_(files.read(name))
+    return loaded, [name for name in (*shapes, *buffers) if name not in names]
+
+
+def _files(scorer: Scorer, folder: Path) -> RenamedFiles:
+    """The weights of a folder, a critic's value head under our names. Raises EngineError: as `load_model`."""
+
+    def own_name(name: str) -> str:
+        head = _VALUE_HEAD.fullmatch(name) if isinstance(scorer, ValueScorer) else None
+        return f"{scorer.head}.{head[1]}" if head else name
+
+    files = RenamedFiles(open_model(folder), own_name)
+    if (size := files.shapes.get(f"{ValueScorer.head}.weight", (1,))[0]) != 1:
+        expected, fix = "one, the value", "Name a policy, a critic, or a classifier with one label."
+        raise EngineError(f"critic {folder}", got=f"a head with {size} labels", expected=expected, fix=fix)
+    return files
 
 
 def check_models(config: Config, *, has_critic: bool) -> None:
@@ -123,25 +155,56 @@ def check_models(config: Config, *, has_critic: bool) -> None:
         expected = f"at most {positions}, the positions of {config.actor_rollout_ref.model.path}"
         fix = "Lower one of them, or give the model more with actor_rollout_ref.model.override_config."
         raise ConfigError("data.max_prompt_length + data.max_response_length", got=got, expected=expected, fix=fix)
+    _check_ways(config, policy, has_critic=has_critic)
+    _check_routers(config, policy)
     text, size = policy.get_text_config(), rollout_group_size(config)
-    keys = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    if text.num_attention_heads % size or (keys % size and size % keys):
-        where, got = f"{ROLLOUT}.tensor_model_parallel_size", f"{size}, for {text.num_attention_heads} heads"
+    heads = getattr(text, "num_attention_heads", 1)
+    keys = getattr(text, "num_key_value_heads", None) or heads
+    if heads % size or (keys % size and size % keys):
+        where, got = f"{ROLLOUT}.tensor_model_parallel_size", f"{size}, for {heads} heads"
         expected = f"a number that divides them, and that {keys} key-value heads divide or are divided by"
         raise ConfigError(where, got=f"{got} and {keys} key-value heads", expected=expected, fix="Choose another one.")
     for where, section, size in arranged_roles(config, has_critic=has_critic):
-        layout = section.layout(size, where)
-        if (layout.sp, layout.tp, layout.pp) != (1, 1, 1):
+        layout = section.layout(size, where, config.actor_rollout_ref.actor.megatron_if_chosen)
+        if layout.has_own_modules:
+            require_known(_model_config(config, where), layout, config.actor_rollout_ref.actor.megatron, where)
+        if (layout.sp, layout.tp, layout.pp, layout.ep) != (1, 1, 1, 1):
             model = _model_config(config, where)
             text = model.get_text_config()
             shape = ModelShape(
                 name=(model.architectures or [type(model).__name__])[0],
                 num_layers=text.num_hidden_layers,
-                num_heads=text.num_attention_heads,
-                num_kv_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
-                tensor_plan=text.base_model_tp_plan,
+                num_heads=(heads := getattr(text, "num_attention_heads", 1)),
+                num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+                tensor_plan={} if layout.has_own_modules else getattr(text, "base_model_tp_plan", None),
+                num_experts=_num_experts(text),
             )
             check_model(layout, shape, where)
+
+
+def _check_ways(config: Config, policy: Any, *, has_critic: bool) -> None:
+    """Refuse architectures that cannot be computed, before their weights are read, and what needs packed rows."""
+    rollout = ENGINES[config.actor_rollout_ref.rollout.name]
+    code = config.actor_rollout_ref.model.trust_remote_code
+    for where, section, size in arranged_roles(config, has_critic=has_critic):
+        way = PACKED if where == "reward_model" else way_of(_model_config(config, where), trust_remote_code=code)
+        if not way.reason:
+            continue
+        alone = f"for an architecture whose rows are computed one at a time ({way.reason})"
+        layout = section.layout(size, where)
+        if (layout.sp, layout.tp, layout.pp) != (1, 1, 1):
+            fix = "Shard the weights with fsdp_config.fsdp_size."
+            raise ConfigError(
+                where, got=f"{layout.describe()}, {alone}", expected="no other sizes than fsdp_size", fix=fix
+            )
+        if where == ACTOR and rollout.needs_packed_rows:
+            expected, fix = "an engine that knows its layers", "Set it to hf, or to vllm where it loads the model."
+            raise ConfigError(f"{ROLLOUT}.name", got=f"{rollout.name}, {alone}", expected=expected, fix=fix)
+    limit, needed = length_limit(policy), config.data.max_prompt_length + config.data.max_response_length
+    if limit is not None and needed > limit and rollout.needs_packed_rows:
+        got = f"{rollout.name}, for sequences of up to {needed} tokens of a model with rope_type=longrope"
+        expected = f"at most {limit} tokens: beyond, its positions depend on the length of a sequence"
+        raise ConfigError(f"{ROLLOUT}.name", got=got, expected=expected, fix="Set it to hf, or lower the lengths.")
 
 
 def require_text(config: Config, what: str) -> None:
@@ -149,6 +212,39 @@ def require_text(config: Config, what: str) -> None:
     if is_vision(kind := _model_config(config, ACTOR)):
         got, expected = f"a vision-language model ({kind.model_type})", f"a text model: {what} learns from text alone"
         raise ConfigError("model.path", got=got, expected=expected, fix="Train it with `quadriga train`.")
+
+
+def _num_experts(text: Any) -> int:
+    """Of a layer; 0: it has none."""
+    return next((count for name in EXPERT_COUNTS if (count := getattr(text, name, None))), 0)
+
+
+def _check_routers(config: Config, policy: Any) -> None:
+    """What the update of a mixture of experts is asked for, and cannot do."""
+    actor, fix = config.actor_rollout_ref.actor, "Leave the key out."
+    asked = {f"{ACTOR}.router_aux_loss_coef": actor.router_aux_loss_coef, ROUTER_REPLAY: actor.router_replay}
+    for key, value in asked.items():
+        if value in (0.0, "off"):
+            continue
+        if not _num_experts(policy.get_text_config()):
+            got = f"{value}, with a model without experts ({policy.model_type})"
+            raise ConfigError(key, got=got, expected="a mixture of experts", fix=fix)
+        way = way_of(policy, trust_remote_code=config.actor_rollout_ref.model.trust_remote_code)
+        if way.attention != PACKED.attention:
+            got = f"{value}, with {policy.model_type}, whose rows are computed one at a time"
+            raise ConfigError(key, got=got, expected="a model whose rows are packed", fix=fix)
+        if actor.megatron_if_chosen is not None:
+            raise ConfigError(key, got=f"{value}, with strategy=megatron", expected="strategy=fsdp", fix=fix)
+    if actor.router_replay != "old_log_prob":
+        return
+    if actor.pipeline_model_parallel_size > 1:
+        got = f"old_log_prob, with pipeline_model_parallel_size={actor.pipeline_model_parallel_size}"
+        expected = "1: only the last stage returns what was computed"
+        raise ConfigError(ROUTER_REPLAY, got=got, expected=expected, fix="Set it to rollout, or use no pipeline.")
+    if config.algorithm.rollout_correction.bypass_mode:
+        got = "old_log_prob, with algorithm.rollout_correction.bypass_mode=True"
+        expected = "a pass for old log-probs, whose choices are repeated"
+        raise ConfigError(ROUTER_REPLAY, got=got, expected=expected, fix="Set it to rollout, or bypass_mode=False.")
 
 
 def _check_vision(config: Config, policy: Any, *, has_critic: bool) -> None:
@@ -170,7 +266,7 @@ def _check_vision(config: Config, policy: Any, *, has_critic: bool) -> None:
         fix = "Grade with a function: custom_reward_function.path."
         raise ConfigError("reward_model.enable", got=got, expected="False: reward models read text alone", fix=fix)
     for where, section, size in arranged_roles(config, has_critic=has_critic):
-        layout = section.layout(size, where)
+        layout = section.layout(size, where, config.actor_rollout_ref.actor.megatron_if_chosen)
         if where == CRITIC and not is_vision(_model_config(config, CRITIC)):
             got = "a text model, with a vision-language policy"
             expected = f"a vision-language model too: {', '.join(VISION_TYPES)}"
@@ -192,7 +288,7 @@ def layout_tables(config: Config, *, has_critic: bool) -> Iterator[str]:
     for where, section, size in arranged_roles(config, has_critic=has_critic):
         if size > 1 and where not in warned:
             warned.add(where)
-            layout = section.layout(size, where)
+            layout = section.layout(size, where, config.actor_rollout_ref.actor.megatron_if_chosen)
             table = layout.table().replace("\n", "\n    ")
             yield f"  {where}: {layout.describe()}\n    {table}"
 

@@ -25,7 +25,7 @@ from quadriga.observe.machine import release_free_memory
 from quadriga.observe.metrics import Metric
 from quadriga.protocol import DataProto
 from quadriga.single_controller import Dispatch, Execute, register
-from quadriga.workers.base import BY_REPLICA, CHAT_OBJECTS, EngineWorker, build_engine, timed
+from quadriga.workers.base import BY_REPLICA, CHAT_OBJECTS, EngineWorker, timed
 from quadriga.workers.models import load_judge
 
 _KEY = "reward_model.model.input_tokenizer"
@@ -43,9 +43,7 @@ class RewardModelWorker(EngineWorker):
         loaded = load_judge(path, self.dtype.value, self.processes, trust_remote_code=trust)
         model = loaded.scorer.model
         self.vocabulary_size = model.get_input_embeddings().num_embeddings
-        self.engine = build_engine(
-            loaded, model_section.fsdp_config, self.dtype.value, self.processes, name="reward model"
-        )
+        self.engine = self.build_engine(loaded, model_section.fsdp_config, name="reward model")
         self.judge, tokenizer_limit, reason = choose_tokenizer(self.config, self.tokenizer)
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         given = self.config.reward_model.max_length

@@ -22,7 +22,7 @@ from quadriga.protocol import DataProto
 from quadriga.rollout.group import RolloutGroup
 from quadriga.single_controller import Dispatch, Worker, register
 from quadriga.user_file import import_external
-from quadriga.weight_sync import Address, Exchange, ReshardedWeights, WeightReceiver, meet
+from quadriga.weight_sync import Address, ReshardedWeights, WeightReceiver, meet
 from quadriga.workers.base import choose_device
 from quadriga.workers.generation import Generation
 
@@ -66,7 +66,7 @@ class RolloutWorker(Worker):
             rank, size = address.num_senders + self.rank, address.num_senders + self.world_size
             bucket_bytes = self.config.actor_rollout_ref.rollout.update_weights_bucket_megabytes << 20
             meeting = partial(meet, address, rank, self.device)
-            self._receiver = ReshardedWeights(Exchange(rank, size, self.device, bucket_bytes, meeting))
+            self._receiver = ReshardedWeights(rank, size, self.device, bucket_bytes, meeting)
             return
         if isinstance(self._receiver, WeightReceiver):
             self._receiver.close()

@@ -25,42 +25,48 @@ class Size(NamedTuple):
 # package can do now that it could not, and why no existing file, class or key could carry it.
 SIZES: dict[str, Size] = {
     "algorithms": Size(2404, 33, 94),
-    "cli": Size(852, 10, 34),
-    "compat": Size(1798, 8, 173),
-    "config": Size(3250, 19, 136),
+    "cli": Size(890, 10, 34),
+    "compat": Size(1936, 9, 188),
+    "config": Size(3407, 19, 144),
     "data": Size(1860, 10, 105),
-    "engines": Size(2919, 17, 148),
-    "models": Size(2574, 14, 140),
-    "observe": Size(1707, 14, 107),
+    "engines": Size(4202, 25, 215),
+    "models": Size(3556, 18, 196),
+    "observe": Size(1727, 14, 108),
     "protocol": Size(1556, 9, 100),
-    "rewards": Size(3876, 28, 212),
-    "rollout": Size(8080, 44, 495),
+    "rewards": Size(3868, 28, 213),
+    "rollout": Size(8426, 45, 508),
     "single_controller": Size(3577, 16, 209),
-    "trainer": Size(4134, 25, 229),
-    "verl": Size(1662, 6, 116),
-    "weight_sync": Size(907, 6, 61),
-    "workers": Size(1624, 11, 84),
-    "": Size(1700, 12, 101),
+    "trainer": Size(4361, 26, 243),
+    "verl": Size(1717, 6, 121),
+    "weight_sync": Size(885, 6, 60),
+    "workers": Size(1749, 11, 89),
+    "": Size(1701, 12, 101),
 }
 REASONS: dict[str, str] = {
     "algorithms": "losses per token or refused, an estimator's uid, verl's numbers where ours differed",
     "cli": "what a command has started ends with it; `quadriga verl`, `quadriga config translate`, files of responses",
-    "compat": "files that import verl run, with verl's contracts: an adapter for each of its kinds of files",
+    "compat": "files that import verl run, with verl's contracts: an adapter for each of its kinds of files; the"
+    " specification's programs call the functions of a step, samplers and worker groups by verl's names",
     "config": "restarts, limits of stalls and phases, fallback to older checkpoints, state copies: a key"
-    " each; a finished run told from another; checks before a model loads",
+    " each; a finished run told from another; checks before a model loads; what Megatron, experts and"
+    " routers take and refuse",
     "data": "a bad row is named by file, row and column; all rows are checked at the start; rows of a program; "
     "pictures inside content parts",
-    "engines": "copies of the state in memory that outlives a rank",
-    "models": "lists of files lead nowhere outside their folder",
+    "engines": "copies of the state in memory that outlives a rank; Megatron-core as second engine (megatron/); weights"
+    " that go between layouts part by part; experts on their ranks; router replay",
+    "models": "lists of files lead nowhere outside their folder; experts' names in files and in modules;"
+    " architectures that are tried before weights are read, windows, caps, sinks; a probe; routers",
     "observe": "waits for users' code name its line; services get no step twice; SIGTERM says what is on the"
     " disk; the bar and the curve of a notebook's cell; a dead signal is told",
     "protocol": "files of a DataProto that cannot name code: the pickle that they take the place of was one line",
     "rewards": "an allow-list of system calls, folders in memory, raw streams, children that end, bounded"
     " prints; coroutine functions, many at a time, each with its limit; files by path, package and class",
-    "rollout": "engines are made again and join; conversations have limits of time and of prints",
+    "rollout": "engines are made again and join; conversations have limits of time and of prints; CUDA graphs of"
+    " decode steps, a cache that fits the memory",
     "single_controller": "heartbeat, state copies of the nodes, restart of workers and of the own cluster, sweep",
     "trainer": "lock of a run's folder, fallback to older checkpoints, recovery, engines that come and go; "
-    "settings that changed, rows that are bad, models that end a run, steps one by one",
+    "settings that changed, rows that are bad, models that end a run, steps one by one; files of responses"
+    " that go on after a kill",
     "verl": "verl's command lines: Hydra's words, defaults by version, what becomes of each key, shell scripts",
     "weight_sync": "a meeting whose receiver died is given up",
     "workers": "state copies; engines that are made again",
@@ -70,11 +76,13 @@ REASONS: dict[str, str] = {
 
 # Short functions with one caller that are worth their name: "file:function" and why.
 SHORT_AND_WORTH_IT: dict[str, str] = {
+    "quadriga/rollout/vllm/library.py:executor.Executor._distributed_args": "what vLLM calls",
+    "quadriga/models/experts.py:RouteRecorder._hear": "a hook of torch's modules",
+    "quadriga/data/rl_dataset.py:_measure_in_worker": "what the processes of a pool call",
     "quadriga/background.py:off_the_loop": "half of a pair with `run_coroutine`",
     "quadriga/cli/generate.py:answer_rows": "what `quadriga verl` calls by its name",
     "quadriga/compat/verl/__init__.py:Finder.exec_module": "what an import calls",
     "quadriga/compat/verl/tools.py:BaseTool.get_openai_tool_schema": "verl's, which people's tools override",
-    "quadriga/compat/verl/algorithms.py:verl_estimator.compute_advantage": "what the registry holds",
     "quadriga/compat/verl/data.py:RLHFDataset._download": "verl's, which people's datasets override",
     "quadriga/compat/verl/rewards.py:_Adapted._made": "a coroutine that runs in another thread's loop",
     "quadriga/compat/verl/rewards.py:_Adapted._run_all": "a coroutine that runs in another thread's loop",

@@ -39,7 +39,7 @@ LAYERS: dict[str, frozenset[str]] = {
     "rollout": _CORE | {"user_file", "http_client", "models", "rewards", "weight_sync"},
     "workers": _BELOW_WORKERS,
     "trainer": _BELOW_TRAINER,
-    "compat": _BELOW_WORKERS | {"http_client"},
+    "compat": _BELOW_WORKERS | {"http_client", "trainer"},
     "verl": frozenset({"errors", "redact", "config"}),
     "cli": _BELOW_WORKERS | {"workers", "trainer", "verl"},
     "api": _BELOW_TRAINER | {"user_function", "trainer"},
@@ -71,7 +71,7 @@ ONE_FILE_EACH = frozenset(
     }
 )
 # An extra that is too large for one file has a folder of its own.
-ONE_FOLDER_EACH = {"ray": "quadriga/single_controller/ray/"}
+ONE_FOLDER_EACH = {"ray": "quadriga/single_controller/ray/", "megatron": "quadriga/engines/megatron/"}
 _ALSO = {"torch.utils.tensorboard": "tensorboard"}
 
 # Engines are told apart by their class, not by their name; config checks names, and BUILD looks them up.

@@ -20,7 +20,7 @@ READERS = (
     (r"examples/tools/.*", "ToolFile"),
     (r".*", "Config"),
 )
-MAX_DOC_PAGES = 18
+MAX_DOC_PAGES = 19  # with the table of models, which its tests print
 MAX_CONTRIBUTING_LINES = 100
 MAX_TEXT_BYTES = 1 << 20
 
@@ -175,3 +175,23 @@ def test_scripts_are_executable() -> None:
 def test_test_folders_are_no_packages() -> None:
     """Tests are found by their path (`--import-mode=importlib`); an `__init__.py` would make two of them one module."""
     assert [name for name in tracked_files() if name.startswith("tests/") and name.endswith("__init__.py")] == []
+
+
+def test_what_is_rehearsed_has_a_test() -> None:
+    """In the table of docs/verified.md: what was rehearsed, how, and the names of tests that are there."""
+    table = [
+        line.split("|")[1:-1] for line in (REPOSITORY / "docs/verified.md").read_text().splitlines() if "|" in line
+    ]
+    cells = {what.strip(): how.strip() for what, _, how, _ in (row for row in table[2:] if len(row) == 4)}
+    rehearsals = [
+        file
+        for folder in ("gpu", "rehearsal", "rehearsal_cuda")
+        for file in (REPOSITORY / "tests" / folder).glob("*.py")
+    ]
+    tests = {
+        name for file in rehearsals for name in re.findall(r"^def (test_\w+)", file.read_text(), flags=re.MULTILINE)
+    }
+    assert sum(map(bool, cells.values())) > 15
+    for how in filter(None, cells.values()):
+        assert all(re.match("(stand-in|fake tensors|kernels): `", part) for part in how.split("; ")), how
+        assert set(re.findall("`(test_[^`]+)`", how)) <= tests, how

@@ -69,6 +69,21 @@ def test_batch_is_full_of_groups_that_differ(
     assert lines[-1]["training/epoch"] == (num_batches - 1) // 2
 
 
+def test_passes_end_the_run_and_its_schedule(
+    options: tuple[str, ...], train: Callable[..., Path], metric_lines: Callable[..., list]
+) -> None:
+    """It ends with the step that takes the last batch of the last pass: there are a checkpoint and a rate of 0."""
+    passes = ("trainer.total_training_steps=null", "trainer.total_epochs=3", "trainer.save_freq=99")
+    falls = "actor_rollout_ref.actor.optim.lr_scheduler_type=linear"
+    run = train(*options, *passes, falls)
+    lines = metric_lines(run)
+    counts = [line["filter_groups/num_batches"] for line in lines]
+    assert sum(counts[:-1]) < 3 * 2 <= sum(counts) and max(counts) > 1
+    rates = [line["actor/lr"] for line in lines]
+    assert rates == sorted(rates, reverse=True) and rates[-1] == 0.0 and rates[-2] > 0.0
+    assert (run / f"global_step_{len(lines)}").is_dir()
+
+
 def test_resumed_run_takes_the_same_prompts(
     options: tuple[str, ...], train: Callable[..., Path], metric_lines: Callable[..., list]
 ) -> None:

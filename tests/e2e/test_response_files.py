@@ -1,6 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files with prompts in, files with responses out, and their grades."""
 
+import os
+import random
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from quadriga.cli.main import main
+from quadriga.config import load_config
+from quadriga.errors import CheckpointError, DataError
+from quadriga.trainer.response_files import RESPONSES, unfinished
 
 Write = Callable[[Path, list[dict[str, Any]]], Path]
 BY_PLACE = '''
@@ -44,6 +52,56 @@ def test_each_row_gets_its_responses(home: Path, prompts: Path, tmp_path: Path) 
     assert pq.read_table(tmp_path / "1.parquet") == table
 
 
+def test_a_call_that_was_killed_goes_on(home: Path, prompts: Path, tmp_path: Path) -> None:
+    """At moments drawn by chance: the file is that of a call left alone, and nothing else is left beside it."""
+    drawn, moments = random.Random(3), 0
+    words = ["generate", str(home / "model"), "--data", str(prompts), "--n", "3", "data.prompt_key=question"]
+    words += ["data.val_batch_size=1", "data.max_response_length=6", "data.max_prompt_length=32"]
+    assert main([*words, "--output", str(tmp_path / "alone.parquet")]) == 0
+    output = tmp_path / "killed.parquet"
+    journal = tmp_path / "killed.parquet.part" / RESPONSES
+    command = [sys.executable, "-m", "quadriga", *words, "--output", str(output)]
+    while not output.exists():
+        wanted = moments + drawn.randrange(1, 3)
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+            while process.poll() is None and moments < wanted:
+                moments = journal.read_bytes().count(b"\n") if journal.exists() else 0
+                time.sleep(0.005)
+            process.kill()
+        if journal.exists():
+            # Killed while it was writing.
+            with journal.open("ab") as file:
+                file.write(b'[["half')
+    assert wanted >= 2
+    assert pq.read_table(output) == pq.read_table(tmp_path / "alone.parquet")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["alone.parquet", "killed.parquet", "prompts.parquet"]
+
+
+def test_what_another_call_began_is_kept(
+    home: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Other settings, another process, damage: told, and nothing is lost."""
+    output, config = tmp_path / "out.parquet", load_config([f"data.val_files={prompts}"]).config
+    with unfinished(output, config) as part:
+        part.add([["a"] * 3])
+        words = rf"--output=.*out.parquet.part: got .*process {os.getpid()} on"
+        with pytest.raises(CheckpointError, match=words), unfinished(output, config):
+            pass
+    assert generate(home, prompts, output) == 1
+    error = capsys.readouterr().err
+    assert "out.parquet.part, which was begun with other settings, expected the same" in error
+    assert "data.max_response_length: 512 -> 6" in error and "data.val_files" not in error
+    journal = part.folder / RESPONSES
+    assert journal.read_text() == '[["a", "a", "a"]]\n'
+    journal.write_text('[["a"]\n')
+    words = r"responses.jsonl line 1: got .* expected the texts of a batch. Delete .*part"
+    with pytest.raises(DataError, match=words), unfinished(output, config):
+        pass
+    (part.folder / "config.yaml").write_text("")
+    with pytest.raises(DataError, match=r"config.yaml: it cannot be read"), unfinished(output, config):
+        pass
+
+
 def test_rows_that_would_be_dropped_are_told(
     home: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -62,9 +120,9 @@ def test_responses_of_a_file_are_graded(
     file = write(tmp_path / "responses.parquet", rows)
     function = [f"custom_reward_function.path={tmp_path / 'share.py'}", "custom_reward_function.name=share"]
     assert main(["eval", str(file), "--response-key", "texts", *function]) == 0
-    lines = dict(line.split() for line in capsys.readouterr().out.splitlines())
-    assert (lines["test_score/letters"], lines["val-core/letters/reward/mean@2"]) == ("0.3750", "0.3750")
-    assert lines["val-core/letters/reward/best@2/mean"] == "0.5000"
+    lines = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines()}
+    assert (lines["test_score/letters"][0], lines["val-core/letters/reward/mean@2"][0]) == ("0.3750", "0.3750")
+    assert lines["val-core/letters/reward/best@2/mean"] == ["0.5000", "[0.0546,", "0.9454]"]
     assert main(["eval", str(file), *function]) == 1
     assert "expected 'responses' among them" in capsys.readouterr().err
 
@@ -76,7 +134,8 @@ def test_one_response_may_be_a_text(tmp_path: Path, write: Write, capsys: pytest
         for one in ("#### 4", "5")
     ]
     assert main(["eval", str(write(tmp_path / "r.parquet", rows))]) == 0
-    assert capsys.readouterr().out.splitlines()[0].split() == ["test_score/openai/gsm8k", "0.5000"]
+    printed = capsys.readouterr().out.splitlines()[0].split()
+    assert printed == ["test_score/openai/gsm8k", "0.5000", "[0.0546,", "0.9454]"]
 
 
 def test_verls_programs_run_here(
@@ -94,7 +153,7 @@ def test_verls_programs_run_here(
     words = [f"data.path={write(tmp_path / 'r.parquet', rows)}", f"custom_reward_function.path={tmp_path / 'share.py'}"]
     capsys.readouterr()
     assert main(["verl", "python3", "-m", "verl.trainer.main_eval", *words, "custom_reward_function.name=share"]) == 0
-    assert capsys.readouterr().out.splitlines()[0].split() == ["test_score/letters", "0.7500"]
+    assert capsys.readouterr().out.splitlines()[0].split()[:2] == ["test_score/letters", "0.7500"]
     rows = [{"extra_info": {"q": f"say {letter}", "a": letter}} for letter in "abcdefgh"]
     file = write(tmp_path / "sft.parquet", rows)
     words = [f"data.train_files={file}", f"data.val_files={file}", "data.prompt_key=extra_info", "data.max_length=48"]

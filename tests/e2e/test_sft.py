@@ -4,6 +4,7 @@
 import gzip
 import json
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from quadriga.cli.main import main
+from quadriga.models.weight_files import open_weights
 from quadriga_recipes.playground import build_tokenizer as playground_tokenizer
 from quadriga_recipes.playground import write_model
 
@@ -114,6 +116,25 @@ def test_a_resumed_run_is_the_run_that_was_not(sft, objective: str) -> None:
     weights = [next((run / "model").glob("*.safetensors")).read_bytes() for run in (whole, halves)]
     assert weights[0] == weights[1]
     assert [metrics(run)[4]["train/loss"] for run in (whole, halves)] == [metrics(whole)[4]["train/loss"]] * 2
+
+
+@pytest.mark.skipif(find_spec("megatron") is None, reason="no megatron-core here: pip install -e '.[megatron]'")
+@pytest.mark.parametrize("objective", ["sft", "reward_model"])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_megatron_learns_the_same(sft, objective: str, processes: int) -> None:
+    """In this process, and on Ray in two, a policy with tensor parallelism: losses of four steps, and the folder."""
+    rows = PAIRS if objective == "reward_model" else CHATS
+    how = (f"objective={objective}", "optim.eps=1e-3")
+    two = ["trainer.backend=ray", "trainer.n_gpus_per_node=2"]
+    two += ["engine.tensor_model_parallel_size=2"] if objective == "sft" else []
+    theirs = sft(rows, *how, run="fsdp")
+    ours = sft(rows, *how, "engine.strategy=megatron", *(two if processes == 2 else []), run="megatron")
+    losses = [[metrics(run)[step]["train/loss"] for step in range(1, 5)] for run in (ours, theirs)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    left, right = (open_weights(run / "model") for run in (ours, theirs))
+    assert left.shapes == right.shapes
+    for name in right.shapes:
+        torch.testing.assert_close(left.read(name), right.read(name), rtol=1e-4, atol=1e-5)
 
 
 def test_a_reward_model_learns_the_order_and_its_pairs_need_not_stay_together(sft) -> None:

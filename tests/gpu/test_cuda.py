@@ -54,7 +54,7 @@ def make_batch() -> DataProto:
 
 
 def make_engine(device: str) -> FSDPEngine:
-    training = Training(OptimConfig(), grad_clip=1.0, max_nonfinite_steps=3)
+    training = Training(OptimConfig(eps=1e-3), grad_clip=1.0, max_nonfinite_steps=3)
     model = make_model().to(device)
     return FSDPEngine(PolicyScorer(model), dtype=torch.float32, device=torch.device(device), training=training)
 

@@ -48,6 +48,7 @@ LAYOUTS: Mapping[int, Mapping[str, Layout]] = {
         "tp 2 x pp 2": Layout(tp=2, pp=2),
         "fsdp 2 x pp 2": Layout(dp_shard=2, pp=2),
         "sp 2 x tp 2": Layout(sp=2, tp=2),
+        "sp 2 x pp 2": Layout(sp=2, pp=2),
         "sp 4, more than key-value heads": Layout(sp=4),
         "pp 4": Layout(pp=4),
     },

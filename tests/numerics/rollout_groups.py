@@ -27,7 +27,7 @@ from quadriga.models.weight_files import open_weights
 from quadriga.rollout import Completion, NativeEngine, SamplingParams
 from quadriga.rollout.group import RolloutGroup
 from quadriga.single_controller import WorkerPlace
-from quadriga.weight_sync import Exchange, Held, Piece, ReshardedWeights
+from quadriga.weight_sync import Held, Piece, ReshardedWeights
 from tests.numerics.weight_layouts import peak_bytes
 
 CPU = torch.device("cpu")
@@ -104,14 +104,15 @@ def run(folder: Path, case: str, world: ProcessGroup) -> dict[str, Any]:
     )
     whole = sum(one.numel() for one in engine.model.parameters()) * 4
     bucket_bytes = whole // 16
-    sync = ReshardedWeights(Exchange(world.rank, world.size, CPU, bucket_bytes))
+    sync = ReshardedWeights(world.rank, world.size, CPU, bucket_bytes)
     first = peak_bytes(lambda: sync.publish(held, engine, 1))
     again = peak_bytes(lambda: sync.publish(held, engine, 2))
     sync.verify(engine, 2)
     found: dict[str, Any] = {"bucket": bucket_bytes, "whole": whole, "first": first, "again": again}
     found["held"] = num_bytes(tensor for _, tensor in held.values())
     found["shards"] = num_bytes(dict(engine.model.named_parameters()).values())
-    found |= {"sliced": sync.exchange.num_sliced, "shared": sync.num_shared}
+    found["token"] = engine.token_bytes
+    found |= {"sliced": sync.num_sliced, "shared": sync.num_shared}
     if group.is_leader:
         found["sync"] = plain(engine.generate_batch(PROMPTS, sampling()))
         engine.release()

@@ -10,7 +10,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from quadriga.errors import RolloutError
 from quadriga.models.attention import ATTENTION_NAME
 from quadriga.rollout import Completion, NativeEngine, SamplingParams
-from quadriga.rollout.native.engine import bytes_per_token
 from quadriga.rollout.native.generation import Generation
 from quadriga.rollout.native.network import Network, PlainNetwork
 from quadriga.rollout.native.products import Weight, can_pack
@@ -104,7 +103,7 @@ def test_a_small_cache_changes_no_token(
 ) -> None:
     """Rows give way and go on later; in float32 nobody sees it. The cache never holds more than it may."""
     expected = NativeEngine(model).generate_batch(PROMPTS, _params(150))
-    engine = NativeEngine(model, cache_gigabytes=max_cache_tokens * bytes_per_token(model) / 2**30)
+    engine = NativeEngine(model, cache_gigabytes=max_cache_tokens * NativeEngine(model).token_bytes / 2**30)
     num_preempted, sizes = 0, []
     step, preempt = Generation._step, Scheduler.preempt
 
@@ -116,7 +115,7 @@ def test_a_small_cache_changes_no_token(
     def measuring_step(self: Generation) -> None:
         step(self)
         tensors = (*self.responses.keys, *self.responses.values, *self.prefixes.keys, *self.prefixes.values)
-        sizes.append(sum(tensor.nbytes for tensor in tensors) / bytes_per_token(model))
+        sizes.append(sum(tensor.nbytes for tensor in tensors) / NativeEngine(model).token_bytes)
 
     monkeypatch.setattr(Scheduler, "preempt", counting_preempt)
     monkeypatch.setattr(Generation, "_step", measuring_step)
@@ -130,7 +129,7 @@ def test_a_small_cache_changes_no_token(
 
 def test_a_cache_too_small_for_one_sequence(model: PreTrainedModel) -> None:
     """The error says how much there is, how much a token takes, and which key to raise; so does the length limit."""
-    engine = NativeEngine(model, cache_gigabytes=50.5 * bytes_per_token(model) / 2**30)
+    engine = NativeEngine(model, cache_gigabytes=50.5 * NativeEngine(model).token_bytes / 2**30)
     with pytest.raises(
         RolloutError, match=r"prompt 0: got 4 prompt tokens and up to 47 .* at most 50.*cache_gigabytes"
     ):

@@ -19,7 +19,6 @@ from quadriga.models.scorers import PolicyScorer
 from quadriga.protocol.memory import images_key
 from quadriga.rollout import Completion, NativeEngine, SamplingParams
 from quadriga.rollout.interface import Images
-from quadriga.rollout.native.engine import bytes_per_token
 from quadriga.rollout.native.network import Network, PlainNetwork
 from tests.numerics.vision_batch import RESPONSE_WIDTH, Row, vision_batch, vision_rows
 from tests.tiny_vision import EOS, FAMILIES, IMAGE, positions_of, vision_model
@@ -99,7 +98,7 @@ def test_answers_do_not_depend_on_what_else_is_generated(rows: list[Row]) -> Non
 
     assert tokens_of(asyncio.run(ask())) == together
     engine.close()
-    small = NativeEngine(model, cache_gigabytes=120 * bytes_per_token(model) / 2**30)
+    small = NativeEngine(model, cache_gigabytes=120 * NativeEngine(model).token_bytes / 2**30)
     assert tokens_of(small.generate_batch(prompts, params, images)) == together
 
 

@@ -77,6 +77,8 @@ def test_tokens_are_those_of_one_process(folder: Path, alone: dict[str, Any], ca
 def test_a_sync_takes_a_bucket_and_the_shards(folder: Path, case: str) -> None:
     """Within 5 % of the shards of both layouts and a bucket of 1/16 of the model. The embedding goes in slices."""
     for one in results(folder, case):
+        # Of the cache: keys and values of three layers, of a head of 16 at least.
+        assert one["token"] == 2 * 3 * max(1, 2 // CASES[case][1]) * 16 * 4
         assert one["shards"] < one["whole"] / CASES[case][1] * 1.1
         both = one["held"] + one["shards"]
         assert both + one["again"] <= (both + one["bucket"]) * 1.05
@@ -101,7 +103,6 @@ def test_a_member_that_is_lost_is_named(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(reason="the update after the first sync takes 223 MB where 212 MB are wanted", strict=True)
 def test_no_rank_has_the_whole_model(tmp_path: Path) -> None:
     """From loading to the second sync; a rank that asks for all weights is over the limit."""
     config = LlamaConfig(

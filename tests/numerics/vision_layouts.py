@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from quadriga.config import ActorConfig, Config, CriticConfig, Layout
 from quadriga.engines import process_group
 from quadriga.engines.batches import MicroBatching, Passes
-from quadriga.engines.fsdp.engine import FSDPEngine
+from quadriga.engines.fsdp.engine import FSDPEngine, Memory, Training
 from quadriga.engines.objectives import PolicyObjective, ValueObjective
 from quadriga.engines.parallel.processes import Processes
 from quadriga.engines.process_group import ProcessGroup
@@ -26,7 +26,6 @@ from quadriga.models.scorers import ValueScorer
 from quadriga.observe.metrics import reduce_metrics
 from quadriga.protocol import DataProto
 from quadriga.single_controller import WorkerPlace
-from quadriga.workers.base import build_engine
 from quadriga.workers.checkpoint import RoleCheckpoint
 from quadriga.workers.models import load_model, load_policy
 
@@ -63,7 +62,16 @@ def engine_of(folder: Path, layout: Layout, world: ProcessGroup, kind: str) -> F
     section = config.critic if is_critic else config.actor_rollout_ref.actor
     dtype = torch.bfloat16 if kind.endswith("bfloat16") else torch.float32
     model = config.critic.model if is_critic else config.actor_rollout_ref.model
-    return build_engine(loaded, section.fsdp_config, dtype, processes, name=kind, section=section, model=model)
+    return FSDPEngine(
+        loaded.scorer,
+        read=loaded.read,
+        dtype=dtype,
+        device=CPU,
+        processes=processes,
+        training=Training(section.optim, section.grad_clip, section.max_nonfinite_steps),
+        memory=Memory(gradient_checkpointing=model.enable_gradient_checkpointing),
+        name=kind,
+    )
 
 
 def own_rows(batch: DataProto, engine: FSDPEngine, rows: list[int], *, is_dealt: bool) -> DataProto:

@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from quadriga.config import Layout, ModelConfig
 from quadriga.engines import process_group
+from quadriga.engines.fsdp import sharded
 from quadriga.engines.fsdp.engine import FSDPEngine
 from quadriga.engines.parallel.processes import Processes
 from quadriga.engines.process_group import ProcessGroup
@@ -135,7 +136,7 @@ def tell(path: Path, value: object) -> None:
 
 
 def told(path: Path) -> dict:
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + 2000  # the ranks may have much to do before
     while not path.exists():
         assert time.monotonic() < deadline, path
         time.sleep(0.01)
@@ -191,4 +192,5 @@ def main(rank: int, folder: Path, ports: tuple[int, int]) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    sharded._GLOO_BYTES = 1 << 16  # larger tensors, of which the models have some, go by broadcasts
     main(int(sys.argv[1]), Path(sys.argv[2]), (int(sys.argv[3]), int(sys.argv[4])))

@@ -22,7 +22,7 @@ from quadriga.models.load import skeleton_causal_lm
 from quadriga.rollout import NativeEngine, SamplingParams
 from quadriga.rollout.group import RolloutGroup
 from quadriga.single_controller import WorkerPlace
-from quadriga.weight_sync import Exchange, ReshardedWeights
+from quadriga.weight_sync import ReshardedWeights
 from tests.numerics.conftest import ragged_batch
 from tests.numerics.layouts import learn
 from tests.numerics.rollout_groups import CPU, make_trainer, pieces
@@ -31,12 +31,22 @@ RANKS, SIZE, ACTIVATIONS = 4, 2, 4 << 20
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the memory of the tensors that are alive, at each operation. Raises MemoryError: it is over the limit."""
+    """Counts the memory of the tensors that are alive, at each operation, and where a storage is given other memory, as
+    FSDP does with gathered weights. Raises MemoryError: it is over the limit."""
 
     def __init__(self, limit: int) -> None:
         super().__init__()
         self.limit, self.total, self.peak = limit, 0, 0
         self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __enter__(self) -> "LiveBytes":
+        self._resize = torch.UntypedStorage.resize_
+        torch.UntypedStorage.resize_ = lambda storage, size: self._resized(storage, size)  # type: ignore[method-assign]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
@@ -44,17 +54,28 @@ class LiveBytes(TorchDispatchMode):
             if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type != "cpu":
                 continue
             # The rollout's weights in MKL's order, which generation makes of them on a CPU, have no storage to count.
-            if tensor.layout != torch.strided:
-                continue
-            storage = tensor.untyped_storage()
-            if (reference := StorageWeakRef(storage)).cdata not in self.alive:
-                self.alive[reference.cdata] = reference, storage.nbytes()
-                self.total += storage.nbytes()
+            if tensor.layout == torch.strided:
+                self._note(tensor.untyped_storage())
+        self._check(func)
+        return output
+
+    def _resized(self, storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        self._resize(storage, size)
+        self._note(storage)
+        self._check("a storage")
+        return storage
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        reference = StorageWeakRef(storage)
+        known, size = self.alive.get(reference.cdata), storage.nbytes()
+        self.total += size - (0 if known is None else known[1])
+        self.alive[reference.cdata] = (reference if known is None else known[0]), size
+
+    def _check(self, where: Any) -> None:
         if self.total > min(self.limit, self.peak):
             self.peak = max(self.peak, self.count())
         if self.total > self.limit:
-            raise MemoryError(f"{self.total} bytes of tensors are alive in {func}, expected at most {self.limit}")
-        return output
+            raise MemoryError(f"{self.total} bytes of tensors are alive in {where}, expected at most {self.limit}")
 
     def count(self) -> int:
         """Bytes that are alive."""
@@ -69,14 +90,14 @@ def main(rank: int, folder: Path, port: int) -> None:
     whole = sum(one.numel() for one in skeleton.parameters()) * 4
     bucket = whole // 16
     # Masters, gradients and two moments, and the shards of generation; a layer is gathered, with its gradient, while
-    # the next one comes and the last one goes; and what a micro-batch of some dozen tokens takes.
+    # the next one comes and the last one goes; and what a micro-batch of 24 tokens takes (3.6 MB, as counted).
     limit = 4 * whole // RANKS + whole // SIZE + bucket + 4 * unit + ACTIVATIONS
     world = process_group.join(WorkerPlace(rank, RANKS, master_port=port), CPU)
     group = RolloutGroup(rank, RANKS, SIZE, CPU)
     with LiveBytes(limit) as live:
         trainer = make_trainer(folder, Layout(dp_shard=RANKS), world)
         engine = NativeEngine(skeleton, group=group, dtype=torch.float32, eos_token_ids=(0,))
-        sync = ReshardedWeights(Exchange(rank, RANKS, CPU, bucket))
+        sync = ReshardedWeights(rank, RANKS, CPU, bucket)
         sync.publish(pieces(trainer), engine, 1)
         if group.is_leader:
             engine.generate_batch([[5, 6, 7]] * 2, [SamplingParams(3, seed=seed) for seed in range(2)])

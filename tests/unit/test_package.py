@@ -89,7 +89,7 @@ def test_doctor_and_installer_agree() -> None:
     """The least version of an extra that `quadriga doctor` accepts is the one that pip is asked for."""
     text = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
     extras = tomllib.loads(text)["project"]["optional-dependencies"]
-    floors = dict(wanted.split(">=") for wants in extras.values() for wanted in wants if ">=" in wanted)
+    floors = dict(wanted.split(",")[0].split(">=") for wants in extras.values() for wanted in wants if ">=" in wanted)
     for extra in EXTRAS:
         assert floors.get(extra.package) == extra.least, f"{extra.package}: {extra.least} in observe/probe.py"
 

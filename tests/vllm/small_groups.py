@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes that hold vLLM engines together; each writes what it found to a file of its number."""
+"""Four processes that train in one layout after the other, and hold vLLM engines together; each writes what it found to
+a file of its number.
+
+    python small_groups.py FOLDER TO SIZE
+
+FOLDER has the models "0" and "1"; SIZE is how many ranks an engine has.
+"""
 
 import asyncio
 import json
@@ -13,16 +19,28 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from transformers import AutoTokenizer
 
-from quadriga.config import load_config
+from quadriga.config import Layout, load_config
+from quadriga.engines.fsdp.engine import FSDPEngine
+from quadriga.engines.parallel.processes import Processes
+from quadriga.engines.process_group import ProcessGroup
+from quadriga.models.load import skeleton_causal_lm
+from quadriga.models.scorers import PolicyScorer
+from quadriga.models.weight_files import open_weights
 from quadriga.rollout.group import RolloutGroup
 from quadriga.rollout.interface import SamplingParams
 from quadriga.rollout.setup import EngineSetup
 from quadriga.rollout.vllm.engine import VLLMEngine
 from quadriga.weight_sync import CopiedWeights
-from small_models import greedy, model
+from small_models import greedy, wide_model
 
 PROMPTS = [[5, 6, 7], [8], [5, 6, 7], [9, 10, 11, 12, 13], [2 + number * 7 % 250 for number in range(200)]]
-SIZE = 2
+RANKS, CPU = 4, torch.device("cpu")
+VERSIONS = (
+    (Layout(dp_shard=4), 0),
+    (Layout(dp_shard=2, tp=2), 1),
+    (Layout(tp=2, pp=2), 0),
+)
+"""Of each publication the training layout, and the number of the model."""
 
 
 def lead(engine: VLLMEngine, work: Callable[[], Any]) -> Any:
@@ -58,27 +76,39 @@ async def joining(engine: VLLMEngine) -> list[list[int]]:
     return found
 
 
+def trainer(path: Path, layout: Layout, rank: int) -> FSDPEngine:
+    """The weights in float32, in the shards of a layout."""
+    return FSDPEngine(
+        PolicyScorer(skeleton_causal_lm(path)),
+        read=open_weights(path).read,
+        dtype=torch.float32,
+        device=CPU,
+        processes=Processes.arrange(ProcessGroup(rank, RANKS, CPU), layout),
+    )
+
+
 def rank_main(rank: int, size: int, folder: str, store: str) -> None:
     """One rank: what it found stands in the file of its number."""
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
-    group = RolloutGroup(rank, size, SIZE, torch.device("cpu"))
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+    group = RolloutGroup(rank, RANKS, size, CPU)
     sizes = {"name": "vllm", "max_model_len": 320, "max_num_seqs": 32, "max_num_batched_tokens": 1024}
-    sizes |= {"cache_gigabytes": 1 / 32, "tensor_model_parallel_size": SIZE}
+    sizes |= {"cache_gigabytes": 1 / 32, "tensor_model_parallel_size": size}
     words = [f"actor_rollout_ref.rollout.{key}={value}" for key, value in sizes.items()]
-    config = load_config([*words, f"actor_rollout_ref.model.path={folder}"]).config
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    setup = EngineSetup(config, tokenizer, {"block_size": 32}, torch.device("cpu"), torch.float32, group=group)
+    config = load_config([*words, f"actor_rollout_ref.model.path={folder}/0"]).config
+    tokenizer = AutoTokenizer.from_pretrained(f"{folder}/0")
+    setup = EngineSetup(config, tokenizer, {"block_size": 32}, CPU, torch.float32, group=group)
     engine = VLLMEngine.from_config(setup)
+    engine.is_load_stable = True
     found: dict[str, Any] = {"description": engine.description, "versions": []}
     params = [SamplingParams(max_tokens=24, seed=11 * row) for row in range(len(PROMPTS))]
     likeliest = [SamplingParams(max_tokens=24, temperature=0.0)] * len(PROMPTS)
-    for version, seed in enumerate((0, 1, 0), start=1):
+    for version, (layout, number) in enumerate(VERSIONS, start=1):
         engine.sleep()
-        CopiedWeights().publish(model(seed).named_parameters(), engine, version)
+        CopiedWeights().publish(trainer(Path(folder, str(number)), layout, rank).weights(), engine, version)
         engine.wake()
         whole = lead(engine, lambda: engine.generate_batch(PROMPTS, likeliest))
         if whole is not None:
-            expected = [greedy(model(seed), prompt, 24) for prompt in PROMPTS]
+            expected = [greedy(wide_model(number), prompt, 24) for prompt in PROMPTS]
             worst = max(
                 abs(mine - theirs)
                 for one, (_, log_probs) in zip(whole, expected, strict=True)
@@ -96,4 +126,4 @@ def rank_main(rank: int, size: int, folder: str, store: str) -> None:
 
 if __name__ == "__main__":
     folder, to, size = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
-    mp.start_processes(rank_main, (size, folder, str(to / "store")), size, start_method="spawn")
+    mp.start_processes(rank_main, (size, folder, str(to / "store")), RANKS, start_method="spawn")

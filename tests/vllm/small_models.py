@@ -11,14 +11,14 @@ EOS = 1
 VOCAB = 256
 
 
-def model(seed: int, *, is_tied: bool = True) -> PreTrainedModel:
+def model(seed: int, *, is_tied: bool = True, num_heads: int = 2, width: int = 96) -> PreTrainedModel:
     """Random, and decided enough that rounding does not choose tokens. vLLM's CPU kernels want heads of 32 or more."""
     torch.manual_seed(seed)
     config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=96,
+        hidden_size=32 * num_heads,
+        intermediate_size=width,
         num_hidden_layers=2,
-        num_attention_heads=2,
+        num_attention_heads=num_heads,
         num_key_value_heads=2,
         vocab_size=VOCAB,
         initializer_range=0.2,
@@ -29,6 +29,11 @@ def model(seed: int, *, is_tied: bool = True) -> PreTrainedModel:
         tie_word_embeddings=is_tied,
     )
     return LlamaForCausalLM(config).eval()
+
+
+def wide_model(seed: int) -> PreTrainedModel:
+    """One that four ranks may share, which then repeat its key-value heads."""
+    return model(seed, num_heads=4, width=192)
 
 
 def save(one: PreTrainedModel, folder: Path) -> str:

@@ -11,6 +11,7 @@ Legend: M predicted tokens of a packed micro-batch; [out, in] a projection, [V, 
 rank of an adapter.
 """
 
+import math
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
@@ -26,15 +27,16 @@ from transformers import PreTrainedModel
 from quadriga.config import OptimConfig
 from quadriga.engines.fsdp.offload import ActivationsOnHost, MappedFile, PinnedCopy
 from quadriga.engines.fsdp.replicated import ReplicatedWeights
-from quadriga.engines.fsdp.sharded import Memory, ReadWeight, ShardedWeights, shard
+from quadriga.engines.fsdp.sharded import Memory, PartialWeights, ReadWeight, ShardedWeights, shard
 from quadriga.engines.packing import LossFunction, Outputs
 from quadriga.engines.parallel.pipeline import Stage
 from quadriga.engines.parallel.processes import ONE_PROCESS, Processes
 from quadriga.errors import EngineError
 from quadriga.models.adapter_files import base_name, is_factor, merged
+from quadriga.models.architecture import is_packed, length_limit
 from quadriga.models.attention import PackedBatch
 from quadriga.models.flops import model_cost
-from quadriga.models.lora import adapter_of
+from quadriga.models.lora import adapter_of, describe_adapter
 from quadriga.models.scorers import Question, Scorer
 from quadriga.models.vision import ImageTokens, unseen_image
 from quadriga.observe.machine import is_in_memory, release_free_memory
@@ -76,6 +78,8 @@ class FSDPEngine:
         model: as this rank has it; its configuration is that of the whole.
         has_replicated_weights: whether `model` has all weights on this rank, so that other roles of the process
             can compute with it.
+        adapter: the adapter of the whole model in words; empty: there is none.
+        packs_up_to: rows of at most so many tokens are computed together, longer ones alone.
         image_tokens: how images stand in prompts; None: a text model.
         copying: work that reads the tensors of `state`; an optimizer step waits for it.
         resting: what leaves the device between phases, by kind: `weights`, `masters`, `optimizer`; and of what is kept
@@ -107,29 +111,23 @@ class FSDPEngine:
         self.cost, self.image_tokens = model_cost(model), ImageTokens.of(model.config)
         self.output_names = scorer.output_names
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        self.adapter = describe_adapter(model) if adapter_of(model) else ""
         self.num_nonfinite_steps = torch.zeros((), dtype=torch.int64)
         self.copying: Future[None] | None = None
         self.resting: dict[str, MappedFile | PinnedCopy] = {}
         self.asleep: set[str] = set()
         self.frees_gradients = self._is_changed = False
+        self.packs_up_to = (length_limit(model.config) or math.inf) if is_packed(model) else 0
         for module in model.modules():
-            if isinstance(module, nn.Dropout):
-                # With dropout the log-probs of a policy's own tokens would not be its own.
-                module.p = 0.0
+            # With dropout the log-probs of a policy's own tokens would not be its own.
+            names = [name for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)]
+            for name in ["p"] if isinstance(module, nn.Dropout) else names:
+                setattr(module, name, 0.0)
         if training is None:
             model.requires_grad_(False)
-        if self.has_replicated_weights:
-            self.parameters: ReplicatedWeights | ShardedWeights = ReplicatedWeights(
-                scorer,
-                model,
-                dtype,
-                processes.replicas,
-                steps_on_host=self.memory.offload_weights and device.type == "cuda",
-            )
-        else:
-            self.parameters = shard(scorer, read, dtype, processes, self.memory)
+        self.stage: Any = None
+        self.parameters: ReplicatedWeights | PartialWeights = self._arranged(read)
         self._require_equal_replicas()
-        self.stage = self.parameters.root if isinstance(self.parameters.root, Stage) else None
         if training is None:
             return
         self._masters = [self.parameters.masters[name] for name in self.parameters.trained]
@@ -145,6 +143,15 @@ class FSDPEngine:
         self.activations = ActivationsOnHost(scorer) if offloads else None
         if self.memory.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def _arranged(self, read: ReadWeight | None) -> "ReplicatedWeights | PartialWeights":
+        """The parameters as this rank has them."""
+        if not self.has_replicated_weights:
+            weights = shard(self.scorer, read, self.dtype, self.processes, self.memory)
+            self.stage = weights.root if isinstance(weights.root, Stage) else None
+            return weights
+        offloads = self.memory.offload_weights and self.device.type == "cuda"
+        return ReplicatedWeights(self.scorer, self.model, self.dtype, self.replicas, steps_on_host=offloads)
 
     @torch.no_grad()
     def forward(self, batches: Sequence[PackedBatch], question: Question) -> list[Outputs]:
@@ -184,7 +191,7 @@ class FSDPEngine:
         """Micro-batches as all ranks need them: as many everywhere, tokens in multiples, fillers at the end."""
         number, layout = max(self.replicas.gather(len(work))), self.processes.layout
         if number and self.stage is not None:
-            number = max(number, layout.pp)
+            number = self._number(number)
         multiple = layout.sp * layout.tp
         fillers = [(PackedBatch.filler(self.device), _nothing)] * (number - len(work))
         all_work = [
@@ -197,6 +204,10 @@ class FSDPEngine:
             (batch if batch.images else replace(batch, images=unseen_image(self.model, self.device)), loss)
             for batch, loss in all_work
         ]
+
+    def _number(self, number: int) -> int:
+        """How many micro-batches a pipeline takes in place of this many."""
+        return max(number, self.processes.layout.pp)
 
     @property
     def moment_bytes(self) -> int:
@@ -224,8 +235,7 @@ class FSDPEngine:
             self.optimizer.step()
             if training.optim.master_dtype == "bfloat16":
                 self._round_masters()
-            if isinstance(weights, ReplicatedWeights):
-                weights.refresh_compute()
+            weights.refresh_compute()
         else:
             self.num_nonfinite_steps += 1
         if not is_finite and self.num_nonfinite_steps >= training.max_nonfinite_steps:
@@ -292,6 +302,9 @@ class FSDPEngine:
                 for kind in _MOMENTS:
                     state[f"optimizer.{kind}.{whole}"] = weights.distributed(name, moments[kind])
                 state[f"optimizer.step.{whole}"] = moments["step"]
+        part = "frozen" if has_adapter else "model"
+        if part in contents:
+            state |= {f"{part}.{name}": buffer for name, buffer in weights.buffers.items()}
         if "optimizer" in contents:
             state["optimizer.nonfinite_steps"] = self.num_nonfinite_steps
         return state
@@ -299,7 +312,7 @@ class FSDPEngine:
     def state_was_loaded(self, contents: frozenset[str]) -> None:
         """The tensors of `state` were written to."""
         self._is_changed = True
-        if "model" in contents and isinstance(self.parameters, ReplicatedWeights):
+        if "model" in contents:
             self.parameters.refresh_compute()
             self._require_equal_replicas()
 
@@ -354,7 +367,7 @@ class FSDPEngine:
 
     def sleep(self) -> None:
         """Let all rest that may."""
-        if self.frees_gradients and isinstance(self.parameters, ReplicatedWeights):
+        if self.frees_gradients:
             self.parameters.sums.clear()
         if not self.resting:
             return

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from quadriga.engines.process_group import ProcessGroup
+from quadriga.models.weight_names import weight_buffers
 
 
 class ReplicatedWeights:
@@ -28,6 +29,7 @@ class ReplicatedWeights:
     Attributes:
         parameters, masters: [...] by name.
         names: of the parameters in the whole model: their own.
+        buffers: those that belong to the weights, [...] by name.
         sums: gradients [...] in float32, of the parameters that are not masters themselves.
     """
 
@@ -42,6 +44,7 @@ class ReplicatedWeights:
     ) -> None:
         self.root, self.replicas = root, replicas
         self.parameters: dict[str, nn.Parameter] = dict(module.named_parameters())
+        self.buffers = weight_buffers(module)
         self.names = {name: name for name in self.parameters}
         self.trained = [name for name, parameter in self.parameters.items() if parameter.requires_grad]
         self.masters: dict[str, torch.Tensor] = {}
@@ -112,10 +115,10 @@ class ReplicatedWeights:
         return ((name, (0,) * tensor.dim(), tensor) for name, tensor in self.whole())
 
     def whole(self, wanted: Callable[[str], bool] = lambda name: True) -> Iterator[tuple[str, torch.Tensor]]:
-        """The parameters [...] in the compute dtype; those whose names are `wanted`."""
-        for name, parameter in self.parameters.items():
+        """The parameters [...] in the compute dtype, and the buffers; those whose names are `wanted`."""
+        for name, tensor in (*self.parameters.items(), *self.buffers.items()):
             if wanted(name):
-                yield name, parameter.detach()
+                yield name, tensor.detach()
 
 
 def _add_to(sums: dict[str, torch.Tensor], name: str, parameter: torch.Tensor) -> None:

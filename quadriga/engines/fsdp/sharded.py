@@ -4,6 +4,7 @@
     whole      [V, D]           as it stands in files; on "meta" here, no rank has two whole ones at a time
     pp, tp     [V/tp, D]        a plain tensor: what the modules compute with (`parallel/tensor.py`)
     fsdp       [V/tp/fsdp, D]   float32, at rest: what the optimizer works on (`fully_shard`)
+    ep, edp    of experts [E, ...], with expert parallelism, in the places of tp and fsdp
 
 `fully_shard` gathers a layer's parts in the compute dtype before it computes, and adds their gradients up in float32
 afterwards, each rank receiving the sum of its part. The masters here are these parts as plain tensors, so the
@@ -17,6 +18,7 @@ arXiv:2304.11277
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,17 +28,21 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PreTrainedModel
 
+from quadriga.engines.parallel.experts import share_experts
 from quadriga.engines.parallel.pipeline import Stage, keep_stage, layers_of_stage
 from quadriga.engines.parallel.processes import Processes
 from quadriga.engines.parallel.sharing import SharedTokens
 from quadriga.engines.parallel.tensor import share_layers
 from quadriga.engines.process_group import ProcessGroup
 from quadriga.errors import EngineError
+from quadriga.models.architecture import backbone
+from quadriga.models.experts import mixtures
 from quadriga.models.heads import all_gather_single
-from quadriga.models.load import backbone
 from quadriga.models.scorers import Scorer
+from quadriga.models.weight_names import weight_buffers
 from quadriga.partition import part_of
 
+_GLOO_BYTES = 16 << 20
 _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\..*")
 
 ReadWeight = Callable[[str], torch.Tensor]
@@ -57,11 +63,13 @@ class Memory:
 
 @dataclass(frozen=True)
 class WholeParameter:
-    """A parameter of the whole model: its shape, its stage, and whether the first and the last stage both have it."""
+    """A parameter of the whole model: its shape, its stage, and whether the first and the last stage both have it; or a
+    buffer, with its dtype, which is whole on every rank of its stage."""
 
     shape: torch.Size
     stage: int
-    is_shared: bool
+    is_shared: bool = False
+    dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -71,10 +79,156 @@ class Part:
     name: str  # in the whole model
     tensor_dimension: int | None  # cut by tensor parallelism; None: whole on every rank of a tp group
     is_copy: bool  # the first stage has the same parameter
+    is_divided: bool = False  # experts, cut in the first dimension by expert parallelism
 
 
-class ShardedWeights:
-    """The parameters of this rank's layers. Attributes and methods are those of `ReplicatedWeights`.
+class PartialWeights:
+    """The parameters of the whole model that this rank has parts of, whatever computes with them.
+
+    Args:
+        parts: by this rank's names.
+        whole: all parameters of the whole model, in its order.
+
+    Attributes:
+        names: of the parts, in the whole model.
+        masters: float32 [V/tp/fsdp, D] by this rank's names.
+        trained: the names of those with gradients.
+        sums: gradients in float32 that are added up beside a narrower parameter.
+        buffers: those that belong to the weights, [...] by name.
+    """
+
+    masters: dict[str, torch.Tensor]
+    trained: list[str]
+
+    def __init__(
+        self, processes: Processes, dtype: torch.dtype, parts: Mapping[str, Part], whole: Mapping[str, WholeParameter]
+    ) -> None:
+        assert processes.storage is not None, "one rank has replicated weights"
+        self.processes, self.dtype, self.all, self.parts = processes, dtype, whole, dict(parts)
+        self.names = {name: part.name for name, part in parts.items()}
+        self.sums: dict[str, torch.Tensor] = {}
+        self.buffers: dict[str, torch.Tensor] = {}
+
+    def part(self, name: str) -> torch.Tensor:
+        """What this rank has [V/tp/fsdp, D] of a parameter."""
+        return self.masters[name]
+
+    def grad_norm(self) -> torch.Tensor:
+        """The norm [] of the whole gradient, float32, the same on all ranks."""
+        layout = self.processes.layout
+        total = torch.zeros((), dtype=torch.float64, device=self.processes.world.device)
+        for name in self.trained:
+            part = self.parts[name]
+            square = torch.linalg.vector_norm(self.masters[name].grad, dtype=torch.float64).square()
+            copies: float = layout.tp if part.tensor_dimension is None else 1
+            if part.is_divided:
+                copies = self.processes.experts["dp_replicate"].size() / layout.dp_replicate
+            if not part.is_copy:
+                total += square.to(total.device) / copies
+        dist.all_reduce(total)
+        # Each copy of the weights has counted once.
+        return (total / layout.dp_replicate).sqrt().float()
+
+    def _axes(self, part: Part) -> tuple[int | None, DeviceMesh, DeviceMesh]:
+        """The dimension in which ranks cut a parameter, these ranks, and those that cut its parts in the first one."""
+        if part.is_divided:
+            return 0, self.processes.experts["ep"], self.processes.experts["edp"]
+        return part.tensor_dimension, self.processes.storage["tp"], self.processes.storage["fsdp"]
+
+    def _part_shape(self, name: str) -> list[int]:
+        """[V/tp, D]."""
+        part = self.parts[name]
+        (dimension, outer, _), shape = self._axes(part), list(self.all[part.name].shape)
+        if dimension is not None:
+            shape[dimension] = part_of(shape[dimension], outer.size(), outer.get_local_rank())[1]
+        return shape
+
+    def _join_copies(self, alike: Sequence[str]) -> None:
+        """Add up the masters' gradients of what the ranks of a tp group hold `alike` and have each seen a part of, and
+        of what the first and the last stage both have."""
+        layout, processes, device = self.processes.layout, self.processes, self.processes.world.device
+        if layout.tp > 1:
+            gradients = [self.masters[name].grad for name in alike]
+            # Those of masters on the host travel by the device.
+            sums = [gradient.to(device) for gradient in gradients]
+            ProcessGroup(processes.place.tp, layout.tp, device, processes.group("tp")).add_up(sums)
+            for gradient, total in zip(gradients, sums, strict=True):
+                gradient.copy_(total)
+        shared = [name for name in self.trained if self.all[self.names[name]].is_shared] if layout.pp > 1 else []
+        for gradient in (self.masters[name].grad for name in shared):
+            # The first and the last stage each send their own to the other.
+            group = processes.group("pp")
+            peer = dist.get_global_rank(group, layout.pp - 1 if processes.is_first_stage else 0)
+            other = torch.empty_like(gradient, device=device)
+            sent = dist.P2POp(dist.isend, gradient.to(device).contiguous(), peer, group)
+            for work in dist.batch_isend_irecv([sent, dist.P2POp(dist.irecv, other, peer, group)]):
+                work.wait()
+            gradient.add_(other.to(gradient.device))
+
+    def distributed(self, name: str, local: torch.Tensor) -> torch.Tensor:
+        """A part [V/tp/fsdp, D] of this rank, a master or a moment, as the DTensor [V, D] that it is a part of."""
+        part, shape = self.parts[name], self.all[self.parts[name].name].shape
+        tensor = Replicate() if part.tensor_dimension is None else Shard(part.tensor_dimension)
+        stride = torch.empty(shape, device="meta").stride()
+        mesh, places = self.processes.storage["dp_replicate", "tp", "fsdp"], [Replicate(), tensor, Shard(0)]
+        if part.is_divided:
+            mesh, places = self.processes.experts["dp_replicate", "ep", "edp"], [Replicate(), Shard(0), Shard(0)]
+        described = DTensor.from_local(local.to("meta"), mesh, places, run_check=False, shape=shape, stride=stride)
+        # Not `from_local`, which copies to the mesh's device what is kept on the host: writes would go to the copy.
+        return DTensor(local, described._spec, requires_grad=False)
+
+    def whole(self, wanted: Callable[[str], bool] = lambda name: True) -> Iterator[tuple[str, torch.Tensor]]:
+        """Parameters [V, D] of the whole model in the compute dtype, one after the other, on every rank; then buffers.
+
+        No more than one of them and its parts are held here at a time; those whose names are not `wanted` are not
+        gathered.
+        """
+        here = {part.name: name for name, part in self.parts.items() if not part.is_copy}
+        device = self.processes.world.device
+        for name, whole in ((name, whole) for name, whole in self.all.items() if wanted(name)):
+            if name in here:
+                tensor = self.part(here[name]).to(device, self.dtype)
+                dimension, outer, inner = self._axes(self.parts[here[name]])
+                tensor = _joined(tensor, inner, 0, self._part_shape(here[name]))
+                if dimension is not None:
+                    tensor = _joined(tensor, outer, dimension, whole.shape)
+            elif name in self.buffers:
+                tensor = self.buffers[name].clone()
+            else:
+                tensor = torch.empty(whole.shape, dtype=whole.dtype or self.dtype, device=device)
+            if self.processes.layout.pp > 1:
+                dist.broadcast(tensor, group=self.processes.group("pp"), group_src=whole.stage)
+            yield name, tensor
+            del tensor  # before the next one is there
+
+    def pieces(self) -> Iterator[tuple[str, tuple[int, ...], torch.Tensor]]:
+        """Of each parameter that this rank has a part of, where the part starts in the whole [V, D], and its memory."""
+        for name, part in self.parts.items():
+            if not part.is_copy:
+                yield part.name, self._box(name)[0], self.part(name)
+
+    def _box(self, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Where this rank's part of a parameter starts in the whole, and its shape."""
+        part = self.parts[name]
+        (dimension, outer, inner), shape = self._axes(part), list(self.all[part.name].shape)
+        start = [0] * len(shape)
+        if dimension is not None:
+            start[dimension], shape[dimension] = part_of(shape[dimension], outer.size(), outer.get_local_rank())
+        inside, shape[0] = part_of(shape[0], inner.size(), inner.get_local_rank())
+        start[0] += inside
+        return tuple(start), tuple(shape)
+
+    def _piece(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        expected, where = self.all[self.parts[name].name].shape, f"weight {self.parts[name].name}"
+        if whole.shape != expected:
+            raise EngineError(where, got=f"shape {tuple(whole.shape)}", expected=f"{tuple(expected)}")
+        for dim, (start, size) in enumerate(zip(*self._box(name), strict=True)):
+            whole = whole.narrow(dim, start, size)
+        return whole
+
+
+class ShardedWeights(PartialWeights):
+    """The parameters of this rank's layers, sharded by FSDP2.
 
     Args:
         root: the module that computes, the scorer or a pipeline's stage; sharded here.
@@ -95,14 +249,12 @@ class ShardedWeights:
         whole: Mapping[str, WholeParameter],
         memory: Memory,
     ) -> None:
-        assert processes.storage is not None, "one rank has replicated weights"
-        self.processes, self.dtype, self.all, self.parts = processes, dtype, whole, dict(parts)
-        self.names = {name: part.name for name, part in parts.items()}
+        super().__init__(processes, dtype, parts, whole)
         self.root, device = root, processes.world.device
         # On a CPU weights are where they would be offloaded to.
         offloads = memory.offload_weights and device.type == "cuda"
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        self._shard(model, offloads=offloads, reshards=memory.reshard_after_forward)
+        self._shard(model, device, offloads=offloads, reshards=memory.reshard_after_forward)
         self.root.to_empty(device="cpu" if offloads else device)
         for name, buffer in buffers.items():
             model.get_buffer(name).copy_(buffer)
@@ -110,22 +262,28 @@ class ShardedWeights:
             parent, _, last = name.rpartition(".")
             setattr(model.get_submodule(parent), last, model.get_buffer(name).to(device))
         self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
+        self.buffers = weight_buffers(model)
         self.trained = [name for name, parameter in self.parameters.items() if parameter.requires_grad]
         self.masters = {name: parameter.to_local().detach() for name, parameter in self.parameters.items()}
         with torch.no_grad():
             for name, master in self.masters.items():
                 master.copy_(self._piece(name, read(self.names[name])))
 
-    def _shard(self, model: PreTrainedModel, *, offloads: bool, reshards: bool) -> None:
+    def _shard(self, model: PreTrainedModel, device: torch.device, *, offloads: bool, reshards: bool) -> None:
         storage, is_replicated = self.processes.storage, self.processes.layout.dp_replicate > 1
         # A hidden state that a layer returns is in the compute dtype already; the outputs of the root stay float32.
         policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-        options = {
+        options: dict[str, Any] = {
             "mesh": storage["dp_replicate", "fsdp"] if is_replicated else storage["fsdp"],
             "mp_policy": policy,
             "reshard_after_forward": reshards,
             "offload_policy": CPUOffloadPolicy() if offloads else OffloadPolicy(),
         }
+        if self.processes.layout.ep > 1:
+            divided = self.processes.experts
+            mesh = divided["dp_replicate", "edp"] if is_replicated else divided["edp"]
+            for mixture in mixtures(model):
+                fully_shard(mixture.experts, **options | {"mesh": mesh})
         blocks = set(model._no_split_modules or ())
         for module in model.modules():
             if type(module).__name__ in blocks:
@@ -136,6 +294,9 @@ class ShardedWeights:
                 # Losses are normalised over all rows beforehand, so gradients are added up and never averaged.
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
+                if device.type == "cpu":
+                    # Gloo gathers nothing while others compute: the layer to come would only take memory earlier.
+                    module.set_modules_to_backward_prefetch([module])
 
     def attach_gradients(self) -> None:
         """Hand the gradients [V/tp/fsdp, D] to the masters; zeros where there are none."""
@@ -145,38 +306,11 @@ class ShardedWeights:
             if local.data_ptr() != master.data_ptr():
                 raise EngineError(f"parameter {name}", got="other memory than when it was sharded", expected="the same")
             master.grad = torch.zeros_like(master) if parameter.grad is None else parameter.grad.to_local()
-        # Those of what several ranks hold alike, and have each seen a part of, are added up.
-        layout, processes, device = self.processes.layout, self.processes, self.processes.world.device
-        if layout.tp > 1:
-            alike = [self.masters[name].grad for name in self.trained if self.parts[name].tensor_dimension is None]
-            # Those of masters on the host travel by the device.
-            sums = [gradient.to(device) for gradient in alike]
-            ProcessGroup(processes.place.tp, layout.tp, device, processes.group("tp")).add_up(sums)
-            for gradient, total in zip(alike, sums, strict=True):
-                gradient.copy_(total)
-        shared = [name for name in self.trained if self.all[self.names[name]].is_shared] if layout.pp > 1 else []
-        for gradient in (self.masters[name].grad for name in shared):
-            # The first and the last stage each send their own to the other.
-            group = processes.group("pp")
-            peer = dist.get_global_rank(group, layout.pp - 1 if processes.is_first_stage else 0)
-            other = torch.empty_like(gradient, device=device)
-            sent = dist.P2POp(dist.isend, gradient.to(device).contiguous(), peer, group)
-            for work in dist.batch_isend_irecv([sent, dist.P2POp(dist.irecv, other, peer, group)]):
-                work.wait()
-            gradient.add_(other.to(gradient.device))
+        # Those of what several ranks hold alike have each seen a part of the tokens or heads.
+        self._join_copies([name for name in self.trained if self.parts[name].tensor_dimension is None])
 
-    def grad_norm(self) -> torch.Tensor:
-        """The norm [] of the whole gradient, float32, the same on all ranks."""
-        layout = self.processes.layout
-        total = torch.zeros((), dtype=torch.float64, device=self.processes.world.device)
-        for name in self.trained:
-            part = self.parts[name]
-            square = torch.linalg.vector_norm(self.masters[name].grad, dtype=torch.float64).square()
-            if not part.is_copy:
-                total += square.to(total.device) / (layout.tp if part.tensor_dimension is None else 1)
-        dist.all_reduce(total)
-        # Each copy of the weights has counted once.
-        return (total / layout.dp_replicate).sqrt().float()
+    def refresh_compute(self) -> None:
+        """Nothing: FSDP gathers what computes from the masters [V/tp/fsdp, D] itself."""
 
     def clear_gradients(self) -> None:
         """Forget all gradients."""
@@ -201,66 +335,6 @@ class ShardedWeights:
         for name, parameter in self.parameters.items():
             self.masters[name].data = parameter.to_local().detach()
 
-    def distributed(self, name: str, local: torch.Tensor) -> torch.Tensor:
-        """A part [V/tp/fsdp, D] of this rank, a master or a moment, as the DTensor [V, D] that it is a part of."""
-        part, shape = self.parts[name], self.all[self.parts[name].name].shape
-        tensor = Replicate() if part.tensor_dimension is None else Shard(part.tensor_dimension)
-        stride = torch.empty(shape, device="meta").stride()
-        mesh = self.processes.storage["dp_replicate", "tp", "fsdp"]
-        places = [Replicate(), tensor, Shard(0)]
-        described = DTensor.from_local(local.to("meta"), mesh, places, run_check=False, shape=shape, stride=stride)
-        # Not `from_local`, which copies to the mesh's device what is kept on the host: writes would go to the copy.
-        return DTensor(local, described._spec, requires_grad=False)
-
-    def whole(self, wanted: Callable[[str], bool] = lambda name: True) -> Iterator[tuple[str, torch.Tensor]]:
-        """Parameters [V, D] of the whole model in the compute dtype, one after the other, on every rank.
-
-        No more than one of them and its parts are held here at a time; those whose names are not `wanted` are not
-        gathered.
-        """
-        here = {part.name: name for name, part in self.parts.items() if not part.is_copy}
-        device, tp, storage = self.processes.world.device, self.processes.layout.tp, self.processes.storage
-        for name, whole in ((name, whole) for name, whole in self.all.items() if wanted(name)):
-            if name in here:
-                tensor = self.masters[here[name]].to(device, self.dtype)
-                dimension, cut = self.parts[here[name]].tensor_dimension, list(whole.shape)
-                if dimension is not None:
-                    _, cut[dimension] = part_of(whole.shape[dimension], tp, self.processes.place.tp)
-                tensor = _joined(tensor, storage["fsdp"], 0, cut)
-                if dimension is not None:
-                    tensor = _joined(tensor, storage["tp"], dimension, whole.shape)
-            else:
-                tensor = torch.empty(whole.shape, dtype=self.dtype, device=device)
-            if self.processes.layout.pp > 1:
-                dist.broadcast(tensor, group=self.processes.group("pp"), group_src=whole.stage)
-            yield name, tensor
-            del tensor  # before the next one is there
-
-    def pieces(self) -> Iterator[tuple[str, tuple[int, ...], torch.Tensor]]:
-        """Of each parameter that this rank has a part of, where the part starts in the whole [V, D], and its memory."""
-        for name, part in self.parts.items():
-            if not part.is_copy:
-                yield part.name, self._box(name)[0], self.masters[name]
-
-    def _box(self, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Where this rank's part of a parameter starts in the whole, and its shape."""
-        part, place, layout = self.parts[name], self.processes.place, self.processes.layout
-        shape = list(self.all[part.name].shape)
-        start = [0] * len(shape)
-        if (dimension := part.tensor_dimension) is not None:
-            start[dimension], shape[dimension] = part_of(shape[dimension], layout.tp, place.tp)
-        inside, shape[0] = part_of(shape[0], layout.fsdp, place.dp_shard * layout.sp + place.sp)
-        start[0] += inside
-        return tuple(start), tuple(shape)
-
-    def _piece(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        expected, where = self.all[self.parts[name].name].shape, f"weight {self.parts[name].name}"
-        if whole.shape != expected:
-            raise EngineError(where, got=f"shape {tuple(whole.shape)}", expected=f"{tuple(expected)}")
-        for dim, (start, size) in enumerate(zip(*self._box(name), strict=True)):
-            whole = whole.narrow(dim, start, size)
-        return whole
-
 
 def _joined(part: torch.Tensor, mesh: DeviceMesh, dimension: int, shape: Sequence[int]) -> torch.Tensor:
     """A tensor from the parts that the ranks of a mesh have, sent to where they belong in it."""
@@ -269,7 +343,9 @@ def _joined(part: torch.Tensor, mesh: DeviceMesh, dimension: int, shape: Sequenc
         return part
     whole = torch.empty(shape, dtype=part.dtype, device=part.device)
     sizes = [part_of(shape[dimension], mesh.size(), sender)[1] for sender in range(mesh.size())]
-    if dimension == 0 and len(set(sizes)) == 1:
+    # Gloo takes as much memory again for what it gathers at once.
+    is_small = whole.nbytes <= _GLOO_BYTES or part.device.type != "cpu"
+    if dimension == 0 and len(set(sizes)) == 1 and is_small:
         all_gather_single(whole, part.contiguous(), group=group)
         return whole
     for sender, place in enumerate(whole.split(sizes, dimension)):
@@ -309,15 +385,19 @@ def shard(
     whole = _describe(model, processes)
     vocabulary = model.get_input_embeddings().num_embeddings
     cut = share_layers(model, processes.group("tp")) if layout.tp > 1 else {}
+    divided = share_experts(model, processes.experts.get_group("ep")) if processes.experts is not None else set()
     copies = keep_stage(model, processes) if layout.pp > 1 else {}
-    parts = {name: Part(copies.get(name, name), cut.get(name), name in copies) for name, _ in model.named_parameters()}
+    parts = {
+        name: Part(copies.get(name, name), cut.get(name), name in copies, name in divided)
+        for name, _ in model.named_parameters()
+    }
     scorer.sharing = SharedTokens(processes, vocabulary)
     root = Stage(scorer, processes, dtype) if layout.pp > 1 else scorer
     return ShardedWeights(root, model, parts, read, dtype=dtype, processes=processes, whole=whole, memory=memory)
 
 
 def _describe(model: PreTrainedModel, processes: Processes) -> Mapping[str, WholeParameter]:
-    """The parameters of the whole model, and the stage of each."""
+    """The parameters of the whole model and the buffers that belong to its weights, and the stage of each."""
     num_stages = processes.layout.pp
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     is_tied = isinstance(head, nn.Linear) and head.weight is table.weight
@@ -333,4 +413,8 @@ def _describe(model: PreTrainedModel, processes: Processes) -> Mapping[str, Whol
         is_table, layer = id(parameter) in of_table, _LAYER.fullmatch(name)
         stage = 0 if is_table else stages.get(int(layer[1]), 0) if layer else num_stages - 1
         described[name] = WholeParameter(parameter.shape, stage, num_stages > 1 and is_tied and is_table)
+    for name, buffer in weight_buffers(model).items():
+        layer = _LAYER.fullmatch(name)
+        stage = stages.get(int(layer[1]), 0) if layer else num_stages - 1
+        described[name] = WholeParameter(buffer.shape, stage, dtype=buffer.dtype)
     return described

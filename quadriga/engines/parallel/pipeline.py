@@ -24,8 +24,8 @@ from transformers import PreTrainedModel
 from quadriga.engines.packing import LossFunction, Outputs
 from quadriga.engines.parallel.processes import Processes
 from quadriga.errors import EngineError
+from quadriga.models.architecture import backbone
 from quadriga.models.attention import PackedBatch
-from quadriga.models.load import backbone
 from quadriga.models.scorers import Question, Scorer
 
 
@@ -81,6 +81,10 @@ def keep_stage(model: PreTrainedModel, processes: Processes) -> Mapping[str, str
         if hasattr(model, "value_head"):
             model.value_head = nn.Identity()
     if not processes.is_first_stage:
+        # What the first stage has multiplied its embeddings with.
+        for name in ("embedding_multiplier", "embedding_scale"):
+            if hasattr(base, name):
+                setattr(base, name, 1.0)
         model.set_input_embeddings(nn.Identity())
     return tied if processes.is_last_stage and not processes.is_first_stage else {}
 

@@ -15,14 +15,17 @@ of sequence parallelism, H query heads, K key-value heads.
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from quadriga.engines.parallel.processes import Processes
-from quadriga.models.attention import AttentionPlan, PackedBatch
+from quadriga.models.attention import PLAIN, AttentionOptions, AttentionPlan, PackedBatch
+from quadriga.models.experts import RoutedTokens
 from quadriga.models.heads import VocabularyShard, all_gather_single
 from quadriga.models.scorers import Scored, Sharing
 from quadriga.partition import part_of
@@ -40,6 +43,8 @@ class SharedTokens(Sharing):
         layout, place = processes.layout, processes.place
         self.processes = processes
         self.has_embedding, self.has_head = processes.is_first_stage, processes.is_last_stage
+        # Ranks of a tp group that have some of the tokens each where layers are not cut.
+        self.num_parts = layout.tp
         self.vocabulary: VocabularyShard | None = None
         if layout.tp > 1:
             start, _ = part_of(num_vocabulary, layout.tp, place.tp)
@@ -57,19 +62,33 @@ class SharedTokens(Sharing):
 
     def scored(self, hidden: torch.Tensor, batch: PackedBatch, *, in_parts: bool) -> Scored:
         layout, place = self.processes.layout, self.processes.place
-        start, size = part_of(batch.input_ids.shape[1], layout.sp, place.sp)
-        if layout.tp > 1 and in_parts:
+        start, size = part_of(batch.num_tokens, layout.sp, place.sp)
+        if self.num_parts > 1 and in_parts:
             hidden = Collective.apply(hidden, self.processes.group("tp"), all_gather)
-        elif layout.tp > 1:
+        elif self.num_parts > 1:
             inside, size = part_of(size, layout.tp, place.tp)
             start += inside
-        here = (batch.predictors >= start) & (batch.predictors < start + size)
-        places = here.nonzero()[:, 0]
+        if layout.sp == 1 and (self.num_parts == 1 or in_parts):
+            return super().scored(hidden, batch, in_parts=in_parts)
+        here = (batch.host_predictors >= start) & (batch.host_predictors < start + size)
+        places = torch.from_numpy(np.flatnonzero(here)).to(hidden.device)  # sought on the host, which does not wait
         # With the vocabulary shared, all ranks of a tp group have scored the same tokens.
-        is_joined = {"sp": layout.sp > 1, "tp": layout.tp > 1 and not in_parts}
+        is_joined = {"sp": layout.sp > 1, "tp": self.num_parts > 1 and not in_parts}
         groups = [self.processes.group(name) for name, is_shared in is_joined.items() if is_shared]
         states = hidden.index_select(0, batch.predictors[places] - start)
         return states, batch.targets[places], partial(_Fill.apply, places, len(batch.targets), groups)
+
+    def routed(self, batch: PackedBatch, num_tokens: int) -> RoutedTokens:
+        routed = super().routed(batch, num_tokens)
+        if self.processes.layout.sp > 1:
+            start, size = part_of(batch.num_tokens, self.processes.layout.sp, self.processes.place.sp)
+            here = (batch.predictors >= start) & (batch.predictors < start + size)
+            routed.start, routed.places, routed.rows = start, batch.predictors[here] - start, batch.rows[here]
+            routed.add_up = partial(dist.all_reduce, group=self.processes.group("sp"))
+        return routed
+
+    def joined(self, values: torch.Tensor) -> torch.Tensor:
+        return values if self.processes.layout.sp == 1 else all_gather(values, self.processes.group("sp"))
 
 
 class UlyssesAttention:
@@ -89,7 +108,13 @@ class UlyssesAttention:
         self.size = dist.get_world_size(group)
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        options: AttentionOptions = PLAIN,
     ) -> torch.Tensor:
         """[1, H, N/S, D], [1, K, N/S, D] twice -> [1, N/S, H, D]."""
         # Each key-value head is repeated so that every rank gets as many, next to the queries they serve.
@@ -102,7 +127,9 @@ class UlyssesAttention:
         parts = torch.cat([part[0].unflatten(0, (self.size, -1)) for part in (query, key, value)], 1)
         all_tokens = Collective.apply(parts, self.group, all_to_all).transpose(0, 1).flatten(1, 2)  # [heads, N, D]
         queries, keys, values = (part[None] for part in all_tokens.split(heads))
-        mixed = self.plan.attend(layer, queries, keys, values, scale)  # [1, N, H/S, D]
+        if options.sinks is not None:
+            options = replace(options, sinks=options.sinks.chunk(self.size)[dist.get_rank(self.group)])
+        mixed = self.plan.attend(layer, queries, keys, values, scale, options)  # [1, N, H/S, D]
         back = Collective.apply(mixed[0].unflatten(0, (self.size, -1)), self.group, all_to_all)  # [S, n, H/S, D]
         return back.transpose(0, 1).flatten(1, 2)[None]
 

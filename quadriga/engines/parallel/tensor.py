@@ -10,8 +10,11 @@
 Parameters become plain tensors that hold this rank's part; those that all ranks have alike (norms, the bias of
 a rowwise projection) see only some of the tokens or heads, so their gradients are added up before a step
 (`ShardedWeights.attach_gradients`). Which projection is shared how is what transformers declares for the architecture.
+An adapter is cut where its projection is: B of a colwise one, and A of a rowwise one, whose r numbers of a token are
+added up and parted before B.
 
-Legend: n tokens of this rank, N = n x tp, D hidden size, V' entries of the vocabulary in this rank.
+Legend: n tokens of this rank, N = n x tp, D hidden size, V' entries of the vocabulary in this rank, r rank of an
+adapter.
 """
 
 import re
@@ -25,10 +28,15 @@ from torch.nn.functional import embedding, linear
 from transformers import PreTrainedModel
 
 from quadriga.engines.parallel.sharing import Collective, all_gather, reduce_scatter
-from quadriga.models.load import backbone
+from quadriga.errors import EngineError
+from quadriga.models.adapter_files import ADAPTER_NAME
+from quadriga.models.architecture import backbone
 from quadriga.partition import part_of
 
 _SPLIT_DIMENSION = {"colwise": 0, "rowwise": 1}
+# A projection by its name, or a part of one with an adapter.
+_PROJECTION = re.compile(rf"(?P<name>.+?)(?:\.(?:base_layer|lora_(?P<factor>[AB])\.{ADAPTER_NAME}))?")
+_WHOLE_FACTOR = {"colwise": "A", "rowwise": "B"}
 
 
 def share_layers(model: PreTrainedModel, group: dist.ProcessGroup) -> dict[str, int]:
@@ -39,38 +47,47 @@ def share_layers(model: PreTrainedModel, group: dist.ProcessGroup) -> dict[str, 
 
     Returns by name, the dimension in which a parameter is cut; every rank has the others whole.
     """
-    cut: dict[str, int] = {}
+    found: dict[str, int] = {}
     base = backbone(model)
     prefix = f"{model.base_model_prefix}." if base is not model else ""
     plan = model.config.base_model_tp_plan
     patterns = [(re.compile(re.escape(name).replace(r"\*", r"\d+")), style) for name, style in plan.items()]
     parents: dict[str, nn.Module] = {}
     for name, module in base.named_modules():
-        styles = (style for pattern, style in patterns if style in _SPLIT_DIMENSION and pattern.fullmatch(name))
-        style = next(styles, None) if isinstance(module, nn.Linear) else None
-        if style is None:
+        if not isinstance(module, nn.Linear) or (match := _PROJECTION.fullmatch(name)) is None:
+            continue
+        styles = (
+            style for pattern, style in patterns if style in _SPLIT_DIMENSION and pattern.fullmatch(match["name"])
+        )
+        style = next(styles, None)
+        if style is None or match["factor"] == _WHOLE_FACTOR[style]:
             continue
         if style == "colwise":
-            parents[name.rpartition(".")[0]] = base.get_submodule(name.rpartition(".")[0])
+            parent = match["name"].rpartition(".")[0]
+            parents[parent] = base.get_submodule(parent)
         else:
             module.forward = partial(_rowwise, module, group)
         for kind, parameter in list(module.named_parameters(recurse=False)):
             if (dimension := _SPLIT_DIMENSION[style]) < parameter.dim():
-                _cut(module, kind, dimension, group)
-                cut[f"{prefix}{name}.{kind}"] = dimension
+                cut(module, kind, dimension, group)
+                found[f"{prefix}{name}.{kind}"] = dimension
     for parent in parents.values():
         parent.register_forward_pre_hook(partial(_gather_tokens, group), with_kwargs=True)
-    _share_vocabulary(model, group, cut)
-    return cut
+    _share_vocabulary(model, group, found)
+    return found
 
 
-def _share_vocabulary(model: PreTrainedModel, group: dist.ProcessGroup, cut: dict[str, int]) -> None:
+def _share_vocabulary(model: PreTrainedModel, group: dist.ProcessGroup, found: dict[str, int]) -> None:
     table, head = cast(nn.Embedding, model.get_input_embeddings()), model.get_output_embeddings()
+    if type(table).forward is not nn.Embedding.forward and not hasattr(table, "embed_scale"):
+        where, got = f"tensor parallelism of {type(model).__name__}", f"an embedding of its own, {type(table).__name__}"
+        fix = "Set tensor_model_parallel_size=1."
+        raise EngineError(where, got=got, expected="rows of a table, which may be scaled", fix=fix)
     is_tied = isinstance(head, nn.Linear) and head.weight is table.weight
     start, _ = part_of(table.weight.shape[0], dist.get_world_size(group), dist.get_rank(group))
     names = {id(module): name for name, module in model.named_modules()}
-    _cut(table, "weight", 0, group)
-    cut[f"{names[id(table)]}.weight"] = 0
+    cut(table, "weight", 0, group)
+    found[f"{names[id(table)]}.weight"] = 0
     forward: Any = partial(_embed, table, start, group)
     table.forward = forward
     if not isinstance(head, nn.Linear):
@@ -79,11 +96,12 @@ def _share_vocabulary(model: PreTrainedModel, group: dist.ProcessGroup, cut: dic
         head.weight = cast(nn.Parameter, table.weight)
     for kind in dict(head.named_parameters(recurse=False)):
         if not (is_tied and kind == "weight"):
-            _cut(head, kind, 0, group)
-        cut[f"{names[id(head)]}.{kind}"] = 0
+            cut(head, kind, 0, group)
+        found[f"{names[id(head)]}.{kind}"] = 0
 
 
-def _cut(module: nn.Module, kind: str, dimension: int, group: dist.ProcessGroup) -> None:
+def cut(module: nn.Module, kind: str, dimension: int, group: dist.ProcessGroup) -> None:
+    """Let a parameter of a module be this rank's part of it: [V, D] -> [V', D] where the dimension is 0."""
     whole = getattr(module, kind)
     start, size = part_of(whole.shape[dimension], dist.get_world_size(group), dist.get_rank(group))
     part = whole.detach().narrow(dimension, start, size)
@@ -118,4 +136,6 @@ def _embed(module: nn.Embedding, start: int, group: dist.ProcessGroup, input_ids
         padding = None if module.padding_idx is None else module.padding_idx - start
         padding = padding if padding is not None and 0 <= padding < table.shape[0] else None
         rows = embedding(torch.where(here, local, 0), table, padding) * here[:, None]
+    scale = getattr(module, "embed_scale", None)
+    rows = rows if scale is None else rows * scale.to(table.dtype)
     return Collective.apply(rows, group, reduce_scatter)[None]

@@ -27,8 +27,8 @@ import signal
 import stat
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from quadriga.rewards.code.system_calls import filter_calls, is_known_machine, make_call
 
@@ -56,8 +56,7 @@ _READ = _READ_FILE | _READ_DIR
 _OWN = _READ | _WRITE_FILE | _REMOVE_FILE | _MAKE_REG | _TRUNCATE
 
 
-@dataclass(frozen=True)
-class Limits:
+class Limits(NamedTuple):
     """What one test may use.
 
     Attributes:

@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
-from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from select import select
@@ -109,7 +108,7 @@ def run_cases(
             "grader": os.getpid(),
             "program": program,
             "cases": [case.given for case in cases],
-            "limits": asdict(limits),
+            "limits": limits._asdict(),
             "parallel": parallel,
             "folder": folder,
             "is_in_memory": can_mount(),

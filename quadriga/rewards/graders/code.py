@@ -24,7 +24,6 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields
 from functools import partial
 from operator import methodcaller
 from typing import Any
@@ -34,7 +33,6 @@ from quadriga.rewards.code.run import Case, Run, run_cases, run_remotely
 
 _FENCE = re.compile(r"^[ \t]*```[ \t]*(?P<language>[\w+#-]*)[^\n]*\n(?P<program>.*?)(?:^[ \t]*```|\Z)", re.M | re.S)
 _ENDS_PROBLEM = frozenset({"time", "wall", "network"})
-_LIMITS = tuple(entry.name for entry in fields(Limits))
 LONGEST_REASON = 300
 TOLERANCE = 1e-6
 _is_close = partial(math.isclose, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
@@ -73,8 +71,9 @@ def compute_score(
         ValueError: the ground truth holds no tests, or there is no such option.
         RewardError: programs cannot be contained here, or the server does not answer.
     """
-    if unknown := [name for name in limits if name not in _LIMITS]:
-        raise ValueError(f"grader code: got the options {', '.join(unknown)}, expected limits ({', '.join(_LIMITS)})")
+    known = Limits._fields
+    if unknown := [name for name in limits if name not in known]:
+        raise ValueError(f"grader code: got the options {', '.join(unknown)}, expected limits ({', '.join(known)})")
     checked = Limits(**limits)
     if language != "python" and sandbox_url is None:
         raise ValueError(f"grader code: got language {language!r}, expected 'python' where sandbox_url is not set")

@@ -24,6 +24,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from quadriga.errors import RolloutError
@@ -128,6 +129,7 @@ class Conversation:
         activity: what it is at, for a report on a long wait.
         tool_rewards: by the name of a tool, what its use earned; of a loop of verl's, what each call did.
         turn_scores: that a user simulator gave, in order.
+        routes: [tokens, L, k] of the prompt and the response, as far as the model has read them; None: unknown.
         extra_fields: what a loop says of it, for `extra_info` of the score function.
         outcome: the grade that a loop gave itself; None: it is graded like others.
     """
@@ -149,6 +151,7 @@ class Conversation:
     activity: str = "not begun"
     tool_rewards: dict[str, float] | list[float] = field(default_factory=dict)
     turn_scores: list[float] = field(default_factory=list)
+    routes: np.ndarray | None = None
     extra_fields: dict[str, Any] = field(default_factory=dict)
     outcome: Outcome | None = None
 
@@ -223,7 +226,7 @@ class Conversation:
         started = time.perf_counter()
         images = None if self.sample.images is None else self.sample.images.followed_by(self.token_ids)
         completion = await self.complete([*self.prompt_ids, *self.token_ids], images, **changes)
-        token_ids = list(completion.token_ids)
+        token_ids, self.routes = list(completion.token_ids), completion.routes
         text = self.encoder.text(token_ids, with_special=True)
         turn = Turn("assistant", token_ids, text, time.perf_counter() - started, completion.finish_reason)
         self.extend(turn, 1, completion.log_probs)

@@ -305,7 +305,8 @@ def to_batch(
     position_ids = positions[:, 0] if num_axes == 1 else positions
     prompts = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
     responses = [(chat.token_ids, chat.mask, chat.log_probs) for chat in chats]
-    tensors = with_responses(prompts, responses, limits.response_tokens, pad_token_id)
+    routes = [chat.routes for chat in chats]
+    tensors = with_responses(prompts, responses, limits.response_tokens, pad_token_id, routes)
     non_tensors = {
         "num_turns": object_array(len(chat.turns) for chat in chats),
         "finish_reason": object_array(chat.finish_reason for chat in chats),

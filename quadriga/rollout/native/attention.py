@@ -18,10 +18,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from quadriga.models.attention import PackedAttention, Segment
+from quadriga.models.attention import HIDDEN, PLAIN, AttentionOptions, PackedAttention, Segment
 from quadriga.rollout.native.kernels import Kernels, KeysAndValues, SlotPlaces, kernels
-
-_HIDDEN = torch.finfo(torch.float32).min
 
 
 def cache_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -122,11 +120,9 @@ class ResponseCache:
         for states in (*self.keys, *self.values):
             states[target, :, :length] = states[source, :, :length]
 
-    def start_step(self, written: Sequence[int], device: torch.device) -> None:
-        """Begins a step: `written` are the tokens that each slot holds before the one that it writes."""
-        self._shape = len(written), max(written) + 1
-        self._written = torch.tensor(written, device=device)
-        self._places = None
+    def start_step(self, written: torch.Tensor, length: int) -> None:
+        """Begins a step that reads `length` tokens of each slot, which holds `written` [R] before the one it writes."""
+        self._shape, self._written, self._places = (len(written), length), written, None
 
     def of_layer(self, layer: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The whole memory of one layer; what is to be written to it next is `like`, [R, K, ..., D]."""
@@ -165,7 +161,13 @@ class PrefillPlan:
         self.last = torch.tensor([segment.start + segment.length - 1 for segment in segments], device=device)
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        options: AttentionOptions = PLAIN,
     ) -> torch.Tensor:
         """[1, H, N, D] and [1, K, N, D] -> [1, N, H, D]"""
         # [1, K, N, D] -> [p, K, S, D]
@@ -174,7 +176,7 @@ class PrefillPlan:
             for states in (key, value)
         )
         self.cache.write(layer, self.places, keys, values)
-        return self.packed.attend(layer, query, key, value, scale)
+        return self.packed.attend(layer, query, key, value, scale, options)
 
 
 class DecodePlan:
@@ -190,28 +192,46 @@ class DecodePlan:
         self.prefixes, self.responses, self.device = prefixes, responses, device
         lengths, next_positions = prefixes.lengths, prefixes.next_positions
         self.first_positions = [next_positions[place] for place in places]
+        self.lengths, self.places = lengths, places
         self.prefix_mask = self._mask(lengths, max(lengths))
         self.mask: torch.Tensor | None = None
-        members: list[list[int]] = [[] for _ in lengths]
-        cells = []
+        self.members: list[list[int]] = [[] for _ in lengths]  # the slots of each prefix
+        self.written: Sequence[int] = ()
+        self.windows: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # masks of a step, by the width
         for slot, place in enumerate(places):
-            cells.append((place, len(members[place])))
-            members[place].append(slot)
-        self.group_size = max(map(len, members))
-        grid = [slot for group in members for slot in group + (group[:1] or [0]) * (self.group_size - len(group))]
+            self.members[place].append(slot)
+        self.group_size = max(map(len, self.members))
+        grid, cells = self.cells(self.group_size)
         self.is_even = grid == list(range(len(places)))
         self.slot_of_cell = torch.tensor(grid, device=device)
-        self.cell_of_slot = torch.tensor([place * self.group_size + number for place, number in cells], device=device)
+        self.cell_of_slot = torch.tensor(cells, device=device)
+
+    def cells(self, group_size: int) -> tuple[list[int], list[int]]:
+        """The slot of each cell, and the cell of each slot, with so many cells for each prefix."""
+        grid = [slot for group in self.members for slot in group + (group[:1] or [0]) * (group_size - len(group))]
+        cells = [
+            (slot, place * group_size + number)
+            for place, group in enumerate(self.members)
+            for number, slot in enumerate(group)
+        ]
+        return grid, [cell for _, cell in sorted(cells)]
 
     def start_step(self, written: Sequence[int]) -> torch.Tensor:
         """Begins a step in which slot r writes its response token number `written[r]`; returns positions [R, 1]."""
-        self.responses.start_step(written, self.device)
+        self.responses.start_step(torch.tensor(written, device=self.device), max(written) + 1)
+        self.written, self.windows = written, {}
         self.mask = self._mask([count + 1 for count in written], max(written) + 1)
         positions = [first + count for first, count in zip(self.first_positions, written, strict=True)]
         return torch.tensor(positions, device=self.device)[:, None]
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        options: AttentionOptions = PLAIN,
     ) -> torch.Tensor:
         """[R, H, 1, D] and [R, K, 1, D] -> [R, 1, H, D]"""
         num_slots, num_heads, _, head_size = query.shape
@@ -220,23 +240,56 @@ class DecodePlan:
         query = query.to(own_keys.dtype).reshape(num_slots, key.shape[1], -1, head_size)
         cells = query if self.is_even else query.index_select(0, self.slot_of_cell)
         folded = cells.unflatten(0, (-1, self.group_size)).transpose(1, 2).flatten(2, 3)  # [P, K, n * G, D]
+        prefix_mask, mask = self._masks(options.window, query.shape[2])
         shared, shared_sum = (  # back to [P * n, K, G, ...], and to slots
             part.unflatten(2, (self.group_size, -1)).transpose(1, 2).flatten(0, 1)
-            for part in attend_part(folded, shared_keys, shared_values, self.prefix_mask, scale)
+            for part in attend_part(folded, shared_keys, shared_values, prefix_mask, scale, options.softcap)
         )
         if not self.is_even:
             shared, shared_sum = (part.index_select(0, self.cell_of_slot) for part in (shared, shared_sum))
-        own, own_sum = attend_part(query, own_keys, own_values, self.mask, scale)
+        own, own_sum = attend_part(query, own_keys, own_values, mask, scale, options.softcap)
         share = torch.sigmoid(own_sum - shared_sum).unsqueeze(-1)  # of the response's own tokens
         mixed = torch.lerp(shared, own, share.to(own.dtype))
+        if options.sinks is not None:
+            sums = torch.logaddexp(own_sum, shared_sum)
+            sinks = options.sinks.float().view(key.shape[1], -1)
+            mixed = mixed * (sums - torch.logaddexp(sums, sinks)).exp()[..., None].to(mixed.dtype)
         return mixed.reshape(num_slots, 1, num_heads, head_size).to(value.dtype)
+
+    def _masks(self, window: int | None, group: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """For the keys of prefixes and of responses: [P, 1, 1, S] and [R, 1, 1, t], or None where all are seen; where
+        the window hides some, [P, 1, n * group, S] and [R, 1, 1, t]. `group` is G."""
+        if window is None:
+            return self.prefix_mask, self.mask
+        places = [self.lengths[place] + count for place, count in zip(self.places, self.written, strict=True)]
+        if max(places) < window:
+            return self.prefix_mask, self.mask
+        if window not in self.windows:
+            numbers = (torch.tensor(one, device=self.device) for one in (places, self.written))
+            widths = (max(self.lengths), max(self.written) + 1)
+            of_prefix, of_response = (
+                torch.zeros(len(one), width, device=self.device).masked_fill_(
+                    one[:, None] - torch.arange(width, device=self.device) >= window, HIDDEN
+                )
+                for one, width in zip(numbers, widths, strict=True)
+            )
+            of_prefix = of_prefix[self.slot_of_cell].unflatten(0, (-1, self.group_size)).repeat_interleave(group, 1)
+            masks = of_prefix[:, None], of_response[:, None, None]
+            self.windows[window] = tuple(
+                one if other is None else one + other
+                for one, other in zip(masks, (self.prefix_mask, self.mask), strict=True)
+            )
+        return self.windows[window]
 
     def _mask(self, lengths: Sequence[int], width: int) -> torch.Tensor | None:
         """[A, 1, 1, width] float32: 0 for the first tokens of each, as many as it has, then as good as -inf."""
-        if min(lengths) == width:
-            return None
-        is_hidden = torch.arange(width, device=self.device) >= torch.tensor(lengths, device=self.device)[:, None]
-        return torch.zeros(is_hidden.shape, device=self.device).masked_fill_(is_hidden, _HIDDEN)[:, None, None]
+        return None if min(lengths) == width else hidden_mask(torch.tensor(lengths, device=self.device), width)
+
+
+def hidden_mask(lengths: torch.Tensor, width: int) -> torch.Tensor:
+    """[A, 1, 1, width] float32 from [A]: 0 for the first tokens of each, as many as it has, then as good as -inf."""
+    is_hidden = torch.arange(width, device=lengths.device) >= lengths[:, None]
+    return torch.zeros(is_hidden.shape, device=lengths.device).masked_fill_(is_hidden, HIDDEN)[:, None, None]
 
 
 class CompiledPlan:
@@ -257,7 +310,13 @@ class CompiledPlan:
         return (self.first_positions + self.places.num_written)[:, None]
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        options: AttentionOptions = PLAIN,
     ) -> torch.Tensor:
         """[R, H, 1, D] and [R, K, 1, D] -> [R, 1, H, D]"""
         own = KeysAndValues(*self.responses.of_layer(layer, value))
@@ -265,7 +324,7 @@ class CompiledPlan:
         is_half = {query.dtype, key.dtype, value.dtype} == {torch.bfloat16}
         dtype = torch.bfloat16 if is_half else torch.float32
         token = [states.squeeze(2).to(dtype) for states in (query, key, value)]
-        mixed = self.loops.attend(token[0], token[1], token[2], scale, own, shared, self.places)
+        mixed = self.loops.attend(token[0], token[1], token[2], scale, own, shared, self.places, options)
         return mixed.unsqueeze(1).to(value.dtype)
 
 
@@ -283,13 +342,19 @@ def plan_decoding(
 
 
 def attend_part(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scale: float
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of `query` [A, K, Q, D] over a part of the keys, with `keys` and `values` [A, K, X, D].
 
-    `mask` [A, 1, 1, X] float32 is added to the scores. Returns [A, K, Q, D], and log-sum-exps [A, K, Q] float32.
+    `mask` [A, 1, 1 or Q, X] float32 is added to the scores, which `softcap` caps before. Returns [A, K, Q, D], and
+    log-sum-exps [A, K, Q] float32.
     """
-    if query.device.type == "cpu" and query.dtype == torch.float32:
+    if query.device.type == "cpu" and query.dtype == torch.float32 and softcap is None:
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return flash(query, keys, values, 0.0, False, attn_mask=mask, scale=scale)
     if query.is_cuda and query.dtype != torch.float32:  # sums of half-precision factors in float32
@@ -298,6 +363,8 @@ def attend_part(
     else:
         scores = (query @ keys.transpose(-1, -2)).float()
     scores.mul_(scale)
+    if softcap is not None:
+        scores = (scores / softcap).tanh_().mul_(softcap)
     if mask is not None:
         scores += mask
     sums = scores.logsumexp(-1)

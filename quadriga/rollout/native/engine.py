@@ -29,7 +29,10 @@ import torch
 from transformers import PreTrainedModel
 
 from quadriga.errors import EngineError, RolloutError
+from quadriga.models.adapter_files import factor_names, is_factor, merge
 from quadriga.models.attention import ATTENTION_NAME
+from quadriga.models.experts import RouteRecorder, mixtures
+from quadriga.models.lora import adapter_of, add_adapter
 from quadriga.models.vision import ImageTokens
 from quadriga.rollout.causal_model import CausalModelEngine, cache_bytes_per_token
 from quadriga.rollout.group import RolloutGroup
@@ -42,12 +45,13 @@ from quadriga.rollout.native.scheduler import Scheduler
 from quadriga.rollout.native.shards import shards_of
 from quadriga.rollout.sampler import require_tokenizer
 from quadriga.rollout.setup import EngineSetup
-from quadriga.weight_sync.reshard import Wanted
+from quadriga.weight_sync.reshard import Piece, Wanted
 
-_LOGIT_OPTIONS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 _GIBIBYTE = 2**30
 _OVER = "over"
 """The message that ends a batch, with the checksum of its tokens."""
+_CACHE_SHARE = 0.7
+"""Of a GPU's free memory; the rest is for activations and logits, and for a layer that is copied as the cache grows."""
 
 
 class NativeEngine(CausalModelEngine):
@@ -56,10 +60,14 @@ class NativeEngine(CausalModelEngine):
     Args:
         model: any causal model of transformers that was loaded with our attention. It may be the trainer's.
         max_num_batched_tokens: prompt tokens of one prefill, unless one prompt alone has more.
-        cache_gigabytes: memory of the KV cache, in GiB; None: as much as the responses need. Where it is full, the
-            requests that started last are preempted; they go on later, with the same tokens.
+        cache_gigabytes: memory of the KV cache, in GiB, of each rank; None: as much as the responses need, on a GPU up
+            to 70 % of what is free when a batch begins. Where it is full, the requests that started last are preempted;
+            they go on later, with the same tokens.
         group: the ranks that hold the model together; it is then on "meta", until `hold_shards`.
         dtype: of the shards of a group.
+        adapted: the model with the trainer's adapter, which a group merges into the shards as they come.
+        uses_graphs: whether decode steps on a GPU become CUDA graphs.
+        records_routes: whether completions say which experts their tokens went through.
         options: those of `CausalModelEngine`.
 
     Raises:
@@ -67,6 +75,7 @@ class NativeEngine(CausalModelEngine):
     """
 
     name = "native"
+    needs_packed_rows = reports_routes = True
 
     def __init__(
         self,
@@ -76,30 +85,35 @@ class NativeEngine(CausalModelEngine):
         cache_gigabytes: float | None = None,
         group: RolloutGroup | None = None,
         dtype: torch.dtype | None = None,
+        adapted: PreTrainedModel | None = None,
+        uses_graphs: bool = True,
+        records_routes: bool = False,
         **options: Any,
     ) -> None:
         if (found := model.config._attn_implementation) != ATTENTION_NAME:
             expected = f"one loaded with attention {ATTENTION_NAME}"
-            fix = "Load it with quadriga.models.load.load_causal_lm."
+            fix = "Load it with quadriga.models.load.load_causal_lm; if its rows cannot be packed, set rollout.name=hf."
             raise RolloutError("rollout.name=native", got=f"a model with {found} attention", expected=expected, fix=fix)
-        for option in _LOGIT_OPTIONS:
-            if (value := getattr(model.config, option, None)) not in (None, 1, 1.0):
-                where, got = "rollout.name=native", f"a model whose logits are changed by {option}={value}"
-                raise RolloutError(where, got=got, expected="plain logits", fix="Use rollout.name=hf for this model.")
         super().__init__(model, **options)
         self.description = f"native, {description_of(model)}"
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self.cache_gigabytes, self.group, self.dtype = cache_gigabytes, group, dtype or model.dtype
-        self.max_cache_tokens: int | None = None
-        if group is None:
-            self._limit_cache()
-        elif not is_plain(model) or ImageTokens.of(model.config) is not None:
-            got, expected = f"{type(model).__name__}, in groups of {group.size} ranks", "Llama, Qwen2 or Qwen3 for text"
-            fix = "Set actor_rollout_ref.rollout.tensor_model_parallel_size=1."
-            raise RolloutError("rollout.name=native", got=got, expected=expected, fix=fix)
-        else:
+        self.max_num_batched_tokens, self.uses_graphs = max_num_batched_tokens, uses_graphs
+        self._recorder = RouteRecorder(model) if records_routes else None
+        self.group, self.dtype = group, dtype or model.dtype
+        self.token_bytes = cache_bytes_per_token(model.config, cache_dtype(self.dtype, model.device))
+        if group is not None:
+            if not is_plain(model) or ImageTokens.of(model.config) is not None or any(mixtures(model)):
+                got, expected = f"{type(model).__name__}, in groups of {group.size}", "Llama, Qwen2 or Qwen3 for text"
+                fix = "Set actor_rollout_ref.rollout.tensor_model_parallel_size=1."
+                raise RolloutError("rollout.name=native", got=got, expected=expected, fix=fix)
+            whole = cache_bytes_per_token(model.config, cache_dtype(self.dtype, group.device))
+            self.token_bytes = whole // min(group.size, model.config.num_key_value_heads)  # a rank has one at least
             self._manifest, self._pieces = Manifest.of(model), shards_of(model, group)
+            self._adapter = adapter_of(adapted or model)
+            self._factors = Manifest.of(adapted or model).part(is_factor).shapes
+            self.merged_shards = {name for name in self._pieces if factor_names(name)[0] in self._factors}
             self.weight_version = -1
+        room = None if cache_gigabytes is None else int(cache_gigabytes * _GIBIBYTE / self.token_bytes)
+        self.max_cache_tokens: int | None = room
         # Of the requests of the batch that the group has: those that are told and not done, all by number.
         self._told: dict[int, Request] = {}
         self._num_told = self._checksum = 0
@@ -118,12 +132,17 @@ class NativeEngine(CausalModelEngine):
         rollout, group = setup.rollout, setup.group
         memory = {"max_num_batched_tokens": rollout.max_num_batched_tokens, "cache_gigabytes": rollout.cache_gigabytes}
         if group is not None:
-            model = setup.skeleton()
-            engine = cls(model, group=group, dtype=setup.dtype, **memory, **cls.options_of(setup, model))
+            model, section, adapted = setup.skeleton(), setup.config.actor_rollout_ref.model, None
+            if section.has_adapter:
+                add_adapter(adapted := setup.skeleton(), section, seed=0)
+            engine = cls(
+                model, group=group, dtype=setup.dtype, adapted=adapted, **memory, **cls.options_of(setup, model)
+            )
             engine.description = f"native, in groups of {group.size} ranks, each with a shard of the weights"
             return engine
         model = setup.load_copy(ATTENTION_NAME) if setup.actor is None else setup.actor
-        engine = cls(model, **memory, **cls.options_of(setup, model))
+        memory |= {"records_routes": setup.config.actor_rollout_ref.actor.router_replay == "rollout"}
+        engine = cls(model, **memory, uses_graphs=not rollout.enforce_eager, **cls.options_of(setup, model))
         engine.shares_weights = setup.actor is not None
         where = "the actor's own weights" if engine.shares_weights else "a copy of the weights, which the actor shards"
         engine.description = f"native, on {where}, {description_of(model)}"
@@ -155,12 +174,13 @@ class NativeEngine(CausalModelEngine):
     def follow(self) -> None:
         assert self.group is not None and not self.group.is_leader
         while (message := self.group.hear(is_idle=True)) is None or message[0] != _OVER:
-            with self._computing() as generation:
+            with self._computing(message and message[2]) as generation:
                 while True:
-                    added, given_up = message or ((), ())
+                    added, given_up, _ = message or ((), (), None)
                     told = self.eos_token_ids, self.tokenizer
                     requests = [Request(prompt, sampling, *told, images) for prompt, sampling, images in added]
-                    self._count(requests)
+                    self._told |= enumerate(requests, start=self._num_told)
+                    self._num_told += len(requests)
                     generation.scheduler.add(requests)
                     generation.advance([self._told[number] for number in given_up])
                     if generation.scheduler.is_done:
@@ -182,56 +202,51 @@ class NativeEngine(CausalModelEngine):
             self.group.tell((_OVER, self._checksum))
         self._num_told, self._checksum, self._has_failed = 0, 0, False
 
-    def _count(self, requests: list[Request]) -> None:
-        """Number the requests that the group gets."""
-        for request in requests:
-            self._told[self._num_told] = request
-            self._num_told += 1
-
     def _sum_up(self) -> None:
         """All requests are done: their tokens go into the checksum."""
         for request in self._told.values():
             self._checksum = zlib.crc32(repr(request.token_ids).encode(), self._checksum)
         self._told.clear()
 
-    def _tell(self, added: list[Request], given_up: list[Request]) -> None:
-        """Let the members make the same step."""
+    def _tell(self, added: list[Request], given_up: list[Request], max_cache_tokens: int | None) -> None:
+        """Let the members make the same step. They preempt where the leader does, whatever memory each has free."""
         assert self.group is not None
-        self._count(added)
+        self._told |= enumerate(added, start=self._num_told)
+        self._num_told += len(added)
         if not (added or given_up):
             self.group.tell(None)
             return
         numbers = {id(request): number for number, request in self._told.items()}
         specs = [(one.prompt, one.sampling, one.images) for one in added]
-        self.group.tell((specs, [numbers[id(request)] for request in given_up]))
+        self.group.tell((specs, [numbers[id(request)] for request in given_up], max_cache_tokens))
 
     def wanted_shards(self) -> Wanted:
-        return {name: (piece, self.dtype) for name, piece in self._pieces.items()}
+        factors = {name: Piece((0, 0), shape) for name, shape in self._factors.items()}
+        return {name: (piece, self.dtype) for name, piece in (self._pieces | factors).items()}
 
     def hold_shards(self, shards: Mapping[str, torch.Tensor]) -> None:
-        for name, tensor in shards.items():
-            parameter = torch.nn.Parameter(tensor, requires_grad=False)
-            for alias in self._manifest.same[name]:
-                place, _, kind = alias.rpartition(".")
-                setattr(self.model.get_submodule(place), kind, parameter)
-        device = next(iter(shards.values())).device
-        for name, buffer in list(self.model.named_buffers()):
+        assert self.group is not None
+        parts = {name: buffer.to(self.group.device) for name, buffer in self.model.named_buffers()}
+        for name in self._pieces:
+            parts |= dict.fromkeys(self._manifest.same[name], torch.nn.Parameter(shards[name], requires_grad=False))
+        for name, tensor in parts.items():
             place, _, kind = name.rpartition(".")
-            setattr(self.model.get_submodule(place), kind, buffer.to(device))
-        self._limit_cache()
-
-    def _limit_cache(self) -> None:
-        if self.cache_gigabytes is not None:
-            size = self._bytes_per_token()
-            self.max_cache_tokens = int(self.cache_gigabytes * _GIBIBYTE / size)
-
-    def _bytes_per_token(self) -> int:
-        return bytes_per_token(self.model) // (1 if self.group is None else self.group.size)
+            setattr(self.model.get_submodule(place), kind, tensor)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         self._require_idle("load_weights")
         self._network = None
-        super().load_weights(weights, version)
+        super().load_weights(weights if self.group is None else self._merged(dict(weights)), version)
+
+    def _merged(self, shards: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """A group's shards, in their own memory, with the adapter's whole matrices A [r, in] and B [out, r] merged."""
+        for name, piece in self._pieces.items():
+            if self._adapter is not None and name in self.merged_shards:
+                factor_a, factor_b = (shards[factor] for factor in factor_names(name))
+                (row, column), (height, width) = piece
+                parts = factor_a.narrow(1, column, width), factor_b.narrow(0, row, height)
+                shards[name].copy_(merge(shards[name], *parts, self._adapter.scale))
+            yield name, shards[name]
 
     def sleep(self) -> None:
         """Frees the packed weights; an engine at rest holds no KV cache."""
@@ -260,7 +275,7 @@ class NativeEngine(CausalModelEngine):
             if self.max_cache_tokens is not None and len(prompt) + params.max_tokens > self.max_cache_tokens:
                 got = f"{len(prompt)} prompt tokens and up to {params.max_tokens} new ones"
                 expected = f"at most {self.max_cache_tokens}, for which the KV cache has memory"
-                size = f"a token takes {self._bytes_per_token()} bytes"
+                size = f"a token takes {self.token_bytes} bytes"
                 fix = f"Raise actor_rollout_ref.rollout.cache_gigabytes; {size}."
                 raise RolloutError(where, got=got, expected=expected, fix=fix)
             if own is not None and image_tokens is None:
@@ -283,26 +298,31 @@ class NativeEngine(CausalModelEngine):
             return starts
 
     @contextmanager
-    def _computing(self) -> Iterator[Generation]:
-        """A generation without dropout and gradient checkpointing."""
+    def _computing(self, max_cache_tokens: int | None) -> Iterator[Generation]:
+        """A generation without dropout and gradient checkpointing, on the model's device in whatever thread."""
         was_training = self.model.training
         try:
             self.model.eval()
-            with torch.inference_mode():
+            if self._recorder is not None:
+                self._recorder.is_on = True
+            with torch.inference_mode(), torch.cuda.device_of(next(self.model.parameters())):
                 # A packed copy of earlier parameters is not used again.
                 if self._network is None or self._network.state != state_of(self.model):
                     self._network = None
                     is_own = is_plain(self.model)
                     self._network = PlainNetwork(self.model, self.group) if is_own else Network(self.model)
-                limits = (self.max_num_seqs, self.max_num_batched_tokens, self.max_cache_tokens)
-                yield Generation(self._network, Scheduler(*limits), self.weight_version)
+                limits = (self.max_num_seqs, self.max_num_batched_tokens, max_cache_tokens)
+                made = (self._network, Scheduler(*limits), self.weight_version)
+                yield Generation(*made, uses_graphs=self.uses_graphs, recorder=self._recorder)
         finally:
+            if self._recorder is not None:
+                self._recorder.is_on = False
             self.model.train(was_training)
 
     def _run(self) -> None:
         """Generates until there is no request left."""
         try:
-            with self._computing() as generation:
+            with self._computing(self._cache_limit()) as generation:
                 scheduler = generation.scheduler
                 while True:
                     with self._lock:
@@ -314,7 +334,7 @@ class NativeEngine(CausalModelEngine):
                     if scheduler.is_done:
                         break
                     if self.group is not None:
-                        self._tell(added, given_up)
+                        self._tell(added, given_up, scheduler.max_cache_tokens)
                     generation.advance(given_up)
                     if self.group is not None and scheduler.is_done:
                         self._sum_up()
@@ -331,6 +351,14 @@ class NativeEngine(CausalModelEngine):
             if not isinstance(error, Exception):
                 raise
 
+    def _cache_limit(self) -> int | None:
+        """Tokens of the KV cache; None: any number. One request alone runs with whatever is free."""
+        device = self.model.device
+        if self.max_cache_tokens is not None or device.type != "cuda":
+            return self.max_cache_tokens
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(_CACHE_SHARE * (torch.cuda.mem_get_info(device)[0] + unused) / self.token_bytes)
+
     def _require_idle(self, action: str) -> None:
         with self._lock:
             open_requests = [*self._open, *self._inbox]
@@ -344,8 +372,3 @@ class NativeEngine(CausalModelEngine):
         if self._turn is not None:
             wait([self._turn])
             self._turn = None
-
-
-def bytes_per_token(model: PreTrainedModel) -> int:
-    """Memory of one token in the KV cache, all layers together."""
-    return cache_bytes_per_token(model.config, cache_dtype(model.dtype, model.device))

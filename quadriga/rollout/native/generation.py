@@ -25,10 +25,12 @@ import numpy as np
 import torch
 
 from quadriga.errors import RolloutError
+from quadriga.models.experts import RouteRecorder
 from quadriga.models.vision import PackedImages, packed_images
 from quadriga.partition import buckets
 from quadriga.rollout.interface import Completion, FinishReason, Images, SamplingParams
 from quadriga.rollout.native.attention import AnyDecodePlan, PrefillPlan, PrefixCache, ResponseCache, plan_decoding
+from quadriga.rollout.native.graphs import GraphedSteps
 from quadriga.rollout.native.network import Network
 from quadriga.rollout.native.scheduler import Scheduler
 from quadriga.rollout.sampler import NUM_DRAWS, Draws, SamplingRules, StopStrings, sample
@@ -86,6 +88,7 @@ class Request:
         self.token_ids: list[int] = []
         self.log_probs: list[float] = []
         self.sampling_log_probs: list[float] = []
+        self.routes: list[np.ndarray] = []  # [tokens, L, k] of the prefix, then of one token each
         self.finish_reason: FinishReason | None = None
         self.is_given_up = False
         self.future: Future[Completion] = Future()
@@ -130,18 +133,30 @@ class Request:
         reason = self.finish_reason or "abort"
         if self.future.set_running_or_notify_cancel():
             numbers = (self.log_probs, reason, weight_version, self.sampling_log_probs)
-            self.future.set_result(Completion(self.token_ids, *numbers))
+            routes = np.concatenate(self.routes) if self.routes else None
+            self.future.set_result(Completion(self.token_ids, *numbers, routes))
 
 
 class Generation:
-    """Requests that are generated together, with weights of one version."""
+    """Requests that are generated together, with weights of one version; on a GPU by graphs, if `uses_graphs`; with a
+    `recorder`, they are told the experts of their tokens."""
 
-    def __init__(self, network: Network, scheduler: Scheduler[Request], weight_version: int) -> None:
+    def __init__(
+        self,
+        network: Network,
+        scheduler: Scheduler[Request],
+        weight_version: int,
+        *,
+        uses_graphs: bool = True,
+        recorder: RouteRecorder | None = None,
+    ) -> None:
+        self.recorder, self.routes = recorder, dict[Prefix, np.ndarray]()  # of the prefixes in the cache
         self.network, self.scheduler, self.weight_version = network, scheduler, weight_version
         self.device = network.device
         self.prefixes = PrefixCache()
         self.responses = ResponseCache()
         self.plan: AnyDecodePlan | None = None
+        self.graphs = GraphedSteps(network) if uses_graphs and GraphedSteps.can_capture(network) else None
         self.rules: SamplingRules | None = None
 
     def advance(self, given_up: Collection[Request] = ()) -> None:
@@ -186,6 +201,8 @@ class Generation:
         if new:
             self.prefixes.extend(self._prefill(new))
         self.plan = None
+        for request in started if self.recorder else ():
+            request.routes = [self.routes[request.prefix]]
         # The first token of the slots that start.
         places = self._places(started)
         order = {place: number for number, place in enumerate(sorted(set(places)))}
@@ -203,6 +220,7 @@ class Generation:
         """Drops the prefixes of the cache that no slot has."""
         needed = {request.prefix for request in self.scheduler.running}
         self.prefixes.keep([place for place, prefix in enumerate(self.prefixes.prefixes) if prefix in needed])
+        self.routes = {prefix: routes for prefix, routes in self.routes.items() if prefix in needed}
 
     def _prefill(self, prefixes: Sequence[Prefix]) -> PrefixCache:
         """The KV cache of prefixes, computed by as many of them at a time as `max_num_batched_tokens` lets."""
@@ -213,6 +231,9 @@ class Generation:
             plan = PrefillPlan(cache, places, self.device)
             hidden = self.network.hidden(*self._packed(prefixes[places]), plan=plan)[0]
             last_hidden.append(hidden.index_select(0, plan.last))
+            if self.recorder is not None:
+                ends = np.cumsum(cache.lengths[places])[:-1]
+                self.routes |= zip(prefixes[places], np.split(self.recorder.take().numpy(), ends), strict=True)
         cache.last_hidden = torch.cat(last_hidden)
         if len(cache.keys) != self.network.num_layers:
             where = f"native.generate with {type(self.network.body).__name__}"
@@ -253,10 +274,15 @@ class Generation:
                 self._keep_prefixes()
             self.plan = plan_decoding(self.prefixes, self.responses, self._places(requests), self.device)
             self.rules = SamplingRules.from_params([request.sampling for request in requests], self.device)
-        positions = self.plan.start_step([request.num_written for request in requests])
-        inputs = torch.tensor([request.token_ids[-1] for request in requests], device=self.device)[:, None]
-        hidden = self.network.hidden(inputs, positions, plan=self.plan)[:, 0]
-        self._sample(self.network.logits(hidden), self.rules, 0)
+        tokens, written = [request.token_ids[-1] for request in requests], [request.num_written for request in requests]
+        if self.graphs is None or (logits := self.graphs.logits(self.plan, tokens, written)) is None:
+            positions = self.plan.start_step(written)
+            inputs = torch.tensor(tokens, device=self.device)[:, None]
+            logits = self.network.logits(self.network.hidden(inputs, positions, plan=self.plan)[:, 0])
+            if self.recorder is not None:
+                for request, route in zip(requests, self.recorder.take().numpy(), strict=True):
+                    request.routes.append(route[None])
+        self._sample(logits, self.rules, 0)
 
     def _make_room(self) -> None:
         """Room for one more token of every slot; requests that find none are preempted."""
@@ -283,8 +309,9 @@ class Generation:
         for index, request in enumerate(requests):
             uniforms[index] = request.draws.next()
         results = sample(logits, rules, torch.from_numpy(uniforms).to(self.device))
-        for request, *numbers in zip(requests, *(column.tolist() for column in results), strict=True):
-            request.add(*numbers)
+        # Float64 holds all three exactly, so the host waits for the device once.
+        for request, numbers in zip(requests, torch.stack([one.double() for one in results], 1).tolist(), strict=True):
+            request.add(int(numbers[0]), *numbers[1:])
         for slot in reversed(range(first, len(self.scheduler.running))):
             if self.scheduler.running[slot].finish_reason is not None:
                 self._end(slot)

@@ -235,8 +235,10 @@ struct decode {
     long num_rows, num_key_heads, group, size;                /* R, K, G, D: a multiple of 16 */
     long prefix_room, own_room;                              /* S, T */
     long query_stride, key_stride, value_stride;              /* from row to row */
+    long window;                                              /* keys that a token sees; 0: all */
     const int64_t *prefix_of, *prefix_length, *num_written; /* of each row */
-    float scale;
+    const float *sinks;                                       /* [K * G], or none */
+    float scale, softcap;                                     /* 0: no cap */
     int is_half;                                              /* whether query, key, value and `out` are bfloat16 */
     int num_threads;
 };
@@ -312,9 +314,14 @@ INLINE void mix_tile(const int rows, const int is_wide, float *mixed, const floa
 }
 
 /* Scores become shares, and what was seen before is brought to the same greatest score. */
-INLINE void weigh(struct sight *seen, int row, float *scores, long num, long size)
+INLINE void weigh(struct sight *seen, int row, float *scores, long num, long size, float softcap)
 {
     const long padded = (num + LANES - 1) / LANES * LANES;
+    for (long token = 0; softcap > 0 && token < padded; token += LANES) {
+        const lanes x = load(scores + token) / softcap, away = choose((bits)(x < 0), x, -x);
+        const lanes power = exponential(away + away), bent = (1 - power) / (1 + power) * softcap; /* tanh of |x| */
+        store(scores + token, choose((bits)(x < 0), -bent, bent));
+    }
     for (long token = num; token < padded; token++)
         scores[token] = -INFINITY;
     lanes tops = load(scores), sums = {0};
@@ -336,7 +343,7 @@ INLINE void weigh(struct sight *seen, int row, float *scores, long num, long siz
 }
 
 INLINE void look(const int rows, struct sight *seen, const float *queries, struct stretch left, struct stretch next,
-                 long size)
+                 long size, float softcap)
 {
     float scores[MOST_ROWS * BLOCK] __attribute__((aligned(64)));
     while (left.num || next.num) {
@@ -351,7 +358,7 @@ INLINE void look(const int rows, struct sight *seen, const float *queries, struc
             score_tile(rows, scores + token, queries, four_keys, size);
         }
         for (int row = 0; row < rows; row++)
-            weigh(seen, row, scores + row * BLOCK, here, size);
+            weigh(seen, row, scores + row * BLOCK, here, size, softcap);
         long at = 0;
         for (; at + 4 * LANES <= size; at += 4 * LANES)
             mix_tile(rows, 1, seen->mixed + at, scores, values + at, here, size);
@@ -373,8 +380,14 @@ void attend(const struct decode *step, void *out, const void *query, const void 
         const long head = item / step->num_rows, row = item % step->num_rows;
         const long own = (row * heads + head) * step->own_room * size, written = step->num_written[row];
         const long prefix = (step->prefix_of[row] * heads + head) * step->prefix_room * size;
-        const struct stretch shared = {prefix_keys + prefix, prefix_values + prefix, step->prefix_length[row]};
-        const struct stretch response = {own_keys + own, own_values + own, written + 1};
+        const long length = step->prefix_length[row], before = length + written + 1 - step->window;
+        const long out_of_sight = step->window > 0 && before > 0 ? before : 0; /* keys before the window */
+        const long left_out = (out_of_sight < length ? out_of_sight : length) * size;
+        const long own_left_out = own + out_of_sight * size - left_out;
+        const struct stretch shared = {prefix_keys + prefix + left_out, prefix_values + prefix + left_out,
+                                       length - left_out / size};
+        const struct stretch response = {own_keys + own_left_out, own_values + own_left_out,
+                                         written + 1 - out_of_sight + left_out / size};
         const long key_at = row * step->key_stride + head * size, value_at = row * step->value_stride + head * size;
         for (long at = 0; at < size; at += LANES) {
             store(own_keys + own + written * size + at, read(key, key_at + at, step->is_half));
@@ -390,12 +403,14 @@ void attend(const struct decode *step, void *out, const void *query, const void 
                 store(queries + at, values * step->scale);
                 store(mixed + at, (lanes){0});
             }
-            for (long one = 0; one < rows; one++)
-                seen.most[one] = -INFINITY;
+            for (long one = 0; one < rows; one++) { /* a sink was seen before, and its value is zero */
+                seen.most[one] = step->sinks ? step->sinks[head * step->group + first + one] : -INFINITY;
+                seen.sum[one] = step->sinks ? 1 : 0;
+            }
             switch (rows) {
 #define LOOK(n) \
     case n: \
-        look(n, &seen, queries, shared, response, size); \
+        look(n, &seen, queries, shared, response, size, step->softcap); \
         break;
                 LOOK(1) LOOK(2) LOOK(3) LOOK(4) LOOK(5) LOOK(6)
             }

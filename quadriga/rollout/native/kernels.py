@@ -24,6 +24,8 @@ from typing import NamedTuple
 
 import torch
 
+from quadriga.models.attention import PLAIN, AttentionOptions
+
 Tensors = Sequence[torch.Tensor]
 
 _SOURCE = Path(__file__).with_name("kernels.c")
@@ -49,9 +51,9 @@ class _Decode(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_long) for name in ("num_rows", "num_key_heads", "group", "size")),
         *((name, ctypes.c_long) for name in ("prefix_room", "own_room")),
-        *((name, ctypes.c_long) for name in ("query_stride", "key_stride", "value_stride")),
-        *((name, ctypes.c_void_p) for name in ("prefix_of", "prefix_length", "num_written")),
-        ("scale", ctypes.c_float),
+        *((name, ctypes.c_long) for name in ("query_stride", "key_stride", "value_stride", "window")),
+        *((name, ctypes.c_void_p) for name in ("prefix_of", "prefix_length", "num_written", "sinks")),
+        *((name, ctypes.c_float) for name in ("scale", "softcap")),
         *((name, ctypes.c_int) for name in ("is_half", "num_threads")),
     )
 
@@ -137,11 +139,13 @@ class Kernels:
         own: KeysAndValues,
         prefixes: KeysAndValues,
         places: SlotPlaces,
+        options: AttentionOptions = PLAIN,
     ) -> torch.Tensor:
         """Attention of one token per slot: `query` [R, K * G, D] bfloat16 or float32 -> the same shape and dtype.
 
         `key` and `value` [R, K, D] of that dtype are first written to `own`, in which slot r is in place r.
         """
+        sinks = None if options.sinks is None else options.sinks.detach().float().contiguous()
         num_rows, num_heads, size = query.shape
         query, key, value = (  # only their rows may lie apart
             states if states.stride()[1:] == (size, 1) else states.contiguous() for states in (query, key, value)
@@ -156,9 +160,9 @@ class Kernels:
         step = _Decode(
             *(num_rows, num_key_heads, num_heads // num_key_heads, size),
             *(prefixes.keys.shape[2], own.keys.shape[2]),
-            *(query.stride(0), key.stride(0), value.stride(0)),
-            *(tensor.data_ptr() for tensor in places),
-            *(scale, *_setting(query)),
+            *(query.stride(0), key.stride(0), value.stride(0), options.window or 0),
+            *(None if tensor is None else tensor.data_ptr() for tensor in (*places, sinks)),
+            *(scale, options.softcap or 0.0, *_setting(query)),
         )
         tensors = (out, query, key, value, *own, *prefixes)
         self._loops["attend"](step, *(tensor.data_ptr() for tensor in tensors))

@@ -2,13 +2,14 @@
 """The model as generation computes it: from tokens to hidden states, and from these to logits.
 
 The decoders in `PLAIN` are computed here, layer by layer, with the arithmetic of training and about half the
-operations: query, key and value come from one product, and so do gate and up. Other models compute by their own module.
+operations: query, key and value come from one product, and so do gate and up. Of a mixture of experts the tokens are
+sorted by expert, and each expert that was chosen computes its own. Other models compute by their own module.
 
 On a CPU the weights are copied into the forms of `products`. `Network.state` identifies the parameters that were
 copied; after an update the engine makes a new network. Elsewhere nothing is copied.
 
-Legend: B rows, N tokens, D hidden size, H query heads, K key-value heads, d head size, F width of the MLP,
-V vocabulary.
+Legend: B rows, N tokens, D hidden size, H query heads, K key-value heads, d head size, F width of the MLP or of an
+expert, E experts of a layer, k of them for each token, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -19,10 +20,11 @@ from torch import nn
 from torch.nn.functional import embedding, linear, silu
 from transformers import PreTrainedModel
 
-from quadriga.models.attention import AttentionPlan
+from quadriga.models.architecture import backbone, head_of
+from quadriga.models.attention import AttentionOptions, AttentionPlan
+from quadriga.models.experts import is_mixture, mixtures
 from quadriga.models.fused import rms_scale
-from quadriga.models.heads import head_logits
-from quadriga.models.load import backbone, head_of
+from quadriga.models.heads import LogitRule, head_logits
 from quadriga.models.vision import ImageTokens, PackedImages, decoder_inputs
 from quadriga.partition import part_of
 from quadriga.rollout.group import RolloutGroup
@@ -32,7 +34,10 @@ from quadriga.rollout.native.products import Forms, Weight
 PLAIN = (
     "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
     "Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration",
+    "MistralForCausalLM", "MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM",
 )  # fmt: skip
+
+_WINDOW_IN_CONFIG = ("MistralAttention", "MixtralAttention")
 
 State = tuple[tuple[int, int], ...]
 
@@ -71,6 +76,7 @@ class Network:
         self.device: torch.device = self.head.weight.device
         self.state = state_of(model)
         self.exact_head: Weight | None = None
+        self.rule = LogitRule.of(model.config)
 
     def hidden(
         self, tokens: torch.Tensor, positions: torch.Tensor, images: PackedImages | None = None, *, plan: AttentionPlan
@@ -83,8 +89,8 @@ class Network:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[B, D] -> [B, V] float32, equal to those of training."""
         if self.exact_head is not None:
-            return self.exact_head.multiply(hidden)
-        return head_logits(hidden, self.head.weight, getattr(self.head, "bias", None))
+            return self.rule.apply(self.exact_head.multiply(hidden))
+        return self.rule.apply(head_logits(hidden, self.head.weight, getattr(self.head, "bias", None)))
 
 
 class PlainNetwork(Network):
@@ -98,9 +104,11 @@ class PlainNetwork(Network):
         super().__init__(model)
         self.group, forms, config = group, _forms_for(model), model.config.get_text_config()
         rank, size = (0, 1) if group is None else (group.rank, group.size)
-        width = part_of(config.intermediate_size, size, rank)[1]
+        mlps = [layer.mlp for layer in self.body.layers]
+        widths = {part_of(config.intermediate_size, size, rank)[1] for mlp in mlps if not is_mixture(mlp)}
+        widths |= {mlp.experts.intermediate_dim for mlp in mlps if is_mixture(mlp)}
         self.vocabulary_size, (self.first_token, _) = config.vocab_size, part_of(config.vocab_size, size, rank)
-        sizes = (config.hidden_size, width, self.body.layers[0].self_attn.head_dim)
+        sizes = (config.hidden_size, *widths, self.body.layers[0].self_attn.head_dim)
         dtypes = {parameter.dtype for parameter in self.body.parameters()}
         is_taken = self.device.type == "cpu" and dtypes in ({torch.bfloat16}, {torch.float32})
         loops = kernels() if is_taken and Kernels.can_compute(*sizes) else None
@@ -150,8 +158,12 @@ class _Layer:
         group: RolloutGroup | None,
     ) -> None:
         self.number, self.elementwise = number, elementwise
-        attention, mlp = layer.self_attn, layer.mlp
+        attention = layer.self_attn
         self.head_size, self.scale = attention.head_dim, attention.scaling
+        # Mistral and Mixtral have the window of all layers in the configuration, and alone read it there.
+        has_own = hasattr(attention, "sliding_window") or type(attention).__name__ not in _WINDOW_IN_CONFIG
+        window = getattr(attention if has_own else attention.config, "sliding_window", None)
+        self.options = AttentionOptions(window=window or None)
         size = 1 if group is None else group.size
         self.num_key_heads = max(1, attention.config.num_key_value_heads // size)
         self.num_heads = attention.config.num_attention_heads // size
@@ -162,8 +174,8 @@ class _Layer:
         self.head_norms = head_norms or None
         self.project = _Projection((attention.q_proj, attention.k_proj, attention.v_proj), forms)
         self.merge = _Projection((attention.o_proj,), forms, group)
-        self.widen = _Projection((mlp.gate_proj, mlp.up_proj), forms)
-        self.narrow = _Projection((mlp.down_proj,), forms, group)
+        made = _Mixture if is_mixture(layer.mlp) else _MLP
+        self.mlp = made(layer.mlp, forms, elementwise, group)
 
     def __call__(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
         """`hidden` [B, N, D]; `cos` and `sin` [B, N, d]."""
@@ -175,10 +187,65 @@ class _Layer:
             states = torch.cat((normalize(query, *query_norm), normalize(key, *key_norm), value), 2)
         states = self.elementwise.rotate(states, heads + keys, cos, sin).transpose(1, 2)
         query, key, value = states.split((heads, keys, keys), 1)
-        mixed = plan.attend(self.number, query, key, value, self.scale)
+        mixed = plan.attend(self.number, query, key, value, self.scale, self.options)
         hidden = hidden + self.merge(mixed.flatten(2))
-        states = self.widen(normalize(hidden, *self.second_norm))
-        return hidden + self.narrow(self.elementwise.gate(states))
+        return hidden + self.mlp(normalize(hidden, *self.second_norm))
+
+
+class _MLP:
+    """A gated MLP, or the share of a rank in one."""
+
+    def __init__(
+        self, mlp: Any, forms: Forms | None, elementwise: TorchElementwise | Kernels, group: RolloutGroup | None = None
+    ) -> None:
+        self.elementwise = elementwise
+        self.widen = _Projection((mlp.gate_proj, mlp.up_proj), forms)
+        self.narrow = _Projection((mlp.down_proj,), forms, group)
+
+    def __call__(self, states: torch.Tensor) -> torch.Tensor:
+        """[B, N, D] -> [B, N, D]"""
+        return self.narrow(self.elementwise.gate(self.widen(states)))
+
+
+class _Mixture:
+    """A router and its experts, perhaps with one that all tokens share."""
+
+    def __init__(
+        self, mlp: Any, forms: Forms | None, elementwise: TorchElementwise | Kernels, group: RolloutGroup | None = None
+    ) -> None:
+        assert group is None, "a group's experts are not divided"
+        self.router, self.experts, self.elementwise = mlp.gate, mlp.experts, elementwise
+        self.shared = _MLP(mlp.shared_expert, forms, elementwise) if hasattr(mlp, "shared_expert") else None
+        self.share = getattr(mlp, "shared_expert_gate", None)
+        wide, narrow = (
+            [forms.make([weight], None) if forms else None for weight in weights.detach()]
+            for weights in (self.experts.gate_up_proj, self.experts.down_proj)
+        )
+        self.weights = [(first, last) for first, last in zip(wide, narrow, strict=True) if first and last]
+
+    def __call__(self, states: torch.Tensor) -> torch.Tensor:
+        """[B, N, D] -> [B, N, D]"""
+        rows = states.flatten(0, 1)
+        _, scores, chosen = self.router(rows)  # [B N, k] each
+        mixed = self._mixed(rows, scores, chosen) if self.weights else self.experts(rows, chosen, scores)
+        mixed = mixed.view_as(states)
+        if self.shared is None or self.share is None:
+            return mixed
+        return mixed + torch.sigmoid(self.share(states)) * self.shared(states)
+
+    def _mixed(self, rows: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        """[R, D] of all tokens, and [R, k] -> [R, D]."""
+        by_expert = chosen.flatten().argsort(stable=True)
+        states = rows[by_expert // chosen.shape[1]]
+        outputs, start = torch.empty_like(states), 0
+        counts = chosen.flatten().bincount(minlength=len(self.weights)).tolist()
+        for (wide, narrow), count in zip(self.weights, counts, strict=True):
+            if count:
+                own = wide.multiply(states[start : start + count]).to(states.dtype)
+                outputs[start : start + count] = narrow.multiply(self.elementwise.gate(own))
+                start += count
+        outputs = torch.empty_like(outputs).index_copy_(0, by_expert, outputs)
+        return (outputs.view(*chosen.shape, -1) * scores[..., None]).sum(1).to(rows.dtype)
 
 
 class _Projection:
@@ -214,6 +281,9 @@ def description_of(model: PreTrainedModel) -> str:
     """How a model is computed, and which copies of its weights that takes."""
     forms = _forms_for(model)
     how = "layer by layer" if is_plain(model) else "by the model's own module"
+    if any(mixtures(model)):
+        by_loop = is_plain(model) and forms is not None and forms.many is not None
+        how += ", experts in a loop over those that tokens chose" if by_loop else ", experts as the module has them"
     if forms is None:
         return how
     return f"{how}{forms.description if is_plain(model) else ''}; {about_kernels()}"
@@ -227,13 +297,11 @@ def _forms_for(model: PreTrainedModel) -> Forms | None:
 
 
 def is_plain(model: PreTrainedModel) -> bool:
-    """Whether the model's layers are norms, attention over all tokens, and an MLP gated by SiLU, nothing else."""
+    """Whether its layers are norms, attention, perhaps in a window, and MLPs gated by SiLU or mixtures of such."""
     config = model.config.get_text_config()
     if type(model).__name__ not in PLAIN or getattr(config, "hidden_act", None) != "silu":
         return False
-    layers = cast(Any, backbone(model)).layers
-    windows = [getattr(layer.self_attn, "sliding_window", None) for layer in layers]
-    return not any(windows) and getattr(config, "partial_rotary_factor", 1.0) in (None, 1.0)
+    return getattr(config, "partial_rotary_factor", 1.0) in (None, 1.0)
 
 
 def state_of(model: nn.Module) -> State:

@@ -25,7 +25,15 @@ from quadriga.rollout.balancer import Balancer, start_engines
 from quadriga.rollout.interface import BatchImages, Completion, Images, Prompt, Prompts, Sampling, SamplingParams
 from quadriga.rollout.manifest import Manifest
 from quadriga.rollout.setup import EngineSetup
-from quadriga.rollout.third_party import SEED_BITS, LogProbsOf, ThirdPartyEngine, died, refused, require_release
+from quadriga.rollout.third_party import (
+    SEED_BITS,
+    LogProbsOf,
+    ThirdPartyEngine,
+    died,
+    refused,
+    require_no_experts,
+    require_release,
+)
 from quadriga.rollout.vllm.adapter import Adapter, AdapterSlot, separated
 from quadriga.rollout.vllm.cores import InProcessCore, ProcessCore, Request, Response
 from quadriga.rollout.vllm.group import GroupCore
@@ -98,6 +106,7 @@ class VLLMEngine(ThirdPartyEngine):
     @classmethod
     def from_config(cls, setup: EngineSetup) -> "VLLMEngine | Balancer":
         model, skeleton = setup.config.actor_rollout_ref.model, setup.skeleton()
+        require_no_experts(cls.name, skeleton)
         manifest, is_vision = Manifest.of(skeleton), hasattr(skeleton.config, "vision_config")
         eos_token_ids = stop_token_ids(skeleton, setup.tokenizer.eos_token_id)
         adapter = None
@@ -158,7 +167,11 @@ class VLLMEngine(ThirdPartyEngine):
                         self.core.call("load_bucket", bucket)
             finally:
                 marks = self.core.call("end_weights")
-            self._tell_rebuilt(self.core.call("rebuilt_module"))
+            num_bytes, name = max(self.core.call("rebuilt_module"))
+            if num_bytes > self.rebuilt[0]:
+                self.rebuilt = (num_bytes, name)
+                told = "vLLM rebuilds a module at a time: at most %.1f MiB of tensors beside its weights (%s)"
+                logger.info(told, num_bytes / (1 << 20), name)
             if not self.core.ask("reset_prefix_cache"):
                 where = f"{WHERE}, prefix cache"
                 got = "a cache that vLLM does not empty, for responses are being generated"
@@ -174,19 +187,13 @@ class VLLMEngine(ThirdPartyEngine):
         if self._slot is not None:
             self._frozen = {name: mark for name, mark in self._arrived.tensors.items() if not is_factor(name)}
 
-    def _tell_rebuilt(self, modules: Sequence[tuple[int, str]]) -> None:
-        num_bytes, name = max(modules)
-        if num_bytes > self.rebuilt[0]:
-            self.rebuilt = (num_bytes, name)
-            told = "vLLM rebuilds a module at a time: at most %.1f MiB of tensors beside its weights (%s)"
-            logger.info(told, num_bytes / (1 << 20), name)
-
     def _buckets(self, weights: Iterator[tuple[str, torch.Tensor]]) -> Generator[Any, None, None]:
-        """What `load_bucket` gets: copies of tensors, or where they are until the next bucket: on a GPU that vLLM uses
-        too, or in shared memory."""
+        """What `load_bucket` gets: tensors, copied where they do not stay; for other processes where they are until the
+        next bucket: on a GPU that vLLM uses too, or in shared memory."""
         if self.core.is_in_process:
             for name, tensor in weights:
-                yield [(name, tensor.detach().clone())]
+                # Without a copy too it is a storage of its own, by which `load_bucket` counts what vLLM keeps.
+                yield [(name, torch.from_dlpack(tensor.detach()) if self.is_load_stable else tensor.detach().clone())]
             return
         if self.setup.device.type == "cuda":
             for entries, content in pack(weights, self.bucket_bytes):
@@ -366,7 +373,8 @@ class VLLMEngine(ThirdPartyEngine):
             if self.core.is_lost:
                 raise died(self.name, self.title, f"has ended: {first_line(error)}") from error
             got, fix = f"{self.title}, which failed: {first_line(error)}", "Its own message stands in the log above."
-            raise RolloutError(f"{self.name}.generate", got=got, expected="responses", fix=fix) from error
+            where = f"{self.name}.generate" + (f", {self.setup.group}" if self.setup.group is not None else "")
+            raise RolloutError(where, got=got, expected="responses", fix=fix) from error
 
 
 class WorkerExtension:

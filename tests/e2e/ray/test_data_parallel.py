@@ -10,8 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
+from quadriga.cli.main import main
 from quadriga.models.weight_files import open_weights
 
 Lines = Callable[[Path], list[dict[str, Any]]]
@@ -132,3 +134,15 @@ def test_replicas_learn_what_one_does(keys: tuple[str, ...], alone: Train, train
     two = train(*TWO, *keys, "actor_rollout_ref.actor.fsdp_config.fsdp_size=1")
     assert_near(metric_lines(two), metric_lines(one))
     assert_same_weights(two, one)
+
+
+def test_two_processes_generate_what_one_does(
+    home: Path, write: Callable[[Path, list[dict[str, Any]]], Path], tmp_path: Path
+) -> None:
+    """`quadriga generate`: the same texts, of rows that no two processes share evenly."""
+    rows = [{"prompt": [{"role": "user", "content": f"say a {number}"}]} for number in range(5)]
+    words = ["generate", str(home / "model"), "--data", str(write(tmp_path / "prompts.parquet", rows)), "--n", "3"]
+    words += ["data.max_response_length=6", "data.max_prompt_length=32"]
+    for name, places in (("one", ()), ("two", TWO)):
+        assert main([*words, *places, "--output", str(tmp_path / name)]) == 0
+    assert pq.read_table(tmp_path / "two") == pq.read_table(tmp_path / "one")

@@ -19,44 +19,102 @@ COMMON = (
     "actor_rollout_ref.actor.ppo_mini_batch_size=2",
     "actor_rollout_ref.actor.optim.eps=1e-3",
 )
-GROUPS = ("trainer.backend=ray", "actor_rollout_ref.rollout.tensor_model_parallel_size=2")
 ACTOR = "actor_rollout_ref.actor"
+TP, PP = f"{ACTOR}.tensor_model_parallel_size=2", f"{ACTOR}.pipeline_model_parallel_size=2"
 APART = ["trainer.placement={actor: training, rollout: generation}", "trainer.resource_pools.generation=[4]"]
+OFFLOAD = [f"{ACTOR}.fsdp_config.param_offload=True", f"{ACTOR}.fsdp_config.optimizer_offload=True"]
+LORA = ["actor_rollout_ref.model.lora_rank=4", f"{ACTOR}.optim.lr=5e-2"]
 
 
 @pytest.mark.parametrize(
-    ("ranks", "layout", "mode"),
+    ("ranks", "size", "layout", "more", "mode"),
     [
-        (2, [f"{ACTOR}.tensor_model_parallel_size=2"], "async"),
-        (4, [], "sync"),
-        (2, APART, "async"),
-        pytest.param(4, [f"{ACTOR}.tensor_model_parallel_size=2"], "sync", marks=pytest.mark.slow),
-        pytest.param(
-            4,
-            [f"{ACTOR}.tensor_model_parallel_size=2", f"{ACTOR}.pipeline_model_parallel_size=2"],
-            "async",
-            marks=pytest.mark.slow,
-        ),
+        (2, 2, [TP, *OFFLOAD], [], "async"),
+        (4, 2, [], [], "sync"),
+        (2, 2, APART, [], "async"),
+        (2, 2, [], LORA, "async"),
+        pytest.param(4, 2, [TP], [], "sync", marks=pytest.mark.slow),
+        pytest.param(4, 2, [TP, PP], [], "async", marks=pytest.mark.slow),
+        pytest.param(4, 4, [TP, PP], [], "sync", marks=pytest.mark.slow),
     ],
+    ids=["tp 2", "fsdp 4", "a pool of its own", "an adapter", "fsdp 2 x tp 2", "tp 2 x pp 2", "tp 2 x pp 2 to 4"],
 )
 def test_groups_learn_what_one_process_does(
     ranks: int,
+    size: int,
     layout: list[str],
+    more: list[str],
     mode: str,
     alone: Callable[..., Path],
     train: Callable[..., Path],
     metric_lines: Callable[[Path], list[dict[str, Any]]],
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """Metrics to 1e-4, validation too."""
-    keys = (*COMMON, f"actor_rollout_ref.rollout.mode={mode}")
+    """Metrics to 1e-4, validation too. Weights that the groups share with the trainer do not leave between phases, and
+    those that an adapter is merged into are not shared."""
+    keys = (*COMMON, *more, f"actor_rollout_ref.rollout.mode={mode}")
     one = alone(*keys)
     capfd.readouterr()
-    run = train(*GROUPS, *keys, *layout, f"trainer.n_gpus_per_node={ranks}")
+    groups = f"actor_rollout_ref.rollout.tensor_model_parallel_size={size}"
+    run = train("trainer.backend=ray", groups, *keys, *layout, f"trainer.n_gpus_per_node={ranks}")
     output = capfd.readouterr().out
-    assert "in groups of 2 ranks, each with a shard of the weights" in output
+    assert f"in groups of {size} ranks, each with a shard of the weights" in output
+    assert ("param_offload moves nothing: the rollout computes with these weights" in output) == (OFFLOAD[0] in layout)
     assert ("on processes of its own" in output) == (layout == APART)
-    ours, theirs = metric_lines(run), metric_lines(one)
+    require_equal(metric_lines(run), metric_lines(one))
+
+
+# Kills one rank, the youngest process, a moment after the second step, in the midst of the next generation. The driver,
+# in whose process it runs, has started the cluster: one session for both.
+ROWS = """
+import os, signal, threading
+from pathlib import Path
+from quadriga.data import RLHFDataset
+
+def kill_a_rank():
+    workers = []
+    for entry in Path("/proc").iterdir():
+        try:
+            title = (entry / "cmdline").read_bytes()
+            session = (entry / "stat").read_text().rpartition(")")[2].split()[3]
+        except OSError:
+            continue
+        if title.startswith(b"ray::WorkerProcess") and int(session) == os.getsid(0):
+            workers.append(int(entry.name))
+    os.kill(max(workers), signal.SIGKILL)
+
+class Rows(RLHFDataset):
+    def on_batch_end(self, batch):
+        mark = Path(__file__).with_name("killed")
+        if batch.meta_info["global_steps"] == 2 and not mark.exists():
+            mark.touch()
+            threading.Timer(0.02, kill_a_rank).start()
+"""
+
+
+@pytest.mark.slow
+def test_a_run_that_loses_a_rank_of_a_group_starts_again(
+    alone: Callable[..., Path],
+    train: Callable[..., Path],
+    metric_lines: Callable[[Path], list[dict[str, Any]]],
+    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    """From its beginning, to the numbers of a run that nothing happened to."""
+    (tmp_path / "rows.py").write_text(ROWS)
+    keys = (*COMMON, "actor_rollout_ref.rollout.mode=async")
+    one = alone(*keys)
+    capfd.readouterr()
+    rows = (f"data.custom_cls.path={tmp_path / 'rows.py'}", "data.custom_cls.name=Rows", "trainer.state_copies=False")
+    groups = "actor_rollout_ref.rollout.tensor_model_parallel_size=2"
+    run = train("trainer.backend=ray", groups, *keys, TP, *rows, "trainer.n_gpus_per_node=2")
+    assert (tmp_path / "killed").exists()
+    assert capfd.readouterr().out.count("Recovery: ") == 1
+    require_equal(metric_lines(run), metric_lines(one))
+
+
+def require_equal(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
+    """Metrics to 1e-4, of all steps."""
     assert [line["step"] for line in ours] == [line["step"] for line in theirs] != []
     for left, right in zip(ours, theirs, strict=True):
         for name in left.keys() & right.keys() - {"actor/packed_tokens"}:

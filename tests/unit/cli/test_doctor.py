@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """`quadriga doctor`: sound and unsound environments."""
 
+import re
+from pathlib import Path
+
 import pytest
 from packaging.requirements import Requirement
 
 from quadriga.cli import doctor
 from quadriga.cli.doctor import core_requirements, main, requirement_problem
 from quadriga.observe.probe import Capability
+from tests.architectures import config_of, make_model
 
 
 @pytest.fixture
@@ -65,3 +69,13 @@ def test_a_torch_that_does_not_load_is_said(quick, capsys, monkeypatch: pytest.M
     monkeypatch.setattr(doctor, "_machine_lines", broken)
     assert main([]) == 1
     assert "torch does not load: libgomp.so.1" in capsys.readouterr().out
+
+
+def test_a_model_is_compared_with_transformers(capsys, tmp_path: Path) -> None:
+    """Nothing else is printed. What it finds wrong is in the tests of `models/probe.py`."""
+    make_model(config_of("Gemma 2"), "eager").save_pretrained(tmp_path)
+    assert main(["--model", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == "architecture: Gemma2ForCausalLM"
+    assert printed[1].startswith("rows are computed packed, with shared prompts; ")
+    assert re.search(r"off by at most \de-0\d nats, 0.0001 allowed", printed[2]) and len(printed) == 3

@@ -36,7 +36,8 @@ def test_no_module_is_covered_and_missing() -> None:
     ("text", "expected"),
     [
         ("from verl.workers.reward_manager import PrimeRewardManager", "reward_model.reward_manager=prime"),
-        ("from verl.single_controller.ray import RayWorkerGroup", "quadriga.single_controller"),
+        ("from verl.trainer.ppo.ray_trainer import RayPPOTrainer", "quadriga verl main_ppo"),
+        ("import verl.single_controller.base.megatron", "quadriga.single_controller"),
         ("import verl.utils.tracking", "trainer.logger"),
         ("from verl.trainer.ppo.core_algos import agg_los", r"Did you mean 'agg_loss'"),
         ("from verl.utils.reward_score.math import strip_string", "is_equiv"),

@@ -100,7 +100,7 @@ def test_is_refused_and_nothing_else_is(ready: list[str], changes: list[str], ke
         (["actor_rollout_ref.rollout.skip.enable=True"], "responses are in outputs/rollout_dump do not generate"),
         (["actor_rollout_ref.rollout.skip.enable=True", "actor_rollout_ref.rollout.skip.action=repeat"],
          "every step learns from the same responses"),
-        (["algorithm.filter_groups.enable=True"], "go over the data more often"),
+        (["algorithm.filter_groups.enable=True"], "the run ends with the step that takes the last one of"),
         (["algorithm.filter_groups.enable=True", "algorithm.filter_groups.max_num_gen_batches=0"],
          "for ever if none differ"),
         (["actor_rollout_ref.rollout.val_kwargs.temperature=1.0"], "val_kwargs.temperature: not used"),

@@ -100,6 +100,17 @@ def test_the_number_of_steps() -> None:
     assert "50 steps, over at most 3 epochs" in explain(both)
 
 
+def test_passes_bound_dynamic_sampling() -> None:
+    """How many steps they make, nobody knows before."""
+    words = ("algorithm.filter_groups.enable=true", "data.train_batch_size=16", "data.gen_batch_size=32")
+    taken = "until 3 passes over the data are taken"
+    found = explain(config(*words, "trainer.total_epochs=3"), num_train_prompts=100)
+    assert f"\n  steps {taken} (3 batches each, at least one a step)" in found
+    both = config(*words, "trainer.total_epochs=3", "trainer.total_training_steps=5")
+    assert f"at most 5 steps {taken}\n" in explain(both)
+    assert "steps until 1 pass over the data are taken" not in explain(config(*words, "trainer.total_training_steps=5"))
+
+
 def test_a_critic_is_named_where_one_is_built() -> None:
     ppo = config("algorithm.adv_estimator=gae")
     assert "critic: one pass a step, for values" in explain(ppo, None, ("token_level_rewards", "values"))

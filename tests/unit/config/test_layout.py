@@ -34,6 +34,7 @@ def test_each_rank_has_a_place_of_its_own(pp: int, replicate: int, shard: int, s
         (4, {"fsdp": 2}, Layout(dp_replicate=2, dp_shard=2)),
         (8, {"sp": 2, "tp": 2}, Layout(dp_shard=2, sp=2, tp=2)),
         (8, {"fsdp": 2, "sp": 2, "pp": 2}, Layout(pp=2, dp_replicate=2, sp=2)),
+        (8, {"fsdp": 4, "ep": 2}, Layout(dp_replicate=2, dp_shard=4, ep=2)),
     ],
 )
 def test_sizes_become_a_layout(world: int, sizes: dict[str, int], layout: Layout) -> None:
@@ -48,6 +49,9 @@ def test_sizes_become_a_layout(world: int, sizes: dict[str, int], layout: Layout
         (4, {"sp": 2, "pp": 4}, "expected a multiple of 8 processes"),
         (4, {"fsdp": 3}, "fsdp_size: got 3"),
         (4, {"fsdp": 1, "sp": 2}, "fsdp_size: got 1"),
+        (4, {"ep": 3}, "actor.expert_parallel_size: got 3, with 4 ranks that shard one copy of the weights"),
+        (4, {"fsdp": 1, "ep": 2}, "got 2, with 1 ranks"),
+        (4, {"tp": 2, "ep": 2}, "and tp=2, expected a number that divides them, or 1 with tensor parallelism"),
     ],
 )
 def test_sizes_that_do_not_divide_are_refused(world: int, sizes: dict[str, int], told: str) -> None:
@@ -62,6 +66,14 @@ def test_all_that_does_not_fit_a_model_is_told_at_once() -> None:
     for part in ("3 layers for 4", "without a plan", "9 heads and 3 key-value heads"):
         assert part in str(caught.value)
     check_model(Layout(pp=3, tp=3), ModelShape("SomeModel", 3, 9, 3, PLAN), "actor")
+
+
+@pytest.mark.parametrize(("count", "told"), [(0, "no experts"), (6, "6 experts for expert parallelism over 4")])
+def test_experts_that_cannot_be_divided_are_refused(count: int, told: str) -> None:
+    shape = ModelShape("SomeModel", 3, 9, 3, PLAN, count)
+    with pytest.raises(ConfigError, match=told):
+        check_model(Layout(dp_shard=4, ep=4), shape, "actor")
+    check_model(Layout(dp_shard=4), shape, "actor")
 
 
 def test_a_plan_with_an_unknown_style_is_refused() -> None:

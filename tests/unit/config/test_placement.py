@@ -94,6 +94,8 @@ def test_a_role_without_a_pool(missing: str, given: str) -> None:
     ("overrides", "key", "said"),
     [
         ([RAY, "trainer.device=cuda:1"], "trainer.device", "Ray gives each process a device of its own"),
+        (["actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.mode=async", "trainer.device=cuda:1"],
+         "trainer.device", "with vllm in processes of its own"),
         ([RAY, "trainer.placement={actor_rollout: a, reward: b}"], "trainer.placement", "the role reward"),
         ([RAY, "trainer.placement={actor_rollout_ref: a, ref: b}"], "trainer.placement", "a role of its own"),
         ([RAY, "trainer.placement={critic: b}"], "trainer.placement", "no pool for the policy"),
@@ -189,7 +191,6 @@ SGLANG = (RAY, "trainer.n_gpus_per_node=2", f"{GROUPS}=2", "actor_rollout_ref.ro
     [
         ([RAY, "trainer.n_gpus_per_node=6", f"{GROUPS}=4"], "got groups of 4, of 6 ranks"),
         ([f"{GROUPS}=2"], "got groups of 2, of 1 ranks"),
-        ([RAY, "trainer.n_gpus_per_node=2", f"{GROUPS}=2", "actor_rollout_ref.model.lora_rank=4"], "an adapter"),
         ([*SGLANG, "trainer.device=cuda"], "Ray gives no devices"),
         ([RAY, "trainer.n_gpus_per_node=2", f"{GROUPS}=2", "actor_rollout_ref.rollout.name=hf"], "name=hf"),
     ],
@@ -221,3 +222,68 @@ def test_groups_are_explained() -> None:
     config = load_config([RAY, "trainer.n_gpus_per_node=8", f"{GROUPS}=4"]).config
     assert "2 rollout groups of 4 neighbouring processes" in explain(config)
     assert [one.trainer.resource_pools for one in with_fewer_processes(config)] == [{"all": [4]}]
+
+
+MEGATRON = "actor_rollout_ref.actor.strategy=megatron"
+
+
+@pytest.mark.parametrize(
+    ("words", "where", "said"),
+    [
+        (["actor_rollout_ref.model.lora_rank=8"], "actor_rollout_ref.model.lora_rank", "trained by FSDP2"),
+        (
+            ["actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size=2"],
+            "actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size",
+            "with one pipeline stage",
+        ),
+        (
+            ["algorithm.adv_estimator=gae", "actor_rollout_ref.actor.tensor_model_parallel_size=2"],
+            "critic.tensor_model_parallel_size",
+            "Megatron has one set of sizes",
+        ),
+        (
+            ["actor_rollout_ref.actor.megatron.override_transformer_config.num_layers=3"],
+            "actor_rollout_ref.actor.megatron.override_transformer_config.num_layers",
+            "one of account_for",
+        ),
+        (
+            ["critic.model.enable_activation_offload=true"],
+            "critic.model.enable_activation_offload",
+            "strategy=megatron",
+        ),
+        (["trainer.n_gpus_per_node=3", "critic.pipeline_model_parallel_size=2"], "critic", "a multiple of 2"),
+    ],
+)
+def test_what_keeps_megatron_from_training(
+    words: list[str], where: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quadriga.config.placement.version", lambda name: "0.16.1")
+    every = [RAY, "trainer.n_gpus_per_node=4", MEGATRON, "algorithm.adv_estimator=gae", *words]
+    problems, _ = training_findings(load_config(every).config)
+    assert said in "\n".join(str(one) for one in problems if one.where == where)
+
+
+@pytest.mark.parametrize("found", ["0.19.2", "not installed"])
+def test_megatron_of_another_version(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quadriga.config.placement.version", lambda name: found)
+    problems, _ = training_findings(load_config([MEGATRON]).config)
+    (told,) = [str(one) for one in problems if one.where == "actor_rollout_ref.actor.strategy"]
+    assert found in told and "pip install -e '.[megatron]'" in told
+
+
+def test_keys_that_another_engine_reads_are_named() -> None:
+    key = "actor_rollout_ref.actor.megatron.sequence_parallel"
+    _, notices = training_findings(load_config([f"{key}=false"]).config)
+    assert f"{key}: not used, for strategy is fsdp." in notices
+
+
+def test_the_ranks_of_megatron() -> None:
+    """Its distributed optimizer shards masters over the data-parallel ranks; without it they are replicas."""
+    words = [RAY, "trainer.n_gpus_per_node=8", MEGATRON, "actor_rollout_ref.actor.tensor_model_parallel_size=2"]
+    actor = load_config(words).config.actor_rollout_ref.actor
+    layout = actor.layout(8, "actor", actor.megatron_if_chosen)
+    assert (layout.fsdp, layout.dp_replicate, layout.tp, layout.is_whole) == (4, 1, 2, False)
+    actor = load_config([*words, "actor_rollout_ref.actor.megatron.use_distributed_optimizer=false"]).config
+    actor = actor.actor_rollout_ref.actor
+    layout = actor.layout(8, "actor", actor.megatron_if_chosen)
+    assert (layout.fsdp, layout.dp_replicate) == (1, 4)

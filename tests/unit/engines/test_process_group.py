@@ -19,6 +19,15 @@ def test_a_process_alone_has_no_group() -> None:
     leave(group)
 
 
+def test_a_process_alone_has_one_where_an_engine_needs_it() -> None:
+    """Its roles share it, and the last one to leave ends it."""
+    roles = [join(WorkerPlace(), torch.device("cpu"), also_alone=True) for _ in range(2)]
+    for role in roles:
+        assert dist.is_initialized() and role.totals(3) == [3]
+        leave(role)
+    assert not dist.is_initialized()
+
+
 def test_a_meeting_place_that_is_taken_is_named() -> None:
     with socket.create_server(("localhost", 0)) as taken:
         port = taken.getsockname()[1]

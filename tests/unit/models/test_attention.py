@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
 from quadriga.models import attention
-from quadriga.models.attention import PackedAttention, Segment
-from quadriga.models.flash import flash_backward, flash_forward, plain_backward, plain_forward
+from quadriga.models.attention import PLAIN, AttentionOptions, PackedAttention, Segment
+from quadriga.models.flash import Scores, flash_backward, flash_forward, plain_backward, plain_forward
 
 CPU = torch.device("cpu")
 GROUPS = st.lists(st.tuples(st.integers(1, 6), st.lists(st.integers(1, 5), max_size=4)), min_size=1, max_size=4)
@@ -38,18 +38,28 @@ def random_parts(size: int, heads: tuple[int, int], head_size: int) -> list[torc
     return [*parts, torch.randn(1, size, query_heads, head_size, generator=generator)]
 
 
-def dense(segments: list[Segment], query, key, value, scale: float):
+def dense(segments: list[Segment], query, key, value, scale: float, options: AttentionOptions = PLAIN):
     size = query.shape[2]
+    places = torch.zeros(size, dtype=torch.long)  # of each token in its sequence
     allowed = torch.zeros(size, size, dtype=torch.bool)
     for segment in segments:
         rows = slice(segment.start, segment.start + segment.length)
+        places[rows] = torch.arange(segment.length) + (segment.prefix.length if segment.prefix else 0)
         allowed[rows, rows] = torch.ones(segment.length, segment.length).tril().bool()
         if segment.prefix:
             allowed[rows, segment.prefix.start : segment.prefix.start + segment.prefix.length] = True
+    if options.window is not None:
+        allowed &= places[:, None] - places < options.window
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    scores = (query @ key.transpose(2, 3) * scale).masked_fill(~allowed, float("-inf"))
-    return (scores.softmax(-1) @ value).transpose(1, 2)
+    scores = query @ key.transpose(2, 3) * scale
+    if options.softcap is not None:
+        scores = (scores / options.softcap).tanh() * options.softcap
+    scores = scores.masked_fill(~allowed, float("-inf"))
+    if options.sinks is not None:
+        sinks = options.sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sinks], -1)
+    return (scores.softmax(-1)[..., :size] @ value).transpose(1, 2)
 
 
 @settings(max_examples=60, deadline=None)
@@ -71,6 +81,46 @@ def test_equals_dense_attention(
     torch.testing.assert_close(ours, exact.float(), atol=2e-6, rtol=2e-6)
     for gradient, expected in zip(gradients, torch.autograd.grad(exact, parts, outer.double()), strict=True):
         torch.testing.assert_close(gradient, expected, atol=5e-6, rtol=5e-6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    groups=GROUPS,
+    block_tokens=st.sampled_from([1, 2, 5, 12, None]),
+    window=st.sampled_from([None, 1, 2, 3, 5, 8]),
+    softcap=st.sampled_from([None, 0.5]),
+    has_sinks=st.booleans(),
+)
+def test_windows_caps_and_sinks_equal_dense_attention(
+    groups: list[tuple[int, list[int]]],
+    block_tokens: int | None,
+    window: int | None,
+    softcap: float | None,
+    has_sinks: bool,
+) -> None:
+    """Each alone and together, for any lengths and cut, with the gradients of the sinks. Does not show it on a GPU."""
+    segments = segments_of(groups)
+    *parts, outer = random_parts(sum(segment.length for segment in segments), (4, 2), 8)
+    sinks = [torch.tensor([0.5, -1.0, 2.0, 0.0], requires_grad=True)] if has_sinks else []
+    options = AttentionOptions(window, softcap, *sinks)
+    ours = PackedAttention(segments, CPU, 0.5, block_tokens).attend(0, *parts, 0.9, options)
+    gradients = torch.autograd.grad(ours, [*parts, *sinks], outer)
+    exact = dense(segments, *(part.double() for part in parts), 0.9, options)
+    torch.testing.assert_close(ours, exact.float(), atol=3e-6, rtol=3e-6)
+    for gradient, expected in zip(gradients, torch.autograd.grad(exact, [*parts, *sinks], outer.double()), strict=True):
+        torch.testing.assert_close(gradient, expected, atol=2e-5, rtol=1e-5)
+
+
+def test_a_window_that_hides_nothing_changes_no_bit() -> None:
+    """It is as long as the longest sequence. Blocks outside of a shorter one are not computed."""
+    segments = segments_of([(3, [4, 2]), (20, [])])
+    *parts, _ = random_parts(29, (4, 2), 8)
+    plan = PackedAttention(segments, CPU, block_tokens=5)
+    assert torch.equal(plan.attend(0, *parts, 0.3, AttentionOptions(window=20)), plan.attend(0, *parts, 0.3))
+    assert not plan.masks
+    whole = [block for block in plan.blocks if block.queries.shape == (1, 5)][-1]
+    how = attention._How(0.3, 3, None, plan.masks)
+    assert (len(whole.parts), len(list(whole.seen(torch.zeros(1, 5, 1, 1), how)))) == (4, 2)
 
 
 def test_the_gradient_of_a_sum() -> None:
@@ -133,12 +183,12 @@ def test_plain_operators_are_the_kernel(is_causal: bool) -> None:
     """What devices without a flash kernel compute, beside what the CPU's kernel does. Does not show it on them."""
     *inputs, grad = (part.detach().transpose(1, 2) for part in random_parts(37, (6, 2), 8))
     grad = grad.transpose(1, 2)
-    out, log_sums = flash_forward(inputs, 0.3, is_causal)
+    out, log_sums = flash_forward(inputs, Scores(0.3, is_causal))
     log_sums = log_sums + 0.5  # as if merged with those of other keys
-    expected = flash_backward((grad, out, log_sums), inputs, 0.3, is_causal)
+    expected = flash_backward((grad, out, log_sums), inputs, Scores(0.3, is_causal))
     turned, (grad, out, log_sums) = ([one.transpose(1, 2) for one in ones] for ones in (inputs, (grad, out, log_sums)))
-    plain, plain_sums = plain_forward(turned, 0.3, is_causal)
+    plain, plain_sums = plain_forward(turned, Scores(0.3, is_causal))
     torch.testing.assert_close(plain, out)
     torch.testing.assert_close(plain_sums + 0.5, log_sums)
-    for one, other in zip(plain_backward((grad, out, log_sums), turned, 0.3, is_causal), expected, strict=True):
+    for one, other in zip(plain_backward((grad, out, log_sums), turned, Scores(0.3, is_causal)), expected, strict=True):
         torch.testing.assert_close(one.transpose(1, 2), other)

@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from quadriga.errors import EngineError
-from quadriga.models.load import backbone, head_of, load_causal_lm, stop_token_ids
+from quadriga.models.architecture import backbone, head_of
+from quadriga.models.load import load_causal_lm, stop_token_ids
 
 
 @pytest.fixture

@@ -5,17 +5,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForImageTextToText
 
+from quadriga.models.architecture import backbone, head_of
 from quadriga.models.attention import ATTENTION_NAME
 from quadriga.models.flops import model_cost
 from quadriga.models.fused import fuse
-from quadriga.models.load import backbone, head_of, load_causal_lm, skeleton_causal_lm
-from quadriga.models.vision import ImageTokens, VisionEncoderCost, file_name, parameter_name, vision_encoder
+from quadriga.models.load import load_causal_lm, skeleton_causal_lm
+from quadriga.models.vision import ImageTokens, VisionEncoderCost, vision_encoder
+from quadriga.models.weight_files import SafetensorFiles
+from quadriga.models.weight_names import ConvertedFiles
 from quadriga.protocol.memory import images_key
 from tests.tiny_vision import FAMILIES, IMAGE, image_tokens, joined, random_image, save_vision_model, vision_model
 
@@ -54,13 +56,12 @@ def test_a_skeleton_has_the_names_and_no_values(folder: Path) -> None:
 def test_names_in_files(folder: Path) -> None:
     """There and back, as `save_pretrained` writes them; a parameter's own name is one that files may have, too."""
     model = load_causal_lm(folder, dtype=torch.float32)
-    with safe_open(folder / "model.safetensors", framework="pt") as file:
-        written = set(file.keys())
-    names = [name for name, _ in model.named_parameters()]
-    assert {file_name(model.config, name) for name in names} == written
-    for name in names:
-        assert parameter_name(model.config, file_name(model.config, name)) == name
-        assert parameter_name(model.config, name) == name
+    files = SafetensorFiles([folder / "model.safetensors"])
+    names = {name for name, _ in model.named_parameters()}
+    own = ConvertedFiles(files, model)
+    assert set(own.shapes) == names
+    assert set(ConvertedFiles(own, model).shapes) == names
+    assert set(ConvertedFiles(own, model, to_files=True).shapes) == set(files.shapes)
 
 
 def test_the_key_of_images() -> None:

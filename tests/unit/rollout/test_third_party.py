@@ -2,18 +2,24 @@
 """What engines on third-party libraries share, by one that keeps weights in two dictionaries."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
 
+from quadriga.config import load_config
 from quadriga.errors import ConfigError, PeerLostError, QuadrigaError, RolloutError, WeightSyncError
 from quadriga.rollout.interface import Completion, SamplingParams
 from quadriga.rollout.manifest import Manifest
+from quadriga.rollout.setup import EngineSetup
+from quadriga.rollout.sglang.engine import SGLangEngine
 from quadriga.rollout.third_party import ThirdPartyEngine, require_room
+from quadriga.rollout.vllm.engine import VLLMEngine
 from quadriga.weight_sync import CopiedWeights
 from quadriga.weight_sync.fingerprint import fingerprint
+from tests.moe import moe_model
 
 Weights = Iterator[tuple[str, torch.Tensor]]
 
@@ -107,3 +113,13 @@ def test_training_and_engine_share_the_memory_of_a_gpu(held: int, to_come: int, 
     rest = f"{(80 - held - to_come) * 100 // 80 / 100:g}"
     with pytest.raises(ConfigError, match=rf"0.5, which is 40.0 GiB of 80.0, while .* {held + to_come}.0.* {rest}\."):
         require_room(80 * gib, held * gib, to_come * gib, 0.5)
+
+
+@pytest.mark.parametrize("kind", [VLLMEngine, SGLangEngine])
+def test_experts_are_refused(tmp_path: Path, kind: type[VLLMEngine] | type[SGLangEngine]) -> None:
+    """Before the library is loaded: published weights would not be those that it computes with."""
+    moe_model("qwen3_moe").save_pretrained(tmp_path)
+    words = [f"actor_rollout_ref.rollout.name={kind.name}", f"actor_rollout_ref.model.path={tmp_path}"]
+    setup = EngineSetup(load_config(words).config, cast(Any, None), {}, torch.device("cpu"), torch.float32)
+    with pytest.raises(RolloutError, match=r"a mixture of experts \(Qwen3MoeForCausalLM\), expected a model without"):
+        kind.from_config(setup)

@@ -47,6 +47,18 @@ def test_pass_follows_pass() -> None:
     assert len({tuple(batch) for batch in batches}) == 6
 
 
+def test_the_share_of_the_passes() -> None:
+    """Two passes of two batches; what is taken behind them counts no more."""
+    prompts = stream()
+    prompts.num_epochs, shares = 2, []
+    for _ in range(5):
+        taken(prompts, 1)
+        shares.append(prompts.share_taken)
+    assert shares == [0.25, 0.5, 0.75, 1.0, 1.0]
+    prompts.num_epochs = None
+    assert prompts.share_taken == 0.0
+
+
 @pytest.mark.parametrize(("place", "num_workers"), [*((place, 0) for place in range(1, 7)), (3, 1)])
 def test_it_goes_on_from_every_place(place: int, num_workers: int) -> None:
     """In the middle of an epoch, at its end, and after it, as if nothing had happened."""

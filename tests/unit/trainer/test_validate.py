@@ -19,7 +19,27 @@ from quadriga.config import Config
 from quadriga.observe.metrics import Metric
 from quadriga.protocol import DataProto
 from quadriga.rewards import RewardManager, RewardOutput
-from quadriga.trainer.validate import Validator, majority_chances, majority_metrics, score_metrics, validation_metrics
+from quadriga.trainer.validate import (
+    Validator,
+    interval,
+    majority_chances,
+    majority_values,
+    means,
+    score_values,
+    validation_values,
+)
+
+
+def means_of_rows(*columns: Any, **named: Any) -> dict[str, float]:
+    return means(validation_values(*columns, **named))
+
+
+def means_of_scores(scores: list[np.ndarray]) -> dict[str, float]:
+    return means(score_values(scores))
+
+
+def means_of_majority(scores: list[np.ndarray], answers: Any) -> dict[str, float]:
+    return means(majority_values(scores, answers))
 
 
 class Actor:
@@ -147,7 +167,7 @@ def majority_score(draw: tuple[int, ...], answers: str, scores: list[float]) -> 
 @given(SCORES)
 def test_best_and_worst_equal_enumeration(scores: list[float]) -> None:
     """Mean and deviation of the maximum and the minimum over all subsets."""
-    found = score_metrics([np.array(scores)])
+    found = means_of_scores([np.array(scores)])
     n = len(scores)
     assert found[f"mean@{n}"] == pytest.approx(mean(scores))
     sizes = {k for k in (2, 4) if k < n} | ({n} if n > 1 else set())
@@ -169,7 +189,7 @@ def test_majority_equals_enumeration(data: st.DataObject) -> None:
     scores = data.draw(SCORES.filter(lambda values: len(values) > 1))
     n = len(scores)
     answers = data.draw(st.text("abcd", min_size=n, max_size=n))
-    found = majority_metrics([np.array(scores)], [answers])
+    found = means_of_majority([np.array(scores)], [answers])
     for k in {2, 4, n}:
         if k <= n:
             values = [majority_score(draw, answers, scores) for draw in combinations(range(n), k)]
@@ -188,7 +208,7 @@ def test_majority_chances_sum_to_one(counts: tuple[int, ...]) -> None:
 
 def test_names_and_values() -> None:
     """Two data sources: 4 answers to 2 prompts, and 1 answer to 1; `acc` is the core where there is one."""
-    metrics = validation_metrics(
+    metrics = means_of_rows(
         data_sources=["sums"] * 8 + ["songs"],
         uids=["p", "q"] * 4 + ["r"],
         variables={
@@ -215,19 +235,19 @@ def test_names_and_values() -> None:
 
 def test_prompts_of_unequal_size() -> None:
     """3, 2 and 1 answers: N is 3; all count in the mean, the first two in k = 2 and std, the first in k = 3."""
-    found = score_metrics([np.array([0.0, 0.0, 1.0]), np.array([0.0, 1.0]), np.array([1.0])])
+    found = means_of_scores([np.array([0.0, 0.0, 1.0]), np.array([0.0, 1.0]), np.array([1.0])])
     assert found["mean@3"] == pytest.approx((1 / 3 + 1 / 2 + 1) / 3)
     assert found["std@3"] == pytest.approx(((2 / 9) ** 0.5 + 0.5) / 2)
     assert found["best@2/mean"] == pytest.approx((2 / 3 + 1) / 2)
     assert found["best@3/mean"] == 1.0 and found["worst@3/mean"] == 0.0
-    majority = majority_metrics([np.array([0.0, 0.0, 1.0]), np.array([0.0, 1.0])], ["aab", "ab"])
+    majority = means_of_majority([np.array([0.0, 0.0, 1.0]), np.array([0.0, 1.0])], ["aab", "ab"])
     assert majority["maj@3/mean"] == 0.0
     assert majority["maj@2/mean"] == pytest.approx(((1 / 3 * 0 + 2 / 3 * 0.5) + 0.5) / 2)
 
 
 def test_missing_numbers_are_left_out() -> None:
     """An answer without a number of that name is no answer, and NaN does not spread."""
-    metrics = validation_metrics(["s"] * 3, ["p"] * 3, {"reward": [1.0, None, float("nan")]})
+    metrics = means_of_rows(["s"] * 3, ["p"] * 3, {"reward": [1.0, None, float("nan")]})
     assert metrics == {"val-core/s/reward/mean@1": 1.0}
 
 
@@ -237,5 +257,30 @@ def test_no_random_state_is_touched() -> None:
     expected = np.random.rand()
     np.random.seed(3)
     arguments = (["s"] * 6, [1, 1, 1, 2, 2, 2], {"reward": [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]}, list("abbccc"))
-    assert validation_metrics(*arguments) == validation_metrics(*arguments)
+    assert means_of_rows(*arguments) == means_of_rows(*arguments)
     assert np.random.rand() == expected
+
+
+@pytest.mark.parametrize("share", [0.0, 0.02, 0.5, 0.97])
+@pytest.mark.parametrize("num_responses", [1, 8])
+def test_intervals_hold_the_mean_as_often_as_they_say(share: float, num_responses: int) -> None:
+    """At least 9 of 10 of 400 draws of 60 prompts, also where all are wrong; and they are not wide for nothing."""
+    generator = np.random.default_rng(0)
+    chances = generator.beta(2 * share, 2 * (1 - share), 100_000) if share else np.zeros(100_000)
+    hits, widths = 0, []
+    for _ in range(400):
+        drawn = generator.choice(chances, 60)
+        values = generator.binomial(num_responses, drawn) / num_responses
+        low, high = interval(values)
+        hits += low <= chances.mean() <= high
+        widths.append(high - low)
+    assert hits >= 360
+    assert 0 < np.mean(widths) < 0.27
+
+
+def test_intervals_of_other_scores() -> None:
+    """1.96 standard errors; of one prompt nothing is known."""
+    low, high = interval(np.array([-1.0, 3.0, 1.0, 5.0]))
+    error = np.std([-1.0, 3.0, 1.0, 5.0], ddof=1) / 2
+    assert (low, high) == (pytest.approx(2 - 1.96 * error), pytest.approx(2 + 1.96 * error))
+    assert interval(np.array([7.0])) == (-np.inf, np.inf)

@@ -11,6 +11,9 @@ from quadriga.verl.hydra import MISSING, VERSIONS, defaults
 from quadriga.verl.programs import ENTRIES, find_entry
 from quadriga.verl.translate import Line, translate
 
+MEGATRON = "actor_rollout_ref.actor.megatron"
+FIELDS = f"{MEGATRON}.override_transformer_config"
+OF_MEGATRON = "actor_rollout_ref.actor.strategy=megatron"
 SFT = ("verl.trainer.sft_trainer", "verl.trainer.fsdp_sft_trainer")
 
 
@@ -74,14 +77,52 @@ def test_other_engines_are_ours_with_the_same_sizes() -> None:
     assert any("FSDP2 trains in place of veomni" in one for one in found.notices)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [["engine=megatron", "optim=megatron", "engine.tensor_model_parallel_size=2"], ["engine.strategy=megatron"]],
-)
-def test_megatron_is_one_sentence(words: list[str]) -> None:
-    refused = translated(SFT[0], *words, "optim.lr_decay_style=cosine").refused
-    assert len(refused) == 1
-    assert "Megatron-core is no training engine here" in str(refused[0])
+@pytest.mark.parametrize("words", [["engine=megatron", "optim=megatron"], ["engine.strategy=megatron"]])
+def test_megatron_trains_with_verls_sizes(words: list[str]) -> None:
+    sizes = ["tensor_model_parallel_size=2", "pipeline_model_parallel_size=2", "virtual_pipeline_model_parallel_size=2"]
+    others = ["context_parallel_size=2", "+override_transformer_config.context_parallel_size=2", "use_mbridge=True"]
+    own = [f"engine.{one}" if one[0] != "+" else f"+engine.{one[1:]}" for one in (*sizes, *others)]
+    found = translated(SFT[0], *words, *own, "optim.lr_decay_style=cosine", "optim.lr=1e-5", "optim.min_lr=1e-6")
+    assert not found.refused
+    assert found.ours.items() >= {
+        "engine.strategy": "megatron", "engine.tensor_model_parallel_size": 2, "engine.pipeline_model_parallel_size": 2,
+        "engine.megatron.virtual_pipeline_model_parallel_size": 2, "engine.ulysses_sequence_parallel_size": 2,
+        "optim.lr_scheduler_type": "cosine", "trainer.n_gpus_per_node": 8,
+    }.items()  # fmt: skip
+    assert found.ours["optim.min_lr_ratio"] == pytest.approx(0.1)
+
+
+def test_what_megatrons_section_means() -> None:
+    """Sizes, offloading, stages and schedules are our keys; roles of one process have the actor's sizes."""
+    sizes = ["tensor_model_parallel_size=4", "pipeline_model_parallel_size=2", "context_parallel_size=2"]
+    words = [*sizes, "virtual_pipeline_model_parallel_size=2", "param_offload=True", "grad_offload=True", "seed=7"]
+    words += ["use_dist_checkpointing=True", "dist_checkpointing_path=/ckpt"]
+    fields = ["recompute_granularity=full", "recompute_method=uniform", "num_layers_in_last_pipeline_stage=3"]
+    found = translated(
+        "main_ppo",
+        *("model_engine=megatron", "trainer.n_gpus_per_node=16", "actor_rollout_ref.rollout.name=vllm"),
+        *(f"{MEGATRON}.{one}" for one in words),
+        *(f"+{FIELDS}.{one}" for one in (*fields, "apply_rope_fusion=True")),
+        *("algorithm.adv_estimator=gae", "critic.megatron.tensor_model_parallel_size=2"),
+        *("actor_rollout_ref.actor.optim.lr_decay_steps=50", "actor_rollout_ref.actor.optim.clip_grad=0.5"),
+        *("actor_rollout_ref.actor.optim.weight_decay=0.1", "actor_rollout_ref.ref.megatron.param_offload=True"),
+    )
+    assert not found.refused
+    actor = "actor_rollout_ref.actor"
+    assert found.ours.items() >= {
+        f"{actor}.strategy": "megatron", f"{actor}.tensor_model_parallel_size": 4,
+        f"{actor}.pipeline_model_parallel_size": 2, f"{actor}.ulysses_sequence_parallel_size": 2,
+        f"{MEGATRON}.virtual_pipeline_model_parallel_size": 2, f"{actor}.fsdp_config.param_offload": True,
+        f"{actor}.fsdp_config.grad_offload": True, f"{FIELDS}.num_layers_in_last_pipeline_stage": 3,
+        "actor_rollout_ref.model.enable_gradient_checkpointing": True, f"{actor}.grad_clip": 0.5,
+        "critic.tensor_model_parallel_size": 4, "critic.pipeline_model_parallel_size": 2,
+        "actor_rollout_ref.ref.fsdp_config.param_offload": True,
+    }.items()  # fmt: skip
+    told = "\n".join(found.notices)
+    assert "dist_checkpointing_path: Weights are read from the Hugging Face folder" in told
+    assert "critic.megatron.tensor_model_parallel_size" in told and "the actor's sizes" in told
+    assert f"{actor}.optim.weight_decay: Norms and biases decay" in told
+    assert "apply_rope_fusion" in told and "lr_decay_steps: Read only with a rate that falls" in told
 
 
 @pytest.mark.parametrize(
@@ -94,9 +135,12 @@ def test_megatron_is_one_sentence(words: list[str]) -> None:
         ("main_ppo", ["distillation.enabled=True", "distillation.unheard=1"], "main_ppo"),
         ("main_ppo", ["actor_rollout_ref.actor.fsdp_config.qat.enable=True"], "main_ppo"),
         ("main_ppo", ["+actor_rollout_ref.rollout.quantization=fp8"], "main_ppo"),
-        ("main_ppo", ["model_engine=megatron", "actor_rollout_ref.actor.megatron.unheard=2"], "main_ppo"),
-        ("main_ppo", ["--config-name=ppo_megatron_trainer.yaml"], "main_ppo"),
-        ("main_dapo", ["actor_rollout_ref.actor.strategy=megatron"], "main_dapo"),
+        ("main_ppo", ["model_engine=megatron", f"{MEGATRON}.unheard=2"], f"{MEGATRON}.unheard"),
+        ("main_ppo", ["--config-name=ppo_megatron_trainer", f"{MEGATRON}.dtype=float16"], f"{MEGATRON}.dtype"),
+        ("main_ppo", [OF_MEGATRON, f"+{FIELDS}.fp8=hybrid"], f"{FIELDS}.fp8"),
+        ("main_ppo", [OF_MEGATRON, f"+{FIELDS}.num_moe_experts=8"], f"{FIELDS}.num_moe_experts"),
+        ("main_ppo", [OF_MEGATRON, f"+{FIELDS}.moe_aux_loss_coeff=0.01"], f"{FIELDS}.moe_aux_loss_coeff"),
+        ("main_dapo", [OF_MEGATRON, f"{MEGATRON}.use_megatron_fsdp=True"], f"{MEGATRON}.use_megatron_fsdp"),
         (SFT[1], ["optim.lr_scheduler=wsd"], "optim.lr_scheduler_type"),
         (SFT[1], ["data.custom_cls.path=x.py"], "data.custom_cls.path"),
         ("verl.trainer.main_generation", ["rollout.n=4"], "rollout.n"),
@@ -136,8 +180,13 @@ def test_the_merger_takes_our_checkpoints_and_refuses_verls_shards(tmp_path: Pat
     assert translated("verl.model_merger", *words).options == {"argv": [str(tmp_path), "--output", "out"]}
     (tmp_path / "model_world_size_2_rank_0.pt").touch()
     (refused,) = translated("verl.model_merger", *words).refused
-    assert "shards of verl's FSDP" in str(refused)
+    assert "shards of verl's own" in str(refused)
     assert translated("verl.model_merger", "merge", "--backend", "megatron", *words[3:5]).refused
+    (folder := tmp_path / "of megatron" / "dist_ckpt").mkdir(parents=True)
+    words = ["merge", "--backend", "megatron", "--local_dir", str(folder.parent), "--target_dir", "out"]
+    assert "shards of verl's own" in str(translated("verl.model_merger", *words).refused[0])
+    folder.rmdir()
+    assert not translated("verl.model_merger", *words).refused
 
 
 @pytest.mark.parametrize("program", [entry.name for entry in ENTRIES if entry.refused])

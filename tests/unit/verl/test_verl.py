@@ -141,7 +141,10 @@ def test_a_published_key_is_known(key: str, value: str) -> None:
             {"actor_rollout_ref.rollout.agent.agent_loop_path": "/a/agent.yaml"},
         ),
         (["transfer_queue.enable=True"], {}),
+        (["data.custom_cls.path=a.py", "data.custom_cls.name=A", "+data.tone=2"], {"data.custom_cls.options.tone": 2}),
         (["trainer.total_training_steps=5"], {"trainer.total_training_steps": 5, "trainer.total_epochs": 30}),
+        (["trainer.total_training_steps=5", "actor_rollout_ref.actor.optim.warmup_style=cosine"],
+         {"actor_rollout_ref.actor.optim.total_training_steps": 5}),
         (["actor_rollout_ref.actor.fsdp_config.model_dtype=bf16"],
          {"actor_rollout_ref.actor.optim.master_dtype": "bfloat16"}),
         ([f"{LOSS}=geo_mean"], {"actor_rollout_ref.actor.loss_agg_mode": "seq-mean-token-mean"}),
@@ -230,7 +233,6 @@ def test_dynamic_sampling_is_the_recipes() -> None:
         ("actor_rollout_ref.actor.optim.override_optimizer_config.decoupled_weight_decay=False", "expected true"),
         ("distillation.enabled=True", "no teacher"),
         ("critic.model.lora_rank=8 algorithm.adv_estimator=gae", "All weights of the critic"),
-        ("actor_rollout_ref.actor.strategy=megatron", "fsdp"),
         ("trainer.max_actor_ckpt_to_keep=1 trainer.max_critic_ckpt_to_keep=2", "one value"),
         ("trainer.total_epochs=many", "a whole number"),
         ("trainer.n_gpus_per_node=many actor_rollout_ref.actor.ppo_micro_batch_size=8", "a whole number"),
@@ -354,3 +356,11 @@ def test_a_check_loads_no_torch() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "total_epochs: 30" in done.stdout
+
+
+@pytest.mark.parametrize(("mode", "ours"), [("disabled", "off"), ("R2", "old_log_prob"), ("R3", "rollout")])
+def test_the_replay_of_routers(mode: str, ours: str) -> None:
+    section = "actor_rollout_ref.actor.router_replay"
+    line = translated(f"{section}.mode={mode}", "actor_rollout_ref.rollout.enable_rollout_routing_replay=True")
+    assert line.config is not None and line.config.actor_rollout_ref.actor.router_replay == ours
+    assert [one.where for one in translated(f"{section}.mode=record").refused] == [f"{section}.mode"]

@@ -7,7 +7,7 @@ import torch
 
 from quadriga.config import ActorConfig, Config
 from quadriga.engines.batches import MicroBatching, Passes
-from quadriga.errors import ConfigError
+from quadriga.errors import ConfigError, EngineError
 from quadriga.protocol import DataProto
 from quadriga.workers.base import MODEL_INPUTS, UpdateInputs, choose_device, model_inputs
 
@@ -58,6 +58,16 @@ def test_options_of_the_loss_bring_their_columns() -> None:
     with_divergence = UpdateInputs(Config(actor_rollout_ref={"actor": {"use_kl_loss": True}}))
     expected = {*MODEL_INPUTS, "advantages", "old_log_probs", "ref_log_prob"}
     assert columns(with_divergence.select(batch(*ALL), "actor")) == expected
+
+
+def test_routes_travel_to_the_policy_alone() -> None:
+    inputs, data = UpdateInputs(Config()), batch(*ALL, "routed_experts")
+    assert "routed_experts" in columns(inputs.select(data, "actor"))
+    assert "routed_experts" not in columns(inputs.select(data, "critic")) | columns(model_inputs(data))
+    assert columns(model_inputs(data, with_routes=True)) == {*MODEL_INPUTS, "routed_experts"}
+    replayed = UpdateInputs(Config(actor_rollout_ref={"actor": {"router_replay": "rollout"}}))
+    with pytest.raises(EngineError, match="router_replay: got a batch without routed_experts"):
+        replayed.select(batch(*ALL), "actor")
 
 
 def test_numbers_of_rows_travel_where_there_are_any() -> None:

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from quadriga.config import Config
+from quadriga.config.actor import CheckpointConfig
 from quadriga.protocol import DataProto
 from quadriga.workers import CriticWorker
+from quadriga.workers.checkpoint import HF_FOLDER
 
 
 @pytest.fixture
@@ -57,6 +59,25 @@ def test_values_come_near_the_returns(make: Any, batch: DataProto) -> None:
         metrics = worker.update_critic(batch).meta_info["metrics"]
     assert error() < before / 4
     assert metrics["critic/lr"].value == 1e-2
+
+
+@pytest.mark.parametrize("contents", [["model"], ["hf_model"]])
+def test_a_critic_starts_from_a_saved_one(
+    contents: list[str], make: Any, batch: DataProto, config: Config, tokenizer: Any, tmp_path: Path
+) -> None:
+    """With the value head that was learned, from the files of a run and from those of transformers."""
+    worker = make()
+    worker.section = worker.section.model_copy(update={"checkpoint": CheckpointConfig(save_contents=contents)})
+    batch.batch["values"] = worker.compute_values(batch).batch["values"]
+    worker.update_critic(batch)
+    worker.save_checkpoint(tmp_path)
+    assert worker.checkpoint_written(wait=True)
+    path = tmp_path / "critic" / (HF_FOLDER if contents == ["hf_model"] else "")
+    critic = config.critic.model_copy(update={"model": config.critic.model.model_copy(update={"path": str(path)})})
+    other = CriticWorker(config.model_copy(update={"critic": critic}), tokenizer)
+    other.init_model()
+    values = worker.compute_values(batch).batch["values"]
+    assert values.any() and torch.equal(other.compute_values(batch).batch["values"], values)
 
 
 def test_checkpoint_brings_the_head_back(make: Any, batch: DataProto, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 """Models that do not fit a run's processes or sequences are refused by their configurations alone; weights that ranks
 share are read when they are cut, and never whole."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,19 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
+    LlamaForTokenClassification,
 )
+from transformers.models.qwen3_moe import Qwen3MoeConfig
 
 from quadriga.config import Config
 from quadriga.config.layout import Layout
 from quadriga.engines.parallel.processes import Processes
 from quadriga.engines.process_group import ProcessGroup
 from quadriga.errors import ConfigError, EngineError
-from quadriga.models.scorers import PolicyScorer
+from quadriga.models.scorers import PolicyScorer, ValueScorer
 from quadriga.workers.models import check_models, layout_tables, load_judge, load_model, require_text
+from tests.architectures import config_of
+from tests.moe import CONFIGS
 from tests.tiny_vision import vision_config
 
 
@@ -38,7 +43,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def config(folder: Path, model: str = "llama", processes: int = 4, length: int = 32, **sizes: int) -> Config:
+def config(folder: Path, model: str = "llama", processes: int = 4, length: int = 32, **sizes: Any) -> Config:
     return Config(
         data={"max_prompt_length": length, "max_response_length": 32},
         actor_rollout_ref={"model": {"path": str(folder / model)}, "actor": sizes},
@@ -49,6 +54,45 @@ def config(folder: Path, model: str = "llama", processes: int = 4, length: int =
 def test_models_that_fit(folder: Path) -> None:
     check_models(config(folder, tensor_model_parallel_size=2, pipeline_model_parallel_size=2), has_critic=True)
     check_models(config(folder, "gpt2", processes=2), has_critic=True)
+
+
+def test_models_that_megatron_has_no_table_for(folder: Path) -> None:
+    """A family, layers that virtual stages do not divide, and a kind of layer; all before a process starts."""
+    check_models(config(folder, strategy="megatron", tensor_model_parallel_size=2), has_critic=False)
+    with pytest.raises(ConfigError, match="model_type 'gpt2', expected one of llama, qwen2, qwen3, qwen3_moe"):
+        check_models(config(folder, "gpt2", strategy="megatron"), has_critic=False)
+    stages = {"pipeline_model_parallel_size": 2, "megatron": {"virtual_pipeline_model_parallel_size": 2}}
+    with pytest.raises(ConfigError, match="2 layers, for 4 pipeline stages"):
+        check_models(config(folder, strategy="megatron", **stages), has_critic=False)
+    for first, fits in ((1, True), (2, False)):
+        own = {"override_transformer_config": {"num_layers_in_first_pipeline_stage": first}}
+        uneven = config(folder, strategy="megatron", pipeline_model_parallel_size=2, megatron=own)
+        with nullcontext() if fits else pytest.raises(ConfigError, match="2 layers, for 2 pipeline stages"):
+            check_models(uneven, has_critic=False)
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32}
+    sizes["num_experts_per_tok"] = 2
+    Qwen3MoeConfig(**sizes, num_experts=6).save_pretrained(folder / "mixture")
+    Qwen3MoeConfig(**sizes, num_experts=6, mlp_only_layers=[0]).save_pretrained(folder / "some")
+
+    def experts(model: str, ep: int, **own: Any) -> Config:
+        sizes = {"expert_parallel_size": ep, "tensor_model_parallel_size": 2}
+        return config(folder, model, strategy="megatron", megatron=own, **sizes)
+
+    check_models(experts("mixture", 2), has_critic=False)
+    for given, problem in (
+        (experts("mixture", 4), "6 experts, for expert_parallel_size=4"),
+        (experts("llama", 2), "no experts, for expert_parallel_size=2"),
+        (experts("mixture", 1, sequence_parallel=False), "sequence_parallel=false"),
+        (experts("some", 1), "mlp_only_layers"),
+        (experts("mixture", 3), "got 3, for stages of 4 processes"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            check_models(given, has_critic=False)
+    LlamaConfig(num_hidden_layers=2, attention_bias=True).save_pretrained(folder / "biased")
+    with pytest.raises(ConfigError, match="biases"):
+        check_models(config(folder, "biased", strategy="megatron"), has_critic=False)
+    with pytest.raises(ConfigError, match="4 heads and 2 key-value heads for tensor parallelism over 4"):
+        check_models(config(folder, strategy="megatron", tensor_model_parallel_size=4), has_critic=False)
 
 
 def test_a_model_that_does_not_generate(tmp_path: Path) -> None:
@@ -76,6 +120,36 @@ def test_an_architecture_without_a_plan_for_tensor_parallelism(folder: Path) -> 
         check_models(config(folder, "gpt2", tensor_model_parallel_size=2), has_critic=True)
 
 
+def test_rows_that_are_computed_alone(folder: Path) -> None:
+    """What needs packed rows is refused: `native`, and ranks that share the layers. With `hf` they may have shards."""
+    config_of("LFM2").save_pretrained(folder / "lfm2")
+    needed = {"max_prompt_length": 32, "max_response_length": 32}
+    for rollout, sizes, where in (
+        ("native", {}, r"rollout.name: got native, for an architecture whose rows are computed one at a time"),
+        ("hf", {"ulysses_sequence_parallel_size": 2}, r"actor: got .*sp=2.*, expected no other sizes than fsdp_size"),
+    ):
+        model = {"path": str(folder / "lfm2")}
+        role = {"model": model, "actor": sizes, "rollout": {"name": rollout}}
+        run = Config(data=needed, actor_rollout_ref=role, trainer={"backend": "ray", "n_gpus_per_node": 2})
+        with pytest.raises(ConfigError, match=where):
+            check_models(run, has_critic=False)
+    role = {"model": model, "rollout": {"name": "hf"}}
+    check_models(Config(data=needed, actor_rollout_ref=role), has_critic=False)
+
+
+def test_positions_that_depend_on_the_length(folder: Path) -> None:
+    """They do beyond the length that the model was first trained on; `native` would mix them."""
+    model = config_of("Phi-3")
+    model.original_max_position_embeddings = 48
+    model.rope_parameters = {
+        "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 4.0,
+        "original_max_position_embeddings": 48, "partial_rotary_factor": 0.5,
+    }  # fmt: skip
+    model.save_pretrained(folder / "phi")
+    with pytest.raises(ConfigError, match="got native, for sequences of up to 64 tokens of a model with rope_type"):
+        check_models(config(folder, "phi", processes=1), has_critic=False)
+
+
 def test_tables_are_told_of_sections_with_several_processes(folder: Path) -> None:
     (actor, *_) = layout_tables(config(folder, tensor_model_parallel_size=2), has_critic=True)
     assert "actor_rollout_ref.actor: fsdp=2 tp=2 sp=1 pp=1" in actor
@@ -84,6 +158,36 @@ def test_tables_are_told_of_sections_with_several_processes(folder: Path) -> Non
 
 def test_a_model_that_sees_fits(folder: Path) -> None:
     check_models(config(folder, "sees", freeze_vision_tower=True), has_critic=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"router_replay": "rollout", "model": "llama"}, "got rollout, with a model without experts"),
+        (
+            {"router_aux_loss_coef": 0.1, "model": "llama"},
+            "router_aux_loss_coef: got 0.1, with a model without experts",
+        ),
+        ({"router_replay": "rollout", "strategy": "megatron"}, "strategy=megatron|model_type 'qwen3_moe'"),
+        ({"router_replay": "old_log_prob", "pipeline_model_parallel_size": 2}, "only the last stage returns"),
+    ],
+)
+def test_routers_that_cannot_be_replayed(folder: Path, changes: dict[str, Any], told: str) -> None:
+    CONFIGS["qwen3_moe"].save_pretrained(folder / "experts")
+    check_models(config(folder, "experts", router_replay="rollout", router_aux_loss_coef=0.1), has_critic=False)
+    with pytest.raises(ConfigError, match=told):
+        check_models(config(folder, **{"model": "experts", "processes": 2, **changes}), has_critic=False)
+
+
+def test_a_pass_that_is_not_made_is_not_replayed(folder: Path) -> None:
+    CONFIGS["qwen3_moe"].save_pretrained(folder / "experts")
+    asked = config(folder, "experts", router_replay="old_log_prob")
+    correction = asked.algorithm.rollout_correction.model_copy(update={"bypass_mode": True})
+    asked = asked.model_copy(
+        update={"algorithm": asked.algorithm.model_copy(update={"rollout_correction": correction})}
+    )
+    with pytest.raises(ConfigError, match=r"router_replay: got old_log_prob, with .*bypass_mode=True"):
+        check_models(asked, has_critic=False)
 
 
 @pytest.mark.parametrize("name", ["tensor_model_parallel_size", "ulysses_sequence_parallel_size"])
@@ -123,6 +227,7 @@ def test_supervised_learning_is_for_text(folder: Path) -> None:
         require_text(config(folder, "sees"), "quadriga sft")
 
 
+WHOLE = Processes(Layout(), Layout().place(0), ProcessGroup(0, 1), ProcessGroup(0, 1))
 SHARDED = Processes(Layout(dp_shard=2), Layout(dp_shard=2).place(0), ProcessGroup(0, 2), ProcessGroup(0, 2))
 TINY = LlamaConfig(
     hidden_size=16,
@@ -169,6 +274,52 @@ def test_a_sharded_model_of_a_hub_is_fetched_and_read_when_it_is_cut(
 def test_a_model_that_the_hub_does_not_have(hub: Path) -> None:
     with pytest.raises(EngineError, match=r"model someone/other: got .* expected a folder or hub name"):
         load_model(Config(), "someone/other", PolicyScorer, torch.float32, SHARDED)
+
+
+def test_a_folder_that_is_not_there_is_no_hub_name(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"model .*/models/mine: got no such folder, expected a folder or hub name"):
+        load_model(Config(), str(tmp_path / "models" / "mine"), PolicyScorer, torch.float32, SHARDED)
+
+
+def heads_of(path: Path) -> list[dict[str, torch.Tensor]]:
+    """The value head of a critic at `path`, that of one loaded whole and that of one whose shards are read."""
+    whole = load_model(Config(), str(path), ValueScorer, torch.float32, WHOLE).scorer.model.value_head["linear"]
+    read = load_model(Config(), str(path), ValueScorer, torch.float32, SHARDED).read
+    assert read is not None
+    shards = {name: read(f"value_head.linear.{name}") for name in ("weight", "bias")}
+    return [{"weight": whole.weight.data, "bias": whole.bias.data}, shards]
+
+
+@pytest.mark.parametrize("kind", ["trl", "tokens", "sequences"])
+def test_a_critic_has_the_value_head_of_its_files(kind: str, tmp_path: Path) -> None:
+    """Whole and sharded; the projection to the vocabulary, which it does not use, need not be there."""
+    torch.manual_seed(0)
+    classes = {
+        "trl": LlamaForCausalLM,
+        "tokens": LlamaForTokenClassification,
+        "sequences": LlamaForSequenceClassification,
+    }
+    model, bias = classes[kind](TINY), torch.zeros(1)
+    if kind == "trl":
+        weight, bias = torch.randn(1, 16), torch.randn(1)
+        state = {**model.state_dict(), "v_head.summary.weight": weight, "v_head.summary.bias": bias}
+        model.save_pretrained(tmp_path, state_dict=state)
+    else:
+        weight = model.score.weight.data.normal_()
+        bias = bias if model.score.bias is None else model.score.bias.data.normal_()
+        model.save_pretrained(tmp_path)
+    for head in heads_of(tmp_path):
+        assert torch.equal(head["weight"], weight) and torch.equal(head["bias"], bias)
+
+
+def test_a_critic_of_a_policy_begins_at_zero_and_one_of_two_labels_is_refused(tmp_path: Path) -> None:
+    LlamaForCausalLM(TINY).save_pretrained(tmp_path / "policy")
+    assert not any(one.any() for head in heads_of(tmp_path / "policy") for one in head.values())
+    two = LlamaConfig(**{**TINY.to_dict(), "num_labels": 2})
+    LlamaForTokenClassification(two).save_pretrained(tmp_path / "two")
+    for processes in (WHOLE, SHARDED):
+        with pytest.raises(EngineError, match="got a head with 2 labels, expected one, the value"):
+            load_model(Config(), str(tmp_path / "two"), ValueScorer, torch.float32, processes)
 
 
 def test_a_sharded_reward_model_is_read_when_it_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

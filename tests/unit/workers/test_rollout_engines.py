@@ -236,3 +236,13 @@ def test_one_only(make: Callable[..., Any], changes: dict[str, Any], words: str)
 def test_the_key_is_verl_s() -> None:
     config = load_config(["actor_rollout_ref.rollout.data_parallel_size=2"]).config
     assert config.actor_rollout_ref.rollout.data_parallel_size == 2
+
+
+@pytest.mark.parametrize("name", ["hf", "vllm", "sglang", "http"])
+def test_engines_that_report_no_routes(name: str) -> None:
+    """Refused by the configuration alone."""
+    section = {"rollout": {"name": name}, "actor": {"router_replay": "rollout"}}
+    with pytest.raises(ConfigError, match=f"router_replay: got rollout, with rollout.name={name}, .*: native"):
+        rollout_engines.rollout_engine_class(Config(actor_rollout_ref=section))
+    section["actor"]["router_replay"] = "old_log_prob"
+    assert rollout_engines.rollout_engine_class(Config(actor_rollout_ref=section)).name == name

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quadriga.models.attention import AttentionOptions
 from quadriga.rollout.native.attention import (
     CompiledPlan,
     DecodePlan,
@@ -53,10 +54,22 @@ def _plan(
 @pytest.mark.parametrize("kind", [DecodePlan, CompiledPlan])
 @pytest.mark.parametrize("places", [[0, 0, 1, 1], [1, 0, 2, 1, 1], [2, 2]])
 @pytest.mark.parametrize(("group", "size", "width"), [(3, 16, 7), (1, 64, 70), (7, 80, 129)])
+@pytest.mark.parametrize(
+    ("window", "softcap", "has_sinks"),
+    [(None, None, False), (3, None, False), (6, None, True), (None, 0.7, False), (2, 0.7, True)],
+)
 def test_prefix_and_answer_put_together(
-    kind: type[DecodePlan | CompiledPlan], places: list[int], group: int, size: int, width: int
+    kind: type[DecodePlan | CompiledPlan],
+    places: list[int],
+    group: int,
+    size: int,
+    width: int,
+    window: int | None,
+    softcap: float | None,
+    has_sinks: bool,
 ) -> None:
-    """Two parts with their sums give what attention over all keys of each row gives; a prefix may be without a row."""
+    """Two parts with their sums give what attention over all keys of each row gives; a prefix may be without a row.
+    The same in a window, with a cap, and with sinks."""
     generator = torch.Generator().manual_seed(1)
 
     def random(*shape: int) -> torch.Tensor:
@@ -68,6 +81,7 @@ def test_prefix_and_answer_put_together(
     prefixes.write(0, slice(0, 3), keys, values)
     responses.resize(num_rows, 6, 0, 0)
     plan = _plan(kind, prefixes, responses, places)
+    options = AttentionOptions(window, softcap, random(2 * group) if has_sinks else None)
     own: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in places]
     for step in range(5):
         written = [max(0, step - row) for row in range(num_rows)]  # rows of different length
@@ -78,14 +92,22 @@ def test_prefix_and_answer_put_together(
         # As they come out of one product: what is left of a row stands between the others' heads.
         states = random(num_rows, 1, 2 * (group + 2), size).transpose(1, 2)
         query, key, value = states.split((2 * group, 2, 2), 1)
-        found = plan.attend(0, query, key, value, scale=0.3)
+        found = plan.attend(0, query, key, value, 0.3, options)
         assert found.shape == (num_rows, 1, 2 * group, size)
         for row, place in enumerate(places):
             own[row] = [*own[row][: written[row]], (key[row], value[row])]
             seen = torch.cat([keys[place, :, : lengths[place]], *(pair[0] for pair in own[row])], 1)
             read = torch.cat([values[place, :, : lengths[place]], *(pair[1] for pair in own[row])], 1)
             seen, read = seen.repeat_interleave(group, 0), read.repeat_interleave(group, 0)
-            expected = (query[row] @ seen.transpose(-1, -2) * 0.3).softmax(-1) @ read
+            scores = query[row] @ seen.transpose(-1, -2) * 0.3
+            if softcap is not None:
+                scores = (scores / softcap).tanh() * softcap
+            if window is not None:
+                scores[..., : max(0, scores.shape[-1] - window)] = -torch.inf
+            if options.sinks is not None:
+                scores = torch.cat([scores, options.sinks[:, None, None]], -1)
+                read = torch.cat([read, torch.zeros_like(read[:, :1])], 1)
+            expected = scores.softmax(-1) @ read
             torch.testing.assert_close(found[row, 0], expected[:, 0], atol=1e-5, rtol=1e-5)
 
 
@@ -136,7 +158,7 @@ def test_prefixes_come_and_go() -> None:
 
 def _write(cache: ResponseCache, written: list[int]) -> torch.Tensor:
     """Row r writes 100 r + written[r] into each of two layers; returns what the cache shows, [R, t]."""
-    cache.start_step(written, CPU)
+    cache.start_step(torch.tensor(written), max(written) + 1)
     states = torch.tensor([100.0 * row + count for row, count in enumerate(written)])[:, None, None, None]
     for layer in range(2):
         keys, values = cache.write(layer, states.expand(-1, 2, 1, 4), -states.expand(-1, 2, 1, 4))
@@ -176,6 +198,6 @@ def test_float32_on_the_cpu() -> None:
     """The KV cache is widened once, when it is written."""
     cache = ResponseCache()
     cache.resize(1, 4, 0, 0)
-    cache.start_step([0], CPU)
+    cache.start_step(torch.zeros(1, dtype=torch.long), 1)
     keys, _ = cache.write(0, torch.ones(1, 1, 1, 2).bfloat16(), torch.ones(1, 1, 1, 2).bfloat16())
     assert keys.dtype == torch.float32

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training engine on Megatron-core: its modules and schedules between the loop and the optimizer of every engine.
+
+    loop over mini-batches       engines/step.py
+    optimizer, clipping, state   engines/fsdp/engine.py, on masters under Hugging Face's names (weights.py)
+    forward and backward         schedule.py: Megatron's schedules and GPTModel (model.py)
+
+Legend: M predicted tokens of a packed micro-batch; [V, D] a parameter.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import megatron.core
+import torch
+from megatron.core import parallel_state
+from megatron.core.safe_globals import SAFE_GLOBALS
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from torch import nn
+
+from quadriga.engines.fsdp.engine import FSDPEngine
+from quadriga.engines.fsdp.sharded import ReadWeight
+from quadriga.engines.megatron.cpu import REPLACED, around_megatron
+from quadriga.engines.megatron.model import chunks_of, transformer_config
+from quadriga.engines.megatron.schedule import Schedule, WholeTokens
+from quadriga.engines.megatron.weights import MegatronWeights
+from quadriga.engines.parallel.processes import Processes
+from quadriga.engines.parallel.sharing import SharedTokens
+from quadriga.engines.process_group import Membership
+from quadriga.errors import EngineError
+from quadriga.models.scorers import Scorer
+
+# With its import torch would unpickle these classes from any file, in the whole process.
+_others = [one for one in torch.serialization.get_safe_globals() if one not in SAFE_GLOBALS]
+torch.serialization.clear_safe_globals()
+torch.serialization.add_safe_globals(_others)
+
+
+class _Head(nn.Module):
+    """The rows [V/tp, D] of Megatron's head that are in the vocabulary."""
+
+    def __init__(self, parameter: nn.Parameter, rows: int) -> None:
+        super().__init__()
+        self._whole, self._rows = (parameter,), rows
+
+    @property
+    def weight(self) -> torch.Tensor:
+        (whole,) = self._whole
+        return whole if len(whole) == self._rows else whole[: self._rows]
+
+
+class MegatronEngine(FSDPEngine):
+    """A model in Megatron's modules, and its optimizer.
+
+    Args:
+        scorer: the model and its head, whole, on "meta" with `read`, or with values.
+        virtual: chunks of layers in each pipeline stage; None: one.
+        settings: fields of Megatron's TransformerConfig.
+    """
+
+    def __init__(
+        self,
+        scorer: Scorer,
+        *,
+        sequence_parallel: bool = True,
+        virtual: int | None = None,
+        settings: Mapping[str, Any] | None = None,
+        **rest: Any,
+    ) -> None:
+        self.virtual, self.settings = virtual, dict(settings or {})
+        self.settings["sequence_parallel"] = sequence_parallel and rest["processes"].layout.tp > 1
+        super().__init__(scorer, **rest)
+
+    def _arranged(self, read: ReadWeight | None) -> MegatronWeights:
+        processes, model, layout = self.processes, self.scorer.model, self.processes.layout
+        if read is None:
+            values = {name: parameter.detach() for name, parameter in model.named_parameters()}
+            read = values.__getitem__
+        kind = SharedTokens if self.settings["sequence_parallel"] else WholeTokens
+        self.scorer.sharing = kind(processes, model.get_input_embeddings().num_embeddings)
+        is_mixture = getattr(model.config, "num_experts", None)
+        sizes = {
+            "tensor_model_parallel_size": layout.tp,
+            "pipeline_model_parallel_size": layout.pp,
+            "virtual_pipeline_model_parallel_size": self.virtual,
+            "expert_model_parallel_size": layout.ep if is_mixture else 1,
+            "expert_tensor_parallel_size": 1,
+            # With two stages Megatron's other ways mix up the directions of virtual ones.
+            "overlap_p2p_comm": self.virtual is not None,
+        }
+        if self.memory.gradient_checkpointing:
+            sizes |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        config = transformer_config(model.config, self.dtype, self.device, sizes | self.settings)
+        with around_megatron(self.device):
+            meet(processes, self.virtual)
+            chunks = chunks_of(model, config, self.device)
+        weights = MegatronWeights(self.scorer, chunks, config, read, dtype=self.dtype, processes=processes)
+        if self.scorer.sharing.has_head and isinstance(model.get_output_embeddings(), nn.Linear):
+            model.set_output_embeddings(_Head(*weights.head()))
+        self.stage = weights.root = Schedule(self.scorer, chunks, processes)
+        return weights
+
+    def _number(self, number: int) -> int:
+        pp = self.processes.layout.pp
+        return -(-max(number, pp) // pp) * pp if self.virtual else max(number, pp)
+
+    def describe(self) -> dict[str, Any]:
+        chosen = super().describe()
+        how = f"the modules of Megatron-core {megatron.core.__version__}"
+        if self.device.type == "cpu":
+            how += f"; on a CPU its calls of {REPLACED} are answered in place"
+        return chosen | {"weights": f"{chosen['weights']}, in {how}"}
+
+
+_met: dict[str, Any] = {}
+"""The sizes with which Megatron's groups were made in this process, and in which meeting."""
+
+
+def meet(processes: Processes, virtual: int | None) -> None:
+    """Form Megatron's groups, which are global in a process; roles that share it share them.
+    Raises EngineError: they were formed with other sizes."""
+    layout = processes.layout
+    sizes = {"tp": layout.tp, "pp": layout.pp, "virtual": virtual, "ep": layout.ep, "world": layout.world_size}
+    if parallel_state.model_parallel_is_initialized() and _met["meeting"] == Membership.num_meetings:
+        if _met["sizes"] != sizes:
+            fix = "Give all roles of a pool the same sizes under megatron."
+            raise EngineError("Megatron's groups", got=str(sizes), expected=str(_met["sizes"]), fix=fix)
+        return
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        layout.tp,
+        layout.pp,
+        virtual,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=1,
+        create_gloo_process_groups=False,
+        order="tp-cp-ep-dp-pp",
+    )
+    if processes.world.device.type == "cuda":
+        # There is no dropout; Megatron wants its random states all the same.
+        model_parallel_cuda_manual_seed(0)
+    _met.update(sizes=sizes, meeting=Membership.num_meetings)

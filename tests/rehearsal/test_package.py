@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The package on the stand-in for CUDA: whole runs, and each place that treats an accelerator in a way of its own.
+
+What none of it proves: anything about kernels, time or memory of a GPU; tests/gpu is for that.
+"""
+
+import json
+import os
+import sys
+import zlib
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from quadriga.api import _Draft
+from quadriga.cli.doctor import _machine_lines
+from quadriga.config import load_config, training_findings
+from quadriga.engines import process_group
+from quadriga.errors import ConfigError
+from quadriga.models.flops import peak_flops
+from quadriga.observe.machine import choose_dtype, describe_machine
+from quadriga.observe.profiler import Recording, check_tool
+from quadriga.observe.timing import PhaseTimer
+from quadriga.protocol import DataProto
+from quadriga.rollout import NativeEngine, SamplingParams
+from quadriga.rollout.native.kernels import Kernels
+from quadriga.rollout.native.scheduler import Scheduler
+from quadriga.rollout.setup import EngineSetup
+from quadriga.rollout.sglang.engine import sglang_arguments
+from quadriga.rollout.vllm.library import executor, repack_tied, started
+from quadriga.single_controller import WorkerPlace
+from quadriga.single_controller.ray.transport import stamp_of
+from quadriga.trainer.saving import random_states, restore_random_states
+from quadriga.verl.meaning import device
+from quadriga.weight_sync import CopiedWeights, WeightReceiver, WeightSender, fingerprint
+from quadriga.workers.base import choose_device
+from tests.gpu.test_cuda import make_model
+from tests.rehearsal.in_worker import FINDINGS, STARTED
+from tests.rehearsal.stand_in import StandIn
+from tests.unit.rollout.vllm.stand_in import StandIn as OnStandIn
+from tests.unit.rollout.vllm.stand_in import stand_in_for_vllm
+
+CUDA = torch.device("cuda", 0)
+Train = Callable[..., Path]
+Lines = Callable[[Path], list[dict[str, Any]]]
+IN_HALF = ("actor_rollout_ref.actor.fsdp_config.model_dtype=bfloat16", "critic.fsdp_config.model_dtype=bfloat16")
+
+
+def same(found: list[dict[str, Any]], expected: list[dict[str, Any]], bound: float) -> None:
+    """Metrics of all steps agree; those of the device alone are left out."""
+    assert len(found) == len(expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        for name in ours.keys() & theirs.keys():
+            if isinstance(ours[name], float):
+                assert ours[name] == pytest.approx(theirs[name], abs=bound, rel=bound), name
+
+
+def test_a_run_on_the_device_is_the_one_on_the_host(train: Train, metric_lines: Lines, stand_in: StandIn) -> None:
+    """GRPO in float32 with validation, a checkpoint, KL against a reference; the same numbers, and no finding."""
+    options = (
+        "trainer.test_freq=1",
+        "trainer.save_freq=1",
+        "actor_rollout_ref.actor.use_kl_loss=True",
+        "actor_rollout_ref.model.enable_gradient_checkpointing=True",
+        "actor_rollout_ref.model.enable_activation_offload=True",
+    )
+    there = metric_lines(train("trainer.device=cuda", *options, run="there"))
+    assert stand_in.findings == [] and stand_in.counts["operators"] > 1000
+    same(there, metric_lines(train("trainer.device=cpu", *options, run="here")), 1e-4)
+    goes_on = train("trainer.device=cuda", *options, "trainer.total_training_steps=3", run="there")
+    assert json.loads((goes_on / "metrics.jsonl").read_text().splitlines()[-1])["training/global_step"] == 3
+
+
+def test_ppo_in_bfloat16_with_a_critic_and_a_reward_model(train: Train, judges: Path, stand_in: StandIn) -> None:
+    """Conversations (`mode=async`), a reward model, and an adapter."""
+    train(
+        "trainer.device=cuda",
+        "algorithm.adv_estimator=gae",
+        "actor_rollout_ref.rollout.mode=async",
+        "reward_model.enable=True",
+        f"reward_model.model.path={judges / 'same'}",
+        "actor_rollout_ref.model.lora_rank=2",
+        *IN_HALF,
+    )
+    assert stand_in.findings == [] and stand_in.counts["set_device"] > 0
+
+
+def test_a_snapshot_of_memory(train: Train, stand_in: StandIn) -> None:
+    steps = ("trainer.total_training_steps=1", "global_profiler.steps=[1]")
+    train("trainer.device=cuda", "global_profiler.tool=torch_memory", *steps)
+    assert stand_in.counts["_record_memory_history"] == 2 and stand_in.counts["_dump_snapshot"] == 1
+
+
+@pytest.mark.parametrize("tool", ["torch", "nsys"])
+def test_a_recording(stand_in: StandIn, tool: str) -> None:
+    """As workers make it, of a few operators: torch's profiler takes minutes for a step on the stand-in, and the
+    command `nsys` is not there."""
+    check_tool(tool, CUDA)
+    recording = Recording(tool, "actor", 0, 0)
+    with PhaseTimer.mark("a phase"):
+        torch.ones(2, device=CUDA) + 1
+    events = recording.finish()
+    if tool == "torch":
+        assert b"a phase" in zlib.decompress(events)
+    else:
+        assert [stand_in.counts[name] for name in ("profiler.start", "nvtx.range", "profiler.stop")] == [1, 1, 1]
+
+
+def test_another_device_than_the_first(train: Train, stand_in: StandIn) -> None:
+    """`trainer.device=cuda:1`: all that is computed, in every thread, is on the current device."""
+    train("trainer.device=cuda:1", "actor_rollout_ref.rollout.mode=async", *IN_HALF)
+    assert stand_in.findings == []
+
+
+def test_what_is_chosen_for_the_device(stand_in: StandIn) -> None:
+    assert choose_device("auto", 1) == choose_device("cuda", 1) == torch.device("cuda", 1)
+    assert choose_device("cuda") == CUDA and stand_in.counts["set_device"] == 3
+    with pytest.raises(ConfigError, match=r"'cuda:9' \(CUDA error: invalid device ordinal"):
+        choose_device("cuda:9")
+    assert choose_dtype("auto", CUDA).reason == "bfloat16: stand-in for a GPU multiplies it in hardware"
+    assert "2 x stand-in with 80 GiB" in describe_machine()
+    assert any("dtype on cuda" in line for line in _machine_lines())
+    assert peak_flops(CUDA, torch.float32) > 0
+
+
+def test_what_other_parts_decide_by_the_device(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="a process on cpu"):
+        check_tool("nsys", torch.device("cpu"))
+    on_ray = load_config(["trainer.backend=ray", "trainer.device=cuda:1"]).config
+    assert any("a device of its own" in str(problem) for problem in training_findings(on_ray)[0])
+    beside = ("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.mode=async", "trainer.device=cuda:1")
+    assert any("take the first GPUs" in str(problem) for problem in training_findings(load_config(beside).config)[0])
+    keys = ("actor_rollout_ref.rollout.name=sglang", "actor_rollout_ref.rollout.tensor_model_parallel_size=2")
+    several = load_config(["trainer.backend=ray", "trainer.device=cuda", "trainer.n_gpus_per_node=2", *keys]).config
+    assert any("Ray gives no devices" in str(problem) for problem in training_findings(several)[0])
+    assert _Draft._batch_size(SimpleNamespace(config=several), 8) == 8  # pyrefly: ignore[bad-argument-type]
+    config = load_config(["actor_rollout_ref.rollout.name=sglang", "data.max_prompt_length=10"]).config
+    setup = EngineSetup(config, None, {}, CUDA, torch.bfloat16)
+    assert sglang_arguments(setup, None)["device"] == "cuda" and not sglang_arguments(setup, None)["disable_cuda_graph"]
+    with started(is_beside=True):
+        assert "TORCH_COMPILE_DISABLE" not in os.environ
+    repack_tied(torch.nn.Linear(2, 2, device=CUDA))  # nothing is packed there
+    assert stamp_of(torch.ones(2, device=CUDA)) is not None
+    rows = DataProto.from_dict(tensors={"rows": torch.ones(2, device=CUDA)})
+    assert DataProto.concat([rows, rows]).batch["rows"].tolist() == [1.0] * 4
+    alone = process_group.join(WorkerPlace(0, 1, 0, 1), CUDA, also_alone=True)
+    assert stand_in.counts["nccl groups"] == 1
+    process_group.leave(alone)
+    assert not Kernels.can_multiply(torch.ones(64, 64, dtype=torch.bfloat16, device=CUDA))
+    base = type("UniProcExecutor", (), {"_distributed_args": lambda self: ("meeting place", 0, 0)})
+    monkeypatch.setitem(sys.modules, "vllm.v1.executor.uniproc_executor", SimpleNamespace(UniProcExecutor=base))
+    assert executor(torch.device("cuda", 1))()._distributed_args() == ("meeting place", 0, 1)
+    line = SimpleNamespace(set=lambda key, value: None, note=stand_in.counts.update, sentence=["a note"])
+    device(line, "trainer.device", "npu")
+    assert stand_in.counts["a note"] == 1
+
+
+def test_random_states_of_more_devices_than_there_are(stand_in: StandIn) -> None:
+    restore_random_states(random_states())
+
+
+def test_generation_gives_way_where_the_memory_is_full(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`cache_gigabytes` is null: preempted requests end with the same tokens."""
+    prompts = [[1, 2, 3, 4, 5], [6, 7]] * 3
+    sampling = [SamplingParams(max_tokens=90, temperature=1.0, seed=seed) for seed in range(6)]
+    model, preempted = make_model().to("cuda"), []
+    preempt = Scheduler.preempt
+    monkeypatch.setattr(Scheduler, "preempt", lambda self: preempted.append(1) or preempt(self))
+    found = []
+    for num_tokens in (10**6, 450):
+        free = num_tokens * NativeEngine(model).token_bytes / 0.7 + 1
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None, free=free: (int(free), 0))
+        engine = NativeEngine(model, eos_token_ids=())
+        found.append([one.token_ids for one in engine.generate_batch(prompts, sampling)])
+        assert len(preempted) == 0 or num_tokens < 10**6
+    assert found[0] == found[1] and preempted
+
+
+def test_a_step_of_generation_reads_once(stand_in: StandIn) -> None:
+    """However many rows: the host waits for the sampled tokens, and for nothing else of the device."""
+    counts = []
+    for num_tokens in (4, 14):
+        stand_in.host_reads.clear()
+        engine = NativeEngine(make_model().to("cuda"), eos_token_ids=())
+        engine.generate_batch([[1, 2], [3]], [SamplingParams(max_tokens=num_tokens, seed=seed) for seed in (0, 1)])
+        counts.append(sum("tolist" in read for read in stand_in.host_reads))
+    assert counts == [4, 14]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_decode_steps_as_graphs(stand_in: StandIn, dtype: torch.dtype) -> None:
+    """Tokens and log-probs are those without graphs: rows that end, that join, groups of several sizes, a cache that
+    grows; a replayed graph waits for nothing, and copies once to the device."""
+    model = make_model().to("cuda", dtype)
+    prompts = [[1, 2, 3, 4, 5]] * 4 + [[6, 7]] * 2 + [[8, 9, 10]]
+    sampling = [
+        SamplingParams(max_tokens=6 + 19 * number, temperature=1.0, seed=number) for number in range(len(prompts))
+    ]
+    found = []
+    for uses_graphs in (True, False):
+        engine = NativeEngine(model, eos_token_ids=(), uses_graphs=uses_graphs, max_num_seqs=5)
+        found.append(engine.generate_batch(prompts, sampling))
+        if uses_graphs:
+            assert stand_in.counts["graphs captured"] >= 3 and stand_in.counts["graphs replayed"] > 60
+            assert stand_in.counts["graphs captured"] < 20
+            stand_in.counts.clear()
+    assert stand_in.counts["graphs captured"] == 0
+    for one, other in zip(*found, strict=True):
+        assert one.token_ids == other.token_ids
+        np.testing.assert_allclose(one.log_probs, other.log_probs, atol=1e-5 if dtype == torch.float32 else 2e-2)
+
+
+def test_memory_that_moves(train: Train, metric_lines: Lines, stand_in: StandIn, tmp_path: Path) -> None:
+    """Weights, moments, masters and the reference rest in pinned memory between phases: the same numbers."""
+    options = ("trainer.device=cuda", "actor_rollout_ref.actor.use_kl_loss=True", *IN_HALF)
+    keys = ("param_offload", "optimizer_offload", "grad_offload")
+    moved = [f"actor_rollout_ref.actor.fsdp_config.{key}=True" for key in keys]
+    lines = metric_lines(train(*options, *moved, run="moved"))
+    assert stand_in.counts["asynchronous copies"] > 0 and stand_in.counts["streams"] > 0
+    same(lines, metric_lines(train(*options, run="kept")), 1e-6)
+    on_host = metric_lines(train(*options, "actor_rollout_ref.actor.fsdp_config.offload_policy=True", run="on_host"))
+    same(on_host, lines, 1e-3)
+
+
+def test_a_step_on_ray(
+    train: Train, metric_lines: Lines, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stand_in: StandIn
+) -> None:
+    """The worker has a GPU of Ray's, which is the stand-in, and computes what the run on the host does."""
+    monkeypatch.setenv(FINDINGS, str(tmp_path / "findings"))
+    worker = f"actor_rollout_ref.model.external_lib={Path(__file__).with_name('in_worker.py')}"
+    ray = ("trainer.backend=ray", "ray_kwargs.ray_init.num_gpus=1", "ray_kwargs.ray_init.num_cpus=2")
+    there = metric_lines(train("trainer.device=cuda", worker, *ray, run="there"))
+    assert (tmp_path / "findings").read_text() == f"{STARTED}\n"
+    same(there, metric_lines(train("trainer.device=cpu", run="here")), 1e-4)
+
+
+def test_weights_to_vllm_beside(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """They go as handles of the device's memory, after what fills it; vLLM keeps its own graphs and its sleep. Here a
+    library stands where vLLM does."""
+    stand_in_for_vllm(monkeypatch)
+    make_model().save_pretrained(tmp_path)
+    keys = (f"model.path={tmp_path}", "rollout.name=vllm", "rollout.max_model_len=20")
+    limits = ("data.max_prompt_length=10", "data.max_response_length=10")
+    config = load_config([*(f"actor_rollout_ref.{key}" for key in keys), *limits]).config
+    tokenizer: Any = SimpleNamespace(eos_token_id=1)
+    engine = OnStandIn.from_config(EngineSetup(config, tokenizer, {}, CUDA, torch.bfloat16))
+    assert engine.can_sleep and engine.arguments["enable_chunked_prefill"] and not engine.arguments["enforce_eager"]
+    engine.core.is_in_process = False
+    weights = dict(make_model().to(CUDA).named_parameters())
+    CopiedWeights().publish(weights.items(), engine, 1)
+    (process,) = engine.core.processes
+    assert process.weights.keys() == weights.keys()
+    assert all(process.weights[name].is_cuda and torch.equal(process.weights[name], weights[name]) for name in weights)
+    assert any("a wait for a stream" in read for read in stand_in.host_reads)
+
+
+class Held:
+    """A rollout on the device."""
+
+    def __init__(self) -> None:
+        self.weights = {name: torch.zeros(30, 4, device=CUDA) for name in ("embed", "head")}
+        self.weight_version = 0
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        for name, tensor in weights:
+            self.weights[name].copy_(tensor)
+        self.weight_version = version
+
+    def named_weights(self) -> Iterable[tuple[str, torch.Tensor]]:
+        return self.weights.items()
+
+    def fingerprint(self) -> Any:
+        return fingerprint(self.weights.items())
+
+
+def test_weights_to_other_processes(stand_in: StandIn) -> None:
+    """By "NCCL", sender and receiver being threads."""
+    sender = WeightSender("localhost", [0], CUDA, 300)
+    receiver, target = WeightReceiver(sender.address, 0, CUDA), Held()
+    weights = {name: torch.randn(30, 4, device=CUDA) for name in ("embed", "head")}
+    with ThreadPoolExecutor(2) as threads:
+        sent = threads.submit(sender.publish, weights.items(), 1)
+        received = threads.submit(receiver.receive, target, 1)
+        assert sent.exception(timeout=60) is None and received.exception(timeout=60) is None
+    assert all(torch.equal(target.weights[name], weights[name]) for name in weights)
+    assert target.weight_version == 1 and stand_in.counts["nccl groups"] == 2
