@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from tokenizers import Tokenizer, models
 from torch import Tensor
@@ -117,8 +118,21 @@ def make_engine(
     options["read"] = lambda name: files.read(name) if name in files.shapes else torch.zeros(shapes[name])
     if not layout.has_own_modules:
         return FSDPEngine(skeleton, **options)
-    parallel_state.destroy_model_parallel()  # the sizes of the last layout
+    if _last != [sizes := (layout, own.get("virtual"))]:
+        end_groups()
+        _last.append(sizes)
     return MegatronEngine(skeleton, **options, **own)
+
+
+_last: list[tuple[Layout, int | None]] = []
+
+
+def end_groups() -> None:
+    """End the groups of the last sizes: each has threads of gloo, which never rest."""
+    for group in filter(None, parallel_state._global_process_group_list or ()):
+        dist.destroy_process_group(group)
+    parallel_state.destroy_model_parallel()
+    _last.clear()
 
 
 def run(engine: FSDPEngine, batch: DataProto, kind: str) -> dict[str, Any]:
@@ -231,6 +245,7 @@ def meet(folder: Path, place: WorkerPlace) -> None:
     results |= {1: of_one, 2: of_two, 4: of_four}[world.size](folder, batch, world)
     if world.is_first:
         torch.save(results, folder / f"{world.size}.pt")
+    end_groups()
     process_group.leave(world)
 
 

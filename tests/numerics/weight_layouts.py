@@ -136,7 +136,7 @@ def tell(path: Path, value: object) -> None:
 
 
 def told(path: Path) -> dict:
-    deadline = time.monotonic() + 2000  # the ranks may have much to do before
+    deadline = time.monotonic() + 1200  # the ranks may have much to do before
     while not path.exists():
         assert time.monotonic() < deadline, path
         time.sleep(0.01)

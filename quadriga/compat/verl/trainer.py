@@ -4,6 +4,7 @@
 Shapes: B sequences, T response positions.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -30,12 +31,12 @@ class AbstractSampler(Sampler[int]):
         self.data_source, self.data_config = data_source, data_config
 
 
-class AbstractCurriculumSampler(AbstractSampler):
+class AbstractCurriculumSampler(AbstractSampler, ABC):
     """A sampler that learns from each finished batch."""
 
+    @abstractmethod
     def update(self, batch: DataProto) -> None:
         """Take note of a batch with rewards and advantages."""
-        raise NotImplementedError
 
 
 def compute_response_mask(data: DataProto) -> Tensor:

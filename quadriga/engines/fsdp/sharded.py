@@ -108,6 +108,14 @@ class PartialWeights:
         self.names = {name: part.name for name, part in parts.items()}
         self.sums: dict[str, torch.Tensor] = {}
         self.buffers: dict[str, torch.Tensor] = {}
+        # By whether it is of experts: the ranks that cut a parameter, those that cut its parts, and both with all
+        # copies. A mesh takes long to give its axes.
+        meshes = {False: (processes.storage, "tp", "fsdp"), True: (processes.experts, "ep", "edp")}
+        self.cuts = {
+            is_divided: (mesh[outer], mesh[inner], mesh["dp_replicate", outer, inner])
+            for is_divided, (mesh, outer, inner) in meshes.items()
+            if mesh is not None
+        }
 
     def part(self, name: str) -> torch.Tensor:
         """What this rank has [V/tp/fsdp, D] of a parameter."""
@@ -122,7 +130,7 @@ class PartialWeights:
             square = torch.linalg.vector_norm(self.masters[name].grad, dtype=torch.float64).square()
             copies: float = layout.tp if part.tensor_dimension is None else 1
             if part.is_divided:
-                copies = self.processes.experts["dp_replicate"].size() / layout.dp_replicate
+                copies = self.cuts[True][2].size(0) / layout.dp_replicate
             if not part.is_copy:
                 total += square.to(total.device) / copies
         dist.all_reduce(total)
@@ -131,9 +139,8 @@ class PartialWeights:
 
     def _axes(self, part: Part) -> tuple[int | None, DeviceMesh, DeviceMesh]:
         """The dimension in which ranks cut a parameter, these ranks, and those that cut its parts in the first one."""
-        if part.is_divided:
-            return 0, self.processes.experts["ep"], self.processes.experts["edp"]
-        return part.tensor_dimension, self.processes.storage["tp"], self.processes.storage["fsdp"]
+        outer, inner, _ = self.cuts[part.is_divided]
+        return 0 if part.is_divided else part.tensor_dimension, outer, inner
 
     def _part_shape(self, name: str) -> list[int]:
         """[V/tp, D]."""
@@ -168,11 +175,9 @@ class PartialWeights:
     def distributed(self, name: str, local: torch.Tensor) -> torch.Tensor:
         """A part [V/tp/fsdp, D] of this rank, a master or a moment, as the DTensor [V, D] that it is a part of."""
         part, shape = self.parts[name], self.all[self.parts[name].name].shape
-        tensor = Replicate() if part.tensor_dimension is None else Shard(part.tensor_dimension)
-        stride = torch.empty(shape, device="meta").stride()
-        mesh, places = self.processes.storage["dp_replicate", "tp", "fsdp"], [Replicate(), tensor, Shard(0)]
-        if part.is_divided:
-            mesh, places = self.processes.experts["dp_replicate", "ep", "edp"], [Replicate(), Shard(0), Shard(0)]
+        dimension, _, _ = self._axes(part)
+        places = [Replicate(), Replicate() if dimension is None else Shard(dimension), Shard(0)]
+        mesh, stride = self.cuts[part.is_divided][2], torch.empty(shape, device="meta").stride()
         described = DTensor.from_local(local.to("meta"), mesh, places, run_check=False, shape=shape, stride=stride)
         # Not `from_local`, which copies to the mesh's device what is kept on the host: writes would go to the copy.
         return DTensor(local, described._spec, requires_grad=False)
