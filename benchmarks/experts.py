@@ -1,24 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixtures of experts: how fast `native` decodes them beside transformers, how often training would choose other
-experts than the rollout did, and what a small one learns.
+"""Mixtures of experts: how often training would choose other experts than the rollout did, and what a small one learns.
 
-    .venv/bin/python benchmarks/experts.py decode --dtype float32
     .venv/bin/python benchmarks/experts.py replay
     .venv/bin/python benchmarks/experts.py learn --seeds 0 1 2 [KEY=VALUE ...]
 
-decode: random models of 64 million parameters, 8 experts of which a token goes through 2; 8 prompts with 8 samples each
-and one prompt alone, 64 tokens each. The two take turns in one process; the first round is left out. The table has the
-median and the best of the others, in tokens a second.
-
-replay: the same models, 8 prompts with 8 samples each by `native`; then training's log-probs of these tokens, with its
-own choices of experts and with the rollout's. A choice is the set of experts of a token in a layer.
+replay: random models of 64 million parameters, 8 experts of which a token goes through 2; 8 prompts with 8 samples each
+by `native`; then training's log-probs of these tokens, with its own choices of experts and with the rollout's. A choice
+is the set of experts of a token in a layer.
 
 learn: the playground's sums with a Qwen3-MoE of 8 experts in the place of its model: supervised first, then GRPO with
-`native`, with and without the replay of the rollout's choices. What is given as KEY=VALUE goes to both runs of GRPO.
+`native`, trained by FSDP2 and by Megatron-core, with and without the replay of the rollout's choices. What is given as
+KEY=VALUE goes to all runs of GRPO.
 """
 
-import statistics
-import time
+import itertools
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
@@ -58,49 +53,12 @@ CONFIGS = {
 }
 
 
-def by_transformers(model: PreTrainedModel, prompts: list[list[int]]) -> None:
-    """Transformers' `generate`, prompts padded on the left."""
-    width = max(map(len, prompts))
-    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    options: Any = {"max_new_tokens": NUM_TOKENS, "min_new_tokens": NUM_TOKENS, "pad_token_id": 0}
-    with torch.inference_mode():
-        out: Any = model.generate(input_ids=ids, attention_mask=mask, do_sample=True, top_k=0, **options)
-    assert out.shape == (len(prompts), width + NUM_TOKENS)
-
-
 def random_model(name: str, dtype: torch.dtype) -> PreTrainedModel:
     """One of CONFIGS with random weights, ready to be trained and to generate."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=dtype).eval()
     model.set_attn_implementation(ATTENTION_NAME)
     return model
-
-
-def decode(args: Namespace) -> None:
-    """Print the table."""
-    for name in CONFIGS:
-        model = random_model(name, getattr(torch, args.dtype))
-        engine = NativeEngine(model, eos_token_ids=())
-        print(f"{name}, {args.dtype}, {sum(map(torch.numel, model.parameters())) / 1e6:.0f} M; {engine.description}")
-        lengths = torch.randint(24, 64, (8,)).tolist()
-        some = [torch.randint(2, VOCABULARY, (length,)).tolist() for length in lengths]
-        for what, prompts in (("8 x 8", [prompt for prompt in some for _ in range(8)]), ("one prompt", some[:1])):
-            rates: dict[str, list[float]] = {"transformers": [], "native": []}
-            for _ in range(args.rounds + 1):
-                for side in rates:
-                    model.set_attn_implementation("sdpa" if side == "transformers" else ATTENTION_NAME)
-                    start = time.perf_counter()
-                    if side == "transformers":
-                        by_transformers(model, prompts)
-                    else:
-                        params = [SamplingParams(max_tokens=NUM_TOKENS, seed=row) for row in range(len(prompts))]
-                        engine.generate_batch(prompts, params)
-                    rates[side].append(len(prompts) * NUM_TOKENS / (time.perf_counter() - start))
-            of = {side: (statistics.median(all_of[1:]), max(all_of[1:])) for side, all_of in rates.items()}
-            cells = "  ".join(f"{side} {median:.0f} (best {best:.0f})" for side, (median, best) in of.items())
-            times = [own / other for own, other in zip(of["native"], of["transformers"], strict=True)]
-            print(f"  {what:<11}{cells}  {times[0]:.2f} times (best {times[1]:.2f})")
 
 
 def replay(args: Namespace) -> None:
@@ -142,27 +100,26 @@ def learn(args: Namespace) -> None:
         AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(home / "model")
         seeds = [f"trainer.seed={seed}", f"data.seed={seed}", "trainer.save_freq=-1"]
         run(["sft", "--config", home / "sft.yaml", *seeds, "trainer.total_epochs=2"], home / "sft.log", args.threads)
-        for mode in args.modes:
-            place = home / "runs" / mode
+        for strategy, mode in itertools.product(args.strategies, args.modes):
+            name = f"{strategy}, replay {mode}"
+            place = home / "runs" / strategy / mode
             words = ["train", "--config", home / "sums.yaml", *seeds, f"trainer.total_training_steps={args.steps}"]
             words += [f"trainer.default_local_dir={place}", f"trainer.validation_data_dir={place / 'answers'}"]
             words += ["trainer.test_freq=10", "trainer.resume_mode=disable"]
-            words += [f"actor_rollout_ref.actor.router_replay={mode}", *args.words]
-            others = run(words, home / f"{mode}.log", args.threads)
-            print(f"seed {seed}, {mode}: {read_course(mode, seed, place, others).in_words()}", flush=True)
+            actor = {"router_replay": mode, "strategy": strategy}
+            words += [f"actor_rollout_ref.actor.{key}={value}" for key, value in actor.items()]
+            others = run([*words, *args.words], home / f"{strategy} {mode}.log", args.threads)
+            print(f"seed {seed}, {name}: {read_course(name, seed, place, others).in_words()}", flush=True)
 
 
 def main() -> None:
     """Read the command line."""
     parser = ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     kinds = parser.add_subparsers(required=True)
-    decoding = kinds.add_parser("decode")
-    decoding.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    decoding.add_argument("--rounds", type=int, default=5)
-    decoding.set_defaults(call=decode)
     kinds.add_parser("replay").set_defaults(call=replay)
     learning = kinds.add_parser("learn")
     learning.add_argument("--modes", nargs="+", default=["off", "rollout"], help="of router_replay")
+    learning.add_argument("--strategies", nargs="+", default=["fsdp", "megatron"])
     learning.add_argument("--steps", type=int, default=200)
     learning.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     learning.add_argument("--output", type=Path, default=Path("outputs/experts"))

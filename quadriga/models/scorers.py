@@ -106,9 +106,14 @@ class Scorer(nn.Module, ABC):
         if routed is not None:
             tokens["routed_tokens"] = routed
         hidden = body(**tokens, position_ids=position_ids, attention_mask=None, use_cache=False).last_hidden_state
-        if routed is not None and routed.routing.keeps:
-            routed.routing.chosen = self.sharing.joined(torch.stack([*routed.chosen.values()], 1))
+        if routed is not None:
+            self.keep_routes(routed)
         return self.score(hidden[0], batch, question) if self.sharing.has_head else hidden
+
+    def keep_routes(self, routed: RoutedTokens) -> None:
+        """After a call: what its tokens went through, where that is asked for."""
+        if routed.routing.keeps:
+            routed.routing.chosen = self.sharing.joined(torch.stack([*routed.chosen.values()], 1))
 
 
 class PolicyScorer(Scorer):

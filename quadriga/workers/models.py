@@ -233,8 +233,6 @@ def _check_routers(config: Config, policy: Any) -> None:
         if way.attention != PACKED.attention:
             got = f"{value}, with {policy.model_type}, whose rows are computed one at a time"
             raise ConfigError(key, got=got, expected="a model whose rows are packed", fix=fix)
-        if actor.megatron_if_chosen is not None:
-            raise ConfigError(key, got=f"{value}, with strategy=megatron", expected="strategy=fsdp", fix=fix)
     if actor.router_replay != "old_log_prob":
         return
     if actor.pipeline_model_parallel_size > 1:

@@ -22,12 +22,15 @@ from transformers import PreTrainedTokenizerFast
 
 from quadriga.config import Layout, OptimConfig
 from quadriga.engines import process_group
+from quadriga.engines.batches import MicroBatching
 from quadriga.engines.checkpoint import StateWriter, load_state
 from quadriga.engines.fsdp.engine import ALL_KINDS, FSDPEngine, Memory, Training
 from quadriga.engines.megatron.cpu import around_megatron
 from quadriga.engines.megatron.engine import MegatronEngine
 from quadriga.engines.parallel.processes import Processes
 from quadriga.engines.process_group import ProcessGroup
+from quadriga.engines.step import infer
+from quadriga.models.experts import ROUTES
 from quadriga.models.load import load_causal_lm, skeleton_causal_lm
 from quadriga.models.scorers import PolicyScorer, ValueScorer
 from quadriga.models.weight_files import open_weights
@@ -37,7 +40,9 @@ from quadriga.rollout.native.engine import NativeEngine
 from quadriga.single_controller import WorkerPlace
 from quadriga.weight_sync import Address, WeightReceiver, WeightSender
 from quadriga.workers.checkpoint import RoleCheckpoint
-from tests.numerics.layouts import CPU, ask, learn
+from tests.numerics import expert_layouts
+from tests.numerics.conftest import ragged_batch
+from tests.numerics.layouts import CPU, ask, learn, own_rows
 from tests.numerics.weight_layouts import tell, told
 
 LAYOUTS: Mapping[int, Mapping[str, tuple[Layout, dict[str, Any]]]] = {
@@ -141,6 +146,16 @@ def run(engine: FSDPEngine, batch: DataProto, kind: str) -> dict[str, Any]:
     return {"asked": asked, "metrics": metrics, "weights": weights_of(engine)}
 
 
+def run_told(engine: FSDPEngine) -> dict[str, Any]:
+    """What the routers of a mixture choose, which only a last stage returns; and steps of which they are told some."""
+    found, rows = {}, own_rows(ragged_batch(), engine)
+    if engine.processes.layout.pp == 1:
+        chosen = infer(engine, rows, MicroBatching(None, 24), with_routes=True)[ROUTES]
+        found["routes"] = rows.batch["row_index"], chosen.sort(-1).values
+    found["weights"], found["said"] = expert_layouts.learn(engine, expert_layouts.tell(engine, ragged_batch()))
+    return found
+
+
 def weights_of(engine: FSDPEngine) -> dict[str, Tensor]:
     return {name: weight.clone() for name, weight in engine.weights()}
 
@@ -242,6 +257,7 @@ def meet(folder: Path, place: WorkerPlace) -> None:
             results[f"{name}, goes on"] = go_on(engine, batch, folder / "saved")
     for name, (layout, own) in MIXTURES[world.size].items():
         results[f"{name}, mixture"] = run(make_engine(folder, layout, world, "mixture", **own), batch, "mixture")
+        results[f"{name}, told"] = run_told(make_engine(folder, layout, world, "mixture", **own))
     results |= {1: of_one, 2: of_two, 4: of_four}[world.size](folder, batch, world)
     if world.is_first:
         torch.save(results, folder / f"{world.size}.pt")
@@ -252,6 +268,7 @@ def meet(folder: Path, place: WorkerPlace) -> None:
 def of_one(folder: Path, batch: DataProto, world: ProcessGroup) -> dict[str, Any]:
     found = {f"fsdp, {kind}": run(make_engine(folder, Layout(), world, kind), batch, kind) for kind in KINDS}
     narrow = make_engine(folder, Layout(), world, "policy", torch.bfloat16)
+    found["fsdp, told"] = run_told(make_engine(folder, Layout(), world, "mixture"))
     return found | {"fsdp, bfloat16": run(narrow, batch, "policy"), "outside": outside()}
 
 

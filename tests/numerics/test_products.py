@@ -15,10 +15,11 @@ from quadriga.rollout.native.products import (
     Weight,
     WideWeight,
     can_pack,
+    has_fast_bfloat16,
     has_mkl,
 )
 
-HAS_TILES = torch.cpu._is_amx_tile_supported()
+IS_FAST = has_fast_bfloat16()
 needs_packing = pytest.mark.skipif(not can_pack(), reason="this build of torch packs no bfloat16 weights")
 needs_loops = pytest.mark.skipif(kernels() is None, reason=about_kernels())
 FORMS = [
@@ -90,7 +91,7 @@ def test_a_packed_weight_does_not_follow_the_parameter() -> None:
     assert torch.equal(wide.multiply(states), before)
 
 
-@pytest.mark.skipif(not (has_mkl() and can_pack()) or HAS_TILES, reason="another kind of processor")
+@pytest.mark.skipif(not (has_mkl() and can_pack()) or IS_FAST, reason="another kind of processor")
 def test_float32_takes_no_more_memory_than_there_is_for_it() -> None:
     few = PackedWeight if kernels() is None else OwnWeight
     expected = {
@@ -107,7 +108,7 @@ def test_float32_takes_no_more_memory_than_there_is_for_it() -> None:
 
 
 @needs_loops
-@pytest.mark.skipif(not has_mkl() or HAS_TILES, reason="another kind of processor")
+@pytest.mark.skipif(not has_mkl() or IS_FAST, reason="another kind of processor")
 def test_weights_that_the_loop_does_not_take_have_one_form() -> None:
     """Of a layer and of the head, one by one; the head's results are never rounded."""
     forms = Forms(torch.bfloat16, 1000)

@@ -22,10 +22,9 @@ from quadriga.engines.fsdp.engine import FSDPEngine
 from quadriga.engines.fsdp.sharded import ReadWeight
 from quadriga.engines.megatron.cpu import REPLACED, around_megatron
 from quadriga.engines.megatron.model import chunks_of, transformer_config
-from quadriga.engines.megatron.schedule import Schedule, WholeTokens
+from quadriga.engines.megatron.schedule import PartsOfTokens, Schedule, WholeTokens
 from quadriga.engines.megatron.weights import MegatronWeights
 from quadriga.engines.parallel.processes import Processes
-from quadriga.engines.parallel.sharing import SharedTokens
 from quadriga.engines.process_group import Membership
 from quadriga.errors import EngineError
 from quadriga.models.scorers import Scorer
@@ -76,7 +75,7 @@ class MegatronEngine(FSDPEngine):
         if read is None:
             values = {name: parameter.detach() for name, parameter in model.named_parameters()}
             read = values.__getitem__
-        kind = SharedTokens if self.settings["sequence_parallel"] else WholeTokens
+        kind = PartsOfTokens if self.settings["sequence_parallel"] else WholeTokens
         self.scorer.sharing = kind(processes, model.get_input_embeddings().num_embeddings)
         is_mixture = getattr(model.config, "num_experts", None)
         sizes = {

@@ -4,6 +4,7 @@
     Norm         RMSNorm of torch, also with sequence parallelism
     Rotary       by the positions of packed tokens and the frequencies of Hugging Face's module
     Attention    by the plan of the packed batch, on any device
+    Router       Megatron's, which goes where it is told, and says where it went
     Experts      one after the other, on the tokens that Megatron's router and dispatcher bring
 
 Legend: n packed tokens, D hidden size, E experts of width F, H query heads, K key-value heads, d head size; tp and ep
@@ -28,6 +29,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch import nn
 from torch.nn.functional import linear, silu
@@ -36,6 +38,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from quadriga.errors import EngineError
 from quadriga.models.architecture import backbone
 from quadriga.models.attention import AttentionPlan
+from quadriga.models.experts import RoutedTokens
 
 
 @dataclass
@@ -45,6 +48,7 @@ class Packed(PackedSeqParams):
     qkv_format: str = "sbhd"
     positions: torch.Tensor | None = None  # [n]
     plan: AttentionPlan | None = None
+    routed: RoutedTokens | None = None
 
 
 class Norm(nn.RMSNorm):
@@ -92,7 +96,34 @@ class Attention(nn.Module):
 
 
 class Router(TopKRouter):
-    """Megatron's, whose own product of tokens and weight [E, D] needs Transformer Engine."""
+    """Megatron's, whose own product of tokens and weight [E, D] needs Transformer Engine.
+
+    Attributes:
+        tokens: those of the call that its layer is in.
+    """
+
+    tokens: RoutedTokens | None = None
+
+    def begin(self, layer: nn.Module, inputs: Any, options: Mapping[str, Any]) -> None:
+        """Hook of the layer, also when it is computed again for the backward pass."""
+        self.tokens = options["packed_seq_params"].routed
+
+    def routing(self, logits: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """[n, 1, E] -> the weights [n, E] of the chosen experts, and which these are, [n, E]."""
+        if self.tokens is None:
+            return super().routing(logits, **options)
+        replay, number, own = self.router_replay, self.layer_number - 1, None
+        replay.set_router_replay_action(RouterReplayAction.RECORD)
+        weights, is_chosen = super().routing(logits, **options)
+        chosen = replay.get_recorded_indices()
+        if (told := self.tokens.told(number, len(logits))) is not None:
+            own, chosen = chosen, torch.where(told >= 0, told, chosen)
+            replay.target_topk_idx = chosen
+            replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+            weights, is_chosen = super().routing(logits, **options)
+        replay.clear_router_replay_action()
+        replay.clear_indices()
+        return self.tokens.see(number, logits[:, 0], weights, chosen, own), is_chosen
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
         """[n, 1, D] -> [n, 1, E]."""
@@ -200,6 +231,7 @@ def transformer_config(
             "moe_router_pre_softmax": not model.norm_topk_prob,
             "moe_router_load_balancing_type": "none",
             "moe_token_dispatcher_type": "alltoall",
+            "moe_enable_routing_replay": True,
         }
     values |= dict(options)
     try:
@@ -253,5 +285,9 @@ def chunks_of(model: PreTrainedModel, config: TransformerConfig, device: torch.d
         part.post_process = False
         if is_last and not has_head:
             del part.output_layer
+        for layer in part.decoder.layers:
+            if config.num_moe_experts:
+                layer.register_forward_pre_hook(layer.mlp.router.begin, with_kwargs=True)
         chunks.append(part.to(device))
+    RouterReplay.clear_global_router_replay_instances()  # which would hold them for ever
     return chunks

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
@@ -20,11 +21,34 @@ from quadriga.engines.megatron.cpu import around_megatron
 from quadriga.engines.megatron.model import Packed
 from quadriga.engines.packing import LossFunction, Outputs
 from quadriga.engines.parallel.processes import Processes
-from quadriga.engines.parallel.sharing import SharedTokens
+from quadriga.engines.parallel.sharing import SharedTokens, all_gather
 from quadriga.models.attention import PackedBatch
+from quadriga.models.experts import RoutedTokens
 from quadriga.models.scorers import Question, Scored, Scorer
+from quadriga.partition import part_of
 
 Work = tuple[PackedBatch, LossFunction | None]
+
+
+class PartsOfTokens(SharedTokens):
+    """Routers see the tokens of their rank alone: Megatron with sequence parallelism."""
+
+    def routed(self, batch: PackedBatch, num_tokens: int) -> RoutedTokens:
+        routed, processes = super().routed(batch, num_tokens), self.processes
+        start, size = part_of(num_tokens, processes.layout.tp, processes.place.tp)
+        here = (routed.places >= start) & (routed.places < start + size)
+        routed.start, routed.places, routed.rows = routed.start + start, routed.places[here] - start, routed.rows[here]
+        of_part = routed.add_up
+
+        def add_up(values: torch.Tensor) -> None:
+            of_part(values)
+            dist.all_reduce(values, group=processes.group("tp"))
+
+        routed.add_up = add_up
+        return routed
+
+    def joined(self, values: torch.Tensor) -> torch.Tensor:
+        return super().joined(all_gather(values, self.processes.group("tp")))
 
 
 class WholeTokens(SharedTokens):
@@ -60,7 +84,11 @@ class Schedule:
         def step(pieces: Iterator[Work], chunk: nn.Module) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
             batch, loss = next(pieces)
             ids, positions, plan = self.scorer.sharing.inputs(batch)
-            hidden = chunk(ids, positions, None, packed_seq_params=Packed(positions=positions[0], plan=plan))
+            routed = None if batch.routing is None else self.scorer.sharing.routed(batch, ids.shape[1])
+            packed = Packed(positions=positions[0], plan=plan, routed=routed)
+            hidden = chunk(ids, positions, None, packed_seq_params=packed)
+            if routed is not None:
+                self.scorer.keep_routes(routed)
 
             def score(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
                 outputs = self.scorer.score(hidden[:, 0], batch, question)

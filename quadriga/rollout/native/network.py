@@ -3,7 +3,8 @@
 
 The decoders in `PLAIN` are computed here, layer by layer, with the arithmetic of training and about half the
 operations: query, key and value come from one product, and so do gate and up. Of a mixture of experts the tokens are
-sorted by expert, and each expert that was chosen computes its own. Other models compute by their own module.
+sorted by expert, and each expert that was chosen computes its own. Other models compute by their own module, whose
+linear modules take their products from here meanwhile.
 
 On a CPU the weights are copied into the forms of `products`. `Network.state` identifies the parameters that were
 copied; after an update the engine makes a new network. Elsewhere nothing is copied.
@@ -12,7 +13,7 @@ Legend: B rows, N tokens, D hidden size, H query heads, K key-value heads, d hea
 expert, E experts of a layer, k of them for each token, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -75,16 +76,38 @@ class Network:
         self.num_layers = int(model.config.get_text_config().num_hidden_layers)
         self.device: torch.device = self.head.weight.device
         self.state = state_of(model)
+        self.rule, self.forms = LogitRule.of(model.config), _forms_for(model)
         self.exact_head: Weight | None = None
-        self.rule = LogitRule.of(model.config)
+        self.products: dict[nn.Module, Callable[[torch.Tensor], torch.Tensor]] = {}
+        if self.forms is not None:
+            bias = getattr(self.head, "bias", None)
+            biases = None if bias is None else [bias.detach()]
+            self.exact_head = self.forms.make([self.head.weight.detach()], biases, is_head=True)
+            self._take_products(self.forms)
+
+    def _take_products(self, forms: Forms) -> None:
+        """Of the linear modules below the head, but those that somebody else leads."""
+        for module in self.body.modules():
+            if (
+                type(module) is nn.Linear
+                and "forward" not in vars(module)
+                and (one := _Projection([module], forms)).weight is not None
+            ):
+                self.products[module] = one
 
     def hidden(
         self, tokens: torch.Tensor, positions: torch.Tensor, images: PackedImages | None = None, *, plan: AttentionPlan
     ) -> torch.Tensor:
         """[B, N] tokens and positions -> [B, N, D]; positions may be [3, B, N], and with images B is 1."""
         inputs = {"input_ids": tokens} if images is None else decoder_inputs(self.model, tokens, images)
-        output = self.body(**inputs, position_ids=positions, attention_mask=None, use_cache=False, attention_plan=plan)
-        return output.last_hidden_state
+        inputs |= {"position_ids": positions, "attention_mask": None, "attention_plan": plan}
+        try:
+            for module, product in self.products.items():
+                vars(module)["forward"] = product
+            return self.body(**inputs, use_cache=False).last_hidden_state
+        finally:
+            for module in self.products:
+                vars(module).pop("forward", None)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[B, D] -> [B, V] float32, equal to those of training."""
@@ -102,7 +125,7 @@ class PlainNetwork(Network):
 
     def __init__(self, model: PreTrainedModel, group: RolloutGroup | None = None) -> None:
         super().__init__(model)
-        self.group, forms, config = group, _forms_for(model), model.config.get_text_config()
+        self.group, forms, config = group, self.forms, model.config.get_text_config()
         rank, size = (0, 1) if group is None else (group.rank, group.size)
         mlps = [layer.mlp for layer in self.body.layers]
         widths = {part_of(config.intermediate_size, size, rank)[1] for mlp in mlps if not is_mixture(mlp)}
@@ -115,9 +138,9 @@ class PlainNetwork(Network):
         self.elementwise = TorchElementwise() if loops is None else loops
         made = (forms, self.elementwise, group)
         self.layers = [_Layer(layer, number, *made) for number, layer in enumerate(self.body.layers)]
-        if forms is not None:
-            bias = getattr(self.head, "bias", None)
-            self.exact_head = forms.make([self.head.weight.detach()], None if bias is None else [bias], is_head=True)
+
+    def _take_products(self, forms: Forms) -> None:
+        """Its layers have them side by side."""
 
     def hidden(
         self, tokens: torch.Tensor, positions: torch.Tensor, images: PackedImages | None = None, *, plan: AttentionPlan
@@ -286,7 +309,7 @@ def description_of(model: PreTrainedModel) -> str:
         how += ", experts in a loop over those that tokens chose" if by_loop else ", experts as the module has them"
     if forms is None:
         return how
-    return f"{how}{forms.description if is_plain(model) else ''}; {about_kernels()}"
+    return f"{how}{forms.description}; {about_kernels()}"
 
 
 def _forms_for(model: PreTrainedModel) -> Forms | None:

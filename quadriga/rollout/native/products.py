@@ -7,14 +7,18 @@ a weight before each product; here that is done once.
     model       this CPU has              few rows                                   many rows
     bfloat16    AVX-512 and a compiler    the parameters themselves, by `kernels`    float32, in MKL's order
     bfloat16    AVX-512, no compiler      bfloat16, in oneDNN's order                float32, in MKL's order
-    bfloat16    tiles (AMX)               bfloat16, in oneDNN's order                the same
+    bfloat16    faster units for it       bfloat16, in oneDNN's order                the same
     float32     MKL                       float32, in MKL's order                    the same
 
-Without MKL, or where float32 takes too much memory, oneDNN's order serves many rows, too. Sums are float32 and a result
-is rounded once, as in training; only the order of summation differs.
+Units for bfloat16 that are faster than those for float32 are AMX, and the AVX-512 ones of AMD. Without MKL, or where
+float32 takes too much memory, oneDNN's order serves many rows, too. Sums are float32 and a result is rounded once, as
+in training; only the order of summation differs.
 
 Legend: D inputs, O outputs of all weights of a form together, which are [., D] each, with biases [.] each or None.
 """
+
+import functools
+from pathlib import Path
 
 import torch
 from torch.nn.functional import linear
@@ -69,8 +73,8 @@ class WideWeight:
         self.weight = torch.cat([weight.float() for weight in weights])
         self.bias = None if biases is None else torch.cat([bias.float() for bias in biases])
         self.packed: torch.Tensor | None = None
-        self.takes_tiles = weights[0].dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
-        if has_mkl() and not self.takes_tiles:
+        self.narrows = weights[0].dtype == torch.bfloat16 and has_fast_bfloat16()
+        if has_mkl() and not self.narrows:
             self.packed = torch.ops.mkl._mkl_reorder_linear_weight(self.weight, _WIDE_ROWS)
             self.weight = self.weight.new_empty(1).expand(self.weight.shape)  # from here on only its shape is needed
 
@@ -79,11 +83,11 @@ class WideWeight:
         if self.packed is not None:
             num_rows = states.shape[:-1].numel()
             return torch.ops.mkl._mkl_linear(states.float(), self.packed, self.weight, self.bias, num_rows)
-        if not self.takes_tiles:
+        if not self.narrows:
             return linear(states.float(), self.weight, self.bias)
         settings = torch.backends.mkldnn.matmul
         before = settings.fp32_precision
-        settings.fp32_precision = "bf16"  # in tiles. Both factors are, so nothing is rounded; sums stay float32
+        settings.fp32_precision = "bf16"  # both factors are, so nothing is rounded; sums stay float32
         try:
             return linear(states.float(), self.weight, self.bias)
         finally:
@@ -113,9 +117,9 @@ class Forms:
             WideWeight if widens and (is_half or dtype == torch.float32) else None
         )
         if is_half and can_pack():
-            has_tiles = torch.cpu._is_amx_tile_supported()
-            self.few = OwnWeight if kernels() is not None and not has_tiles else PackedWeight
-            self.many = WideWeight if widens and not has_tiles else PackedWeight
+            is_fast = has_fast_bfloat16()
+            self.few = OwnWeight if kernels() is not None and not is_fast else PackedWeight
+            self.many = WideWeight if widens and not is_fast else PackedWeight
 
     @property
     def description(self) -> str:
@@ -133,7 +137,7 @@ class Forms:
             return None
         many = (WideWeight if is_head else self.many)(weights, biases)
         few: OwnWeight | PackedWeight | None = None
-        if self.few is OwnWeight and OwnWeight.takes(weights):
+        if (is_head or self.few is OwnWeight) and OwnWeight.takes(weights):
             few = OwnWeight(weights, biases, torch.float32 if is_head or is_sum else torch.bfloat16)
         elif self.few is PackedWeight and self.many is WideWeight and not (is_head or is_sum):
             few = PackedWeight(weights, biases)
@@ -148,6 +152,15 @@ def can_pack() -> bool:
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
         and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     )
+
+
+@functools.cache
+def has_fast_bfloat16() -> bool:
+    """Whether this CPU multiplies bfloat16 faster than float32."""
+    if torch.cpu._is_amx_tile_supported():
+        return True
+    facts = Path("/proc/cpuinfo")
+    return torch.cpu._is_avx512_bf16_supported() and facts.exists() and "AuthenticAMD" in facts.read_text()
 
 
 def has_mkl() -> bool:

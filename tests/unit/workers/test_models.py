@@ -168,7 +168,6 @@ def test_a_model_that_sees_fits(folder: Path) -> None:
             {"router_aux_loss_coef": 0.1, "model": "llama"},
             "router_aux_loss_coef: got 0.1, with a model without experts",
         ),
-        ({"router_replay": "rollout", "strategy": "megatron"}, "strategy=megatron|model_type 'qwen3_moe'"),
         ({"router_replay": "old_log_prob", "pipeline_model_parallel_size": 2}, "only the last stage returns"),
     ],
 )
