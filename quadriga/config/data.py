@@ -38,11 +38,23 @@ class CustomDatasetConfig(FromFile):
         return self
 
 
+class DataGenConfig(FromFile):
+    """A generator of your own, which makes rows between the batches of training."""
+
+    path: PathText | None = None
+    """Python file that holds the class, a subclass of `quadriga.data.AbstractDataGenerator`. null: none."""
+    name: str | None = None
+    """Name of the class in that file."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Open dictionary: what the class reads as `config.options`."""
+
+
 class SamplerConfig(FromFile):
     """A sampler class of your own (a curriculum, for example), loaded from a file."""
 
     class_path: PathText | None = None
-    """Python file that holds the class. null: a seeded shuffle, or file order without `data.shuffle`."""
+    """Python file that holds the class; or pkg://quadriga.data.curriculum, which has `SuccessRateSampler`. null: a
+    seeded shuffle, or file order without `data.shuffle`."""
     class_name: str | None = None
     """Name of the class in that file."""
 
@@ -100,7 +112,7 @@ class DataConfig(Section):
     gen_batch_size: Count | None = None
     """Prompts that are generated for at a time with `algorithm.filter_groups`. null: as many as train_batch_size."""
     val_batch_size: Count | None = None
-    """Rows a validation batch takes. null: the whole set at once."""
+    """Rows a validation batch takes. null: the whole set at once (`quadriga generate --output`: 256)."""
     tokenizer: PathText | None = None
     """Path or hub name of the tokenizer. null: the model's own."""
     trust_remote_code: bool = False
@@ -132,7 +144,14 @@ class DataConfig(Section):
     cache_dir: PathText = "~/.cache/quadriga"
     """Directory for copies of remote files and for the results of the over-long filter."""
     custom_cls: CustomDatasetConfig = Field(default_factory=CustomDatasetConfig)
+    datagen: DataGenConfig = Field(default_factory=DataGenConfig)
     sampler: SamplerConfig = Field(default_factory=SamplerConfig)
+
+    @model_validator(mode="after")
+    def _one_data_set(self) -> Self:
+        if self.custom_cls.path is not None and self.datagen.path is not None:
+            raise refuse("data.custom_cls or data.datagen", "A class of your own may have on_batch_end(batch).")
+        return self
 
     if not TYPE_CHECKING:
 

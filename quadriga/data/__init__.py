@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from quadriga.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from quadriga.data.curriculum import AbstractCurriculumSampler, AbstractSampler, SuccessRateSampler
+    from quadriga.data.generated import AbstractDataGenerator, DynamicGenDataset
     from quadriga.data.loading import create_dataloader, create_rl_dataset, create_rl_sampler
     from quadriga.data.padding import collate_fn
     from quadriga.data.rl_dataset import RLHFDataset
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     from quadriga.data.vision import VisionProcessor, load_processor
 
 _HOMES = {
+    "curriculum": "AbstractCurriculumSampler AbstractSampler SuccessRateSampler",
+    "generated": "AbstractDataGenerator DynamicGenDataset",
     "loading": "create_dataloader create_rl_dataset create_rl_sampler",
     "padding": "collate_fn",
     "rl_dataset": "RLHFDataset",

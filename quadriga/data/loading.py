@@ -16,8 +16,10 @@ from torchdata.stateful_dataloader.sampler import RandomSampler
 from transformers import PreTrainedTokenizerBase
 
 from quadriga.config import DataConfig
+from quadriga.data.curriculum import PassSampler
 from quadriga.data.file_dataset import FileDataset
 from quadriga.data.files import FileNames
+from quadriga.data.generated import DynamicGenDataset
 from quadriga.data.padding import collate_fn
 from quadriga.data.rl_dataset import RLHFDataset
 from quadriga.errors import ConfigError, DataError
@@ -54,7 +56,7 @@ def create_rl_dataset(
     is_train: bool = True,
     max_samples: int = -1,
 ) -> Dataset:
-    """`RLHFDataset`, or the class named by `data.custom_cls`.
+    """`RLHFDataset`, of training with `data.datagen` `DynamicGenDataset`, or the class named by `data.custom_cls`.
 
     A class of your own derives from `torch.utils.data.Dataset` (or from `RLHFDataset`) and has
 
@@ -73,7 +75,9 @@ def create_rl_dataset(
         DataError: it cannot honour `max_samples`, or the data are wrong.
     """
     custom, where, cls = data_config.custom_cls, "data.custom_cls", RLHFDataset
-    if custom.path is not None:
+    if is_train and data_config.datagen.path is not None:
+        cls = DynamicGenDataset
+    elif custom.path is not None:
         assert custom.name is not None
         cls = member_of(import_file(custom.path, where), custom.name, where, base=Dataset)
         _check_hooks(cls, where)
@@ -103,7 +107,8 @@ def _check_hooks(cls: type, where: str) -> None:
 def create_rl_sampler(data_config: DataConfig, dataset: Dataset, is_train: bool = True) -> Sampler:
     """The order of the training rows: the user's own sampler, a seeded shuffle, new in each epoch, or file order.
 
-    Those of validation are in file order, or shuffled with `data.validation_shuffle`.
+    Those of validation are in file order, or shuffled with `data.validation_shuffle`. Rows that come to a data set with
+    `on_batch_end` are seen from the next pass on.
 
     A class of your own derives from `torch.utils.data.Sampler` and has
 
@@ -117,15 +122,19 @@ def create_rl_sampler(data_config: DataConfig, dataset: Dataset, is_train: bool 
 
     Raises:
         ConfigError: the class cannot be loaded.
-        DataError: it has `update`, and worker processes would fetch rows ahead of it.
+        DataError: it has `update`, or rows are generated, and worker processes would fetch rows ahead of it.
     """
-    custom = data_config.sampler
+    custom, num_workers = data_config.sampler, data_config.dataloader_num_workers
+    if isinstance(dataset, DynamicGenDataset) and num_workers > 0:
+        where, expected = "data.dataloader_num_workers", "0 with data.datagen"
+        fix = "Worker processes have copies of the data set, without the rows that are generated."
+        raise DataError(where, got=str(num_workers), expected=expected, fix=fix)
     if is_train and custom.class_path is not None:
         assert custom.class_name is not None
         module = import_file(custom.class_path, "data.sampler")
         cls: type[Any] = member_of(module, custom.class_name, "data.sampler", base=Sampler)
-        if hasattr(cls, "update") and data_config.dataloader_num_workers > 0:
-            where, got = "data.dataloader_num_workers", str(data_config.dataloader_num_workers)
+        if hasattr(cls, "update") and num_workers > 0:
+            where, got = "data.dataloader_num_workers", str(num_workers)
             fix = "Worker processes would fetch rows before the sampler has seen the batch before them."
             raise DataError(where, got=got, expected=f"0 with {cls.__name__}, which learns from each batch", fix=fix)
         if hasattr(cls, "update") and not hasattr(cls, "state_dict"):
@@ -135,6 +144,8 @@ def create_rl_sampler(data_config: DataConfig, dataset: Dataset, is_train: bool 
                 flush=True,
             )
         return cls(data_source=dataset, data_config=data_config)
+    if is_train and hasattr(dataset, "on_batch_end"):
+        return PassSampler(dataset, data_config)
     if data_config.shuffle if is_train else data_config.validation_shuffle:
         return RandomSampler(dataset, generator=torch.Generator().manual_seed(data_config.seed))
     return SequentialSampler(dataset)

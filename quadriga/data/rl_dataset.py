@@ -19,9 +19,11 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import chain, repeat
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import datasets
 import numpy as np
+import pyarrow as pa
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -94,10 +96,10 @@ class RLHFDataset(FileDataset):
             `input_ids`, `attention_mask` and `position_ids`, int64 [P], padded on the left; `raw_prompt_ids`, the same
             ids as a list without padding; the row's columns but the prompt; `index`, `tools_kwargs` and
             `interaction_kwargs` out of `extra_info` (`index`, a number or a text, is the row's number where it has
-            none; the others may be columns of their own); `source_row`; and, with `data.return_raw_chat`, `raw_prompt`
-            (chat messages), with `data.return_full_prompt`, `full_prompts`
-            (rendered text). With a processor `position_ids` are [3, P], `raw_prompt_ids` have one token for each image,
-            and `multi_modal_data` and `multi_modal_inputs` take the place of the column of images.
+            none; the others may be columns of their own); `item`; `source_row`; and, with `data.return_raw_chat`,
+            `raw_prompt` (chat messages), with `data.return_full_prompt`, `full_prompts` (rendered text). With a
+            processor `position_ids` are [3, P], `raw_prompt_ids` have one token for each image, and `multi_modal_data`
+            and `multi_modal_inputs` take the place of the column of images.
 
         Raises:
             DataError: the prompt is no chat, or too long under `data.truncation=error`, or its images are wrong; it
@@ -123,10 +125,19 @@ class RLHFDataset(FileDataset):
             row["full_prompts"] = text
         extra = row.get("extra_info") or {}
         row["index"] = number if extra.get("index") is None else extra["index"]
-        row["source_row"] = where
+        row["item"], row["source_row"] = item, where
         for name in ("tools_kwargs", "interaction_kwargs"):
             row[name] = extra.get(name) or row.get(name) or {}
         return row
+
+    @property
+    def dataframe(self) -> datasets.Dataset:
+        """The rows in use as they stand in the files."""
+        tables = [table.to_arrow() for table in self._tables]
+        return cast(
+            datasets.Dataset,
+            datasets.Dataset(pa.concat_tables(tables, promote_options="permissive")).select(self._rows),
+        )
 
     def _place(self, number: int) -> tuple[RowTable, int, str]:
         """Of a row of all files: its file, its number there, and both in words."""

@@ -221,7 +221,8 @@ def build_reward(config: Config, tokenizer: Any, *loaders: Any) -> RewardManager
     """The reward manager of a run, which can grade responses to every row of these loaders (RewardError: it cannot)."""
     manager = load_reward_manager(config, tokenizer)
     try:
-        for rows in (loader.dataset for loader in loaders if loader is not None):
+        found = [loader.dataset for loader in loaders if loader is not None]
+        for rows in (part for one in found for part in getattr(one, "parts", [one])):
             # A class of the user's may make other rows of the files.
             if getattr(type(rows), "__getitem__", None) is RLHFDataset.__getitem__:
                 sources, models = rows.column(rows.config.reward_fn_key), rows.column("reward_model")

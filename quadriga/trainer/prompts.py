@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class PromptStream:
-    """Batches of prompts from a stateful loader; one pass over it is an epoch.
+    """Batches of prompts from a stateful loader; as many as its first pass has are an epoch.
 
     With `is_saved` (checkpoints are written) it warns of a sampler that cannot be resumed. `num_taken` counts the
     batches since the run began, those before a resume included; `num_epochs` are the passes of the run, None without
@@ -27,6 +27,8 @@ class PromptStream:
 
     def __init__(self, loader: Any, *, num_epochs: int | None = None, is_saved: bool = False) -> None:
         self.loader, self.num_epochs = loader, num_epochs
+        # Of data that grow the passes after the first have more.
+        self._epoch_batches = max(1, len(loader))
         self.num_taken = 0
         self._batches: Iterator[dict[str, Any]] | None = None
         if is_saved and self.cannot_resume:
@@ -44,12 +46,12 @@ class PromptStream:
     @property
     def epoch(self) -> int:
         """Passes over the data that were complete before the batch that was taken last."""
-        return max(0, self.num_taken - 1) // max(1, len(self.loader))
+        return max(0, self.num_taken - 1) // self._epoch_batches
 
     @property
     def share_taken(self) -> float:
         """The share of all passes that was taken, 1 from their end on; 0 where they have no end."""
-        return min(1.0, self.num_taken / max(1, self.num_epochs * len(self.loader))) if self.num_epochs else 0.0
+        return min(1.0, self.num_taken / (self.num_epochs * self._epoch_batches)) if self.num_epochs else 0.0
 
     def take(self) -> DataProto:
         """The next batch, after the last pass too: a step that has begun is completed.

@@ -42,6 +42,8 @@ from quadriga.trainer.settings import CONFIGURATION, CONTENT, Settings
 
 RESPONSES = "responses.jsonl"
 _OUTPUT = "--output"
+AT_A_TIME = 256
+"""Prompts whose responses are on the disk, or lost, together."""
 _READ = ("data.", "actor_rollout_ref.")
 """Beginnings of the keys that responses depend on."""
 
@@ -50,7 +52,7 @@ def answer_files(config: Config, output: Path) -> int:
     """Write the rows of `data.val_files` with a column `responses`, `rollout.n` texts for each row, as Parquet.
 
     The sampling is that of `actor_rollout_ref.rollout`, the prompts are in `data.prompt_key`, and `data.val_batch_size`
-    of them are in work at a time. The same call after one that was cut short goes on where that one was.
+    of them, or `AT_A_TIME`, are in work at a time. The same call after one that was cut short goes on where it was.
 
     Returns the number of rows.
     Raises DataError: a prompt is wrong or too long, not every row would get responses, what is there of the output was
@@ -70,7 +72,11 @@ def answer_files(config: Config, output: Path) -> int:
         texts = part.texts
         if len(texts) < num_rows:
             loader = create_dataloader(
-                rows, data, batch_size=data.val_batch_size, sampler=range(len(texts), num_rows), drop_last=False
+                rows,
+                data,
+                batch_size=data.val_batch_size or AT_A_TIME,
+                sampler=range(len(texts), num_rows),
+                drop_last=False,
             )
             with (
                 frozen_workers(config, tokenizer, Role.ActorRollout) as (policy,),

@@ -27,7 +27,6 @@ WORDS = ["<pad>", "<eos>", "<unk>", "<user>", *(f"w{number}" for number in range
 INSTEAD = {
     "verl.trainer.ppo.ray_trainer.RayPPOTrainer": "quadriga verl main_ppo",
     "verl.utils.tracking.Tracking": "trainer.logger",
-    "verl.utils.dataset.dynamicgen_dataset.DynamicGenDataset": "on_batch_end",
     "verl.utils.dataset.vision_utils.process_video": "Rows with images",
     "verl.models.transformers.qwen2_vl.get_rope_index": "quadriga.models",
 }
@@ -157,6 +156,26 @@ def a_curriculum(place: Place) -> None:
     sampler = Backwards(data_source=[1, 2, 3], data_config=place.config())
     sampler.update(batch=place.batch())
     assert (list(sampler), sampler.seen) == ([2, 1, 0], 4)
+
+
+@snippet
+def rows_that_are_generated(place: Place) -> None:
+    text = (
+        "from verl.utils.dataset.dynamicgen_dataset import AbstractDataGenerator\n\n\n"
+        "class Again(AbstractDataGenerator):\n"
+        "    def generate(self, dataset):\n"
+        "        return dataset.dataframe.select([0])\n"
+    )
+    (place.folder / "again.py").write_text(text)
+    from verl.trainer.main_ppo import create_rl_dataset
+    from verl.utils.dataset.dynamicgen_dataset import DynamicGenDataset
+
+    config = place.config(datagen={"path": str(place.folder / "again.py"), "name": "Again"})
+    assert "datagen" in config and config.datagen.get("path", None) is not None
+    rows = create_rl_dataset(place.file, config, place.tokenizer, None, is_train=True)
+    assert type(rows) is DynamicGenDataset and len(rows) == 3
+    rows.on_batch_end(batch=place.batch())
+    assert len(rows) == 4 and rows[3]["input_ids"].tolist() == rows[0]["input_ids"].tolist()
 
 
 @snippet

@@ -25,6 +25,12 @@ WAIT_S = 120.0
 # 10 rows in batches of 4 are 2 steps an epoch: every run crosses two ends of an epoch.
 COMMON = (f"trainer.total_training_steps={NUM_STEPS}", "trainer.test_freq=2", "trainer.log_val_generations=2")
 GRPO = ("data.shuffle=True", "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine")
+GENERATED = (
+    f"data.datagen.path={Path(__file__).with_name('more_rows.py')}",
+    "data.datagen.name=MoreRows",
+    "data.sampler.class_path=pkg://quadriga.data.curriculum",
+    "data.sampler.class_name=SuccessRateSampler",
+)
 SEVERAL_UPDATES = (
     "actor_rollout_ref.actor.ppo_epochs=2",
     "actor_rollout_ref.actor.ppo_mini_batch_size=2",
@@ -80,7 +86,9 @@ def _num_lines(path: Path) -> int:
     [
         pytest.param((*GRPO, "trainer.save_freq=1"), 0, id="grpo, every step saved", marks=pytest.mark.slow),
         pytest.param(
-            (*GRPO, "trainer.save_freq=2", "trainer.max_ckpt_to_keep=1"), 1, id="grpo, every other step saved"
+            (*GRPO, *GENERATED, "trainer.save_freq=2", "trainer.max_ckpt_to_keep=1"),
+            1,
+            id="grpo, every other step saved, rows that are generated, a curriculum",
         ),
         pytest.param((*SEVERAL_UPDATES, "trainer.save_freq=1"), 2, id="several updates a batch, adaptive KL"),
         pytest.param((*CRITIC, "trainer.save_freq=1"), 3, id="critic"),

@@ -4,7 +4,6 @@
 Shapes: B sequences, T response positions.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from torch.utils.data import Sampler
 
 from quadriga.algorithms import kl
 from quadriga.compat.verl.algorithms import get_adv_estimator_fn, taken
@@ -22,21 +20,6 @@ from quadriga.trainer.metrics import data_metrics, performance_metrics
 from quadriga.user_file import import_file
 
 dispatch_dp_compute_data_proto, collect_dp_compute_data_proto = partial(split_rows, ""), partial(collect_rows, "")
-
-
-class AbstractSampler(Sampler[int]):
-    """verl's name for a sampler that is made of a data set and the section `data`."""
-
-    def __init__(self, data_source: Any, data_config: Any) -> None:
-        self.data_source, self.data_config = data_source, data_config
-
-
-class AbstractCurriculumSampler(AbstractSampler, ABC):
-    """A sampler that learns from each finished batch."""
-
-    @abstractmethod
-    def update(self, batch: DataProto) -> None:
-        """Take note of a batch with rewards and advantages."""
 
 
 def compute_response_mask(data: DataProto) -> Tensor:

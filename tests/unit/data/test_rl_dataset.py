@@ -29,6 +29,7 @@ def test_a_row(tokenizer, config, write, row):
         "reward_model": {"style": "rule", "ground_truth": "w1"},
         "extra_info": {"split": "train", "index": 5},
         "index": 5,
+        "item": 0,
         "source_row": f"{path} row 0",
         "tools_kwargs": {},
         "interaction_kwargs": {},
