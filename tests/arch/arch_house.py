@@ -36,7 +36,7 @@ SIZES: dict[str, Size] = {
     "rewards": Size(3868, 28, 213),
     "rollout": Size(8462, 45, 511),
     "single_controller": Size(3577, 16, 209),
-    "trainer": Size(4372, 26, 243),
+    "trainer": Size(4836, 27, 273),
     "verl": Size(1717, 6, 121),
     "weight_sync": Size(885, 6, 60),
     "workers": Size(1749, 11, 89),
@@ -66,7 +66,7 @@ REASONS: dict[str, str] = {
     "single_controller": "heartbeat, state copies of the nodes, restart of workers and of the own cluster, sweep",
     "trainer": "lock of a run's folder, fallback to older checkpoints, recovery, engines that come and go; "
     "settings that changed, rows that are bad, models that end a run, steps one by one; files of responses"
-    " that go on after a kill",
+    " that go on after a kill; asynchronous training: what starts where and when",
     "verl": "verl's command lines: Hydra's words, defaults by version, what becomes of each key, shell scripts",
     "weight_sync": "a meeting whose receiver died is given up",
     "workers": "state copies; engines that are made again",
@@ -99,6 +99,7 @@ SHORT_AND_WORTH_IT: dict[str, str] = {
     "quadriga/rollout/balancer.py:Balancer._make_again": "what Restarts calls in a thread",
     "quadriga/single_controller/ray/cluster.py:_drop_noise": "a handler that Ray calls",
     "quadriga/single_controller/ray/cluster.py:renew_own_cluster": "its list stays private to the file",
+    "quadriga/trainer/async_schedule.py:Schedule.may_start": "the gate, which a test takes out",
     "quadriga/trainer/rollout_pool.py:RolloutPool._restart": "what Restarts calls in a thread",
     "quadriga/trainer/run_lock.py:_give_up_in_fork": "a hook of os.register_at_fork",
 }

@@ -1,0 +1,464 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which group of responses starts where and when, and which step learns from it, while generation and training go on
+at the same time: decided without a tensor, a thread or a clock.
+
+    events in                                          decisions out
+    joined, lost (a worker)                            Start     samples of a group, on a worker
+    has_published, loaded (weights)              ──>   Load      newer weights, by a worker; Resume without them
+    ended (a sample), graded (a group)                 HandOver  the groups of a training step
+    wants_batch (the trainer), hold, release           Drop      a group, with the reason
+
+The weights have a *version*, the number of publications before them; there is one after every `sync_every` steps. Step
+s begins with version V(s), known from its number alone. A token of version w is V(s) - w versions old in step s, and a
+sample is as old as its oldest token.
+
+    the gate    a group for step s starts only with weights of a version w with V(s) - w <= max_staleness
+
+Tokens that follow are of the same version or of a newer one, so the bound holds whatever is slow, late or lost. With
+`on_stale="wait"` a group belongs to the step that it was started for, which waits for it: it is handed over in step s.
+With "drop" a step takes the groups that are there, the oldest first, and what would be too old in the next step is
+dropped: each group is handed over or dropped before a step that begins with a version over `max_staleness` above its
+own.
+
+A worker takes newer weights at once (`in_flight="continue"`: samples under way go on with them), or when what it
+generates has ended, until which nothing starts on it ("finish"). `deterministic` ties that to batches instead of to the
+time: a worker pauses for version w + 1 once every batch that version w is for has been generated, or with "continue"
+every batch up to the first step that begins with w + 1. What is generated with which weights follows from the rules.
+
+Dynamic sampling: a batch starts in rounds of `round_size` groups, until enough of its groups are kept.
+"""
+
+from bisect import insort
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from quadriga.errors import RolloutError
+
+Reason = Literal["stale", "equal", "surplus", "failed", "end"]
+Verdict = Literal["kept", "equal", "failed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """What a schedule holds to.
+
+    Attributes:
+        num_groups: that a step learns from, `data.train_batch_size`.
+        group_size: samples of a group, `rollout.n`.
+        num_steps: the last training step.
+        max_staleness, in_flight, on_stale, sync_every, deterministic: as in `async_training`.
+        warmup_steps: first steps, in which the policy does not learn and nothing is published.
+        round_size: with dynamic sampling, prompts of a round; 0: all groups are kept.
+    """
+
+    num_groups: int
+    group_size: int
+    num_steps: int
+    max_staleness: int = 0
+    in_flight: Literal["continue", "finish"] = "continue"
+    on_stale: Literal["wait", "drop"] = "wait"
+    sync_every: int = 1
+    deterministic: bool = False
+    warmup_steps: int = 0
+    round_size: int = 0
+
+    def version_at(self, step: int) -> int:
+        """V(step): publications before this step."""
+        return max(0, (step - 1) // self.sync_every - self.warmup_steps // self.sync_every)
+
+    def publishes(self, step: int) -> bool:
+        """Whether weights are published after this step."""
+        return self.version_at(step + 1) > self.version_at(step)
+
+    def last_step_with(self, version: int) -> int:
+        """The last step that begins with this version."""
+        return (version + 1 + self.warmup_steps // self.sync_every) * self.sync_every
+
+
+@dataclass(frozen=True)
+class Start:
+    """Generate these samples of a group for a batch, in which the group's prompt has the number `row`."""
+
+    worker: int
+    group: int
+    batch: int
+    row: int
+    samples: tuple[int, ...]
+    version: int
+
+
+@dataclass(frozen=True)
+class Load:
+    """Take newer weights: nothing starts on the worker until it has them. Where they are not published yet, the worker
+    makes no token until they are."""
+
+    worker: int
+    version: int
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Go on without the weights that the worker pauses for."""
+
+    worker: int
+
+
+@dataclass(frozen=True)
+class HandOver:
+    """The groups that a step learns from, in the order of their prompts."""
+
+    step: int
+    groups: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Drop:
+    """A group that no step learns from. `running` are its samples under way by worker, to be aborted."""
+
+    group: int
+    reason: Reason
+    running: tuple[tuple[int, int], ...] = ()
+
+
+Decision = Start | Load | Resume | HandOver | Drop
+
+
+@dataclass
+class Group:
+    """The samples of one prompt.
+
+    Attributes:
+        number: in the order of starts.
+        batch, row: the batch that it was started for, and its number there.
+        waiting: samples that have no worker.
+        running: worker of each sample under way.
+        oldest: version of the oldest token of its samples.
+        is_complete: whether all have ended; is_kept: whether it is graded and may be learned from.
+    """
+
+    number: int
+    batch: int
+    row: int
+    waiting: list[int]
+    oldest: int = 0
+    running: dict[int, int] = field(default_factory=dict)
+    starts: dict[int, int] = field(default_factory=dict)  # version of each sample's first token
+    is_complete: bool = False
+    is_kept: bool = False
+
+
+@dataclass
+class _Batch:
+    """Groups that were started for one step: how many are wanted, have a row, are open (not graded), are kept."""
+
+    num_wanted: int
+    num_rows: int = 0
+    num_open: int = 0
+    kept: list[int] = field(default_factory=list)
+
+
+@dataclass
+class _Worker:
+    version: int
+    capacity: int | None
+    running: set[tuple[int, int]] = field(default_factory=set)
+    loading: int | None = None
+
+
+class Schedule:
+    """Takes events, by its methods, and answers with decisions, by `decide`.
+
+    Attributes:
+        step: the last step whose batch was handed over.
+        published: the newest version that workers can take.
+        groups: those that are started and neither handed over nor dropped, by number.
+        hold_after: batches up to this one may start groups; None: all.
+        record: the decisions so far.
+        counts: groups by what became of them: handed_over and the reasons of drops.
+    """
+
+    def __init__(self, rules: Rules, *, step: int = 0) -> None:
+        self.rules, self.step = rules, step
+        self.published = rules.version_at(step + 1)
+        self.groups: dict[int, Group] = {}
+        self.num_groups = 0
+        self.workers: dict[int, _Worker] = {}
+        self.hold_after: int | None = None
+        self.record: list[Decision] = []
+        self.counts = Counter[str]()
+        self._batches: dict[int, _Batch] = {}
+        self._kept: list[int] = []  # with on_stale="drop", of all batches
+        self._to_start: set[int] = set()  # groups with samples that have no worker
+        self._free: set[int] = set()  # workers that take samples
+        self._behind: set[int] = set()  # workers that could load newer weights
+        self._generated = step  # all batches up to this one have been
+        self._wants = False
+        self._pending: list[Decision] = []
+
+    # Events.
+
+    def joined(self, worker: int, version: int, capacity: int | None = None) -> None:
+        """A worker with weights of a version generates from here on, up to `capacity` samples at a time."""
+        self.workers[worker] = _Worker(version, capacity)
+        self._refresh(worker)
+
+    def lost(self, worker: int) -> None:
+        """A worker is gone: what it was generating starts anew on another. One that comes back has a new number."""
+        for number, sample in sorted(self.workers.pop(worker).running):
+            group = self.groups[number]
+            del group.running[sample]
+            group.waiting.append(sample)
+            self._to_start.add(number)
+        self._free.discard(worker)
+        self._behind.discard(worker)
+
+    def has_published(self, version: int) -> None:
+        """Weights of this version can be loaded."""
+        self.published = version
+        for worker in self.workers:
+            self._refresh(worker)
+
+    def loaded(self, worker: int, version: int) -> None:
+        """A worker has taken weights."""
+        if worker in self.workers:
+            self.workers[worker].version, self.workers[worker].loading = version, None
+            self._refresh(worker)
+
+    def ended(self, worker: int, group: int, sample: int, oldest: int | None = None) -> bool:
+        """A sample has ended; `oldest` is the version of its oldest token, as the engine says it. Returns whether its
+        group is complete by it; also False for a sample that is not awaited from this worker.
+
+        Raises RolloutError: the engine used older weights than the worker was said to have.
+        """
+        own = self.groups.get(group)
+        if own is None or own.running.get(sample) != worker:
+            return False
+        started = own.starts[sample]
+        if oldest is not None and oldest < started:
+            got = f"a token of version {oldest} from worker {worker}, in a sample that it began with version {started}"
+            raise RolloutError("async_training", got=got, expected=f"version {started} or newer")
+        own.starts[sample] = started if oldest is None else oldest
+        del own.running[sample]
+        self.workers[worker].running.remove((group, sample))
+        self._refresh(worker)
+        own.is_complete = not own.running and not own.waiting
+        own.oldest = min(own.starts.values())
+        return own.is_complete
+
+    def graded(self, group: int, verdict: Verdict = "kept") -> None:
+        """A complete group is graded: it is kept, or left out since its samples are equal or grading failed."""
+        own = self.groups.get(group)
+        if own is None or own.is_kept:
+            return
+        batch = self._batches[own.batch]
+        batch.num_open -= 1
+        if verdict == "kept":
+            own.is_kept = True
+            insort(self._kept if self._drops else batch.kept, group)
+        else:
+            self._drop(own, verdict)
+            if not self.rules.round_size:
+                batch.num_wanted += 1
+        is_short = len(batch.kept) < self.rules.num_groups
+        if self.rules.round_size and not self._drops and not batch.num_open and batch.num_rows == batch.num_wanted:
+            batch.num_wanted += self.rules.round_size * is_short
+
+    def wants_batch(self) -> None:
+        """The trainer waits for the batch of the step after the last one."""
+        self._wants = True
+
+    def decide(self) -> list[Decision]:
+        """What is to be done, as of the events so far; each decision once."""
+        # What is handed over makes room for starts, what is loaded lets them through.
+        self._hand_over()
+        if self.rules.deterministic:
+            self._start()  # before a load, whether or not one is due already
+        self._load()
+        self._start()
+        decisions, self._pending = self._pending, []
+        self.record += decisions
+        return decisions
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every step has its batch."""
+        return self.step >= self.rules.num_steps
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether all that was started has ended and is graded, and the workers have the newest weights."""
+        if not all(group.is_kept for group in self.groups.values()):
+            return False
+        if any(worker.version < self.published for worker in self.workers.values()):
+            return False
+        return not self.rules.deterministic or self._all_generated(min(self.hold_after or 0, self.rules.num_steps))
+
+    def hold(self) -> None:
+        """After a step, before a save: what is under way goes on to its end, nothing else starts until `release`; if
+        deterministic, all that could start before the publication of this step is generated still."""
+        rules = self.rules
+        allowed = rules.last_step_with(rules.version_at(self.step) + rules.max_staleness) if self.step else 0
+        self.hold_after = allowed if rules.deterministic else 0
+        for number, worker in self.workers.items():
+            if worker.loading is not None and worker.loading > self.published:
+                worker.loading = None
+                self._pending.append(Resume(number))
+            self._refresh(number)
+
+    def release(self) -> None:
+        """End `hold`."""
+        self.hold_after = None
+        for worker in self.workers:
+            self._refresh(worker)
+
+    def may_start(self, version: int, batch: int) -> bool:
+        """The gate: whether weights of a version may begin a sample for a batch."""
+        return self.rules.version_at(batch) - version <= self.rules.max_staleness
+
+    # Decisions.
+
+    @property
+    def _drops(self) -> bool:
+        return self.rules.on_stale == "drop"
+
+    def _refresh(self, worker: int) -> None:
+        """Whether a worker takes samples, and whether there are newer weights for it."""
+        own, rules = self.workers[worker], self.rules
+        newest = self.published
+        if rules.deterministic and self.hold_after is None:
+            newest = rules.version_at(rules.num_steps)
+        drains = rules.in_flight == "finish" and not rules.deterministic and own.version < self.published
+        has_room = own.capacity is None or len(own.running) < own.capacity
+        (self._free.add if has_room and own.loading is None and not drains else self._free.discard)(worker)
+        is_behind = own.loading is None and own.version < newest
+        (self._behind.add if is_behind else self._behind.discard)(worker)
+
+    def _load(self) -> None:
+        for number in sorted(self._behind):
+            worker = self.workers[number]
+            if self._may_load(worker):
+                worker.loading = worker.version + 1 if self.rules.deterministic else self.published
+                self._refresh(number)
+                self._pending.append(Load(number, worker.loading))
+
+    def _may_load(self, worker: _Worker) -> bool:
+        rules = self.rules
+        if not rules.deterministic:
+            return not (rules.in_flight == "finish" and worker.running)
+        last = rules.last_step_with(worker.version + rules.max_staleness)
+        if rules.in_flight == "continue":
+            last = min(last, rules.last_step_with(worker.version) + 1)
+        return self._all_generated(min(last, rules.num_steps))
+
+    def _all_generated(self, last: int) -> bool:
+        """Whether every batch up to this one has all of its groups, complete and graded."""
+        self._generated = max(self._generated, self.step)
+        while self._generated < last:
+            batch = self._batches.get(self._generated + 1)
+            if batch is None or batch.num_open or batch.num_rows < batch.num_wanted:
+                return False
+            self._generated += 1
+        return True
+
+    def _start(self) -> None:
+        for number in sorted(self._to_start) if self._free else ():
+            group = self.groups[number]
+            if (worker := self._worker_for(group.batch, len(group.waiting))) is not None:
+                self._begin(worker, group)
+        while self._free and (batch := self._next_batch()) is not None:
+            if (worker := self._worker_for(batch, self.rules.group_size)) is None:
+                break
+            own = self._batches.setdefault(batch, _Batch(self.rules.round_size or self.rules.num_groups))
+            group = Group(self.num_groups, batch, own.num_rows, list(range(self.rules.group_size)))
+            own.num_rows, own.num_open = own.num_rows + 1, own.num_open + 1
+            self.groups[self.num_groups] = group
+            self.num_groups += 1
+            self._begin(worker, group)
+
+    def _next_batch(self) -> int | None:
+        """The first batch that lacks groups; None: no further step does."""
+        last = self.rules.num_steps if self.hold_after is None else min(self.rules.num_steps, self.hold_after)
+        if self._drops:
+            batch = self.step + 1 + len(self.groups) // self.rules.num_groups
+            return batch if batch <= last else None
+        for number in range(self.step + 1, last + 1):
+            batch = self._batches.get(number)
+            if batch is None or batch.num_rows < batch.num_wanted:
+                return number
+        return None
+
+    def _worker_for(self, batch: int, size: int) -> int | None:
+        """The worker with the least to do of those that may begin samples of this batch now."""
+        best = None
+        for number in self._free:
+            worker = self.workers[number]
+            load = len(worker.running)
+            fits = worker.capacity is None or load + size <= worker.capacity or not load
+            if fits and self.may_start(worker.version, batch) and (best is None or (load, number) < best):
+                best = load, number
+        return None if best is None else best[1]
+
+    def _begin(self, worker: int, group: Group) -> None:
+        own, samples = self.workers[worker], tuple(sorted(group.waiting))
+        for sample in samples:
+            group.running[sample], group.starts[sample] = worker, own.version
+            own.running.add((group.number, sample))
+        group.waiting.clear()
+        group.oldest = min(group.starts.values())
+        self._to_start.discard(group.number)
+        self._refresh(worker)
+        self._pending.append(Start(worker, group.number, group.batch, group.row, samples, own.version))
+
+    def _drop(self, group: Group, reason: Reason) -> None:
+        del self.groups[group.number]
+        if group.is_kept and self._drops:
+            self._kept.remove(group.number)
+        self._to_start.discard(group.number)
+        running = tuple((worker, sample) for sample, worker in sorted(group.running.items()))
+        for worker, sample in running:
+            self.workers[worker].running.remove((group.number, sample))
+            self._refresh(worker)
+        self.counts[reason] += 1
+        self._pending.append(Drop(group.number, reason, running))
+
+    def _hand_over(self) -> None:
+        if not self._wants or self.is_over or (numbers := self._ready()) is None:
+            return
+        self._wants, step = False, self.step + 1
+        self._check_bound(step, numbers)
+        self.step = step
+        for number in numbers:
+            del self.groups[number]
+        self.counts["handed_over"] += len(numbers)
+        self._pending.append(HandOver(step, tuple(numbers)))
+        if not self._drops:
+            for number in self._batches.pop(step).kept[self.rules.num_groups :]:
+                self._drop(self.groups[number], "surplus")
+        oldest = self.rules.version_at(step + 1) - self.rules.max_staleness
+        for group in list(self.groups.values()) if self.is_over or self._drops else ():
+            if self.is_over or group.oldest < oldest:
+                self._drop(group, "end" if self.is_over else "stale")
+
+    def _ready(self) -> Sequence[int] | None:
+        """The groups of the next step, if they are there."""
+        batch, size = self._batches.get(self.step + 1), self.rules.num_groups
+        if self._drops:
+            chosen, rest = self._kept[:size], self._kept[size:]
+            if len(chosen) < size:
+                return None
+            self._kept = rest
+            return chosen
+        if batch is None or batch.num_open or batch.num_rows < batch.num_wanted or len(batch.kept) < size:
+            return None
+        return batch.kept[:size]
+
+    def _check_bound(self, step: int, numbers: Iterable[int]) -> None:
+        """The invariant, at each hand-over. Raises RolloutError: a group is too old."""
+        version = self.rules.version_at(step)
+        for number in numbers:
+            staleness = version - self.groups[number].oldest
+            if not 0 <= staleness <= self.rules.max_staleness:
+                got = f"group {number} with a token {staleness} versions older than step {step} begins with"
+                raise RolloutError("async_training", got=got, expected=f"0 to {self.rules.max_staleness}")
