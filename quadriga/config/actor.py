@@ -291,6 +291,8 @@ class ActorConfig(BatchingConfig):
     """Whether responses to one prompt share the computation of the prompt in training; the gradient is the same."""
     router_aux_loss_coef: NonNegativeFloat = 0.0
     """Weight of the load-balancing loss of a mixture of experts, which is 1 where all get as many tokens."""
+    router_z_loss_coef: NonNegativeFloat = 0.0
+    """Weight of the z-loss of routers: the square of the log of the sum of exponentials, added over layers."""
     router_replay: Literal["off", "rollout", "old_log_prob"] = "off"
     """Whose choice of experts the update repeats: none; the rollout's (R3), the pass for old log-probs too; that pass's
     (R2)."""

@@ -33,7 +33,7 @@ class Objective(ABC):
 
     name: str  # with which the names of its metrics begin
     columns: tuple[str, ...] = ("response_mask",)  # of the batch, which the loss reads
-    router_aux_loss_coef = 0.0  # of a mixture of experts
+    router_aux_loss_coef = router_z_loss_coef = 0.0  # of a mixture of experts
 
     def fields(self, data: DataProto) -> tuple[str, ...]:
         """Columns [B, ...] of this batch that the loss reads."""
@@ -76,6 +76,7 @@ class PolicyObjective(Objective):
 
     def __init__(self, config: ActorConfig, correction: RolloutCorrectionConfig | None = None) -> None:
         self.config, self.router_aux_loss_coef = config, config.router_aux_loss_coef
+        self.router_z_loss_coef = config.router_z_loss_coef
         self.policy_loss = policy_loss_of(config, correction)
         self._needs_old_log_prob = "old_log_prob" in self.policy_loss.fields
         self._takes_weights = "rollout_is_weights" in options(self.policy_loss.function)
@@ -121,7 +122,7 @@ class PolicyObjective(Objective):
         """
         mask, config = data.batch["response_mask"].bool(), self.config
         moves_all = config.use_kl_loss or config.entropy_coeff or not self.policy_loss.needs_advantage
-        if moves_all or config.calculate_entropy or config.router_aux_loss_coef:
+        if moves_all or config.calculate_entropy or config.router_aux_loss_coef or config.router_z_loss_coef:
             return mask.any(-1)
         return ((data.batch["advantages"] != 0) & mask).any(-1)
 

@@ -173,8 +173,9 @@ def _optimizer_step(
     rows = mini if bool(computed.all()) else mini.select_idxs(computed)
     routing = None
     if routers.count:
-        weight = objective.router_aux_loss_coef / (routers.count * max(num_tokens, 1))
-        routing = Routing(loss_weight=weight, sums=routers.new_sums(engine.device))
+        weight, z_weight = objective.router_aux_loss_coef / routers.count, objective.router_z_loss_coef
+        weights = {"loss_weight": weight / max(num_tokens, 1), "z_weight": z_weight / max(num_tokens, 1)}
+        routing = Routing(**weights, sums=routers.new_sums(engine.device))
     losses = list(_losses(engine, rows, objective, micro, counts, routing))
     engine.backward([loss.packed for loss in losses], losses, temperature=temperature)
     parts = _read([loss.metrics for loss in losses])
@@ -213,7 +214,7 @@ def _router_metrics(engine: FSDPEngine, routing: Routing) -> dict[str, float]:
     engine.world.add_up([routing.sums])
     sums, routers = routing.sums.cpu(), engine.scorer.routers
     loads, facts = sums.split((routers.num_experts, sums.shape[1] - routers.num_experts), 1)
-    tokens, entropy, loss, told, differing = facts.sum(0).tolist()
+    tokens, entropy, loss, z_loss, told, differing = facts.sum(0).tolist()
     if not tokens:
         return {}
     loads = loads / (facts[:, :1] * routers.top_k / routers.num_experts)
@@ -221,6 +222,8 @@ def _router_metrics(engine: FSDPEngine, routing: Routing) -> dict[str, float]:
     metrics |= {"entropy": entropy / tokens, "dropped": 0.0}
     if routing.loss_weight:
         metrics["aux_loss"] = loss / tokens
+    if routing.z_weight:
+        metrics["z_loss"] = z_loss / tokens
     if told:
         share = metrics["replay_differs"] = differing / told
         if not routers.is_checked and share > _MOST_DIFFERING:

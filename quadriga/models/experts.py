@@ -24,7 +24,7 @@ from quadriga.errors import EngineError
 
 ROUTES = "routed_experts"
 """Column [B, P + T, L, k]: the experts that a token goes through; -1 where nothing is known of it."""
-_NUM_SUMS = 5
+_NUM_SUMS = 6
 
 
 def mixtures(model: nn.Module) -> Iterator[Any]:
@@ -80,14 +80,16 @@ class Routing:
     Attributes:
         told: [N, L, k] experts to go through, -1 for the router's own choice; None: all are its own.
         loss_weight: what the load-balancing loss of a predicted token counts in the loss; 0: there is none.
+        z_weight: what the z-loss of a predicted token in a layer counts in the loss.
         keeps: whether `chosen` is kept.
         chosen: [N, L, k], what the last call went through.
-        sums: [L, E + 5] float64 that predicted tokens add to: tokens of each expert; tokens, entropies, load-balancing
-            losses, tokens that were told, and those of them where the router's own choice is another.
+        sums: [L, E + 6] float64 that predicted tokens add to: tokens of each expert; tokens, entropies, load-balancing
+            losses, z-losses, tokens that were told, and those of them where the router's own choice is another.
     """
 
     told: torch.Tensor | None = None
     loss_weight: float = 0.0
+    z_weight: float = 0.0
     keeps: bool = False
     chosen: torch.Tensor | None = None
     sums: torch.Tensor | None = None
@@ -127,19 +129,23 @@ class RoutedTokens:
     def see(
         self, mixture: int, logits: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor, own: torch.Tensor | None
     ) -> torch.Tensor:
-        """Count what a router chose, [n, E] and [n, k] three times. Returns the scores, which carry the gradient of the
-        load-balancing loss where there is one. `own`: what it would have chosen, where it was told."""
+        """Count what a router chose, [n, E] and [n, k] three times. Returns the scores, which carry the gradients of
+        the load-balancing loss and the z-loss. `own`: what it would have chosen, where it was told."""
         routing, is_first = self.routing, mixture not in self.chosen
         self.chosen[mixture] = chosen.detach()
         if routing.sums is None:
             return scores
-        log_probs, picked, loss = logits.float().log_softmax(-1)[self.places], chosen[self.places], None
+        here, picked = logits.float()[self.places], chosen[self.places]
+        log_probs, losses = here.log_softmax(-1), [here.new_zeros(()), here.new_zeros(())]
         if routing.loss_weight and torch.is_grad_enabled():
-            loss = self._balance(log_probs.exp(), picked)
-            scores = _WithLoss.apply(scores, loss * routing.loss_weight)
+            losses[0] = self._balance(log_probs.exp(), picked)
+            scores = _WithLoss.apply(scores, losses[0] * routing.loss_weight)
+        if routing.z_weight and torch.is_grad_enabled():
+            losses[1] = here.logsumexp(-1).square().sum()
+            scores = _WithLoss.apply(scores, losses[1] * routing.z_weight)
         if is_first:
             with torch.no_grad():
-                self._count(routing.sums[mixture], log_probs, picked, own, loss)
+                self._count(routing.sums[mixture], log_probs, picked, own, losses)
         return scores
 
     def _count(
@@ -148,9 +154,9 @@ class RoutedTokens:
         log_probs: torch.Tensor,
         picked: torch.Tensor,
         own: torch.Tensor | None,
-        loss: torch.Tensor | None,
+        losses: list[torch.Tensor],
     ) -> None:
-        """Add the predicted tokens [m, E] and [m, k] to the sums [E + 5] of a mixture."""
+        """Add the predicted tokens [m, E] and [m, k] to the sums [E + 6] of a mixture."""
         num_experts, zero = log_probs.shape[1], sums.new_zeros(())
         told = differing = zero
         if own is not None:
@@ -158,7 +164,7 @@ class RoutedTokens:
             is_told = self.is_told[self.places]
             told, differing = is_told.sum(), (differs & is_told).sum()
         entropy = -(log_probs.exp() * log_probs).sum()
-        facts = (zero + len(picked), entropy, zero if loss is None else loss, told, differing)
+        facts = (zero + len(picked), entropy, *losses, told, differing)
         sums[:num_experts].index_add_(0, picked.flatten(), sums.new_ones(picked.numel()))
         sums[num_experts:] += torch.stack([fact.double() for fact in facts])
 
@@ -196,7 +202,7 @@ class Routers:
             self.num_experts, self.top_k, self.count = router.num_experts, router.top_k, self.count + 1
 
     def new_sums(self, device: torch.device) -> torch.Tensor:
-        """Zeros [L, E + 5] for `Routing.sums`."""
+        """Zeros [L, E + 6] for `Routing.sums`."""
         return torch.zeros(self.count, self.num_experts + _NUM_SUMS, dtype=torch.float64, device=device)
 
     def require(self, routes: torch.Tensor) -> None:
@@ -236,13 +242,14 @@ class _Route:
         if isinstance(output, tuple) and len(output) == 3 and (told is None or own is not None):
             logits, scores, chosen = output
             return logits, tokens.see(self.number, logits, scores, chosen, own), chosen
-        if told is None and not tokens.routing.keeps and not tokens.routing.loss_weight:
+        routing = tokens.routing
+        if told is None and not (routing.keeps or routing.loss_weight or routing.z_weight):
             return output
         got, expected = (
             f"a router {type(self.router).__name__}",
             "one that chooses experts by torch.topk, and says which",
         )
-        fix = "Set router_replay=off and router_aux_loss_coef=0."
+        fix = "Set router_replay=off, router_aux_loss_coef=0 and router_z_loss_coef=0."
         raise EngineError("router_replay", got=got, expected=expected, fix=fix)
 
 

@@ -153,6 +153,14 @@ def router_replay(line: "Line", key: str, value: Any) -> None:
         line.set("actor_rollout_ref.actor.router_replay", meanings[value])
 
 
+def expert_bias(line: "Line", key: str, value: Any) -> None:
+    """Biases of a mixture's routers, which Megatron moves with each step unless the rate is 0."""
+    rate = f"{line.written.rpartition('.')[0]}.moe_router_bias_update_rate"
+    if value and line.get(rate) != 0:
+        line.refuse("moe_router_bias_update_rate=0 beside it", line.sentence)
+    line.note(line.sentence)
+
+
 def cut(line: "Line", key: str, value: Any) -> None:
     """How a batch is cut: by tokens or by rows, as data.use_dynamic_bsz says."""
     name = key.removeprefix("data.")
@@ -226,4 +234,6 @@ def merger(words: Sequence[str]) -> tuple[list[str], list[ConfigError], list[str
     return [str(local), "--output", str(options.target_dir)], problems, known if options.hf_model_path else []
 
 
-FUNCTIONS = (engine, engine_setting, router_replay, cut, supervised_dtype, min_lr, column, multiturn, option)
+FUNCTIONS = (
+    engine, engine_setting, router_replay, expert_bias, cut, supervised_dtype, min_lr, column, multiturn, option,
+)  # fmt: skip

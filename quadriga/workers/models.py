@@ -222,7 +222,8 @@ def _num_experts(text: Any) -> int:
 def _check_routers(config: Config, policy: Any) -> None:
     """What the update of a mixture of experts is asked for, and cannot do."""
     actor, fix = config.actor_rollout_ref.actor, "Leave the key out."
-    asked = {f"{ACTOR}.router_aux_loss_coef": actor.router_aux_loss_coef, ROUTER_REPLAY: actor.router_replay}
+    losses = {f"{ACTOR}.{one}": getattr(actor, one) for one in ("router_aux_loss_coef", "router_z_loss_coef")}
+    asked = losses | {ROUTER_REPLAY: actor.router_replay}
     for key, value in asked.items():
         if value in (0.0, "off"):
             continue

@@ -98,8 +98,8 @@ def test_three_optimizer_steps(results: dict[str, Any], layout: str, kind: str) 
 
 @pytest.mark.parametrize("layout", MIXTURES)
 def test_routers_go_where_they_are_told(results: dict[str, Any], layout: str) -> None:
-    """Their own choices, which pipelines do not return; steps in which they are told some, with a load-balancing loss;
-    and what is said of them."""
+    """Their own choices, which pipelines do not return; steps in which they are told some, with a load-balancing loss
+    and a z-loss; and what is said of them."""
     got, expected = results[f"{layout}, told"], results["fsdp, told"]
     require_close(got["weights"], expected["weights"])
     assert got["said"] == pytest.approx(expected["said"], rel=1e-5)

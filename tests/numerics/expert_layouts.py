@@ -62,7 +62,10 @@ def engine_of(folder: Path, layout: Layout, world: ProcessGroup) -> FSDPEngine:
 
 def learn(engine: FSDPEngine, batch: DataProto) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """The weights after some steps, and what was said of the routers; with a load-balancing loss."""
-    objective, said = PolicyObjective(ActorConfig(entropy_coeff=0.05, router_aux_loss_coef=0.3)), {}
+    objective, said = (
+        PolicyObjective(ActorConfig(entropy_coeff=0.05, router_aux_loss_coef=0.3, router_z_loss_coef=0.02)),
+        {},
+    )
     for passes in (Passes(7, 1, MicroBatching(None, 24)), Passes(99, 1, MicroBatching(None, 24))):
         told = update(engine, own_rows(batch, engine), objective, passes, lr=0.5, temperature=0.7)
         said |= {name: metric.value for name, metric in told.items() if name.startswith("actor/router_")}

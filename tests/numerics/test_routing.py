@@ -146,26 +146,32 @@ def test_native_reports_its_routes(family: str) -> None:
 
 
 @pytest.mark.parametrize("is_checkpointed", [False, True])
-def test_the_balancing_loss(is_checkpointed: bool) -> None:
-    """Its gradient is that of the formula, row by row through transformers; so are its value and the loads."""
-    coefficient, model, batch = 0.3, moe_model("qwen3_moe"), ragged_batch()
+def test_the_losses_of_routers(is_checkpointed: bool) -> None:
+    """Their gradients are those of the formulas, row by row through transformers; so are their values and the loads."""
+    coefficient, z_coefficient, model, batch = 0.3, 0.05, moe_model("qwen3_moe"), ragged_batch()
     batch.batch["advantages"].zero_()
     engine = _engine("qwen3_moe", is_checkpointed=is_checkpointed)
-    objective = PolicyObjective(ActorConfig(router_aux_loss_coef=coefficient))
+    objective = PolicyObjective(ActorConfig(router_aux_loss_coef=coefficient, router_z_loss_coef=z_coefficient))
     before = {name: tensor.clone() for name, tensor in engine.weights()}
     metrics = update(engine, batch, objective, Passes(99, 1, NARROW), lr=1e-3)
     num_tokens, total = int(batch.batch["response_mask"].sum()), torch.zeros(())
-    loads = torch.zeros(3, 4)
+    loads, logits = torch.zeros(3, 4), list[torch.Tensor]()
+    for mixture in mixtures(model):
+        router_of(mixture).register_forward_hook(lambda router, inputs, output: logits.append(output[0].float()))
+    z_total = torch.zeros(())
     for row in range(len(batch)):
         size = int(batch.batch["response_mask"][row].sum())
+        logits.clear()
         _, probs, chosen = _by_transformers(model, batch, row, lambda number, own: own)
+        z_total = z_total + sum(one[-1 - size : -1].logsumexp(-1).square().sum() for one in logits)
         for number, (of_all, experts) in enumerate(zip(probs, chosen, strict=True)):
             own, picked = of_all[-1 - size : -1], experts[-1 - size : -1]
             counts = picked.flatten().bincount(minlength=4)
             loads[number] += counts
             total = total + 4 * (counts / (2 * size) * own).sum() / 3
-    (coefficient * total / num_tokens).backward()
+    ((coefficient * total + z_coefficient * z_total) / num_tokens).backward()
     total = total.detach()
+    assert metrics["actor/router_z_loss"].value == pytest.approx(float(z_total.detach()) / num_tokens / 3, abs=1e-5)
     assert metrics["actor/router_aux_loss"].value == pytest.approx(float(total) / num_tokens, abs=1e-5)
     loads = loads / (num_tokens * 2 / 4)
     assert metrics["actor/router_load_max"].value == pytest.approx(float(loads.max()), abs=1e-5)

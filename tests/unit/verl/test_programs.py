@@ -13,6 +13,7 @@ from quadriga.verl.translate import Line, translate
 
 MEGATRON = "actor_rollout_ref.actor.megatron"
 FIELDS = f"{MEGATRON}.override_transformer_config"
+REPLAY = "router_replay.mode"
 OF_MEGATRON = "actor_rollout_ref.actor.strategy=megatron"
 SFT = ("verl.trainer.sft_trainer", "verl.trainer.fsdp_sft_trainer")
 
@@ -98,12 +99,14 @@ def test_what_megatrons_section_means() -> None:
     words = [*sizes, "virtual_pipeline_model_parallel_size=2", "param_offload=True", "grad_offload=True", "seed=7"]
     words += ["use_dist_checkpointing=True", "dist_checkpointing_path=/ckpt"]
     fields = ["recompute_granularity=full", "recompute_method=uniform", "num_layers_in_last_pipeline_stage=3"]
+    fields += ["moe_aux_loss_coeff=0.01", "moe_z_loss_coeff=0.001", "pipeline_model_parallel_layout='Et|tL'"]
+    fields += ["moe_router_enable_expert_bias=True", "moe_router_bias_update_rate=0", "use_fused_mhc=False"]
     found = translated(
         "main_ppo",
         *("model_engine=megatron", "trainer.n_gpus_per_node=16", "actor_rollout_ref.rollout.name=vllm"),
         *(f"{MEGATRON}.{one}" for one in words),
         *(f"+{FIELDS}.{one}" for one in (*fields, "apply_rope_fusion=True")),
-        *("algorithm.adv_estimator=gae", "critic.megatron.tensor_model_parallel_size=2"),
+        *("algorithm.adv_estimator=gae", "critic.megatron.tensor_model_parallel_size=2", f"{MEGATRON}.{REPLAY}=R3"),
         *("actor_rollout_ref.actor.optim.lr_decay_steps=50", "actor_rollout_ref.actor.optim.clip_grad=0.5"),
         *("actor_rollout_ref.actor.optim.weight_decay=0.1", "actor_rollout_ref.ref.megatron.param_offload=True"),
     )
@@ -116,13 +119,16 @@ def test_what_megatrons_section_means() -> None:
         f"{actor}.fsdp_config.grad_offload": True, f"{FIELDS}.num_layers_in_last_pipeline_stage": 3,
         "actor_rollout_ref.model.enable_gradient_checkpointing": True, f"{actor}.grad_clip": 0.5,
         "critic.tensor_model_parallel_size": 4, "critic.pipeline_model_parallel_size": 2,
-        "actor_rollout_ref.ref.fsdp_config.param_offload": True,
+        "actor_rollout_ref.ref.fsdp_config.param_offload": True, f"{actor}.router_replay": "rollout",
+        f"{actor}.router_z_loss_coef": 0.001,
     }.items()  # fmt: skip
     told = "\n".join(found.notices)
     assert "dist_checkpointing_path: Weights are read from the Hugging Face folder" in told
     assert "critic.megatron.tensor_model_parallel_size" in told and "the actor's sizes" in told
     assert f"{actor}.optim.weight_decay: Norms and biases decay" in told
     assert "apply_rope_fusion" in told and "lr_decay_steps: Read only with a rate that falls" in told
+    assert "moe_aux_loss_coeff: It counts in no loss" in told and "moe_z_loss_coeff: The z-loss is averaged" in told
+    assert "pipeline_model_parallel_layout: Layers are divided evenly" in told
 
 
 @pytest.mark.parametrize(
@@ -139,7 +145,16 @@ def test_what_megatrons_section_means() -> None:
         ("main_ppo", ["--config-name=ppo_megatron_trainer", f"{MEGATRON}.dtype=float16"], f"{MEGATRON}.dtype"),
         ("main_ppo", [OF_MEGATRON, f"+{FIELDS}.fp8=hybrid"], f"{FIELDS}.fp8"),
         ("main_ppo", [OF_MEGATRON, f"+{FIELDS}.num_moe_experts=8"], f"{FIELDS}.num_moe_experts"),
-        ("main_ppo", [OF_MEGATRON, f"+{FIELDS}.moe_aux_loss_coeff=0.01"], f"{FIELDS}.moe_aux_loss_coeff"),
+        *(
+            ("main_ppo", [OF_MEGATRON, f"+{FIELDS}.{name}={value}"], f"{FIELDS}.{name}")
+            for name, value in (
+                ("moe_router_load_balancing_type", "aux_loss"),
+                ("moe_router_bias_update_rate", 0.001),
+                ("moe_router_enable_expert_bias", True),
+                ("dsa_indexer_loss_coeff", 0.1),
+            )
+        ),
+        ("main_ppo", [OF_MEGATRON, f"{MEGATRON}.{REPLAY}=record"], f"{MEGATRON}.{REPLAY}"),
         ("main_dapo", [OF_MEGATRON, f"{MEGATRON}.use_megatron_fsdp=True"], f"{MEGATRON}.use_megatron_fsdp"),
         (SFT[1], ["optim.lr_scheduler=wsd"], "optim.lr_scheduler_type"),
         (SFT[1], ["data.custom_cls.path=x.py"], "data.custom_cls.path"),

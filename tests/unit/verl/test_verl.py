@@ -171,6 +171,8 @@ def test_a_published_key_is_known(key: str, value: str) -> None:
           "actor_rollout_ref.actor.veomni.fsdp_size=2"], {"actor_rollout_ref.actor.fsdp_config.fsdp_size": 4}),
         (["actor_rollout_ref.actor.fsdp_config.fsdp_size=8"], {"actor_rollout_ref.actor.fsdp_config.fsdp_size": -1}),
         (["actor_rollout_ref.rollout.nnodes=2"], {"trainer.nnodes": 1}),
+        # Ranks of one engine there, engines of one rank here.
+        (["actor_rollout_ref.rollout.data_parallel_size=4"], {"actor_rollout_ref.rollout.data_parallel_size": None}),
         (["+actor_rollout_ref.model.lora.rank=8", "actor_rollout_ref.model.lora.merge=True",
           "actor_rollout_ref.model.lora.target_modules=[linear_qkv]"],
          {"actor_rollout_ref.model.lora_rank": 8, "actor_rollout_ref.model.lora_merge": True,
@@ -362,5 +364,7 @@ def test_a_check_loads_no_torch() -> None:
 def test_the_replay_of_routers(mode: str, ours: str) -> None:
     section = "actor_rollout_ref.actor.router_replay"
     line = translated(f"{section}.mode={mode}", "actor_rollout_ref.rollout.enable_rollout_routing_replay=True")
+    other = ["model_engine=veomni", f"{section.replace('actor.', 'actor.veomni.')}.mode={mode}"]
+    assert translated(*other).ours["actor_rollout_ref.actor.router_replay"] == ours
     assert line.config is not None and line.config.actor_rollout_ref.actor.router_replay == ours
     assert [one.where for one in translated(f"{section}.mode=record").refused] == [f"{section}.mode"]
