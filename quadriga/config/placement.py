@@ -218,7 +218,7 @@ def check_megatron(config: Config) -> Iterator[Finding]:
         key = f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size"
         yield wrong(key, "a number, with one pipeline stage", "null", "Set pipeline_model_parallel_size, too.")
     for at, section in sections:
-        own = ("fsdp_size", "reshard_after_forward", "offload_policy")
+        own = ("fsdp_size", "reshard_after_forward")
         names = [f"{at}.fsdp_config.{name}" for name in own if name in section.fsdp_config.model_fields_set]
         yield from unused(names, "strategy is megatron")
     yield from _check_shared_sizes(config)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, groupby
 from operator import attrgetter
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from quadriga.errors import EngineError
 from quadriga.models.experts import Routing
-from quadriga.models.flash import Scores, flash_backward, flash_forward
+from quadriga.models.flash import Rows, Scores, Sums, flash_backward, flash_forward
 from quadriga.models.vision import PackedImages
 
 ATTENTION_NAME = "quadriga"
@@ -207,17 +207,17 @@ class PackedAttention:
         self.device = device
         self.block_tokens = block_tokens or _BLOCK_TOKENS.get(device.type, _BLOCK_TOKENS_ELSEWHERE)
         self.masks: dict[tuple[int, ...], Tensor] = {}
-        self._pieces: dict[Segment, list[_Rows]] = {}
+        self._pieces: dict[Segment, list[Rows]] = {}
         self.blocks: list[_Block] = []
         for members in _buckets(segments, max_padding, self.block_tokens):
             self.blocks += self._cut(members[0]) if len(members) == 1 else [self._side_by_side(members)]
 
-    def _pieces_of(self, segment: Segment) -> list["_Rows"]:
+    def _pieces_of(self, segment: Segment) -> list["Rows"]:
         """Rows [1, block_tokens] of a segment, the last perhaps shorter; the same ones each time."""
         if segment not in self._pieces:
             stop, size = segment.start + segment.length, self.block_tokens
             cuts = [(start, min(size, stop - start)) for start in range(segment.start, stop, size)]
-            self._pieces[segment] = [_Rows([cut], self.device) for cut in cuts]
+            self._pieces[segment] = [Rows([cut], self.device) for cut in cuts]
         return self._pieces[segment]
 
     def _cut(self, segment: Segment) -> list["_Block"]:
@@ -225,9 +225,8 @@ class PackedAttention:
         blocks, before = [], list(self._pieces_of(segment.prefix)) if segment.prefix else []
         end = sum(one.shape[1] for one in before)
         for piece in self._pieces_of(segment):
-            blocks.append(
-                _Block(piece, [_Part(piece, slice(None), is_causal=True), *_in_full(before, slice(None), end)])
-            )
+            parts = [_Part(piece, slice(None), is_causal=True), *_in_full(before, slice(None), end)]
+            blocks.append(_Block(piece, parts, [piece]))
             before.append(piece)
             end += piece.shape[1]
         return blocks
@@ -235,13 +234,13 @@ class PackedAttention:
     def _side_by_side(self, members: list[Segment]) -> "_Block":
         """Segments of similar length, those with the same prefix next to each other."""
         members = sorted(members, key=lambda one: (one.prefix.start, one.start) if one.prefix else (0, 0))
-        queries = _Rows([(one.start, one.length) for one in members], self.device)
+        queries = Rows([(one.start, one.length) for one in members], self.device)
         parts, start = [_Part(queries, slice(None), is_causal=True)], 0
         for prefix, same in groupby(members, attrgetter("prefix")):
             stop = start + len(list(same))
             parts += _in_full(self._pieces_of(prefix), slice(start, stop), prefix.length) if prefix else []
             start = stop
-        return _Block(queries, parts)
+        return _Block(queries, parts, [self._pieces_of(one)[0] for one in members if one.prefix is None])
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, options: AttentionOptions = PLAIN
@@ -274,64 +273,16 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, grad):
         *inputs, sinks, out, log_sums = ctx.saved_tensors
         grad = grad if grad.stride(-1) == 1 else grad.contiguous()  # kernels take heads without gaps
-        grads = [one.new_empty(one.shape) for one in inputs]
-        sums: _Sums = {}
-        for block in ctx.blocks:
+        sums, grads = Sums.with_gradients(inputs, shares_memory=len(out) > _WIDE_TOKENS)
+        # In float32 blocks add to what the block of a key has written, else that one is the last, and adds the sums.
+        for block in ctx.blocks if grads[0].dtype == torch.float32 else reversed(ctx.blocks):
             block.backward(inputs, sinks, ctx.how, (grad, out, log_sums), grads, sums)
-        for keys, added in sums.items():
-            for one, into in zip(added, grads[1:], strict=True):
-                keys.put(one, into, add=True)
         grad_sinks = None
         if sinks is not None:
             # Their value is zero: a share of the attention that is taken from the result.
             shares = (sinks.float() - log_sums).exp()
             grad_sinks = -(shares * (grad.float() * out.float()).sum(-1)).sum(0).to(sinks.dtype)
         return *grads, grad_sinks, None, None
-
-
-class _Rows:
-    """Runs of packed tokens (start, length), each a row that is padded on the right: [b, L].
-
-    The padding repeats a row's first token: no real query sees it, and its gradient is dropped.
-    """
-
-    def __init__(self, runs: Sequence[tuple[int, int]], device: torch.device) -> None:
-        width = max(length for _, length in runs)
-        self.shape = len(runs), width
-        self.padding: Tensor | None = None
-        # Rows that stand one after the other without padding are a view.
-        is_view = all(run == (runs[0][0] + row * width, width) for row, run in enumerate(runs))
-        self.start = runs[0][0] if is_view else None
-        if not is_view:
-            starts, lengths = np.array(runs).T[:, :, None]
-            real = np.arange(width) < lengths
-            indices = starts + np.where(real, np.arange(width), 0)
-            # [b, L]; places in the packed tokens; those of all rows, one after the other; their places in padded rows
-            host = (~real, indices.ravel(), indices[real], np.flatnonzero(real))
-            self.padding, self.indices, self.tokens, self.slots = (torch.from_numpy(one).to(device) for one in host)
-
-    def take(self, tokens: Tensor) -> Tensor:
-        """[N, ...] -> [b, L, ...]. Attention on CPUs is twice as fast backward in float32 as in bfloat16."""
-        if self.start is None:
-            rows = tokens.index_select(0, self.indices)
-        else:
-            rows = tokens.narrow(0, self.start, self.shape[0] * self.shape[1])
-        rows = rows.unflatten(0, self.shape)
-        return rows.float() if rows.device.type == "cpu" else rows
-
-    def put(self, rows: Tensor, tokens: Tensor, *, add: bool = False) -> None:
-        """Writes [b, L, ...] to its places in [N, ...], or if they are a view, adds it to what is there."""
-        rows = rows.flatten(0, 1)
-        if self.start is None:
-            assert not add
-            tokens.index_copy_(0, self.tokens, rows.index_select(0, self.slots).to(tokens.dtype))
-        else:
-            places = tokens.narrow(0, self.start, len(rows))
-            places.add_(rows) if add else places.copy_(rows)
-
-
-_Sums: TypeAlias = dict[_Rows, list[Tensor]]
-"""Gradients of key and value [1, S, K, D] in float32 that several blocks add to, where the model is narrower."""
 
 
 @dataclass(frozen=True)
@@ -348,7 +299,7 @@ class _How:
 class _Part:
     """Keys that rows of a block see: their own [b, L] causally, or a run of others [1, S] in full."""
 
-    keys: _Rows
+    keys: Rows
     rows: slice
     is_causal: bool = False
     distance: int = 0  # of the first query of each row from the first key
@@ -378,24 +329,23 @@ class _Part:
         rows = block[self.rows]
         return rows if self.is_causal else rows.flatten(0, 1)[None]
 
-    def put(self, taken: Sequence[Tensor], grads: Sequence[Tensor], sums: _Sums) -> None:
+    def put(self, taken: Sequence[Tensor], grads: Sequence[Tensor], sums: Sums) -> None:
         """Adds the gradients of its key and value to those of the packed ones, or to `sums`."""
-        if self.is_causal or grads[0].dtype == torch.float32:
+        if grads[0].dtype == torch.float32 or (self.is_causal and self.keys not in sums):
             for one, whole in zip(taken, grads, strict=True):
                 self.keys.put(one, whole, add=not self.is_causal)
-        elif self.keys in sums:
-            for one, whole in zip(taken, sums[self.keys], strict=True):
-                whole.add_(one)
         else:
-            sums[self.keys] = [one.float() for one in taken]
+            sums.add(self.keys, taken)
 
 
 @dataclass(frozen=True)
 class _Block:
-    """Queries [b, L] that are computed together. The first part are their own keys."""
+    """Queries [b, L] that are computed together. The first part are their own keys; `runs` are those of them that other
+    blocks may see."""
 
-    queries: _Rows
+    queries: Rows
     parts: Sequence[_Part]
+    runs: Sequence[Rows]
 
     def seen(self, queries: Tensor, how: _How) -> Iterator[tuple[_Part, Scores]]:
         """The parts that its queries [b, L, H, D] see, and how."""
@@ -428,7 +378,7 @@ class _Block:
         how: _How,
         results: Sequence[Tensor],
         grads: Sequence[Tensor],
-        sums: _Sums,
+        sums: Sums,
     ) -> None:
         """Writes the gradients of its queries, and of its own key and value; adds those of other keys.
 
@@ -438,12 +388,14 @@ class _Block:
             results: gradient and value of the result [N, H, D], and its log-sum-exps [N, H].
             grads: of the inputs.
         """
-        queries, grad, out, total = (self.queries.take(one) for one in (inputs[0], *results))
-        if queries.dtype != results[1].dtype:
+        queries, grad = self.queries.take(inputs[0]), self.queries.take(results[0])
+        if queries.dtype == results[1].dtype:
+            out, total = (self.queries.take(one) for one in results[1:])
+        else:
             out, total = self.results(queries, inputs, sinks, how)
         if self.queries.padding is not None:
             total = total.masked_fill(self.queries.padding[..., None], torch.inf)
-        asked = torch.empty(0)
+        asked, added = torch.empty(0), sums.taken([one for one in self.runs if one is not self.queries])
         for part, scores in self.seen(queries, how):
             merged = [part.of_rows(one) for one in (grad, out, total)]
             found, *taken = flash_backward(merged, part.inputs(queries, inputs), scores)
@@ -452,10 +404,15 @@ class _Block:
                 asked = found if len(self.parts) == 1 else found.float()
             else:
                 asked[part.rows] += found.reshape(asked[part.rows].shape)
+            del found, taken  # before the next call makes its own
+        added += sums.taken([self.queries])
         self.queries.put(asked, grads[0])
+        for keys, ones in added:
+            for one, into in zip(ones, grads[1:], strict=True):
+                keys.put(one, into, add=keys is not self.queries)
 
 
-def _in_full(keys: Sequence[_Rows], rows: slice, position: int) -> list[_Part]:
+def _in_full(keys: Sequence[Rows], rows: slice, position: int) -> list[_Part]:
     """The runs [1, S] of a sequence, one after the other, that rows see whose first token is at this position of it."""
     starts = accumulate((one.shape[1] for one in keys), initial=0)
     return [_Part(one, rows, distance=position - start) for one, start in zip(keys, starts, strict=False)]

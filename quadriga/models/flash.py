@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flash attention of queries to a run of keys, forward and backward. What is returned beside the results, their
-log-sum-exps, merges those of several runs; grouped heads need no copies of their keys.
+"""Flash attention of queries to a run of keys, forward and backward, and the rows of packed tokens that it takes. What
+is returned beside the results, their log-sum-exps, merges those of several runs; grouped heads need no copies of keys.
 
 On a CPU, and on CUDA in half precision (compute capability 8 and more), by torch's kernels; elsewhere in operators.
 Scores that are capped are computed in operators everywhere, a bias on all devices but a CPU.
 
-Legend: b rows, L queries, S keys, H query heads, K key-value heads, D head size.
+Legend: N packed tokens, b rows, L queries, S keys, H query heads, K key-value heads, D head size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -119,3 +120,82 @@ def _has_cuda_kernel(query: Tensor) -> bool:
     """Whether torch's flash kernels for CUDA take such queries."""
     is_half = query.dtype in (torch.bfloat16, torch.float16)
     return query.is_cuda and is_half and query.shape[-1] in range(8, 257, 8) and _capability(query.device) >= (8, 0)
+
+
+class Rows:
+    """Runs of packed tokens (start, length), each a row that is padded on the right: [b, L].
+
+    The padding repeats a row's first token: no real query sees it, and its gradient is dropped.
+    """
+
+    def __init__(self, runs: Sequence[tuple[int, int]], device: torch.device) -> None:
+        width = max(length for _, length in runs)
+        self.shape = len(runs), width
+        self.padding: Tensor | None = None
+        # Rows that stand one after the other without padding are a view.
+        is_view = all(run == (runs[0][0] + row * width, width) for row, run in enumerate(runs))
+        self.start = runs[0][0] if is_view else None
+        if not is_view:
+            starts, lengths = np.array(runs).T[:, :, None]
+            real = np.arange(width) < lengths
+            indices = starts + np.where(real, np.arange(width), 0)
+            # [b, L]; places in the packed tokens; those of all rows, one after the other; their places in padded rows
+            host = (~real, indices.ravel(), indices[real], np.flatnonzero(real))
+            self.padding, self.indices, self.tokens, self.slots = (torch.from_numpy(one).to(device) for one in host)
+
+    def take(self, tokens: Tensor) -> Tensor:
+        """[N, ...] -> [b, L, ...]. Attention on CPUs is twice as fast backward in float32 as in bfloat16."""
+        if self.start is None:
+            rows = tokens.index_select(0, self.indices)
+        else:
+            rows = tokens.narrow(0, self.start, self.shape[0] * self.shape[1])
+        rows = rows.unflatten(0, self.shape)
+        return rows.float() if rows.device.type == "cpu" else rows
+
+    def put(self, rows: Tensor, tokens: Tensor, *, add: bool = False) -> None:
+        """Writes [b, L, ...] to its places in [N, ...], or if they are a view, adds it to what is there."""
+        rows = rows.flatten(0, 1)
+        if self.start is None:
+            assert not add
+            tokens.index_copy_(0, self.tokens, rows.index_select(0, self.slots).to(tokens.dtype))
+        else:
+            places = tokens.narrow(0, self.start, len(rows))
+            places.add_(rows) if add else places.copy_(rows)
+
+
+class Sums(dict[Rows, Sequence[Tensor]]):
+    """Gradients of key and value [1, S, K, D] in float32 that several blocks add to, where the model is narrower.
+
+    `memory`: that of all gradients [N, H + 2K, D], in which the sums of some tokens lie where their gradients will, or
+    None.
+    """
+
+    memory: Tensor | None = None
+
+    @classmethod
+    def with_gradients(cls, inputs: Sequence[Tensor], *, shares_memory: bool) -> tuple["Sums", list[Tensor]]:
+        """No sums yet, and room for the gradients of query [N, H, D], key and value [N, K, D].
+        `shares_memory`: the sums lie in it, if it is enough for them."""
+        (num_tokens, num_heads, size), num_keys, sums = inputs[0].shape, inputs[1].shape[1], cls()
+        # Four bytes for each number of key and value, in the room of two for these and for those of the query.
+        is_enough = inputs[0].dtype != torch.float32 and num_heads >= 2 * num_keys and size % 2 == 0
+        if not (shares_memory and is_enough):
+            return sums, [one.new_empty(one.shape) for one in inputs]
+        sums.memory = inputs[0].new_empty(num_tokens, num_heads + 2 * num_keys, size)
+        return sums, list(sums.memory.split([num_heads, num_keys, num_keys], 1))
+
+    def add(self, keys: Rows, found: Sequence[Tensor]) -> None:
+        """Adds what a block has found of the gradients of key and value [1, S, K, D]."""
+        if keys in self:
+            for one, whole in zip(found, self[keys], strict=True):
+                whole.add_(one)
+        elif self.memory is None or keys.start is None:
+            self[keys] = [one.float() for one in found]
+        else:
+            room = self.memory.narrow(0, keys.start, keys.shape[1]).flatten().view(torch.float32)
+            parts = room.split(found[0].numel())
+            self[keys] = [part.view(one.shape).copy_(one) for part, one in zip(parts, found, strict=False)]
+
+    def taken(self, runs: Iterable[Rows]) -> list[tuple[Rows, list[Tensor]]]:
+        """Those of these runs, which end here: what is written next may lie in their memory."""
+        return [(keys, [one.clone() for one in self.pop(keys)]) for keys in runs if keys in self]

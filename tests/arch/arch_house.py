@@ -29,12 +29,12 @@ SIZES: dict[str, Size] = {
     "compat": Size(1937, 9, 188),
     "config": Size(3432, 19, 145),
     "data": Size(2180, 12, 131),
-    "engines": Size(4274, 25, 220),
-    "models": Size(3569, 18, 197),
+    "engines": Size(4278, 25, 220),
+    "models": Size(3605, 18, 200),
     "observe": Size(1727, 14, 108),
     "protocol": Size(1556, 9, 100),
     "rewards": Size(3868, 28, 213),
-    "rollout": Size(8462, 45, 511),
+    "rollout": Size(8480, 45, 512),
     "single_controller": Size(3577, 16, 209),
     "trainer": Size(4836, 27, 273),
     "verl": Size(1728, 6, 122),
@@ -55,14 +55,15 @@ REASONS: dict[str, str] = {
     "engines": "copies of the state in memory that outlives a rank; Megatron-core as second engine (megatron/); weights"
     " that go between layouts part by part; experts on their ranks; router replay",
     "models": "lists of files lead nowhere outside their folder; experts' names in files and in modules;"
-    " architectures that are tried before weights are read, windows, caps, sinks; a probe; routers",
+    " architectures that are tried before weights are read, windows, caps, sinks; a probe; routers;"
+    " gradients whose sums lie in their own memory",
     "observe": "waits for users' code name its line; services get no step twice; SIGTERM says what is on the"
     " disk; the bar and the curve of a notebook's cell; a dead signal is told",
     "protocol": "files of a DataProto that cannot name code: the pickle that they take the place of was one line",
     "rewards": "an allow-list of system calls, folders in memory, raw streams, children that end, bounded"
     " prints; coroutine functions, many at a time, each with its limit; files by path, package and class",
     "rollout": "engines are made again and join; conversations have limits of time and of prints; CUDA graphs of"
-    " decode steps, a cache that fits the memory",
+    " decode steps, a cache that fits the memory; handles of a GPU's memory to SGLang",
     "single_controller": "heartbeat, state copies of the nodes, restart of workers and of the own cluster, sweep",
     "trainer": "lock of a run's folder, fallback to older checkpoints, recovery, engines that come and go; "
     "settings that changed, rows that are bad, models that end a run, steps one by one; files of responses"

@@ -34,13 +34,18 @@ from tests.rehearsal.lines import LINES, LineCoverage
 from tests.rehearsal.stand_in import StandIn
 
 HAS_MEGATRON = find_spec("megatron") is not None
+_TP = Layout(tp=2, has_own_modules=True)
 LAYOUTS: Mapping[str, tuple[Layout, Memory]] = {
     "replicas": (Layout(dp_replicate=2), Memory()),
     "fsdp": (Layout(dp_shard=2), Memory()),
     "fsdp, offloaded": (Layout(dp_shard=2), Memory(offload_weights=True)),
     "tp": (Layout(tp=2), Memory()),
     "sp": (Layout(sp=2), Memory()),
-    **({"megatron, tp": (Layout(tp=2, has_own_modules=True), Memory())} if HAS_MEGATRON else {}),
+    **(
+        {f"megatron, tp{of}": (_TP, Memory(offload_weights=bool(of))) for of in ("", ", offloaded")}
+        if HAS_MEGATRON
+        else {}
+    ),
 }
 if HAS_MEGATRON:
     from quadriga.engines.megatron.engine import MegatronEngine

@@ -202,8 +202,14 @@ class StandIn:
         patch.setattr(torch.accelerator, "device_count", lambda: self.num_devices)
         storage = torch.UntypedStorage
         patch.setattr(storage, "device", property(lambda one: getattr(one, "mark", _HOST)), raising=False)
-        patch.setattr(storage, "_share_cuda_", lambda one: (one,), raising=False)  # both sides are this process
-        patch.setattr(storage, "_new_shared_cuda", lambda one: one, raising=False)
+        handles: list[torch.UntypedStorage] = []  # both sides are this process
+
+        def share(one: torch.UntypedStorage) -> tuple[Any, ...]:
+            handles.append(one)
+            return one.device.index, len(handles) - 1, one.nbytes(), 0, b"", 0, b"", False
+
+        patch.setattr(storage, "_share_cuda_", share, raising=False)
+        patch.setattr(storage, "_new_shared_cuda", lambda device, number, *more: handles[number], raising=False)
         run_backward = torch.autograd._engine_run_backward
 
         def run_backward_entered(*args: Any, **options: Any) -> Any:

@@ -29,10 +29,11 @@ from quadriga.observe.profiler import Recording, check_tool
 from quadriga.observe.timing import PhaseTimer
 from quadriga.protocol import DataProto
 from quadriga.rollout import NativeEngine, SamplingParams
+from quadriga.rollout.manifest import Manifest
 from quadriga.rollout.native.kernels import Kernels
 from quadriga.rollout.native.scheduler import Scheduler
 from quadriga.rollout.setup import EngineSetup
-from quadriga.rollout.sglang.engine import sglang_arguments
+from quadriga.rollout.sglang.engine import SGLangEngine, sglang_arguments
 from quadriga.rollout.vllm.library import executor, repack_tied, started
 from quadriga.single_controller import WorkerPlace
 from quadriga.single_controller.ray.transport import stamp_of
@@ -43,6 +44,7 @@ from quadriga.workers.base import choose_device
 from tests.gpu.test_cuda import make_model
 from tests.rehearsal.in_worker import FINDINGS, STARTED
 from tests.rehearsal.stand_in import StandIn
+from tests.unit.rollout.sglang.test_engine import Direct, Model
 from tests.unit.rollout.vllm.stand_in import StandIn as OnStandIn
 from tests.unit.rollout.vllm.stand_in import stand_in_for_vllm
 
@@ -258,6 +260,26 @@ def test_weights_to_vllm_beside(stand_in: StandIn, monkeypatch: pytest.MonkeyPat
     assert process.weights.keys() == weights.keys()
     assert all(process.weights[name].is_cuda and torch.equal(process.weights[name], weights[name]) for name in weights)
     assert any("a wait for a stream" in read for read in stand_in.host_reads)
+
+
+def test_weights_to_sglang_beside(stand_in: StandIn) -> None:
+    """They go as handles of the device's memory; its sleep drops them. Here a model stands where SGLang does."""
+    direct = Direct({}, has_seeds=True)
+    direct.takes_handles, direct.model = True, direct.model.to(CUDA)
+    engine = SGLangEngine(direct, Manifest.of(Model()), 20, (1,), bucket_bytes=4 * 64, can_sleep=True)
+    for version in (1, 2):
+        sent = Model().to(CUDA)
+        engine.sleep()
+        assert engine.has_dropped_weights
+        CopiedWeights().publish(sent.named_parameters(), engine, version)
+        engine.wake()
+        assert not engine.has_dropped_weights
+        assert all(torch.equal(one, own) for one, own in zip(sent.parameters(), direct.model.parameters(), strict=True))
+    payloads = [
+        one["serialized_named_tensors"][0] for name, one in direct.asked if name == "update_weights_from_tensor"
+    ]
+    assert len(payloads) == 4 and all(b"rebuild_cuda_tensor" in one for one in payloads)
+    assert stand_in.counts["ipc_collect"] == 2
 
 
 class Held:

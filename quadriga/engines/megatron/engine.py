@@ -93,7 +93,9 @@ class MegatronEngine(FSDPEngine):
         with around_megatron(self.device):
             meet(processes, self.virtual)
             chunks = chunks_of(model, config, self.device)
-        weights = MegatronWeights(self.scorer, chunks, config, read, dtype=self.dtype, processes=processes)
+        on_host = self.memory.offload_weights and self.device.type == "cuda"
+        how = {"dtype": self.dtype, "processes": processes, "steps_on_host": on_host}
+        weights = MegatronWeights(self.scorer, chunks, config, read, **how)
         if self.scorer.sharing.has_head and isinstance(model.get_output_embeddings(), nn.Linear):
             model.set_output_embeddings(_Head(*weights.head()))
         self.stage = weights.root = Schedule(self.scorer, chunks, processes)

@@ -37,6 +37,7 @@ class MegatronWeights(PartialWeights):
     Args:
         scorer: the whole model on "meta", with its head; a head of single numbers gets its memory here.
         chunks: Megatron's modules, without values.
+        steps_on_host: whether the masters are kept on the host, so that the optimizer steps there.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class MegatronWeights(PartialWeights):
         *,
         dtype: torch.dtype,
         processes: Processes,
+        steps_on_host: bool = False,
     ) -> None:
         self.config, device, layout = config, processes.world.device, processes.layout
         self.sizes = Sizes(
@@ -82,7 +84,7 @@ class MegatronWeights(PartialWeights):
                 piece = self._piece(name, read(self.names[name])).to(device, torch.float32, copy=True)
                 self._compute(name, piece)
                 if self.trained:
-                    self.masters[name] = piece
+                    self.masters[name] = piece.to("cpu").pin_memory() if steps_on_host else piece
 
     def _parts(
         self, model: PreTrainedModel, here: Mapping[tuple[int | None, str], nn.Parameter], processes: Processes
@@ -149,7 +151,7 @@ class MegatronWeights(PartialWeights):
         for axis in ("dp_replicate", "edp") if of_experts else ():
             _along(self.processes.experts, axis).add_up(of_experts)
         for name, gradient in gradients.items():
-            self.masters[name].grad = self._own_rows(name, gradient)
+            self.masters[name].grad = self._own_rows(name, gradient).to(self.masters[name].device)
         whole_tokens = not self.config.sequence_parallel
         parts = self.parts
         alike = [name for name in self.trained if parts[name].tensor_dimension is None and not parts[name].is_divided]
@@ -173,8 +175,8 @@ class MegatronWeights(PartialWeights):
     def _compute(self, name: str, piece: torch.Tensor) -> None:
         """Write a part [V/tp, D], of which this rank has a piece [V/tp/fsdp, D], into the parameter that computes."""
         _, _, inner = self._axes(self.parts[name])
-        part = _joined(piece.to(self.dtype), inner, 0, self._part_shape(name))
         view = self._view(name, self.places[name][1].detach())
+        part = _joined(piece.to(view.device, self.dtype), inner, 0, self._part_shape(name))
         view.copy_(part.view(view.shape))
 
     def part(self, name: str) -> torch.Tensor:

@@ -52,6 +52,7 @@ class SGLangProcess:
     Attributes:
         num_processes: tensor-parallel ranks.
         has_seeds: whether a seed determines its response: SGLang's "deterministic inference".
+        takes_handles: whether it computes on devices of this process, of whose memory handles are enough.
 
     Raises:
         RolloutError: SGLang is missing, too old, or refuses the model or the options.
@@ -61,6 +62,7 @@ class SGLangProcess:
         require_version(installed("sglang")[1])
         self.num_processes: int = arguments["tp_size"]
         self.has_seeds = bool(arguments["enable_deterministic_inference"])
+        self.takes_handles = arguments["device"] != "cpu"
         self._numbers = itertools.count()
         self._replies: dict[int, Future[Any]] = {}
         self._lock = threading.Lock()
@@ -176,6 +178,8 @@ class SGLangServer:
     Raises:
         RolloutError: there is no such server, or it lacks what weights need.
     """
+
+    takes_handles = False
 
     def __init__(
         self,

@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
@@ -73,6 +74,8 @@ class SGLangEngine(ThirdPartyEngine):
         self._ids = (f"{uuid.uuid4().hex}-{number}" for number in itertools.count())
         self._running: dict[str, Future[Any]] = {}
         self._aborted: set[str] = set()
+        self._is_empty = False
+        """Whether it has given its weights back."""
 
     @classmethod
     def from_config(cls, setup: EngineSetup) -> "SGLangEngine | Balancer":
@@ -165,11 +168,16 @@ class SGLangEngine(ThirdPartyEngine):
             self._call("abort_request", abort_all=True)
             pending = list(wait(pending, _ABORT_AGAIN_S).not_done)
 
+    @property
+    def has_dropped_weights(self) -> bool:
+        return self._is_empty
+
     def sleep(self) -> None:
-        """On a CPU SGLang keeps its memory."""
+        """On a CPU SGLang keeps its memory. Elsewhere weights are dropped: a load brings all of them."""
         super().sleep()
         self._resumed = False
         if self.can_sleep:
+            self._is_empty = True
             self._call("release_memory_occupation", tags=["kv_cache", "weights"])
 
     def wake(self) -> None:
@@ -190,12 +198,16 @@ class SGLangEngine(ThirdPartyEngine):
                 self._call("resume_memory_occupation", tags=["weights"])
                 self._resumed = True
             self._call("begin_weight_update")
-            num_sent, checked = 0, self._manifest.checked(weights)
+            num_sent, checked, takes_handles = 0, self._manifest.checked(weights), self.connection.takes_handles
+            copy, dump = (
+                (_copy, ForkingPickler.dumps) if takes_handles else (partial(_copy, device="cpu"), pickle.dumps)
+            )
             try:
-                for bucket in buckets(checked, num_bytes, self.bucket_bytes // _COPIES, _copy):
+                for bucket in buckets(checked, num_bytes, self.bucket_bytes // _COPIES, copy):
+                    # A handle is for one process: each counts as a reader of the memory.
                     self._call(
                         "update_weights_from_tensor",
-                        serialized_named_tensors=[pickle.dumps(bucket)] * self.connection.num_processes,
+                        serialized_named_tensors=[bytes(dump(bucket)) for _ in range(self.connection.num_processes)],
                         load_format=LOADER,
                         flush_cache=False,
                     )
@@ -206,6 +218,9 @@ class SGLangEngine(ThirdPartyEngine):
                 if num_sent:
                     received += self._call("get_weights_by_name", name=FINGERPRINTS)
             self._call("flush_cache")
+        self._is_empty = False
+        if takes_handles:
+            torch.cuda.ipc_collect()  # what the other processes have let go of
 
     def _call(self, method: str, **arguments: Any) -> Any:
         """A request whose end is waited for."""
@@ -263,10 +278,10 @@ class SGLangEngine(ThirdPartyEngine):
         raise RolloutError(f"{self.name}.generate", got=problem, expected="a response", fix=fix)
 
 
-def _copy(weight: tuple[str, torch.Tensor], offset: int) -> tuple[str, torch.Tensor]:
-    """On the host, in a memory of its own, or all that it is a part of would travel; without a gradient."""
+def _copy(weight: tuple[str, torch.Tensor], offset: int, device: str | None = None) -> tuple[str, torch.Tensor]:
+    """On a device, or its own, in a memory of its own, or all that it is a part of would travel; without a gradient."""
     name, tensor = weight
-    return name, tensor.detach().to("cpu", copy=True).contiguous()
+    return name, tensor.detach().to(device or tensor.device, copy=True).contiguous()
 
 
 def sglang_arguments(setup: EngineSetup, cache_tokens: int | None) -> dict[str, Any]:
@@ -291,7 +306,6 @@ def sglang_arguments(setup: EngineSetup, cache_tokens: int | None) -> dict[str, 
         "custom_weight_loader": [LOADER],
         "enable_deterministic_inference": not is_on_cpu,
         "enable_memory_saver": can_sleep,
-        "enable_weights_cpu_backup": can_sleep,
         "disable_cuda_graph": rollout.enforce_eager or is_on_cpu,
         "trust_remote_code": model.trust_remote_code,
         "json_model_override_args": json.dumps(model.override_config or {}),

@@ -152,16 +152,21 @@ def test_bfloat16_is_rounded_at_the_end(wide_tokens: int, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    "answers",
-    [pytest.param([1] * 8, id="eight responses"), pytest.param([8], id="one response", marks=pytest.mark.slow)],
+    ("answers", "dtype"),
+    [
+        pytest.param([1] * 8, torch.float32, id="eight responses"),
+        pytest.param([1] * 8, torch.bfloat16, id="eight responses in bfloat16"),
+        pytest.param([8], torch.bfloat16, id="one response in bfloat16", marks=pytest.mark.slow),
+    ],
 )
-def test_memory_is_linear_and_below_that_of_the_inputs(answers: list[int]) -> None:
+def test_memory_is_linear_and_below_that_of_the_inputs(answers: list[int], dtype: torch.dtype) -> None:
     """Forward and backward at 16k and 32k response tokens, allocations inside of kernels included, beyond arguments,
     results and gradients. Does not show the memory of a GPU."""
     peaks = []
     for unit in (2048, 4096):
         segments = segments_of([(128, [answer * unit for answer in answers])])
-        *parts, outer = random_parts(128 + 8 * unit, (2, 1), 16)
+        *parts, outer = (part.detach().to(dtype) for part in random_parts(128 + 8 * unit, (3, 1), 32))
+        parts = [part.requires_grad_() for part in parts]
         plan = PackedAttention(segments, CPU)
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             result = plan.attend(0, *parts, scale=0.3)

@@ -41,6 +41,7 @@ class Direct:
     """A connection to a model in this process; it keeps what it was asked, and answers what it is told."""
 
     version, num_processes = "0", 1
+    takes_handles = False
 
     def __init__(self, answer: dict[str, Any] | None, *, has_seeds: bool) -> None:
         self.model, self.answer, self.has_seeds = Model(), answer, has_seeds
