@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from quadriga.models.attention import ATTENTION_NAME
 from quadriga.models.vision import attention_of
-from tests.vision_folder import END, EOS, FAMILIES, IMAGE, START, WORDS, tiny_model
+from tests.vision_folder import END, EOS, FAMILIES, IMAGE, START, VIDEO, WORDS, tiny_model
 
 __all__ = ["EOS", "FAMILIES", "IMAGE"]
 VOCABULARY = len(WORDS)
@@ -53,6 +53,28 @@ def image_tokens(inputs: dict[str, torch.Tensor]) -> list[int]:
     return tokens
 
 
+def random_video(
+    generator: torch.Generator, time: int, height: int, width: int, family: str
+) -> dict[str, torch.Tensor]:
+    """A video of noise, `time` pairs of frames, likewise."""
+    video = {
+        "pixel_values_videos": torch.randn(time * height * width, 3 * 2 * 4 * 4, generator=generator),
+        "video_grid_thw": torch.tensor([[time, height, width]]),
+    }
+    # A place along time for each pair of frames: four stand in a second.
+    return video | ({"second_per_grid_ts": torch.tensor([0.25])} if family == "qwen2_5_vl" else {})
+
+
+def video_tokens(inputs: dict[str, torch.Tensor], family: str) -> list[int]:
+    """The tokens that stand for videos in a prompt; where frames stand apart, a word before each."""
+    tokens: list[int] = []
+    for time, height, width in inputs["video_grid_thw"].tolist():
+        one = [VIDEO] * (height * width // 4)
+        apart = [token for _ in range(time) for token in (EOS + 6, START, *one, END)]
+        tokens += apart if family == "qwen3_vl" else [START, *one * time, END]
+    return tokens
+
+
 def joined(*images: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Several images as those of one prompt."""
     return {name: torch.cat([image[name] for image in images]) for name in images[0]}
@@ -61,7 +83,11 @@ def joined(*images: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def positions_of(model: PreTrainedModel, tokens: list[int], inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     """[3, P] as transformers computes them."""
     ids = torch.tensor([tokens])
-    found, _ = model.model.get_rope_index(
-        ids, mm_token_type_ids=(ids == IMAGE).int(), image_grid_thw=inputs.get("image_grid_thw")
-    )
+    grids = {name: value for name, value in inputs.items() if not name.startswith("pixel")}
+    found, _ = model.model.get_rope_index(ids, mm_token_type_ids=token_types(ids), **grids)
     return found[:, 0]
+
+
+def token_types(ids: torch.Tensor) -> torch.Tensor:
+    """As transformers numbers them: 1 for images, 2 for videos."""
+    return (ids == IMAGE).int() + 2 * (ids == VIDEO).int()

@@ -18,6 +18,7 @@ from transformers import (
 )
 
 COLORS = ["red", "green", "blue", "white"]
+DIRECTIONS = ["left", "right", "up", "down"]
 SPECIAL = ["<pad>", "<eos>", "<unk>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 WORDS = [
     *SPECIAL,
@@ -29,13 +30,15 @@ WORDS = [
     "?",
     "and",
     *COLORS,
-    *(f"w{i}" for i in range(40)),
+    *(f"w{i}" for i in range(36)),
+    *DIRECTIONS,
 ]
 PAD, EOS, _, START, END, IMAGE, VIDEO = range(7)
 PATCH, MERGE = 4, 2
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}> {% if m['content'] is string %}{{ m['content'] }}{% else %}"
     "{% for p in m['content'] %}{% if p['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif p['type'] == 'video' %}<|vision_start|><|video_pad|><|vision_end|>"
     "{% else %}{{ p['text'] }}{% endif %}{% endfor %}{% endif %} {% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
@@ -120,3 +123,19 @@ def noise(width: int, height: int, seed: int = 0) -> Image.Image:
     """Each pixel of a color of its own."""
     values = torch.randint(0, 256, (height, width, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
     return Image.fromarray(values.numpy())
+
+
+def moving_dot(direction: str, num_frames: int = 4, side: int = 16, start: int = 0) -> list[Image.Image]:
+    """Frames with a white square that moves left, right, up or down from one edge to the other.
+
+    `start` moves it along the other axis.
+    """
+    frames = []
+    for number in range(num_frames):
+        along = number * (side - 4) // (num_frames - 1)
+        along = side - 4 - along if direction in ("left", "up") else along
+        corner = (along, start) if direction in ("left", "right") else (start, along)
+        frame = Image.new("RGB", (side, side), "black")
+        frame.paste("white", (*corner, corner[0] + 4, corner[1] + 4))
+        frames.append(frame)
+    return frames

@@ -3,7 +3,7 @@
 
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from pydantic import Field, NonNegativeInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, model_validator
 
 from quadriga.config.base import Section, refuse
 from quadriga.config.types import Count, MinusOneOrCount, Name, PathText, PathTexts
@@ -60,17 +60,27 @@ class SamplerConfig(FromFile):
 
 
 class ImageSizeConfig(Section):
-    """How large an image is before it is cut into patches: its pixels, height times width."""
+    """How large an image is before it is cut into patches, and how many frames of a video are taken."""
 
     min_pixels: Count | None = None
-    """At least so many; smaller images are made larger. null: as the model's own files say."""
+    """Pixels, height times width, of an image or a frame, at least; smaller ones are made larger. null: as the model's
+    own files say."""
     max_pixels: Count | None = None
-    """At most so many; larger images are made smaller, and take fewer tokens. null: as the model's own files say."""
+    """Pixels of an image or a frame, at most; larger ones are made smaller, and take fewer tokens. null: as the model's
+    own files say."""
+    fps: PositiveFloat | None = None
+    """Frames that are taken of a second of video. null: as the model's own files say, or else 2."""
+    min_frames: Count | None = None
+    """Frames that are taken of a video, at least, if it has so many. null: as the model's own files say, or else 4."""
+    max_frames: Count | None = None
+    """Frames that are taken of a video, at most, however long. null: as the model's own files say, or else 768."""
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:
-        if self.min_pixels is not None and self.max_pixels is not None and self.min_pixels > self.max_pixels:
-            raise refuse("min_pixels of at most max_pixels", "Exchange them, or leave one out.")
+        for what in ("pixels", "frames"):
+            least, most = getattr(self, f"min_{what}"), getattr(self, f"max_{what}")
+            if least is not None and most is not None and least > most:
+                raise refuse(f"min_{what} of at most max_{what}", "Exchange them, or leave one out.")
         return self
 
 
@@ -98,6 +108,9 @@ class DataConfig(Section):
     """Reward models: column with the worse response of a pair, text."""
     image_key: Name | None = "images"
     """Column that holds the images of a prompt, for each `<image>` in it one: paths, or {"bytes": ...}. null: none."""
+    video_key: Name | None = "videos"
+    """Column that holds the videos of a prompt, for each `<video>` in it one: paths, {"bytes": ...}, lists of frames,
+    or {"frames": ..., "fps": ...}. null: none, and `<video>` is text."""
     mm_processor_kwargs: ImageSizeConfig = Field(default_factory=ImageSizeConfig)
     reward_fn_key: Name = "data_source"
     """Column that names the data source of a row; it chooses the built-in grader."""

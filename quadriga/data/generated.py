@@ -83,7 +83,7 @@ class DynamicGenDataset(Dataset):
         options = {"tokenizer": tokenizer, "config": config, "processor": processor, "is_train": is_train}
         self._make_part = partial(RLHFDataset, **options)
         self.parts = [self._make_part(data_files, max_samples=max_samples)]
-        self._meter = PromptMeter(self.parts[0].encoder, as_vision(processor), config.prompt_key, config.image_key)
+        self._meter = PromptMeter(self.parts[0].encoder, as_vision(processor), config)
         self._ends, self._contents = [len(self.parts[0])], list[bytes]()
 
     def __len__(self) -> int:
@@ -113,8 +113,8 @@ class DynamicGenDataset(Dataset):
         if wrong := [row for row in rows if not isinstance(row, Mapping)]:
             raise DataError(where, got=shortened(wrong[0]), expected="rows, each a dictionary of columns")
         if config.filter_overlong_prompts and rows:
-            prompts, images = ([row.get(key) for row in rows] for key in (config.prompt_key, config.image_key or ""))
-            lengths = self._meter.measure(where, 0, prompts, images)
+            keys = (config.prompt_key, config.image_key or "", config.video_key or "")
+            lengths = self._meter.measure(where, 0, *([row.get(key) for row in rows] for key in keys))
             num_rows, limit = len(rows), config.max_prompt_length
             rows = [row for row, length in zip(rows, lengths, strict=True) if length <= limit]
             if left_out := num_rows - len(rows):

@@ -19,6 +19,8 @@ from quadriga.errors import DataError
 _FILE_URL = "file://"
 _TURNED = (5, 6, 7, 8)
 """Orientations of a camera that exchange height and width."""
+_ANIMATED = ("GIF", "WEBP", "PNG")
+"""Formats whose frames follow each other; those of others are one picture in several sizes or depths."""
 
 
 def require_pillow(where: str) -> None:
@@ -29,7 +31,7 @@ def require_pillow(where: str) -> None:
 
 
 def as_list(value: Any) -> list[Any]:
-    """The images of a row: nothing, one, or a list of them, without those that are null."""
+    """The images or videos of a row: nothing, one, or a list of them, without those that are null."""
     is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes)
     return [one for one in (value if is_list else [value]) if one is not None]
 
@@ -65,7 +67,8 @@ def picture_size(value: Any, *, folder: Path, where: str) -> tuple[int, int]:
 
 @contextmanager
 def _opened(value: Any, folder: Path, where: str) -> Iterator[Any]:
-    source = _source(value, folder, where)
+    expected = 'a path, the bytes of an image file, {"bytes": ...}, {"path": ...}, {"image": ...} or a PIL image'
+    source = source_of(value, folder, where, "image", expected)
     try:
         if not isinstance(source, Path | io.BytesIO):
             yield source
@@ -74,6 +77,10 @@ def _opened(value: Any, folder: Path, where: str) -> Iterator[Any]:
             # Beyond this Pillow only warns, and a run would spend its memory on one image.
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             with Image.open(source) as picture:
+                if getattr(picture, "n_frames", 1) > 1 and picture.format in _ANIMATED:
+                    got = f"an image of {picture.n_frames} frames ({picture.format})"
+                    fix = "Save the frame that is meant, or give it as a video: <video> and data.video_key."
+                    raise DataError(where, got=got, expected="an image of one frame", fix=fix)
                 yield picture
     except DataError:
         raise
@@ -87,31 +94,39 @@ def _opened(value: Any, folder: Path, where: str) -> Iterator[Any]:
         raise DataError(where, got=got, expected="a whole image file of a format that Pillow knows", fix=fix) from error
 
 
-def _source(value: Any, folder: Path, where: str) -> Any:
-    """The image itself, or what it is to be read from."""
+def source_of(value: Any, folder: Path, where: str, what: str, expected: str) -> Any:
+    """An image as it is, or the file or the bytes that an image or a video is to be read from.
+
+    Args:
+        value, folder, where: as for `read_picture`.
+        what: image, or video.
+        expected: the forms that it may have.
+    """
     if isinstance(value, Mapping):
         given = {name: one for name, one in value.items() if one is not None}
         if sizes := [name for name in given if "pixels" in name or "resized" in name]:
-            fix = "Set data.mm_processor_kwargs.min_pixels and max_pixels, for all images."
-            raise DataError(where, got=f"an image with {', '.join(sizes)}", expected="no size of its own", fix=fix)
-        value = next((given[name] for name in ("bytes", "path", "image", "url") if name in given), dict.fromkeys(value))
-    if isinstance(value, Image.Image):
+            fix = f"Set data.mm_processor_kwargs.min_pixels and max_pixels, for all {what}s."
+            raise DataError(where, got=f"{', '.join(sizes)} beside the {what}", expected="no size of its own", fix=fix)
+        value = next((given[name] for name in ("bytes", "path", what, "url") if name in given), dict.fromkeys(value))
+    if what == "image" and isinstance(value, Image.Image):
         return value
     if isinstance(value, bytes):
         return io.BytesIO(value)
     if not isinstance(value, str | Path):
-        expected = 'a path, the bytes of an image file, {"bytes": ...}, {"path": ...}, {"image": ...} or a PIL image'
-        fix = "Correct the row, or set data.image_key to the column that holds the images."
-        raise DataError(where, got=f"the image {shortened(value)}", expected=expected, fix=fix)
+        fix = f"Correct the row, or set data.{what}_key to the column that holds the {what}s."
+        raise DataError(where, got=f"the {what} {shortened(value)}", expected=expected, fix=fix)
     text = str(value)
     plain = text.removeprefix(_FILE_URL)
     if "://" in plain or plain.startswith("data:"):
-        fix = "Fetch the images first: a run reads no image from elsewhere."
+        fix = f"Fetch the {what}s first: a run reads no {what} from elsewhere."
         raise DataError(where, got=f"the URL {shortened(text)}", expected="a path, or the bytes of the file", fix=fix)
     path = Path(plain).expanduser()
+    if not path.is_absolute() and ".." in path.parts:
+        got, fix = f"the {what} {shortened(text)}, which leads out of its folder", "Write the path from the root."
+        raise DataError(where, got=got, expected="a path below the data file's folder, or an absolute one", fix=fix)
     candidates = [path] if path.is_absolute() else [folder / path, path]
     if found := next((one for one in candidates if one.is_file()), None):
         return found
-    got = f"the image {shortened(text)}, which is not there"
+    got = f"the {what} {shortened(text)}, which is not there"
     fix = "Correct the path; one that is not absolute starts at the data file's folder, or else the working one."
     raise DataError(where, got=got, expected=f"a file, here: {' or '.join(str(one) for one in candidates)}", fix=fix)

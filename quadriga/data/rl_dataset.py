@@ -33,7 +33,8 @@ from quadriga.data.files import FileNames, RowTable, written_aside
 from quadriga.data.padding import compute_position_id_with_mask, pad_left, postprocess_data, truncate
 from quadriga.data.pictures import as_list, picture_size, read_picture
 from quadriga.data.tokenizing import ChatEncoder, as_messages, shortened
-from quadriga.data.vision import VisionProcessor, as_vision, refuse_images, refuse_videos, with_parts
+from quadriga.data.videos import Clip, open_video
+from quadriga.data.vision import VisionProcessor, as_vision, refuse_media, with_parts
 from quadriga.errors import DataError
 from quadriga.observe.watchdog import waiting
 
@@ -98,27 +99,29 @@ class RLHFDataset(FileDataset):
             `interaction_kwargs` out of `extra_info` (`index`, a number or a text, is the row's number where it has
             none; the others may be columns of their own); `item`; `source_row`; and, with `data.return_raw_chat`,
             `raw_prompt` (chat messages), with `data.return_full_prompt`, `full_prompts` (rendered text). With a
-            processor `position_ids` are [3, P], `raw_prompt_ids` have one token for each image, and `multi_modal_data`
-            and `multi_modal_inputs` take the place of the column of images.
+            processor `position_ids` are [3, P], `raw_prompt_ids` have one token for each image and video, and
+            `multi_modal_data` and `multi_modal_inputs` take the place of the columns of both.
 
         Raises:
-            DataError: the prompt is no chat, or too long under `data.truncation=error`, or its images are wrong; it
-                names file and row.
+            DataError: the prompt is no chat, or too long under `data.truncation=error`, or its images or videos are
+                wrong; it names file and row.
         """
         number = int(self._rows[item])
         table, own_number, where = self._place(number)
         row = dict.fromkeys(self._columns) | table[own_number]
         at_prompt = f"{where}, column {self.config.prompt_key!r}"
         messages = as_messages(row.pop(self.config.prompt_key), where=at_prompt)
-        key, folder, pictures = self.config.image_key or "", table.path.parent, []
-        if self.processor is not None:
-            messages, values = with_parts(messages, as_list(row.pop(key, None)), where=where)
-            pictures = [read_picture(one, folder=folder, where=f"{where}, image {i}") for i, one in enumerate(values)]
+        keys = {"image": self.config.image_key, "video": self.config.video_key}
+        media = {what: as_list(row.get(key)) for what, key in keys.items() if key is not None}
+        pictures, clips = [], []
+        if self.processor is None:
+            refuse_media(messages, media, self.config, where=where)
         else:
-            refuse_images(messages, as_list(row.get(key)), where=where)
-        refuse_videos(row.get("videos"), where=where)
+            row = {name: value for name, value in row.items() if name not in keys.values()}
+            messages, *given = with_parts(messages, media.get("image", ()), media.get("video"), where=where)
+            pictures, clips = read_media(given, self.processor, self.config, folder=table.path.parent, where=where)
         text = self.encoder.render(messages, where=at_prompt)
-        row |= prompt_columns(text, pictures, self.encoder, self.processor, self.config, where=where)
+        row |= prompt_columns(text, pictures, clips, self.encoder, self.processor, self.config, where=where)
         if self.config.return_raw_chat:
             row["raw_prompt"] = messages
         if self.config.return_full_prompt:
@@ -165,16 +168,14 @@ class RLHFDataset(FileDataset):
 
     def _check_rows(self) -> None:
         """Find the row that would end a run in the middle of it: DataError with its file and number."""
-        config, key = self.config, self.config.image_key
+        config = self.config
         for where, extra in self.column("extra_info"):
             if extra and not isinstance(extra, Mapping):
                 got, fix = shortened(extra), "Correct the row: other facts about it stand there, by name."
                 raise DataError(f"{where}, column 'extra_info'", got=got, expected="a dictionary", fix=fix)
-        if self.processor is None and key:
-            for where, images in self.column(key):
-                refuse_images([], as_list(images), where=where)
-        for where, videos in self.column("videos"):
-            refuse_videos(videos, where=where)
+        for what, key in {"image": config.image_key, "video": config.video_key}.items():
+            for where, values in self.column(key) if key and self.processor is None else ():
+                refuse_media([], {what: as_list(values)}, config, where=where)
         if config.filter_overlong_prompts:
             return  # they are measured
         # Of a sample, what is not in use need not be measured.
@@ -190,7 +191,7 @@ class RLHFDataset(FileDataset):
     def _lengths(self) -> np.ndarray:
         """Tokens of every prompt of the files."""
         config = self.config
-        meter = PromptMeter(self.encoder, self.processor, config.prompt_key, config.image_key)
+        meter = PromptMeter(self.encoder, self.processor, config)
         options = {"cache_dir": config.cache_dir, "num_workers": config.filter_overlong_prompts_workers}
         return np.concatenate([prompt_lengths(table, meter, **options) for table in self._tables])
 
@@ -207,18 +208,48 @@ class RLHFDataset(FileDataset):
         return rows
 
 
-def prompt_columns(
-    text: str, pictures: list[Any], encoder: ChatEncoder, processor: Any, config: DataConfig, *, where: str
-) -> dict[str, Any]:
-    """What the rollout reads of a rendered prompt and its images, [P] each, as `RLHFDataset` returns it.
+def read_media(
+    given: Sequence[Sequence[Any]], processor: VisionProcessor, config: DataConfig, *, folder: Path, where: str
+) -> tuple[list[Any], list[Clip]]:
+    """The images of a row in RGB, and the frames that are taken of its videos; `given` are both.
 
     Raises:
-        DataError: the prompt is too long, or its images are wrong.
+        DataError: one of them is wrong; it names its column and number.
+    """
+    images, videos = given
+    named = [
+        (one, f"{where}, column {config.image_key!r} or a message, image {number}") for number, one in enumerate(images)
+    ]
+    pictures = [read_picture(one, folder=folder, where=place) for one, place in named]
+    clips = []
+    for number, one in enumerate(videos):
+        place = f"{where}, column {config.video_key!r} or a message, video {number}"
+        rules = processor.frame_rules(place)
+        clips.append(rules.read(open_video(one, folder=folder, where=place), where=place))
+    return pictures, clips
+
+
+def prompt_columns(
+    text: str,
+    pictures: list[Any],
+    clips: Sequence[Clip],
+    encoder: ChatEncoder,
+    processor: Any,
+    config: DataConfig,
+    *,
+    where: str,
+) -> dict[str, Any]:
+    """What the rollout reads of a rendered prompt, its images and videos, [P] each, as `RLHFDataset` returns it.
+
+    Raises:
+        DataError: the prompt is too long, or its images or videos are wrong.
     """
     limit, ids = config.max_prompt_length, encoder.encode([text])[0]
-    if not pictures:
+    if not pictures and not clips:
         ids = truncate(ids, limit, config.truncation, where=where)
-    seen = None if processor is None else processor.prompt(ids, pictures, limit, where=where)
+    seen = None
+    if processor is not None:
+        seen = processor.prompt(ids, pictures, limit, where=where, clips=clips, encode=encoder.encode)
     input_ids = torch.tensor([ids if seen is None else seen.ids], dtype=torch.int64)
     pad = encoder.tokenizer.pad_token_id
     input_ids, mask = postprocess_data(input_ids, torch.ones_like(input_ids), limit, pad, where=where)
@@ -250,30 +281,43 @@ def _check_columns(tables: list[RowTable], required: Sequence[str], config: Data
 
 @dataclass(frozen=True)
 class PromptMeter:
-    """Counts the tokens of prompts, those of images included where there is a processor."""
+    """Counts the tokens of prompts, those of images and videos included where there is a processor."""
 
     encoder: ChatEncoder
-    processor: VisionProcessor | None = None
-    prompt_key: str = "prompt"
-    image_key: str | None = None
+    processor: VisionProcessor | None
+    config: DataConfig
 
-    def measure(self, path: str, start: int, prompts: list[Any], images: list[Any]) -> list[int]:
-        """Tokens of each prompt; the first is row `start` of the file."""
-        texts, beyond = [], []
-        for row, (prompt, values) in enumerate(zip(prompts, images, strict=True), start=start):
-            where = f"{path} row {row}"
-            at_prompt = f"{where}, column {self.prompt_key!r}"
+    def measure(
+        self, path: str, start: int, prompts: list[Any], images: list[Any] | None, videos: list[Any] | None
+    ) -> list[int]:
+        """Tokens of each prompt; the first is row `start` of the file. None: the file has no such column."""
+        texts, beyond, config = [], [], self.config
+        for number, prompt in enumerate(prompts):
+            where = f"{path} row {start + number}"
+            at_prompt = f"{where}, column {config.prompt_key!r}"
             messages, num_beyond = as_messages(prompt, where=at_prompt), 0
             if self.processor is not None:
-                messages, given = with_parts(messages, as_list(values), where=where)
-                for number, image in enumerate(given):  # each stands as one token in the rendered text
-                    size = picture_size(image, folder=Path(path).parent, where=f"{where}, image {number}")
-                    num_beyond += self.processor.num_tokens(*size, where=where) - 1
+                given = [as_list(column and column[number]) for column in (images, videos)]
+                messages, *media = with_parts(messages, given[0], given[1] if config.video_key else None, where=where)
+                num_beyond = self._num_beyond(self.processor, media, Path(path).parent, where)
             else:
-                refuse_images(messages, [], where=where)
+                keys = {"image": config.image_key, "video": config.video_key}
+                refuse_media(messages, {what: [] for what, key in keys.items() if key}, config, where=where)
             texts.append(self.encoder.render(messages, where=at_prompt))
             beyond.append(num_beyond)
         return [len(ids) + more for ids, more in zip(self.encoder.encode(texts), beyond, strict=True)]
+
+    def _num_beyond(self, processor: VisionProcessor, media: list[list[Any]], folder: Path, where: str) -> int:
+        """Tokens of images and videos, beyond the one for each that stands in the rendered text."""
+        count, (images, videos) = 0, media
+        for number, image in enumerate(images):
+            place = f"{where}, column {self.config.image_key!r} or a message, image {number}"
+            count += processor.num_tokens(*picture_size(image, folder=folder, where=place), where=place) - 1
+        for number, video in enumerate(videos):
+            place = f"{where}, column {self.config.video_key!r} or a message, video {number}"
+            clip = processor.frame_rules(place).clip(open_video(video, folder=folder, where=place), where=place)
+            count += len(processor.video_ids(clip, self.encoder.encode)) - 1
+        return count
 
 
 def prompt_lengths(table: RowTable, meter: PromptMeter, *, cache_dir: str | Path, num_workers: int = 1) -> np.ndarray:
@@ -286,8 +330,8 @@ def prompt_lengths(table: RowTable, meter: PromptMeter, *, cache_dir: str | Path
     the header is read. `num_workers` processes measure.
     """
     if meter.processor is not None:
-        return _measure(table, meter, num_workers, meter.image_key if meter.image_key in table.columns else None)
-    facts = (table.digest, meter.encoder.fingerprint(), meter.prompt_key)
+        return _measure(table, meter, num_workers)
+    facts = (table.digest, meter.encoder.fingerprint(), meter.config.prompt_key)
     key = hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
     entry = Path(cache_dir).expanduser() / "prompt_lengths" / f"{key}.npz"
     if entry.is_file():
@@ -301,7 +345,7 @@ def prompt_lengths(table: RowTable, meter: PromptMeter, *, cache_dir: str | Path
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
             reason = str(error)
         print(f"data.cache_dir: {entry} is damaged ({reason}); the prompts are measured again.", flush=True)
-    lengths = _measure(table, meter, num_workers, None)
+    lengths = _measure(table, meter, num_workers)
     try:
         with written_aside(entry, where="data.cache_dir") as draft, draft.open("wb") as file:
             np.savez(file, lengths=lengths)
@@ -310,12 +354,14 @@ def prompt_lengths(table: RowTable, meter: PromptMeter, *, cache_dir: str | Path
     return lengths
 
 
-def _measure(table: RowTable, meter: PromptMeter, num_workers: int, image_key: str | None) -> np.ndarray:
-    starts = range(0, len(table), BATCH_ROWS)
-    prompts = table.column_batches(meter.prompt_key, BATCH_ROWS)
-    empty = ([None] * min(BATCH_ROWS, len(table) - start) for start in starts)
-    images = empty if image_key is None else table.column_batches(image_key, BATCH_ROWS)
-    jobs = (repeat(str(table.path), len(starts)), starts, prompts, images)
+def _measure(table: RowTable, meter: PromptMeter, num_workers: int) -> np.ndarray:
+    starts, config = range(0, len(table), BATCH_ROWS), meter.config
+    media = (config.image_key, config.video_key) if meter.processor is not None else (None, None)
+    columns = [
+        table.column_batches(key, BATCH_ROWS) if key in table.columns else repeat(None, len(starts))
+        for key in (config.prompt_key, *media)
+    ]
+    jobs = (repeat(str(table.path), len(starts)), starts, *columns)
     num_workers = min(num_workers, len(starts))
     parts: list[list[int]] = []
     with waiting(f"the token counts of {table.path}", lambda: f"{len(parts)} of {len(starts)} batches are there"):
@@ -340,6 +386,6 @@ def _start_worker(meter: PromptMeter) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
-def _measure_in_worker(path: str, start: int, prompts: list[Any], images: list[Any]) -> list[int]:
+def _measure_in_worker(*batch: Any) -> list[int]:
     assert _meter is not None
-    return _meter.measure(path, start, prompts, images)
+    return _meter.measure(*batch)

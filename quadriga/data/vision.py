@@ -1,32 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts of vision-language models: from `<image>` in a text to pixels, repeated image tokens and 3-D positions.
+"""Prompts of vision-language models: from `<image>` and `<video>` to pixels, repeated tokens and 3-D positions.
 
     "Which? <image>"  ──>  [text, image]  ──chat template──>  Which? <start>▪<end>      one image token: raw_prompt_ids
                                                               Which? <start>▪▪▪▪<end>   expanded: input_ids
 
 An image is cut into patches, time by height by width of them; the model makes one embedding of each square of
-`merge_size` by `merge_size` patches, and each embedding takes the place of one image token. This holds for the models
-in `VISION_TYPES`, and for no others.
+`merge_size` by `merge_size` patches, and each embedding takes the place of one image token. A video is cut likewise,
+each patch out of two frames, and has a token of its own. This holds for the models in `VISION_TYPES`, for no others.
+
+    Qwen2-VL, Qwen2.5-VL   <start>▪▪▪▪▪▪▪▪<end>              time is an axis of the positions, in Qwen2.5-VL in seconds
+    Qwen3-VL               <start><0.2 seconds><start>▪▪▪▪<end><1.2 seconds><start>▪▪▪▪<end><end>   time stands as text
 
 Shapes: P tokens of the expanded prompt.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoImageProcessor, PretrainedConfig, ProcessorMixin
 
+from quadriga.config import DataConfig
 from quadriga.config.actor import VISION_TYPES
 from quadriga.data.pictures import require_pillow
 from quadriga.data.tokenizing import Messages
+from quadriga.data.videos import Clip, FrameRules, video_settings
 from quadriga.errors import DataError
 
 IMAGE, VIDEO = "<image>", "<video>"
-_OWN_IMAGE = ("image", "image_url", "path", "url", "bytes")
-"""Keys of a content part under which its image may stand."""
+APART = ("qwen3_vl",)
+"""Models before whose frames stand their times."""
+TAGS = {"image": IMAGE, "video": VIDEO}
+_FILE_KEYS = ("path", "url", "bytes")
+"""Keys of a content part under which its image or video may stand, besides those of its own name."""
+Encode = Callable[[list[str]], list[list[int]]]
+"""From texts to token ids, as `ChatEncoder.encode`."""
 
 
 @dataclass(frozen=True)
@@ -38,20 +49,26 @@ class VisionPrompt:
         ids: P token ids, with as many for each image as the model has embeddings of it.
         positions: [3, P] int64, along time, height and width.
         pictures: `PIL.Image.Image`s in RGB.
-        inputs: what the model takes of them, from `VisionProcessor.inputs`. Empty without images.
+        clips: of the videos, with their frames.
+        inputs: what the model takes of both, from `VisionProcessor.inputs`. Empty without them.
     """
 
     short_ids: list[int]
     ids: list[int]
     positions: torch.Tensor
     pictures: tuple[Any, ...]
+    clips: tuple[Clip, ...]
     inputs: dict[str, torch.Tensor]
 
     def columns(self) -> dict[str, Any]:
         """The non-tensor columns of the batch, in addition to tokens and positions."""
+        data: dict[str, Any] = {"image": list(self.pictures)} if self.pictures else {}
+        if self.clips:
+            data["video"] = [one.frames.numpy() for one in self.clips if one.frames is not None]
+            data["video_metadata"] = [one.metadata() for one in self.clips]
         return {
             "raw_prompt_ids": self.short_ids,
-            "multi_modal_data": {"images": list(self.pictures)} if self.pictures else {},
+            "multi_modal_data": data,
             "multi_modal_inputs": dict(self.inputs),
         }
 
@@ -63,14 +80,20 @@ class VisionProcessor:
     Attributes:
         image_processor: of transformers: images to patches.
         image_token_id: stands in a prompt for an embedding of an image.
-        video_token_id: the same of a video; prompts that have it are refused.
+        video_token_id: the same of a video.
         name: the model's folder or name, for errors.
+        frames: how videos are cut; None: prompts that have some are refused.
+        tokens_per_second: places along time for a second of video; None: one for each patch along time.
+        bounds: tokens before and behind the patches of one time, where frames stand apart.
     """
 
     image_processor: Any
     image_token_id: int
     video_token_id: int | None
     name: str
+    frames: FrameRules | None = None
+    tokens_per_second: float | None = None
+    bounds: tuple[int, int] = field(default=(0, 0))
 
     def __post_init__(self) -> None:
         kind, known = type(self.image_processor).__name__, "Qwen2VLImageProcessor"
@@ -83,16 +106,39 @@ class VisionProcessor:
         """Patches, along height and along width, that make one embedding."""
         return int(self.image_processor.merge_size)
 
-    def inputs(self, pictures: Sequence[Any], *, where: str) -> dict[str, torch.Tensor]:
-        """What the model takes of images: `pixel_values` [patches, values] float32, `image_grid_thw` [images, 3] int64.
+    def inputs(self, pictures: Sequence[Any], clips: Sequence[Clip] = (), *, where: str) -> dict[str, torch.Tensor]:
+        """What the model takes of images and videos.
 
-        DataError: the processor refuses one of them.
+        Returns:
+            `pixel_values` [patches, values] float32 and `image_grid_thw` [images, 3] int64, where there are images;
+            `pixel_values_videos` and `video_grid_thw`, and where positions count seconds `second_per_grid_ts` [videos]
+            float32, where there are videos.
+
+        Raises:
+            DataError: the processor refuses one of them.
         """
-        try:
-            found = self.image_processor(images=list(pictures), return_tensors="pt")
-        except ValueError as error:
-            raise self._refused(error, where) from error
-        return {"pixel_values": found["pixel_values"].float(), "image_grid_thw": found["image_grid_thw"].long()}
+        inputs: dict[str, torch.Tensor] = {}
+        if pictures:
+            try:
+                found = self.image_processor(images=list(pictures), return_tensors="pt")
+            except ValueError as error:
+                raise self._refused(error, where) from error
+            inputs |= {"pixel_values": found["pixel_values"].float(), "image_grid_thw": found["image_grid_thw"].long()}
+        if clips:
+            rules = self.frame_rules(where)
+            inputs["pixel_values_videos"] = torch.cat([rules.patches(clip) for clip in clips])
+            inputs["video_grid_thw"] = torch.tensor([rules.grid(clip) for clip in clips])
+            if self.tokens_per_second is not None:
+                rates = [len(clip.indices) / clip.num_frames * clip.fps for clip in clips]
+                inputs["second_per_grid_ts"] = torch.tensor([rules.temporal_patch_size / rate for rate in rates])
+        return inputs
+
+    def frame_rules(self, where: str) -> FrameRules:
+        """How videos are cut; raises DataError for a processor that takes none."""
+        if self.frames is None or self.video_token_id is None:
+            fix = "Make the processor by quadriga.data.load_processor, from the model's folder."
+            raise DataError(where, got="a video", expected=f"text and images, which {self.name} takes", fix=fix)
+        return self.frames
 
     def num_tokens(self, height: int, width: int, *, where: str) -> int:
         """Embeddings, and so tokens, of an image of `height` by `width` pixels; its pixels are not read."""
@@ -106,120 +152,210 @@ class VisionProcessor:
         got = f"an image that the processor of {self.name} refuses ({str(error).partition(chr(10))[0]})"
         return DataError(where, got=got, expected="one that it takes", fix="Crop or leave out the image.")
 
-    def prompt(self, ids: list[int], pictures: Sequence[Any], limit: int, *, where: str) -> VisionPrompt:
-        """A tokenized prompt and its images, ready for the model.
+    def prompt(
+        self,
+        ids: list[int],
+        pictures: Sequence[Any],
+        limit: int,
+        *,
+        where: str,
+        clips: Sequence[Clip] = (),
+        encode: Encode | None = None,
+    ) -> VisionPrompt:
+        """A tokenized prompt, its images and its videos, ready for the model.
 
-        `ids` have one token for each image; `limit` counts tokens, those of images included.
+        `ids` have one token for each image and each video; `limit` counts tokens, those of images and videos included;
+        `encode` is needed for the times of a model whose frames stand apart.
 
         Raises:
-            DataError: ids and images do not belong together, or the prompt is too long. One with images is not cut.
+            DataError: ids and images or videos do not belong together, or the prompt is too long. One with images or
+                videos is not cut.
         """
-        count = ids.count(self.image_token_id)
-        if count != len(pictures):
-            got = f"{count} image tokens in the rendered prompt, for {len(pictures)} images"
-            fix = "Take a chat template that renders content of type image, and no text with the token itself."
-            raise DataError(where, got=got, expected="one for each", fix=fix)
-        if self.video_token_id in ids:
-            raise DataError(where, got="a video token", expected="text and images", fix="Leave videos out.")
-        if pictures and ids[-1] == self.image_token_id:
-            got = "a prompt that ends with an image"
+        for what, token, given in (("image", self.image_token_id, pictures), ("video", self.video_token_id, clips)):
+            if (count := ids.count(token) if token is not None else 0) != len(given):
+                got = f"{count} {what} tokens in the rendered prompt, for {len(given)} {what}s"
+                fix = f"Take a chat template that renders content of type {what}, and no text with the token itself."
+                raise DataError(where, got=got, expected="one for each", fix=fix)
+        if ids and ids[-1] in (self.image_token_id, self.video_token_id):
+            got = "a prompt that ends with an image or a video"
             fix = "Set add_generation_prompt in data.apply_chat_template_kwargs, or end the prompt with text."
             raise DataError(where, got=got, expected="text behind it, as chat templates write it", fix=fix)
-        inputs = self.inputs(pictures, where=where) if pictures else {}
-        grids = inputs.get("image_grid_thw")
-        expanded = self.expand(ids, grids)
-        if pictures and len(expanded) > limit:
-            got = f"{len(expanded)} tokens, {expanded.count(self.image_token_id)} of them of images"
-            expected = f"at most data.max_prompt_length={limit}, for a prompt with images is not cut"
+        inputs = self.inputs(pictures, clips, where=where)
+        expanded = self.expand(ids, inputs.get("image_grid_thw"), clips, encode)
+        if inputs and len(expanded) > limit:
+            counts = {"images": expanded.count(self.image_token_id), "videos": expanded.count(self.video_token_id)}
+            seen = [f"{count} of them of {what}" for what, count in counts.items() if count]
+            expected = f"at most data.max_prompt_length={limit}, for a prompt with images or videos is not cut"
             how = "leave such rows out with data.filter_overlong_prompts=true"
-            fix = f"Raise that length, lower data.mm_processor_kwargs.max_pixels, or {how}."
-            raise DataError(where, got=got, expected=expected, fix=fix)
-        return VisionPrompt(ids, expanded, self.positions(expanded, grids), tuple(pictures), inputs)
+            keys = "max_pixels, or fps and max_frames of videos" if clips else "max_pixels"
+            fix = f"Raise that length, lower data.mm_processor_kwargs.{keys}, or {how}."
+            raise DataError(where, got=", ".join([f"{len(expanded)} tokens", *seen]), expected=expected, fix=fix)
+        grids = {name: value for name, value in inputs.items() if not name.startswith("pixel")}
+        positions, _ = self.get_rope_index(expanded, **grids)
+        return VisionPrompt(ids, expanded, positions, tuple(pictures), tuple(clips), inputs)
 
-    def expand(self, ids: list[int], grids: torch.Tensor | None) -> list[int]:
-        """Each image token of `ids` as often as its image has embeddings; `grids` [images, 3] counts patches."""
-        counts = iter([] if grids is None else (grids.prod(-1) // self.merge_size**2).tolist())
-        repeated = ([one] * (next(counts) if one == self.image_token_id else 1) for one in ids)
-        return [token for tokens in repeated for token in tokens]
+    def expand(
+        self,
+        ids: list[int],
+        grids: torch.Tensor | None,
+        clips: Sequence[Clip] = (),
+        encode: Encode | None = None,
+    ) -> list[int]:
+        """Each image token of `ids` as often as its image has embeddings, and for each video token those of its clip.
 
-    def positions(self, ids: list[int], grids: torch.Tensor | None) -> torch.Tensor:
-        """The position of each of P expanded tokens along time, height and width: [3, P] int64.
-
-        Text counts on by one in all three. An embedding of an image has the position where the image begins, plus its
-        place in the image along each axis; text behind the image goes on from the largest of these. `grids` [images, 3]
-        counts patches; it is None without images.
+        `grids` [images, 3] counts patches.
         """
+        counts = iter([] if grids is None else (grids.prod(-1) // self.merge_size**2).tolist())
+        videos, expanded = iter(clips), list[int]()
+        for one in ids:
+            if one == self.image_token_id:
+                expanded += [one] * next(counts)
+            elif one == self.video_token_id:
+                expanded += self.video_ids(next(videos), encode)
+            else:
+                expanded.append(one)
+        return expanded
+
+    def video_ids(self, clip: Clip, encode: Encode | None) -> list[int]:
+        """What takes the place of one video token: a token for each embedding, and times where frames stand apart."""
+        rules, token = self.frame_rules("a prompt"), self.video_token_id
+        assert token is not None
+        time, height, width = rules.grid(clip)
+        count = height * width // rules.merge_size**2
+        if not rules.are_apart:
+            return [token] * (time * count)
+        assert encode is not None, "times are tokenized"
+        before, behind = self.bounds
+        stamps = encode([f"<{second:.1f} seconds>" for second in rules.times(clip)])
+        return [one for stamp in stamps for one in (*stamp, before, *[token] * count, behind)]
+
+    def get_rope_index(
+        self,
+        ids: list[int],
+        image_grid_thw: torch.Tensor | None = None,
+        video_grid_thw: torch.Tensor | None = None,
+        second_per_grid_ts: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, int]:
+        """The position of each of P expanded tokens along time, height and width.
+
+        Text counts on by one in all three. An embedding of an image or a video has the position where that begins, plus
+        its place in it along each axis, along time in places for each second where the model counts those; text
+        behind goes on from the largest of these, as in the models' own code and in vLLM.
+
+        Args:
+            ids: P tokens.
+            image_grid_thw, video_grid_thw: [images, 3] and [videos, 3]: patches along time, height and width.
+            second_per_grid_ts: [videos] seconds from one patch to the next along time.
+
+        Returns:
+            positions [3, P] int64, and by how much a token behind them is further than its place in the row.
+        """
+        if video_grid_thw is not None:
+            self.frame_rules("get_rope_index")
+        grids = {
+            self.image_token_id: iter([(grid, 1.0) for grid in ([] if image_grid_thw is None else image_grid_thw)]),
+            self.video_token_id: self._video_grids(video_grid_thw, second_per_grid_ts),
+        }
         parts, place, start = [], 0, 0
-        for grid in [] if grids is None else grids.tolist():
-            time, height, width = grid[0], grid[1] // self.merge_size, grid[2] // self.merge_size
-            begin = ids.index(self.image_token_id, place)
+        for begin, token in enumerate(ids):
+            if begin < place or token not in grids or (found := next(grids[token], None)) is None:
+                continue
+            (time, height, width), interval = found[0].tolist(), found[1]
             parts.append((torch.arange(begin - place) + start).expand(3, -1))
             start += begin - place
-            axes = [torch.arange(size) + start for size in (time, height, width)]
-            parts.append(torch.stack(torch.meshgrid(*axes, indexing="ij")).flatten(1))
-            place, start = begin + time * height * width, start + max(time, height, width)
+            sides = (torch.arange(side // self.merge_size) for side in (height, width))
+            axes = [(torch.arange(time) * interval).long(), *sides]
+            parts.append(torch.stack(torch.meshgrid(*axes, indexing="ij")).flatten(1) + start)
+            place, start = begin + parts[-1].shape[1], start + 1 + max(int(axis[-1]) for axis in axes)
         parts.append((torch.arange(len(ids) - place) + start).expand(3, -1))
-        return torch.cat(parts, dim=1)
+        return torch.cat(parts, dim=1), start - place
+
+    def _video_grids(self, grids: torch.Tensor | None, seconds: torch.Tensor | None) -> Iterator[tuple[Any, Any]]:
+        for number, grid in enumerate([] if grids is None else grids):
+            if self.frames is not None and self.frames.are_apart:
+                yield from [(torch.stack((torch.ones_like(grid[0]), *grid[1:])), 1.0)] * int(grid[0])
+            elif self.tokens_per_second is None or seconds is None:
+                yield grid, self.tokens_per_second or 1.0
+            else:
+                yield grid, self.tokens_per_second * seconds[number]
 
 
-def with_parts(messages: Messages, images: Sequence[Any], *, where: str) -> tuple[Messages, list[Any]]:
-    """Messages whose images are content parts of their own, as chat templates want them, and the images in that order.
+def with_parts(
+    messages: Messages, images: Sequence[Any], videos: Sequence[Any] | None = (), *, where: str
+) -> tuple[Messages, list[Any], list[Any]]:
+    """Messages whose images and videos are content parts of their own, as chat templates want them, and both in order.
 
-    A part is made of each `<image>` in a text, whose image is the next one of `images`. Content that is a list of parts
-    already may hold `{"type": "image"}`, likewise, or a part that brings its image: `{"type": "image", "image": ...}`.
+    A part is made of each `<image>` and `<video>` in a text, whose image or video is the next one of those given.
+    Content that is a list of parts already may hold `{"type": "image"}`, likewise, or a part that brings its image:
+    `{"type": "image", "image": ...}`, and so for videos. With None for videos `<video>` is text.
 
     Raises:
-        DataError: there are more or fewer places than the row has images, or a place for a video.
+        DataError: there are more or fewer places than the row has images, or videos.
     """
-    result = [{**message, "content": _parts(message.get("content"), where)} for message in messages]
+    tags = {"image": IMAGE} | ({} if videos is None else {"video": VIDEO})
+    result = [{**message, "content": _parts(message.get("content"), tags, where)} for message in messages]
     places = [part for one in result if isinstance(one["content"], list) for part in one["content"]]
-    own = [part.pop("image", None) for part in places if part["type"] == "image"]
-    count = own.count(None)
-    if count != len(images):
-        got = f"{count} {IMAGE} in the prompt, and {len(images)} images"
-        fix = f"Write {IMAGE} into the text for each image, and set data.image_key to the column that holds them."
-        raise DataError(where, got=got, expected="one for each image, where it stands", fix=fix)
-    rest = iter(images)
-    return result, [next(rest) if one is None else one for one in own]
+    found = []
+    for what, given in (("image", images), ("video", videos or ())):
+        own = [part.pop(what, None) for part in places if part["type"] == what]
+        if (count := own.count(None)) != len(given):
+            got = f"{count} {TAGS[what]} in the prompt, and {len(given)} {what}s"
+            place = f"Write {TAGS[what]} into the text for each {what}"
+            fix = f"{place}, and set data.{what}_key to the column that holds them."
+            raise DataError(where, got=got, expected="one for each, where it stands", fix=fix)
+        rest = iter(given)
+        found.append([next(rest) if one is None else one for one in own])
+    return result, found[0], found[1]
 
 
-def refuse_images(messages: Messages, images: Sequence[Any], *, where: str) -> None:
-    """Raises a `DataError` where a row for a language model has images, in their column or in a message."""
-    if images or any(isinstance(message.get("content"), list) for message in messages):
-        got, expected = "images, for a text-only model", "text, or a vision-language model"
-        fix = "Take one, or set data.image_key=null to train on the text alone."
-        raise DataError(where, got=got, expected=expected, fix=fix)
+def refuse_media(messages: Messages, media: Mapping[str, Sequence[Any]], config: DataConfig, *, where: str) -> None:
+    """Raises a `DataError` where a row for a language model has images or videos, in a column or in a message.
+
+    `media` are those of the columns, `image` and `video`; of what it leaves out the tag is text. `where` is the row.
+    """
+    contents = [message.get("content") for message in messages]
+    text = " ".join(content for content in contents if isinstance(content, str))
+    at_prompt, expected = f"{where}, column {config.prompt_key!r}", "text, or a vision-language model"
+    for what, given in media.items():
+        if given or TAGS[what] in text:
+            got = f"{what}s" if given else TAGS[what]
+            fix = f"Take one, or set data.{what}_key=null to train on the text alone."
+            place = f"{where}, column {getattr(config, f'{what}_key')!r}" if given else at_prompt
+            raise DataError(place, got=f"{got}, for a text-only model", expected=expected, fix=fix)
+    if any(isinstance(content, list) for content in contents):
+        got = "images or videos in a message, for a text-only model"
+        raise DataError(at_prompt, got=got, expected=expected, fix="Take one, or leave them out.")
 
 
-def refuse_videos(videos: Any, *, where: str) -> None:
-    """Raises a `DataError` where a row has videos."""
-    if videos:
-        raise DataError(where, got="videos", expected="text and images", fix="Leave it out: video is not read.")
-
-
-def _parts(content: Any, where: str) -> Any:
+def _parts(content: Any, tags: Mapping[str, str], where: str) -> Any:
     if not isinstance(content, Sequence):
         return content
     parts: list[dict[str, Any]] = []
     for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
         # A column of a parquet file gives each part the keys of all.
         own = {key: value for key, value in part.items() if value is not None} if isinstance(part, Mapping) else {}
-        kind, text = own.pop("type", None) or next(iter(own), None), own.get("text")
-        images = [value for name, value in own.items() if name in _OWN_IMAGE]
+        kind, text = str(own.pop("type", None) or next(iter(own), None)).removesuffix("_url"), own.get("text")
         if kind == "text" and isinstance(text, str):
-            if VIDEO in text:
-                got = f"{VIDEO} in the prompt"
-                raise DataError(where, got=got, expected="text and images", fix="Video is not read.")
-            for number, piece in enumerate(text.split(IMAGE)):
-                parts += [{"type": "image"}] if number else []
-                parts += [{"type": "text", "text": piece}] if piece else []
-        elif kind in ("image", "image_url") and len(images) == len(own) <= 1:
-            parts += [{"type": "image", "image": image} for image in images or [None]]
+            kinds = {tag: what for what, tag in tags.items()}
+            pieces = re.split(f"({'|'.join(kinds)})", text)
+            parts += [{"type": kinds[one]} if one in kinds else {"type": "text", "text": one} for one in pieces if one]
+        elif kind in tags and (medium := _medium(kind, own)) is not None:
+            parts.append({"type": kind, **medium})
         else:
-            expected = '{"type": "text", "text": ...}, {"type": "image"} or {"type": "image", "image": ...}'
-            fix = "An image is a path, a file:// URL or the bytes of a file; video is not read."
+            forms = "|".join(tags)
+            expected = f'{{"type": "text", "text": ...}}, or {{"type": {forms}}}, which may bring its {forms}'
+            fix = "It is a path, a file:// URL or the bytes of a file."
             raise DataError(where, got=f"the part {str(part)[:80]!r} of a message", expected=expected, fix=fix)
-    return content if isinstance(content, str) and IMAGE not in content else parts
+    return content if isinstance(content, str) and not any(tag in content for tag in tags.values()) else parts
+
+
+def _medium(kind: str, own: dict[str, Any]) -> dict[str, Any] | None:
+    """The image or video of a part under its kind, empty where the part is a place for one; None: it has other keys."""
+    given = [own[name] for name in own if name in (kind, f"{kind}_url", *_FILE_KEYS)]
+    fps = {"fps": own["fps"]} if kind == "video" and "fps" in own else {}
+    if len(given) > 1 or len(given) + len(fps) != len(own):
+        return None
+    return {kind: {"video": given[0], **fps} if fps else given[0]} if given else {}
 
 
 def load_processor(
@@ -227,8 +363,8 @@ def load_processor(
 ) -> VisionProcessor | None:
     """The processor of a vision-language model; None of a text-only model, or of another kind of vision model.
 
-    transformers' own needs torchvision even where nothing is a video; this one is its image half. The image processor's
-    `options`, `min_pixels` and `max_pixels`, replace its own.
+    transformers' own needs torchvision; this one does not. `options`, those of `data.mm_processor_kwargs`, replace what
+    the model's files say.
 
     Raises:
         DataError: Pillow or the processor's file is missing, or there are options for a text-only model.
@@ -243,16 +379,26 @@ def load_processor(
     where = f"image processor of {path}"
     require_pillow(where)
     settings = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    options = dict(options or {})
+    sizes = {name: value for name, value in options.items() if name.endswith("pixels")}
     try:
-        loaded = AutoImageProcessor.from_pretrained(path, trust_remote_code=trust_remote_code, **(options or {}))
+        loaded = AutoImageProcessor.from_pretrained(path, trust_remote_code=trust_remote_code, **sizes)
     except (OSError, ValueError, KeyError, ImportError) as error:
         got, fix = str(error).strip().partition("\n")[0], "Copy it from the model that this one was made of."
         raise DataError(where, got=got, expected="preprocessor_config.json in the model's folder", fix=fix) from error
-    return VisionProcessor(loaded, settings.image_token_id, settings.video_token_id, str(path))
+    return VisionProcessor(
+        loaded,
+        settings.image_token_id,
+        settings.video_token_id,
+        str(path),
+        FrameRules.of(video_settings(path), are_apart=kind in APART, options=options),
+        getattr(settings.vision_config, "tokens_per_second", None),
+        (settings.vision_start_token_id, settings.vision_end_token_id),
+    )
 
 
 def as_vision(processor: Any) -> VisionProcessor | None:
-    """A processor of transformers as a `VisionProcessor`; a `VisionProcessor`, and None, as they are.
+    """A processor of transformers as a `VisionProcessor` for images; a `VisionProcessor`, and None, as they are.
 
     Raises:
         DataError: its images are not those of `VISION_TYPES`.

@@ -32,7 +32,7 @@ LossFunction = Callable[[Outputs], torch.Tensor]
 class PromptImages:
     """The images of one prompt."""
 
-    # As the model takes them: `pixel_values` [patches, values], `image_grid_thw` [images, 3].
+    # As the model takes them: `pixel_values` [patches, values], `image_grid_thw` [images, 3], and those of videos.
     inputs: Mapping[str, torch.Tensor]
     places: np.ndarray  # their tokens' indices in the prompt
     key: bytes  # equal for equal images
@@ -98,12 +98,10 @@ def _prompt_images(
         if inputs:
             raise EngineError(where, got="images", expected="text: the model is no vision-language model")
         return None
-    places = np.flatnonzero(prompt == tokens.token_id)
-    expected = tokens.count(inputs["image_grid_thw"]) if inputs else 0
-    if len(places) != expected:
-        got = f"{len(places)} image tokens (id {tokens.token_id}) in the prompt"
-        fix = "Let data.image_key name the column with the images; a prompt is never cut inside of one."
-        raise EngineError(where, got=got, expected=f"{expected}, one for each embedding of its images", fix=fix)
+    places, problem = tokens.places(prompt, inputs)
+    if problem:
+        fix = "Let data.image_key and video_key name the columns; a prompt is never cut inside of an image or a video."
+        raise EngineError(where, got=problem, expected="one for each embedding", fix=fix)
     if not inputs:
         return None
     if id(inputs) not in keys:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Vision-language models: a language model, and a vision encoder that makes embeddings of images for it.
+"""Vision-language models: a language model, and a vision encoder that makes embeddings of images and videos for it.
 
     prompt tokens   <start> <image> <image> <image> <image> <end> which color ?
     the encoder     patches ───> one embedding for each <image>
@@ -8,7 +8,9 @@
 There the encoder is `model.visual`, the decoder `model.language_model`, and the projection onto the vocabulary
 stands beside both. The decoder's attention is a plan of ours, the encoder's is torch's own.
 
-Legend: N packed tokens, I images, S patches of all of them, X values of a patch, E embeddings, D hidden size.
+To the encoder a video is an image of several patches along time: images and videos of a batch go through it together.
+
+Legend: N packed tokens, I images and videos, S patches of all, X values of a patch, E embeddings, D hidden size.
 """
 
 import shutil
@@ -26,6 +28,9 @@ from transformers.utils import cached_file
 from quadriga.config.actor import VISION_TYPES
 from quadriga.errors import EngineError
 
+GRIDS = ("image_grid_thw", "video_grid_thw")
+PIXELS = ("pixel_values", "pixel_values_videos")
+"""What the model takes of images, and the same of videos."""
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 
 
@@ -48,14 +53,14 @@ def vision_encoder(model: PreTrainedModel) -> Any:
 
 @dataclass(frozen=True)
 class ImageTokens:
-    """How images stand in a prompt.
+    """How images and videos stand in a prompt.
 
     Attributes:
-        token_id: stands once for each embedding of an image.
+        token_ids: that stand once for each embedding, of an image and of a video.
         patches_per_token: patches of which the encoder makes one embedding.
     """
 
-    token_id: int
+    token_ids: tuple[int, int]
     patches_per_token: int
 
     @classmethod
@@ -64,16 +69,36 @@ class ImageTokens:
         if not is_vision(config):
             return None
         settings = cast(Any, config)
-        return cls(settings.image_token_id, settings.vision_config.spatial_merge_size**2)
+        return cls((settings.image_token_id, settings.video_token_id), settings.vision_config.spatial_merge_size**2)
 
-    def count(self, grids: torch.Tensor) -> int:
-        """E: embeddings of images, whose patches along time, height and width are [I, 3]."""
-        return int(grids.prod(-1).sum()) // self.patches_per_token
+    def count(self, inputs: Mapping[str, torch.Tensor]) -> int:
+        """E: embeddings of the images and videos of a prompt."""
+        return sum(int(inputs[name].prod(-1).sum()) for name in GRIDS if name in inputs) // self.patches_per_token
+
+    def places(self, tokens: np.ndarray, inputs: Mapping[str, torch.Tensor]) -> tuple[np.ndarray, str]:
+        """Where the embeddings of a prompt's images stand, then those of its videos, [E]; and what does not fit.
+
+        Args:
+            tokens: of the prompt, and perhaps of a response, in which the model may write such a token.
+            inputs: of the model, `image_grid_thw` and `video_grid_thw` [I, 3] among them.
+
+        Returns:
+            The first of the tokens, as many as there are embeddings; and in words what there is too much or too little
+            of, empty where all fits.
+        """
+        found, problems = [], []
+        for token, name in zip(self.token_ids, GRIDS, strict=True):
+            grids, own = inputs.get(name), np.flatnonzero(tokens == token)
+            count = 0 if grids is None else int(grids.prod(-1).sum()) // self.patches_per_token
+            if len(own) != count:
+                problems.append(f"{len(own)} tokens with id {token} for {count} embeddings of {name.split('_')[0]}s")
+            found.append(own[:count])
+        return np.concatenate(found), ", ".join(problems)
 
 
 @dataclass(frozen=True)
 class PackedImages:
-    """The images of a packed micro-batch, each once.
+    """The images and videos of a packed micro-batch, each once.
 
     Attributes:
         pixel_values: [S, X] float32
@@ -89,16 +114,20 @@ class PackedImages:
 def packed_images(
     images: Sequence[tuple[Mapping[str, torch.Tensor], np.ndarray]], device: torch.device
 ) -> PackedImages | None:
-    """Patches [S, X], grids [I, 3] and places [E] of the images of several prompts; None: there are none.
+    """Patches [S, X], grids [I, 3] and places [E] of images and videos of several prompts; None: there are none.
 
     Args:
-        images: for each prompt that has some, the model's inputs, and the packed indices of their tokens.
+        images: for each prompt that has some, the model's inputs, and the packed indices of their tokens, those of
+            images before those of videos.
     """
     if not images:
         return None
+    pixels, grids = (
+        [inputs[name] for inputs, _ in images for name in kinds if name in inputs] for kinds in (PIXELS, GRIDS)
+    )
     return PackedImages(
-        torch.cat([inputs["pixel_values"] for inputs, _ in images]).to(device),
-        torch.cat([inputs["image_grid_thw"] for inputs, _ in images]).to(device),
+        torch.cat(pixels).to(device),
+        torch.cat(grids).to(device),
         torch.from_numpy(np.concatenate([places for _, places in images])).to(device),
     )
 

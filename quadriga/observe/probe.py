@@ -55,6 +55,7 @@ class Capability:
 EXTRAS = (
     Extra("gguf", "gguf", "0.10", "reads a model from a GGUF file", ".[gguf]", is_quick=True),
     Extra("pillow", "PIL", "10.1", "reads the images of prompts", ".[vision]", is_quick=True),
+    Extra("av", "av", "14.0", "reads video files", ".[video]", is_quick=True),
     Extra("accelerate", "accelerate", "1.0", "reads a model from a GGUF file", ".[gguf]"),
     Extra("matplotlib", "matplotlib", "3.8", "draws the learning curve", ".[plot]", is_quick=True),
     Extra("math-verify", "math_verify", "0.8", "grades mathematics", ".[math]", is_quick=True),

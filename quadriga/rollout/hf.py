@@ -110,7 +110,7 @@ class HFEngine(CausalModelEngine):
 def _image_arguments(
     prompts: Prompts, images: Sequence[Images | None], width: int, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Arguments of the model: images of all rows concatenated, and positions on every axis; none without images."""
+    """Arguments of the model: images and videos of all rows, and positions on every axis; none without any."""
     if not (given := [one for one in images if one is not None]):
         return {}
     positions = torch.zeros(4, len(prompts), width, dtype=torch.int64)  # the place in the row, and the three axes
@@ -118,7 +118,8 @@ def _image_arguments(
         places = torch.arange(len(prompt))
         axes = places.expand(3, -1) if one is None else one.position_ids
         positions[:, row, width - len(prompt) :] = torch.cat((places[None], axes.cpu()))
-    inputs = {name: torch.cat([one.inputs[name] for one in given]).to(device) for name in given[0].inputs}
+    names = {name for one in given for name in one.inputs}
+    inputs = {name: torch.cat([one.inputs[name] for one in given if name in one.inputs]).to(device) for name in names}
     return {**inputs, "position_ids": positions.to(device)}
 
 

@@ -116,19 +116,21 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Images:
-    """The images of one prompt, in each form in which an engine may want them. Samples of a prompt share one object.
+    """Images and videos of a prompt, in each form in which an engine may want them. Samples of it share one object.
 
-    P is the length of the prompt as an engine gets it: with a token for each embedding of an image.
+    P is the length of the prompt as an engine gets it: with a token for each embedding of an image or a video.
 
     Attributes:
         pictures: `PIL.Image.Image`s, in the order of the prompt.
         inputs: what the model takes: `pixel_values` [patches, values] float32 and `image_grid_thw` [images, 3] int64,
-            patches along time, height and width.
+            patches along time, height and width; `pixel_values_videos`, `video_grid_thw` and for some models
+            `second_per_grid_ts` [videos].
         position_ids: [3, P] int64, the position of each token along time, height and width. A response goes on from
             the last column, one up with each token, in all three rows.
-        short_prompt: the prompt with one token for each image, for engines that work out by themselves how many an
-            image has.
+        short_prompt: the prompt with one token for each image and video, for engines that work out by themselves how
+            many each has.
         key: equal for equal `inputs`, and for nothing else.
+        videos: frames [T, 3, H, W] uint8 of each video, resized, and what is known of them as vLLM names it.
     """
 
     pictures: tuple[Any, ...]
@@ -136,6 +138,7 @@ class Images:
     position_ids: torch.Tensor
     short_prompt: tuple[int, ...]
     key: str
+    videos: tuple[tuple[np.ndarray, Mapping[str, Any]], ...] = ()
 
     def followed_by(self, token_ids: Sequence[int]) -> "Images":
         """The same images, with text behind the prompt: later turns of a conversation."""

@@ -204,8 +204,11 @@ def images_of(prompts: DataProto) -> list[Images | None]:
         short_prompt = tuple(columns["raw_prompt_ids"][row])
         if (id(inputs), short_prompt) not in made:
             mask = prompts.batch["attention_mask"][row].bool()
+            data = columns["multi_modal_data"][row]
+            videos = zip(data.get("video", ()), data.get("video_metadata", ()), strict=True)
             made[id(inputs), short_prompt] = Images(
-                pictures=tuple(columns["multi_modal_data"][row]["images"]),
+                pictures=tuple(data.get("image", ())),
+                videos=tuple(videos),
                 inputs=inputs,
                 position_ids=prompts.batch["position_ids"][row][:, mask],
                 short_prompt=short_prompt,

@@ -78,7 +78,7 @@ def answer(
         pictures = [read_picture(one, folder=Path(), where=f"{where}, image {i}") for i, one in enumerate(files)]
         messages = chat if processor is None else with_parts(chat, pictures, where=where)[0]
         text = encoder.render(messages, where=where)
-        rows.append(prompt_columns(text, pictures, encoder, processor, config.data, where=where))
+        rows.append(prompt_columns(text, pictures, (), encoder, processor, config.data, where=where))
     prompts, num_samples = DataProto.from_single_dict(collate_fn(rows)), config.actor_rollout_ref.rollout.n
     prompts.non_tensor_batch["uid"] = object_array(str(row) for row in range(len(rows)))
     prompts.meta_info |= {"global_steps": 0, "do_sample": config.actor_rollout_ref.rollout.do_sample}

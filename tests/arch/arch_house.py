@@ -26,15 +26,15 @@ class Size(NamedTuple):
 SIZES: dict[str, Size] = {
     "algorithms": Size(2404, 33, 94),
     "cli": Size(890, 10, 34),
-    "compat": Size(1937, 9, 188),
-    "config": Size(3432, 19, 145),
-    "data": Size(2180, 12, 131),
+    "compat": Size(1964, 9, 188),
+    "config": Size(3441, 19, 145),
+    "data": Size(2741, 13, 156),
     "engines": Size(4278, 25, 220),
-    "models": Size(3605, 18, 200),
-    "observe": Size(1727, 14, 108),
+    "models": Size(3634, 18, 201),
+    "observe": Size(1728, 14, 108),
     "protocol": Size(1556, 9, 100),
     "rewards": Size(3868, 28, 213),
-    "rollout": Size(8480, 45, 512),
+    "rollout": Size(8493, 45, 512),
     "single_controller": Size(3577, 16, 209),
     "trainer": Size(4836, 27, 273),
     "verl": Size(1728, 6, 122),
@@ -51,7 +51,8 @@ REASONS: dict[str, str] = {
     " each; a finished run told from another; checks before a model loads; what Megatron, experts and"
     " routers take and refuse",
     "data": "a bad row is named by file, row and column; all rows are checked at the start; rows of a program; "
-    "pictures inside content parts; rows that are generated between batches, a curriculum",
+    "pictures inside content parts; rows that are generated between batches, a curriculum; videos.py: frames that a"
+    " model is shown of a file, a list or an array, cut without torchvision",
     "engines": "copies of the state in memory that outlives a rank; Megatron-core as second engine (megatron/); weights"
     " that go between layouts part by part; experts on their ranks; router replay",
     "models": "lists of files lead nowhere outside their folder; experts' names in files and in modules;"

@@ -4,12 +4,14 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from quadriga.config import RolloutConfig
+from quadriga.data.videos import FrameRules, open_video
 from quadriga.data.vision import VisionProcessor
 from quadriga.errors import RolloutError
 from quadriga.protocol import DataProto
@@ -27,11 +29,23 @@ from quadriga.rollout import (
     generate_sequences,
 )
 from quadriga.rollout.agent_loop import AgentLoop, AgentLoopManager, register
-from tests.tiny_vision import vision_model
-from tests.vision_folder import FAMILIES, IMAGE, VIDEO, noise, picture, tiny_image_processor, tiny_model, tiny_tokenizer
+from tests.tiny_vision import token_types, vision_model
+from tests.vision_folder import (
+    END,
+    FAMILIES,
+    IMAGE,
+    START,
+    VIDEO,
+    noise,
+    picture,
+    tiny_image_processor,
+    tiny_model,
+    tiny_tokenizer,
+)
 
 PROCESSOR = VisionProcessor(tiny_image_processor(), IMAGE, VIDEO, "tiny")
 PLACE = "<|vision_start|><|image_pad|><|vision_end|>"
+FILM = "<|vision_start|><|video_pad|><|vision_end|>"
 WIDTH = 32
 ASKED = [
     (f"which {PLACE} ?", [noise(16, 16, 0)]),
@@ -103,6 +117,41 @@ def test_log_probs_are_the_models(engine: RolloutEngine) -> None:
     for prompt, one, done in zip(prompts, images, engine.generate_batch(prompts, sampling, images), strict=True):
         ids = torch.tensor([[*prompt, *done.token_ids]])
         inputs = {} if one is None else {**one.inputs, "mm_token_type_ids": (ids == IMAGE).int()}
+        model.model.rope_deltas = None
+        with torch.no_grad():
+            logits = model(input_ids=ids, use_cache=False, **inputs).logits[0, len(prompt) - 1 : -1]
+        wanted = logits.log_softmax(-1).gather(1, torch.tensor(done.token_ids)[:, None])[:, 0]
+        assert torch.allclose(torch.tensor(done.log_probs), wanted, atol=2e-5), (wanted, done.log_probs)
+
+
+def test_videos_behind_images(engine: RolloutEngine) -> None:
+    """The same with a video and an image, with two videos, and with text, in one batch. In float32."""
+    model = models(engine)
+    family, tokenizer = model.config.model_type, tiny_tokenizer()
+    rules = FrameRules(4, 2, 2, 64, 1024, (0.5,) * 3, (0.5,) * 3, are_apart=family == "qwen3_vl")
+    per_second = 4 if family == "qwen2_5_vl" else None
+    processor = replace(PROCESSOR, frames=rules, tokens_per_second=per_second, bounds=(START, END))
+    films = [np.random.default_rng(seed).integers(0, 256, (4, 24, 24, 3), dtype=np.uint8) for seed in range(3)]
+    clips = [rules.read(open_video({"frames": one, "fps": 8}, folder=Path(), where=""), where="") for one in films]
+    asked = [
+        (f"{PLACE} w1 {FILM} ?", ASKED[0][1], clips[:1]),
+        (f"{FILM} and {FILM} ?", [], clips[1:]),
+        ("w1 ?", [], []),
+    ]
+    prompts, images = [], []
+
+    def encode(texts: list[str]) -> list[list[int]]:
+        return tokenizer(texts, add_special_tokens=False)["input_ids"]
+
+    for text, pictures, own in asked:
+        seen = processor.prompt(encode([text])[0], pictures, 200, where="", clips=own, encode=encode)
+        prompts.append(seen.ids)
+        one = Images(seen.pictures, seen.inputs, seen.positions, tuple(seen.short_ids), images_key(seen.inputs))
+        images.append(one if seen.inputs else None)
+    sampling = [SamplingParams(max_tokens=5, seed=3, ignore_eos=True)] * 3
+    for prompt, one, done in zip(prompts, images, engine.generate_batch(prompts, sampling, images), strict=True):
+        ids = torch.tensor([[*prompt, *done.token_ids]])
+        inputs = {} if one is None else one.inputs | {"mm_token_type_ids": token_types(ids)}
         model.model.rope_deltas = None
         with torch.no_grad():
             logits = model(input_ids=ids, use_cache=False, **inputs).logits[0, len(prompt) - 1 : -1]

@@ -27,8 +27,6 @@ WORDS = ["<pad>", "<eos>", "<unk>", "<user>", *(f"w{number}" for number in range
 INSTEAD = {
     "verl.trainer.ppo.ray_trainer.RayPPOTrainer": "quadriga verl main_ppo",
     "verl.utils.tracking.Tracking": "trainer.logger",
-    "verl.utils.dataset.vision_utils.process_video": "Rows with images",
-    "verl.models.transformers.qwen2_vl.get_rope_index": "quadriga.models",
 }
 """Name -> what the error about it says to use."""
 SNIPPETS: list[Callable[..., None]] = []

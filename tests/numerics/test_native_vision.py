@@ -21,7 +21,7 @@ from quadriga.rollout import Completion, NativeEngine, SamplingParams
 from quadriga.rollout.interface import Images
 from quadriga.rollout.native.network import Network, PlainNetwork
 from tests.numerics.vision_batch import RESPONSE_WIDTH, Row, vision_batch, vision_rows
-from tests.tiny_vision import EOS, FAMILIES, IMAGE, positions_of, vision_model
+from tests.tiny_vision import EOS, FAMILIES, IMAGE, positions_of, token_types, vision_model
 
 NUM_TOKENS = RESPONSE_WIDTH
 
@@ -46,9 +46,10 @@ def tokens_of(completions: Sequence[Completion]) -> list[list[int]]:
 
 
 @pytest.fixture
-def rows() -> list[Row]:
-    """Four prompts, each three times: an image, the same tokens with another image, text, two images."""
-    return vision_rows()
+def rows(request: pytest.FixtureRequest) -> list[Row]:
+    """Five prompts, each three times: an image, the same tokens with another image, text, two images, a video."""
+    family = request.node.callspec.params["family"] if hasattr(request.node, "callspec") else "qwen2_5_vl"
+    return vision_rows(family)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -59,7 +60,7 @@ def test_greedy_answers_are_those_of_transformers(rows: list[Row], family: str) 
     found = NativeEngine(model).generate_batch(prompts, params_of(rows, 20, temperature=0), images)
     for row, completion in list(zip(rows, found, strict=True))[::3]:
         ids = torch.tensor([row.prompt])
-        kinds = {"mm_token_type_ids": (ids == IMAGE).int()}
+        kinds = {"mm_token_type_ids": token_types(ids)}
         expected = theirs.generate(ids, **row.images, **kinds, max_new_tokens=20, do_sample=False)[0, ids.shape[1] :]
         assert completion.token_ids == expected.tolist()
         theirs.model.rope_deltas = None
@@ -110,13 +111,13 @@ def test_an_image_is_computed_once_for_all_of_its_answers(rows: list[Row]) -> No
     )
     prompts, images = prompts_of(model, rows)
     NativeEngine(model).generate_batch(prompts, params_of(rows), images)
-    assert calls == [4]  # one, another one, and two of the last prompt
+    assert calls == [6]  # one, another one, two, and an image with a video
 
 
 def test_what_does_not_fit_is_refused(rows: list[Row]) -> None:
     model = vision_model()
     prompts, images = prompts_of(model, rows[:1])
-    with pytest.raises(RolloutError, match="prompt 0: got 3 image tokens, expected at least 4"):
+    with pytest.raises(RolloutError, match="prompt 0: got 3 tokens with id 5 for 4 embeddings of images, expected at"):
         NativeEngine(model).generate_batch([[*prompts[0][:4], *prompts[0][5:]]], params_of(rows[:1]), images)
 
 

@@ -20,7 +20,7 @@ from quadriga.models.vision import vision_encoder
 from quadriga.protocol import DataProto
 from tests.numerics.recording import Recording
 from tests.numerics.vision_batch import Row, vision_batch, vision_rows
-from tests.tiny_vision import FAMILIES, IMAGE, vision_model
+from tests.tiny_vision import FAMILIES, IMAGE, token_types, vision_model
 
 CPU = torch.device("cpu")
 CUTS = {
@@ -36,7 +36,7 @@ TEMPERATURE = 0.7
 def row_scores(model: PreTrainedModel, row: Row) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies [T] by transformers alone, which finds the positions by itself."""
     ids = torch.tensor([[*row.prompt, *row.answer]])
-    logits = model(input_ids=ids, mm_token_type_ids=(ids == IMAGE).int(), **row.images).logits[0]
+    logits = model(input_ids=ids, mm_token_type_ids=token_types(ids), **row.images).logits[0]
     logp = (logits[len(row.prompt) - 1 : -1] / TEMPERATURE).log_softmax(-1)
     return logp.gather(-1, torch.tensor(row.answer)[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
@@ -73,9 +73,9 @@ def largest_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> fl
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_log_probs_and_entropies(family: str) -> None:
-    """However the batch is cut: prompts with one image, with two, with none, and two that are equal in their tokens
-    alone. Does not show it in bfloat16."""
-    theirs, rows = vision_model("eager", family), vision_rows()
+    """However the batch is cut: prompts with one image, with two, with none, with a video, and two that are equal in
+    their tokens alone. Does not show it in bfloat16."""
+    theirs, rows = vision_model("eager", family), vision_rows(family)
     batch = vision_batch(theirs, rows)
     width = batch.batch["response_mask"].shape[1]
     with torch.no_grad():
@@ -92,7 +92,7 @@ def test_log_probs_and_entropies(family: str) -> None:
 @pytest.mark.parametrize("micro", CUTS.values(), ids=CUTS.keys())
 def test_gradients(micro: MicroBatching, family: str) -> None:
     """Of the decoder and of the vision encoder, for every cut. Does not show it for more than one process."""
-    rows = vision_rows()
+    rows = vision_rows(family)
     theirs = vision_model("eager", family)
     batch = vision_batch(theirs, rows)
     expected = reference_gradients(theirs, batch, rows)
@@ -121,7 +121,7 @@ def test_each_image_is_computed_once(record_images: Callable[[PreTrainedModel], 
     copies[:] = np.array([{name: tensor.clone() for name, tensor in one.items()} for one in copies], dtype=object)
     infer(engine, batch, CUTS["all"])
     infer(engine, batch, CUTS["all, prompts not shared"])
-    num_images = sum(len(row.images.get("image_grid_thw", ())) for row in rows)
+    num_images = sum(len(row.images.get(name, ())) for row in rows for name in ("image_grid_thw", "video_grid_thw"))
     assert seen == [num_images // 3, num_images // 3, num_images]
 
 
@@ -163,7 +163,7 @@ def test_places_without_an_image_are_refused() -> None:
     batch = vision_batch(vision_model(), rows)
     engine = FSDPEngine(PolicyScorer(vision_model()), dtype=torch.float32, device=CPU)
     batch.non_tensor_batch["multi_modal_inputs"][0] = {}
-    with pytest.raises(EngineError, match=r"row 0 of a batch: got 4 image tokens \(id 5\) in the prompt, expected 0"):
+    with pytest.raises(EngineError, match=r"row 0 of a batch: got 4 tokens with id 5 for 0 embeddings of images, exp"):
         infer(engine, batch, CUTS["all"])
 
 

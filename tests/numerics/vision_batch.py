@@ -8,7 +8,15 @@ import torch
 from transformers import PreTrainedModel
 
 from quadriga.protocol import DataProto
-from tests.tiny_vision import VOCABULARY, image_tokens, joined, positions_of, random_image
+from tests.tiny_vision import (
+    VOCABULARY,
+    image_tokens,
+    joined,
+    positions_of,
+    random_image,
+    random_video,
+    video_tokens,
+)
 
 RESPONSE_WIDTH = 6
 
@@ -22,9 +30,10 @@ class Row:
     answer: list[int]
 
 
-def vision_rows() -> list[Row]:
-    """Three answers to each of four prompts: with an image, the same tokens with another image, text alone, and two
-    images of other sizes with text between them. Answers to the first two prompts are the same."""
+def vision_rows(family: str = "qwen2_5_vl") -> list[Row]:
+    """Three answers to each of five prompts: with an image, the same tokens with another image, text alone, two images
+    of other sizes with text between them, and a video behind an image. Answers to the first two prompts are the same.
+    """
     generator = torch.Generator().manual_seed(2)
 
     def words(count: int) -> list[int]:
@@ -32,12 +41,14 @@ def vision_rows() -> list[Row]:
 
     red, blue = (random_image(generator, 4, 4) for _ in range(2))
     wide, tall = random_image(generator, 4, 6), random_image(generator, 6, 2)
+    film = random_video(torch.Generator().manual_seed(4), 3, 6, 6, family)
     text, asked = words(3), words(2)
     prompts = [
         ([*text, *image_tokens(red), *asked], red),
         ([*text, *image_tokens(blue), *asked], blue),
         (words(7), {}),
         ([*image_tokens(wide), *words(2), *image_tokens(tall), *words(1)], joined(wide, tall)),
+        ([*image_tokens(tall), *words(2), *video_tokens(film, family), *words(1)], tall | film),
     ]
     answers = [words(count) for count in (4, 1, 6)]
     rows = []

@@ -7,10 +7,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from quadriga.data import VisionProcessor, load_processor
+from quadriga.data.videos import open_video
 from quadriga.errors import RolloutError
 from quadriga.protocol.memory import images_key
 from quadriga.rollout import Completion, HFEngine, Images, SamplingParams
@@ -22,13 +24,21 @@ pytestmark = pytest.mark.skipif(
     find_spec("torchvision") is None, reason="no torchvision here: scripts/install-vllm installs it"
 )
 PLACE = "<|vision_start|><|image_pad|><|vision_end|>"
+FILM = "<|vision_start|><|video_pad|><|vision_end|>"
 ASKED: list[tuple[str, list[Any]]] = [
     (f"which {PLACE} ?", [noise(16, 16, 0)]),
     (f"which {PLACE} ?", [noise(16, 16, 1)]),
     ("which color ? and w1", []),
     (f"{PLACE} and {PLACE} color ?", [noise(24, 8, 2), picture("red", 8, 32)]),
     (f"{PLACE} " + "w1 w2 w3 " * 30, [noise(100, 70, 4)]),
+    (f"{FILM} which {PLACE} ?", [noise(16, 16, 5)]),
+    (f"w1 {FILM} and {FILM} ?", []),
 ]
+FILMS = [
+    {"frames": np.random.default_rng(seed).integers(0, 256, (*shape, 3), dtype=np.uint8), "fps": fps}
+    for seed, (shape, fps) in enumerate([((12, 24, 16), 4), ((5, 40, 20), 2), ((9, 16, 16), 3.3)])
+]
+"""For the places of videos, in their order; their sizes change, and all but the second have frames left out."""
 MAX_PIXELS = 512
 
 
@@ -74,14 +84,23 @@ def processor(pictures_folder: Path) -> VisionProcessor:
 def requests(
     processor: VisionProcessor, **sampling: Any
 ) -> tuple[list[list[int]], list[SamplingParams], list[Images | None]]:
-    """Two prompts that differ in their image alone, one of text, one with two images, and one of several blocks."""
-    prompts, images = [], []
+    """Two prompts that differ in their image alone, one of text, one with two images, one of several blocks, one with a
+    video and an image, and one with two videos."""
+    prompts, images, films, rules = [], [], iter(FILMS), processor.frame_rules("here")
+
+    def encode(texts: list[str]) -> list[list[int]]:
+        return tiny_tokenizer()(texts, add_special_tokens=False)["input_ids"]
+
     for text, pictures in ASKED:
-        ids = tiny_tokenizer()(text, add_special_tokens=False)["input_ids"]
-        seen = processor.prompt(ids, pictures, 160, where="here")
+        opened = [open_video(next(films), folder=Path(), where="here") for _ in range(text.count(FILM))]
+        clips = [rules.read(one, where="here") for one in opened]
+        seen = processor.prompt(encode([text])[0], pictures, 160, where="here", clips=clips, encode=encode)
         prompts.append(seen.ids)
-        one = Images(seen.pictures, seen.inputs, seen.positions, tuple(ids), images_key(seen.inputs))
-        images.append(one if pictures else None)
+        data = seen.columns()["multi_modal_data"]
+        videos = tuple(zip(data.get("video", ()), data.get("video_metadata", ()), strict=True))
+        keys = (tuple(seen.short_ids), images_key(seen.inputs))
+        one = Images(seen.pictures, seen.inputs, seen.positions, *keys, videos)
+        images.append(one if seen.inputs else None)
     params = {"max_tokens": 8, "temperature": 0.0, **sampling}
     return prompts, [SamplingParams(seed=5, **params) for _ in prompts], images
 

@@ -10,15 +10,17 @@ from typing import Any
 
 import datasets
 import numpy as np
+import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from quadriga.compat.verl.algorithms import taken
 from quadriga.data.padding import postprocess_data
 from quadriga.data.pictures import as_list, read_picture
-from quadriga.data.rl_dataset import prompt_columns
+from quadriga.data.rl_dataset import prompt_columns, read_media
 from quadriga.data.tokenizing import ChatEncoder, as_messages, load_tokenizer
-from quadriga.data.vision import as_vision, load_processor, with_parts
+from quadriga.data.videos import FrameRules, open_video
+from quadriga.data.vision import as_vision, load_processor, refuse_media, with_parts
 from quadriga.errors import DataError
 
 _READERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
@@ -41,7 +43,8 @@ class RLHFDataset(Dataset):
         files = [data_files] if isinstance(data_files, str | Path) else list(data_files)
         self.data_files, self.original_data_files = [str(file) for file in files], copy.deepcopy(files)
         self.tokenizer, self.processor, self.config, self.max_samples = tokenizer, processor, config, max_samples
-        self.prompt_key, self.image_key, self.video_key = config.prompt_key, config.image_key or "images", "videos"
+        self.prompt_key = config.prompt_key
+        self.image_key, self.video_key = config.image_key or "images", config.video_key or "videos"
         self.max_prompt_length, self.truncation = config.max_prompt_length, config.truncation
         self.filter_overlong_prompts, self.shuffle, self.seed = (
             config.filter_overlong_prompts,
@@ -106,16 +109,17 @@ class RLHFDataset(Dataset):
         return [self._with_tokens(self[item], f"row {item} of {type(self).__name__}") for item in items]
 
     def _with_tokens(self, row: dict[str, Any], where: str) -> dict[str, Any]:
-        pictures = as_list(row.pop(self.image_key, None))
+        images, videos = (as_list(row.pop(key, None)) for key in (self.image_key, self.video_key))
         if "input_ids" in row:
             return row
-        if pictures and self._vision is None:
-            raise DataError(where, got="images, for a text-only model", expected="a vision-language model")
-        read = [read_picture(one, folder=Path.cwd(), where=where) for one in pictures]
-        messages = as_messages(list(row["raw_prompt"]), where=where)
-        messages = messages if self._vision is None else with_parts(messages, len(read), where=where)
+        messages, pictures, clips = as_messages(list(row["raw_prompt"]), where=where), [], []
+        if self._vision is None:
+            refuse_media(messages, {"image": images, "video": videos}, self.config, where=where)
+        else:
+            messages, *given = with_parts(messages, images, videos, where=where)
+            pictures, clips = read_media(given, self._vision, self.config, folder=Path.cwd(), where=where)
         text = self._encoder.render(messages, where=where)
-        return {**row, **prompt_columns(text, read, self._encoder, self._vision, self.config, where=where)}
+        return row | prompt_columns(text, pictures, clips, self._encoder, self._vision, self.config, where=where)
 
 
 def tokenize_and_postprocess_data(prompt: str, tokenizer: Any, **options: Any) -> tuple[Tensor, Tensor]:
@@ -127,6 +131,46 @@ def tokenize_and_postprocess_data(prompt: str, tokenizer: Any, **options: Any) -
 def process_image(image: Any) -> Any:
     """A picture of PIL, in RGB."""
     return read_picture(image, folder=Path.cwd(), where="process_image")
+
+
+def process_video(
+    video: Any, nframes: int | None = None, fps: float | None = None, fps_min_frames: int = 4, fps_max_frames: int = 768
+) -> Tensor:
+    """The frames that are taken of a video, [T, 3, H, W] uint8, resized for patches of 14 pixels.
+
+    `video`: a path, {"video": ...} or a list of images, with `nframes`, `fps`, `min_frames` and `max_frames` beside it.
+    """
+    told = dict(video) if isinstance(video, dict) else {"video": video}
+    count = told.pop("nframes", nframes)
+    least, most = (count, count) if count else (fps_min_frames, fps_max_frames)
+    options = {
+        "fps": told.pop("fps", fps) or 2.0,
+        "min_frames": told.pop("min_frames", least),
+        "max_frames": told.pop("max_frames", most),
+    } | {name: told.pop(name) for name in ("min_pixels", "max_pixels") if name in told}
+    rules, where = FrameRules.of({}, are_apart=False, options=options), "process_video"
+    frames = rules.read(open_video(told.get("video"), folder=Path.cwd(), where=where), where=where).frames
+    assert frames is not None
+    return frames
+
+
+def get_rope_index(
+    processor: Any,
+    input_ids: Tensor,
+    image_grid_thw: Tensor | None = None,
+    video_grid_thw: Tensor | None = None,
+    second_per_grid_ts: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+) -> Tensor:
+    """Positions [3, P] of the tokens [P] of a prompt along time, height and width; 1 on padding."""
+    vision = as_vision(processor)
+    if vision is None:
+        raise DataError("get_rope_index", got="no processor", expected="that of a vision-language model")
+    valid = torch.ones_like(input_ids).bool() if attention_mask is None else attention_mask.bool()
+    positions = torch.ones(3, len(input_ids), dtype=input_ids.dtype)
+    grids = (image_grid_thw, video_grid_thw, second_per_grid_ts)
+    positions[:, valid] = vision.get_rope_index(input_ids[valid].tolist(), *grids)[0].to(positions.dtype)
+    return positions
 
 
 def hf_tokenizer(name_or_path: str, correct_pad_token: bool = True, correct_gemma2: bool = True, **kwargs: Any) -> Any:

@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -281,11 +282,10 @@ class NativeEngine(CausalModelEngine):
             if own is not None and image_tokens is None:
                 raise RolloutError(where, got="images", expected="text: the model is no vision-language model")
             if own is not None and image_tokens is not None:
-                least = image_tokens.count(own.inputs["image_grid_thw"])
                 # There may be more: a model may write one in an earlier turn.
-                if (found := list(prompt).count(image_tokens.token_id)) < least:
-                    expected = f"at least {least}, one for each embedding of its images"
-                    raise RolloutError(where, got=f"{found} image tokens", expected=expected)
+                found, problem = image_tokens.places(np.array(prompt), own.inputs)
+                if len(found) < image_tokens.count(own.inputs):
+                    raise RolloutError(where, got=problem, expected="at least one for each embedding")
             requests.append(Request(prompt, params, self.eos_token_ids, self.tokenizer, own))
         return requests
 

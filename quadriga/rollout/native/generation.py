@@ -250,8 +250,8 @@ class Generation:
                 tokens, inputs = self.network.image_tokens, prefix.images.inputs
                 assert tokens is not None, "the engine refuses images for a language model"
                 # The first tokens with their id stand for images; later ones were generated.
-                found = np.flatnonzero(np.array(prefix.tokens) == tokens.token_id)
-                images.append((inputs, start + found[: tokens.count(inputs["image_grid_thw"])]))
+                found, _ = tokens.places(np.array(prefix.tokens), inputs)
+                images.append((inputs, start + found))
                 rows.append(prefix.positions())
             else:
                 rows.append(torch.arange(len(prefix)).expand(3, -1))

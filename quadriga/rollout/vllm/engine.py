@@ -268,7 +268,7 @@ class VLLMEngine(ThirdPartyEngine):
     def _arguments(self) -> dict[str, Any]:
         """The arguments of vLLM's engine: those of the configuration, under vLLM's names; `engine_kwargs.vllm` wins."""
         rollout, model, data = self.setup.rollout, self.setup.config.actor_rollout_ref.model, self.setup.config.data
-        sizes, is_on_cpu = data.mm_processor_kwargs, self.setup.device.type == "cpu"
+        is_on_cpu = self.setup.device.type == "cpu"
         # On a CPU vLLM raises where it cuts a prompt of a request with a seed: it cannot put the generator back. So a
         # pass holds at least one token of each sequence there, and a prompt that is not cut.
         smallest_pass = max(rollout.max_num_seqs, self.setup.max_model_len) if is_on_cpu else rollout.max_num_seqs
@@ -308,7 +308,11 @@ class VLLMEngine(ThirdPartyEngine):
                 "lora_target_modules": self.adapter.modules,
             }
         if self.is_vision:
-            own |= {"limit_mm_per_prompt": {"video": 0}, "mm_processor_kwargs": sizes.model_dump(exclude_none=True)}
+            # Frames come to vLLM chosen and resized; only images are cut by what the configuration says.
+            sizes = data.mm_processor_kwargs.model_dump(include={"min_pixels", "max_pixels"}, exclude_none=True)
+            own["mm_processor_kwargs"] = sizes
+            if data.video_key is None:
+                own["limit_mm_per_prompt"] = {"video": 0}
         return own | self.setup.options
 
     def _describe(self) -> str:
@@ -343,8 +347,10 @@ class VLLMEngine(ThirdPartyEngine):
         requests = []
         for prompt, params, one in zip(prompts, sampling, images, strict=True):
             given: dict[str, Any] = {"prompt_token_ids": list(prompt)}
-            if one is not None:  # one token for each image, which vLLM repeats by itself
-                given = {"prompt_token_ids": list(one.short_prompt), "multi_modal_data": {"image": list(one.pictures)}}
+            if one is not None:  # one token for each image and video, which vLLM repeats by itself
+                media = {"image": list(one.pictures), "video": list(one.videos)}
+                media = {name: values for name, values in media.items() if values}
+                given = {"prompt_token_ids": list(one.short_prompt), "multi_modal_data": media}
             told = self.library.sampling.SamplingParams(
                 max_tokens=params.max_tokens,
                 **params.drawing,

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from quadriga.config import DataConfig
 from quadriga.data import rl_dataset
 from quadriga.data.files import read_table
 from quadriga.data.rl_dataset import PromptMeter, prompt_lengths
@@ -33,7 +34,10 @@ def measure(tokenizer, tmp_path: Path):
     def run(path: Path, num_workers: int = 1, **template_kwargs) -> tuple[list[int], int]:
         encoder = CountingEncoder(tokenizer, template_kwargs)
         found = prompt_lengths(
-            read_table(path), PromptMeter(encoder), cache_dir=tmp_path / "cache", num_workers=num_workers
+            read_table(path),
+            PromptMeter(encoder, None, DataConfig()),
+            cache_dir=tmp_path / "cache",
+            num_workers=num_workers,
         )
         return found.tolist(), encoder.num_texts
 
@@ -106,7 +110,7 @@ def test_a_prompt_that_is_none_names_file_and_row(measure, write, row, monkeypat
 
 def test_a_cache_that_cannot_be_written(tokenizer, path: Path, tmp_path: Path, capsys):
     (tmp_path / "occupied").write_text("")
-    meter = PromptMeter(ChatEncoder(tokenizer, {}))
+    meter = PromptMeter(ChatEncoder(tokenizer, {}), None, DataConfig())
     lengths = prompt_lengths(read_table(path), meter, cache_dir=tmp_path / "occupied")
     assert lengths.tolist() == prompt_lengths(read_table(path), meter, cache_dir=tmp_path / "free").tolist()
     assert "data.cache_dir: got" in (said := capsys.readouterr().out) and "measured at each start" in said

@@ -77,7 +77,7 @@ def test_columns_of_verls_rows(tokenizer, config, write, row):
 def test_images_in_a_message_for_a_model_that_reads_text(tokenizer, config, write, row):
     parts = [{"type": "text", "text": "w1"}, {"type": "image", "image": "a.png"}]
     path = write("t.jsonl", [row(), row(prompt=[{"role": "user", "content": parts}])])
-    with pytest.raises(DataError, match="row 1: got images, for a text-only model"):
+    with pytest.raises(DataError, match="row 1, column 'prompt': got images or videos in a message, for a text-only"):
         RLHFDataset(path, tokenizer, config())
 
 
@@ -96,7 +96,8 @@ def test_truncation_error_names_file_and_row(tokenizer, config, write, row):
     [
         ({"prompt": []}, r"b\.jsonl row 1, column 'prompt': got the prompt \[\]"),
         ({"extra_info": "text"}, r"b\.jsonl row 1, column 'extra_info': got 'text', expected a dictionary"),
-        ({"images": ["a.png"]}, r"b\.jsonl row 1: got images, for a text-only model"),
+        ({"images": ["a.png"]}, r"b\.jsonl row 1, column 'images': got images, for a text-only model"),
+        ({"videos": ["a.mp4"]}, r"b\.jsonl row 1, column 'videos': got videos, for a text-only model"),
     ],
 )
 def test_a_bad_row_is_found_when_the_data_set_is_made(bad, words, tokenizer, config, write, row):

@@ -3,6 +3,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -20,6 +21,7 @@ from quadriga.models.weight_files import SafetensorFiles
 from quadriga.models.weight_names import ConvertedFiles
 from quadriga.protocol.memory import images_key
 from tests.tiny_vision import FAMILIES, IMAGE, image_tokens, joined, random_image, save_vision_model, vision_model
+from tests.vision_folder import VIDEO
 
 
 @pytest.fixture(params=FAMILIES)
@@ -75,8 +77,13 @@ def test_the_key_of_images() -> None:
 
 def test_the_tokens_of_images() -> None:
     tokens = ImageTokens.of(vision_model().config)
-    assert tokens is not None and tokens.token_id == IMAGE
-    assert tokens.count(torch.tensor([[1, 4, 6], [1, 2, 2]])) == 7
+    assert tokens is not None and tokens.token_ids == (IMAGE, VIDEO)
+    grids = {"image_grid_thw": torch.tensor([[1, 4, 6]]), "video_grid_thw": torch.tensor([[3, 2, 2]])}
+    assert tokens.count(grids) == 9
+    row = np.array([VIDEO, IMAGE, VIDEO, *[IMAGE] * 6, 9, VIDEO, VIDEO])
+    places, problem = tokens.places(row, grids)
+    assert places.tolist() == [1, 3, 4, 5, 6, 7, 0, 2, 10]
+    assert problem == "7 tokens with id 5 for 6 embeddings of images, 4 tokens with id 6 for 3 embeddings of videos"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
