@@ -7,6 +7,7 @@ position inside an epoch and the generator of the sampler: a resumed run sees th
 
 import inspect
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -152,11 +153,18 @@ def create_rl_sampler(data_config: DataConfig, dataset: Dataset, is_train: bool 
 
 
 def create_dataloader(
-    dataset: Dataset, config: DataConfig, *, batch_size: int | None, sampler: Sampler, drop_last: bool
+    dataset: Dataset,
+    config: DataConfig,
+    *,
+    batch_size: int | None,
+    sampler: Sampler,
+    drop_last: bool,
+    collate: Callable[[list[dict[str, Any]]], dict[str, Any]] | None = None,
 ) -> RowLoader:
     """A loader whose position can be saved and restored.
 
     `batch_size=None` puts the whole data set into one batch; with `drop_last` an incomplete last batch is left out.
+    `collate` makes a batch of rows, where `collate_fn` does not.
 
     Raises:
         DataError: the data set is empty, or smaller than the only batch that would be kept.
@@ -177,7 +185,7 @@ def create_dataloader(
             batch_size=size,
             sampler=sampler,
             num_workers=config.dataloader_num_workers,
-            collate_fn=collate_fn,
+            collate_fn=collate or collate_fn,
             drop_last=drop_last,
             # With a generator of its own, starting the loader leaves torch's global one alone: a resumed run starts it
             # once more than the run that was not interrupted.

@@ -145,9 +145,11 @@ def union_numpy_dict(left: dict[str, np.ndarray], right: Mapping[str, np.ndarray
 
 
 def union_meta_info(left: dict[str, Any], right: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the entries of `right` to `left`, in place; entries of both must be equal."""
+    """Add the entries of `right` to `left`, in place; entries of both must be equal, of metrics those of one name."""
     for key, value in right.items():
-        if key in left and not deep_equal(left[key], value):
+        if key == METRICS and isinstance(left.get(key), dict) and isinstance(value, dict):
+            left[key] = union_meta_info(dict(left[key]), value)
+        elif key in left and not deep_equal(left[key], value):
             raise _conflict(f"meta_info[{key!r}]", f"{left[key]!r:.80} and {value!r:.80}")
     left.update({key: value for key, value in right.items() if key not in left})
     return left

@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from copy import copy
+from dataclasses import replace
 from functools import partial
 from operator import itemgetter
 from typing import Any, Generic, Self, TypeVar, cast
@@ -49,6 +50,15 @@ class ClassWithInitArgs(Generic[W]):
 
     def __call__(self) -> W:
         return self.cls(*self.args, **self.kwargs)
+
+
+class GroupMethod(partial):
+    """A registered method of a group, which is called on all its ranks."""
+
+    def remote(self, *args: Any, **kwargs: Any) -> DataProtoFuture:
+        """The same call without waiting for it; `get()` of the future does."""
+        name, registration = self.args
+        return self.func(name, replace(registration, blocking=False), *args, **kwargs)
 
 
 class WorkerGroup(GroupLayout, ABC, Generic[W]):
@@ -126,10 +136,10 @@ class WorkerGroup(GroupLayout, ABC, Generic[W]):
         """Call any method, registered or not, on every rank with the same arguments; the outputs in rank order."""
         return self.resolve(self.start_all(method_name, [(args, kwargs)] * self.world_size))
 
-    def method(self, name: str) -> Callable[..., Any]:
+    def method(self, name: str) -> GroupMethod:
         """The registered method `name`, bound to the group."""
         if name in self.methods:
-            return partial(self._call, name, self.methods[name])
+            return GroupMethod(self._call, name, self.methods[name])
         if callable(getattr(self.worker_class, name, None)):
             raise NotRegisteredError(
                 f"{self.worker_class.__name__}.{name}: got a method without @register, expected one that says how its "

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a configuration to the objects of a run: the one place where a name becomes a class."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pkgutil import resolve_name
 from typing import Any
@@ -14,6 +14,7 @@ from quadriga.config.placement import POLICIES, role_pools, rollout_group_size
 from quadriga.data import create_dataloader, create_rl_dataset, create_rl_sampler, load_processor, load_tokenizer
 from quadriga.data.rl_dataset import RLHFDataset
 from quadriga.data.sft_dataset import MultiTurnSFTDataset, RMDataset, SFTDataset
+from quadriga.errors import ConfigError
 from quadriga.observe.timing import Timeline
 from quadriga.observe.tracking.services import check_services
 from quadriga.rewards import RewardManager, load_reward_manager
@@ -50,6 +51,29 @@ SUPERVISED = {"sft": (SFTWorker, SFTTrainer), "reward_model": (RewardModelTraini
 
 
 @dataclass(frozen=True)
+class Parts:
+    """What takes the place of what a configuration names; None: nothing does.
+
+    Attributes:
+        workers: classes by role, subclasses of those that the role has.
+        reward, val_reward: make the reward managers, anew after the workers were started again.
+        train, val: data sets.
+    """
+
+    workers: Mapping[Role, type[Any]] = field(default_factory=dict)
+    tokenizer: Any = None
+    reward: Callable[[], RewardManager] | None = None
+    val_reward: Callable[[], RewardManager] | None = None
+    train: Any = None
+    val: Any = None
+    sampler: Any = None
+    collate: Callable[..., Any] | None = None
+
+
+NO_PARTS = Parts()
+
+
+@dataclass(frozen=True)
 class Run:
     """The objects of a run: the trainer on the driver, and the workers that it calls."""
 
@@ -72,7 +96,7 @@ class Run:
                 self.trainer.weights.close()
 
 
-def build_run(config: Config, timeline: Timeline) -> Run:
+def build_run(config: Config, timeline: Timeline, parts: Parts = NO_PARTS) -> Run:
     """Everything a run needs, loaded and checked, whatever its `task`. Workers that are other processes load their
     models while this one prepares the data."""
     needs = Needs.of(config)
@@ -84,19 +108,20 @@ def build_run(config: Config, timeline: Timeline) -> Run:
         require_text(config, "quadriga sft")
     check_models(config, has_critic=needs.critic)
     with timeline.part("tokenizer"):
-        tokenizer = build_tokenizer(config)
+        tokenizer = parts.tokenizer or build_tokenizer(config)
     reward: RewardManager | None = None
-    team = start_workers(config, tokenizer, needs)
+    team = start_workers(config, tokenizer, needs, parts.workers)
     try:
         models: Callable[[], dict[str, str]] = partial(load_models, team, timeline)
         if team.is_remote:
             models = in_background(models, "loading models").result
         with timeline.part("data"):
-            train = build_train_loader(config, tokenizer)
-            val = build_val_loader(config, tokenizer) if config.data.val_files else None
+            train = build_train_loader(config, tokenizer, parts)
+            has_val = config.data.val_files or parts.val is not None
+            val = build_val_loader(config, tokenizer, parts) if has_val else None
         if config.task == "rl":
             with timeline.part("rewards"):
-                reward = build_reward(config, tokenizer, train, val)
+                reward = parts.reward() if parts.reward else build_reward(config, tokenizer, train, val)
         choices = models()
         total = config.trainer.num_steps(max(1, len(train)))
         names = [name for name in ("save_freq", "test_freq") if getattr(config.trainer, name) == "after_each_epoch"]
@@ -107,6 +132,8 @@ def build_run(config: Config, timeline: Timeline) -> Run:
             if workers.reward_model is not None:
                 reward = ModelReward(workers.reward_model, reward)
             trainer = RayPPOTrainer(config, tokenizer, workers, reward, train, val, total)
+            if parts.val_reward:
+                trainer.validator.reward = parts.val_reward()
             choices |= needs.describe()
         else:
             _, trainer_class = SUPERVISED[config.task]
@@ -125,9 +152,9 @@ def build_run(config: Config, timeline: Timeline) -> Run:
     return Run(trainer, team)
 
 
-def start_workers(config: Config, tokenizer: Any, needs: Needs) -> WorkerGroups:
+def start_workers(config: Config, tokenizer: Any, needs: Needs, given: Mapping[Role, type[Any]]) -> WorkerGroups:
     """A worker group for each role of the run, on the pools of `trainer.placement` and the backend that
-    `trainer.backend` names."""
+    `trainer.backend` names. Raises ConfigError: a class that is given is not one of its role."""
     placement = place_roles(
         config.trainer, has_reference=needs.reference, has_critic=needs.critic, has_reward_model=needs.reward_model
     )
@@ -138,12 +165,14 @@ def start_workers(config: Config, tokenizer: Any, needs: Needs) -> WorkerGroups:
     }
     if config.task != "rl":
         classes[Role.ActorRollout], _ = SUPERVISED[config.task]
-    workers = {
-        role: ClassWithInitArgs(classes[role], config, tokenizer)
-        if role in classes
-        else ClassWithInitArgs(ActorRolloutRefWorker, config, tokenizer, role)
-        for role in map(Role, placement.roles)
-    }
+    policy = next((given[Role(role)] for role in POLICIES if role in given), ActorRolloutRefWorker)
+    workers = {}
+    for role in map(Role, placement.roles):
+        base = classes.get(role, ActorRolloutRefWorker)
+        cls = given.get(role, policy if role in POLICIES else base)
+        if not issubclass(cls, base):
+            raise ConfigError(f"the worker of {role}", got=cls.__name__, expected=f"a subclass of {base.__name__}")
+        workers[role] = ClassWithInitArgs(cls, config, tokenizer, *([] if role in classes else [role]))
     under = {"nsight": NSIGHT} if config.global_profiler.tool == "nsys" else {}
     return resolve_name(TEAMS[config.trainer.backend])(workers, placement.roles, placement.pools, config.trainer, under)
 
@@ -269,9 +298,9 @@ def _dataset(config: Config, tokenizer: Any, *, is_train: bool) -> Any:
     return create_rl_dataset(files, data, tokenizer, processor, is_train=is_train, max_samples=size)
 
 
-def build_train_loader(config: Config, tokenizer: Any) -> Any:
+def build_train_loader(config: Config, tokenizer: Any, parts: Parts = NO_PARTS) -> Any:
     """A loader of training rows, whole batches only."""
-    rows, data = _dataset(config, tokenizer, is_train=True), config.data
+    rows, data = parts.train if parts.train is not None else _dataset(config, tokenizer, is_train=True), config.data
     size = data.train_batch_size
     if data.gen_batch_size is not None and config.algorithm.filter_groups.enable:
         size = data.gen_batch_size
@@ -280,11 +309,12 @@ def build_train_loader(config: Config, tokenizer: Any) -> Any:
         print(f"data.train_batch_size: there are {size} rows; a batch has all of them.")
     elif len(rows) > size and (rest := len(rows) % size):
         print(f"data.train_batch_size: {len(rows)} rows in batches of {size}: each epoch leaves {rest} of them out.")
-    return create_dataloader(rows, data, batch_size=size, sampler=create_rl_sampler(data, rows), drop_last=True)
+    sampler = parts.sampler if parts.sampler is not None else create_rl_sampler(data, rows)
+    return create_dataloader(rows, data, batch_size=size, sampler=sampler, drop_last=True, collate=parts.collate)
 
 
-def build_val_loader(config: Config, tokenizer: Any) -> Any:
+def build_val_loader(config: Config, tokenizer: Any, parts: Parts = NO_PARTS) -> Any:
     """A loader of all validation rows, in the order of their files unless `data.validation_shuffle`."""
-    rows, data = _dataset(config, tokenizer, is_train=False), config.data
-    sampler = create_rl_sampler(data, rows, is_train=False)
-    return create_dataloader(rows, data, batch_size=data.val_batch_size, sampler=sampler, drop_last=False)
+    rows, data = parts.val if parts.val is not None else _dataset(config, tokenizer, is_train=False), config.data
+    sampler, size = create_rl_sampler(data, rows, is_train=False), data.val_batch_size
+    return create_dataloader(rows, data, batch_size=size, sampler=sampler, drop_last=False, collate=parts.collate)

@@ -2,7 +2,7 @@
 """Where the workers of a run are: in this process, or on a Ray cluster, of which it is the driver."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pkgutil import resolve_name
 from typing import Any
@@ -22,15 +22,17 @@ def run_ppo(config: Config) -> None:
         pass
 
 
-def steps(config: Config) -> Iterator[Any]:
+def steps(config: Config, build: Callable[..., Any] | None = None) -> Iterator[Any]:
     """The same, step by step: gives what `TaskRunner.steps` gives. To close the iterator ends the run.
+
+    `build` makes a run of the configuration, where `build_run` does not.
 
     Raises:
         ConfigError: Ray is asked for and not installed.
         QuadrigaError: what went wrong in the run, wherever that was.
     """
     with cluster_of(config) as start_up:
-        yield from _load(RUNNER)().steps(config, start_up)
+        yield from _load(RUNNER)().steps(config, start_up, build)
 
 
 @contextmanager

@@ -321,3 +321,5 @@ class RayPPOTrainer(TrainingLoop):
         """Stop the graders too."""
         super().close()
         self.reward.close()
+        if self.validator.reward is not self.reward:
+            self.validator.reward.close()

@@ -10,7 +10,7 @@ a worker raises an exception                       the run ends: the exception w
 
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 
 import numpy as np
@@ -42,7 +42,12 @@ class TaskRunner:
         for _ in self.steps(config, start_up):
             pass
 
-    def steps(self, config: Config, start_up: Sequence[tuple[str, float]] = ()) -> Iterator[Step]:
+    def steps(
+        self,
+        config: Config,
+        start_up: Sequence[tuple[str, float]] = (),
+        build: Callable[[Config, Timeline], Run] | None = None,
+    ) -> Iterator[Step]:
         """Build everything, say where the time went, train, and close what was opened.
 
         Gives a `Step` without a batch when everything is built, and one after each step of the training. Between them
@@ -51,13 +56,14 @@ class TaskRunner:
         The loss of a worker is got over up to `trainer.max_worker_restarts` times within an hour; a checkpoint that is
         completed resets the count.
 
-        `start_up` has the parts of the start-up so far, each with its begin in seconds since 1970.
+        `start_up` has the parts of the start-up so far, each with its begin in seconds since 1970; `build` makes the
+        run, where `build_run` does not.
 
         Raises:
             QuadrigaError: what is wrong with the configuration, the data or the models is said before the first step.
             WorkerLostError: a worker was lost and the run does not go on by itself: why, and how it does.
         """
-        self.config = config
+        self.config, self._build_run = config, build or build_run
         self._run: Run | None = None
         self._is_stopping = False
         self._written: int | None = None
@@ -155,12 +161,12 @@ class TaskRunner:
     def _build(self, config: Config, timeline: Timeline) -> Run:
         """The run; after a loss with fewer processes, where the cluster has no room for all of them."""
         try:
-            return build_run(config, timeline)
+            return self._build_run(config, timeline)
         except NoRoomError as error:
             missing = error
         for smaller in with_fewer_processes(config) if self._losses else ():
             with suppress(NoRoomError):
-                run = build_run(smaller, timeline)
+                run = self._build_run(smaller, timeline)
                 pools = ", ".join(f"{pool} {counts}" for pool, counts in smaller.trainer.resource_pools.items())
                 print(
                     f"NOTICE: {missing}\nThe run goes on with fewer processes: {pools}. Its numbers differ by "

@@ -26,17 +26,17 @@ class Size(NamedTuple):
 SIZES: dict[str, Size] = {
     "algorithms": Size(2404, 33, 94),
     "cli": Size(890, 10, 34),
-    "compat": Size(1964, 9, 188),
+    "compat": Size(2177, 10, 205),
     "config": Size(3441, 19, 145),
-    "data": Size(2741, 13, 156),
+    "data": Size(2749, 13, 156),
     "engines": Size(4278, 25, 220),
     "models": Size(3634, 18, 201),
     "observe": Size(1728, 14, 108),
-    "protocol": Size(1556, 9, 100),
+    "protocol": Size(1558, 9, 100),
     "rewards": Size(3868, 28, 213),
     "rollout": Size(8493, 45, 512),
-    "single_controller": Size(3577, 16, 209),
-    "trainer": Size(4836, 27, 273),
+    "single_controller": Size(3587, 16, 210),
+    "trainer": Size(4874, 27, 273),
     "verl": Size(1728, 6, 122),
     "weight_sync": Size(885, 6, 60),
     "workers": Size(1749, 11, 89),
@@ -46,7 +46,8 @@ REASONS: dict[str, str] = {
     "algorithms": "losses per token or refused, an estimator's uid, verl's numbers where ours differed",
     "cli": "what a command has started ends with it; `quadriga verl`, `quadriga config translate`, files of responses",
     "compat": "files that import verl run, with verl's contracts: an adapter for each of its kinds of files; the"
-    " specification's programs call the functions of a step, samplers and worker groups by verl's names",
+    " specification's programs call the functions of a step, samplers and worker groups by verl's names,"
+    " and its trainer by its constructor",
     "config": "restarts, limits of stalls and phases, fallback to older checkpoints, state copies: a key"
     " each; a finished run told from another; checks before a model loads; what Megatron, experts and"
     " routers take and refuse",
@@ -85,6 +86,8 @@ SHORT_AND_WORTH_IT: dict[str, str] = {
     "quadriga/cli/generate.py:answer_rows": "what `quadriga verl` calls by its name",
     "quadriga/compat/verl/__init__.py:Finder.exec_module": "what an import calls",
     "quadriga/compat/verl/tools.py:BaseTool.get_openai_tool_schema": "verl's, which people's tools override",
+    "quadriga/compat/verl/ray_trainer.py:RayPPOTrainer._update_actor": "stands in for a method of a worker group",
+    "quadriga/data/generated.py:DynamicGenDataset.on_batch_end": "what the loop calls",
     "quadriga/compat/verl/data.py:RLHFDataset._download": "verl's, which people's datasets override",
     "quadriga/compat/verl/rewards.py:_Adapted._made": "a coroutine that runs in another thread's loop",
     "quadriga/compat/verl/rewards.py:_Adapted._run_all": "a coroutine that runs in another thread's loop",

@@ -5,79 +5,27 @@ Each is the fact of an interface, in words of our own. `test_their_number` print
 need something else to be written.
 """
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import snippets_of_steps  # noqa: F401 (its calls are in the list)
 import torch
+from snippets import SNIPPETS, Place, snippet
 from tensordict import TensorDict
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torchdata.stateful_dataloader import StatefulDataLoader
-from transformers import PreTrainedTokenizerFast
 
-from quadriga.config import Config, DataConfig
 from quadriga.errors import DataError, ProtocolError
 from quadriga.single_controller import ClassWithInitArgs, LocalWorkerGroup
 
-TEMPLATE = "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} {% endfor %}"
-WORDS = ["<pad>", "<eos>", "<unk>", "<user>", *(f"w{number}" for number in range(20))]
 INSTEAD = {
-    "verl.trainer.ppo.ray_trainer.RayPPOTrainer": "quadriga verl main_ppo",
-    "verl.utils.tracking.Tracking": "trainer.logger",
+    "verl.utils.rollout_skip.RolloutSkip": "actor_rollout_ref.rollout.skip",
+    "verl.utils.checkpoint.checkpoint_manager.should_save_ckpt_esi": "trainer.esi_redundant_time",
+    "verl.trainer.ppo.reward.compute_reward_async": "beside the models",
 }
 """Name -> what the error about it says to use."""
-SNIPPETS: list[Callable[..., None]] = []
-
-
-def snippet(function: Callable[..., None]) -> Callable[..., None]:
-    """One group of calls."""
-    SNIPPETS.append(function)
-    return function
-
-
-class Place:
-    """What the calls need: a tokenizer, a file of rows, and the section `data`."""
-
-    def __init__(self, folder: Path) -> None:
-        backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
-        backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-        tokens = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
-        self.tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **tokens)
-        self.tokenizer.chat_template = TEMPLATE
-        self.folder, self.file = folder, str(folder / "rows.jsonl")
-        rows = [
-            {
-                "data_source": "exact_match",
-                "prompt": [{"role": "user", "content": " ".join(f"w{i}" for i in range(1, length + 1))}],
-                "reward_model": {"style": "rule", "ground_truth": "w1"},
-                "extra_info": {"split": "train", "index": length},
-            }
-            for length in (1, 2, 3, 9)
-        ]
-        Path(self.file).write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-    def config(self, **values: Any) -> DataConfig:
-        given = {"max_prompt_length": 6, "filter_overlong_prompts": True, "cache_dir": str(self.folder / "cache")}
-        return DataConfig(**{**given, **values})
-
-    def batch(self) -> Any:
-        """Two prompts of two responses each, the second of a group two tokens long."""
-        from verl import DataProto
-
-        masks = torch.tensor([[1, 1, 1], [1, 1, 0]] * 2)
-        tensors = {
-            "responses": torch.tensor([[4, 5, 1], [6, 1, 0]] * 2),
-            "attention_mask": torch.cat([torch.ones(4, 2, dtype=torch.int64), masks], dim=1),
-            "old_log_probs": torch.full((4, 3), -1.0),
-            "ref_log_prob": torch.full((4, 3), -1.5),
-            "token_level_scores": torch.tensor([[0.0, 0, 1], [0, 0, 0]] * 2),
-            "values": torch.zeros(4, 3),
-        }
-        uids = np.array(["a", "a", "b", "b"], dtype=object)
-        return DataProto.from_dict(tensors=tensors, non_tensors={"uid": uids})
 
 
 @snippet
@@ -330,113 +278,10 @@ def roles_and_pools(place: Place) -> None:
     assert pools.get_n_gpus() == 2 and RayResourcePool([1, 1]).world_size == 2
 
 
-@snippet
-def the_mask_of_responses(place: Place) -> None:
-    from verl.trainer.ppo.ray_trainer import compute_response_mask
-
-    assert compute_response_mask(place.batch()).tolist() == [[1, 1, 1], [1, 1, 0]] * 2
-
-
-@snippet
-def rewards_by_a_manager(place: Place) -> None:
-    from verl.trainer.ppo.reward import compute_reward
-
-    def graded(data: Any, return_dict: bool = False) -> Any:
-        rewards = data.batch["token_level_scores"]
-        return {"reward_tensor": rewards, "reward_extra_info": {"acc": [1] * len(data)}} if return_dict else rewards
-
-    reward_tensor, reward_extra_infos_dict = compute_reward(place.batch(), graded)
-    assert reward_tensor.sum() == 2 and reward_extra_infos_dict == {"acc": [1] * 4}
-
-
-@snippet
-def a_penalty_in_the_reward(place: Place) -> None:
-    from verl.trainer.ppo.core_algos import get_kl_controller
-    from verl.trainer.ppo.ray_trainer import apply_kl_penalty, compute_response_mask
-
-    batch = place.batch()
-    batch.batch["response_mask"] = compute_response_mask(batch)
-    control = get_kl_controller(Config(algorithm={"kl_ctrl": {"kl_coef": 0.2}}).algorithm.kl_ctrl)
-    batch, metrics = apply_kl_penalty(batch, kl_ctrl=control, kl_penalty="kl")
-    # Half a nat for each token, times 0.2.
-    assert batch.batch["token_level_rewards"][0].tolist() == pytest.approx([-0.1, -0.1, 0.9])
-    assert metrics["actor/reward_kl_penalty"] == pytest.approx(0.5)
-
-
-@snippet
-def advantages_of_a_batch(place: Place) -> None:
-    from verl.trainer.ppo.core_algos import AdvantageEstimator
-    from verl.trainer.ppo.ray_trainer import compute_advantage
-
-    config = Config().algorithm
-    for estimator, expected in ((AdvantageEstimator.GRPO, 0.5), (AdvantageEstimator.GAE, None)):
-        batch = place.batch()
-        batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
-        options = {"gamma": 1.0, "lam": 1.0, "num_repeat": 2, "norm_adv_by_std_in_grpo": False}
-        batch = compute_advantage(batch, adv_estimator=estimator, **options, config=config)
-        assert batch.batch["advantages"].shape == batch.batch["returns"].shape == (4, 3)
-        if expected is not None:
-            assert batch.batch["advantages"][0].tolist() == [expected] * 3
-
-
-@snippet
-def losses_by_their_functions(place: Place) -> None:
-    from verl.trainer.ppo.core_algos import agg_loss, compute_value_loss
-
-    mask = torch.tensor([[1, 1], [1, 0]])
-    assert float(agg_loss(loss_mat=torch.ones(2, 2), loss_mask=mask, loss_agg_mode="token-mean")) == 1.0
-    vf_loss, clipped = compute_value_loss(
-        vpreds=torch.ones(2, 2),
-        values=torch.zeros(2, 2),
-        returns=torch.zeros(2, 2),
-        response_mask=mask,
-        cliprange_value=0.5,
-        loss_agg_mode="token-mean",
-    )
-    assert (float(vf_loss), float(clipped)) == (0.5, 0.0)
-
-
-@snippet
-def metrics_of_a_step(place: Place) -> None:
-    from verl.trainer.ppo.metric_utils import (
-        compute_data_metrics,
-        compute_throughout_metrics,
-        compute_timing_metrics,
-    )
-    from verl.trainer.ppo.ray_trainer import compute_response_mask
-
-    batch, seconds = place.batch(), {"step": 2.0, "gen": 0.5}
-    batch.batch["response_mask"] = compute_response_mask(batch)
-    for name in ("token_level_rewards", "advantages", "returns"):
-        batch.batch[name] = batch.batch["token_level_scores"]
-    found = compute_data_metrics(batch=batch, use_critic=True)
-    assert found["critic/score/mean"] == 0.5 and found["response_length/max"] == 3 and "critic/values/mean" in found
-    assert "critic/values/mean" not in compute_data_metrics(batch=batch, use_critic=False)
-    times = compute_timing_metrics(batch=batch, timing_raw=seconds)
-    assert times["timing_s/gen"] == 0.5 and times["timing_per_token_ms/gen"] == pytest.approx(50.0)
-    speed = compute_throughout_metrics(batch=batch, timing_raw=seconds, n_gpus=2)
-    assert speed["perf/total_num_tokens"] == 18 and speed["perf/throughput"] == 4.5
-
-
-@snippet
-def metrics_are_gathered(place: Place) -> None:
-    from verl.utils.metric import reduce_metrics
-    from verl.utils.profiler import marked_timer
-    from verl.utils.py_functional import append_to_dict
-
-    metrics: dict[str, list[float]] = {}
-    for loss in (1.0, 3.0):
-        append_to_dict(metrics, {"actor/loss": loss, "actor/max": loss})
-    assert reduce_metrics(metrics) == {"actor/loss": 2.0, "actor/max": 3.0}
-    timing_raw: dict[str, float] = {}
-    with marked_timer("gen", timing_raw):
-        pass
-    assert timing_raw["gen"] >= 0.0
-
-
 @pytest.mark.usefixtures("verl_names")
 @pytest.mark.parametrize("calls", SNIPPETS, ids=lambda one: one.__name__)
-def test_it_runs(calls: Callable[..., None], tmp_path: Path) -> None:
+def test_it_runs(calls: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     calls(Place(tmp_path))
 
 

@@ -66,7 +66,7 @@ class _Adapted(RewardManager):
             found = self._thread.submit(self._run_all(data)).result()
             rows = [{**(one.get("reward_extra_info") or {}), "score": one["reward_score"]} for one in found]
         else:
-            found = self.manager(data, **taken(self.manager.__call__, {"return_dict": True}))
+            found = self.manager(data, **taken(self.manager, {"return_dict": True}))
             rewards = found["reward_tensor"] if isinstance(found, Mapping) else found
             if not isinstance(rewards, Tensor) or rewards.shape != shape or not rewards.isfinite().all():
                 is_tensor = isinstance(rewards, Tensor)
@@ -91,6 +91,13 @@ class _Adapted(RewardManager):
     def close(self) -> None:
         if self._thread is not None:
             self._thread.close()
+
+
+class GivenManager(_Adapted):
+    """A manager that is there, or a function of its contract."""
+
+    def __init__(self, manager: Any) -> None:
+        self.manager, self.manager_class, self._thread = manager, type(manager), None
 
 
 def adapt(cls: Any) -> type[RewardManager]:

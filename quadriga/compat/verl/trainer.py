@@ -86,6 +86,19 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
     return {name: value for name, value in data_metrics(batch).items() if not name.startswith(of_values)}
 
 
+def calculate_debug_metrics(data: DataProto) -> dict[str, float]:
+    """How far the probabilities of the rollout are from those of training: largest, mean and spread of the difference
+    over response tokens, and their correlation."""
+    columns = data.batch
+    mask = (columns["response_mask"] if "response_mask" in columns.keys() else compute_response_mask(data)).bool()
+    trained, rolled = (columns[name][mask].double().exp() for name in ("old_log_probs", "rollout_log_probs"))
+    apart, both = (trained - rolled).abs(), torch.stack([trained, rolled])
+    found = {"max": apart.max(), "mean": apart.mean(), "std": apart.std()} if len(apart) > 1 else {}
+    named = {f"training/rollout_probs_diff_{name}": float(value) for name, value in found.items()}
+    correlation = {"training/rollout_actor_probs_pearson_corr": float(torch.corrcoef(both)[0, 1])} if found else {}
+    return {"training/rollout_probs_diff_valid": int(bool(found)), **named, **correlation}
+
+
 def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) -> dict[str, float]:
     """`timing_s/PHASE` in seconds, and `timing_per_token_ms/PHASE` of those that work on tokens."""
     found = performance_metrics(batch, {"step": 1.0, **timing_raw}, {})

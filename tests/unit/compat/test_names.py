@@ -36,9 +36,9 @@ def test_no_module_is_covered_and_missing() -> None:
     ("text", "expected"),
     [
         ("from verl.workers.reward_manager import PrimeRewardManager", "reward_model.reward_manager=prime"),
-        ("from verl.trainer.ppo.ray_trainer import RayPPOTrainer", "quadriga verl main_ppo"),
+        ("from verl.trainer.main_ppo import run_ppo", "quadriga verl main_ppo"),
         ("import verl.single_controller.base.megatron", "quadriga.single_controller"),
-        ("import verl.utils.tracking", "trainer.logger"),
+        ("import verl.utils.megatron_utils", "strategy=megatron"),
         ("from verl.trainer.ppo.core_algos import agg_los", r"Did you mean 'agg_loss'"),
         ("from verl.utils.reward_score.math import strip_string", "is_equiv"),
         ("import verl.quux", "docs/from_verl.md"),
@@ -53,8 +53,9 @@ def test_a_missing_name_says_what_to_use(text: str, expected: str) -> None:
 @pytest.mark.usefixtures("verl_names")
 def test_a_users_file_that_imports_a_missing_name(tmp_path: Path) -> None:
     """The file, its line, the name and what to use; nothing about turning on what is on."""
-    (tmp_path / "mine.py").write_text("from verl.utils.tracking import Tracking\n")
-    with pytest.raises(ConfigError, match=r"mine\.py., line 1(?s:.*)verl\.utils\.tracking.*trainer\.logger") as raised:
+    (tmp_path / "mine.py").write_text("from verl.utils.megatron_utils import x\n")
+    words = r"mine\.py., line 1(?s:.*)verl\.utils\.megatron_utils.*strategy=megatron"
+    with pytest.raises(ConfigError, match=words) as raised:
         import_file(tmp_path / "mine.py", "key")
     assert "QUADRIGA_VERL=1" not in str(raised.value)
 

@@ -267,6 +267,14 @@ def test_union_with_something_that_has_no_rows_of_its_own(data: DataProto) -> No
     assert len(data.union(DataProto(meta_info={"more": 1}))) == 4
 
 
+def test_union_has_the_metrics_of_both(data: DataProto) -> None:
+    """Those of one name must be equal."""
+    data.meta_info["metrics"], new = {"a": [1.0]}, DataProto(meta_info={"metrics": {"b": [2.0]}})
+    assert data.union(new).meta_info["metrics"] == {"a": [1.0], "b": [2.0]}
+    with pytest.raises(ProtocolError, match=r"meta_info\['a'\]: got \[1.0\] and \[3.0\]"):
+        data.union(DataProto(meta_info={"metrics": {"a": [3.0]}}))
+
+
 def test_concat_lists_metrics_and_keeps_the_rest(data: DataProto) -> None:
     first, second = data.chunk(2)
     first.meta_info["metrics"] = {"loss": 1.0, "lr": [0.1]}

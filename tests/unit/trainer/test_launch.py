@@ -48,7 +48,7 @@ def test_a_cluster_is_told_what_to_run_and_how_many_processes(
     known = {launch.CLUSTER: connected, launch.RUNNER: lambda: runner}
     monkeypatch.setattr(launch, "_load", known.__getitem__)
     run_ppo(config)
-    found, (configuration, start_up), left = events
+    found, (configuration, start_up, _), left = events
     assert (found, configuration, left) == (size, config, "left")
     assert [name for name, _ in start_up] == ["cluster", "modules"]
 
