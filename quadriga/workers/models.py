@@ -12,6 +12,7 @@ from transformers import AutoModelForSequenceClassification
 
 from quadriga.config import Config, ModelShape, check_model
 from quadriga.config.actor import VISION_TYPES
+from quadriga.config.adapter import adapter_route
 from quadriga.config.placement import ACTOR, CRITIC, arranged_roles, rollout_group_size
 from quadriga.config.rollout import ROLLOUT
 from quadriga.engines.fsdp.sharded import ReadWeight
@@ -255,11 +256,17 @@ def _check_vision(config: Config, policy: Any, *, has_critic: bool) -> None:
             expected = f"one of {', '.join(VISION_TYPES)}"
             raise ConfigError(f"{ACTOR}.freeze_vision_tower", got=got, expected=expected, fix="Leave the key out.")
         return
-    if model.has_adapter:
-        got = f"an adapter, with a vision-language model ({policy.model_type})"
-        expected = "0: its weights are trained themselves"
-        fix = f"Leave the key out; {ACTOR}.freeze_vision_tower=True trains the decoder alone."
-        raise ConfigError("actor_rollout_ref.model.lora_rank", got=got, expected=expected, fix=fix)
+    if model.has_adapter and actor.freeze_vision_tower:
+        got, expected = (
+            "True, with an adapter, which learns in the vision encoder, too",
+            "False: all weights are frozen",
+        )
+        fix = "Leave the key out; actor_rollout_ref.model.exclude_modules='.*visual.*' keeps the adapter out of it."
+        raise ConfigError(f"{ACTOR}.freeze_vision_tower", got=got, expected=expected, fix=fix)
+    if model.has_adapter and adapter_route(config).is_alone:
+        got = f"{model.lora_merge}, with vllm and a vision-language model ({policy.model_type})"
+        expected = "true: vLLM is not asked to apply an adapter in a vision encoder"
+        raise ConfigError("actor_rollout_ref.model.lora_merge", got=got, expected=expected, fix="Set it to true.")
     if config.reward_model.enable:
         got = f"True, with a vision-language policy ({policy.model_type})"
         fix = "Grade with a function: custom_reward_function.path."

@@ -39,7 +39,7 @@ SIZES: dict[str, Size] = {
     "trainer": Size(4874, 27, 273),
     "verl": Size(1728, 6, 122),
     "weight_sync": Size(885, 6, 60),
-    "workers": Size(1749, 11, 89),
+    "workers": Size(1755, 11, 89),
     "": Size(1701, 12, 101),
 }
 REASONS: dict[str, str] = {

@@ -83,3 +83,16 @@ def test_hf_takes_the_same_steps(film: Callable[..., list[dict[str, Any]]]) -> N
     for one, line in zip(by_native, by_hf, strict=True):
         for name in ("critic/score/mean", "actor/grad_norm", "actor/entropy", "prompt_length/mean"):
             assert line[name] == pytest.approx(one[name], rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.slow
+def test_an_adapter_learns_too(film: Callable[..., list[dict[str, Any]]]) -> None:
+    """In the decoder and in the vision encoder, by both engines alike."""
+    few = ("trainer.total_training_steps=3", "actor_rollout_ref.rollout.n=8", "actor_rollout_ref.model.lora_rank=4")
+    by_native = film(*few, run="native")
+    by_hf = film(*few, "actor_rollout_ref.rollout.name=hf", run="hf")
+    for one, line in zip(by_native, by_hf, strict=True):
+        for name in ("critic/score/mean", "actor/grad_norm", "actor/entropy"):
+            assert line[name] == pytest.approx(one[name], rel=1e-4, abs=1e-6), name
+    assert all(line["rollout/log_prob_diff_max"] < 2e-5 for line in by_native)
+    assert by_native[-1]["actor/grad_norm"] > 0

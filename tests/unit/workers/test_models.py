@@ -210,8 +210,13 @@ def with_changes(folder: Path, **changes: Any) -> Config:
 
 def test_adapters_and_models_of_text_beside_one_that_sees(folder: Path) -> None:
     model = {"path": str(folder / "sees"), "lora_rank": 4}
-    with pytest.raises(ConfigError, match=r"lora_rank: got an adapter, with a vision-language model"):
-        check_models(with_changes(folder, actor_rollout_ref={"model": model}), has_critic=True)
+    for changes, told in [
+        ({"actor": {"freeze_vision_tower": True}}, r"freeze_vision_tower: got True, with an adapter, which learns in"),
+        ({"rollout": {"name": "vllm"}}, r"lora_merge: got None, with vllm and a vision-language model \(qwen2_5_vl\)"),
+    ]:
+        with pytest.raises(ConfigError, match=told):
+            check_models(with_changes(folder, actor_rollout_ref={"model": model} | changes), has_critic=True)
+    check_models(with_changes(folder, actor_rollout_ref={"model": model}), has_critic=True)
     with pytest.raises(ConfigError, match=r"reward_model\.enable: got True, with a vision-language policy"):
         check_models(with_changes(folder, reward_model={"enable": True}), has_critic=True)
     with pytest.raises(ConfigError, match=r"critic\.model\.path: got a text model"):
