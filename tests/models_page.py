@@ -49,8 +49,8 @@ Each *yes* of a layout is tested with all weights and with an adapter: in all li
 for mixtures of experts and Falcon-H1, where PEFT's *all-linear* takes in routers, experts or Mamba layers, and is
 refused.
 
-Not part of the table: vLLM, which loads some of these models only, and no mixture of experts from this program; models
-with images, which [data.md](data.md) treats.
+Not part of the table: vLLM, which loads some of these models only, and of mixtures of experts Qwen2-MoE, Qwen3-MoE,
+GLM-4-MoE and Mixtral ([rollout.md](rollout.md)); models with images, which [data.md](data.md) treats.
 
 ## Others
 

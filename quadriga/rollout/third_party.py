@@ -2,12 +2,12 @@
 """Base class of engines that are third-party libraries (vLLM, SGLang), which repack weights as they load them."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal
 
 import torch
-from torch import nn
+from transformers import PreTrainedModel
 
 from quadriga.errors import ConfigError, EngineLostError, QuadrigaError, RolloutError, WeightSyncError, first_line
 from quadriga.models.experts import mixtures
@@ -140,10 +140,12 @@ def split_log_probs(
     return reported, [] if has_filters(sampling) else list(reported)
 
 
-def require_no_experts(name: str, model: nn.Module) -> None:
-    """Refuse a mixture of experts. vLLM takes new weights of one without an error, and where tried (0.32 on a CPU)
-    generates with others. Raises RolloutError: says so."""
-    if any(mixtures(model)):
-        got, expected = f"a mixture of experts ({type(model).__name__})", "a model without experts"
-        fix = "Generate with native or hf: this library's experts do not follow the weights that are published."
+def require_known_experts(name: str, model: PreTrainedModel, known: Collection[str] = ()) -> None:
+    """Refuse a mixture of experts whose new weights the library is not known to compute with: it takes them without an
+    error. Raises RolloutError: says which ones, by `model_type`, are known."""
+    kind = model.config.get_text_config().model_type
+    if kind not in known and any(mixtures(model)):
+        got, expected = f"a mixture of experts ({type(model).__name__}, model_type {kind!r})", "a model without experts"
+        expected += f", or one of {', '.join(known)}" if known else ""
+        fix = "Generate with native or hf: this library is not known to compute with experts that are published to it."
         raise RolloutError(f"rollout.name={name}", got=got, expected=expected, fix=fix)

@@ -34,7 +34,7 @@ SIZES: dict[str, Size] = {
     "observe": Size(1728, 14, 108),
     "protocol": Size(1558, 9, 100),
     "rewards": Size(3868, 28, 213),
-    "rollout": Size(8493, 45, 512),
+    "rollout": Size(8533, 45, 514),
     "single_controller": Size(3587, 16, 210),
     "trainer": Size(4874, 27, 273),
     "verl": Size(1728, 6, 122),
@@ -65,7 +65,7 @@ REASONS: dict[str, str] = {
     "rewards": "an allow-list of system calls, folders in memory, raw streams, children that end, bounded"
     " prints; coroutine functions, many at a time, each with its limit; files by path, package and class",
     "rollout": "engines are made again and join; conversations have limits of time and of prints; CUDA graphs of"
-    " decode steps, a cache that fits the memory; handles of a GPU's memory to SGLang",
+    " decode steps, a cache that fits the memory; handles of a GPU's memory to SGLang; experts in vLLM",
     "single_controller": "heartbeat, state copies of the nodes, restart of workers and of the own cluster, sweep",
     "trainer": "lock of a run's folder, fallback to older checkpoints, recovery, engines that come and go; "
     "settings that changed, rows that are bad, models that end a run, steps one by one; files of responses"

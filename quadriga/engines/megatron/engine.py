@@ -107,7 +107,7 @@ class MegatronEngine(FSDPEngine):
 
     def describe(self) -> dict[str, Any]:
         chosen = super().describe()
-        how = f"the modules of Megatron-core {megatron.core.__version__}"
+        how = f"the modules of Megatron-core {megatron.core.__version__}, without Transformer Engine"
         if self.device.type == "cpu":
             how += f"; on a CPU its calls of {REPLACED} are answered in place"
         return chosen | {"weights": f"{chosen['weights']}, in {how}"}

@@ -30,7 +30,7 @@ from quadriga.rollout.manifest import Manifest
 from quadriga.rollout.setup import EngineSetup
 from quadriga.rollout.sglang.connections import SGLangProcess, SGLangServer
 from quadriga.rollout.sglang.receiver import FINGERPRINTS, LOADER
-from quadriga.rollout.third_party import FINISH_REASONS, SEED_BITS, ThirdPartyEngine, has_filters, require_no_experts
+from quadriga.rollout.third_party import FINISH_REASONS, SEED_BITS, ThirdPartyEngine, has_filters, require_known_experts
 from quadriga.weight_sync.buckets import num_bytes
 
 _GIB = 1 << 30
@@ -81,7 +81,7 @@ class SGLangEngine(ThirdPartyEngine):
     def from_config(cls, setup: EngineSetup) -> "SGLangEngine | Balancer":
         """Engines in processes of their own, or at the servers that `engine_kwargs.sglang` names."""
         skeleton, rollout = setup.skeleton(), setup.rollout
-        require_no_experts(cls.name, skeleton)
+        require_known_experts(cls.name, skeleton)
         is_on_cpu, options = setup.device.type == "cpu", dict(setup.options)
         can_sleep = rollout.free_cache_engine and not is_on_cpu
         engine = partial(

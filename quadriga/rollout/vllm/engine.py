@@ -31,7 +31,7 @@ from quadriga.rollout.third_party import (
     ThirdPartyEngine,
     died,
     refused,
-    require_no_experts,
+    require_known_experts,
     require_release,
 )
 from quadriga.rollout.vllm.adapter import Adapter, AdapterSlot, separated
@@ -39,11 +39,14 @@ from quadriga.rollout.vllm.cores import InProcessCore, ProcessCore, Request, Res
 from quadriga.rollout.vllm.group import GroupCore
 from quadriga.rollout.vllm.library import (
     LEAST_OF_ADAPTERS,
+    MIXTURES,
     WHERE,
     adapter_layers,
     cache_tensors,
+    forget_packed_experts,
     layerwise_reload,
     load,
+    one_by_one,
     repack_tied,
 )
 from quadriga.weight_sync.buckets import pack, unpack
@@ -106,7 +109,7 @@ class VLLMEngine(ThirdPartyEngine):
     @classmethod
     def from_config(cls, setup: EngineSetup) -> "VLLMEngine | Balancer":
         model, skeleton = setup.config.actor_rollout_ref.model, setup.skeleton()
-        require_no_experts(cls.name, skeleton)
+        require_known_experts(cls.name, skeleton, MIXTURES)
         manifest, is_vision = Manifest.of(skeleton), hasattr(skeleton.config, "vision_config")
         eos_token_ids = stop_token_ids(skeleton, setup.tokenizer.eos_token_id)
         adapter = None
@@ -411,9 +414,10 @@ class WorkerExtension:
         else:
             weights = iter(bucket)
         begin, _, configured = layerwise_reload()
-        model = self.model_runner.get_model()
+        model, model_type = self.model_runner.get_model(), self.model_config.hf_text_config.model_type
         with configured(self.vllm_config):
             if self.quadriga_marks is None:
+                forget_packed_experts(model, model_type)
                 begin(model)
                 self.quadriga_marks = {}
                 self.quadriga_rebuilt, self.quadriga_held = (0, ""), []
@@ -425,7 +429,7 @@ class WorkerExtension:
                 self.quadriga_rebuilt = max(self.quadriga_rebuilt, (num_bytes, name.rpartition(".")[0]))
                 self.quadriga_held.append((StorageWeakRef(tensor.untyped_storage()), tensor.nbytes))
                 with torch.no_grad():
-                    model.load_weights(iter([(name, tensor)]))
+                    model.load_weights(one_by_one(name, tensor, model_type))
 
     def rebuilt_module(self) -> tuple[int, str]:
         """Of the last load: most bytes of whole tensors that were here at a time, and the module that they were of."""

