@@ -26,6 +26,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "sft": ("quadriga.cli.train:sft", "supervised fine-tuning on given responses, or a reward model on pairs of them"),
     "eval": ("quadriga.cli.eval", "grade a model or a checkpoint on a data set"),
     "prepare": ("quadriga.cli.prepare", "write data and models that training reads"),
+    "data": ("quadriga.cli.data", "show what a data file holds, and what a run would make of it"),
     "verl": ("quadriga.cli.verl", "run a command line of verl's, or say what it means here"),
     "config": ("quadriga.cli.config", "show, explain or list the configuration"),
     "doctor": ("quadriga.cli.doctor", "say what is installed and usable here, and what is not and why"),

@@ -140,6 +140,9 @@ class DataConfig(Section):
     """Whether prompts over `data.max_prompt_length` (supervised: `data.max_length`) are left out, and counted."""
     filter_overlong_prompts_workers: Count = 1
     """Processes that measure the prompts for that filter."""
+    on_bad_row: Literal["error", "skip"] = "error"
+    """What a row comes to that cannot be used (no chat, an unknown role, broken JSON, an image that is not there ...):
+    the run does not start, or it is left out, counted and listed."""
     truncation: Literal["error", "left", "right", "middle"] = "error"
     """What happens to a longer one: the run stops, or tokens go from that side. middle: of prompts only."""
     shuffle: bool = True

@@ -2,6 +2,7 @@
 """What the data sets of prompts, conversations and pairs share: files, a chat template, and a state to resume from."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 from torch.utils.data import Dataset
@@ -10,6 +11,16 @@ from transformers import PreTrainedTokenizerBase
 from quadriga.data.files import FileNames, read_table, resolve_files
 from quadriga.data.tokenizing import ChatEncoder, check_tokenizer
 from quadriga.errors import DataError
+
+_LISTED = 20
+
+
+def tell_bad_rows(key: str, errors: Sequence[DataError]) -> None:
+    """Print how many rows are left out, and what is wrong with the first of them."""
+    listed = [f"\n  {error}" for error in errors[:_LISTED]]
+    if rest := errors[_LISTED:]:
+        listed.append(f"\n  and {len(rest)} more: {', '.join(error.where for error in rest)}")
+    print(f"{key}: {len(errors)} bad rows are left out (data.on_bad_row=skip):{''.join(listed)}", flush=True)
 
 
 class FileDataset(Dataset, ABC):
@@ -33,7 +44,11 @@ class FileDataset(Dataset, ABC):
         self.encoder = ChatEncoder(tokenizer, config.apply_chat_template_kwargs)
         has_template = "chat_template" in self.encoder.template_kwargs
         check_tokenizer(tokenizer, tokenizer.name_or_path, has_template=has_template)
-        self._tables = [read_table(file) for file in resolve_files(data_files, config.cache_dir, where=self._key)]
+        self.bad_rows: list[DataError] = []
+        """What is wrong with the rows that are left out by `data.on_bad_row=skip`."""
+        files = resolve_files(data_files, config.cache_dir, where=self._key)
+        skipped = self.bad_rows if config.on_bad_row == "skip" else None
+        self._tables = [read_table(file, config.cache_dir, skipped) for file in files]
 
     @abstractmethod
     def __len__(self) -> int:

@@ -4,9 +4,10 @@
 Anything that fsspec opens may be named (`s3://`, `gs://`, `hf://`, `https://`, ...). A remote file is copied once into
 the cache, under a key made of its URL, its size and whatever its store says about its version.
 
-Files stay apart after they are read: they may differ in their columns and in the shape of nested ones. JSON is read by
-Python's own parser: a library that infers column types would change values (`"1"` and `2` in one column become numbers)
-and could not name the line of an error.
+Files stay apart after they are read: they may differ in their columns and in the shape of nested ones. Rows are Arrow:
+those of a large file are written once into the cache, a few at a time, under a key made of the file's content, and
+mapped into memory from there. JSON is read by Python's own parser, and its rows are kept as text: a library that infers
+column types would change values (`"1"` and `2` in one column become numbers) and could not name the line of an error.
 """
 
 import hashlib
@@ -16,6 +17,7 @@ import shutil
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeAlias
@@ -28,94 +30,208 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from quadriga.errors import DataError
+from quadriga.observe.watchdog import waiting
 
 _PARQUET, _JSON = (".parquet", ".pq"), (".json", ".jsonl", ".ndjson")
 TABLE_SUFFIXES = (*_PARQUET, *_JSON)
+MAPPED_BYTES = 64 << 20
+"""From this size on the rows of a file are not held in memory."""
+_ROWS, _BATCH_BYTES = 4096, 64 << 20
+"""A batch of rows on its way into the cache has at most so many, or about so many bytes."""
+_TEXTS = pa.schema([("json", pa.string())])
 FileNames: TypeAlias = str | Path | Sequence[str | Path]
 """A path, a glob, a URL that fsspec understands, or a list of these."""
 _VERSION_FIELDS = ("etag", "mtime", "lastmodified", "last_modified", "last-modified", "updated", "created", "md5hash")
 
 
 class RowTable:
-    """The rows of one file `path`, and the names of their `columns`, those of any row."""
+    """The rows of one file `path`, and the names of their `columns`, those of any row.
 
-    def __init__(self, path: Path, columns: Iterable[str], rows: pa.Table | list[dict[str, Any]]) -> None:
-        self.path, self.columns, self._rows = path, tuple(columns), rows
+    `rows` are an Arrow table: of these columns, or with `json_columns` of one column, the JSON text of each row.
+    """
+
+    def __init__(
+        self, path: Path, rows: pa.Table, json_columns: Sequence[str] | None = None, digest: str | None = None
+    ) -> None:
+        self.path, self._rows, self._is_json = path, rows, json_columns is not None
+        self.columns = tuple(rows.column_names if json_columns is None else json_columns)
+        self.schema = rows.schema if json_columns is None else None  # JSON has none
+        self._digest = digest
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, row: int) -> dict[str, Any]:
         """Row `row` with every column; None where it has no value."""
-        if isinstance(self._rows, pa.Table):
-            return self._rows.slice(row, 1).to_pylist()[0]
-        return {column: self._rows[row].get(column) for column in self.columns}
+        [[found]] = self.batches(self.columns, 1, range(row, row + 1))
+        return found
 
-    def column_batches(self, column: str, size: int) -> Iterator[list[Any]]:
-        """The values of one column, `size` rows at a time."""
-        for start in range(0, len(self), size):
-            if isinstance(self._rows, pa.Table):
-                yield self._rows.column(column).slice(start, size).to_pylist()
-            else:
-                yield [row.get(column) for row in self._rows[start : start + size]]
+    def batches(self, columns: Sequence[str], size: int, rows: range | None = None) -> Iterator[list[dict[str, Any]]]:
+        """These columns of all rows, or of those in `rows`, `size` rows at a time."""
+        rows = range(len(self)) if rows is None else rows
+        table = self._rows if self._is_json else self._rows.select(columns)
+        for start in range(rows.start, rows.stop, size):
+            values = table.slice(start, min(size, rows.stop - start))
+            if not self._is_json:
+                yield values.to_pylist()
+                continue
+            read = map(json.loads, values.column(0).to_pylist())
+            yield [{column: row.get(column) for column in columns} for row in read]
 
     def to_arrow(self) -> pa.Table:
         """All rows, as a Parquet file holds them; `pyarrow.ArrowException` if a column has values of several types."""
-        return self._rows if isinstance(self._rows, pa.Table) else pa.Table.from_pylist(list(self))
+        rows = self.batches(self.columns, len(self))
+        return pa.Table.from_pylist(next(rows)) if self._is_json else self._rows
 
     @cached_property
     def digest(self) -> str:
         """SHA-256 of the file's content."""
-        with self.path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return self._digest or _digest(self.path)
 
 
-def read_table(path: Path) -> RowTable:
-    """Read a parquet, json or jsonl file, by its suffix; a DataError names file and line of what is wrong."""
-    suffix = path.suffix.lower()
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@dataclass
+class _JsonFacts:
+    """What is known of a JSON file once it is read: its columns, and of each bad line its name, what it is and should
+    be."""
+
+    columns: dict[str, None] = field(default_factory=dict)
+    bad: list[tuple[str, str, str]] = field(default_factory=list)
+
+
+def read_table(path: Path, cache_dir: str | Path | None = None, bad_lines: list[DataError] | None = None) -> RowTable:
+    """The rows of a parquet, json or jsonl file, by its suffix; a DataError names file and line of what is wrong.
+
+    Args:
+        cache_dir: the rows of a large file are kept in `rows/` inside it. None: in memory.
+        bad_lines: what is wrong with a line of JSON is added to it, and the line left out. None: it is raised.
+    """
+    suffix, columns, digest = path.suffix.lower(), None, None
+    is_large = cache_dir is not None and path.stat().st_size >= MAPPED_BYTES
     if suffix in _PARQUET:
         try:
             # One file is read as one file: a folder name such as `split=train` above it adds no column.
-            parquet = pq.ParquetFile(path).read()
+            parquet = pq.ParquetFile(path)
+            groups = map(parquet.metadata.row_group, range(parquet.num_row_groups))
+            num_bytes, num_rows = sum(group.total_byte_size for group in groups), parquet.metadata.num_rows
+            if cache_dir is None or num_bytes < MAPPED_BYTES:
+                rows = parquet.read()
+            else:
+                batches = parquet.iter_batches(max(1, min(_ROWS, _BATCH_BYTES * num_rows // num_bytes)))
+                digest = _digest(path)
+                rows = _mapped(path, digest, cache_dir, parquet.schema_arrow, batches)[0]
         except (pa.ArrowException, OSError) as error:
             reason, size = str(error).strip().partition("\n")[0], path.stat().st_size
             got = f"{size} bytes that are no whole parquet file ({reason})" if size else "an empty file"
             fix = "Write or download it again."
             raise DataError(str(path), got=got, expected="a parquet file", fix=fix) from error
-        table = RowTable(path, parquet.column_names, parquet)
     elif suffix in _JSON:
-        rows = _read_json(path, is_lines=suffix != ".json")
-        table = RowTable(path, dict.fromkeys(key for row in rows for key in row), rows)
+        facts = _JsonFacts()
+        batches = _json_batches(path, facts, is_lines=suffix != ".json", keeps_bad=bad_lines is not None)
+        if is_large and cache_dir is not None:
+            digest = _digest(path)
+            rows, facts = _mapped(path, digest, cache_dir, _TEXTS, batches, facts)
+        else:
+            rows = pa.Table.from_batches(batches, _TEXTS)
+        columns = list(facts.columns)
+        bad = [DataError(f"{path} {line}", got=got, expected=fit) for line, got, fit in facts.bad]
+        if bad and bad_lines is None:
+            raise bad[0]
+        if bad_lines is not None:
+            bad_lines += bad
     else:
         raise DataError(str(path), got=f"a {suffix or 'missing'} suffix", expected=".parquet, .json or .jsonl")
-    if len(table) == 0:
+    if len(rows) == 0:
         raise DataError(str(path), got="no rows", expected="at least one", fix="Write the file again or leave it out.")
-    return table
+    return RowTable(path, rows, columns, digest)
 
 
-def _read_json(path: Path, *, is_lines: bool) -> list[dict[str, Any]]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(str(path), got=f"bytes that are not UTF-8 ({error})", expected="text in UTF-8") from error
-    if is_lines or not text.lstrip().startswith("["):
-        # Not splitlines(): a JSON string may hold the separators U+2028 and U+0085 as they are.
-        lines = ((f"{path} line {number}", line) for number, line in enumerate(text.split("\n"), start=1))
-        found = [(where, _parse(line, where)) for where, line in lines if line.strip()]
-    else:
-        found = [(f"{path} row {number}", row) for number, row in enumerate(_parse(text, str(path)))]
-    for where, row in found:
-        if not isinstance(row, dict):
-            expected = "an object with a value for each column"
-            raise DataError(where, got=f"a JSON {type(row).__name__}", expected=expected)
-    return [row for _, row in found]
+def _mapped(
+    path: Path,
+    digest: str,
+    cache_dir: str | Path,
+    schema: pa.Schema,
+    batches: Iterable[pa.RecordBatch],
+    facts: _JsonFacts | None = None,
+) -> tuple[pa.Table, _JsonFacts]:
+    """The batches of a file out of the cache, which they are written to where they are not there yet."""
+    key = hashlib.sha256(f"{digest} {path.suffix} {pa.__version__}".encode()).hexdigest()[:32]
+    entry = Path(cache_dir).expanduser() / "rows" / key
+    if entry.is_dir():
+        try:
+            return _opened(entry)
+        except (pa.ArrowException, OSError, ValueError, TypeError) as error:
+            print(f"data.cache_dir: {entry} is damaged ({error}); the rows of {path} are written again.", flush=True)
+    num_rows = 0
+    with (
+        waiting(f"the rows of {path} to be written to {entry}", lambda: f"{num_rows} are there"),
+        written_aside(entry, where="data.cache_dir") as draft,
+    ):
+        draft.mkdir()
+        with pa.ipc.new_stream(draft / "rows.arrow", schema) as writer:
+            for batch in batches:
+                writer.write_batch(batch)
+                num_rows += len(batch)
+        (draft / "facts.json").write_text(json.dumps(asdict(facts or _JsonFacts())))
+    return _opened(entry)
 
 
-def _parse(text: str, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise DataError(where, got=f"text that is no JSON ({error})", expected="one JSON object per line") from error
+def _opened(entry: Path) -> tuple[pa.Table, _JsonFacts]:
+    facts = _JsonFacts(**json.loads((entry / "facts.json").read_text()))
+    return pa.ipc.open_stream(pa.memory_map(str(entry / "rows.arrow"))).read_all(), facts
+
+
+def _json_batches(path: Path, facts: _JsonFacts, *, is_lines: bool, keeps_bad: bool) -> Iterator[pa.RecordBatch]:
+    """The rows of a JSON file as texts; `facts` are complete at its end.
+    Raises DataError: a line is no row, and `keeps_bad` is false."""
+    texts: list[str] = []
+    num_bytes = 0
+    for line, raw in _json_texts(path, is_lines=is_lines):
+        try:
+            row = json.loads(text := raw.decode())
+        except UnicodeDecodeError as error:
+            bad = f"bytes that are not UTF-8 ({error})", "text in UTF-8"
+        except ValueError as error:
+            bad = f"text that is no JSON ({error})", "one JSON object per line"
+        else:
+            if isinstance(row, dict):
+                facts.columns.update(dict.fromkeys(row))
+                texts.append(text)
+                num_bytes += len(raw)
+                if len(texts) == _ROWS or num_bytes >= _BATCH_BYTES:
+                    yield pa.record_batch([texts], schema=_TEXTS)
+                    texts, num_bytes = [], 0
+                continue
+            bad = f"a JSON {type(row).__name__}", "an object with a value for each column"
+        if not keeps_bad:
+            raise DataError(f"{path} {line}", got=bad[0], expected=bad[1])
+        facts.bad.append((line, *bad))
+    yield pa.record_batch([texts], schema=_TEXTS)
+
+
+def _json_texts(path: Path, *, is_lines: bool) -> Iterator[tuple[str, bytes]]:
+    """The text of each row, and its number in words."""
+    with path.open("rb") as file:
+        start = b""
+        while not is_lines and (start := file.read(1)).isspace():
+            pass
+        file.seek(0)
+        if start != b"[":
+            # Not splitlines(): a JSON string may hold the separators U+2028 and U+0085 as they are.
+            yield from ((f"line {number}", line) for number, line in enumerate(file, start=1) if line.strip())
+            return
+        try:
+            rows = json.load(file)
+        except UnicodeDecodeError as error:
+            raise DataError(str(path), got=f"bytes that are not UTF-8 ({error})", expected="text in UTF-8") from error
+        except ValueError as error:
+            got = f"text that is no JSON ({error})"
+            raise DataError(str(path), got=got, expected="a list of JSON objects") from error
+        yield from ((f"row {number}", json.dumps(row).encode()) for number, row in enumerate(rows))
 
 
 def resolve_files(names: FileNames, cache_dir: str | Path, *, where: str) -> list[Path]:

@@ -113,8 +113,9 @@ class DynamicGenDataset(Dataset):
         if wrong := [row for row in rows if not isinstance(row, Mapping)]:
             raise DataError(where, got=shortened(wrong[0]), expected="rows, each a dictionary of columns")
         if config.filter_overlong_prompts and rows:
-            keys = (config.prompt_key, config.image_key or "", config.video_key or "")
-            lengths = self._meter.measure(where, 0, *([row.get(key) for row in rows] for key in keys))
+            lengths, errors = self._meter.measure_rows(where, 0, [dict(row) for row in rows])
+            if errors and config.on_bad_row == "error":
+                raise errors[0]
             num_rows, limit = len(rows), config.max_prompt_length
             rows = [row for row, length in zip(rows, lengths, strict=True) if length <= limit]
             if left_out := num_rows - len(rows):

@@ -14,10 +14,11 @@ import os
 import sys
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import chain, repeat
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,7 +29,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from quadriga.config import DataConfig
-from quadriga.data.file_dataset import FileDataset
+from quadriga.data.file_dataset import FileDataset, tell_bad_rows
 from quadriga.data.files import FileNames, RowTable, written_aside
 from quadriga.data.padding import compute_position_id_with_mask, pad_left, postprocess_data, truncate
 from quadriga.data.pictures import as_list, picture_size, read_picture
@@ -39,6 +40,8 @@ from quadriga.errors import DataError
 from quadriga.observe.watchdog import waiting
 
 BATCH_ROWS = 256
+BAD = -1
+"""Where the tokens of a bad row would be counted."""
 
 
 class RLHFDataset(FileDataset):
@@ -77,15 +80,7 @@ class RLHFDataset(FileDataset):
         self._columns = list(dict.fromkeys(column for table in self._tables for column in table.columns))
         self._ends = np.cumsum([len(table) for table in self._tables])
 
-        rows = self._short_rows() if config.filter_overlong_prompts else np.arange(self._ends[-1])
-        if 0 <= max_samples < len(rows):
-            if config.shuffle if is_train else config.validation_shuffle:
-                rows = np.sort(np.random.default_rng(config.seed).choice(rows, size=max_samples, replace=False))
-            rows = rows[:max_samples]
-        self._rows = rows
-        if type(self).__getitem__ is RLHFDataset.__getitem__:
-            # A subclass may make its rows of other columns.
-            self._check_rows()
+        self._rows = self._chosen(max_samples, is_shuffled=config.shuffle if is_train else config.validation_shuffle)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -160,52 +155,68 @@ class RLHFDataset(FileDataset):
         is_used, first = np.zeros(self._ends[-1], dtype=bool), 0
         is_used[self._rows] = True
         for table in self._tables:
-            batches = table.column_batches(name, BATCH_ROWS) if name in table.columns else [[None] * len(table)]
-            for number, value in enumerate(chain.from_iterable(batches)):
+            batches = table.batches([name], BATCH_ROWS) if name in table.columns else [[{}] * len(table)]
+            for number, row in enumerate(chain.from_iterable(batches)):
                 if is_used[first + number]:
-                    yield f"{table.path} row {number}", value
+                    yield f"{table.path} row {number}", row.get(name)
             first += len(table)
 
-    def _check_rows(self) -> None:
-        """Find the row that would end a run in the middle of it: DataError with its file and number."""
-        config = self.config
-        for where, extra in self.column("extra_info"):
-            if extra and not isinstance(extra, Mapping):
-                got, fix = shortened(extra), "Correct the row: other facts about it stand there, by name."
-                raise DataError(f"{where}, column 'extra_info'", got=got, expected="a dictionary", fix=fix)
-        for what, key in {"image": config.image_key, "video": config.video_key}.items():
-            for where, values in self.column(key) if key and self.processor is None else ():
-                refuse_media([], {what: as_list(values)}, config, where=where)
-        if config.filter_overlong_prompts:
-            return  # they are measured
-        # Of a sample, what is not in use need not be measured.
-        suspects: Any = range(len(self))
-        if len(self) == self._ends[-1]:
-            suspects = np.flatnonzero(self._lengths() > config.max_prompt_length).tolist()
-            if config.truncation != "error" and self.processor is None:
-                return  # they are cut
-        with waiting(f"{len(suspects)} rows of {self._key} to be tried"):
-            for item in suspects:
+    def _chosen(self, max_samples: int, *, is_shuffled: bool) -> np.ndarray:
+        """The rows to use: those that are right and not too long, and a sample of them. What is left out is printed.
+
+        Raises DataError: none is left, or a row that would end a run in the middle of it.
+        """
+        config, rows, limit = self.config, np.arange(self._ends[-1]), self.config.max_prompt_length
+        # A subclass may make its rows of other columns.
+        is_own, filters = type(self).__getitem__ is RLHFDataset.__getitem__, config.filter_overlong_prompts
+        is_sample, lengths = 0 <= max_samples < len(rows), None
+        if filters or (is_own and not is_sample):
+            lengths = np.concatenate([self._measured(table) for table in self._tables])
+            rows = rows[lengths != BAD]
+            is_long = lengths[rows] > limit
+            if filters and len(rows) and is_long.all():
+                got = f"prompts of at least {lengths[rows].min()} tokens"
+                expected = f"at least one of at most data.max_prompt_length={limit}"
+                raise DataError(self._key, got=got, expected=expected, fix="Raise that length.")
+            if filters and (left_out := np.count_nonzero(is_long)):
+                told = f"{left_out} of {len(lengths)} prompts are over {limit} tokens and left out"
+                print(f"{self._key}: {told}.", flush=True)
+            rows = rows[~is_long] if filters else rows
+        if 0 <= max_samples < len(rows):
+            if is_shuffled:
+                rows = np.sort(np.random.default_rng(config.seed).choice(rows, size=max_samples, replace=False))
+            rows = rows[:max_samples]
+        if is_own and lengths is None and len(rows):  # what is not in use need not be measured
+            lengths = np.full(self._ends[-1], BAD)
+            for number in rows.tolist():
+                table, row, _ = self._place(number)
+                lengths[number] = self._measured(table, range(row, row + 1))[0]
+            rows = rows[lengths[rows] != BAD]
+        if self.bad_rows:
+            tell_bad_rows(self._key, self.bad_rows)
+        if len(rows) == 0 and max_samples != 0:
+            raise DataError(self._key, got="bad rows only", expected="a good one", fix="Correct them.")
+        if lengths is not None and (config.truncation == "error" or self.processor is not None):
+            self._try_rows(rows[lengths[rows] > limit])
+        return rows
+
+    def _try_rows(self, rows: np.ndarray) -> None:
+        """Fetch rows that may be too long: DataError."""
+        self._rows = rows
+        with waiting(f"{len(rows)} rows of {self._key} to be tried"):
+            for item in range(len(rows)):
                 self[item]
 
-    def _lengths(self) -> np.ndarray:
-        """Tokens of every prompt of the files."""
+    def _measured(self, table: RowTable, rows: range | None = None) -> np.ndarray:
+        """Tokens of every prompt of a file, or of those of some rows, as `PromptMeter` counts them."""
         config = self.config
-        meter = PromptMeter(self.encoder, self.processor, config)
+        meter = PromptMeter(self.encoder, self.processor, config, config.max_prompt_length)
         options = {"cache_dir": config.cache_dir, "num_workers": config.filter_overlong_prompts_workers}
-        return np.concatenate([prompt_lengths(table, meter, **options) for table in self._tables])
-
-    def _short_rows(self) -> np.ndarray:
-        """The rows whose prompt is not too long; how many are left out is printed."""
-        limit, every = self.config.max_prompt_length, self._lengths()
-        rows = np.flatnonzero(every <= limit)
-        if len(rows) == 0:
-            got = f"prompts of {every.min()} to {every.max()} tokens"
-            expected = f"at least one of at most data.max_prompt_length={limit}"
-            raise DataError(self._key, got=got, expected=expected, fix="Raise that length.")
-        if left_out := len(every) - len(rows):
-            print(f"{self._key}: {left_out} of {len(every)} prompts are over {limit} tokens and left out.", flush=True)
-        return rows
+        lengths, errors = prompt_lengths(table, meter, **options) if rows is None else meter.measure(table, rows)
+        if errors and config.on_bad_row == "error":
+            raise errors[0]
+        self.bad_rows += errors
+        return lengths
 
 
 def read_media(
@@ -281,31 +292,58 @@ def _check_columns(tables: list[RowTable], required: Sequence[str], config: Data
 
 @dataclass(frozen=True)
 class PromptMeter:
-    """Counts the tokens of prompts, those of images and videos included where there is a processor."""
+    """Counts the tokens of prompts, those of images and videos included where there is a processor, and checks rows.
+
+    With a `limit` a number only has to tell on which side of it the prompt is: where that takes no tokenizer it is a
+    bound.
+    """
 
     encoder: ChatEncoder
     processor: VisionProcessor | None
     config: DataConfig
+    limit: int | None = None
 
-    def measure(
-        self, path: str, start: int, prompts: list[Any], images: list[Any] | None, videos: list[Any] | None
-    ) -> list[int]:
-        """Tokens of each prompt; the first is row `start` of the file. None: the file has no such column."""
-        texts, beyond, config = [], [], self.config
-        for number, prompt in enumerate(prompts):
-            where = f"{path} row {start + number}"
-            at_prompt = f"{where}, column {config.prompt_key!r}"
-            messages, num_beyond = as_messages(prompt, where=at_prompt), 0
-            if self.processor is not None:
-                given = [as_list(column and column[number]) for column in (images, videos)]
-                messages, *media = with_parts(messages, given[0], given[1] if config.video_key else None, where=where)
-                num_beyond = self._num_beyond(self.processor, media, Path(path).parent, where)
-            else:
-                keys = {"image": config.image_key, "video": config.video_key}
-                refuse_media(messages, {what: [] for what, key in keys.items() if key}, config, where=where)
-            texts.append(self.encoder.render(messages, where=at_prompt))
-            beyond.append(num_beyond)
-        return [len(ids) + more for ids, more in zip(self.encoder.encode(texts), beyond, strict=True)]
+    def measure(self, table: RowTable, rows: range) -> tuple[np.ndarray, list[DataError]]:
+        """Tokens of the prompt of each of these rows, int64, `BAD` where a row is bad; and what is wrong with those."""
+        config = self.config
+        names = dict.fromkeys((config.prompt_key, config.image_key, config.video_key, "extra_info"))
+        columns, schema = [name for name in names if name in table.columns], table.schema
+        if schema is not None and "extra_info" in columns and pa.types.is_struct(schema.field("extra_info").type):
+            columns.remove("extra_info")  # what is checked
+        return self.measure_rows(str(table.path), rows.start, next(table.batches(columns, len(rows), rows)))
+
+    def measure_rows(self, path: str, start: int, rows: list[dict[str, Any]]) -> tuple[np.ndarray, list[DataError]]:
+        """As `measure`; the first of these rows is row `start` of the file."""
+        texts, beyond, errors = list[str](), list[int](), list[DataError]()
+        for number, row in enumerate(rows, start=start):
+            try:
+                text, more = self._rendered(row, f"{path} row {number}", Path(path).parent)
+            except DataError as error:
+                errors.append(error)
+                text, more = "", BAD
+            texts.append(text)
+            beyond.append(more)
+        more, limit = np.asarray(beyond, dtype=np.int64), None if self.processor else self.limit
+        least, most = self.encoder.counter.bounds(texts, limit).T
+        counts = most if limit is None else np.where(least > limit, least, most)
+        return np.where(more == BAD, BAD, counts + more), errors
+
+    def _rendered(self, row: dict[str, Any], where: str, folder: Path) -> tuple[str, int]:
+        """The prompt, and how many tokens its media have beyond the one of each that stands in it."""
+        if (extra := row.get("extra_info")) and not isinstance(extra, Mapping):
+            got, fix = shortened(extra), "Correct the row: other facts about it stand there, by name."
+            raise DataError(f"{where}, column 'extra_info'", got=got, expected="a dictionary", fix=fix)
+        config, beyond = self.config, 0
+        at_prompt = f"{where}, column {config.prompt_key!r}"
+        messages = as_messages(row.get(config.prompt_key), where=at_prompt)
+        keys = {"image": config.image_key, "video": config.video_key}
+        media = {what: as_list(row.get(key)) for what, key in keys.items() if key is not None}
+        if self.processor is None:
+            refuse_media(messages, media, config, where=where)
+        else:
+            messages, *given = with_parts(messages, media.get("image", ()), media.get("video"), where=where)
+            beyond = self._num_beyond(self.processor, given, folder, where)
+        return self.encoder.render(messages, where=at_prompt), beyond
 
     def _num_beyond(self, processor: VisionProcessor, media: list[list[Any]], folder: Path, where: str) -> int:
         """Tokens of images and videos, beyond the one for each that stands in the rendered text."""
@@ -320,18 +358,21 @@ class PromptMeter:
         return count
 
 
-def prompt_lengths(table: RowTable, meter: PromptMeter, *, cache_dir: str | Path, num_workers: int = 1) -> np.ndarray:
-    """The number of tokens of every prompt in `table`, int64 [rows], measured once and cached on disk.
+def prompt_lengths(
+    table: RowTable, meter: PromptMeter, *, cache_dir: str | Path, num_workers: int = 1
+) -> tuple[np.ndarray, list[DataError]]:
+    """Tokens of every prompt in `table`, int64 [rows], as `meter` counts them, `BAD` where a row is bad; and what is
+    wrong with these. Measured once and cached on disk.
 
-    The cache holds lengths, not the verdict, so that another `data.max_prompt_length` needs no new measurement. Its key
-    is made of the content of the file, the tokenizer, the chat template and its arguments; entries lie in
-    `prompt_lengths/` inside `cache_dir`. One that cannot be read is reported as damaged and measured again. Prompts of
-    a vision-language model are measured each time: a path says nothing of the file that lies there. Of an image only
-    the header is read. `num_workers` processes measure.
+    The key is made of the content of the file, the tokenizer, the chat template and its arguments, and the limit;
+    entries lie in `prompt_lengths/` inside `cache_dir`. One that cannot be read is reported as damaged and measured
+    again. Prompts of a vision-language model are measured each time: a path says nothing of the file that lies there.
+    Of an image only the header is read. `num_workers` processes measure.
     """
     if meter.processor is not None:
         return _measure(table, meter, num_workers)
-    facts = (table.digest, meter.encoder.fingerprint(), meter.config.prompt_key)
+    keys = (meter.config.prompt_key, meter.config.image_key, meter.config.video_key)
+    facts = (table.digest, len(table), meter.encoder.fingerprint(), keys, meter.limit)
     key = hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
     entry = Path(cache_dir).expanduser() / "prompt_lengths" / f"{key}.npz"
     if entry.is_file():
@@ -340,52 +381,57 @@ def prompt_lengths(table: RowTable, meter: PromptMeter, *, cache_dir: str | Path
             with np.load(entry, allow_pickle=False) as archive:
                 lengths = archive["lengths"]
             if lengths.shape == (len(table),) and lengths.dtype == np.int64:
-                return lengths
+                bad = np.flatnonzero(lengths == BAD).tolist()
+                return lengths, [error for row in bad for error in meter.measure(table, range(row, row + 1))[1]]
             reason = f"{lengths.dtype} {lengths.shape} for {len(table)} rows"
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
             reason = str(error)
         print(f"data.cache_dir: {entry} is damaged ({reason}); the prompts are measured again.", flush=True)
-    lengths = _measure(table, meter, num_workers)
+    lengths, errors = _measure(table, meter, num_workers)
     try:
         with written_aside(entry, where="data.cache_dir") as draft, draft.open("wb") as file:
             np.savez(file, lengths=lengths)
     except DataError as error:
         print(f"{error} Until then the prompts are measured at each start.", flush=True)
-    return lengths
+    return lengths, errors
 
 
-def _measure(table: RowTable, meter: PromptMeter, num_workers: int) -> np.ndarray:
-    starts, config = range(0, len(table), BATCH_ROWS), meter.config
-    media = (config.image_key, config.video_key) if meter.processor is not None else (None, None)
-    columns = [
-        table.column_batches(key, BATCH_ROWS) if key in table.columns else repeat(None, len(starts))
-        for key in (config.prompt_key, *media)
-    ]
-    jobs = (repeat(str(table.path), len(starts)), starts, *columns)
+def _measure(table: RowTable, meter: PromptMeter, num_workers: int) -> tuple[np.ndarray, list[DataError]]:
+    starts = range(0, len(table), BATCH_ROWS)
     num_workers = min(num_workers, len(starts))
-    parts: list[list[int]] = []
-    with waiting(f"the token counts of {table.path}", lambda: f"{len(parts)} of {len(starts)} batches are there"):
-        if num_workers == 1:
-            parts.extend(map(meter.measure, *jobs))
-        else:
-            # A forked process has the tokenizer at once; elsewhere than on Linux forking is not safe.
+    lengths, errors = list[np.ndarray](), list[DataError]()
+
+    def told() -> str:
+        return f"{len(lengths)} of {len(starts)} batches of {BATCH_ROWS} rows are there"
+
+    with waiting(f"the token counts of {table.path}", told), ExitStack() as stack:
+        if num_workers > 1:
+            # A forked process has the tokenizer and the rows at once; elsewhere than on Linux forking is not safe.
             context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
-            with ProcessPoolExecutor(num_workers, context, initializer=_start_worker, initargs=(meter,)) as pool:
-                parts.extend(pool.map(_measure_in_worker, *jobs))
-    return np.concatenate([np.asarray(part, dtype=np.int64) for part in parts])
+            pool = ProcessPoolExecutor(num_workers, context, initializer=_start_worker, initargs=(meter, table))
+            measured: Iterable[tuple[np.ndarray, list[DataError]]] = stack.enter_context(pool).map(
+                _measure_batch, starts
+            )
+        else:
+            measured = (meter.measure(table, range(start, min(start + BATCH_ROWS, len(table)))) for start in starts)
+        for counts, found in measured:
+            lengths.append(counts)
+            errors += found
+    return np.concatenate(lengths), errors
 
 
-# The meter of a worker process. It is handed over once, at the start: with each batch it would cost more than that.
-_meter: PromptMeter | None = None
+# What a worker process measures, and with what: handed over once, at the start.
+_work: tuple[PromptMeter, RowTable] | None = None
 
 
-def _start_worker(meter: PromptMeter) -> None:
-    global _meter
-    _meter = meter
+def _start_worker(*work: Any) -> None:
+    global _work
+    _work = work
     # Each process has its share of the cores; the tokenizer's own threads would only be in the way.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
-def _measure_in_worker(*batch: Any) -> list[int]:
-    assert _meter is not None
-    return _meter.measure(*batch)
+def _measure_batch(start: int) -> tuple[np.ndarray, list[DataError]]:
+    assert _work is not None
+    meter, table = _work
+    return meter.measure(table, range(start, min(start + BATCH_ROWS, len(table))))

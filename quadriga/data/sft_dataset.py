@@ -16,8 +16,10 @@ Shapes: L tokens of one sequence.
 """
 
 import hashlib
+import json
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -29,7 +31,7 @@ import torch.nn.functional as F
 from transformers import PreTrainedTokenizerBase
 
 from quadriga.config import DataConfig
-from quadriga.data.file_dataset import FileDataset
+from quadriga.data.file_dataset import FileDataset, tell_bad_rows
 from quadriga.data.files import FileNames, RowTable
 from quadriga.data.tokenizing import ChatEncoder, Messages, as_messages, shortened
 from quadriga.errors import DataError
@@ -88,7 +90,11 @@ class TokenizedRows(FileDataset, Generic[Row]):
         with waiting(f"the tokens of {self._key}", lambda: f"{len(rows)} of {num_rows} rows are there"):
             for table in tables:
                 rows.extend(islice(self._read(table), num_rows - len(rows)))
-        lengths = [self.num_tokens(row) for row in rows]
+        if self.bad_rows:
+            tell_bad_rows(self._key, self.bad_rows)
+        if not rows:
+            raise DataError(self._key, got="bad rows only", expected="a good one", fix="Correct them.")
+        num_rows, lengths = len(rows), [self.num_tokens(row) for row in rows]
         self.rows = [row for row, length in zip(rows, lengths, strict=True) if length <= limit]
         if not self.rows:
             got, expected = f"rows of {min(lengths)} to {max(lengths)} tokens", f"at most data.max_length={limit}"
@@ -136,14 +142,28 @@ class TokenizedRows(FileDataset, Generic[Row]):
         return {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
 
     def _read(self, table: RowTable) -> Iterator[Row]:
-        for start in range(0, len(table), BATCH_ROWS):
-            numbers = range(start, min(start + BATCH_ROWS, len(table)))
-            places = [f"{table.path} row {number}" for number in numbers]
-            rows = [self._row(table[number], where) for number, where in zip(numbers, places, strict=True)]
-            parts = [self.parts_of(row, where) for row, where in zip(rows, places, strict=True)]
-            tokens = iter(self.encoder.encode([part.text for row in parts for part in row]))
-            for row, where in zip(parts, places, strict=True):
-                yield self._fitted(self.made(row, [next(tokens) for _ in row], where), where)
+        first = 0
+        for batch in table.batches(table.columns, BATCH_ROWS):
+            rows: list[tuple[str, list[TextPart]]] = []
+            for number, row in enumerate(batch, start=first):
+                where = f"{table.path} row {number}"
+                with self._skips():
+                    rows.append((where, self.parts_of(self._row(row, where), where)))
+            first += len(batch)
+            tokens = iter(self.encoder.encode([part.text for _, parts in rows for part in parts]))
+            for where, parts in rows:
+                ids = [next(tokens) for _ in parts]
+                with self._skips():
+                    yield self._fitted(self.made(parts, ids, where), where)
+
+    @contextmanager
+    def _skips(self) -> Iterator[None]:
+        try:
+            yield
+        except DataError as error:
+            if self.config.on_bad_row == "error":
+                raise
+            self.bad_rows.append(error)
 
     def _row(self, row: dict[str, Any], where: str) -> dict[str, Any]:
         """The row, with what a dotted name of a column means in it."""
@@ -196,7 +216,9 @@ class MultiTurnSFTDataset(TokenizedRows[Conversation]):
         messages = chat_of_row(row[self.config.messages_key], where=where)
         thinks = row.get(THINKING)
         options = {} if thinks is None else {THINKING: bool(thinks)}
-        return text_parts(messages, self.encoder, where=where, tools=row.get(self.config.tools_key), **options)
+        key = self.config.tools_key
+        tools = tools_of_row(row.get(key), where=f"{where}, column {key!r}")
+        return text_parts(messages, self.encoder, where=where, tools=tools, **options)
 
     def made(self, parts: Sequence[TextPart], tokens: Sequence[list[int]], where: str) -> Conversation:
         return conversation(tokens, [part.is_learned for part in parts], self.tokenizer.eos_token_id)
@@ -304,6 +326,21 @@ def chat_of_row(value: Any, *, where: str) -> Messages:
         fix = "Correct the row, or name the column that holds the chats with data.messages_key."
         raise DataError(where, got="no messages", expected=expected, fix=fix)
     return as_messages(value, where=where)
+
+
+def tools_of_row(value: Any, *, where: str) -> list[Any] | None:
+    """The tool schemas of a row: a list, or the JSON text of one, or of each; DataError where they are none."""
+    try:
+        found = json.loads(value) if isinstance(value, str) and value else value
+        tools = [json.loads(one) if isinstance(one, str) else one for one in found or ()]
+        wrong = next((one for one in tools if not isinstance(one, Mapping)), None)
+    except (ValueError, TypeError) as error:
+        tools, wrong = None, f"{shortened(value)} ({error})"
+    if wrong is not None:
+        expected = 'a list such as [{"type": "function", "function": {"name": ..., "parameters": {...}}}]'
+        fix = "Correct the row, or name the column that holds the tools with data.tools_key."
+        raise DataError(where, got=f"the tool schema {wrong}, which is no JSON object", expected=expected, fix=fix)
+    return tools
 
 
 class Pair(NamedTuple):

@@ -5,12 +5,14 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from datetime import date
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
 import transformers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from quadriga.data.token_counts import TokenCounter
 from quadriga.errors import DataError
 
 Messages = list[dict[str, Any]]
@@ -105,8 +107,11 @@ def as_messages(prompt: Any, *, where: str) -> Messages:
         raise DataError(where, got=f"the prompt {shortened(prompt)}", expected=expected, fix=fix)
     # A column of a parquet file gives each message the keys of all; those without a value were never meant.
     messages = [{key: value for key, value in message.items() if value is not None} for message in prompt]
-    for message in messages:
+    for number, message in enumerate(messages):
         parts = message.get("content")
+        if parts is None and not message.get("tool_calls"):
+            fix = 'Give it a text, "" if need be.'
+            raise DataError(f"{where}, message {number}", got=shortened(message), expected="a content", fix=fix)
         if isinstance(parts, list) and all(isinstance(one, Mapping) and one.get("type") == "text" for one in parts):
             message["content"] = "".join(str(one.get("text") or "") for one in parts)
     return messages
@@ -128,9 +133,20 @@ class ChatEncoder:
                 raise DataError(where, got=got, expected="arguments for the template only", fix=fix)
         self.tokenizer = tokenizer
         self.template_kwargs = {"add_generation_prompt": True, **template_kwargs}
+        self._roles = {"system", "user", "assistant", "tool"}
 
     def render(self, messages: Messages, *, where: str) -> str:
         """The text of a prompt."""
+        for number, message in enumerate(messages):
+            if (role := message["role"]) not in self._roles:
+                if problem := self._refusal(role):
+                    fix = "Correct the row, or the template."
+                    got, place = f"the role {role!r}, {problem}", f"{where}, message {number}"
+                    raise DataError(place, got=got, expected="a role that the chat template writes", fix=fix)
+                self._roles.add(role)
+        return self._written(messages, where)
+
+    def _written(self, messages: Messages, where: str) -> str:
         try:
             text = self.tokenizer.apply_chat_template(messages, tokenize=False, **self.template_kwargs)
         except Exception as error:
@@ -149,9 +165,23 @@ class ChatEncoder:
         # One conversation that is not tokenized gives text; the annotation of transformers covers every other case too.
         return cast(str, text)
 
+    def _refusal(self, role: str) -> str:
+        """What the chat template does with a message of this role other than writing it; empty if it writes it."""
+        chat = [{"role": "user", "content": "?"}, {"role": role, "content": "quadriga"}]
+        try:
+            text = self._written(chat, "")
+        except DataError as error:
+            return f"of which there are {error.got}"
+        return "" if "quadriga" in text else "whose messages the chat template leaves out"
+
     def encode(self, texts: list[str]) -> list[list[int]]:
         """The token ids of each rendered text; the template has already written the special tokens."""
         return self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+
+    @cached_property
+    def counter(self) -> TokenCounter:
+        """Counts the token ids of rendered texts."""
+        return TokenCounter(self.tokenizer)
 
     def fingerprint(self) -> str:
         """Changes whenever the ids of some prompt could."""

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from pkgutil import resolve_name
 from typing import Any
 
@@ -255,9 +256,9 @@ def build_reward(config: Config, tokenizer: Any, *loaders: Any) -> RewardManager
             # A class of the user's may make other rows of the files.
             if getattr(type(rows), "__getitem__", None) is RLHFDataset.__getitem__:
                 sources, models = rows.column(rows.config.reward_fn_key), rows.column("reward_model")
-                manager.check_rows(
-                    [(place, one, other) for (place, one), (_, other) in zip(sources, models, strict=True)]
-                )
+                found = ((place, one, other) for (place, one), (_, other) in zip(sources, models, strict=True))
+                while some := list(islice(found, 4096)):
+                    manager.check_rows(some)
     except BaseException:
         manager.close()
         raise

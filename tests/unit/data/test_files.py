@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from quadriga.data import files
 from quadriga.data.files import read_table, resolve_files, written_aside
 from quadriga.errors import DataError
 
@@ -110,24 +111,51 @@ def test_a_copy_that_fails_leaves_nothing_behind(memory, tmp_path: Path, monkeyp
 ROWS = [{"a": 1, "nested": {"x": "é"}}, {"a": 2, "nested": {"x": "\u2028"}}, {"a": 3, "nested": None}]
 
 
+@pytest.mark.parametrize("is_mapped", [False, True])
 @pytest.mark.parametrize("name", ["t.parquet", "t.json", "t.jsonl", "lines.json"])
-def test_the_formats_agree(write, name: str):
+def test_the_formats_agree(write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, is_mapped: bool):
     path = (
         write("t.jsonl", ROWS).rename(write("x.jsonl", ROWS).with_name(name))
         if name == "lines.json"
         else write(name, ROWS)
     )
-    table = read_table(path)
+    if is_mapped:
+        monkeypatch.setattr(files, "MAPPED_BYTES", 0)
+        monkeypatch.setattr(files, "_ROWS", 2)
+        read_table(path, tmp_path / "cache")
+    table = read_table(path, tmp_path / "cache")
+    assert (tmp_path / "cache" / "rows").is_dir() == is_mapped
     assert len(table) == 3
     assert table.columns == ("a", "nested")
     assert [table[i] for i in range(3)] == ROWS
-    assert list(table.column_batches("a", 2)) == [[1, 2], [3]]
+    assert list(table.batches(["a"], 2)) == [[{"a": 1}, {"a": 2}], [{"a": 3}]]
+
+
+def test_damaged_rows_in_the_cache_are_said_and_written_again(write, tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.setattr(files, "MAPPED_BYTES", 0)
+    path = write("t.jsonl", ROWS)
+    read_table(path, tmp_path / "cache")
+    [rows] = (tmp_path / "cache" / "rows").glob("*/rows.arrow")
+    rows.write_bytes(rows.read_bytes()[:200])
+    assert read_table(path, tmp_path / "cache")[1] == ROWS[1]
+    assert "is damaged" in capsys.readouterr().out
+
+
+def test_bad_lines_are_left_out_and_named(write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "t.jsonl"
+    path.write_bytes(b'{"a": 1}\n{"a": \n\n[3]\n{"b": "\xff"}\n{"c": "4"}')
+    monkeypatch.setattr(files, "MAPPED_BYTES", 0)
+    for cache in (None, tmp_path / "cache", tmp_path / "cache"):
+        bad: list[DataError] = []
+        table = read_table(path, cache, bad)
+        assert [table[row] for row in range(len(table))] == [{"a": 1, "c": None}, {"a": None, "c": "4"}]
+        assert [error.where for error in bad] == [f"{path} line {number}" for number in (2, 4, 5)]
 
 
 def test_json_rows_may_lack_keys(write):
     table = read_table(write("t.jsonl", [{"a": 1}, {"b": "x"}]))
     assert table[0] == {"a": 1, "b": None}
-    assert list(table.column_batches("b", 9)) == [[None, "x"]]
+    assert list(table.batches(["b"], 9)) == [[{"b": None}, {"b": "x"}]]
 
 
 def test_a_folder_name_adds_no_column(write):

@@ -150,7 +150,7 @@ def test_overlong_rows_are_left_out_and_counted(tokenizer, config, write, row, c
 
 
 def test_nothing_short_enough(tokenizer, config, write, row):
-    with pytest.raises(DataError, match=r"data\.val_files: got prompts of 6 to 8 tokens"):
+    with pytest.raises(DataError, match=r"data\.val_files: got prompts of at least 6 tokens"):
         section = config(filter_overlong_prompts=True, max_prompt_length=3)
         RLHFDataset(write("t.jsonl", [row(4), row(6)]), tokenizer, section, is_train=False)
 

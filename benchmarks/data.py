@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long the rows of a data set take to be filtered by length, and to be opened.
+
+    python benchmarks/data.py filter [--rows 100000] [--processes 1]
+    python benchmarks/data.py open [--rows 1000000]
+
+`filter` compares `data.filter_overlong_prompts` with a filter that renders and tokenizes row by row, in one run, with
+the same number of processes: prompts of 20 to 2,000 tokens (log-uniform), slices of the documentation of the installed
+packages, once with the median length as the limit and once with four times that. Both must keep the same rows.
+`open` makes a file of short prompts, opens it twice, each time in a process of its own, and prints seconds and memory.
+"""
+
+import argparse
+import inspect
+import json
+import math
+import os
+import random
+import re
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from multiprocessing import get_context
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from quadriga.config import DataConfig
+from quadriga.data.rl_dataset import RLHFDataset
+
+PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+TEMPLATE = (
+    "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SHORTEST, LONGEST = 20, 2000
+
+
+def corpus(num_chars: int) -> str:
+    """Documentation of the installed packages: its files, and what stands between triple quotes in their sources."""
+    folder, parts, total = Path(sysconfig.get_path("purelib")), [], 0
+    files = sorted(file for name in ("*.md", "*.rst", "METADATA", "*.py") for file in folder.rglob(name))
+    for file in random.Random(0).sample(files, len(files)):
+        text = file.read_text(encoding="utf-8", errors="ignore")
+        found = re.findall(r'"{3}(.*?)"{3}', text, re.DOTALL) if file.suffix == ".py" else [text]
+        found = [inspect.cleandoc(one) for one in found if len(one) >= 200]
+        parts += found
+        total += sum(map(len, found))
+        if total >= num_chars:
+            break
+    return "\n".join(parts)
+
+
+def build_tokenizer(text: str, folder: Path) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer with 32,000 tokens, which are learned from the text, and a chat template."""
+    backend = Tokenizer(models.BPE())
+    backend.normalizer = normalizers.NFC()
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(PATTERN), "isolated"), level])
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=32_000, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator((text[i : i + 10_000] for i in range(0, min(len(text), 8_000_000), 10_000)), trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>", pad_token="<|endoftext|>")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def write_prompts(path: Path, text: str, num_rows: int, chars: tuple[float, float]) -> None:
+    """Write rows whose prompts have so many characters, log-uniform, cut out of the text."""
+    rng, low, high = random.Random(1), *map(math.log, chars)
+    schema = pa.schema(
+        [
+            ("data_source", pa.string()),
+            ("prompt", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
+            ("reward_model", pa.struct([("style", pa.string()), ("ground_truth", pa.string())])),
+            ("extra_info", pa.struct([("index", pa.int64())])),
+        ]
+    )
+    with pq.ParquetWriter(path, schema) as writer:
+        for first in range(0, num_rows, 10_000):
+            rows = []
+            for index in range(first, min(first + 10_000, num_rows)):
+                size = int(math.exp(rng.uniform(low, high)))
+                start = rng.randrange(len(text) - size)
+                prompt = [{"role": "user", "content": text[start : start + size]}]
+                truth = {"style": "rule", "ground_truth": str(index)}
+                rows.append(
+                    {"data_source": "x", "prompt": prompt, "reward_model": truth, "extra_info": {"index": index}}
+                )
+            writer.write_table(pa.Table.from_pylist(rows, schema=schema))
+
+
+def kept_row_by_row(work: tuple[PreTrainedTokenizerFast, Path, int, int, int]) -> list[int]:
+    """The rows of a part of a file that a filter of single rows keeps: each is rendered, tokenized and counted."""
+    tokenizer, path, limit, part, num_parts = work
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    table = pq.read_table(path, columns=["prompt"])
+    size = -(-len(table) // num_parts)
+    kept = []
+    for row in range(part * size, min((part + 1) * size, len(table))):
+        [prompt] = table.column("prompt").slice(row, 1).to_pylist()
+        ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=False)
+        if len(ids) <= limit:
+            kept.append(row)
+    return kept
+
+
+def compare_filters(num_rows: int, num_processes: int, folder: Path) -> None:
+    """Print how long both filters take."""
+    text = corpus(40_000_000)
+    tokenizer = build_tokenizer(text, folder)
+    sample = text[: 1 << 20]
+    chars_a_token = len(sample) / len(tokenizer(sample)["input_ids"])
+    path = folder / "prompts.parquet"
+    write_prompts(path, text, num_rows, (SHORTEST * chars_a_token, LONGEST * chars_a_token))
+    print(f"{num_rows} prompts, {chars_a_token:.2f} characters a token, {num_processes} processes")
+    values = {"filter_overlong_prompts": True, "filter_overlong_prompts_workers": num_processes}
+
+    def filtered(limit: int, cache: str) -> tuple[float, list[int]]:
+        start = time.perf_counter()
+        config = DataConfig(max_prompt_length=limit, cache_dir=str(folder / cache), **values)
+        # As at the start of a run: what an earlier data set has counted is not there.
+        rows = RLHFDataset(path, PreTrainedTokenizerFast.from_pretrained(folder), config)
+        return time.perf_counter() - start, rows._rows.tolist()
+
+    lengths = [len(ids) for ids in tokenizer([row[0]["content"] for row in pq.read_table(path, columns=["prompt"])
+                                              .slice(0, 5000).column("prompt").to_pylist()])["input_ids"]]  # fmt: skip
+    median = sorted(lengths)[len(lengths) // 2]
+    for name, limit in (("the median", median), ("four times the median", 4 * median)):
+        start = time.perf_counter()
+        jobs = [(tokenizer, path, limit, part, num_processes) for part in range(num_processes)]
+        if num_processes == 1:
+            expected = kept_row_by_row(jobs[0])
+        else:
+            with get_context("fork").Pool(num_processes) as pool:
+                expected = [row for part in pool.map(kept_row_by_row, jobs) for row in part]
+        before = time.perf_counter() - start
+        seconds, kept = filtered(limit, name)
+        again, kept_again = filtered(limit, name)
+        if not kept == kept_again == expected:
+            raise SystemExit(f"limit {limit}: {len(kept)} rows are kept, row by row {len(expected)}")
+        print(
+            f"limit {limit}, {name}: {len(kept)} rows kept by both; row by row {before:.1f} s, here {seconds:.1f} s "
+            f"({before / seconds:.1f} times faster), second start {again:.2f} s",
+            flush=True,
+        )
+
+
+OPEN = """
+import json, resource, sys, time
+from pathlib import Path
+from transformers import PreTrainedTokenizerFast
+from quadriga.config import DataConfig
+from quadriga.data.rl_dataset import RLHFDataset
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
+
+def private():
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Private_Dirty")) / 1024
+
+folder, files, processes = sys.argv[1:]
+tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+before, before_private, start = resident(), private(), time.perf_counter()
+config = DataConfig(max_prompt_length=1024, cache_dir=f"{folder}/cache", filter_overlong_prompts_workers=int(processes))
+rows = RLHFDataset(files, tokenizer, config)
+seconds = time.perf_counter() - start
+grown, grown_private = resident() - before, private() - before_private
+[rows[item] for item in range(0, len(rows), max(1, len(rows) // 1000))]
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+print(json.dumps([len(rows), seconds, grown, grown_private, peak]))
+"""
+
+
+def open_twice(num_rows: int, num_processes: int, folder: Path) -> None:
+    """Print seconds and memory of the first and of the second open of a large file."""
+    text = corpus(10_000_000)
+    build_tokenizer(text, folder)
+    path = folder / "rows.parquet"
+    write_prompts(path, text, num_rows, (100, 1000))
+    print(f"{num_rows} rows, {path.stat().st_size / 2**20:.0f} MB of Parquet, {num_processes} processes")
+    for name in ("first", "second"):
+        command = [sys.executable, "-c", OPEN, str(folder), str(path), str(num_processes)]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        *told, last = done.stdout.splitlines()
+        found, seconds, grown, private, peak = json.loads(last)
+        print(
+            f"{name} open: {found} rows in {seconds:.1f} s; resident memory {grown:+.0f} MB, of which {private:.0f} MB "
+            f"are not the file's pages; at most {peak:.0f} MB, libraries and 1,000 fetched rows included",
+            *told,
+            sep="\n  ",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("filter", "open"))
+    parser.add_argument("--rows", type=int)
+    parser.add_argument("--processes", type=int, default=1)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        if options.what == "filter":
+            compare_filters(options.rows or 100_000, options.processes, Path(folder))
+        else:
+            open_twice(options.rows or 1_000_000, options.processes, Path(folder))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`quadriga data inspect`: what a data file holds, and what a run would make of it."""
+
+import argparse
+import base64
+import io
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quadriga.cli.config import add_config_arguments, load_from
+from quadriga.config import Config
+from quadriga.data.files import RowTable, read_table, resolve_files
+from quadriga.data.pictures import as_list
+from quadriga.data.rl_dataset import BAD, BATCH_ROWS, PromptMeter, read_media
+from quadriga.data.sft_dataset import MultiTurnSFTDataset
+from quadriga.data.tokenizing import ChatEncoder, as_messages
+from quadriga.data.vision import with_parts
+from quadriga.errors import DataError
+from quadriga.trainer.build import build_processor, build_tokenizer
+from quadriga.trainer.checkpoint import model_folder
+
+_LISTED, _BARS, _WIDTH = 20, 12, 40
+"""Bad rows that are listed; bars of a histogram, and characters of its longest."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Show rows, schema and lengths of data files, one prompt as the model gets it, and what would be left out and
+    why."""
+    parser = argparse.ArgumentParser(prog="quadriga data inspect", description=main.__doc__)
+    parser.add_argument("what", choices=("inspect",), help=argparse.SUPPRESS)
+    parser.add_argument("file", metavar="FILE", help="a parquet, json or jsonl file, a glob or a URL")
+    parser.add_argument("--model", help="whose tokenizer and chat template count tokens (default: characters)")
+    parser.add_argument("--row", type=int, default=0, metavar="N", help="the row that is shown as the model gets it")
+    parser.add_argument("--rows", type=int, default=3, metavar="N", help="rows that are shown as they are (default: 3)")
+    add_config_arguments(parser)
+    arguments = parser.parse_intermixed_args(list(argv))
+    if arguments.model:
+        arguments.overrides.append(f"actor_rollout_ref.model.path={model_folder(arguments.model)}")
+    config = load_from(arguments)
+    for path in resolve_files(arguments.file, config.data.cache_dir, where="FILE"):
+        inspect(config, path, arguments.row, arguments.rows)
+    return 0
+
+
+def inspect(config: Config, path: Path, row: int = 0, num_rows: int = 3) -> None:
+    """Print what a file holds; where the configuration has a model or a tokenizer also `row` as a model gets it.
+    Raises DataError: the file cannot be read."""
+    errors: list[DataError] = []
+    table = read_table(path, config.data.cache_dir, errors)
+    if not 0 <= row < len(table):
+        raise DataError("--row", got=f"{row} of {path}", expected=f"0 to {len(table) - 1}")
+    print(f"{path}: {len(table)} rows, {path.stat().st_size / 2**20:.1f} MB")
+    print(*_schema(table), sep="\n")
+    for number in range(min(num_rows, len(table))):
+        print(f"row {number}")
+        print(*(f"  {name}: {_short(value)}" for name, value in table[number].items()), sep="\n")
+    data = config.data
+    is_chat = data.messages_key in table.columns and data.prompt_key not in table.columns
+    key = data.messages_key if is_chat else data.prompt_key
+    if key not in table.columns:
+        print(f"no column {key!r}: data.prompt_key or data.messages_key names the one to measure")
+    elif not (config.actor_rollout_ref.model.path or data.tokenizer):
+        texts = (json.dumps(one[key], ensure_ascii=False) for some in table.batches([key], BATCH_ROWS) for one in some)
+        print(*_histogram(np.array([len(text) for text in texts]), "characters of JSON"), sep="\n")
+    elif is_chat:
+        encoder = ChatEncoder(build_tokenizer(config), data.apply_chat_template_kwargs)
+        skips = data.model_copy(update={"on_bad_row": "skip", "filter_overlong_prompts": True})
+        chats = MultiTurnSFTDataset([path], encoder.tokenizer, skips)
+        print(*_histogram(np.array([len(one.ids) for one in chats.rows]), "tokens"), sep="\n")
+        shown = chats.rows[min(row, len(chats) - 1)]
+        _print_tokens(encoder, shown.ids.tolist(), shown.is_learned.tolist())
+    else:
+        _print_prompts(config, table, row, errors)
+
+
+def _print_prompts(config: Config, table: RowTable, row: int, errors: list[DataError]) -> None:
+    """How long prompts are, which would be left out, and one as the model gets it."""
+    data, processor = config.data, build_processor(config) if config.actor_rollout_ref.model.path else None
+    encoder = ChatEncoder(build_tokenizer(config), data.apply_chat_template_kwargs)
+    meter = PromptMeter(encoder, processor, data)
+    batches = (range(one, min(one + BATCH_ROWS, len(table))) for one in range(0, len(table), BATCH_ROWS))
+    measured = [meter.measure(table, rows) for rows in batches]
+    lengths = np.concatenate([counts for counts, _ in measured])
+    print(*_histogram(lengths[lengths != BAD], "tokens"), sep="\n")
+    _print_left_out(lengths, data.max_prompt_length, [*errors, *(one for _, found in measured for one in found)])
+    if lengths[row] != BAD:
+        _print_prompt(config, table, row, encoder, processor)
+
+
+def _schema(table: RowTable) -> Iterator[str]:
+    """A line for each column: its type, or its types in JSON, and in how many rows it has no value."""
+    num_nulls, types = Counter[str](), {name: Counter[str]() for name in table.columns}
+    for rows in table.batches(table.columns, BATCH_ROWS):
+        for row in rows:
+            num_nulls.update(name for name, value in row.items() if value is None)
+            if table.schema is None:
+                for name, value in row.items():
+                    types[name][type(value).__name__] += value is not None
+    for name, found in types.items():
+        kind = (
+            ", ".join(one for one, n in found.items() if n) if table.schema is None else table.schema.field(name).type
+        )
+        yield f"  {name}: {kind}{f', null in {num_nulls[name]} rows' if num_nulls[name] else ''}"
+
+
+def _histogram(lengths: np.ndarray, unit: str) -> Iterator[str]:
+    """Lengths in bars of equal width, and their quantiles."""
+    if len(lengths) == 0:
+        return
+    marks = np.quantile(lengths, [0, 0.5, 0.9, 0.99, 1], method="inverted_cdf")
+    yield "{}: {} to {}, median {}, 90 % up to {}, 99 % up to {}".format(unit, *marks[[0, 4, 1, 2, 3]])
+    counts, edges = np.histogram(lengths, bins=min(_BARS, max(1, len(np.unique(lengths)))))
+    for count, left, right in zip(counts, edges, edges[1:], strict=False):
+        yield f"  {left:7.0f} to {right:7.0f}  {count:8}  {'█' * int(np.ceil(_WIDTH * count / counts.max()))}"
+
+
+def _print_left_out(lengths: np.ndarray, limit: int, errors: list[DataError]) -> None:
+    """What data.filter_overlong_prompts and data.on_bad_row=skip would leave out, and why."""
+    long = np.flatnonzero(lengths > limit)
+    print(f"over data.max_prompt_length={limit}: {len(long)} of {len(lengths)} rows")
+    for number in long[:_LISTED]:
+        print(f"  row {number}: {lengths[number]} tokens")
+    print(f"bad: {len(errors)} rows")
+    for error in errors[:_LISTED]:
+        print(f"  {error}")
+    if (rest := max(len(long), len(errors)) - _LISTED) > 0:
+        print(f"  (the first {_LISTED} of each; {rest} more)")
+
+
+def _print_prompt(config: Config, table: RowTable, row: int, encoder: ChatEncoder, processor: Any) -> None:
+    data, where, values = config.data, f"{table.path} row {row}", table[row]
+    messages, pictures = as_messages(values[data.prompt_key], where=where), []
+    if processor is not None:
+        media = [as_list(values.get(key)) if key else None for key in (data.image_key, data.video_key)]
+        messages, *given = with_parts(messages, media[0] or (), media[1], where=where)
+        pictures, _ = read_media(given, processor, data, folder=table.path.parent, where=where)
+    text = encoder.render(messages, where=where)
+    print(f"row {row} as the model gets it:\n{text}")
+    _print_tokens(encoder, encoder.encode([text])[0], None)
+    for number, picture in enumerate(pictures):
+        print(f"image {number}: {picture.width} x {picture.height}")
+        if (drawn := _drawn(picture)) is not None:
+            print(drawn)
+
+
+def _print_tokens(encoder: ChatEncoder, ids: list[int], is_learned: list[bool] | None) -> None:
+    """Each token between bars; a learned one is marked with a star."""
+    learned = is_learned or [False] * len(ids)
+    texts = ((encoder.tokenizer.decode([one]), mark) for one, mark in zip(ids, learned, strict=True))
+    told = f", of which {sum(learned)}, marked *, are learned" if is_learned else ""
+    print(f"{len(ids)} tokens{told}:")
+    print("|".join(f"{'*' if mark else ''}{repr(text)[1:-1]}" for text, mark in texts))
+
+
+def _drawn(picture: Any) -> str | None:
+    """An image as the terminal draws it; None where it cannot, or standard output is none."""
+    kind = os.environ.get("TERM_PROGRAM", "") + os.environ.get("TERM", "")
+    if not sys.stdout.isatty() or not any(name in kind for name in ("iTerm", "WezTerm", "kitty", "ghostty")):
+        return None
+    content = io.BytesIO()
+    picture.thumbnail((640, 640))
+    picture.save(content, "PNG")
+    data = base64.b64encode(content.getvalue()).decode()
+    if "iTerm" in kind or "WezTerm" in kind:
+        return f"\x1b]1337;File=inline=1:{data}\a"
+    chunks = [data[start : start + 4096] for start in range(0, len(data), 4096)]
+    heads = ("a=T,f=100," if number == 0 else "" for number in range(len(chunks)))
+    return "".join(
+        f"\x1b_G{head}m={int(number < len(chunks) - 1)};{chunk}\x1b\\"
+        for number, (head, chunk) in enumerate(zip(heads, chunks, strict=True))
+    )
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 300 else f"{text[:297]}..."

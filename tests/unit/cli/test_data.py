@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`quadriga data inspect`: what is shown of files that are right and of files that are not."""
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from quadriga.cli.main import main
+
+TEMPLATE = "{% for m in messages %}<{{ m.role }}> {{ m.content }} {% endfor %}"
+WORDS = ["<pad>", "<eos>", "<unk>", "<user>", "<assistant>", "one", "two"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    options = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **options)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def inspected(capsys: pytest.CaptureFixture, *words: str) -> str:
+    assert main(["data", "inspect", *words]) == 0
+    return capsys.readouterr().out
+
+
+def test_prompts(folder: Path, capsys: pytest.CaptureFixture):
+    rows = [{"prompt": "one " * (1 + i % 3), "level": None if i else 7} for i in range(8)]
+    file = folder / "rows.jsonl"
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in [*rows, {"prompt": 5}]) + "{\n")
+    said = inspected(
+        capsys, str(file), "--row", "1", "--rows", "1", f"data.tokenizer={folder}", "data.max_prompt_length=3"
+    )
+    for part in (
+        "9 rows",
+        "  prompt: str, int\n  level: int, null in 8 rows",
+        "row 0\n  prompt: 'one '\n  level: 7\n",
+        "tokens: 2 to 4, median 3,",
+        "over data.max_prompt_length=3: 2 of 9 rows\n  row 2: 4 tokens\n  row 5: 4 tokens\n",
+        f"bad: 2 rows\n  {file} line 10: got text that is no JSON",
+        f"{file} row 8, column 'prompt': got the prompt 5",
+        "row 1 as the model gets it:\n<user> one one",
+        "3 tokens:\n<user>|one|one\n",
+    ):
+        assert part in said
+    assert "characters of JSON: " in inspected(capsys, str(file))
+
+
+def test_conversations(folder: Path, capsys: pytest.CaptureFixture):
+    chat = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+    pq.write_table(pa.Table.from_pylist([{"messages": chat}]), folder / "rows.parquet")
+    said = inspected(capsys, str(folder / "rows.parquet"), f"data.tokenizer={folder}")
+    assert "  messages: list<element: struct<" in said
+    assert "5 tokens, of which 3, marked *, are learned:\n<user>|one|*<assistant>|*two|*<eos>\n" in said
+
+
+def test_what_cannot_be_shown(folder: Path, capsys: pytest.CaptureFixture):
+    (folder / "rows.jsonl").write_text('{"question": "one"}\n')
+    assert "no column 'prompt'" in inspected(capsys, str(folder / "rows.jsonl"))
+    assert main(["data", "inspect", str(folder / "rows.jsonl"), "--row", "3"]) == 1
+    assert "--row: got 3 of" in capsys.readouterr().err
