@@ -195,6 +195,35 @@ def check_rollout(config: Config) -> Iterator[Finding]:
         yield "reward_model.enable, custom_reward_function.path: the reward is the sum of both scores."
 
 
+def check_async(config: Config) -> Iterator[Finding]:
+    """Yields what cannot run beside training, and what is computed otherwise on stale samples."""
+    settings, rollout, trainer = config.async_training, config.actor_rollout_ref.rollout, config.trainer
+    if not settings.enable:
+        return
+    at, stale, groups = "async_training", settings.is_stale, config.algorithm.filter_groups.enable
+    has_conversations, filtered = rollout.mode == "async", "algorithm.filter_groups.enable=True"
+    in_files = f"Rounds under way are not in a checkpoint: leave it out, or set {at}.max_staleness=0."
+    for is_wrong, key, got, expected, fix in (
+        (trainer.backend != "local", "trainer.backend", trainer.backend, "local", "Only there generation goes on."),
+        (rollout.name != "native", f"{ROLLOUT}.name", rollout.name, "native, which has a version of each token", ""),
+        (rollout.skip.enable, f"{ROLLOUT}.skip.enable", "true", "false", "Kept responses have no versions."),
+        (settings.deterministic and has_conversations, f"{ROLLOUT}.mode", f"async, with {at}.deterministic=True",
+         "sync", "The time that tools and users take is not in the configuration."),
+        (groups and settings.on_stale == "drop", f"{at}.on_stale", f"drop, with {filtered}", "wait", ""),
+        (groups and trainer.total_training_steps is None, "trainer.total_training_steps", f"null, with {filtered}",
+         "a number of steps", "Prompts are taken ahead of the steps."),
+        (groups and stale and trainer.save_freq != -1, "trainer.save_freq", f"{trainer.save_freq}, with {filtered}",
+         "-1", in_files),
+    ):  # fmt: skip
+        if is_wrong:
+            yield wrong(key, f"{got}, with {at}.enable=True", expected, fix)
+    correction, key = config.algorithm.rollout_correction, "algorithm.rollout_correction"
+    if stale and not (correction.needs_old_log_probs or correction.bypass_mode):
+        yield f"{key}: nothing corrects for samples up to {settings.max_staleness} versions old: set {key}.preset."
+    if stale and settings.in_flight == "continue" and config.algorithm.adv_estimator == "gae":
+        yield f"{at}.in_flight: values are the critic's as a step begins, over tokens of several versions."
+
+
 def check_update(config: Config) -> Iterator[Finding]:
     """Yields what actor, critic, their schedules and checkpoints do not agree about."""
     actor, critic, steps = config.actor_rollout_ref.actor, config.critic, config.trainer.total_training_steps
@@ -307,5 +336,5 @@ _SUPERVISED_CHECKS: tuple[Callable[[Config], Iterator[Finding]], ...] = (
 )  # fmt: skip
 _CHECKS: tuple[Callable[[Config], Iterator[Finding]], ...] = (
     check_files, check_paths, check_sections, check_batches, check_groups, check_rollout, check_update,
-    check_multi_turn, check_placement, check_layouts, check_megatron, check_profiles, check_adapter,
+    check_multi_turn, check_placement, check_layouts, check_megatron, check_profiles, check_adapter, check_async,
 )  # fmt: skip

@@ -99,6 +99,7 @@ def explain(
     paragraphs = (
         ("Step", step),
         ("Update", _update(config, plan)),
+        *([("Overlap", _overlap(config))] if config.async_training.enable else []),
         ("Passes", _passes(config, plan, estimator_fields)),
         ("Run", _run(config, plan, num_train_prompts)),
         ("Processes", _processes(config)),
@@ -129,6 +130,19 @@ def _update(config: Config, plan: BatchPlan) -> Iterator[str]:
     yield f"advantages: {config.algorithm.adv_estimator}; loss: {loss}"
     if warmup:
         yield f"the actor waits for {_count(warmup, 'step')}, in which only a critic learns"
+
+
+def _overlap(config: Config) -> Iterator[str]:
+    settings = config.async_training
+    versions, steps = _count(settings.max_staleness, "version"), _count(settings.sync_every, "step")
+    yield f"generation goes on while the policy is trained, with weights that are published every {steps}"
+    yield f"a step learns from samples whose oldest token is up to {versions} behind the weights that it begins with"
+    most = _count((settings.max_staleness + 1) * settings.sync_every, "batch", "batches")
+    late = {"wait": "a step waits for its own", "drop": "what is too old is dropped"}[settings.on_stale]
+    yield f"up to {most} are under way or wait for their step; {late}"
+    kept = {"recompute": "whose KV cache is computed anew", "keep": "which keep their KV cache"}[settings.kv_on_update]
+    taken = {"continue": f"by sequences under way, {kept}", "finish": "once the sequences under way have ended"}
+    yield f"new weights are taken {taken[settings.in_flight]}"
 
 
 def _passes(config: Config, plan: BatchPlan, fields: tuple[str, ...] | None) -> Iterator[str]:

@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 
 from quadriga.config.actor import ActorConfig, CriticConfig, ModelConfig, ReferenceConfig
 from quadriga.config.algorithm import AlgorithmConfig
+from quadriga.config.async_training import CORRECTION, AsyncTrainingConfig
 from quadriga.config.base import Section, filled
 from quadriga.config.data import DataConfig
 from quadriga.config.reward import CustomRewardFunctionConfig, RewardModelConfig
@@ -91,6 +92,7 @@ class Config(Section):
     reward_model: RewardModelConfig = Field(default_factory=RewardModelConfig)
     custom_reward_function: CustomRewardFunctionConfig = Field(default_factory=CustomRewardFunctionConfig)
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
+    async_training: AsyncTrainingConfig = Field(default_factory=AsyncTrainingConfig)
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
     global_profiler: ProfilerConfig = Field(default_factory=ProfilerConfig)
     ray_kwargs: RayConfig = Field(default_factory=RayConfig)
@@ -98,8 +100,14 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _defaults_of_the_task(cls, given: Any) -> Any:
-        """A supervised step is one optimizer step on the whole batch, of sequences with one limit."""
+        """A supervised step is one optimizer step on the whole batch, of sequences with one limit. Stale samples are
+        corrected for, unless a correction is named."""
         task = given.get("task") if isinstance(given, dict) else None
+        own = given.get("async_training") if isinstance(given, dict) else None
+        if isinstance(own, dict) and own.get("enable") is True and own.get("max_staleness") != 0:
+            given = filled(given, {"algorithm": {}})
+            if isinstance(given["algorithm"], dict) and not given["algorithm"].get("rollout_correction"):
+                given = filled(given, {"algorithm": {"rollout_correction": {"preset": CORRECTION}}})
         if task not in ("sft", "reward_model"):
             return given
         given = filled(given, PRESETS[task])

@@ -95,6 +95,7 @@ class Completion:
             empty from an engine that does not say.
         routes: int8 or int16 [tokens, L, k], the experts that each token of the prompt and the response went through in
             each of L mixtures; the last token, which nothing was computed from, has none. None: they were not wanted.
+        versions: of the weights that drew each token; empty from an engine that does not say, where one version did.
     """
 
     token_ids: list[int]
@@ -103,6 +104,7 @@ class Completion:
     weight_version: int
     sampling_log_probs: list[float] = field(default_factory=list)
     routes: np.ndarray | None = None
+    versions: list[int] = field(default_factory=list)
 
     def require_fit(self, max_tokens: int, where: str) -> None:
         """Raises a RolloutError if there are over `max_tokens` tokens, or none, or not a log-probability for each."""

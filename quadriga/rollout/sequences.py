@@ -19,7 +19,7 @@ from quadriga.models.experts import ROUTES
 from quadriga.observe.metrics import Metric
 from quadriga.protocol import DataProto
 from quadriga.protocol.memory import images_key
-from quadriga.rollout.interface import Images, RolloutEngine, SamplingParams
+from quadriga.rollout.interface import Completion, Images, RolloutEngine, SamplingParams
 from quadriga.weight_sync.publish import require_version
 
 
@@ -48,8 +48,8 @@ def generate_sequences(
 
     Returns:
         batch `prompts` [B, P], `responses`, `response_mask`, `rollout_log_probs` [B, T], `input_ids`,
-        `attention_mask`, `position_ids` [B, P + T], and `routed_experts` [B, P + T, L, k] where the engine reports
-        routes. meta_info: `metrics`, `weight_version`.
+        `attention_mask`, `position_ids` [B, P + T], and where the engine reports them `token_versions` [B, T] and
+        `routed_experts` [B, P + T, L, k]. meta_info: `metrics`, `weight_version`.
 
     Raises:
         WeightSyncError: the engine's weights are not of the version that meta_info names.
@@ -59,8 +59,16 @@ def generate_sequences(
     if (expected := prompts.meta_info.get("weight_version")) is not None:
         require_version(engine, expected)
     started = time.perf_counter()
-    before = prompts.batch
-    padded = zip(before["input_ids"], before["attention_mask"], strict=True)
+    token_ids, requests = requests_of(prompts, config, response_length, seed)
+    completions = engine.generate_batch(token_ids, requests, images_of(prompts))
+    return completed(prompts, completions, engine.weight_version, response_length, pad_token_id, started)
+
+
+def requests_of(
+    prompts: DataProto, config: RolloutConfig, response_length: int, seed: int
+) -> tuple[list[list[int]], list[SamplingParams]]:
+    """The token ids of each prompt, and how its response is sampled; see `generate_sequences`."""
+    padded = zip(prompts.batch["input_ids"], prompts.batch["attention_mask"], strict=True)
     token_ids = [ids[mask.bool()].tolist() for ids, mask in padded]
     limit, requests = config.max_model_len, []
     for row, (ids, own_seed) in enumerate(zip(token_ids, sequence_seeds(prompts, seed), strict=True)):
@@ -71,26 +79,39 @@ def generate_sequences(
             fix = "Lower data.max_prompt_length with data.filter_overlong_prompts=True, or raise max_model_len."
             raise RolloutError(where, got=f"{len(ids)} tokens", expected=expected, fix=fix)
         requests.append(SamplingParams(**sampling_of(prompts.meta_info, config, room), seed=own_seed))
-    completions = engine.generate_batch(token_ids, requests, images_of(prompts))
-    if len(completions) != len(token_ids):
+    return token_ids, requests
+
+
+def completed(
+    prompts: DataProto,
+    completions: Sequence[Completion],
+    weight_version: int,
+    response_length: int,
+    pad_token_id: int,
+    started: float,
+) -> DataProto:
+    """What `generate_sequences` returns, of generation that began at `started`, a time of `time.perf_counter`."""
+    before = prompts.batch
+    if len(completions) != len(prompts):
         got = f"{len(completions)} responses"
-        raise RolloutError("engine", got=got, expected=f"{len(token_ids)}, one for each prompt")
+        raise RolloutError("engine", got=got, expected=f"{len(prompts)}, one for each prompt")
     for row, completion in enumerate(completions):
         completion.require_fit(response_length, f"engine, response {row}")
     responses = [(one.token_ids, [1] * len(one.token_ids), one.log_probs) for one in completions]
-    batch = with_responses(before, responses, response_length, pad_token_id, [one.routes for one in completions])
+    routes, versions = ([getattr(one, name) for one in completions] for name in ("routes", "versions"))
+    batch = with_responses(before, responses, response_length, pad_token_id, routes, versions)
     num_tokens = sum(len(one.token_ids) for one in completions)
     total_log_prob = sum(sum(one.log_probs) for one in completions)
     reasons, num_rows = Counter(one.finish_reason for one in completions), len(completions)
     metrics = {
-        "rollout/num_prompt_tokens": Metric(sum(map(len, token_ids)), "sum"),
+        "rollout/num_prompt_tokens": Metric(int(before["attention_mask"].sum()), "sum"),
         "rollout/num_response_tokens": Metric(num_tokens, "sum"),
         "rollout/log_prob": Metric(total_log_prob / max(num_tokens, 1), "mean", num_tokens),
         "rollout/length_share": Metric(reasons["length"] / max(num_rows, 1), "mean", num_rows),
         "rollout/num_aborted": Metric(reasons["abort"], "sum"),
         "timing_s/generate_sequences": Metric(time.perf_counter() - started, "max"),
     }
-    meta_info = {"metrics": metrics, "weight_version": engine.weight_version}
+    meta_info = {"metrics": metrics, "weight_version": weight_version}
     return DataProto.from_dict(tensors=batch, meta_info=meta_info)
 
 
@@ -100,6 +121,7 @@ def with_responses(
     response_length: int,
     pad_token_id: int,
     routes: Sequence[np.ndarray | None] = (),
+    versions: Sequence[Sequence[int]] = (),
 ) -> dict[str, torch.Tensor]:
     """The columns of `generate_sequences`, responses padded on the right.
 
@@ -109,6 +131,7 @@ def with_responses(
         response_length: T.
         pad_token_id: fills the responses.
         routes: [tokens, L, k] of each row's prompt and response, or of the first of these tokens.
+        versions: of the weights that wrote each token of each response, or nothing.
     """
     ids, attention_mask, position_ids = (prompts[name] for name in ("input_ids", "attention_mask", "position_ids"))
     shape = (len(responses), response_length)
@@ -123,8 +146,15 @@ def with_responses(
         log_probs[row, :length] = torch.tensor(own_log_probs)
     device = ids.device
     tokens, attended = tokens.to(device), attended.to(device)
+    columns: dict[str, torch.Tensor] = {}
+    if any(versions):
+        columns["token_versions"] = torch.full(shape, -1)
+        for row, own in enumerate(versions):
+            columns["token_versions"][row, : len(own)] = torch.tensor(own)
+        columns["token_versions"] = columns["token_versions"].to(device)
     following = position_ids[..., -1:] + torch.arange(1, response_length + 1, device=device)
-    columns = {} if (column := _route_column(routes, attention_mask, attended)) is None else {ROUTES: column.to(device)}
+    if (column := _route_column(routes, attention_mask, attended)) is not None:
+        columns[ROUTES] = column.to(device)
     return columns | {
         "prompts": ids,
         "responses": tokens,

@@ -22,8 +22,8 @@ own.
 
 A worker takes newer weights at once (`in_flight="continue"`: samples under way go on with them), or when what it
 generates has ended, until which nothing starts on it ("finish"). `deterministic` ties that to batches instead of to the
-time: a worker pauses for version w + 1 once every batch that version w is for has been generated, or with "continue"
-every batch up to the first step that begins with w + 1. What is generated with which weights follows from the rules.
+time: a worker pauses for version w + 1 once every batch that version w may begin has been generated, or with "continue"
+every batch that version w - 1 may begin. What is generated with which weights then follows from the rules.
 
 Dynamic sampling: a batch starts in rounds of `round_size` groups, until enough of its groups are kept.
 """
@@ -32,7 +32,7 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from quadriga.errors import RolloutError
 
@@ -295,10 +295,10 @@ class Schedule:
             return False
         return not self.rules.deterministic or self._all_generated(min(self.hold_after or 0, self.rules.num_steps))
 
-    def hold(self) -> None:
-        """After a step, before a save: what is under way goes on to its end, nothing else starts until `release`; if
-        deterministic, all that could start before the publication of this step is generated still."""
-        rules = self.rules
+    def hold(self, published: int | None = None) -> None:
+        """After a step, before a save, with the version that it publishes: what is under way goes on to its end, and
+        nothing else starts until `release`; if deterministic, all that could start before that publication does."""
+        rules, self.published = self.rules, self.published if published is None else published
         allowed = rules.last_step_with(rules.version_at(self.step) + rules.max_staleness) if self.step else 0
         self.hold_after = allowed if rules.deterministic else 0
         for number, worker in self.workers.items():
@@ -312,6 +312,20 @@ class Schedule:
         self.hold_after = None
         for worker in self.workers:
             self._refresh(worker)
+
+    def state(self) -> dict[str, Any]:
+        """What a schedule that is quiet goes on from, in numbers."""
+        groups = [[one.number, one.batch, one.row, one.oldest] for one in self.groups.values()]
+        batches = {number: [one.num_wanted, one.num_rows] for number, one in self._batches.items()}
+        return {"num_groups": self.num_groups, "groups": groups, "batches": batches}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on, after the step that this schedule was made with, from what `state` gave after it."""
+        self.num_groups = state["num_groups"]
+        self._batches = {number: _Batch(*counts) for number, counts in state["batches"].items()}
+        for number, batch, row, oldest in state["groups"]:
+            self.groups[number] = Group(number, batch, row, [], oldest, is_complete=True, is_kept=True)
+            (self._kept if self._drops else self._batches[batch].kept).append(number)
 
     def may_start(self, version: int, batch: int) -> bool:
         """The gate: whether weights of a version may begin a sample for a batch."""
@@ -347,10 +361,8 @@ class Schedule:
         rules = self.rules
         if not rules.deterministic:
             return not (rules.in_flight == "finish" and worker.running)
-        last = rules.last_step_with(worker.version + rules.max_staleness)
-        if rules.in_flight == "continue":
-            last = min(last, rules.last_step_with(worker.version) + 1)
-        return self._all_generated(min(last, rules.num_steps))
+        ahead = rules.max_staleness - (rules.in_flight == "continue")
+        return self._all_generated(min(rules.last_step_with(worker.version + max(ahead, 0)), rules.num_steps))
 
     def _all_generated(self, last: int) -> bool:
         """Whether every batch up to this one has all of its groups, complete and graded."""

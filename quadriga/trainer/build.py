@@ -105,6 +105,9 @@ def build_run(config: Config, timeline: Timeline, parts: Parts = NO_PARTS) -> Ru
     if config.task == "rl":
         UpdateInputs(config)  # refuses a loss or an option that does not exist, before a process starts
         rollout_engine_class(config)  # likewise an engine
+        if needs.greedy_baseline and config.async_training.enable:
+            got, fix = "an estimator with a greedy response as baseline", "Take another estimator, such as rloo."
+            raise ConfigError("async_training.enable", got=got, expected="one without", fix=fix)
     else:
         require_text(config, "quadriga sft")
     check_models(config, has_critic=needs.critic)

@@ -52,8 +52,8 @@ class GroupFilter:
         """Whether enough groups differ."""
         return len(self._sizes) >= self.num_wanted
 
-    def add(self, part: DataProto) -> None:
-        """Take the groups that differ.
+    def add(self, part: DataProto) -> set[Hashable]:
+        """Take the groups that differ. Returns their `uid`s.
 
         Args:
             part: graded responses to one batch of prompts, those of a prompt one below the other: `uid`,
@@ -89,6 +89,7 @@ class GroupFilter:
             )
         if not limit and len(self._parts) % REPORT_EVERY == 0:
             logger.warning("%s: %d of %d groups after %s", _KEY, len(self._sizes), self.num_wanted, self._so_far())
+        return set(self._parts[-1].non_tensor_batch["uid"])
 
     def _so_far(self) -> str:
         """What was sampled, and what the groups that are left out have in common."""

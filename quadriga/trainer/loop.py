@@ -126,7 +126,7 @@ class TrainingLoop:
         if with_random_states:
             saving.restore_random_states(state["random"])
         for name, one in self.resumable.items():
-            one.load_state_dict(state[name])
+            one.load_state_dict(state.get(name))
         self.global_steps = step
 
     def steps(self) -> Iterator[Step]:

@@ -34,6 +34,7 @@ from quadriga.observe.watchdog import waiting
 from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.protocol.operations import get_all
 from quadriga.rewards import RewardManager
+from quadriga.trainer.async_batches import AsyncBatches
 from quadriga.trainer.balance import SequenceCost, order_for_ranks
 from quadriga.trainer.group_filter import GroupFilter
 from quadriga.trainer.loop import Step, TrainingLoop
@@ -73,7 +74,12 @@ class RayPPOTrainer(TrainingLoop):
         reward: turns responses into rewards, in training and in validation; by graders, a reward model, or both.
         train_dataloader: stateful; its batches are dictionaries of columns.
         val_dataloader: the same, or None.
+
+    Attributes:
+        asynchronous: where batches come from that are generated meanwhile; None: they are generated in their step.
     """
+
+    asynchronous: AsyncBatches | None = None
 
     def __init__(
         self,
@@ -109,6 +115,11 @@ class RayPPOTrainer(TrainingLoop):
         if config.actor_rollout_ref.rollout.skip.enable:
             self.respond = RolloutCache(self.respond, config)
         self.filters_groups = algorithm.filter_groups.enable
+        if config.async_training.enable:
+            given = (self.weights, self.actor, self.prompts, reward, config, total_training_steps)
+            self.weights = self.asynchronous = AsyncBatches(*given)
+            # Before the place in the data: what is under way comes to its end first.
+            self.resumable = {"asynchronous": self.asynchronous, **self.resumable}
         self.warned: set[str] = set()
 
     def steps(self) -> Iterator[Step]:
@@ -132,7 +143,8 @@ class RayPPOTrainer(TrainingLoop):
     @property
     def is_last_step(self) -> bool:
         """As `TrainingLoop.is_last_step`; of dynamic sampling it is known once the step has its prompts."""
-        return super().is_last_step or (self.filters_groups and self.prompts.share_taken == 1.0)
+        ends_with_prompts = self.filters_groups and self.asynchronous is None
+        return super().is_last_step or (ends_with_prompts and self.prompts.share_taken == 1.0)
 
     def train_step(self) -> DataProto:
         """The next step, measured: afterwards `metrics` holds its numbers. Returns the batch."""
@@ -149,7 +161,7 @@ class RayPPOTrainer(TrainingLoop):
 
     def step(self) -> DataProto:
         """From prompts over responses to new weights. Returns the batch with all that was computed."""
-        batch = self.sample_groups() if self.filters_groups else self.generate(self.next_prompts())
+        batch = self.next_batch()
         policy = self.config.actor_rollout_ref
         self.metrics |= order_for_ranks(batch, self.num_ranks, policy.rollout.n, policy.actor, self.cost)
         with self.rewards_and(batch) as begin:
@@ -194,6 +206,13 @@ class RayPPOTrainer(TrainingLoop):
             if hasattr(self.train_dataloader.dataset, "on_batch_end"):
                 self.train_dataloader.dataset.on_batch_end(batch=batch)
         self.save_where_due()
+
+    def next_batch(self) -> DataProto:
+        """Responses to learn from: generated here and now, or meanwhile, with `async_training`."""
+        if self.asynchronous is not None:
+            with self.timer.phase("gen"):
+                return self.asynchronous.take(self.global_steps)
+        return self.sample_groups() if self.filters_groups else self.generate(self.next_prompts())
 
     def next_prompts(self, num_before: int = 0) -> DataProto:
         """The next batch of prompts, of which this step has taken `num_before` already; a `uid` each."""
@@ -258,8 +277,11 @@ class RayPPOTrainer(TrainingLoop):
             return
         mask, entropy = batch.batch["response_mask"], batch.batch.pop("entropys")
         self.metrics["actor/entropy"] = float((entropy * mask).sum() / mask.sum().clamp(min=1))
-        mismatch = log_prob_mismatch(batch.batch["old_log_probs"], batch.batch["rollout_log_probs"], mask)
-        self.metrics |= {f"rollout/{name}": value for name, value in mismatch.items()}
+        if "token_staleness" in batch.batch.keys():
+            mask = mask * (batch.batch["token_staleness"] == 0)  # others are of other weights
+        if mask.any():
+            mismatch = log_prob_mismatch(batch.batch["old_log_probs"], batch.batch["rollout_log_probs"], mask)
+            self.metrics |= {f"rollout/{name}": value for name, value in mismatch.items()}
 
     def charge_divergence(self, batch: DataProto) -> None:
         """`token_level_rewards` [B, T]: the scores, less a KL penalty with `use_kl_in_reward`.
@@ -319,6 +341,8 @@ class RayPPOTrainer(TrainingLoop):
 
     def close(self) -> None:
         """Stop the graders too."""
+        if self.asynchronous is not None:
+            self.asynchronous.stop()
         super().close()
         self.reward.close()
         if self.validator.reward is not self.reward:

@@ -37,12 +37,17 @@ def generate_responses(
     `metrics`.
     """
     rows = repeat_prompts(prompts, num_samples)
+    return without_passing(rows).union(rollout.generate_sequences(rollout_inputs(rows, config)))
+
+
+def rollout_inputs(rows: DataProto, config: Config) -> DataProto:
+    """What the rollout reads of rows of prompts."""
     columns, is_async = rows.non_tensor_batch, config.actor_rollout_ref.rollout.mode == "async"
     wanted = (*PROMPT_OBJECTS, *(CONVERSATION_OBJECTS if is_async else ()))
     inputs = rows.select(PROMPT_TENSORS, [key for key in wanted if key in columns])
     if is_async and config.data.reward_fn_key in columns:
         inputs.non_tensor_batch["data_source"] = columns[config.data.reward_fn_key]
-    return without_passing(rows).union(rollout.generate_sequences(inputs))
+    return inputs
 
 
 def repeat_prompts(prompts: DataProto, count: int) -> DataProto:

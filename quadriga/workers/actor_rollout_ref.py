@@ -38,6 +38,7 @@ from quadriga.workers.base import BY_GROUP, BY_REPLICA, GROUPS, Learner, timed
 from quadriga.workers.generation import Generation
 from quadriga.workers.models import load_policy
 from quadriga.workers.rollout_engines import rollout_engine_class
+from quadriga.workers.stream import Done, GenerationStream
 
 
 class Parts(NamedTuple):
@@ -80,6 +81,7 @@ class ActorRolloutRefWorker(Learner):
         self.reference: FSDPEngine | None = None
         self.weight_version = 0
         self.sender: WeightSender | ReshardedWeights | None = None
+        self.stream: GenerationStream | None = None
         # Whether an adapter is sent without being merged; and whether the frozen weights below it were sent.
         self.sends_adapter_alone = self.has_sent_frozen = False
 
@@ -251,6 +253,23 @@ class ActorRolloutRefWorker(Learner):
         with self.weights(has_frozen=rollout.has_frozen_weights) as weights:
             self.weight_sync.publish(weights, rollout, version)
 
+    @register(dispatch_mode=Dispatch.RANK_ZERO, execute_mode=Execute.RANK_ZERO)
+    def open_stream(self, done: Done) -> GenerationStream:
+        """Generation beside training, in this process and by an engine with a copy of the weights; `close` ends it."""
+        device, dtype = self.engine.device, self.engine.dtype
+        own = Generation(self.config, self.tokenizer, device, dtype, is_beside_training=False, num_processes=2)
+        self.stream = GenerationStream(own, done)
+        return self.stream
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO, execute_mode=Execute.RANK_ZERO)
+    def copy_weights(self) -> dict[str, torch.Tensor]:
+        """The actor's weights as they are, in the dtype of the rollout, an adapter merged; they stay so."""
+        with self.engine.awake("weights"):
+            return {
+                name: tensor.detach().to(self.engine.dtype, copy=True)
+                for name, tensor in self.engine.weights(is_merged=True)
+            }
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def offer_weights(self, ranks: Sequence[int]) -> Address | None:
         """Prepare weight sync with these ranks of a rollout in other processes, and no others any more. Returns, from
@@ -296,6 +315,8 @@ class ActorRolloutRefWorker(Learner):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def close(self) -> None:
         """Release what the rollout or the weight sync holds, and leave the process group."""
+        if self.stream is not None:
+            self.stream.close()
         if self.parts.rollout:
             self.generation.close()
         if isinstance(self.sender, WeightSender):

@@ -2,6 +2,9 @@
 """The native engine under way: requests that join and leave, a cache that is too small, weights that change, errors."""
 
 import asyncio
+import copy
+import threading
+from typing import Any
 
 import pytest
 import torch
@@ -205,3 +208,64 @@ def test_the_plain_network_computes_what_the_module_computes(model: PreTrainedMo
     ]
     assert len(pairs) >= 6
     assert sum(pairs) / len(pairs) < 0.02
+
+
+@pytest.mark.parametrize("keeps_cache", [False, True], ids=["recompute", "keep"])
+@pytest.mark.parametrize("max_cache_tokens", [None, 330], ids=["room", "a full cache"])
+def test_weights_change_between_two_steps(
+    model: PreTrainedModel, keeps_cache: bool, max_cache_tokens: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each token has the version of the weights that drew it, and their log-probability: that of a pass over all tokens
+    so far, where the KV cache is computed anew. No prefix of older weights serves a request that comes later.
+
+    It does not prove how far kept entries change what is drawn.
+    """
+    engine, config = NativeEngine(copy.deepcopy(model)), copy.deepcopy(model.config)
+    engine.max_cache_tokens, config._attn_implementation = max_cache_tokens, "sdpa"
+    older, newer = LlamaForCausalLM(config).eval(), LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        older.load_state_dict(model.state_dict())
+        newer.load_state_dict(model.state_dict())
+        for parameter in newer.parameters():
+            parameter.mul_(1.05)
+    reached, advance, count = threading.Event(), Generation.advance, [0]
+
+    def counted(self: Generation, given_up: Any = ()) -> None:
+        count[0] += 1
+        if count[0] == 12:
+            reached.set()
+            begun.wait()
+        advance(self, given_up)
+
+    begun = threading.Event()
+    monkeypatch.setattr(Generation, "advance", counted)
+    futures = engine.begin(PROMPTS, _params())
+    assert reached.wait(60)
+    done = engine.between_steps(lambda: engine.load_weights(newer.named_parameters(), 1), keeps_cache=keeps_cache)
+    later = engine.begin(PROMPTS, _params())
+    begun.set()
+    done.result(60)
+    completions = [future.result(60) for future in (*futures, *later)]
+    assert {tuple(sorted(set(one.versions))) for one in completions[:7]} >= {(0, 1)}
+    assert all(set(one.versions) == {1} for one in completions[7:])
+    for prompt, completion in zip(PROMPTS * 2, completions, strict=True):
+        ids = torch.tensor([[*prompt, *completion.token_ids]])
+        for version, weights in enumerate((older, newer)):
+            with torch.no_grad():
+                logits = weights(ids, use_cache=False).logits[0].log_softmax(-1)
+            for place, token in enumerate(completion.token_ids):
+                if completion.versions[place] == version and not (keeps_cache and completion.versions[0] != version):
+                    expected = float(logits[len(prompt) + place - 1, token])
+                    assert completion.log_probs[place] == pytest.approx(expected, abs=2e-4)
+    engine.close()
+
+
+def test_an_error_between_two_steps_reaches_every_caller(model: PreTrainedModel) -> None:
+    engine = NativeEngine(copy.deepcopy(model))
+    futures = engine.begin(PROMPTS, _params())
+    done = engine.between_steps(lambda: engine.load_weights([("nonsense", torch.zeros(1))], 1), keeps_cache=False)
+    for future in (done, *futures):
+        assert future.exception(60) is not None
+    engine.load_weights(model.named_parameters(), 2)
+    assert len(engine.generate_batch(PROMPTS, _params())) == 7
+    engine.close()

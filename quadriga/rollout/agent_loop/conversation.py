@@ -120,7 +120,8 @@ class Conversation:
         sampling: its `seed` is the conversation's.
         limits: on tokens and turns.
         prompt_ids: that the engine is given before everything else.
-        token_ids, mask, log_probs: of the response, one each; the mask is 1 on tokens of the model.
+        token_ids, mask, log_probs, versions: of the response, one each; the mask is 1 on tokens of the model; versions
+            are of the weights that drew them, -1 on other tokens.
         turns: of the response.
         unread: turns that the model did not come to follow; their tokens are not in the response.
         messages: all turns as text, for a user simulator; they are never rendered.
@@ -143,6 +144,7 @@ class Conversation:
     token_ids: list[int] = field(default_factory=list)
     mask: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     unread: list[Turn] = field(default_factory=list)
     messages: list[dict[str, Any]] = field(init=False)
@@ -229,7 +231,7 @@ class Conversation:
         token_ids, self.routes = list(completion.token_ids), completion.routes
         text = self.encoder.text(token_ids, with_special=True)
         turn = Turn("assistant", token_ids, text, time.perf_counter() - started, completion.finish_reason)
-        self.extend(turn, 1, completion.log_probs)
+        self.extend(turn, 1, completion.log_probs, completion.versions or [completion.weight_version] * len(token_ids))
         self.messages.append({"role": "assistant", "content": self.encoder.text(token_ids, with_special=False)})
         # A turn that a caller has made shorter was not cut by the conversation's own limit.
         is_cut = completion.finish_reason == "length" and self.room < 1
@@ -298,10 +300,11 @@ class Conversation:
             last = self.turns.pop()
             self.unread.insert(0, last)
             keep = len(self.token_ids) - len(last.token_ids)
-            del self.token_ids[keep:], self.mask[keep:], self.log_probs[keep:]
+            del self.token_ids[keep:], self.mask[keep:], self.log_probs[keep:], self.versions[keep:]
 
-    def extend(self, turn: Turn, written: int, log_probs: Sequence[float]) -> None:
-        """A turn as it is, `written` by the model (1) or not (0), with log-probabilities of its tokens."""
+    def extend(self, turn: Turn, written: int, log_probs: Sequence[float], versions: Sequence[int] = ()) -> None:
+        """A turn as it is, `written` by the model (1) or not (0), with log-probabilities and versions of its tokens."""
+        self.versions += versions or [-1] * len(turn.token_ids)
         self.turns.append(turn)
         self.token_ids += turn.token_ids
         self.mask += [written] * len(turn.token_ids)

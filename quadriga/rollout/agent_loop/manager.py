@@ -285,7 +285,7 @@ def to_batch(
         pad_token_id: fills both sides.
 
     Returns:
-        batch `prompts` [B, P], `responses`, `response_mask`, `rollout_log_probs` [B, T], `input_ids`,
+        batch `prompts` [B, P], `responses`, `response_mask`, `rollout_log_probs`, `token_versions` [B, T], `input_ids`,
         `attention_mask` [B, P + T], `position_ids` [B, P + T] or [B, 3, P + T]; non-tensors `num_turns`,
         `finish_reason`, `tool_rewards`, `turn_scores` and, if graded, `reward_outcome`. `response_mask` and
         log-probabilities are 0 on tokens of tools and users.
@@ -306,7 +306,8 @@ def to_batch(
     prompts = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
     responses = [(chat.token_ids, chat.mask, chat.log_probs) for chat in chats]
     routes = [chat.routes for chat in chats]
-    tensors = with_responses(prompts, responses, limits.response_tokens, pad_token_id, routes)
+    versions = [chat.versions for chat in chats]
+    tensors = with_responses(prompts, responses, limits.response_tokens, pad_token_id, routes, versions)
     non_tensors = {
         "num_turns": object_array(len(chat.turns) for chat in chats),
         "finish_reason": object_array(chat.finish_reason for chat in chats),

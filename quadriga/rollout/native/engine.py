@@ -6,10 +6,11 @@ ends makes room at once. Norms, attention, softmax and logits are float32, so th
 training.
 
     generate, generate_batch ──> inbox ──> one runner: takes the inbox, starts requests, steps ──> futures ──> callers
-         (any thread)                      (the thread of generate_batch, or a worker)
+    begin, between_steps                   (the thread of generate_batch, or a worker)
+         (any thread)
 
-Consumes: requests from the inbox, at any step. Waits for: nothing; without a request it ends.
-Unblocked by: the next request, which makes a new runner.
+Consumes: requests and work between two steps from the inbox. Waits for: that work, such as newer weights; without a
+request it ends. Unblocked by: the next request, which makes a new runner.
 
 In a rollout group the leader has requests and runner, and tells the members before each step what the runner took from
 the inbox and what was given up. They do the same with the same seeds, so all ranks have the same tokens; a checksum of
@@ -19,7 +20,7 @@ them is compared when the batch is over.
 import asyncio
 import threading
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import partial
@@ -123,7 +124,8 @@ class NativeEngine(CausalModelEngine):
         self._lock = threading.Lock()
         self._inbox: list[Request] = []
         self._open: list[Request] = []  # taken by a runner, perhaps done
-        self._is_running = False
+        self._is_running = self._is_between_steps = False
+        self._work: list[tuple[Callable[[], None], bool, Future[None]]] = []
         self._worker: ThreadPoolExecutor | None = None
         self._turn: Future[None] | None = None
 
@@ -157,14 +159,23 @@ class NativeEngine(CausalModelEngine):
 
     async def generate(self, prompt: Prompt, sampling: SamplingParams, images: Images | None = None) -> Completion:
         """One response; the request joins those that run, and the event loop stays free."""
-        (request,) = self._requests([prompt], [sampling], [images])
-        waiting = asyncio.wrap_future(request.future)
-        if self._submit([request]):
-            if self._worker is None:
-                num_threads = torch.get_num_threads()
-                self._worker = ThreadPoolExecutor(1, "native", initializer=partial(torch.set_num_threads, num_threads))
-            self._turn = self._worker.submit(self._run)
-        return await waiting
+        (future,) = self.begin([prompt], [sampling], [images])
+        return await asyncio.wrap_future(future)
+
+    def begin(self, prompts: Prompts, sampling: Sampling, images: BatchImages = None) -> list[Future[Completion]]:
+        """As `generate_batch`, without waiting: they join what runs at its next step, all at once."""
+        requests = self._requests(prompts, sampling, images)
+        self._submit(requests, in_worker=True)
+        return [request.future for request in requests]
+
+    def between_steps(self, work: Callable[[], None], *, keeps_cache: bool) -> Future[None]:
+        """Have `work` done between two steps: it may load weights, with which unfinished responses go on; with
+        `keeps_cache` on the KV cache of the older ones. The future has its error, and all unfinished responses too."""
+        done: Future[None] = Future()
+        with self._lock:
+            self._work.append((work, keeps_cache, done))
+        self._submit([], in_worker=True)
+        return done
 
     def abort(self) -> None:
         """Aborts every unfinished request, without waiting: its completion comes at the end of the current step."""
@@ -289,13 +300,36 @@ class NativeEngine(CausalModelEngine):
             requests.append(Request(prompt, params, self.eos_token_ids, self.tokenizer, own))
         return requests
 
-    def _submit(self, requests: list[Request]) -> bool:
-        """Puts requests into the inbox; whether the caller must start a runner."""
+    def _submit(self, requests: list[Request], *, in_worker: bool = False) -> bool:
+        """Puts requests into the inbox; whether the caller must be the runner. With `in_worker` a thread is."""
         with self._lock:
             self._inbox += requests
-            starts = bool(requests) and not self._is_running
+            starts = bool(requests or self._work) and not self._is_running
             self._is_running |= starts
-            return starts
+        if starts and in_worker:
+            if self._worker is None:
+                num_threads = torch.get_num_threads()
+                self._worker = ThreadPoolExecutor(1, "native", initializer=partial(torch.set_num_threads, num_threads))
+            self._turn = self._worker.submit(self._run)
+        return starts
+
+    def _work_between_steps(self, generation: Generation) -> None:
+        """What others want done now; the generation goes on with the weights that are there afterwards."""
+        while self._work:
+            with self._lock:
+                work, keeps_cache, done = self._work.pop(0)
+            before = self.weight_version
+            try:
+                self._is_between_steps = True
+                work()
+                if self.weight_version != before:
+                    generation.renew(self._packed_network(), self.weight_version, keeps_cache=keeps_cache)
+            except BaseException as error:
+                done.set_exception(error)
+                raise
+            finally:
+                self._is_between_steps = False
+            done.set_result(None)
 
     @contextmanager
     def _computing(self, max_cache_tokens: int | None) -> Iterator[Generation]:
@@ -306,18 +340,21 @@ class NativeEngine(CausalModelEngine):
             if self._recorder is not None:
                 self._recorder.is_on = True
             with torch.inference_mode(), torch.cuda.device_of(next(self.model.parameters())):
-                # A packed copy of earlier parameters is not used again.
-                if self._network is None or self._network.state != state_of(self.model):
-                    self._network = None
-                    is_own = is_plain(self.model)
-                    self._network = PlainNetwork(self.model, self.group) if is_own else Network(self.model)
                 limits = (self.max_num_seqs, self.max_num_batched_tokens, max_cache_tokens)
-                made = (self._network, Scheduler(*limits), self.weight_version)
+                made = (self._packed_network(), Scheduler(*limits), self.weight_version)
                 yield Generation(*made, uses_graphs=self.uses_graphs, recorder=self._recorder)
         finally:
             if self._recorder is not None:
                 self._recorder.is_on = False
             self.model.train(was_training)
+
+    def _packed_network(self) -> Network:
+        """Of the parameters as they are; a packed copy of earlier ones is not used again."""
+        if self._network is None or self._network.state != state_of(self.model):
+            self._network = None
+            is_own = is_plain(self.model)
+            self._network = PlainNetwork(self.model, self.group) if is_own else Network(self.model)
+        return self._network
 
     def _run(self) -> None:
         """Generates until there is no request left."""
@@ -325,14 +362,17 @@ class NativeEngine(CausalModelEngine):
             with self._computing(self._cache_limit()) as generation:
                 scheduler = generation.scheduler
                 while True:
+                    self._work_between_steps(generation)
                     with self._lock:
                         added, self._inbox = self._inbox, []
                         scheduler.add(added)
                         self._open = [*scheduler.running, *scheduler.waiting]
-                        self._is_running = not scheduler.is_done
+                        goes_on = self._is_running = bool(self._work) or not scheduler.is_done
                         given_up = [request for request in self._open if request.is_cancelled]
-                    if scheduler.is_done:
+                    if not goes_on:
                         break
+                    if scheduler.is_done:
+                        continue
                     if self.group is not None:
                         self._tell(added, given_up, scheduler.max_cache_tokens)
                     generation.advance(given_up)
@@ -345,6 +385,9 @@ class NativeEngine(CausalModelEngine):
                 self._has_failed = True
                 failed = [request for request in (*self._open, *self._inbox) if not request.future.done()]
                 self._open, self._inbox, self._is_running = [], [], False
+                undone, self._work = self._work, []
+            for _, _, done in undone:
+                done.set_exception(error)
             for request in failed:  # every caller gets the error, raised where it waits
                 if request.future.set_running_or_notify_cancel():
                     request.future.set_exception(error)
@@ -360,6 +403,8 @@ class NativeEngine(CausalModelEngine):
         return int(_CACHE_SHARE * (torch.cuda.mem_get_info(device)[0] + unused) / self.token_bytes)
 
     def _require_idle(self, action: str) -> None:
+        if self._is_between_steps:
+            return
         with self._lock:
             open_requests = [*self._open, *self._inbox]
             unfinished = [one for one in open_requests if not (one.future.done() or one.is_given_up)]

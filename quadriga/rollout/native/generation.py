@@ -67,7 +67,26 @@ class ImagePrefix:
         return torch.cat([prompt, after.expand(3, -1)], 1)
 
 
-Prefix = tuple[int, ...] | ImagePrefix
+@dataclass(frozen=True)
+class OlderPrefix:
+    """A prefix in the KV cache that weights of an older version computed: it serves nothing that starts later."""
+
+    prefix: "tuple[int, ...] | ImagePrefix"
+    version: int
+
+    def __len__(self) -> int:
+        return len(self.prefix)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.prefix)
+
+    @property
+    def next_position(self) -> int:
+        """As `ImagePrefix.next_position`; of text the number of tokens."""
+        return getattr(self.prefix, "next_position", len(self.prefix))
+
+
+Prefix = tuple[int, ...] | ImagePrefix | OlderPrefix
 
 
 class Request:
@@ -87,6 +106,7 @@ class Request:
         self.draws = Draws(sampling.seed)
         self.token_ids: list[int] = []
         self.log_probs: list[float] = []
+        self.versions: list[int] = []
         self.sampling_log_probs: list[float] = []
         self.routes: list[np.ndarray] = []  # [tokens, L, k] of the prefix, then of one token each
         self.finish_reason: FinishReason | None = None
@@ -134,12 +154,12 @@ class Request:
         if self.future.set_running_or_notify_cancel():
             numbers = (self.log_probs, reason, weight_version, self.sampling_log_probs)
             routes = np.concatenate(self.routes) if self.routes else None
-            self.future.set_result(Completion(self.token_ids, *numbers, routes))
+            self.future.set_result(Completion(self.token_ids, *numbers, routes, self.versions))
 
 
 class Generation:
-    """Requests that are generated together, with weights of one version; on a GPU by graphs, if `uses_graphs`; with a
-    `recorder`, they are told the experts of their tokens."""
+    """Requests that are generated together, on a GPU by graphs, if `uses_graphs`; with a `recorder`, they are told the
+    experts of their tokens. Weights may change between two steps."""
 
     def __init__(
         self,
@@ -156,6 +176,7 @@ class Generation:
         self.prefixes = PrefixCache()
         self.responses = ResponseCache()
         self.plan: AnyDecodePlan | None = None
+        self.uses_graphs = uses_graphs
         self.graphs = GraphedSteps(network) if uses_graphs and GraphedSteps.can_capture(network) else None
         self.rules: SamplingRules | None = None
 
@@ -176,6 +197,25 @@ class Generation:
             self._admit()
         if scheduler.running:
             self._step()
+
+    def renew(self, network: Network, weight_version: int, *, keeps_cache: bool) -> None:
+        """Go on with newer weights; with `keeps_cache` on the KV cache of the older ones, else it is computed anew."""
+        older, running = self.weight_version, self.scheduler.running
+        self.network, self.weight_version, self.plan = network, weight_version, None
+        self.graphs = GraphedSteps(network) if self.uses_graphs and GraphedSteps.can_capture(network) else None
+        if keeps_cache:
+            kept = {
+                prefix: prefix if isinstance(prefix, OlderPrefix) else OlderPrefix(prefix, older)
+                for prefix in self.prefixes.prefixes
+            }
+            self.prefixes.prefixes = [kept[prefix] for prefix in self.prefixes.prefixes]
+            self.routes = {kept[prefix]: routes for prefix, routes in self.routes.items()}
+            for request in running:
+                request.prefix = kept[request.prefix]
+            return
+        while running:
+            self.scheduler.preempt().restart()
+        self.prefixes, self.responses, self.routes = PrefixCache(), ResponseCache(), {}
 
     def _end(self, slot: int) -> None:
         """The request of this slot is done; that of the last slot takes its place."""
@@ -312,6 +352,7 @@ class Generation:
         # Float64 holds all three exactly, so the host waits for the device once.
         for request, numbers in zip(requests, torch.stack([one.double() for one in results], 1).tolist(), strict=True):
             request.add(int(numbers[0]), *numbers[1:])
+            request.versions.append(self.weight_version)
         for slot in reversed(range(first, len(self.scheduler.running))):
             if self.scheduler.running[slot].finish_reason is not None:
                 self._end(slot)

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`async_training`: generation and training at the same time, with a bound on staleness."""
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from pydantic import NonNegativeInt, model_validator
+
+from quadriga.config.base import Finding, Section, filled, refuse, unused, wrong
+from quadriga.config.types import Count
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "one_step_off": {"max_staleness": 1, "in_flight": "finish"},
+    "bounded": {"max_staleness": 1, "in_flight": "continue"},
+}
+CORRECTION = "decoupled_token_is"
+"""The off-policy correction of a run on stale samples that names none."""
+
+
+class AsyncTrainingConfig(Section):
+    """Generation goes on while the policy is trained, on samples of a bounded staleness."""
+
+    enable: bool = False
+    """Whether generation and training run at the same time, each with weights of its own."""
+    preset: Literal["one_step_off", "bounded"] | None = None
+    """Names a choice of the keys below, which hold where given: one_step_off (1, finish), bounded (1, continue)."""
+    max_staleness: NonNegativeInt = 1
+    """Versions by which the oldest token of a sample may be behind the weights that a step begins with. 0: lockstep."""
+    in_flight: Literal["continue", "finish"] = "continue"
+    """Sequences under way at new weights: `continue` with them, or `finish` with theirs, until which none starts."""
+    on_stale: Literal["wait", "drop"] = "wait"
+    """A step waits for the samples that were started for it, or takes what is there, and what is too old is dropped."""
+    sync_every: Count = 1
+    """Training steps between two publications of weights; each publication is a version."""
+    deterministic: bool = False
+    """Whether the rollout waits for weights at fixed places, so that the same configuration gives the same numbers."""
+    kv_on_update: Literal["recompute", "keep"] = "recompute"
+    """`continue`: the KV cache of sequences under way is computed anew with new weights, or that of older ones kept."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _preset_fills_in(cls, given: Any) -> Any:
+        known = isinstance(given, dict) and isinstance(given.get("preset"), str)
+        return filled(given, PRESETS.get(given["preset"], {})) if known else given
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "AsyncTrainingConfig":
+        if self.on_stale == "drop" and self.deterministic:
+            raise refuse("on_stale=wait with deterministic=True", "What is dropped depends on what is slow.")
+        return self
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether a step may learn from samples of older weights."""
+        return self.enable and self.max_staleness > 0
+
+    def findings(self, at: str) -> Iterator[Finding]:
+        if not self.enable:
+            yield from unused(self.changed(at), f"{at}.enable is false")
+        elif self.max_staleness == 0 and self.on_stale == "drop":
+            fix = "Leave it out: with max_staleness=0 nothing comes to be too old."
+            yield wrong(f"{at}.on_stale", "drop, with max_staleness=0", "wait", fix)

@@ -1,0 +1,398 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batches of responses that were generated while earlier ones were learned from (`async_training`).
+
+    trainer             take(s) ─── waits ──> batch s ── update ── publish(s) ── take(s + 1) ── ...
+                          │ wants_batch         ^ HandOver            │ a copy of the weights
+    schedule (a lock)  ───┼─────────────────────┼─────────────────────┼───────────────────────────
+                          v Start               │ ended, graded       v Load
+    rollout (threads)     step ─ step ─ step ─ done(group) ─ step ─ newer weights ─ step ─ ...
+
+take       consumes: groups that are complete, in the order of the schedule. Waits for: the groups of its step, as the
+           schedule chooses them. Unblocked by: the last of them, or an error in the rollout, which is raised.
+publish    consumes: the actor's weights, copied. Waits for: the copy alone.
+done       consumes: the rows of a group, in the rollout's thread. Waits for: the lock, and with dynamic sampling in a
+           deterministic run for the graders. Unblocked by: them.
+a load     waits for: the weights, where the schedule lets the rollout pause for them. Unblocked by: `publish`, or a
+           hold before a save.
+
+What becomes of events is decided in one place, `trainer/async_schedule.py`; here its decisions are carried out. The
+bound on staleness is checked again on the tokens of every batch.
+
+Legend: B rows, T response positions.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import astuple
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import Condition
+from typing import Any
+
+import torch
+
+from quadriga.background import in_background
+from quadriga.config import Config
+from quadriga.errors import ConfigError, RolloutError
+from quadriga.observe.metrics import Metric
+from quadriga.observe.watchdog import waiting
+from quadriga.protocol import DataProto
+from quadriga.rewards import RewardManager
+from quadriga.trainer.async_schedule import Decision, Drop, HandOver, Load, Resume, Rules, Schedule, Start
+from quadriga.trainer.group_filter import GroupFilter
+from quadriga.trainer.prompts import PromptStream, assign_uids
+from quadriga.trainer.responses import repeat_prompts, rollout_inputs, without_passing
+from quadriga.trainer.rewards import grade
+from quadriga.trainer.rollout_pool import WeightPublisher
+from quadriga.workers import ActorRolloutRefWorker
+
+_WORKER = 0
+"""The number of the one engine in the schedule."""
+
+
+class AsyncBatches(WeightPublisher):
+    """Where the batches of an asynchronous run come from, and where its weights go.
+
+    Args:
+        weights: gives validation the actor's weights.
+        actor: of whose weights the rollout gets copies.
+        prompts: of training; batches of them are taken here only.
+        num_steps: the last training step.
+    """
+
+    def __init__(
+        self,
+        weights: WeightPublisher,
+        actor: ActorRolloutRefWorker,
+        prompts: PromptStream,
+        reward: RewardManager,
+        config: Config,
+        num_steps: int,
+    ) -> None:
+        self._validation, self._actor, self._config, self._reward = weights, actor, config, reward
+        self._prompts, self._settings = prompts, config.async_training
+        filters, data = config.algorithm.filter_groups.enable, config.data
+        self.rules = Rules(
+            num_groups=data.train_batch_size,
+            group_size=config.actor_rollout_ref.rollout.n,
+            num_steps=num_steps,
+            max_staleness=self._settings.max_staleness,
+            in_flight=self._settings.in_flight,
+            on_stale=self._settings.on_stale,
+            sync_every=self._settings.sync_every,
+            deterministic=self._settings.deterministic,
+            warmup_steps=config.trainer.critic_warmup,
+            round_size=(data.gen_batch_size or data.train_batch_size) if filters else 0,
+        )
+        learners = [getattr(prompts.loader, name, None) for name in ("sampler", "dataset")]
+        if self.rules.max_staleness and any(map(hasattr, learners, ("update", "on_batch_end"))):
+            got, fix = "a sampler or a data set that learns from batches", "Set async_training.max_staleness=0."
+            raise ConfigError("async_training.enable", got=got, expected="one whose rows are known ahead", fix=fix)
+        self.schedule: Schedule | None = None
+        self._changed = Condition()  # holds the lock of everything below
+        self._rows: list[DataProto] = []  # prompts that are taken and not started
+        self._begun: dict[int, DataProto] = {}  # rows of a group without what their responses have
+        self._complete: dict[int, DataProto] = {}
+        self._filters: dict[int, GroupFilter] = {}  # by batch
+        self._rounds: dict[int, list[int]] = {}  # complete groups of a batch that are not graded
+        self._weights: dict[int, dict[str, torch.Tensor]] = {}  # by version
+        self._unannounced: int | None = None
+        self._handed: HandOver | None = None
+        self._error: BaseException | None = None
+        self._is_ended = False
+        self._resumed: dict[str, Any] = {}
+        self._pause: dict[str, bool] = {}  # of the load that was decided last: whether it is given up
+        self._counts: dict[str, float] = defaultdict(float)
+        self._idle_since: float | None = None
+
+    # What the loop calls.
+
+    def publish(self, version: int) -> None:
+        """After a step (or what was loaded before the first): validation gets the weights, and the rollout a copy of
+        them where a publication is due."""
+        self._validation.publish(version)
+        if self.schedule is None or not self.rules.publishes(version):
+            return
+        copied, number = self._actor.copy_weights(), self.rules.version_at(version + 1)
+        with self._changed:
+            self._weights[number] = copied
+            self._unannounced = number
+            # In lockstep prompts are taken once the step is over, for a sampler may learn from its batch; and a save
+            # must not depend on what starts before it.
+            if self.rules.max_staleness > 0 and not self.rules.deterministic:
+                self._announce()
+                self._act()
+            self._changed.notify_all()
+
+    def take(self, step: int) -> DataProto:
+        """The batch of a step: `data.train_batch_size` groups, with `token_staleness` [B, T] beside what
+        `generate_sequences` gives. Raises what failed in the rollout; RolloutError: a token is older than allowed."""
+        started = time.perf_counter()
+        with self._changed:
+            schedule = self._begin(step) if self.schedule is None else self.schedule
+            schedule.release()
+            self._announce()
+            schedule.wants_batch()
+            self._act()
+            with waiting(f"the responses of step {step}", self._state):
+                self._changed.wait_for(lambda: self._handed is not None or self._error is not None)
+            if self._error is not None:
+                raise self._error
+            handed, self._handed = self._handed, None
+            assert handed is not None and handed.step == step
+            depth = sum(group.is_kept for group in schedule.groups.values())
+            parts = [self._complete.pop(group) for group in handed.groups]
+            groups = self._filters.pop(step, None)
+        batch = groups.batch() if groups is not None else DataProto.concat(parts)
+        batch.meta_info |= {"global_steps": step, "total_training_steps": self.rules.num_steps}
+        measured = {"depth": depth, "wait_s": time.perf_counter() - started}
+        self._count_staleness(batch, step, measured)
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """After a step: what was generated ahead. It waits until what is under way has ended, in the run that goes on
+        as in the one that resumes; nothing starts before the next step."""
+        with self._changed:
+            if (schedule := self.schedule) is None:
+                return self._resumed
+            schedule.hold(self._unannounced)
+            self._announce()
+            self._act()
+            with waiting("responses under way, to be saved", self._state):
+                self._changed.wait_for(lambda: schedule.is_quiet or self._error is not None)
+            if self._error is not None:
+                raise self._error
+            groups = {number: as_tensor(rows) for number, rows in self._complete.items()}
+            return {"schedule": schedule.state(), "groups": groups, "rows": list(map(as_tensor, self._rows))}
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Go on from what was generated ahead; None or nothing of a run in lockstep."""
+        self._resumed = state or {}
+
+    def take_counts(self) -> dict[str, Any]:
+        with self._changed:
+            counts, self._counts = self._counts, defaultdict(float)
+        return self._validation.take_counts() | {f"async/{name}": count for name, count in counts.items()}
+
+    def stop(self) -> None:
+        """Let nothing wait any more; what is under way is given up with the workers."""
+        with self._changed:
+            self._is_ended = True
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        self._validation.close()
+
+    # What happens.
+
+    def _begin(self, step: int) -> Schedule:
+        """The first step that is taken here begins: the rollout gets the weights that there are."""
+        schedule = Schedule(self.rules, step=step - 1)
+        if self._resumed:
+            schedule.restore(self._resumed["schedule"])
+            self._complete = {number: from_tensor(rows) for number, rows in self._resumed["groups"].items()}
+            self._rows = list(map(from_tensor, self._resumed["rows"]))
+        self.schedule = schedule
+        self._stream = self._actor.open_stream(self._end_group)
+        weights, version = self._actor.copy_weights(), schedule.published
+        self._stream.load(lambda: weights, version, keeps_cache=False).result()
+        schedule.joined(_WORKER, version)
+        self._idle_since = time.perf_counter()
+        return schedule
+
+    def _announce(self) -> None:
+        if self._unannounced is not None and self.schedule is not None:
+            self.schedule.has_published(self._unannounced)
+            self._unannounced = None
+        self._changed.notify_all()
+
+    @contextmanager
+    def _deciding(self) -> Iterator[None]:
+        """Around what happens in another thread than the trainer's, which decisions follow; the trainer's raises its
+        error."""
+        try:
+            yield
+            with self._changed:
+                self._act()
+        except BaseException as error:
+            with self._changed:
+                self._error = self._error or error
+        with self._changed:
+            self._changed.notify_all()
+
+    def _end_group(self, number: int, output: Callable[[], DataProto]) -> None:
+        """A group has ended."""
+        with self._deciding(), self._changed:
+            self._add_group(number, output())
+
+    def _add_group(self, number: int, output: DataProto) -> None:
+        schedule = self.schedule
+        assert schedule is not None
+        rows, group = self._begun.pop(number), schedule.groups.get(number)
+        if group is None:
+            self._counts["discarded_tokens"] += int(output.batch["response_mask"].sum())
+            return
+        self._complete[number] = complete = rows.union(output)
+        complete.meta_info = {"metrics": output.meta_info["metrics"]}  # the rest may differ between groups
+        versions = token_versions(output)
+        for sample, own in enumerate(versions):
+            drawn = own[own >= 0]
+            oldest = int(drawn.min()) if len(drawn) else None
+            schedule.ended(_WORKER, number, sample, oldest)
+        if not self._stream.num_open:
+            self._idle_since = time.perf_counter()
+        if not self.rules.round_size:
+            schedule.graded(number)
+            return
+        waiting_groups = self._rounds.setdefault(group.batch, [])
+        waiting_groups.append(number)
+        if len(waiting_groups) == self.rules.round_size:
+            numbers = sorted(self._rounds.pop(group.batch))
+            part = DataProto.concat([self._complete[one] for one in numbers])
+            if self.rules.deterministic:
+                self._grade(group.batch, numbers, part)
+            else:
+                in_background(lambda: self._grade(group.batch, numbers, part), "grading of a round")
+
+    def _grade(self, batch: int, numbers: list[int], part: DataProto) -> None:
+        """Dynamic sampling: which groups of a round are kept."""
+        with self._deciding():
+            grade(self._reward, part)
+            with self._changed:
+                kept = self._filters.setdefault(batch, GroupFilter(self._config)).add(part)
+                for number in numbers:
+                    is_kept = self._complete[number].non_tensor_batch["uid"][0] in kept
+                    assert self.schedule is not None
+                    self.schedule.graded(number, "kept" if is_kept else "equal")
+
+    # What is decided.
+
+    def _act(self) -> None:
+        """Carry out what the schedule decides, as long as it decides anything."""
+        assert self.schedule is not None
+        decided: list[Decision] = []
+        while decisions := self.schedule.decide():
+            decided += decisions
+        for decision in decided:
+            match decision:
+                case Load(_, version):
+                    self._load(version)
+                case Resume():
+                    self._pause["is_over"] = True
+                    self._changed.notify_all()
+                case HandOver():
+                    self._handed = decision
+                case Drop(group, reason):
+                    self._drop(group, reason)
+        # After a load that was decided with them: else it would be a matter of time which one the engine takes first.
+        self._start([one for one in decided if isinstance(one, Start)])
+
+    def _start(self, starts: Iterable[Start]) -> None:
+        begun = {}
+        for start in starts:
+            row = self._next_row()
+            meta_info = {"global_steps": start.batch, "total_training_steps": self.rules.num_steps}
+            prompt = DataProto(row.batch, dict(row.non_tensor_batch), row.meta_info | meta_info)
+            assign_uids(prompt, str(start.batch), first=start.row)
+            rows = repeat_prompts(prompt, self.rules.group_size)
+            begun[start.group] = rollout_inputs(rows, self._config)
+            self._begun[start.group] = without_passing(rows)
+        if begun:
+            if self._idle_since is not None:
+                self._counts["rollout_wait_s"] += time.perf_counter() - self._idle_since
+                self._idle_since = None
+            self._stream.start(begun)
+
+    def _next_row(self) -> DataProto:
+        if not self._rows:
+            taken = self._prompts.take()
+            self._rows = [taken.slice(row, row + 1) for row in range(len(taken))]
+        return self._rows.pop(0)
+
+    def _load(self, version: int) -> None:
+        """Have the rollout take weights; it waits for them where they are not published yet."""
+        pause, schedule = {"is_over": False}, self.schedule
+        self._pause = pause
+        assert schedule is not None
+
+        def weights() -> dict[str, torch.Tensor] | None:
+            with self._changed:
+                self._changed.wait_for(lambda: version <= schedule.published or pause["is_over"] or self._is_ended)
+                return None if pause["is_over"] else self._weights.get(version)
+
+        keeps = self._settings.kv_on_update == "keep"
+        done = self._stream.load(weights, version, keeps_cache=keeps)
+        done.add_done_callback(lambda future: self._loaded(version, future.exception()))
+
+    def _loaded(self, version: int, error: BaseException | None) -> None:
+        with self._deciding(), self._changed:
+            if error is not None:
+                raise error
+            if self._stream.engine.weight_version == version and self.schedule is not None:
+                self._weights = {number: own for number, own in self._weights.items() if number > version}
+                self.schedule.loaded(_WORKER, version)
+
+    def _drop(self, number: int, reason: str) -> None:
+        self._stream.abort(number)
+        self._begun.pop(number, None)
+        rows = self._complete.pop(number, None)
+        self._counts[f"dropped_{reason}"] += 1
+        if rows is not None:
+            self._counts["discarded_tokens"] += int(rows.batch["response_mask"].sum())
+
+    def _count_staleness(self, batch: DataProto, step: int, measured: dict[str, float]) -> None:
+        """Add `token_staleness` [B, T], check the bound on it, and count."""
+        mask = batch.batch["response_mask"].bool()
+        versions = token_versions(batch)
+        staleness = (self.rules.version_at(step) - versions).masked_fill(~mask, 0)
+        batch.batch["token_staleness"] = staleness
+        drawn = staleness[mask]
+        if len(drawn) and not 0 <= int(drawn.min()) <= int(drawn.max()) <= self.rules.max_staleness:
+            got = f"step {step}: tokens {int(drawn.min())} to {int(drawn.max())} versions old"
+            raise RolloutError("async_training", got=got, expected=f"0 to {self.rules.max_staleness}")
+        with self._changed:
+            self._counts |= measured
+            spread = versions.amax(-1) - versions.masked_fill(~mask, int(versions.max())).amin(-1)
+            self._counts["interruptions"] = int((spread > 0).sum())
+            if len(drawn):
+                self._counts |= {"staleness_mean": float(drawn.double().mean()), "staleness_max": int(drawn.max())}
+                lags = torch.bincount(drawn, minlength=self.rules.max_staleness + 1) / len(drawn)
+                self._counts |= {f"lag_{lag}_share": float(share) for lag, share in enumerate(lags)}
+
+    def _state(self) -> str:
+        """What a long wait waits for."""
+        count = len(self.schedule.groups) if self.schedule else 0
+        return f"{count} groups are started, {len(self._complete)} complete"
+
+
+def as_tensor(rows: DataProto) -> torch.Tensor:
+    """A file of rows, as bytes [N] for a checkpoint; grades of single responses are made anew."""
+    kept = {name: column for name, column in rows.non_tensor_batch.items() if name != "reward_outcome"}
+    metrics = {name: astuple(metric) for name, metric in rows.meta_info.get("metrics", {}).items()}
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "rows"
+        DataProto(rows.batch, kept, rows.meta_info | {"metrics": metrics}).save_to_disk(path)
+        return torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
+
+
+def from_tensor(content: torch.Tensor) -> DataProto:
+    """The rows that `as_tensor` was given."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "rows"
+        path.write_bytes(content.numpy().tobytes())
+        rows = DataProto.load_from_disk(path)
+    rows.meta_info["metrics"] = {name: Metric(*parts) for name, parts in rows.meta_info["metrics"].items()}
+    return rows
+
+
+def token_versions(rows: DataProto) -> torch.Tensor:
+    """Version of the weights that drew each token [B, T], -1 where the model wrote none.
+    Raises RolloutError: there is a token without."""
+    if "token_versions" in rows.batch.keys():
+        versions = rows.batch["token_versions"]
+        if bool((versions >= 0)[rows.batch["response_mask"].bool()].all()):
+            return versions
+    where, fix = "async_training", "A loop of your own gives them to Conversation.extend; or leave async_training off."
+    raise RolloutError(where, got="responses without the version of each token", expected="one for each", fix=fix)

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generation and training at the same time, in one process: lockstep bit for bit where nothing may be stale, a bound
+that holds where it may, the same numbers twice where the schedule is deterministic."""
+
+import random
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quadriga.rollout.native.generation import Generation
+from quadriga.trainer.ray_trainer import RayPPOTrainer
+
+ON = "async_training.enable=True"
+# How far ahead the rollout is, is a matter of time.
+BY_TIME = ("async/depth", "async/wait_s", "async/rollout_wait_s", "training/epoch")
+STEPS = "trainer.total_training_steps=6"
+Lines = list[dict[str, Any]]
+
+
+def without_own(lines: Lines) -> Lines:
+    """The metrics that lockstep has too."""
+    own = ("async/", "rollout_corr/", "rollout/replayed")
+    return [{name: value for name, value in line.items() if not name.startswith(own)} for line in lines]
+
+
+@pytest.mark.parametrize("extra", [(), ("algorithm.filter_groups.enable=True", "data.shuffle=True")])
+def test_without_staleness_it_is_lockstep_bit_for_bit(
+    train: Callable[..., Path], metric_lines: Callable[..., Lines], extra: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Every metric of every step is the same number, the gradient's norm among them; validation too."""
+    options = (STEPS, "trainer.test_freq=3", *extra)
+    lockstep = metric_lines(train(*options, run="lockstep"))
+    lines = metric_lines(train(*options, ON, "async_training.max_staleness=0", run="async"))
+    assert without_own(lines) == lockstep
+    assert all(line["async/staleness_max"] == 0 for line in lines)
+
+
+@pytest.fixture
+def delays(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """`delays(seed)`: from here on steps of the engine and of the trainer take a random time."""
+    dice = random.Random()
+
+    def slow(function: Callable[..., Any], most_s: float) -> Callable[..., Any]:
+        def slowed(*args: Any, **kwargs: Any) -> Any:
+            time.sleep(dice.random() ** 3 * most_s)
+            return function(*args, **kwargs)
+
+        return slowed
+
+    monkeypatch.setattr(Generation, "advance", slow(Generation.advance, 0.02))
+    monkeypatch.setattr(RayPPOTrainer, "compute_advantages", slow(RayPPOTrainer.compute_advantages, 0.3))
+    return dice.seed
+
+
+LONG = ("data.max_response_length=24", "trainer.total_training_steps=8")
+SIDES = {
+    "one step off": ("async_training.preset=one_step_off",),
+    "bounded": ("async_training.preset=bounded", "async_training.max_staleness=2"),
+    "keep": ("async_training.kv_on_update=keep", "async_training.max_staleness=3", "async_training.sync_every=2"),
+    "drop": ("async_training.on_stale=drop", "async_training.max_staleness=2"),
+    "conversations": ("actor_rollout_ref.rollout.mode=async",),
+    "dynamic sampling": ("algorithm.filter_groups.enable=True",),
+}
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_the_bound_holds_in_a_run(
+    side: str, train: Callable[..., Path], metric_lines: Callable[..., Lines], delays: Callable[[int], None]
+) -> None:
+    """Whatever is slow, every step has its batch, with tokens within the bound, some of which are stale."""
+    delays(3)
+    lines = metric_lines(train(*LONG, ON, *SIDES[side]))
+    assert [line["training/global_step"] for line in lines] == list(range(1, 9))
+    bound = {"bounded": 2, "keep": 3, "drop": 2}.get(side, 1)
+    assert 1 <= max(line["async/staleness_max"] for line in lines) <= bound
+    for line in lines:
+        shares = [line[f"async/lag_{lag}_share"] for lag in range(bound + 1)]
+        assert sum(shares) == pytest.approx(1)
+        assert line["rollout_corr/rollout_is_mean"] > 0
+    assert lines[0]["async/staleness_max"] == 0
+
+
+@pytest.mark.parametrize("in_flight", ["finish", "continue"])
+def test_a_deterministic_run_gives_the_same_numbers_on_any_timing(
+    in_flight: str, train: Callable[..., Path], metric_lines: Callable[..., Lines], delays: Callable[[int], None]
+) -> None:
+    few = "actor_rollout_ref.rollout.max_num_seqs=6"  # so that they start and end one after the other
+    options = (*LONG, ON, few, "async_training.deterministic=True", "async_training.max_staleness=2")
+    runs = []
+    for seed in range(3):
+        delays(seed)
+        lines = metric_lines(train(*options, f"async_training.in_flight={in_flight}", run=f"run {seed}"))
+        runs.append([{name: value for name, value in line.items() if name not in BY_TIME} for line in lines])
+    for first, second in zip(runs[0] * 2, runs[1] + runs[2], strict=True):
+        assert {name: (value, second[name]) for name, value in first.items() if second[name] != value} == {}
+    assert len(runs[0]) == 8
+    assert sum(line.get("async/interruptions", 0) for line in runs[0]) > 0 or in_flight == "finish"
+
+
+RESUMED = {
+    "lockstep": ("async_training.max_staleness=0",),
+    "one step off": ("async_training.preset=one_step_off", "async_training.deterministic=True"),
+    "bounded": ("async_training.max_staleness=2", "async_training.deterministic=True"),
+    "every other step": (
+        *("async_training.max_staleness=1", "async_training.sync_every=2"),
+        *("async_training.deterministic=True", "actor_rollout_ref.rollout.mode=sync"),
+    ),
+}
+
+
+@pytest.mark.parametrize("side", RESUMED)
+def test_a_resumed_run_is_the_run_that_was_left_alone(
+    side: str, train: Callable[..., Path], metric_lines: Callable[..., Lines], delays: Callable[[int], None]
+) -> None:
+    """From each checkpoint, with responses that were generated ahead in it, whatever is slow."""
+    options = (*LONG, ON, *RESUMED[side], "actor_rollout_ref.rollout.max_num_seqs=6", "trainer.save_freq=1")
+    delays(1)
+    whole = train(*options, run="whole")
+    expected = metric_lines(whole)
+    for step in (1, 2, 5):
+        resumed = whole.parent / f"from step {step}"
+        resumed.mkdir()
+        shutil.copytree(whole / f"global_step_{step}", resumed / f"global_step_{step}")
+        delays(step + 10)
+        lines = metric_lines(train(*options, "trainer.resume_mode=auto", run=resumed.name))
+        assert [line["step"] for line in lines] == list(range(step + 1, 9))
+        for line, first in zip(lines, expected[step:], strict=True):
+            assert {name: (value, line[name]) for name, value in first.items() if differs(name, value, line)} == {}
+
+
+def differs(name: str, value: float, line: dict[str, Any]) -> bool:
+    return name not in BY_TIME and line[name] != value

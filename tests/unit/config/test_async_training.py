@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`async_training`: presets, the correction that it brings, what it refuses and what it says."""
+
+import pytest
+
+from quadriga.config import Config, explain, load_config, training_findings
+from quadriga.errors import ConfigError
+
+ON = "async_training.enable=True"
+
+
+def config(*changes: str) -> Config:
+    return load_config([ON, *changes]).config
+
+
+def findings(*changes: str) -> tuple[dict[str, str], str]:
+    """What is refused by key, and the notices, as far as they come from `async_training`."""
+    problems, notices = training_findings(config(*changes))
+    return {one.where: str(one) for one in problems if ON in str(one)}, "\n".join(notices)
+
+
+def test_presets_are_choices_of_keys() -> None:
+    one_step_off = config("async_training.preset=one_step_off").async_training
+    assert (one_step_off.max_staleness, one_step_off.in_flight, one_step_off.on_stale) == (1, "finish", "wait")
+    bounded = config("async_training.preset=bounded", "async_training.max_staleness=4").async_training
+    assert (bounded.max_staleness, bounded.in_flight) == (4, "continue")
+
+
+def test_stale_samples_are_corrected_for_unless_a_correction_is_named() -> None:
+    key = "algorithm.rollout_correction"
+    assert config().algorithm.rollout_correction.rollout_is == "token"
+    assert config("algorithm.adv_estimator=rloo").algorithm.rollout_correction.preset == "decoupled_token_is"
+    assert config("async_training.max_staleness=0").algorithm.rollout_correction.rollout_is is None
+    assert config(f"{key}.rollout_is=sequence").algorithm.rollout_correction.preset is None
+    assert load_config([]).config.algorithm.rollout_correction.rollout_is is None
+    _, notices = findings(f"{key}.preset=disabled")
+    assert f"{key}: nothing corrects for samples up to 1 versions old" in notices
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        (["trainer.backend=ray"], "trainer.backend"),
+        (["actor_rollout_ref.rollout.name=hf"], "actor_rollout_ref.rollout.name"),
+        (["actor_rollout_ref.rollout.skip.enable=True"], "actor_rollout_ref.rollout.skip.enable"),
+        (
+            ["async_training.deterministic=True", "actor_rollout_ref.rollout.mode=async"],
+            "actor_rollout_ref.rollout.mode",
+        ),
+        (["async_training.on_stale=drop", "algorithm.filter_groups.enable=True"], "async_training.on_stale"),
+        (["algorithm.filter_groups.enable=True"], "trainer.total_training_steps"),
+        (["trainer.save_freq=5", "algorithm.filter_groups.enable=True"], "trainer.save_freq"),
+    ],
+)
+def test_what_cannot_run_beside_training_is_refused(changes: list[str], key: str) -> None:
+    problems, _ = findings(*changes)
+    assert key in problems
+
+
+@pytest.mark.parametrize("change", ["async_training.max_staleness=2", "async_training.on_stale=drop"])
+def test_there_are_checkpoints(change: str) -> None:
+    assert findings("trainer.save_freq=5", change)[0] == {}
+
+
+def test_what_is_dropped_is_no_function_of_the_configuration() -> None:
+    with pytest.raises(ConfigError, match="What is dropped depends on what is slow"):
+        config("async_training.on_stale=drop", "async_training.deterministic=True")
+
+
+def test_a_critic_reads_tokens_of_several_versions() -> None:
+    assert "tokens of several versions" in findings("algorithm.adv_estimator=gae")[1]
+
+
+def test_explain_says_what_overlaps() -> None:
+    text = explain(config("async_training.max_staleness=2", "async_training.sync_every=3"))
+    assert "up to 2 versions behind" in text and "up to 9 batches are under way" in text
+    assert "Overlap" not in explain(load_config([]).config)
