@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import NonNegativeInt, model_validator
 
 from quadriga.config.base import Finding, Section, filled, refuse, unused, wrong
-from quadriga.config.types import Count
+from quadriga.config.types import Count, PathText
 
 PRESETS: dict[str, dict[str, Any]] = {
     "one_step_off": {"max_staleness": 1, "in_flight": "finish"},
@@ -34,6 +34,8 @@ class AsyncTrainingConfig(Section):
     """Training steps between two publications of weights; each publication is a version."""
     deterministic: bool = False
     """Whether the rollout waits for weights at fixed places, so that the same configuration gives the same numbers."""
+    replay: PathText | None = None
+    """Record of an earlier run, `async_schedule.jsonl` in its directory, whose schedule is repeated. null: none."""
     kv_on_update: Literal["recompute", "keep"] = "recompute"
     """`continue`: the KV cache of sequences under way is computed anew with new weights, or that of older ones kept."""
 

@@ -60,6 +60,7 @@ def check_paths(config: Config) -> Iterator[Finding]:
     resumed_from = trainer.resume_from_path if trainer.resume_mode == "resume_path" else None
     for name, path, what in (
         ("custom_reward_function.path", config.custom_reward_function.path, "a Python file"),
+        ("async_training.replay", config.async_training.replay, "a file"),
         ("data.custom_cls.path", data.custom_cls.path, "a Python file"),
         ("data.sampler.class_path", data.sampler.class_path, "a Python file"),
         (key, responses if isinstance(responses, str) else None, "a file"),
@@ -209,6 +210,9 @@ def check_async(config: Config) -> Iterator[Finding]:
         (rollout.skip.enable, f"{ROLLOUT}.skip.enable", "true", "false", "Kept responses have no versions."),
         (settings.deterministic and has_conversations, f"{ROLLOUT}.mode", f"async, with {at}.deterministic=True",
          "sync", "The time that tools and users take is not in the configuration."),
+        (settings.replay and (has_conversations or settings.on_stale == "drop" or trainer.save_freq != -1),
+         f"{at}.replay", str(settings.replay), f"null with {ROLLOUT}.mode=async, on_stale=drop or trainer.save_freq",
+         "A record says when sequences start and weights change, and no more."),
         (groups and settings.on_stale == "drop", f"{at}.on_stale", f"drop, with {filtered}", "wait", ""),
         (groups and trainer.total_training_steps is None, "trainer.total_training_steps", f"null, with {filtered}",
          "a number of steps", "Prompts are taken ahead of the steps."),

@@ -23,9 +23,11 @@ Legend: B rows, T response positions.
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import astuple
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Condition
@@ -40,6 +42,7 @@ from quadriga.observe.metrics import Metric
 from quadriga.observe.watchdog import waiting
 from quadriga.protocol import DataProto
 from quadriga.rewards import RewardManager
+from quadriga.trainer.async_record import RECORD, RecordedSchedule, ScheduleRecord
 from quadriga.trainer.async_schedule import Decision, Drop, HandOver, Load, Resume, Rules, Schedule, Start
 from quadriga.trainer.group_filter import GroupFilter
 from quadriga.trainer.prompts import PromptStream, assign_uids
@@ -102,6 +105,7 @@ class AsyncBatches(WeightPublisher):
         self._handed: HandOver | None = None
         self._error: BaseException | None = None
         self._is_ended = False
+        self._file: ScheduleRecord | None = None
         self._resumed: dict[str, Any] = {}
         self._pause: dict[str, bool] = {}  # of the load that was decided last: whether it is given up
         self._counts: dict[str, float] = defaultdict(float)
@@ -145,6 +149,9 @@ class AsyncBatches(WeightPublisher):
             depth = sum(group.is_kept for group in schedule.groups.values())
             parts = [self._complete.pop(group) for group in handed.groups]
             groups = self._filters.pop(step, None)
+            assert self._file is not None
+            versions = torch.cat([part.batch["token_versions"] for part in parts])
+            self._file.add_step(step, handed.groups, versions, self.rules.group_size)
         batch = groups.batch() if groups is not None else DataProto.concat(parts)
         batch.meta_info |= {"global_steps": step, "total_training_steps": self.rules.num_steps}
         measured = {"depth": depth, "wait_s": time.perf_counter() - started}
@@ -184,12 +191,18 @@ class AsyncBatches(WeightPublisher):
 
     def close(self) -> None:
         self._validation.close()
+        if self._file is not None:
+            self._file.close()
 
     # What happens.
 
     def _begin(self, step: int) -> Schedule:
         """The first step that is taken here begins: the rollout gets the weights that there are."""
-        schedule = Schedule(self.rules, step=step - 1)
+        path, own = self._settings.replay, self._config.trainer.directory / RECORD
+        schedule = Schedule(self.rules, step=step - 1) if path is None else RecordedSchedule(self.rules, Path(path))
+        if step > 1:
+            own = own.with_name(own.name.replace(".", f"_from_step_{step}.", 1))
+        self._file = ScheduleRecord(own)
         if self._resumed:
             schedule.restore(self._resumed["schedule"])
             self._complete = {number: from_tensor(rows) for number, rows in self._resumed["groups"].items()}
@@ -199,6 +212,9 @@ class AsyncBatches(WeightPublisher):
         weights, version = self._actor.copy_weights(), schedule.published
         self._stream.load(lambda: weights, version, keeps_cache=False).result()
         schedule.joined(_WORKER, version)
+        if path is not None:
+            self._stream.engine.before_step = self._replay
+            self._stream.load(lambda: None, version, keeps_cache=True)  # so that the engine looks
         self._idle_since = time.perf_counter()
         return schedule
 
@@ -275,6 +291,9 @@ class AsyncBatches(WeightPublisher):
         decided: list[Decision] = []
         while decisions := self.schedule.decide():
             decided += decisions
+        self._carry_out(decided)
+
+    def _carry_out(self, decided: Sequence[Decision]) -> None:
         for decision in decided:
             match decision:
                 case Load(_, version):
@@ -289,7 +308,17 @@ class AsyncBatches(WeightPublisher):
         # After a load that was decided with them: else it would be a matter of time which one the engine takes first.
         self._start([one for one in decided if isinstance(one, Start)])
 
-    def _start(self, starts: Iterable[Start]) -> None:
+    def _replay(self, num_steps: int) -> None:
+        """Before a step of the engine, what the record has there."""
+        with self._deciding(), self._changed:
+            assert isinstance(self.schedule, RecordedSchedule)
+            self._carry_out(self.schedule.at(num_steps, _WORKER))
+
+    def _record(self, **event: Any) -> None:
+        if self._file is not None:
+            self._file.add(**event)
+
+    def _start(self, starts: Sequence[Start]) -> None:
         begun = {}
         for start in starts:
             row = self._next_row()
@@ -303,7 +332,8 @@ class AsyncBatches(WeightPublisher):
             if self._idle_since is not None:
                 self._counts["rollout_wait_s"] += time.perf_counter() - self._idle_since
                 self._idle_since = None
-            self._stream.start(begun)
+            groups = [(start.group, start.batch, start.row) for start in starts]
+            self._stream.start(begun, lambda number: self._record(at=number, start=groups))
 
     def _next_row(self) -> DataProto:
         if not self._rows:
@@ -324,13 +354,13 @@ class AsyncBatches(WeightPublisher):
 
         keeps = self._settings.kv_on_update == "keep"
         done = self._stream.load(weights, version, keeps_cache=keeps)
-        done.add_done_callback(lambda future: self._loaded(version, future.exception()))
+        done.add_done_callback(partial(self._loaded, version))
 
-    def _loaded(self, version: int, error: BaseException | None) -> None:
+    def _loaded(self, version: int, done: Future[int]) -> None:
         with self._deciding(), self._changed:
-            if error is not None:
-                raise error
+            number = done.result()
             if self._stream.engine.weight_version == version and self.schedule is not None:
+                self._record(at=number, load=version)
                 self._weights = {number: own for number, own in self._weights.items() if number > version}
                 self.schedule.loaded(_WORKER, version)
 

@@ -150,7 +150,7 @@ class Group:
 
 
 @dataclass
-class _Batch:
+class Batch:
     """Groups that were started for one step: how many are wanted, have a row, are open (not graded), are kept."""
 
     num_wanted: int
@@ -188,7 +188,7 @@ class Schedule:
         self.hold_after: int | None = None
         self.record: list[Decision] = []
         self.counts = Counter[str]()
-        self._batches: dict[int, _Batch] = {}
+        self._batches: dict[int, Batch] = {}
         self._kept: list[int] = []  # with on_stale="drop", of all batches
         self._to_start: set[int] = set()  # groups with samples that have no worker
         self._free: set[int] = set()  # workers that take samples
@@ -322,7 +322,7 @@ class Schedule:
     def restore(self, state: dict[str, Any]) -> None:
         """Go on, after the step that this schedule was made with, from what `state` gave after it."""
         self.num_groups = state["num_groups"]
-        self._batches = {number: _Batch(*counts) for number, counts in state["batches"].items()}
+        self._batches = {number: Batch(*counts) for number, counts in state["batches"].items()}
         for number, batch, row, oldest in state["groups"]:
             self.groups[number] = Group(number, batch, row, [], oldest, is_complete=True, is_kept=True)
             (self._kept if self._drops else self._batches[batch].kept).append(number)
@@ -382,7 +382,7 @@ class Schedule:
         while self._free and (batch := self._next_batch()) is not None:
             if (worker := self._worker_for(batch, self.rules.group_size)) is None:
                 break
-            own = self._batches.setdefault(batch, _Batch(self.rules.round_size or self.rules.num_groups))
+            own = self._batches.setdefault(batch, Batch(self.rules.round_size or self.rules.num_groups))
             group = Group(self.num_groups, batch, own.num_rows, list(range(self.rules.group_size)))
             own.num_rows, own.num_open = own.num_rows + 1, own.num_open + 1
             self.groups[self.num_groups] = group

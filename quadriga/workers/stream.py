@@ -47,8 +47,9 @@ class GenerationStream:
         self._open: dict[int, list[Future[Any]]] = {}
         self._loop = EventLoopThread("conversations") if generation.loops is not None else None
 
-    def start(self, groups: Mapping[int, DataProto]) -> None:
-        """Begin groups of rows, as `generate_sequences` takes them; the first tokens of all are drawn in one step."""
+    def start(self, groups: Mapping[int, DataProto], joined: Callable[[int], None] | None = None) -> None:
+        """Begin groups of rows, as `generate_sequences` takes them. Without conversations the first tokens of all are
+        drawn in one step, before which `joined` is called with the number of the engine's steps so far."""
         config, seed = self.generation.config, self.generation.config.trainer.seed
         if self._loop is not None and self.generation.loops is not None:
             grade = None if self.generation.grader is None else self.generation.grader.grade_one
@@ -62,14 +63,14 @@ class GenerationStream:
         prompts = [ids for token_ids, _ in requests for ids in token_ids]
         sampling = [params for _, own in requests for params in own]
         images = [own for rows in groups.values() for own in images_of(rows)]
-        futures, started = iter(self.engine.begin(prompts, sampling, images)), time.perf_counter()
+        futures, started = iter(self.engine.begin(prompts, sampling, images, joined)), time.perf_counter()
         for group, rows in groups.items():
             self._open[group] = [next(futures) for _ in range(len(rows))]
         for group, rows in groups.items():
             for future in tuple(self._open[group]):
                 future.add_done_callback(partial(self._end_request, group, rows, started))
 
-    def load(self, weights: Callable[[], Weights | None], version: int, *, keeps_cache: bool) -> Future[None]:
+    def load(self, weights: Callable[[], Weights | None], version: int, *, keeps_cache: bool) -> Future[int]:
         """Take weights of a version between two steps; `weights` is called there and may wait. None: keep the older."""
 
         def work() -> None:

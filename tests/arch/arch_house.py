@@ -51,7 +51,7 @@ REASONS: dict[str, str] = {
     " and its trainer by its constructor",
     "config": "restarts, limits of stalls and phases, fallback to older checkpoints, state copies: a key"
     " each; a finished run told from another; checks before a model loads; what Megatron, experts and"
-    " routers take and refuse",
+    " routers take and refuse; asynchronous training",
     "data": "a bad row is named by file, row and column; all rows are checked at the start; rows of a program; "
     "pictures inside content parts; rows that are generated between batches, a curriculum; videos.py: frames that a"
     " model is shown of a file, a list or an array, cut without torchvision; rows mapped from a cache, bad ones left"
@@ -71,10 +71,11 @@ REASONS: dict[str, str] = {
     "single_controller": "heartbeat, state copies of the nodes, restart of workers and of the own cluster, sweep",
     "trainer": "lock of a run's folder, fallback to older checkpoints, recovery, engines that come and go; "
     "settings that changed, rows that are bad, models that end a run, steps one by one; files of responses"
-    " that go on after a kill; asynchronous training: what starts where and when",
+    " that go on after a kill; asynchronous training: what starts where and when,"
+    " batches that are generated ahead, in checkpoints too",
     "verl": "verl's command lines: Hydra's words, defaults by version, what becomes of each key, shell scripts",
     "weight_sync": "a meeting whose receiver died is given up",
-    "workers": "state copies; engines that are made again",
+    "workers": "state copies; engines that are made again; generation beside training",
     "": "what users' code starts ends with it (descendants.py); keys are hidden where they are printed"
     " (redact.py); `quadriga.train` and its relatives (api.py)",
 }

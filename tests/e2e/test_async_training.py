@@ -134,3 +134,25 @@ def test_a_resumed_run_is_the_run_that_was_left_alone(
 
 def differs(name: str, value: float, line: dict[str, Any]) -> bool:
     return name not in BY_TIME and line[name] != value
+
+
+@pytest.mark.parametrize("keys", [(), ("async_training.kv_on_update=keep", "actor_rollout_ref.rollout.max_num_seqs=6")])
+def test_a_record_replays_on_any_timing(
+    keys: tuple[str, ...], train: Callable[..., Path], metric_lines: Callable[..., Lines], delays: Callable[[int], None]
+) -> None:
+    """Bit for bit; the record says which token of which sequence was drawn by which weights."""
+    options = (*LONG, ON, "async_training.max_staleness=2", *keys)
+    delays(1)
+    first = train(*options, run="first")
+    expected = metric_lines(first)
+    assert sum(line.get("async/interruptions", 0) for line in expected) > 0
+    record = first / "async_schedule.jsonl"
+    for seed in (2, 3):
+        delays(seed)
+        again = train(*options, f"async_training.replay={record}", run=f"again {seed}")
+        for line, earlier in zip(metric_lines(again), expected, strict=True):
+            assert {name: (value, line[name]) for name, value in earlier.items() if differs(name, value, line)} == {}
+        steps = [
+            [line for line in run.read_text().splitlines() if "step" in line] for run in (record, again / record.name)
+        ]
+        assert steps[0] == steps[1] and len(steps[0]) == 8

@@ -125,7 +125,9 @@ class NativeEngine(CausalModelEngine):
         self._inbox: list[Request] = []
         self._open: list[Request] = []  # taken by a runner, perhaps done
         self._is_running = self._is_between_steps = False
-        self._work: list[tuple[Callable[[], None], bool, Future[None]]] = []
+        self._work: list[tuple[Callable[[], None], bool, Future[int]]] = []
+        self.num_steps = 0  # of the engine, since it was made
+        self.before_step: Callable[[int], None] | None = None  # called by the runner with their number
         self._worker: ThreadPoolExecutor | None = None
         self._turn: Future[None] | None = None
 
@@ -162,16 +164,25 @@ class NativeEngine(CausalModelEngine):
         (future,) = self.begin([prompt], [sampling], [images])
         return await asyncio.wrap_future(future)
 
-    def begin(self, prompts: Prompts, sampling: Sampling, images: BatchImages = None) -> list[Future[Completion]]:
-        """As `generate_batch`, without waiting: they join what runs at its next step, all at once."""
+    def begin(
+        self,
+        prompts: Prompts,
+        sampling: Sampling,
+        images: BatchImages = None,
+        joined: Callable[[int], None] | None = None,
+    ) -> list[Future[Completion]]:
+        """As `generate_batch`, without waiting: they join what runs at its next step, all at once. `joined` is called
+        then, with the number of steps before it."""
         requests = self._requests(prompts, sampling, images)
+        requests[0].joined = joined
         self._submit(requests, in_worker=True)
         return [request.future for request in requests]
 
-    def between_steps(self, work: Callable[[], None], *, keeps_cache: bool) -> Future[None]:
+    def between_steps(self, work: Callable[[], None], *, keeps_cache: bool) -> Future[int]:
         """Have `work` done between two steps: it may load weights, with which unfinished responses go on; with
-        `keeps_cache` on the KV cache of the older ones. The future has its error, and all unfinished responses too."""
-        done: Future[None] = Future()
+        `keeps_cache` on the KV cache of the older ones. The future has the number of steps before it, or its error,
+        which all unfinished responses have too."""
+        done: Future[int] = Future()
         with self._lock:
             self._work.append((work, keeps_cache, done))
         self._submit([], in_worker=True)
@@ -315,6 +326,8 @@ class NativeEngine(CausalModelEngine):
 
     def _work_between_steps(self, generation: Generation) -> None:
         """What others want done now; the generation goes on with the weights that are there afterwards."""
+        if self.before_step is not None:
+            self.before_step(self.num_steps)
         while self._work:
             with self._lock:
                 work, keeps_cache, done = self._work.pop(0)
@@ -329,7 +342,7 @@ class NativeEngine(CausalModelEngine):
                 raise
             finally:
                 self._is_between_steps = False
-            done.set_result(None)
+            done.set_result(self.num_steps)
 
     @contextmanager
     def _computing(self, max_cache_tokens: int | None) -> Iterator[Generation]:
@@ -356,6 +369,19 @@ class NativeEngine(CausalModelEngine):
             self._network = PlainNetwork(self.model, self.group) if is_own else Network(self.model)
         return self._network
 
+    def _take_inbox(self, scheduler: Scheduler[Request]) -> tuple[list[Request], list[Request], bool]:
+        """New requests, those that are given up, and whether there is anything to do."""
+        with self._lock:
+            added, self._inbox = self._inbox, []
+            scheduler.add(added)
+            self._open = [*scheduler.running, *scheduler.waiting]
+            goes_on = self._is_running = bool(self._work) or not scheduler.is_done
+            given_up = [request for request in self._open if request.is_cancelled]
+        for request in added:
+            if request.joined is not None:
+                request.joined(self.num_steps)
+        return added, given_up, goes_on
+
     def _run(self) -> None:
         """Generates until there is no request left."""
         try:
@@ -363,12 +389,7 @@ class NativeEngine(CausalModelEngine):
                 scheduler = generation.scheduler
                 while True:
                     self._work_between_steps(generation)
-                    with self._lock:
-                        added, self._inbox = self._inbox, []
-                        scheduler.add(added)
-                        self._open = [*scheduler.running, *scheduler.waiting]
-                        goes_on = self._is_running = bool(self._work) or not scheduler.is_done
-                        given_up = [request for request in self._open if request.is_cancelled]
+                    added, given_up, goes_on = self._take_inbox(scheduler)
                     if not goes_on:
                         break
                     if scheduler.is_done:
@@ -376,6 +397,7 @@ class NativeEngine(CausalModelEngine):
                     if self.group is not None:
                         self._tell(added, given_up, scheduler.max_cache_tokens)
                     generation.advance(given_up)
+                    self.num_steps += 1
                     if self.group is not None and scheduler.is_done:
                         self._sum_up()
                         # The members begin anew as well: what is still in the KV cache must be the same everywhere.

@@ -15,7 +15,7 @@ V vocabulary.
 """
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -111,6 +111,7 @@ class Request:
         self.routes: list[np.ndarray] = []  # [tokens, L, k] of the prefix, then of one token each
         self.finish_reason: FinishReason | None = None
         self.is_given_up = False
+        self.joined: Callable[[int], None] | None = None
         self.future: Future[Completion] = Future()
         self.restart()
 

@@ -47,6 +47,7 @@ def test_stale_samples_are_corrected_for_unless_a_correction_is_named() -> None:
             ["async_training.deterministic=True", "actor_rollout_ref.rollout.mode=async"],
             "actor_rollout_ref.rollout.mode",
         ),
+        (["async_training.replay=a.jsonl", "trainer.save_freq=5"], "async_training.replay"),
         (["async_training.on_stale=drop", "algorithm.filter_groups.enable=True"], "async_training.on_stale"),
         (["algorithm.filter_groups.enable=True"], "trainer.total_training_steps"),
         (["trainer.save_freq=5", "algorithm.filter_groups.enable=True"], "trainer.save_freq"),
