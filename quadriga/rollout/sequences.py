@@ -48,7 +48,7 @@ def generate_sequences(
 
     Returns:
         batch `prompts` [B, P], `responses`, `response_mask`, `rollout_log_probs` [B, T], `input_ids`,
-        `attention_mask`, `position_ids` [B, P + T], and where the engine reports them `token_versions` [B, T] and
+        `attention_mask`, `position_ids` [B, P + T], `token_versions` [B, T], and where the engine reports routes
         `routed_experts` [B, P + T, L, k]. meta_info: `metrics`, `weight_version`.
 
     Raises:
@@ -98,7 +98,8 @@ def completed(
     for row, completion in enumerate(completions):
         completion.require_fit(response_length, f"engine, response {row}")
     responses = [(one.token_ids, [1] * len(one.token_ids), one.log_probs) for one in completions]
-    routes, versions = ([getattr(one, name) for one in completions] for name in ("routes", "versions"))
+    versions = [one.versions or [one.weight_version] * len(one.token_ids) for one in completions]
+    routes = [one.routes for one in completions]
     batch = with_responses(before, responses, response_length, pad_token_id, routes, versions)
     num_tokens = sum(len(one.token_ids) for one in completions)
     total_log_prob = sum(sum(one.log_probs) for one in completions)

@@ -4,6 +4,8 @@ that holds where it may, the same numbers twice where the schedule is determinis
 
 import random
 import shutil
+import signal
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +19,7 @@ from quadriga.trainer.ray_trainer import RayPPOTrainer
 ON = "async_training.enable=True"
 # How far ahead the rollout is, is a matter of time.
 BY_TIME = ("async/depth", "async/wait_s", "async/rollout_wait_s", "training/epoch")
-STEPS = "trainer.total_training_steps=6"
+STEPS = "trainer.total_training_steps=20"
 Lines = list[dict[str, Any]]
 
 
@@ -32,7 +34,7 @@ def test_without_staleness_it_is_lockstep_bit_for_bit(
     train: Callable[..., Path], metric_lines: Callable[..., Lines], extra: tuple[str, ...], tmp_path: Path
 ) -> None:
     """Every metric of every step is the same number, the gradient's norm among them; validation too."""
-    options = (STEPS, "trainer.test_freq=3", *extra)
+    options = (STEPS, "trainer.test_freq=7", *extra)
     lockstep = metric_lines(train(*options, run="lockstep"))
     lines = metric_lines(train(*options, ON, "async_training.max_staleness=0", run="async"))
     assert without_own(lines) == lockstep
@@ -156,3 +158,26 @@ def test_a_record_replays_on_any_timing(
             [line for line in run.read_text().splitlines() if "step" in line] for run in (record, again / record.name)
         ]
         assert steps[0] == steps[1] and len(steps[0]) == 8
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_a_run_that_is_ended_goes_on_as_if_it_was_not(
+    end: signal.Signals,
+    start: Callable[..., subprocess.Popen[str]],
+    train: Callable[..., Path],
+    metric_lines: Callable[..., Lines],
+    tmp_path: Path,
+) -> None:
+    """With responses under way; the process ends, and what it has saved is whole."""
+    options = (*LONG, ON, *RESUMED["bounded"], "trainer.total_training_steps=16", "trainer.save_freq=1")
+    process, metrics = start(*options), tmp_path / "run" / "metrics.jsonl"
+    while not metrics.exists() or metrics.read_bytes().count(b"\n") < 3:
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.01)
+    process.send_signal(end)
+    output, _ = process.communicate(timeout=120)
+    assert "Traceback" not in output
+    lines = {line["step"]: line for line in metric_lines(train(*options))}
+    for expected in metric_lines(train(*options, run="whole")):
+        line = lines[expected["step"]]
+        assert {name: value for name, value in expected.items() if differs(name, value, line)} == {}
