@@ -270,7 +270,6 @@ def test_the_number_of_keys_is_reviewed() -> None:
     # Megatron has it. datagen.path, .name and .options: rows that a generator makes between batches need state in the
     # checkpoint. on_bad_row: whether a bad row ends a run, which nobody else can decide.
     # async_training: the bound, what sequences under way and late ones do, how often weights are published.
-    # async_training: the bound, what sequences under way and late ones do, how often weights are published.
     assert len(leaf_keys()) == 307
 
 
