@@ -19,17 +19,17 @@ def vision_config(family: str = "qwen2_5_vl") -> PreTrainedConfig:
     return tiny_model(family).config
 
 
-def vision_model(attention: str = ATTENTION_NAME, family: str = "qwen2_5_vl") -> PreTrainedModel:
+def vision_model(attention: str = ATTENTION_NAME, family: str = "qwen2_5_vl", **text: Any) -> PreTrainedModel:
     """The same random model at each call."""
-    model = tiny_model(family)
+    model = tiny_model(family, **text)
     parts = attention_of(model.config, attention)
     model.set_attn_implementation(parts if isinstance(parts, dict) else {"": parts})
     return model
 
 
-def save_vision_model(folder: Any, family: str = "qwen2_5_vl") -> None:
+def save_vision_model(folder: Any, family: str = "qwen2_5_vl", **text: Any) -> None:
     """That model as transformers saves it."""
-    tiny_model(family).save_pretrained(folder)
+    tiny_model(family, **text).save_pretrained(folder)
 
 
 def random_image(generator: torch.Generator, height: int, width: int) -> dict[str, torch.Tensor]:

@@ -45,6 +45,10 @@ class Sharing:
         """The tokens [1, n] of this rank, their positions [1, n] or [3, 1, n], and how they attend."""
         return batch.input_ids, batch.position_ids, batch.plan
 
+    def first_token(self, batch: PackedBatch) -> int | None:
+        """The packed index of the first token that this rank has embeddings of; None: it has all of them."""
+        return None
+
     def scored(self, hidden: torch.Tensor, batch: PackedBatch, *, in_parts: bool) -> Scored:
         """What this rank scores, given the last hidden states [n, D] of its tokens.
 
@@ -98,7 +102,7 @@ class Scorer(nn.Module, ABC):
         input_ids, position_ids, plan = self.sharing.inputs(batch)
         tokens: dict[str, Any] = {"input_ids": input_ids} if received is None else {"inputs_embeds": received}
         if batch.images is not None:
-            tokens = decoder_inputs(self.model, input_ids, batch.images)
+            tokens = decoder_inputs(self.model, input_ids, batch.images, self.sharing.first_token(batch))
         (body,) = self._backbone
         if is_packed(self.model):
             tokens["attention_plan"] = plan

@@ -147,8 +147,13 @@ def unseen_image(model: PreTrainedModel, device: torch.device) -> PackedImages:
     )
 
 
-def decoder_inputs(model: PreTrainedModel, input_ids: torch.Tensor, images: PackedImages) -> dict[str, Any]:
+def decoder_inputs(
+    model: PreTrainedModel, input_ids: torch.Tensor, images: PackedImages, start: int | None = None
+) -> dict[str, Any]:
     """What the decoder takes instead of tokens [1, N]: their embeddings, and in places of images the encoder's.
+
+    With sequence or tensor parallelism embeddings are those of a part of the tokens, from packed index `start` on. Each
+    rank encodes all images; what it does not use has a gradient of zero there.
 
     Returns:
         `inputs_embeds` [1, N, D]. For Qwen3-VL also what the encoder adds to the states after the first layers.
@@ -168,11 +173,16 @@ def decoder_inputs(model: PreTrainedModel, input_ids: torch.Tensor, images: Pack
     if len(images.places) != len(features):
         got = f"{len(features)} embeddings for {len(images.places)} places"
         raise EngineError("images of a batch", got=got, expected="one for each image token")
-    filled = {"inputs_embeds": embeddings.index_copy(1, images.places, features[None])}
+    places = images.places
+    if start is not None:
+        here = ((places >= start) & (places < start + embeddings.shape[1])).nonzero()[:, 0]
+        places = places[here] - start
+        features, *added = (part.index_select(0, here) for part in (features, *added))
+    filled = {"inputs_embeds": embeddings.index_copy(1, places, features[None])}
     if not added:
         return filled
-    is_image = torch.zeros(input_ids.shape, dtype=torch.bool, device=input_ids.device)
-    is_image[0, images.places] = True
+    is_image = torch.zeros(embeddings.shape[:2], dtype=torch.bool, device=input_ids.device)
+    is_image[0, places] = True
     return filled | {"visual_pos_masks": is_image, "deepstack_visual_embeds": added}
 
 

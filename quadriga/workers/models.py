@@ -278,14 +278,10 @@ def _check_vision(config: Config, policy: Any, *, has_critic: bool) -> None:
             expected = f"a vision-language model too: {', '.join(VISION_TYPES)}"
             fix = "Leave the key out: the critic then starts from the policy's model."
             raise ConfigError("critic.model.path", got=got, expected=expected, fix=fix)
-        if (layout.sp, layout.tp, layout.pp) != (1, 1, 1):
-            raise ConfigError(
-                where,
-                got=f"{layout.describe()}, for a vision-language model ({policy.model_type})",
-                expected="tensor_model_parallel_size, pipeline_model_parallel_size and "
-                "ulysses_sequence_parallel_size of 1",
-                fix="Shard the weights with fsdp_config.fsdp_size.",
-            )
+        if layout.pp != 1:
+            got = f"{layout.describe()}, for a vision-language model ({policy.model_type})"
+            fix = "Shard the weights with fsdp_config.fsdp_size or tensor_model_parallel_size."
+            raise ConfigError(where, got=got, expected="pipeline_model_parallel_size of 1", fix=fix)
 
 
 def layout_tables(config: Config, *, has_critic: bool) -> Iterator[str]:

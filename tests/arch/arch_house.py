@@ -29,8 +29,8 @@ SIZES: dict[str, Size] = {
     "compat": Size(2177, 10, 205),
     "config": Size(3563, 20, 151),
     "data": Size(3260, 14, 179),
-    "engines": Size(4278, 25, 220),
-    "models": Size(3634, 18, 201),
+    "engines": Size(4283, 25, 221),
+    "models": Size(3648, 18, 202),
     "observe": Size(1728, 14, 108),
     "protocol": Size(1558, 9, 100),
     "rewards": Size(3868, 28, 213),
@@ -60,7 +60,7 @@ REASONS: dict[str, str] = {
     " that go between layouts part by part; experts on their ranks; router replay",
     "models": "lists of files lead nowhere outside their folder; experts' names in files and in modules;"
     " architectures that are tried before weights are read, windows, caps, sinks; a probe; routers;"
-    " gradients whose sums lie in their own memory",
+    " gradients whose sums lie in their own memory; images and videos whose tokens are on several ranks",
     "observe": "waits for users' code name its line; services get no step twice; SIGTERM says what is on the"
     " disk; the bar and the curve of a notebook's cell; a dead signal is told",
     "protocol": "files of a DataProto that cannot name code: the pickle that they take the place of was one line",

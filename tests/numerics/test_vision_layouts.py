@@ -21,6 +21,8 @@ from tests.tiny_vision import save_vision_model, vision_model
 
 PROGRAM = Path(__file__).with_name("vision_layouts.py")
 TOLERANCE = 1e-5
+HEADS = {"num_key_value_heads": 2}
+"""One for each rank of tensor parallelism."""
 OF_THE_CUT = ("packed_tokens", "perf/")
 
 
@@ -28,7 +30,7 @@ OF_THE_CUT = ("packed_tokens", "perf/")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where all that was learned is written."""
     folder = tmp_path_factory.mktemp("vision_layouts")
-    save_vision_model(folder / "model")
+    save_vision_model(folder / "model", **HEADS)
     (folder / "model" / "preprocessor_config.json").write_text('{"patch_size": 4}')
     backend = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "<unk>": 2}, unk_token="<unk>"))
     PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>").save_pretrained(
@@ -75,7 +77,7 @@ def test_two_processes_are_one(results: dict[str, Any], layout: str, kind: str) 
 @pytest.mark.parametrize("layout", [name for size in (1, 2) for name in LAYOUTS[size]])
 def test_what_learns_and_what_does_not(results: dict[str, Any], layout: str) -> None:
     """The vision encoder and the decoder both; of a frozen encoder no bit moves."""
-    start = dict(vision_model().named_parameters())
+    start = dict(vision_model(**HEADS).named_parameters())
 
     def moved(kind: str) -> set[str]:
         weights = results[f"{layout}, {kind}"]["weights"]

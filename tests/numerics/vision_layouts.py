@@ -32,11 +32,16 @@ from quadriga.workers.models import load_model, load_policy
 CPU, MICRO = torch.device("cpu"), MicroBatching(None, 40)
 LAYOUTS: Mapping[int, Mapping[str, Layout]] = {
     1: {"one process": Layout()},
-    2: {"replicas 2": Layout(dp_replicate=2), "fsdp 2": Layout(dp_shard=2)},
+    2: {
+        "replicas 2": Layout(dp_replicate=2),
+        "sequence 2": Layout(sp=2),
+        "tensor 2": Layout(tp=2),
+        "fsdp 2": Layout(dp_shard=2),
+    },
 }
 KINDS = ("policy", "frozen", "critic", "policy, bfloat16", "frozen, bfloat16")
 ROWS = {
-    "all": list(range(12)),
+    "all": list(range(15)),
     # In chunks of two processes the second has text alone.
     "images on one rank": [0, 1, 2, 6, 7, 8],
     "no images": [6, 7, 8],
@@ -83,6 +88,11 @@ def own_rows(batch: DataProto, engine: FSDPEngine, rows: list[int], *, is_dealt:
     return chosen.chunk(engine.replicas.size)[engine.replicas.rank]
 
 
+def of_replicas(engine: FSDPEngine, value: Any) -> list[Any]:
+    """One of each replica: ranks of a model-parallel group say the same."""
+    return engine.world.gather(value)[:: engine.world.size // engine.replicas.size]
+
+
 def learn(engine: FSDPEngine, batch: DataProto, kind: str) -> list[dict[str, float]]:
     """Updates from each choice of rows; the metrics of all processes together."""
     policy = PolicyObjective(ActorConfig(entropy_coeff=0.05))
@@ -94,7 +104,7 @@ def learn(engine: FSDPEngine, batch: DataProto, kind: str) -> list[dict[str, flo
             # The policy's own then: else a ratio that is rounded across a threshold takes a token's gradient with it.
             rows.batch.pop("old_log_probs")
         part = update(engine, rows, objective, Passes(7, 1, MICRO), lr=0.5, temperature=0.7)
-        parts = [DataProto(meta_info={"metrics": metrics}) for metrics in engine.world.gather(part)]
+        parts = [DataProto(meta_info={"metrics": metrics}) for metrics in of_replicas(engine, part)]
         told.append(reduce_metrics(DataProto.concat(parts).meta_info["metrics"]))
     return told
 
@@ -103,7 +113,7 @@ def ask(engine: FSDPEngine, batch: DataProto) -> dict[str, Tensor]:
     """What the engine says of all rows, in their order."""
     rows = own_rows(batch, engine, ROWS["all"], is_dealt=True)
     scores = infer(engine, rows, MICRO, temperature=0.7, with_entropy=True)
-    whole = DataProto.concat(engine.world.gather(DataProto.from_dict({**scores, "row": rows.batch["row_index"]})))
+    whole = DataProto.concat(of_replicas(engine, DataProto.from_dict({**scores, "row": rows.batch["row_index"]})))
     whole.reorder(whole.batch["row"].argsort())
     return {name: whole.batch[name].clone() for name in scores}
 

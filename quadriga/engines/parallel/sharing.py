@@ -57,8 +57,15 @@ class SharedTokens(Sharing):
         if layout.sp == 1:
             return batch.input_ids, batch.position_ids, plan
         start, size = part_of(batch.input_ids.shape[1], layout.sp, place.sp)
-        tokens, positions = (whole.narrow(1, start, size) for whole in (batch.input_ids, batch.position_ids))
+        tokens, positions = (whole.narrow(-1, start, size) for whole in (batch.input_ids, batch.position_ids))
         return tokens, positions, UlyssesAttention(plan, self.processes.group("sp"))
+
+    def first_token(self, batch: PackedBatch) -> int | None:
+        layout, place = self.processes.layout, self.processes.place
+        if layout.sp == layout.tp == 1:
+            return None
+        start, size = part_of(batch.num_tokens, layout.sp, place.sp)
+        return start + part_of(size, layout.tp, place.tp)[0]
 
     def scored(self, hidden: torch.Tensor, batch: PackedBatch, *, in_parts: bool) -> Scored:
         layout, place = self.processes.layout, self.processes.place

@@ -49,8 +49,8 @@ def share_layers(model: PreTrainedModel, group: dist.ProcessGroup) -> dict[str, 
     """
     found: dict[str, int] = {}
     base = backbone(model)
-    prefix = f"{model.base_model_prefix}." if base is not model else ""
-    plan = model.config.base_model_tp_plan
+    prefix = "".join(f"{name}." for name, module in model.named_modules() if module is base and name)
+    plan = model.config.get_text_config().base_model_tp_plan
     patterns = [(re.compile(re.escape(name).replace(r"\*", r"\d+")), style) for name, style in plan.items()]
     parents: dict[str, nn.Module] = {}
     for name, module in base.named_modules():

@@ -189,10 +189,11 @@ def test_a_pass_that_is_not_made_is_not_replayed(folder: Path) -> None:
         check_models(asked, has_critic=False)
 
 
-@pytest.mark.parametrize("name", ["tensor_model_parallel_size", "ulysses_sequence_parallel_size"])
-def test_layouts_that_are_not_for_images(folder: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match=r"for a vision-language model \(qwen2_5_vl\), expected .* of 1"):
-        check_models(config(folder, "sees", processes=2, **{name: 2}), has_critic=True)
+def test_layouts_of_a_model_that_sees(folder: Path) -> None:
+    two = {"processes": 2}
+    with pytest.raises(ConfigError, match=r"for a vision-language model \(qwen2_5_vl\), expected pipeline_.* of 1"):
+        check_models(config(folder, "sees", **two, pipeline_model_parallel_size=2), has_critic=True)
+    check_models(config(folder, "sees", **two, ulysses_sequence_parallel_size=2), has_critic=True)
 
 
 def test_a_frozen_encoder_where_there_is_none(folder: Path) -> None:
