@@ -14,7 +14,8 @@ import json
 import random
 import ssl
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -191,6 +192,26 @@ class HTTPClient:
         if needs_object and not isinstance(content, dict):
             raise ServerLostError(f"JSON that is no object: {text[:_LONGEST_QUOTE]!r}")
         return content
+
+
+@contextmanager
+def document(url: str, timeout_s: float) -> Iterator[tuple[Mapping[str, str], Iterator[bytes]]]:
+    """What is at a web address: headers, and bytes, some at a time; redirections are followed.
+
+    Raises ServerLostError: no answer, another status than 200, or `timeout_s` seconds without a byte.
+    """
+    import httpx2
+
+    try:
+        with (
+            httpx2.Client(timeout=timeout_s, follow_redirects=True) as client,
+            client.stream("GET", url) as reply,
+        ):
+            if reply.status_code != 200:
+                raise ServerLostError(f"status {reply.status_code}")
+            yield reply.headers, reply.iter_bytes()
+    except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+        raise ServerLostError(_no_reply(error)) from error
 
 
 def _no_reply(error: Exception) -> str:

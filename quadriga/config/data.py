@@ -91,6 +91,11 @@ class DataConfig(Section):
     """Training data: a path, a glob, a URL that fsspec opens, or a list of these (parquet, json, jsonl)."""
     val_files: PathTexts = ""
     """Validation data, in the forms of `data.train_files`. Empty: none."""
+    mixture: list[PositiveFloat] = Field(default_factory=list)
+    """Shares of the entries of `data.train_files` among the rows that are drawn, one for each: `[0.7, 0.3]`. Empty:
+    each row of all files is drawn once an epoch."""
+    mixture_until: Literal["first", "all"] = "first"
+    """When an epoch of a mixture ends: once the first entry has no more rows, or once all were drawn, others again."""
     format: Literal["messages", "prompt_response"] = "messages"
     """Of rows for SFT. messages: a chat in one column; prompt_response: two columns, one turn each."""
     messages_key: Name = "messages"
@@ -167,6 +172,14 @@ class DataConfig(Section):
     def _one_data_set(self) -> Self:
         if self.custom_cls.path is not None and self.datagen.path is not None:
             raise refuse("data.custom_cls or data.datagen", "A class of your own may have on_batch_end(batch).")
+        return self
+
+    @model_validator(mode="after")
+    def _a_share_for_each(self) -> Self:
+        files = [self.train_files] if isinstance(self.train_files, str) else self.train_files
+        if self.mixture and len(self.mixture) != len(files):
+            fix = "Files that share one are named by one glob."
+            raise refuse(f"data.mixture with a share for each entry of data.train_files, {len(files)}", fix)
         return self
 
     if not TYPE_CHECKING:

@@ -35,7 +35,7 @@ _SFT_DATA = ("format", "messages_key", "tools_key", "response_key", "chosen_key"
 _SHARED_DATA = (
     "train_files", "val_files", "prompt_key", "truncation", "filter_overlong_prompts", "train_batch_size",
     "val_batch_size", "tokenizer", "apply_chat_template_kwargs", "shuffle", "seed", "cache_dir", "train_max_samples",
-    "val_max_samples",
+    "val_max_samples", "on_bad_row",
 )  # fmt: skip
 _RL_TRAINER = (
     "log_val_generations", "placement", "resource_pools", "balance_batch", "val_only",

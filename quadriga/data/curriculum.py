@@ -46,13 +46,18 @@ class PassSampler(AbstractSampler):
     def __iter__(self) -> Iterator[int]:
         if self._position == 0:
             self._num_rows = len(self)
-        order = np.arange(self._num_rows)
-        if self.data_config.shuffle:
-            order = np.random.default_rng([self.data_config.seed, self._passes]).permutation(order)
+        order = self._order()
         while self._position < len(order):
             self._position += 1
             yield int(order[self._position - 1])
         self._passes, self._position = self._passes + 1, 0
+
+    def _order(self) -> np.ndarray:
+        """The rows of the pass, in their order."""
+        order = np.arange(self._num_rows)
+        if self.data_config.shuffle:
+            order = np.random.default_rng([self.data_config.seed, self._passes]).permutation(order)
+        return order
 
     def state_dict(self) -> dict[str, int]:
         """The pass, its rows and the position in it."""
@@ -61,6 +66,45 @@ class PassSampler(AbstractSampler):
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on from there."""
         self._passes, self._position, self._num_rows = state["passes"], state["position"], state["num_rows"]
+
+
+class MixtureSampler(PassSampler):
+    """Rows of the entries of `data.train_files` by their shares, `data.mixture`: of any rows in a row an entry has its
+    share, to a row or two, so that each batch is mixed alike. An entry that is drawn anew in a pass is shuffled anew.
+
+    Raises:
+        DataError: an entry has no rows, or the data set does not know of entries.
+    """
+
+    def __init__(self, data_source: Any, data_config: Any) -> None:
+        super().__init__(data_source, data_config)
+        if not hasattr(data_source, "items_by_entry"):
+            got, expected = f"a {type(data_source).__name__}", "a data set with items_by_entry(), as RLHFDataset has"
+            raise DataError("data.mixture", got=got, expected=expected, fix="Leave the key out with this data set.")
+        self._items = data_source.items_by_entry()
+        lengths = np.array([len(items) for items in self._items])
+        if not lengths.all():
+            got = f"entry {int(np.argmin(lengths))} of data.train_files without a row in use"
+            raise DataError("data.mixture", got=got, expected="rows of each", fix="Leave it out, or use all samples.")
+        self._shares = np.array(data_config.mixture) / sum(data_config.mixture)
+        passes = lengths / self._shares
+        total = passes.min() if data_config.mixture_until == "first" else passes.max()
+        self._counts = np.maximum(1, np.floor(self._shares * total + 1e-9).astype(np.int64))
+
+    def __len__(self) -> int:
+        return int(self._counts.sum())
+
+    def _order(self) -> np.ndarray:
+        rng = np.random.default_rng([self.data_config.seed, self._passes])
+        rows, times = [], []
+        for items, count, share in zip(self._items, self._counts.tolist(), self._shares, strict=True):
+            if self.data_config.shuffle:
+                rounds = -(-count // len(items))
+                rows.append(np.concatenate([rng.permutation(items) for _ in range(rounds)])[:count])
+            else:
+                rows.append(items[(self._passes * count + np.arange(count)) % len(items)])
+            times.append((np.arange(count) + 0.5) / share)
+        return np.concatenate(rows)[np.argsort(np.concatenate(times), kind="stable")]
 
 
 class SuccessRateSampler(AbstractCurriculumSampler):

@@ -3,6 +3,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from torch.utils.data import Dataset
@@ -46,9 +47,12 @@ class FileDataset(Dataset, ABC):
         check_tokenizer(tokenizer, tokenizer.name_or_path, has_template=has_template)
         self.bad_rows: list[DataError] = []
         """What is wrong with the rows that are left out by `data.on_bad_row=skip`."""
-        files = resolve_files(data_files, config.cache_dir, where=self._key)
+        listed = [data_files] if isinstance(data_files, str | Path) else list(data_files) or [""]
+        entries = [resolve_files(one, config.cache_dir, where=self._key) for one in listed]
+        # The entry of each file, for a mixture of entries.
+        self._entries = [number for number, files in enumerate(entries) for _ in files]
         skipped = self.bad_rows if config.on_bad_row == "skip" else None
-        self._tables = [read_table(file, config.cache_dir, skipped) for file in files]
+        self._tables = [read_table(file, config.cache_dir, skipped) for files in entries for file in files]
 
     @abstractmethod
     def __len__(self) -> int:

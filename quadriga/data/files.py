@@ -10,6 +10,7 @@ mapped into memory from there. JSON is read by Python's own parser, and its rows
 column types would change values (`"1"` and `2` in one column become numbers) and could not name the line of an error.
 """
 
+import fcntl
 import hashlib
 import json
 import os
@@ -30,10 +31,13 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from quadriga.errors import DataError
+from quadriga.http_client import ServerLostError, document
 from quadriga.observe.watchdog import waiting
 
 _PARQUET, _JSON = (".parquet", ".pq"), (".json", ".jsonl", ".ndjson")
 TABLE_SUFFIXES = (*_PARQUET, *_JSON)
+SILENCE_S = 60.0
+"""Seconds without a byte after which a web server counts as lost."""
 MAPPED_BYTES = 64 << 20
 """From this size on the rows of a file are not held in memory."""
 _ROWS, _BATCH_BYTES = 4096, 64 << 20
@@ -161,6 +165,15 @@ def _mapped(
     """The batches of a file out of the cache, which they are written to where they are not there yet."""
     key = hashlib.sha256(f"{digest} {path.suffix} {pa.__version__}".encode()).hexdigest()[:32]
     entry = Path(cache_dir).expanduser() / "rows" / key
+    make_directory(entry.parent, where="data.cache_dir")
+    with entry.with_suffix(".lock").open("w") as lock, waiting(f"another process to write {entry}"):
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return _written(path, entry, schema, batches, facts)
+
+
+def _written(
+    path: Path, entry: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch], facts: _JsonFacts | None
+) -> tuple[pa.Table, _JsonFacts]:
     if entry.is_dir():
         try:
             return _opened(entry)
@@ -255,6 +268,8 @@ def _resolve(name: str, cache: Path, where: str) -> list[Path]:
     is_url = "://" in name
     # The question mark of a web address starts its query.
     is_pattern = any(sign in name for sign in ("*[" if is_url else "*[?")) and not Path(name).exists()
+    if name.startswith(("http://", "https://")) and not is_pattern:
+        return [_from_web(name, cache, where)]
     try:
         filesystem, root = url_to_fs(name if is_url else str(Path(name).expanduser()))
         found = sorted(filesystem.glob(root)) if is_pattern else [root]
@@ -276,6 +291,36 @@ def _resolve(name: str, cache: Path, where: str) -> list[Path]:
         if not path.is_file():
             raise DataError(where, got=f"{path}, which does not exist", expected="a file", fix="Check the path.")
     return [Path(path) for path in found]
+
+
+def _from_web(url: str, cache: Path, where: str) -> Path:
+    """The copy in the cache of what is at a web address; its headers say whether it is the same document as before."""
+    fix = "Check the address and the network, or download it and name the file."
+    try:
+        with document(url, SILENCE_S) as (headers, chunks):
+            version = [headers.get(name) for name in ("etag", "last-modified", "content-length")]
+            key = hashlib.sha256(repr((url, version)).encode()).hexdigest()[:20]
+            target = cache / f"{key}-{PurePosixPath(urlsplit(url).path).name}"
+            if target.is_file() and any(version):
+                return target
+            num_bytes = 0
+            with (
+                waiting(f"{url} to be copied", lambda: f"{num_bytes / 2**20:.1f} MB are there"),
+                written_aside(target, where="data.cache_dir") as draft,
+                draft.open("wb") as file,
+            ):
+                for chunk in chunks:
+                    if num_bytes == 0 and chunk.lstrip()[:14].lower().startswith((b"<!doctype html", b"<html")):
+                        expected, way = (
+                            "a data file",
+                            "Name the file itself (on the hub /resolve/, not /blob/), or log in.",
+                        )
+                        raise DataError(where, got=f"{url!r}, a page of HTML", expected=expected, fix=way)
+                    file.write(chunk)
+                    num_bytes += len(chunk)
+            return target
+    except ServerLostError as error:
+        raise DataError(where, got=f"{url!r}: {error}", expected="a file", fix=fix) from error
 
 
 def _copy(filesystem: fsspec.AbstractFileSystem, path: str, cache: Path) -> Path:

@@ -17,7 +17,7 @@ from torchdata.stateful_dataloader.sampler import RandomSampler
 from transformers import PreTrainedTokenizerBase
 
 from quadriga.config import DataConfig
-from quadriga.data.curriculum import PassSampler
+from quadriga.data.curriculum import MixtureSampler, PassSampler
 from quadriga.data.file_dataset import FileDataset
 from quadriga.data.files import FileNames
 from quadriga.data.generated import DynamicGenDataset
@@ -106,7 +106,8 @@ def _check_hooks(cls: type, where: str) -> None:
 
 
 def create_rl_sampler(data_config: DataConfig, dataset: Dataset, is_train: bool = True) -> Sampler:
-    """The order of the training rows: the user's own sampler, a seeded shuffle, new in each epoch, or file order.
+    """The order of the training rows: the user's own sampler, a mixture by `data.mixture`, a seeded shuffle, new in
+    each epoch, or file order.
 
     Those of validation are in file order, or shuffled with `data.validation_shuffle`. Rows that come to a data set with
     `on_batch_end` are seen from the next pass on.
@@ -145,6 +146,8 @@ def create_rl_sampler(data_config: DataConfig, dataset: Dataset, is_train: bool 
                 flush=True,
             )
         return cls(data_source=dataset, data_config=data_config)
+    if is_train and data_config.mixture:
+        return MixtureSampler(dataset, data_config)
     if is_train and hasattr(dataset, "on_batch_end"):
         return PassSampler(dataset, data_config)
     if data_config.shuffle if is_train else data_config.validation_shuffle:
@@ -169,7 +172,8 @@ def create_dataloader(
     Raises:
         DataError: the data set is empty, or smaller than the only batch that would be kept.
     """
-    num_rows = len(dataset)
+    # A sampler of a mixture draws more rows, or fewer, than there are.
+    num_rows = len(sampler) if isinstance(sampler, MixtureSampler) else len(dataset)
     if num_rows == 0:
         raise DataError("data", got="a data set without rows", expected="at least one row", fix="Check the files.")
     size = num_rows if batch_size is None else batch_size

@@ -150,6 +150,11 @@ class RLHFDataset(FileDataset):
         digest.update(self._rows.tobytes())
         return digest.hexdigest()
 
+    def items_by_entry(self) -> list[np.ndarray]:
+        """The items out of the files of each entry of `data_files`."""
+        entries = np.array(self._entries)[np.searchsorted(self._ends, self._rows, side="right")]
+        return [np.flatnonzero(entries == number) for number in range(self._entries[-1] + 1)]
+
     def column(self, name: str) -> Iterator[tuple[str, Any]]:
         """Of each row in use its file and number, and the value of a column; None where it has none."""
         is_used, first = np.zeros(self._ends[-1], dtype=bool), 0

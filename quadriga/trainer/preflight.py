@@ -70,7 +70,8 @@ def preflight(config: Config) -> Preflight:
             tried(_grade_first_row, reward, train.dataset, config.data.reward_fn_key)
         reward.close()
     told = {str(one): one for one in problems}
-    return Preflight(list(told.values()), notices, fields, None if train is None else len(train.dataset))
+    rows = train and (train.sampler if config.data.mixture else train.dataset)
+    return Preflight(list(told.values()), notices, fields, None if rows is None else len(rows))
 
 
 def _grade_first_row(reward: RewardManager, rows: Any, reward_fn_key: str) -> None:

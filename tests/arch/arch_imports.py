@@ -30,7 +30,7 @@ LAYERS: dict[str, frozenset[str]] = {
     "protocol": frozenset({"errors"}),
     "algorithms": frozenset({"errors", "user_file"}),
     "rewards": _CORE | {"user_file", "http_client"},
-    "data": _CORE | {"user_file"},
+    "data": _CORE | {"user_file", "http_client"},
     "recipes": frozenset({"errors", "config", "observe", "data"}),
     "models": frozenset({"errors", "partition", "config", "observe"}),
     "single_controller": _CORE,

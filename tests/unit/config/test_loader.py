@@ -268,9 +268,10 @@ def test_the_number_of_keys_is_reviewed() -> None:
     # expert_parallel_size of three roles, which verl's engines for mixtures of experts have.
     # actor.router_replay and .router_aux_loss_coef: verl has the first, transformers the second; .router_z_loss_coef:
     # Megatron has it. datagen.path, .name and .options: rows that a generator makes between batches need state in the
-    # checkpoint. on_bad_row: whether a bad row ends a run, which nobody else can decide.
+    # checkpoint. on_bad_row: whether a bad row ends a run, which nobody else can decide. mixture and
+    # mixture_until: shares of files, and when such an epoch ends.
     # async_training: the bound, what sequences under way and late ones do, how often weights are published.
-    assert len(leaf_keys()) == 307
+    assert len(leaf_keys()) == 309
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files: tables that are read whole or refused, files that appear only when they are whole."""
 
+import multiprocessing
+import time
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import fsspec
@@ -11,6 +14,7 @@ import pytest
 from quadriga.data import files
 from quadriga.data.files import read_table, resolve_files, written_aside
 from quadriga.errors import DataError
+from tests.http_server import Handler, serving
 
 
 @pytest.fixture
@@ -106,6 +110,71 @@ def test_a_copy_that_fails_leaves_nothing_behind(memory, tmp_path: Path, monkeyp
     with pytest.raises(DataError, match="the line is down"):
         resolve_files("memory://bucket/train.jsonl", tmp_path, where="k")
     assert list((tmp_path / "files").iterdir()) == []
+
+
+class Documents(Handler, BaseHTTPRequestHandler):
+    """Serves `files` by path after a delay, a path that leads to another, and one that does not answer."""
+
+    def do_GET(self) -> None:
+        name = self.path.partition("?")[0]
+        if name == "/moved.jsonl":
+            self.reply(302, b"", {"Location": "/t.jsonl"})
+        elif name == "/slow.jsonl":
+            time.sleep(0.5)
+        elif name not in self.server.files:
+            self.reply(404, b"no")
+        else:
+            content = self.server.files[name]
+            time.sleep(self.server.delay_s)
+            self.reply(200, content, {"ETag": str(hash(content))})
+
+
+@pytest.fixture
+def web():
+    files = {"/t.jsonl": b'{"a": 1}\n' * 20_000, "/page.jsonl": b"\n<!DOCTYPE html><html>Log in</html>"}
+    with serving(Documents, files=files, delay_s=0.0) as server:
+        yield server
+
+
+def test_a_file_on_the_web(web, tmp_path: Path):
+    first = resolve_files(f"{web.url}/t.jsonl?download=true", tmp_path, where="k")
+    assert first[0].suffix == ".jsonl" and len(read_table(first[0])) == 20_000
+    written = first[0].stat().st_mtime_ns
+    assert resolve_files(f"{web.url}/t.jsonl?download=true", tmp_path, where="k") == first
+    assert first[0].stat().st_mtime_ns == written
+    assert len(read_table(resolve_files(f"{web.url}/moved.jsonl", tmp_path, where="k")[0])) == 20_000
+    web.files["/t.jsonl"] = b'{"a": 2}'
+    [changed] = resolve_files(f"{web.url}/t.jsonl?download=true", tmp_path, where="k")
+    assert changed.read_bytes() == b'{"a": 2}'
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("page.jsonl", "a page of HTML, expected a data file"),
+        ("none.jsonl", "none.jsonl': status 404"),
+        ("slow.jsonl", "slow.jsonl': .*Timeout"),
+    ],
+)
+def test_what_is_no_file_on_the_web(web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, message: str):
+    monkeypatch.setattr(files, "SILENCE_S", 0.2)
+    with pytest.raises(DataError, match=message) as caught:
+        resolve_files(f"{web.url}/{name}", tmp_path, where="data.train_files")
+    assert caught.value.where == "data.train_files"
+    assert not [*tmp_path.rglob("*.jsonl*")]
+
+
+def _rows_of(url: str, folder: Path) -> int:
+    files.MAPPED_BYTES = 0
+    return len(read_table(resolve_files(url, folder, where="k")[0], folder))
+
+
+def test_two_processes_fill_the_cache_at_once(web, tmp_path: Path):
+    web.delay_s = 0.1
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        assert pool.starmap(_rows_of, [(f"{web.url}/t.jsonl", tmp_path)] * 4, chunksize=1) == [20_000] * 4
+    assert not [*tmp_path.rglob("*.partial")]
+    assert len([*tmp_path.glob("files/*")]) == len([*tmp_path.glob("rows/*/rows.arrow")]) == 1
 
 
 ROWS = [{"a": 1, "nested": {"x": "é"}}, {"a": 2, "nested": {"x": "\u2028"}}, {"a": 3, "nested": None}]
