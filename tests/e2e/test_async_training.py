@@ -13,7 +13,11 @@ from typing import Any
 
 import pytest
 
+from quadriga.cli.main import main
+from quadriga.errors import WeightSyncError
+from quadriga.rollout.native.engine import NativeEngine
 from quadriga.rollout.native.generation import Generation
+from quadriga.trainer.async_schedule import Schedule
 from quadriga.trainer.ray_trainer import RayPPOTrainer
 
 ON = "async_training.enable=True"
@@ -181,3 +185,53 @@ def test_a_run_that_is_ended_goes_on_as_if_it_was_not(
     for expected in metric_lines(train(*options, run="whole")):
         line = lines[expected["step"]]
         assert {name: value for name, value in expected.items() if differs(name, value, line)} == {}
+
+
+def test_losses_and_estimators_get_the_staleness_of_tokens_by_name(
+    train: Callable[..., Path], metric_lines: Callable[..., Lines], tmp_path: Path
+) -> None:
+    """In the loss as the share of tokens that are stale, which is that of the batch; the estimator leaves those out."""
+    (tmp_path / "own.py").write_text(
+        "def halved(token_level_rewards, response_mask, token_staleness):\n"
+        "    rewards = token_level_rewards.sum(-1, keepdim=True) * response_mask\n"
+        "    return rewards * (token_staleness == 0), rewards\n"
+        "def told(log_prob, advantages, response_mask, token_staleness):\n"
+        "    stale = (token_staleness > 0).to(log_prob.dtype)\n"
+        "    return -log_prob * advantages, {'stale': stale}\n"
+    )
+    own = (f"algorithm.adv_estimator={tmp_path}/own.py:halved", "actor_rollout_ref.actor.policy_loss.loss_mode=")
+    options = (own[0], f"{own[1]}{tmp_path}/own.py:told", "trainer.total_training_steps=4")
+    lines = metric_lines(train(*options, ON, "async_training.preset=one_step_off"))
+    for line in lines:
+        assert line["actor/stale"] == pytest.approx(line["async/lag_1_share"])
+        assert (line["critic/advantages/max"] == 0) == (line["async/lag_1_share"] == 1)
+    assert lines[-1]["async/lag_1_share"] == 1
+
+
+def test_an_engine_that_refuses_weights_under_way_ends_the_run(
+    arguments: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load = NativeEngine.load_weights
+
+    def refuse(self: NativeEngine, weights: Any, version: int) -> None:
+        if version == 2 and not self.shares_weights:
+            raise WeightSyncError("the engine", got="weights that it does not take")
+        load(self, weights, version)
+
+    monkeypatch.setattr(NativeEngine, "load_weights", refuse)
+    assert main(["train", *arguments(*LONG, ON)]) == 1
+    assert "the engine: got weights that it does not take" in capsys.readouterr().err
+
+
+def test_every_step_checks_the_bound_on_its_tokens(
+    arguments: Callable[..., list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    delays: Callable[[int], None],
+) -> None:
+    """Of a schedule without its gate the run notices, whatever the schedule itself says."""
+    delays(1)
+    monkeypatch.setattr(Schedule, "may_start", lambda self, version, batch: True)
+    monkeypatch.setattr(Schedule, "_check_bound", lambda self, step, numbers: None)
+    assert main(["train", *arguments(*LONG, ON)]) == 1
+    assert "async_training: got step" in capsys.readouterr().err
