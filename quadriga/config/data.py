@@ -135,6 +135,9 @@ class DataConfig(Section):
     """Path or hub name of the tokenizer. null: the model's own."""
     trust_remote_code: bool = False
     """Whether code that comes with the tokenizer may be run."""
+    return_multi_modal_inputs: bool = True
+    """Whether rows carry what the model takes of their images and videos. False: the trainer makes it of them when it
+    takes a batch, so that worker processes of the loader send no patches."""
     return_raw_chat: bool = False
     """Whether rows carry the chat messages as `raw_prompt`."""
     return_full_prompt: bool = False

@@ -83,6 +83,7 @@ class DynamicGenDataset(Dataset):
         options = {"tokenizer": tokenizer, "config": config, "processor": processor, "is_train": is_train}
         self._make_part = partial(RLHFDataset, **options)
         self.parts = [self._make_part(data_files, max_samples=max_samples)]
+        self.processor = self.parts[0].processor
         self._meter = PromptMeter(self.parts[0].encoder, as_vision(processor), config)
         self._ends, self._contents = [len(self.parts[0])], list[bytes]()
 

@@ -23,12 +23,22 @@ from quadriga.data.files import FileNames
 from quadriga.data.generated import DynamicGenDataset
 from quadriga.data.padding import collate_fn
 from quadriga.data.rl_dataset import RLHFDataset
+from quadriga.data.vision import VisionProcessor
 from quadriga.errors import ConfigError, DataError
 from quadriga.user_file import import_file, member_of
 
 
 class RowLoader(StatefulDataLoader):
-    """A loader that compares the data with those of its state before the sampler is wound forward in them."""
+    """A loader that compares the data with those of its state before the sampler is wound forward in them.
+
+    What a vision-language model takes of images is added here to batches without it
+    (`data.return_multi_modal_inputs=false`).
+    """
+
+    def __iter__(self) -> Any:
+        processor = getattr(self.dataset, "processor", None)
+        batches = super().__iter__()
+        return map(processor.add_inputs, batches) if isinstance(processor, VisionProcessor) else batches
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and which rows it is a position in."""

@@ -117,6 +117,8 @@ class RLHFDataset(FileDataset):
             pictures, clips = read_media(given, self.processor, self.config, folder=table.path.parent, where=where)
         text = self.encoder.render(messages, where=at_prompt)
         row |= prompt_columns(text, pictures, clips, self.encoder, self.processor, self.config, where=where)
+        if not self.config.return_multi_modal_inputs:
+            row.pop("multi_modal_inputs", None)
         if self.config.return_raw_chat:
             row["raw_prompt"] = messages
         if self.config.return_full_prompt:

@@ -76,6 +76,12 @@ class Clip:
     size: tuple[int, int]
     frames: torch.Tensor | None = None
 
+    @classmethod
+    def of(cls, frames: torch.Tensor, told: Mapping[str, Any]) -> "Clip":
+        """The clip of these frames and of its `metadata()`."""
+        height, width = frames.shape[-2:]
+        return cls(tuple(told["frames_indices"]), told["fps"], told["total_num_frames"], (height, width), frames)
+
     def metadata(self) -> dict[str, Any]:
         """As transformers and vLLM name it."""
         facts = {"total_num_frames": self.num_frames, "fps": self.fps, "duration": self.num_frames / self.fps}

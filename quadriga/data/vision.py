@@ -29,6 +29,7 @@ from quadriga.data.pictures import require_pillow
 from quadriga.data.tokenizing import Messages
 from quadriga.data.videos import Clip, FrameRules, video_settings
 from quadriga.errors import DataError
+from quadriga.protocol.columns import object_array
 
 IMAGE, VIDEO = "<image>", "<video>"
 APART = ("qwen3_vl",)
@@ -132,6 +133,17 @@ class VisionProcessor:
                 rates = [len(clip.indices) / clip.num_frames * clip.fps for clip in clips]
                 inputs["second_per_grid_ts"] = torch.tensor([rules.temporal_patch_size / rate for rate in rates])
         return inputs
+
+    def add_inputs(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """A batch of rows with `multi_modal_inputs`, made of `multi_modal_data` where they are not there."""
+        if "multi_modal_inputs" not in batch and (rows := batch.get("multi_modal_data")) is not None:
+            made = []
+            for row, data in enumerate(rows):
+                frames, told = map(torch.from_numpy, data.get("video", ())), data.get("video_metadata", ())
+                clips = [Clip.of(*one) for one in zip(frames, told, strict=True)]
+                made.append(self.inputs(data.get("image", ()), clips, where=f"row {row} of a batch"))
+            batch["multi_modal_inputs"] = object_array(made)
+        return batch
 
     def frame_rules(self, where: str) -> FrameRules:
         """How videos are cut; raises DataError for a processor that takes none."""

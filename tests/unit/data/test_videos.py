@@ -16,7 +16,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quadriga.data import RLHFDataset, collate_fn, load_processor
+from quadriga.data import RLHFDataset, collate_fn, create_dataloader, load_processor
 from quadriga.data.videos import FrameRules, open_video
 from quadriga.data.vision import VisionProcessor
 from quadriga.errors import DataError
@@ -230,6 +230,12 @@ def test_a_row(dataset, tmp_path, family: str):
     assert len(dataset(*rows, family=family, filter_overlong_prompts=True, max_prompt_length=length)) == 3
     with pytest.raises(DataError, match="got prompts of"):
         dataset(*rows, family=family, filter_overlong_prompts=True, max_prompt_length=length - 1)
+    light = dataset(*rows, family=family, return_multi_modal_inputs=False)
+    assert "multi_modal_inputs" not in light[0]
+    (added,) = create_dataloader(light, light.config, batch_size=None, sampler=range(3), drop_last=False)
+    for item, made in zip(items, added["multi_modal_inputs"], strict=True):
+        own = item["multi_modal_inputs"]
+        assert own.keys() == made.keys() and all(torch.equal(own[name], made[name]) for name in own)
     batch = DataProto.from_single_dict(collate_fn(items)).repeat(2, interleave=True)
     assert batch.non_tensor_batch["multi_modal_inputs"][0] is batch.non_tensor_batch["multi_modal_inputs"][1]
 

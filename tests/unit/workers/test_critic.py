@@ -9,9 +9,14 @@ import torch
 
 from quadriga.config import Config
 from quadriga.config.actor import CheckpointConfig
+from quadriga.config.layout import Layout
+from quadriga.engines.parallel.processes import Processes
+from quadriga.engines.process_group import ProcessGroup
+from quadriga.models.scorers import ValueScorer
 from quadriga.protocol import DataProto
 from quadriga.workers import CriticWorker
 from quadriga.workers.checkpoint import HF_FOLDER
+from quadriga.workers.models import load_model
 
 
 @pytest.fixture
@@ -78,6 +83,11 @@ def test_a_critic_starts_from_a_saved_one(
     other.init_model()
     values = worker.compute_values(batch).batch["values"]
     assert values.any() and torch.equal(other.compute_values(batch).batch["values"], values)
+    layout = Layout(dp_shard=2)
+    sharded = Processes(layout, layout.place(0), ProcessGroup(0, 2), ProcessGroup(0, 2))
+    read = load_model(config, str(path), ValueScorer, torch.float32, sharded).read
+    head = worker.engine.scorer.model.value_head["linear"].weight
+    assert read is not None and torch.equal(read("value_head.linear.weight"), head.float())
 
 
 def test_checkpoint_brings_the_head_back(make: Any, batch: DataProto, tmp_path: Path) -> None:
