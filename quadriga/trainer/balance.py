@@ -52,13 +52,15 @@ class SequenceCost:
     # grouped heads or a narrow MLP. The default is that of a hidden size of 2048.
     attention_tokens: float = 24_576
     head: float = 0.0  # cost of the vocabulary projection for a response token
+    patch: float = 0.0  # cost of the vision encoder for a patch of an image or a video of the prompt
 
-    def row(self, prompt: Hashable, num_prompt_tokens: int, num_response_tokens: int) -> Row:
+    def row(self, prompt: Hashable, num_prompt_tokens: int, num_response_tokens: int, num_patches: int = 0) -> Row:
         """A response with its costs."""
         lengths = (num_prompt_tokens, num_prompt_tokens + num_response_tokens)
         before, whole = (length * (1 + length / self.attention_tokens) for length in lengths)
         response_cost = whole - before + self.head * num_response_tokens
-        return Row(prompt, num_prompt_tokens, num_response_tokens, before, response_cost)
+        prompt_cost = before + self.patch * num_patches
+        return Row(prompt, num_prompt_tokens, num_response_tokens, prompt_cost, response_cost)
 
 
 def order_for_ranks(
@@ -76,9 +78,13 @@ def order_for_ranks(
     responses = batch.batch["attention_mask"][:, -batch.batch["responses"].shape[1] :].sum(-1)
     # Without sharing each row computes a prompt of its own.
     prompts = batch.non_tensor_batch["uid"] if config.use_prefix_sharing else range(len(batch))
+    inputs = batch.non_tensor_batch.get("multi_modal_inputs", [{}] * len(batch))
+    patches = [sum(int(one[name].prod(-1).sum()) for name in one or () if name.endswith("grid_thw")) for one in inputs]
     rows = [
-        cost.row(prompt, total - response, response)
-        for prompt, total, response in zip(prompts, lengths.tolist(), responses.tolist(), strict=True)
+        cost.row(prompt, total - response, response, num_patches)
+        for prompt, total, response, num_patches in zip(
+            prompts, lengths.tolist(), responses.tolist(), patches, strict=True
+        )
     ]
     # A shuffled order is another one in each pass: only the batch as a whole can be even.
     size = len(batch) if config.shuffle else config.ppo_mini_batch_size * responses_per_prompt

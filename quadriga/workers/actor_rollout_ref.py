@@ -210,9 +210,10 @@ class ActorRolloutRefWorker(Learner):
         return self.learn(data, self.rollout_config.n, temperature=self.rollout_config.temperature)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, execute_mode=Execute.RANK_ZERO)
-    def ranks_and_costs(self) -> tuple[int, float, float]:
-        """How many data-parallel ranks share a batch; `attention_tokens` and `head` of the actor's `ModelCost`."""
-        return self.processes.replicas.size, self.engine.cost.attention_tokens, self.engine.cost.head
+    def ranks_and_costs(self) -> tuple[int, float, float, float]:
+        """How many data-parallel ranks share a batch; of the actor's `ModelCost` what `SequenceCost` takes."""
+        cost = self.engine.cost
+        return self.processes.replicas.size, cost.attention_tokens, cost.head, cost.patch
 
     @contextmanager
     def weights(self, *, has_frozen: bool) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:

@@ -189,3 +189,15 @@ def test_prompts_count_for_each_row_where_they_are_not_shared(batch: DataProto) 
         for is_shared in (True, False)
     ]
     assert before[0]["balance/imbalance_before"] != before[1]["balance/imbalance_before"]
+
+
+def test_images_and_videos_are_shared_evenly() -> None:
+    """Prompts of equal lengths, two with an image or a video: each rank encodes one of them, where patches cost."""
+    grids = [{"image_grid_thw": torch.tensor([[1, 8, 8]])}, {"video_grid_thw": torch.tensor([[4, 4, 4]])}, {}, {}]
+    batch = DataProto.from_dict(
+        {"attention_mask": torch.ones(4, 30, dtype=torch.int64), "responses": torch.zeros(4, 10, dtype=torch.int64)},
+        {"uid": list("abcd"), "multi_modal_inputs": grids},
+    )
+    told = order_for_ranks(batch, 2, 1, ActorConfig(ppo_mini_batch_size=4), SequenceCost(patch=2.0))
+    assert [sum(map(bool, part.non_tensor_batch["multi_modal_inputs"])) for part in batch.chunk(2)] == [1, 1]
+    assert told["balance/imbalance"] == 1.0 and told["balance/imbalance_before"] > 1.5
