@@ -4,6 +4,7 @@
 import pytest
 import torch
 
+from quadriga.models import attention
 from quadriga.models.attention import PackedAttention, Segment
 
 pytestmark = pytest.mark.gpu
@@ -24,10 +25,17 @@ def results(parts: list[torch.Tensor], segments: list[Segment], device: str, dty
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("head_size", [64, 128])
-@pytest.mark.parametrize("answers", [[], [300, 700, 9], [5000]], ids=["plain", "shared", "cut"])
-def test_the_device_computes_what_the_cpu_does(dtype: torch.dtype, head_size: int, answers: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("answers", "wide_tokens"),
+    [([], 8192), ([300, 700, 9], 8192), ([300, 700, 9], 0), ([5000], 8192)],
+    ids=["plain", "shared", "sums of keys in the gradients' memory", "cut"],
+)
+def test_the_device_computes_what_the_cpu_does(
+    dtype: torch.dtype, head_size: int, answers: list[int], wide_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Six query heads for each key head, more than 256 tokens: flash kernels for half precision, plain operators for
     float32. Does not show how fast they are."""
+    monkeypatch.setattr(attention, "_WIDE_TOKENS", wide_tokens)
     segments = segments_of(270, answers)
     generator, size = torch.Generator().manual_seed(0), 270 + sum(answers)
     shapes = [(1, size, heads, head_size) for heads in (12, 2, 2, 12)]
