@@ -4,7 +4,9 @@
 In the rehearsal (scripts/test --rehearse) the runs with `native` run on the stand-in.
 """
 
+import gzip
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -36,6 +38,22 @@ def require_steps(lines: list[dict[str, Any]], num_steps: int, largest: float) -
 def test_five_steps_with_native(train: Train, metric_lines: Lines, mode: str) -> None:
     lines = metric_lines(train(*COMMON, f"actor_rollout_ref.rollout.mode={mode}"))
     require_steps(lines, NUM_STEPS, 0.2)
+
+
+@pytest.mark.skipif(IS_REHEARSAL, reason="the stand-in has no kernels to record")
+def test_profiles_of_a_step(train: Train, tmp_path: Path) -> None:
+    """A trace with the phases of the step and the kernels that they start on the device, and a snapshot of its
+    memory."""
+    for tool in ("torch", "torch_memory"):
+        profile = (f"global_profiler.tool={tool}", "global_profiler.steps=[2]", f"global_profiler.save_path={tmp_path}")
+        train(*COMMON, *profile, "trainer.total_training_steps=2", run=tool)
+    events = json.loads(gzip.decompress((tmp_path / "step_2.json.gz").read_bytes()))["traceEvents"]
+    (step,) = [one for one in events if one.get("cat") == "user_annotation" and one["name"] == "step"]
+    kernels = [one for one in events if one.get("cat") == "kernel"]
+    inside = [one for one in kernels if step["ts"] <= one["ts"] <= step["ts"] + step["dur"]]
+    assert len(inside) > 100
+    (snapshot,) = tmp_path.glob("step_2.*.memory.pickle")
+    assert snapshot.stat().st_size > 1000
 
 
 @pytest.mark.skipif(not HAS_VLLM, reason="vllm is not installed here")
