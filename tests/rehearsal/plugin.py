@@ -27,7 +27,6 @@ LEAST = 0.95
 _APART = "vLLM and SGLang have environments of their own; tests/gpu runs vLLM on a GPU"
 REASONS = {
     ("engines/megatron/cpu.py", ""): "what a CPU answers for a GPU (tests/megatron)",
-    ("engines/megatron/model.py", "params_dtype}"): "mixtures of experts were tried on a CPU alone (tests/megatron)",
     ("rollout/sglang/engine.py", ""): _APART,
     ("rollout/vllm/engine.py", ""): _APART,
     ("rollout/vllm/group.py", ""): _APART,

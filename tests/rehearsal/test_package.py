@@ -34,7 +34,7 @@ from quadriga.rollout.native.kernels import Kernels
 from quadriga.rollout.native.scheduler import Scheduler
 from quadriga.rollout.setup import EngineSetup
 from quadriga.rollout.sglang.engine import SGLangEngine, sglang_arguments
-from quadriga.rollout.vllm.library import executor, repack_tied, started
+from quadriga.rollout.vllm.library import executor, forget_packed_experts, repack_tied, started
 from quadriga.single_controller import WorkerPlace
 from quadriga.single_controller.ray.transport import stamp_of
 from quadriga.trainer.saving import random_states, restore_random_states
@@ -147,7 +147,11 @@ def test_what_other_parts_decide_by_the_device(stand_in: StandIn, monkeypatch: p
     assert sglang_arguments(setup, None)["device"] == "cuda" and not sglang_arguments(setup, None)["disable_cuda_graph"]
     with started(is_beside=True):
         assert "TORCH_COMPILE_DISABLE" not in os.environ
-    repack_tied(torch.nn.Linear(2, 2, device=CUDA))  # nothing is packed there
+    layer: Any = torch.nn.Linear(2, 2, device=CUDA)
+    layer.quant_method = SimpleNamespace(moe_kernel="vLLM's own")
+    repack_tied(layer)  # nothing is packed there
+    forget_packed_experts(layer, "qwen3_moe")
+    assert layer.quant_method.moe_kernel == "vLLM's own"
     assert stamp_of(torch.ones(2, device=CUDA)) is not None
     rows = DataProto.from_dict(tensors={"rows": torch.ones(2, device=CUDA)})
     assert DataProto.concat([rows, rows]).batch["rows"].tolist() == [1.0] * 4
@@ -161,6 +165,12 @@ def test_what_other_parts_decide_by_the_device(stand_in: StandIn, monkeypatch: p
     line = SimpleNamespace(set=lambda key, value: None, note=stand_in.counts.update, sentence=["a note"])
     device(line, "trainer.device", "npu")
     assert stand_in.counts["a note"] == 1
+
+
+def test_experts_of_megatron_are_made_on_the_device(stand_in: StandIn) -> None:
+    megatron = pytest.importorskip("quadriga.engines.megatron.model")
+    sizes = SimpleNamespace(moe_ffn_hidden_size=4, hidden_size=8, params_dtype=torch.bfloat16)
+    assert all(weight.is_cuda and weight.dtype == torch.bfloat16 for weight in megatron.Experts(2, sizes).parameters())
 
 
 def test_random_states_of_more_devices_than_there_are(stand_in: StandIn) -> None:
