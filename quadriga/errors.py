@@ -52,7 +52,8 @@ class QuadrigaError(Exception):
     def __str__(self) -> str:
         parts = {"got": self.got, "expected": self.expected}
         facts = ", ".join(f"{name} {said}" for name, said in parts.items() if said)
-        return redacted_text(f"{self.where}{f': {facts}' if facts else ''}. {self.fix}".strip())
+        said = f"{self.where}: {facts}" if facts else self.where
+        return redacted_text(f"{said}{'' if said.endswith('?') else '.'} {self.fix}".strip())
 
     def __reduce__(self):
         fields = {"got": self.got, "expected": self.expected, "fix": self.fix}

@@ -232,9 +232,9 @@ def step_on_host(line: "Line", key: str, value: Any) -> None:
 
 
 def recompute(line: "Line", key: str, value: Any) -> None:
-    """What Megatron computes again: here layers, or nothing."""
-    if value:
-        line.set("actor_rollout_ref.model.enable_gradient_checkpointing", True)
+    """What Megatron computes again, which a key of its own says: here layers, or nothing."""
+    fields = ("actor_rollout_ref.actor.megatron", "engine")
+    line.set(key, value or any(line.get(f"{at}.override_transformer_config.recompute_granularity") for at in fields))
 
 
 def end_of_schedule(line: "Line", key: str, value: Any) -> None:

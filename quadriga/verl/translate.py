@@ -213,7 +213,9 @@ class Line:
         elif self.written in self.given and not (value in ({}, None) and any(k.startswith(key) for k in known_keys())):
             fix = "Leave it out; what your own file reads from it has no place here."
             got = "a key that neither verl nor Quadriga has"
-            if key in known_keys():
+            if any(known.startswith(f"{key}.") for known in known_keys()):
+                got, fix = f"{as_text(value)}, for a section", f"Set keys below it: {key}.NAME=VALUE."
+            elif key in known_keys():
                 got, fix = "a key of verl's without a place here", f"{self.entry.name} does not need it: leave it out."
             self.refused.append(ConfigError(self.written, got=got, fix=fix))
 

@@ -177,7 +177,7 @@ def _connect(address: str, arguments: dict[str, Any], where: str) -> Any:
             raise WorkerError(
                 f"Ray cluster at {address}", got=theirs, expected=f"{ours}, as this process has", fix=fix
             ) from error
-        reason = " ".join(str(error.__cause__ or error).split()).rstrip(".")
+        reason = " ".join(str(error.__cause__ or error).split()).partition(" Traceback (most")[0].rstrip(".:")
         if address == "local":
             fix = "ray_kwargs.ray_init has the arguments of ray.init; /tmp/ray/session_latest/logs has what Ray says."
             where, expected = "ray_kwargs.ray_init", "a cluster on this machine"

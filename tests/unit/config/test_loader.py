@@ -92,6 +92,7 @@ def test_every_error_comes_at_once_with_its_key() -> None:
     ):
         assert key in text
     assert not text.endswith("..")
+    assert str(error_of("data.shufle=1", "data.seeed=1")).endswith("Did you mean data.seed?")
 
 
 def test_one_error_is_in_the_house_form() -> None:

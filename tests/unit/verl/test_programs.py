@@ -106,6 +106,7 @@ def test_what_megatrons_section_means() -> None:
         *("model_engine=megatron", "trainer.n_gpus_per_node=16", "actor_rollout_ref.rollout.name=vllm"),
         *(f"{MEGATRON}.{one}" for one in words),
         *(f"+{FIELDS}.{one}" for one in (*fields, "apply_rope_fusion=True")),
+        "actor_rollout_ref.model.enable_gradient_checkpointing=False",
         *("algorithm.adv_estimator=gae", "critic.megatron.tensor_model_parallel_size=2", f"{MEGATRON}.{REPLAY}=R3"),
         *("actor_rollout_ref.actor.optim.lr_decay_steps=50", "actor_rollout_ref.actor.optim.clip_grad=0.5"),
         *("actor_rollout_ref.actor.optim.weight_decay=0.1", "actor_rollout_ref.ref.megatron.param_offload=True"),

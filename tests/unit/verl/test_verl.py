@@ -225,6 +225,7 @@ def test_dynamic_sampling_is_the_recipes() -> None:
         ("trainer.seed=1,2", "a sweep"),
         ("algorithm.gamma=${algorithm.lam} algorithm.lam=${algorithm.gamma}", "in a circle"),
         ("trainer.no_such=1", "neither verl nor Quadriga"),
+        ("trainer=5", "trainer: got 5, for a section"),
         ("algorithm.adv_estimator=spo", "one of"),
         ("actor_rollout_ref.actor.policy_loss.loss_mode=gvpo", "one of"),
         ("actor_rollout_ref.actor.fsdp_config.dtype=float16", "bfloat16 or float32"),
