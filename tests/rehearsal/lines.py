@@ -25,7 +25,7 @@ LINES = "QUADRIGA_REHEARSAL_LINES"
 """The variable that names the folder into which each process writes what it executed."""
 NAMED = re.compile(
     r"cuda|nccl|accelerator\.|empty_cache|set_device|device_count|current_device|device\.index|\.type [!=]= \"cpu\""
-    r"|current_stream|wait_stream|record_stream|wait_event|\bStream\b|\._stream\.|pin_memory|pinned|non_blocking"
+    r"|current_stream|wait_stream|record_stream|wait_event|\bStream\b|\._stream\.synchronize|pin_memory|pinned|non_blocking"
 )
 _LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING}
 
