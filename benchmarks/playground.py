@@ -17,6 +17,8 @@ but where to write: all settings stand in these files. `grpo` has no recipe, it 
     by_reward_model
                   reward_model.yaml by `quadriga sft`, then PPO with over/by_reward_model.yaml; its answers are compared
                   with the right ones here, the run itself never sees these
+    distilled     GRPO's model as the teacher of the supervised model of the next seed, whose weights are others, with
+                  over/distilled.yaml: by its log-probs alone, without rewards
 
 Seconds of training are the sum of the steps' own `timing_s/step`: generation, rewards, update, new weights; start-up
 and validation are left out. `others` is how many cores other processes used meanwhile. A run that is complete below
@@ -40,13 +42,14 @@ from playground_report import Course, read_course, report
 REPOSITORY = Path(__file__).resolve().parents[1]
 RECIPES = REPOSITORY / "configs" / "recipes"
 ALGORITHMS = ("grpo", *sorted(file.stem for file in RECIPES.glob("*.yaml")))
-OTHERS = ("largest", "kl_target", "kl_fixed", "by_reward_model")
+OTHERS = ("largest", "kl_target", "kl_fixed", "by_reward_model", "distilled")
 SUPERVISED = ("sft", "reward_model")
 LAYERS = {"kl_fixed": ("kl_target",), "by_reward_model": ("ppo", "by_reward_model")}
 """What lies over sums.yaml, where it is not what has the name of the run."""
-NEEDS = {"reward_model": "sft", "by_reward_model": "reward_model"}
+NEEDS = {"reward_model": "sft", "by_reward_model": "reward_model", "distilled": "grpo"}
 """What must have run before, where it is not `sft` alone."""
 TEST_FREQ = 5
+TEACHER = "grpo"
 
 
 def config_files(name: str, home: Path) -> list[Path]:
@@ -54,13 +57,18 @@ def config_files(name: str, home: Path) -> list[Path]:
     if name == "largest":
         return [home / "largest.yaml"]
     layers = [place / f"{layer}.yaml" for layer in LAYERS.get(name, (name,)) for place in (RECIPES, home / "over")]
-    return [home / "sums.yaml", *(file for file in layers if file.is_file())]
+    found = [file for file in layers if file.is_file()]
+    if name in OTHERS and not found:
+        raise SystemExit(
+            f"playground: {name} has no file in {home / 'over'}: another version has written the playground"
+        )
+    return [home / "sums.yaml", *found]
 
 
 def run(words: Sequence[object], log: Path, threads: int) -> float:
     """One command of the program, its output in a file. Returns how many cores other processes used meanwhile."""
     busy, start = _busy_seconds(), (time.perf_counter(), _seconds_of_children())
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(REPOSITORY)}
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'recipes'}"}
     command = [sys.executable, "-m", "quadriga.cli.main", *map(str, words)]
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w", encoding="utf-8") as output:
@@ -110,10 +118,16 @@ def trained(name: str, seed: int, args: Namespace) -> Course:
         f"trainer.default_local_dir={directory}",
         f"trainer.validation_data_dir={directory / 'answers'}",
         f"trainer.test_freq={TEST_FREQ}",
-        "trainer.save_freq=-1",
+        f"trainer.save_freq={80 if name == TEACHER else -1}",
         "trainer.resume_mode=disable",
     ]
     words += ["algorithm.kl_ctrl.type=fixed"] if name == "kl_fixed" else []
+    if name == "distilled":
+        student = (seed + 1) % 3
+        measure("sft", student, args)
+        words.append(f"actor_rollout_ref.model.path={args.output / f'seed{student}' / 'runs' / 'sft' / 'model'}")
+        export = ["export", home / "runs" / TEACHER, "--output", home / "teacher", "--dtype", "float32", "--overwrite"]
+        run(export, home / "export.log", args.threads)
     others = run([*words, *args.overrides], home / f"{name}.log", args.threads)
     return read_course(name, seed, directory, others)
 

@@ -18,6 +18,10 @@ class Handler(BaseHTTPRequestHandler):
         """Give the JSON of the request to `answer`."""
         self.answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
 
+    def do_GET(self) -> None:
+        """A request without JSON."""
+        self.answer(None)
+
     def answer(self, body: Any) -> None:
         """Reply to a request."""
         raise NotImplementedError

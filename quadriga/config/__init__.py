@@ -7,7 +7,15 @@ Importing it loads neither torch nor ray.
 from quadriga.config.actor import ActorConfig, BatchingConfig, CriticConfig, LogProbConfig, ModelConfig, OptimConfig
 from quadriga.config.checks import training_findings
 from quadriga.config.data import DataConfig
-from quadriga.config.explain import BatchPlan, explain, needs_old_log_prob_pass, needs_reference, show
+from quadriga.config.distillation import DistillationConfig
+from quadriga.config.explain import (
+    BatchPlan,
+    explain,
+    learns_from_rewards,
+    needs_old_log_prob_pass,
+    needs_reference,
+    show,
+)
 from quadriga.config.keys import keys_text, leaf_keys
 from quadriga.config.layout import Layout, ModelShape, check_model
 from quadriga.config.loader import Loaded, load_config

@@ -13,9 +13,17 @@ from pathlib import Path
 
 from quadriga.config.adapter import check_adapter
 from quadriga.config.base import Finding, Section, absent, unused, wrong
-from quadriga.config.explain import BatchPlan
+from quadriga.config.distillation import is_served
+from quadriga.config.explain import BatchPlan, learns_from_rewards
 from quadriga.config.multi_turn import FORMATS, LOOPS, InteractionFile, ToolFile, read_tool_file
-from quadriga.config.placement import ACTOR, check_layouts, check_megatron, check_placement, check_profiles
+from quadriga.config.placement import (
+    ACTOR,
+    DISTILLATION,
+    check_layouts,
+    check_megatron,
+    check_placement,
+    check_profiles,
+)
 from quadriga.config.reward import check_classifier
 from quadriga.config.rollout import ROLLOUT
 from quadriga.config.root import Config
@@ -125,6 +133,7 @@ def check_files(config: Config) -> Iterator[Finding]:
         ("actor_rollout_ref.model.path", policy),
         ("critic.model.path", config.critic.model.path),
         ("reward_model.model.path", config.reward_model.model.path if config.reward_model.enable else None),
+        *config.distillation.loaded.items(),
     ):
         folder = Path(path or "").expanduser()
         if path and folder.is_dir() and not (folder / "config.json").is_file():
@@ -133,6 +142,19 @@ def check_files(config: Config) -> Iterator[Finding]:
         elif path and not folder.is_dir() and not _HUB_NAME.fullmatch(path):
             fix = "There is no such folder, and it is not a name on the hub."
             yield absent(key, f"'{path}'", "a model's folder", fix)
+
+
+def check_distillation(config: Config) -> Iterator[Finding]:
+    """Yields what a teacher and the rest of the step do not agree about."""
+    section, rollout = config.distillation, config.actor_rollout_ref.rollout
+    if not section.enable:
+        return
+    if any(map(is_served, section.all_teachers)) and rollout.temperature != 1.0:
+        got, expected = f"{rollout.temperature:g}, with a teacher that is a server", "1: it tells probabilities at 1"
+        yield wrong(f"{ROLLOUT}.temperature", got, expected, "Set it to 1, or let the run load the teacher.")
+    if not section.use_task_rewards and config.algorithm.use_kl_in_reward:
+        got, expected = f"true, with {DISTILLATION}.use_task_rewards=False", "false: no reward is learned from"
+        yield wrong("algorithm.use_kl_in_reward", got, expected, f"Set {ACTOR}.use_kl_loss=True in its place.")
 
 
 def check_batches(config: Config) -> Iterator[Finding]:
@@ -164,6 +186,8 @@ def check_batches(config: Config) -> Iterator[Finding]:
 
 def check_groups(config: Config) -> Iterator[Finding]:
     """Yields groups of one response where responses are compared with their group."""
+    if not learns_from_rewards(config):
+        return
     if (estimator := config.algorithm.adv_estimator) in _BY_GROUP and config.actor_rollout_ref.rollout.n == 1:
         fix = f"Nothing is compared with one response to a prompt: set {ROLLOUT}.n=8, or another estimator."
         got, expected = f"1, with algorithm.adv_estimator={estimator}", "groups of at least 2 responses"
@@ -341,4 +365,5 @@ _SUPERVISED_CHECKS: tuple[Callable[[Config], Iterator[Finding]], ...] = (
 _CHECKS: tuple[Callable[[Config], Iterator[Finding]], ...] = (
     check_files, check_paths, check_sections, check_batches, check_groups, check_rollout, check_update,
     check_multi_turn, check_placement, check_layouts, check_megatron, check_profiles, check_adapter, check_async,
+    check_distillation,
 )  # fmt: skip

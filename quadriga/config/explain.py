@@ -4,7 +4,7 @@
 from collections.abc import Iterator
 
 from quadriga.config.keys import leaf_keys
-from quadriga.config.placement import role_pools, rollout_group_size, rollout_processes
+from quadriga.config.placement import asked_roles, role_pools, rollout_group_size, rollout_processes
 from quadriga.config.root import Config, spelled
 from quadriga.config.yaml_text import to_yaml
 from quadriga.redact import redacted
@@ -15,6 +15,7 @@ _ROLE_WORDS = {
     "ref": "reference (if one is used)",
     "critic": "critic (if the advantages take values)",
     "reward_model": "reward model",
+    "teacher": "teacher",
 }
 
 
@@ -60,6 +61,11 @@ def needs_old_log_prob_pass(config: Config) -> bool:
 def needs_reference(config: Config) -> bool:
     """Whether a frozen reference model is kept."""
     return config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss
+
+
+def learns_from_rewards(config: Config) -> bool:
+    """Whether the advantages of rewards count; else a teacher alone does."""
+    return not config.distillation.enable or config.distillation.use_task_rewards
 
 
 def show(config: Config) -> str:
@@ -127,7 +133,12 @@ def _update(config: Config, plan: BatchPlan) -> Iterator[str]:
         whole = "in a mini-batch; the gradient does not depend on their size"
         yield f"{count} of {plan.micro_batch_sequences} {whole}"
     loss = f"{actor.policy_loss.loss_mode}, {actor.loss_agg_mode}"
-    yield f"advantages: {config.algorithm.adv_estimator}; loss: {loss}"
+    teacher = config.distillation
+    advantages = config.algorithm.adv_estimator if learns_from_rewards(config) else "none from rewards"
+    if teacher.enable:
+        place = "the advantages" if teacher.use_policy_gradient else "the loss"
+        loss += f"; {teacher.loss_mode} from the teacher, in {place}"
+    yield f"advantages: {advantages}; loss: {loss}"
     if warmup:
         yield f"the actor waits for {_count(warmup, 'step')}, in which only a critic learns"
 
@@ -157,6 +168,8 @@ def _passes(config: Config, plan: BatchPlan, fields: tuple[str, ...] | None) -> 
     if config.reward_model.enable:
         added = ", added to the custom reward function" if config.custom_reward_function.path else ""
         yield f"reward model: one pass a step{added}"
+    if config.distillation.enable:
+        yield f"teacher: one pass a step, by {' and '.join(config.distillation.all_teachers)}"
     places = {"the loss": config.actor_rollout_ref.actor.use_kl_loss, "the reward": config.algorithm.use_kl_in_reward}
     if needs_reference(config):
         is_actor = config.actor_rollout_ref.model.has_adapter and "actor_rollout_ref" in role_pools(config.trainer)
@@ -202,7 +215,7 @@ def _processes(config: Config) -> Iterator[str]:
     if trainer.backend == "local":
         yield "all models in one process, which computes with every core"
         return
-    roles = role_pools(trainer, has_reward_model=config.reward_model.enable)
+    roles = role_pools(trainer, asked_roles(config))
     pools = list(dict.fromkeys(roles.values()))
     for pool in pools:
         counts = trainer.processes_of(pool)

@@ -6,7 +6,7 @@ Roles of one pool are colocated in its processes. `actor_rollout_ref` is the pol
 one's own the policy may also be two roles in two pools, `actor` and `rollout`: weight sync then goes between them.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
@@ -17,15 +17,17 @@ from quadriga.config.root import Config
 from quadriga.config.trainer import TrainerConfig
 from quadriga.errors import ConfigError
 
-ROLES = ("actor_rollout_ref", "actor_rollout", "actor", "rollout", "ref", "critic", "reward_model")
+ROLES = ("actor_rollout_ref", "actor_rollout", "actor", "rollout", "ref", "critic", "reward_model", "teacher")
+_IF_ASKED_FOR = ("reward_model", "teacher")
 POLICIES = ("actor_rollout_ref", "actor_rollout", "actor")
 """The roles with the actor in them; a run has one of them."""
 ACTOR = "actor_rollout_ref.actor"
 CRITIC = "critic"
+DISTILLATION = "distillation"
 _ARRANGEMENTS: dict[str, dict[str, str]] = {
-    "together": {"actor_rollout_ref": "all", "critic": "all", "reward_model": "all"},
-    "grouped": {"actor_rollout": "policy", "ref": "scoring", "critic": "scoring", "reward_model": "scoring"},
-    "apart": {"actor_rollout": "actor_rollout", "ref": "ref", "critic": "critic", "reward_model": "reward_model"},
+    "together": dict.fromkeys(("actor_rollout_ref", "critic", *_IF_ASKED_FOR), "all"),
+    "grouped": {"actor_rollout": "policy"} | dict.fromkeys(("ref", "critic", *_IF_ASKED_FOR), "scoring"),
+    "apart": {role: role for role in ("actor_rollout", "ref", "critic", *_IF_ASKED_FOR)},
 }
 """Value of `trainer.placement` -> role -> name of its pool."""
 _KEY = "trainer.placement"
@@ -41,18 +43,25 @@ class Placement:
     pools: Mapping[str, list[int]]
 
 
-def role_pools(trainer: TrainerConfig, *, has_reward_model: bool = False) -> dict[str, str]:
-    """Role -> pool as `trainer.placement` has it, whether or not a run needs the role (a reward model: if it does)."""
+def asked_roles(config: Config) -> list[str]:
+    """The roles that a run has where its configuration asks for them."""
+    is_asked = {"reward_model": config.reward_model.enable, "teacher": config.distillation.enable}
+    return [role for role in _IF_ASKED_FOR if is_asked[role]]
+
+
+def role_pools(trainer: TrainerConfig, asked: Collection[str] = ()) -> dict[str, str]:
+    """Role -> pool as `trainer.placement` has it, whether or not a run needs the role; a reward model and a teacher if
+    they are among `asked`."""
     placement = trainer.placement if trainer.backend == "ray" else "together"
     pools = dict(_ARRANGEMENTS[placement] if isinstance(placement, str) else placement)
-    return pools if has_reward_model else {role: pool for role, pool in pools.items() if role != "reward_model"}
+    return {role: pool for role, pool in pools.items() if role in asked or role not in _IF_ASKED_FOR}
 
 
 def place_roles(
-    trainer: TrainerConfig, *, has_reference: bool, has_critic: bool, has_reward_model: bool = False
+    trainer: TrainerConfig, *, has_reference: bool, has_critic: bool, asked: Collection[str] = ()
 ) -> Placement:
     """The pool of each role that a run needs, the policy and those that it has; raises ConfigError for one without."""
-    given = role_pools(trainer, has_reward_model=has_reward_model)
+    given = role_pools(trainer, asked)
     policy = next((role for role in POLICIES if role in given), "actor_rollout")
     is_inside = has_reference and policy == "actor_rollout_ref"
     needed = {
@@ -60,7 +69,7 @@ def place_roles(
         "rollout": policy == "actor",
         "ref": has_reference and not is_inside,
         "critic": has_critic,
-        "reward_model": has_reward_model,
+        **dict.fromkeys(asked, True),
     }
     roles = {role: given.get(policy if role in POLICIES else role) for role, is_needed in needed.items() if is_needed}
     if homeless := [role for role, pool in roles.items() if pool is None]:
@@ -80,15 +89,20 @@ def arranged_roles(config: Config, *, has_critic: bool) -> Iterator[tuple[str, P
         **dict.fromkeys((*POLICIES, "ref"), (ACTOR, config.actor_rollout_ref.actor)),
         **({"critic": (CRITIC, config.critic)} if has_critic else {}),
         "reward_model": ("reward_model", config.reward_model),
+        "teacher": (DISTILLATION, config.distillation),
     }
-    for role, pool in role_pools(config.trainer, has_reward_model=config.reward_model.enable).items():
+    for role, pool in role_pools(config.trainer, asked_roles(config)).items():
         if role in sections:
             yield *sections[role], sum(config.trainer.processes_of(pool)) if config.trainer.backend == "ray" else 1
 
 
 def profiled_ranks(config: Config, role: str) -> list[int] | None:
     """The ranks of a role that are profiled; None: all."""
-    sections: dict[str, ParallelConfig] = {"critic": config.critic, "reward_model": config.reward_model}
+    sections: dict[str, ParallelConfig] = {
+        "critic": config.critic,
+        "reward_model": config.reward_model,
+        "teacher": config.distillation,
+    }
     return sections.get(role, config.actor_rollout_ref.actor).profiler.ranks
 
 
@@ -109,8 +123,8 @@ def check_profiles(config: Config) -> Iterator[Finding]:
 def with_fewer_processes(config: Config) -> Iterator[Config]:
     """The configuration on ever fewer processes: a machine less in each pool, then a process less on the last one;
     those whose sizes divide the ranks."""
-    trainer, has_model = config.trainer, config.reward_model.enable
-    pools = {pool: trainer.processes_of(pool) for pool in role_pools(trainer, has_reward_model=has_model).values()}
+    trainer = config.trainer
+    pools = {pool: trainer.processes_of(pool) for pool in role_pools(trainer, asked_roles(config)).values()}
     while any(counts != [1] for counts in pools.values()):
         pools = {pool: counts[:-1] or [max(1, counts[0] - 1)] for pool, counts in pools.items()}
         smaller = config.model_copy(update={"trainer": trainer.model_copy(update={"resource_pools": pools})})
@@ -226,11 +240,12 @@ def check_megatron(config: Config) -> Iterator[Finding]:
 
 def _check_shared_sizes(config: Config) -> Iterator[Finding]:
     """Megatron's process groups are one set in a process."""
-    pools = role_pools(config.trainer, has_reward_model=config.reward_model.enable)
+    pools = role_pools(config.trainer, asked_roles(config))
     policy = next((pools[role] for role in POLICIES if role in pools), None)
     actor, has_critic = config.actor_rollout_ref.actor, config.task == "rl" and config.algorithm.adv_estimator == "gae"
     others = [(CRITIC, "critic", config.critic)] if has_critic else []
     others += [("reward_model", "reward_model", config.reward_model)] if config.reward_model.enable else []
+    others += [(DISTILLATION, "teacher", config.distillation)] if config.distillation.enable else []
     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_parallel_size"):
         for at, role, section in others:
             size, expected = getattr(section, name), getattr(actor, name)
@@ -268,13 +283,13 @@ def check_placement(config: Config) -> Iterator[Finding]:
     if trainer.device not in ("auto", "cpu", "cuda"):
         got, fix = f"'{trainer.device}', with trainer.backend=ray", "Ray gives each process a device of its own."
         yield wrong("trainer.device", got, "auto, cpu or cuda", fix)
-    given = role_pools(trainer, has_reward_model=config.reward_model.enable)
+    given = role_pools(trainer, asked := asked_roles(config))
     if unknown := [role for role in given if role not in ROLES]:
         yield wrong(_KEY, f"the role {unknown[0]}", f"roles out of {', '.join(ROLES)}")
     yield from _check_policy(given)
-    if config.reward_model.enable and "reward_model" not in given:
-        got = "no pool for reward_model, with reward_model.enable=True"
-        yield wrong(_KEY, got, "a pool for each role of the run", f"Add {_KEY}.reward_model=NAME.")
+    for role in (role for role in asked if role not in given):
+        got = f"no pool for {role}, with {DISTILLATION if role == 'teacher' else role}.enable=True"
+        yield wrong(_KEY, got, "a pool for each role of the run", f"Add {_KEY}.{role}=NAME.")
     if idle := [pool for pool in trainer.resource_pools if pool not in given.values()]:
         expected, fix = f"pools out of {', '.join(dict.fromkeys(given.values()))}", f"{_KEY} names each role's pool."
         yield wrong(f"trainer.resource_pools.{idle[0]}", "a pool without a role", expected, fix)

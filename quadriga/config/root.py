@@ -14,6 +14,7 @@ from quadriga.config.algorithm import AlgorithmConfig
 from quadriga.config.async_training import CORRECTION, AsyncTrainingConfig
 from quadriga.config.base import Section, filled
 from quadriga.config.data import DataConfig
+from quadriga.config.distillation import DistillationConfig
 from quadriga.config.reward import CustomRewardFunctionConfig, RewardModelConfig
 from quadriga.config.rollout import RolloutConfig
 from quadriga.config.trainer import ProfilerConfig, RayConfig, TrainerConfig
@@ -91,6 +92,7 @@ class Config(Section):
     critic: CriticConfig = Field(default_factory=CriticConfig)
     reward_model: RewardModelConfig = Field(default_factory=RewardModelConfig)
     custom_reward_function: CustomRewardFunctionConfig = Field(default_factory=CustomRewardFunctionConfig)
+    distillation: DistillationConfig = Field(default_factory=DistillationConfig)
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     async_training: AsyncTrainingConfig = Field(default_factory=AsyncTrainingConfig)
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)

@@ -67,6 +67,7 @@ def infer(
     with_entropy: bool = False,
     with_sum_pi_squared: bool = False,
     with_routes: bool = False,
+    top_k: int | None = None,
 ) -> dict[str, torch.Tensor]:
     """The model's outputs for every response token of a batch, without gradients.
 
@@ -75,13 +76,16 @@ def infer(
             position_ids [B, 3, P + T] and the non-tensor multi_modal_inputs. Routers go where routed_experts
             [B, P + T, L, k] tells, if it is there.
         with_routes: return the experts that each token went through, as routed_experts.
+        top_k: return the likeliest tokens of each place, top_ids int32 [B, T, k], and their top_log_probs [B, T, k].
 
     Returns:
         Float32 [B, T] by name, on the CPU, zero where the response mask is.
     """
-    question = Question(temperature, with_entropy, with_sum_pi_squared)
-    shape = data.batch["response_mask"].shape
-    results = {name: torch.zeros(shape, dtype=torch.float32) for name in engine.output_names(question)}
+    question = Question(temperature, with_entropy, with_sum_pi_squared, top_k)
+    shape, results = data.batch["response_mask"].shape, {}
+    for name in engine.output_names(question):
+        size = (*shape, top_k or 0) if name.startswith("top_") else shape
+        results[name] = torch.zeros(size, dtype=torch.int32 if name == "top_ids" else torch.float32)
     routers, has_routes = engine.scorer.routers, with_routes or ROUTES in data.batch.keys()
     if with_routes:
         shape = (*data.batch["input_ids"].shape, routers.count, routers.top_k)
@@ -92,7 +96,7 @@ def infer(
     # A pipeline stage without the head has no outputs: its results are not collected.
     for (indices, packed), scores in zip(pieces, outputs, strict=False):
         for name, values in scores.items():
-            results[name][indices] = packed.unpack(values).cpu()
+            results[name][indices] = packed.unpack(values).cpu().to(results[name].dtype)
     for indices, packed in pieces if with_routes else ():
         chosen, valid = packed.routing.chosen.cpu(), data.batch["attention_mask"].bool().cpu()
         for number, places in packed.places.items():
@@ -286,7 +290,11 @@ def _losses(
     """The objective on each micro-batch of some rows."""
     fields = objective.fields(rows)
     for indices, packed in _packed(engine, rows, micro, routing):
-        yield MicroBatchLoss(objective, rows.select_idxs(indices).select(fields).to(engine.device), packed, counts)
+        own = rows.select_idxs(indices).select(fields).to(engine.device)
+        if objective.other_targets:
+            others = own.batch[objective.other_targets][packed.rows, packed.columns].long()
+            packed = replace(packed, targets=torch.cat([packed.targets[:, None], others], 1))
+        yield MicroBatchLoss(objective, own, packed, counts)
 
 
 def _packed(

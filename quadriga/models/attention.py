@@ -124,7 +124,7 @@ class PackedBatch:
         position_ids: [1, N], or [3, 1, N] along time, height and width.
         segments: which packed token sees which.
         predictors, host_predictors: [M] packed index of the token whose state predicts each target.
-        targets: [M] token ids.
+        targets: [M] token ids; or [M, K], of which the first is the row's own.
         rows, columns: [M] where each target stands in the padded [b, T] responses.
         shape: (b, T)
         sum_of_squared_lengths: the cost of causal attention over the packed tokens.
@@ -179,8 +179,8 @@ class PackedBatch:
         return self.input_ids.shape[1]
 
     def unpack(self, values: Tensor) -> Tensor:
-        """[M] -> [b, T], zero where nothing was predicted."""
-        return values.new_zeros(self.shape).index_put((self.rows, self.columns), values)
+        """[M, ...] -> [b, T, ...], zero where nothing was predicted."""
+        return values.new_zeros(*self.shape, *values.shape[1:]).index_put((self.rows, self.columns), values)
 
 
 class PackedAttention:

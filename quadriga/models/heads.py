@@ -8,10 +8,11 @@ workspace; the last chunk's logits are in it when the backward pass begins, whic
 A part of the vocabulary has four numbers for a token: the logarithm of its sum of exponentials, the entropy
 within the part, the target's logit, and the sum of squared probabilities within the part. Parts are put together by the
 chain rule of the entropy and by squared shares; all terms are positive, so nothing cancels. Parts are the blocks of a
-GPU kernel (heads_triton.py) and the rows of the weight that other ranks hold (`VocabularyShard`).
+GPU kernel (heads_triton.py) and the rows of the weight that other ranks hold (`VocabularyShard`). Where a token has
+several targets, the logits of all but the first stand behind the four numbers.
 
 Legend: M tokens to predict, D hidden size, V vocabulary, V' rows of it in this rank, C tokens in a chunk,
-P parts, k likeliest tokens.
+P parts, k likeliest tokens, K targets of a token.
 """
 
 import logging
@@ -92,7 +93,7 @@ class TokenScores:
     """Scores of given tokens under the policy.
 
     Attributes:
-        log_probs: [M] float32.
+        log_probs: [M] float32, or [M, K].
         entropy: [M] float32 in nats, or None where it was not wanted.
         top_log_probs: [M, k] float32, the largest log-probabilities in descending order, without gradient, or None.
         top_ids: [M, k] int64, their tokens, or None.
@@ -124,7 +125,7 @@ def token_scores(
 
     On CUDA, half-precision states and weights go through the kernels of heads_triton.py where Triton and a C compiler
     are installed: they never write the logits. All else goes through chunks in plain torch: CPUs; float32, which
-    tensor cores would round; and `top_k` and soft-capping, which need the logits.
+    tensor cores would round; and `top_k`, several targets and soft-capping, which need the logits.
 
     With a shard, all outputs are the same on all ranks; the gradient of `hidden` is this rank's part, which the
     caller sums over the group, and those of `weight` and `bias` are complete. One collective per call (three with
@@ -134,7 +135,7 @@ def token_scores(
         hidden: [M, D], the states that predict the targets.
         weight: [V, D], or with a shard [V', D].
         bias: [V] or [V'], or None.
-        targets: [M] token ids. With a shard, one that no rank holds has log-probability -inf.
+        targets: [M] token ids, or [M, K]. With a shard, one that no rank holds has log-probability -inf.
         temperature: divides the logits.
         top_k: how many of the likeliest tokens to return. Where the vocabulary has fewer, the rest is -inf with id -1.
         chunk_tokens: C; None: what fits the device.
@@ -142,7 +143,7 @@ def token_scores(
         rule: what the model makes of the products of states and weight before they are logits.
     """
     is_half = hidden.dtype == weight.dtype and hidden.dtype in (torch.bfloat16, torch.float16)
-    needs_logits = top_k is not None or rule.softcap is not None
+    needs_logits = top_k is not None or targets.dim() > 1 or rule.softcap is not None
     use_triton = HAS_TRITON and hidden.is_cuda and is_half and not needs_logits and has_compiler()
     chunk_tokens = chunk_tokens or (CHUNK_TOKENS if hidden.device.type == "cpu" else _CHUNK_TOKENS_ELSEWHERE)
     if rule.softcap is None:
@@ -217,7 +218,7 @@ def _exact_in_bfloat16() -> Iterator[None]:
         settings.fp32_precision = before
 
 
-# Gradients of log-probs and of entropies (or None), normalisers, entropies: [M] each.
+# Gradients of log-probs ([M] or [M, K]) and of entropies (or None), normalisers, entropies: [M] each.
 _Outer = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]
 # The likeliest tokens' numbers and their ids: [M, k] each, or None twice.
 _Top = tuple[torch.Tensor, torch.Tensor] | tuple[None, None]
@@ -229,7 +230,7 @@ class _TokenScores(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, call):
-        places = targets.contiguous()  # [M] rows of this rank's weight; -1: another rank's
+        places = targets.contiguous()  # rows of this rank's weight; -1: another rank's
         if call.shard is not None:
             places = targets - call.shard.start
             places = torch.where((places >= 0) & (places < weight.shape[0]), places, -1)
@@ -247,7 +248,10 @@ class _TokenScores(torch.autograd.Function):
                 values, ids = (_gather(one, call.shard.group).transpose(0, 1).flatten(1) for one in top)
                 values, order = values.topk(call.top_k, dim=-1)
                 top = values, ids.gather(-1, order)
-        normalizer, entropy, chosen, squares = whole
+        normalizer, entropy, chosen, squares, *others = whole
+        log_probs = chosen - normalizer
+        if targets.dim() > 1:
+            log_probs = torch.stack([log_probs, *(one - normalizer for one in others)], 1)
         without_gradient = [squares.clone()]
         if top[0] is not None:
             top[0].sub_(normalizer[:, None])
@@ -257,12 +261,12 @@ class _TokenScores(torch.autograd.Function):
         ctx.call = call
         ctx.set_materialize_grads(False)
         # What is saved for the backward pass must not be changed by the caller.
-        return chosen - normalizer, entropy.clone(), without_gradient[0], *top
+        return log_probs, entropy.clone(), without_gradient[0], *top
 
     @staticmethod
     def backward(ctx, grad_log_probs, grad_entropy, *_):
         hidden, weight, bias, places, normalizer, entropy = ctx.saved_tensors
-        grad_log_probs = torch.zeros_like(normalizer) if grad_log_probs is None else grad_log_probs
+        grad_log_probs = normalizer.new_zeros(places.shape) if grad_log_probs is None else grad_log_probs
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = None
         if ctx.needs_input_grad[1]:
@@ -287,16 +291,18 @@ class _TokenScores(torch.autograd.Function):
 
 
 def _combine(parts: torch.Tensor) -> torch.Tensor:
-    """Normaliser, entropy, target's logit and sum of squared probabilities: parts [P, 4, M] -> the whole [4, M].
+    """Normaliser, entropy, target's logit and sum of squared probabilities, and logits of other targets: parts
+    [P, 3 + K, M] -> the whole [3 + K, M].
 
     With w the share of a part: H = sum of w H_part - w log w, and the squares are the sum of w^2 squares_part. The
     normaliser of an empty part, and the logit where the part does not have the target, are -inf.
     """
-    normalizers, entropies, chosen, squares = parts.unbind(1)
+    normalizers, entropies, chosen, squares, *others = parts.unbind(1)
     normalizer = normalizers.logsumexp(0)
     shares = (normalizers - normalizer).exp()
     entropy = (shares * entropies + torch.special.entr(shares)).sum(0)
-    return torch.stack([normalizer, entropy, chosen.amax(0), (shares.square() * squares).sum(0)])
+    squares = (shares.square() * squares).sum(0)
+    return torch.stack([normalizer, entropy, chosen.amax(0), squares, *(one.amax(0) for one in others)])
 
 
 def _gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -315,11 +321,12 @@ def _cut(size: int, first: torch.Tensor, *others: torch.Tensor | None) -> Iterat
 def _statistics(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, places: torch.Tensor, call: _Call, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None, _Top]:
-    """The four numbers of this rank's vocabulary [1, 4, M]; the workspace with the last chunk's logits where it
-    is to be kept; and the top tokens with their logits, [M, k] each, or None twice."""
+    """The numbers of this rank's vocabulary [1, 3 + K, M]; the workspace with the last chunk's logits where it is to
+    be kept; and the top tokens with their logits, [M, k] each, or None twice."""
     num_tokens, num_rows = hidden.shape[0], weight.shape[0]
     step = _TOKEN_BLOCK.get(hidden.device.type, _TOKEN_BLOCK_ELSEWHERE)
-    result = hidden.new_zeros(4, num_tokens, dtype=torch.float32)
+    places = places if places.dim() > 1 else places[:, None]
+    result = hidden.new_zeros(3 + places.shape[1], num_tokens, dtype=torch.float32)
     workspace = hidden.new_empty(min(call.chunk_tokens, num_tokens), num_rows, dtype=torch.float32)
     top: _Top = (None, None)
     if call.top_k is not None:
@@ -328,20 +335,20 @@ def _statistics(
     for start in range(0, num_tokens, call.chunk_tokens):
         rows = slice(start, min(start + call.chunk_tokens, num_tokens))
         logits = head_logits(hidden[rows], weight, bias, workspace[: rows.stop - start])
-        for block, normalizer, entropy, chosen, squares, place in _cut(step, logits, *result[:, rows], places[rows]):
+        for block, normalizer, entropy, chosen, squares, *others, place in _cut(
+            step, logits, *result[:, rows], places[rows]
+        ):
             if call.rule.softcap is not None:
                 call.rule.apply(block)
             if call.temperature != 1.0:
                 block.div_(call.temperature)
             wanted = (entropy if call.with_entropy else None, squares if call.with_sum_pi_squared else None)
             _block_statistics(block, normalizer, *wanted)
-            if call.shard is None:
-                chosen.copy_(block.gather(-1, place[:, None])[:, 0])
-            elif not num_rows:
-                chosen.fill_(-torch.inf)
-            else:
-                found = block.gather(-1, place.clamp(min=0)[:, None])[:, 0]
-                chosen.copy_(found.masked_fill(place < 0, -torch.inf))
+            found = block.new_full(place.shape, -torch.inf)
+            if num_rows:
+                found = block.gather(-1, place.clamp(min=0)).masked_fill_(place < 0, -torch.inf)
+            for logit, column in zip((chosen, *others), found.unbind(1), strict=True):
+                logit.copy_(column)
         if top[0] is not None:
             best = logits.topk(min(top[0].shape[1], num_rows), dim=-1)
             top[0][rows, : best.values.shape[1]] = best.values
@@ -423,9 +430,10 @@ def _block_gradients(
     entropy: torch.Tensor,
 ) -> None:
     """Replace logits z [C, V'] by (g onehot_t - p (g + h (log p + H))) / temperature, with g and h the gradients of
-    log-prob and entropy."""
+    log-prob and entropy; of several targets the first g stands for each in its place, the second for their sum."""
     log_p = logits.sub_(normalizer[:, None])
-    outer = grad_log_probs / temperature
+    places, of_targets = (one if one.dim() > 1 else one[:, None] for one in (places, grad_log_probs / temperature))
+    outer = of_targets.sum(1)
     if grad_entropy is None:
         log_p.exp_().mul_(-outer[:, None])
     else:
@@ -433,4 +441,4 @@ def _block_gradients(
         p = log_p.exp()
         log_p.mul_(-slope[:, None]).sub_((outer + slope * entropy)[:, None]).mul_(p)
     if logits.shape[1]:
-        logits.scatter_add_(1, places.clamp(min=0)[:, None], torch.where(places >= 0, outer, 0.0)[:, None])
+        logits.scatter_add_(1, places.clamp(min=0), torch.where(places >= 0, of_targets, 0.0))

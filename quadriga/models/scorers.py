@@ -23,16 +23,18 @@ from quadriga.models.vision import decoder_inputs
 
 @dataclass(frozen=True)
 class Question:
-    """The outputs wanted of each predicted token, at a temperature: `sum_pi_squared` has no gradient."""
+    """The outputs wanted of each predicted token, at a temperature: `sum_pi_squared` and the `top_k` likeliest tokens
+    have no gradient."""
 
     temperature: float = 1.0
     with_entropy: bool = False
     with_sum_pi_squared: bool = False
+    top_k: int | None = None
 
 
 Scored: TypeAlias = tuple[torch.Tensor, torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]
-"""The predicted tokens that this rank scores: hidden states [m, D] of the tokens before them, targets [m], and what
-makes of [m] numbers of each rank all [M], the same on all of them."""
+"""The predicted tokens that this rank scores: hidden states [m, D] of the tokens before them, targets [m] or [m, K],
+and what makes of [m, ...] numbers of each rank all [M, ...], the same on all of them."""
 
 
 class Sharing:
@@ -85,7 +87,7 @@ class Scorer(nn.Module, ABC):
 
     @abstractmethod
     def output_names(self, question: Question) -> tuple[str, ...]:
-        """The names of the outputs, which are [M] each."""
+        """The names of the outputs, which are [M] each, or [M, k] of the likeliest tokens."""
 
     @abstractmethod
     def score(self, hidden: torch.Tensor, batch: PackedBatch, question: Question) -> dict[str, torch.Tensor]:
@@ -121,11 +123,18 @@ class Scorer(nn.Module, ABC):
 
 
 class PolicyScorer(Scorer):
-    """`log_probs` of the response tokens under the model, and where wanted `entropy` and `sum_pi_squared`."""
+    """`log_probs` of the response tokens under the model, and where wanted `entropy`, `sum_pi_squared`, and of the
+    likeliest tokens `top_log_probs` and `top_ids` [M, k]. Of a batch with several targets a token, `other_log_probs`
+    [M, K - 1] are those of all but the first."""
 
     def output_names(self, question: Question) -> tuple[str, ...]:
-        entropy = ("entropy",) if question.with_entropy else ()
-        return ("log_probs", *entropy, *(("sum_pi_squared",) if question.with_sum_pi_squared else ()))
+        wanted = {
+            "entropy": question.with_entropy,
+            "sum_pi_squared": question.with_sum_pi_squared,
+            "top_log_probs": question.top_k,
+            "top_ids": question.top_k,
+        }
+        return ("log_probs", *(name for name, is_wanted in wanted.items() if is_wanted))
 
     def score(self, hidden: torch.Tensor, batch: PackedBatch, question: Question) -> dict[str, torch.Tensor]:
         head = cast(Any, self.model.get_output_embeddings())
@@ -138,11 +147,14 @@ class PolicyScorer(Scorer):
             temperature=question.temperature,
             with_entropy=question.with_entropy,
             with_sum_pi_squared=question.with_sum_pi_squared,
+            top_k=question.top_k,
             shard=self.sharing.vocabulary,
             rule=LogitRule.of(self.model.config),
         )
-        found = {"log_probs": scores.log_probs, "entropy": scores.entropy, "sum_pi_squared": scores.sum_pi_squared}
-        return {name: join(values) for name, values in found.items() if values is not None}
+        found = {name: values for name, values in vars(scores).items() if values is not None}
+        if targets.dim() > 1:
+            found |= {"log_probs": scores.log_probs[:, 0], "other_log_probs": scores.log_probs[:, 1:]}
+        return {name: join(values) for name, values in found.items()}
 
 
 class NumberScorer(Scorer):

@@ -6,18 +6,23 @@ is passed over: the request moves to the next one, and when every server has fai
 names each. The servers keep their weights: those of version 0 are taken on trust, later ones refused.
 
     any thread, any loop ── request ──> event loop of a thread of our own ── HTTP ──> a server
+
+Servers of a model that is not ours to train tell the log-probabilities of given tokens (`ServedScorer`).
 """
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from quadriga.errors import ConfigError, RolloutError, WeightSyncError
 from quadriga.http_client import HTTPClient, ServerLostError
 from quadriga.models.load import stop_token_ids
+from quadriga.protocol import DataProto
 from quadriga.rollout.event_loop import EventLoopThread
 from quadriga.rollout.interface import (
     BatchImages,
@@ -37,6 +42,78 @@ _WHERE = "rollout.name=http"
 _KWARGS = "actor_rollout_ref.rollout.engine_kwargs"
 _AS_TEXT = "token_id:"
 _OPTIONS = ("logprobs_mode", "timeout_s", "num_tries", "headers")
+
+_TOLD_S = 30.0
+_NUM_PROBED = 1000
+"""Tokens, evenly over the vocabulary, that a server must read as a tokenizer here does."""
+Read = TypeVar("Read")
+
+
+class Servers:
+    """Servers of one model, any of which may be asked.
+
+    Args:
+        urls: of the servers, without `/v1`.
+        setting: the key that names them, for errors; `where` and `fix` as `HTTPClient` has them.
+        max_num_seqs: the most requests in flight.
+        timeout_s: seconds without a byte after which a server counts as lost.
+        num_tries: rounds over all servers before a request fails.
+
+    Raises:
+        RolloutError: there is no server, or an address is none.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        setting: str,
+        where: str,
+        fix: str,
+        headers: Mapping[str, str] | None = None,
+        max_num_seqs: int = 256,
+        timeout_s: float = 600.0,
+        num_tries: int = 2,
+    ) -> None:
+        if not urls:
+            raise RolloutError(setting, got="no server", expected="at least one address, as in http://host:8000")
+        common: dict[str, Any] = {"setting": setting, "where": where, "fix": fix}
+        self.clients = [HTTPClient(url, RolloutError, **common, headers=headers, timeout_s=timeout_s) for url in urls]
+        self.setting, self.where, self.num_tries = setting, where, num_tries
+        self._slots = asyncio.Semaphore(max_num_seqs)
+        self._num_in_flight: Counter[HTTPClient] = Counter()
+
+    def told(self, path: str, body: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
+        """What each server replies to a question about itself. Raises ConfigError: one does not."""
+        found, method = [], "GET" if body is None else "POST"
+        for client in self.clients:
+            try:
+                found.append(client.call(path, body, method=method, timeout_s=_TOLD_S))
+            except (ServerLostError, RolloutError) as error:
+                got, expected = f"no reply to /{path} ({error})", "a server with vLLM's API that is up"
+                raise ConfigError(client.where, got=got, expected=expected, fix=f"Check {self.setting}.") from error
+        return found
+
+    async def ask(
+        self, path: str, body: Mapping[str, Any], read: Callable[[HTTPClient, dict[str, Any]], Read], what: str
+    ) -> Read:
+        """What `read` makes of the reply of the first server that gives one. Raises RolloutError: none did; or as
+        `read`."""
+        failures: list[str] = []
+        tried: Counter[HTTPClient] = Counter()
+        async with self._slots:
+            while len(failures) < self.num_tries * len(self.clients):
+                client = min(self.clients, key=lambda one: (tried[one], self._num_in_flight[one]))
+                tried[client] += 1
+                self._num_in_flight[client] += 1
+                try:
+                    return read(client, await client.call_async(path, body))
+                except ServerLostError as error:
+                    failures.append(f"{client.url}: {error}")
+                finally:
+                    self._num_in_flight[client] -= 1
+        got, fix = "no answer; " + "; ".join(dict.fromkeys(failures)), f"Look whether they run: {self.setting}."
+        raise RolloutError(f"{self.where}, {what}", got=got, expected="a server that answers", fix=fix)
 
 
 class HTTPEngine(RolloutEngine):
@@ -70,17 +147,13 @@ class HTTPEngine(RolloutEngine):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__()
-        if not urls:
-            got, expected = "no server", "at least one address, as in http://host:8000"
-            raise RolloutError(f"{_KWARGS}.urls", got=got, expected=expected)
         fix = "Compare max_prompt_length, max_response_length and engine_kwargs.model with what it serves."
-        common: dict[str, Any] = {"setting": f"{_KWARGS}.urls", "where": _WHERE, "fix": fix}
-        self.clients = [HTTPClient(url, RolloutError, **common, headers=headers, timeout_s=timeout_s) for url in urls]
-        self.model, self.eos_token_ids, self.num_tries = model, tuple(eos_token_ids), num_tries
+        options: dict[str, Any] = {"headers": headers, "timeout_s": timeout_s, "num_tries": num_tries}
+        options |= {"setting": f"{_KWARGS}.urls", "where": _WHERE, "fix": fix, "max_num_seqs": max_num_seqs}
+        self.servers = Servers(urls, **options)
+        self.model, self.eos_token_ids = model, tuple(eos_token_ids)
         self.logprobs_mode = logprobs_mode
         self.description = f"http, {model} at {', '.join(urls)}, with weights taken on trust"
-        self._slots = asyncio.Semaphore(max_num_seqs)
-        self._num_in_flight: Counter[HTTPClient] = Counter()
         self._running: set[asyncio.Task[Any]] = set()
         self._aborted: set[asyncio.Task[Any]] = set()
         self._trusted = Fingerprint({})
@@ -156,7 +229,6 @@ class HTTPEngine(RolloutEngine):
 
     async def _respond(self, prompt: Prompt, sampling: SamplingParams) -> Completion:
         """One response, from the first server that gives it."""
-        failures: list[str] = []
         body = {
             "model": self.model,
             "prompt": list(prompt),
@@ -174,20 +246,10 @@ class HTTPEngine(RolloutEngine):
         }
         task = asyncio.current_task()
         assert task is not None
-        tried: Counter[HTTPClient] = Counter()
         self._running.add(task)
         try:
-            async with self._slots:
-                while len(failures) < self.num_tries * len(self.clients):
-                    client = min(self.clients, key=lambda one: (tried[one], self._num_in_flight[one]))
-                    tried[client] += 1
-                    self._num_in_flight[client] += 1
-                    try:
-                        return self._completion(client, await client.call_async("v1/completions", body), sampling)
-                    except ServerLostError as error:
-                        failures.append(f"{client.url}: {error}")
-                    finally:
-                        self._num_in_flight[client] -= 1
+            read = partial(self._completion, sampling=sampling)
+            return await self.servers.ask("v1/completions", body, read, f"{len(prompt)} prompt tokens")
         except asyncio.CancelledError:
             if task not in self._aborted:
                 raise
@@ -195,8 +257,6 @@ class HTTPEngine(RolloutEngine):
         finally:
             self._running.discard(task)
             self._aborted.discard(task)
-        got, fix = "no answer; " + "; ".join(dict.fromkeys(failures)), f"Look whether they run: {_KWARGS}.urls."
-        raise RolloutError(f"{_WHERE}, {len(prompt)} prompt tokens", got=got, expected="a server that answers", fix=fix)
 
     def _completion(self, client: HTTPClient, content: dict[str, Any], sampling: SamplingParams) -> Completion:
         """The first choice of a reply."""
@@ -221,3 +281,108 @@ class HTTPEngine(RolloutEngine):
         assert token_ids is not None and reason is not None, "else there is a problem"
         before, drawn = split_log_probs(log_probs, sampling, self.logprobs_mode)
         return Completion(token_ids, before, reason, self.weight_version, drawn)
+
+
+class ServedScorer:
+    """A model behind servers with vLLM's API, which tell the log-probabilities of a prompt's tokens, at temperature 1.
+
+    Args:
+        addresses: of the servers, with commas.
+        setting: the section that names them, for errors.
+        options: `model` (else the first that they serve), `headers`, `timeout_s`, `num_tries`, `max_num_seqs`.
+        top_k: how many likeliest tokens are wanted as well; None: none.
+
+    Attributes:
+        model: the name under which they serve it.
+        max_tokens: of a sequence, one generated token included; None: they do not say.
+
+    Raises:
+        ConfigError: an option that there is not, or a server does not tell what it serves.
+    """
+
+    def __init__(self, addresses: str, setting: str, options: Mapping[str, Any], top_k: int | None) -> None:
+        known = ("model", "headers", "timeout_s", "num_tries", "max_num_seqs")
+        if unknown := options.keys() - set(known):
+            got, expected = ", ".join(sorted(unknown)), f"some of {', '.join(known)}"
+            raise ConfigError(f"{setting}.engine_kwargs", got=got, expected=expected, fix="Leave it out.")
+        fix = "Serve it with room for prompt, response and one token more (--max-model-len)"
+        fix += f", and --max-logprobs {top_k} or more." if top_k else "."
+        urls = [url.strip() for url in addresses.split(",") if url.strip()]
+        others = {name: value for name, value in options.items() if name != "model"}
+        self.top_k, self.servers = top_k, Servers(urls, setting=f"{setting}.path", where=setting, fix=fix, **others)
+        served = [reply.get("data") or [{}] for reply in self.servers.told("v1/models")]
+        self.model = options.get("model") or served[0][0].get("id")
+        limits = [one.get("max_model_len") for models in served for one in models if one.get("id") == self.model]
+        self.max_tokens = min((limit for limit in limits if limit), default=None)
+        self._thread = EventLoopThread("scorer")
+
+    def require_tokens_of(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> None:
+        """Refuse servers that read text into other tokens, or have no room for sequences of `max_tokens` and one more.
+        Raises ConfigError: says which."""
+        if self.max_tokens is not None and self.max_tokens <= max_tokens:
+            got, expected = f"room for {self.max_tokens} tokens (max_model_len)", f"at least {max_tokens + 1}"
+            raise ConfigError(self.servers.clients[0].where, got=got, expected=expected, fix="Serve it with more.")
+        text = tokenizer.decode([len(tokenizer) * number // _NUM_PROBED for number in range(_NUM_PROBED)])
+        own = tokenizer(text, add_special_tokens=False)["input_ids"]
+        replies = self.servers.told("tokenize", {"model": self.model, "prompt": text, "add_special_tokens": False})
+        for client, reply in zip(self.servers.clients, replies, strict=True):
+            if reply.get("tokens") != own:
+                got, expected = "a tokenizer that reads text into other tokens", "the tokens of the policy's tokenizer"
+                raise ConfigError(client.where, got=got, expected=expected, fix="Choose a model with its vocabulary.")
+
+    def scores(self, data: DataProto) -> dict[str, torch.Tensor]:
+        """`log_probs` [B, T], and where wanted `top_log_probs` and `top_ids` [B, T, k], zero where the mask is.
+        Raises RolloutError: no server replies, or one replies with something else."""
+        mask, attention = data.batch["response_mask"].bool(), data.batch["attention_mask"].bool()
+        found = {"log_probs": torch.zeros(mask.shape)}
+        if self.top_k:
+            found["top_log_probs"] = torch.zeros(*mask.shape, self.top_k)
+            found["top_ids"] = torch.zeros(*mask.shape, self.top_k, dtype=torch.int32)
+        rows = mask.any(-1).nonzero()[:, 0].tolist()
+        sequences = [data.batch["input_ids"][row][attention[row]].tolist() for row in rows]
+        for row, entries in zip(rows, self._thread.submit(self._ask(sequences)).result(), strict=True):
+            places = mask[row].nonzero()[:, 0]
+            first = int(attention[row, : -mask.shape[1]].sum())
+            own, top = zip(*(entries[first + place] for place in places.tolist()), strict=True)
+            found["log_probs"][row, places] = torch.tensor(own)
+            if self.top_k:
+                tokens, values = torch.tensor(top, dtype=torch.float64).unbind(-1)
+                found["top_ids"][row, places], found["top_log_probs"][row, places] = tokens.int(), values.float()
+        return found
+
+    async def _ask(self, sequences: Sequence[list[int]]) -> list[list[Any]]:
+        """For each token of each sequence what `_read` gives."""
+        common = {"model": self.model, "max_tokens": 1, "temperature": 0, "prompt_logprobs": self.top_k or 0}
+        asked = [
+            self.servers.ask(
+                "v1/completions",
+                common | {"prompt": tokens},
+                partial(self._read, tokens=tokens),
+                f"{len(tokens)} tokens",
+            )
+            for tokens in sequences
+        ]
+        return await asyncio.gather(*asked)
+
+    def _read(self, client: HTTPClient, content: dict[str, Any], *, tokens: list[int]) -> list[Any]:
+        """For each token but the first its log-probability, and the likeliest tokens with theirs.
+        Raises RolloutError: they are not there."""
+        told = (content.get("choices") or [{}])[0].get("prompt_logprobs") or []
+        fix = "Use a server that tells them, as vLLM's does; it may limit their number (--max-logprobs)."
+        if len(told) != len(tokens):
+            expected = f"`prompt_logprobs` of {len(tokens)} tokens"
+            raise RolloutError(client.where, got=f"those of {len(told)}", expected=expected, fix=fix)
+        found: list[Any] = [None]
+        for place, (token, entry) in enumerate(zip(tokens[1:], told[1:], strict=True), start=1):
+            values = {int(one): float(each["logprob"]) for one, each in (entry or {}).items()}
+            top = sorted(values.items(), key=lambda pair: -pair[1])[: self.top_k or 0]
+            if token not in values or len(top) < (self.top_k or 0):
+                expected = f"the token of the response{f' and the {self.top_k} likeliest' if self.top_k else ''}"
+                got = f"{len(values)} tokens at place {place}"
+                raise RolloutError(client.where, got=got, expected=expected, fix=fix)
+            found.append((values[token], top))
+        return found
+
+    def close(self) -> None:
+        """End what is asked."""
+        self._thread.close()

@@ -11,7 +11,7 @@ from typing import Any
 
 from quadriga.background import in_background
 from quadriga.config import Config, place_roles
-from quadriga.config.placement import POLICIES, role_pools, rollout_group_size
+from quadriga.config.placement import POLICIES, asked_roles, role_pools, rollout_group_size
 from quadriga.data import create_dataloader, create_rl_dataset, create_rl_sampler, load_processor, load_tokenizer
 from quadriga.data.rl_dataset import RLHFDataset
 from quadriga.data.sft_dataset import MultiTurnSFTDataset, RMDataset, SFTDataset
@@ -27,11 +27,12 @@ from quadriga.trainer.rewards import ModelReward
 from quadriga.trainer.roles import Needs, Role
 from quadriga.trainer.rollout_pool import RolloutPool, WeightPublisher
 from quadriga.trainer.sft import RewardModelTrainer, SFTTrainer, SupervisedTrainer
-from quadriga.workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker, RolloutWorker
+from quadriga.workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker, RolloutWorker, TeacherWorker
 from quadriga.workers.base import UpdateInputs
 from quadriga.workers.models import check_models, layout_tables, require_text
 from quadriga.workers.rollout_engines import rollout_engine_class
 from quadriga.workers.sft import RewardModelTrainingWorker, SFTWorker
+from quadriga.workers.teacher import check_teachers, require_teachers
 
 # Import strings: Ray is imported only where the configuration names it.
 TEAMS = {
@@ -113,6 +114,7 @@ def build_run(config: Config, timeline: Timeline, parts: Parts = NO_PARTS) -> Ru
     check_models(config, has_critic=needs.critic)
     with timeline.part("tokenizer"):
         tokenizer = parts.tokenizer or build_tokenizer(config)
+        check_teachers(config, tokenizer)
     reward: RewardManager | None = None
     team = start_workers(config, tokenizer, needs, parts.workers)
     try:
@@ -159,12 +161,12 @@ def build_run(config: Config, timeline: Timeline, parts: Parts = NO_PARTS) -> Ru
 def start_workers(config: Config, tokenizer: Any, needs: Needs, given: Mapping[Role, type[Any]]) -> WorkerGroups:
     """A worker group for each role of the run, on the pools of `trainer.placement` and the backend that
     `trainer.backend` names. Raises ConfigError: a class that is given is not one of its role."""
-    placement = place_roles(
-        config.trainer, has_reference=needs.reference, has_critic=needs.critic, has_reward_model=needs.reward_model
-    )
+    asked = asked_roles(config) if config.task == "rl" else ()
+    placement = place_roles(config.trainer, has_reference=needs.reference, has_critic=needs.critic, asked=asked)
     classes: dict[Role, type[Any]] = {
         Role.Critic: CriticWorker,
         Role.RewardModel: RewardModelWorker,
+        Role.Teacher: TeacherWorker,
         Role.Rollout: RolloutWorker,
     }
     if config.task != "rl":
@@ -221,6 +223,7 @@ def handles(team: WorkerGroups, group_size: int = 1) -> Workers:
         reference=workers.get(Role.ActorRolloutRef) or workers.get(Role.RefPolicy),
         critic=workers.get(Role.Critic),
         reward_model=workers.get(Role.RewardModel),
+        teacher=workers.get(Role.Teacher),
     )
 
 
@@ -228,7 +231,7 @@ def handles(team: WorkerGroups, group_size: int = 1) -> Workers:
 def frozen_workers(config: Config, tokenizer: Any, *roles: Role) -> Iterator[list[Any]]:
     """Workers of these roles, the policy or a reward model, with models that do not learn, on the processes that a run
     would have for them. A policy is where the run's rollout is."""
-    pools = role_pools(config.trainer, has_reward_model=Role.RewardModel in roles)
+    pools = role_pools(config.trainer, [role for role in roles if role == Role.RewardModel])
     policy = next(one for one in (Role.Rollout, *POLICIES) if one in pools)
     homes = {role: pools[policy if role == Role.ActorRollout else role] for role in roles}
     processes = {pool: config.trainer.processes_of(pool) for pool in homes.values()}
@@ -305,6 +308,8 @@ def _dataset(config: Config, tokenizer: Any, *, is_train: bool) -> Any:
 def build_train_loader(config: Config, tokenizer: Any, parts: Parts = NO_PARTS) -> Any:
     """A loader of training rows, whole batches only."""
     rows, data = parts.train if parts.train is not None else _dataset(config, tokenizer, is_train=True), config.data
+    if config.distillation.enable and isinstance(rows, RLHFDataset):
+        require_teachers(config, rows.column(data.reward_fn_key))
     size = data.train_batch_size
     if data.gen_batch_size is not None and config.algorithm.filter_groups.enable:
         size = data.gen_batch_size

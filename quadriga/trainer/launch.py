@@ -8,7 +8,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from quadriga.config import Config
-from quadriga.config.placement import role_pools
+from quadriga.config.placement import asked_roles, role_pools
 from quadriga.errors import ConfigError
 
 # Import strings: Ray is loaded only where it is needed, and torch after the cluster is there.
@@ -42,7 +42,7 @@ def cluster_of(config: Config) -> Iterator[list[tuple[str, float]]]:
     if config.trainer.backend == "local":
         yield []
         return
-    pools = set(role_pools(config.trainer, has_reward_model=config.reward_model.enable).values())
+    pools = set(role_pools(config.trainer, asked_roles(config)).values())
     shapes = [config.trainer.processes_of(pool) for pool in pools]
     cluster = _load(CLUSTER)
     start_up = [("cluster", time.time())]

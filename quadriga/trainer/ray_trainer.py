@@ -4,6 +4,7 @@
     generate ─> rewards ────────┬─> KL in reward -> off-policy correction -> advantages
               ├ old log-probs ──┤                                            -> critic -> actor -> publish weights
               ├ reference ──────┤
+              ├ teacher ────────┤
               └ values ─────────┘
 
 What stands below each other reads the responses alone: all is begun, then joined. On pools of their own the models
@@ -28,7 +29,7 @@ from quadriga.algorithms.masked import log_prob_mismatch
 from quadriga.algorithms.pf_ppo import pf_ppo_rows
 from quadriga.algorithms.registry import choose_estimator, estimate_advantages
 from quadriga.algorithms.rollout_correction import correct_rollout
-from quadriga.config import Config
+from quadriga.config import Config, learns_from_rewards
 from quadriga.observe.metrics import reduce_metrics
 from quadriga.observe.watchdog import waiting
 from quadriga.protocol import DataProto, DataProtoFuture
@@ -46,8 +47,8 @@ from quadriga.trainer.roles import Needs
 from quadriga.trainer.rollout_cache import RolloutCache
 from quadriga.trainer.rollout_pool import RolloutPool, WeightPublisher
 from quadriga.trainer.validate import Validator
-from quadriga.workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
-from quadriga.workers.base import UpdateInputs, model_inputs
+from quadriga.workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker, TeacherWorker
+from quadriga.workers.base import MODEL_OBJECTS, UpdateInputs, model_inputs
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +66,7 @@ class Workers:
     reference: ActorRolloutRefWorker | None
     critic: CriticWorker | None
     reward_model: RewardModelWorker | None = None
+    teacher: TeacherWorker | None = None
 
 
 class RayPPOTrainer(TrainingLoop):
@@ -93,7 +95,7 @@ class RayPPOTrainer(TrainingLoop):
     ) -> None:
         self.tokenizer, self.reward = tokenizer, reward
         self.actor, self.reference, self.critic = workers.actor, workers.reference, workers.critic
-        self.train_dataloader, self.weights = train_dataloader, workers.weights
+        self.train_dataloader, self.weights, self.teacher = train_dataloader, workers.weights, workers.teacher
         passes = config.trainer.max_epochs
         self.prompts = PromptStream(train_dataloader, num_epochs=passes, is_saved=config.trainer.save_freq > 0)
         self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl)
@@ -120,7 +122,7 @@ class RayPPOTrainer(TrainingLoop):
             self.weights = self.asynchronous = AsyncBatches(*given)
             # Before the place in the data: what is under way comes to its end first.
             self.resumable = {"asynchronous": self.asynchronous, **self.resumable}
-        self.warned: set[str] = set()
+        self.warned: set[str] = set() if learns_from_rewards(config) else {"scores"}
 
     def steps(self) -> Iterator[Step]:
         """As `TrainingLoop.steps`; before the first step the policy may be validated."""
@@ -170,6 +172,9 @@ class RayPPOTrainer(TrainingLoop):
                 begin(self.actor.compute_log_prob, model_inputs(batch, with_routes=True), self.needs.sum_pi_squared)
             if self.reference:
                 begin(self.reference.compute_ref_log_prob, inputs)
+            if self.teacher:
+                objects = (*MODEL_OBJECTS, self.config.data.reward_fn_key)
+                begin(self.teacher.compute_teacher_log_prob, model_inputs(batch, objects))
             if self.critic:
                 begin(self.critic.compute_values, inputs)
         self.compare_log_probs(batch)
@@ -312,8 +317,12 @@ class RayPPOTrainer(TrainingLoop):
             self.metrics |= metrics
 
     def compute_advantages(self, batch: DataProto) -> None:
-        """`advantages` and `returns` [B, T], here on the driver."""
+        """`advantages` and `returns` [B, T], here on the driver; 0 where no reward is learned from."""
         with self.timer.phase("adv"):
+            if not learns_from_rewards(self.config):
+                nothing = torch.zeros_like(batch.batch["token_level_rewards"])
+                batch.batch["advantages"], batch.batch["returns"] = nothing, nothing.clone()
+                return
             fields = {**dict(batch.batch.items()), **batch.non_tensor_batch}
             batch.batch["advantages"], batch.batch["returns"] = estimate_advantages(self.estimator, fields)
 

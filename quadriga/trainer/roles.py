@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from quadriga.algorithms.registry import choose_estimator
-from quadriga.config import Config, needs_old_log_prob_pass, needs_reference
+from quadriga.config import Config, learns_from_rewards, needs_old_log_prob_pass, needs_reference
 from quadriga.user_file import import_external
 
 _OF_THE_PASS = frozenset({"old_log_probs", "sum_pi_squared"})
@@ -24,6 +24,7 @@ class Role(StrEnum):
     RefPolicy = "ref"
     Critic = "critic"
     RewardModel = "reward_model"
+    Teacher = "teacher"
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,6 @@ class Needs:
     reference: bool  # a divergence from the first policy is used, or the estimator reads `ref_log_prob`
     old_log_probs: bool  # they are not the current ones by construction, or are wanted before the update
     sum_pi_squared: bool  # the estimator reads it; it comes with the old log-probs
-    reward_model: bool  # a model grades
     larger_groups: bool  # the estimator compares the responses to one prompt, and there is only one
 
     @classmethod
@@ -45,14 +45,14 @@ class Needs:
         if config.task == "rl":
             import_external(config.actor_rollout_ref.model.external_lib)
             shared = {**dict(algorithm), "config": algorithm}
-            fields = choose_estimator(algorithm.adv_estimator, algorithm.adv_options, shared).fields
+            estimator = choose_estimator(algorithm.adv_estimator, algorithm.adv_options, shared)
+            fields = estimator.fields if learns_from_rewards(config) else ()
         return cls(
             critic="values" in fields,
             greedy_baseline="reward_baselines" in fields,
             reference=needs_reference(config) or "ref_log_prob" in fields,
             old_log_probs=needs_old_log_prob_pass(config) or not _OF_THE_PASS.isdisjoint(fields),
             sum_pi_squared="sum_pi_squared" in fields,
-            reward_model=config.reward_model.enable,
             larger_groups="uid" in fields and config.actor_rollout_ref.rollout.n == 1,
         )
 

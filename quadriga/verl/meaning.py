@@ -488,7 +488,7 @@ def reward_models(line: "Line") -> None:
 
 
 FINISH: dict[str, tuple[Callable[["Line"], None], ...]] = {
-    "ppo": (processes, reward_models, schedules), "sft": (programs.supervised, schedules),
+    "ppo": (processes, reward_models, programs.distillation, schedules), "sft": (programs.supervised, schedules),
     "fsdp_sft": (programs.supervised, schedules),
     "generation": (programs.generation,),
 }  # fmt: skip

@@ -144,6 +144,83 @@ def supervised(line: "Line") -> None:
         line.note(f"{told} and trainer.nnodes, say how many.")
 
 
+_TEACHERS, _LOSS = "distillation.teacher_models", "distillation.distillation_loss"
+_TOP_K = "forward_kl_topk"
+
+
+def teacher_key(line: "Line", key: str, value: Any) -> None:
+    """A key of distillation, where it is on: what each comes to depends on the others (`distillation`)."""
+    if not line.get("distillation.enabled"):
+        line.note(line.sentence)
+    elif key == "distillation.teacher_key" and value != line.get("data.reward_fn_key", "data_source"):
+        line.refuse("the name in data.reward_fn_key", "Teachers are chosen by the column that chooses graders.")
+
+
+def distillation(line: "Line") -> None:
+    """Teachers by data source, on processes of their own where they have some, and how the student learns from them."""
+    if not line.get("distillation.enabled"):
+        return
+    names = dict.fromkeys(key.split(".")[2] for key in line.tree.below(_TEACHERS))
+    paths = {name: path for name in names if (path := line.get(f"{_TEACHERS}.{name}.model_path"))}
+    sources = {name: line.get(f"{_TEACHERS}.{name}.key") for name in paths}
+    line.written = "distillation.enabled"
+    line.set("distillation.enable", True)
+    if len(paths) == 1:
+        line.set("distillation.path", *paths.values())
+    elif None in sources.values():
+        line.refuse("a `key`, the data source, for each of several teachers", f"Set {_TEACHERS}.NAME.key.")
+    else:
+        line.set("distillation.teachers", {str(sources[name]): path for name, path in paths.items()})
+    processes = line.get("distillation.n_gpus_per_node", 8), line.get("distillation.nnodes", 0)
+    if all(isinstance(number, int) and number > 0 for number in processes):
+        line.written = ""
+        line.set("trainer.backend", "ray")
+        others = line.ours.get("trainer.placement") or {"actor_rollout_ref": "all", "critic": "all"}
+        line.ours["trainer.placement"] = {**others, "teacher": "teacher"}
+        pools = line.ours.get("trainer.resource_pools") or {}
+        line.ours["trainer.resource_pools"] = {**pools, "teacher": [processes[0]] * processes[1]}
+    _teacher_loss(line)
+
+
+def _teacher_loss(line: "Line") -> None:
+    """The divergence from a teacher: verl's has a clipped loss of its own, and without task rewards is all the loss."""
+    with_rewards = line.get(f"{_LOSS}.use_task_rewards", True)
+    is_gradient, mode = line.get(f"{_LOSS}.use_policy_gradient", False), line.get(f"{_LOSS}.loss_mode", "k3")
+    names = ["loss_mode", "use_policy_gradient", "use_task_rewards", "loss_max_clamp"]
+    for name in [*names, *(["topk", "log_prob_min_clamp"] if mode == _TOP_K else [])]:
+        line.written = f"{_LOSS}.{name}"
+        line.set(f"distillation.{name}", line.get(line.written))
+    line.written = f"{_LOSS}.distillation_loss_coef"
+    if with_rewards:
+        line.set("distillation.loss_coef", float(line.get(line.written, 1.0)))
+    else:
+        line.note("verl weighs the divergence beside task rewards alone.")
+    actor = "actor_rollout_ref.actor"
+    clips = {name: line.get(f"{_LOSS}.{name}", 0.2) for name in ("clip_ratio_low", "clip_ratio_high")}
+    for name, value in clips.items() if is_gradient else ():
+        line.written, ours = f"{_LOSS}.{name}", line.ours.get(f"{actor}.{name}", 0.2)
+        if not with_rewards:
+            line.ours[f"{actor}.{name}"] = value
+        elif value != ours:
+            line.refuse(f"{ours}, as {actor}.{name}", "The divergence comes off the advantages: one loss clips both.")
+    if with_rewards:
+        line.written = f"{_LOSS}.use_policy_gradient"
+        if is_gradient:
+            line.note("The divergence comes off the advantages, and one loss clips both; verl clips two.")
+        return
+    # What belongs to the loss that verl leaves out.
+    without = {
+        f"{actor}.policy_loss.loss_mode": "vanilla",
+        f"{actor}.entropy_coeff": 0.0,
+        f"{actor}.use_kl_loss": False,
+    }
+    without |= {"algorithm.use_kl_in_reward": False} | ({f"{actor}.clip_ratio_c": 3.0} if is_gradient else {})
+    for key, value in without.items():
+        if line.ours.get(key, value) != value:
+            line.written, line.ours[key] = line.sources.get(key, key), value
+            line.note("verl does not read it without task rewards (distillation_loss.use_task_rewards).")
+
+
 def router_replay(line: "Line", key: str, value: Any) -> None:
     """Whose choice of experts the update repeats: R2 and R3, of the papers that bring them."""
     meanings = {"disabled": "off", None: "off", "R2": "old_log_prob", "R3": "rollout"}
@@ -236,4 +313,5 @@ def merger(words: Sequence[str]) -> tuple[list[str], list[ConfigError], list[str
 
 FUNCTIONS = (
     engine, engine_setting, router_replay, expert_bias, cut, supervised_dtype, min_lr, column, multiturn, option,
+    teacher_key,
 )  # fmt: skip

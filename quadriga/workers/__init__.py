@@ -5,3 +5,4 @@ from quadriga.workers.actor_rollout_ref import ActorRolloutRefWorker
 from quadriga.workers.critic import CriticWorker
 from quadriga.workers.reward_model import RewardModelWorker
 from quadriga.workers.rollout import RolloutWorker
+from quadriga.workers.teacher import TeacherWorker

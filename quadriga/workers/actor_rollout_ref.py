@@ -95,7 +95,8 @@ class ActorRolloutRefWorker(Learner):
             dtype = torch.float32 if self.is_trained and not self.has_adapter else self.dtype.value
             loaded = load_policy(self.config, dtype, self.processes, has_adapter=self.has_adapter)
             self.make_engine(loaded, self.config.actor_rollout_ref.model if self.is_trained else None, "actor")
-            self.objective = PolicyObjective(actor, self.config.algorithm.rollout_correction)
+            correction = self.config.algorithm.rollout_correction
+            self.objective = PolicyObjective(actor, correction, self.config.distillation)
             choices = self.describe("actor", has_adapter=self.has_adapter)
         reserves = False
         if self.parts.rollout:

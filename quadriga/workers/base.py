@@ -321,7 +321,8 @@ class UpdateInputs:
     """The columns that the updates read, by the losses that the configuration chooses."""
 
     def __init__(self, config: Config) -> None:
-        self._policy = PolicyObjective(config.actor_rollout_ref.actor, config.algorithm.rollout_correction)
+        actor, correction = config.actor_rollout_ref.actor, config.algorithm.rollout_correction
+        self._policy = PolicyObjective(actor, correction, config.distillation)
         self._value = ValueObjective(config.critic)
 
     def select(self, batch: DataProto, role: Literal["actor", "critic"]) -> DataProto:

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from quadriga.config import Config, ModelShape, check_model
+from quadriga.config import Config, Layout, ModelShape, check_model
 from quadriga.config.actor import VISION_TYPES
 from quadriga.config.adapter import adapter_route
-from quadriga.config.placement import ACTOR, CRITIC, arranged_roles, rollout_group_size
+from quadriga.config.distillation import is_served
+from quadriga.config.placement import ACTOR, CRITIC, DISTILLATION, arranged_roles, rollout_group_size
 from quadriga.config.rollout import ROLLOUT
 from quadriga.engines.fsdp.sharded import ReadWeight
 from quadriga.engines.megatron.names import require_known
@@ -64,15 +65,23 @@ def load_policy(config: Config, dtype: torch.dtype, processes: Processes, *, has
 
 
 def load_model(
-    config: Config, path: str, scorer: type[Scorer], dtype: torch.dtype, processes: Processes
+    config: Config,
+    path: str,
+    scorer: type[Scorer],
+    dtype: torch.dtype,
+    processes: Processes,
+    *,
+    is_teacher: bool = False,
 ) -> LoadedModel:
-    """The model at `path` with a head, and the options of `actor_rollout_ref.model`; a value head is that of the files,
-    zero where they have none. `dtype` is that of replicated weights; sharded ones are read when they are cut.
+    """The model at `path` with a head, and the options of `actor_rollout_ref.model`, of which a teacher has none that
+    change the model; a value head is that of the files, zero where they have none. `dtype` is that of replicated
+    weights; sharded ones are read when they are cut.
 
     Raises EngineError: the files lack a weight, or their head gives a token several numbers.
     """
     model = config.actor_rollout_ref.model
-    options = {"trust_remote_code": model.trust_remote_code, "override_config": model.override_config}
+    overrides = {} if is_teacher else {"override_config": model.override_config}
+    options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code, **overrides}
     is_critic = scorer is ValueScorer
     folder = model_folder(path) if is_critic or not processes.layout.is_whole else None
     if folder is None or processes.layout.is_whole:
@@ -165,12 +174,10 @@ def check_models(config: Config, *, has_critic: bool) -> None:
         where, got = f"{ROLLOUT}.tensor_model_parallel_size", f"{size}, for {heads} heads"
         expected = f"a number that divides them, and that {keys} key-value heads divide or are divided by"
         raise ConfigError(where, got=f"{got} and {keys} key-value heads", expected=expected, fix="Choose another one.")
-    for where, section, size in arranged_roles(config, has_critic=has_critic):
-        layout = section.layout(size, where, config.actor_rollout_ref.actor.megatron_if_chosen)
+    for where, layout, model in _arranged_models(config, has_critic=has_critic):
         if layout.has_own_modules:
-            require_known(_model_config(config, where), layout, config.actor_rollout_ref.actor.megatron, where)
+            require_known(model, layout, config.actor_rollout_ref.actor.megatron, where)
         if (layout.sp, layout.tp, layout.pp, layout.ep) != (1, 1, 1, 1):
-            model = _model_config(config, where)
             text = model.get_text_config()
             shape = ModelShape(
                 name=(model.architectures or [type(model).__name__])[0],
@@ -187,12 +194,11 @@ def _check_ways(config: Config, policy: Any, *, has_critic: bool) -> None:
     """Refuse architectures that cannot be computed, before their weights are read, and what needs packed rows."""
     rollout = ENGINES[config.actor_rollout_ref.rollout.name]
     code = config.actor_rollout_ref.model.trust_remote_code
-    for where, section, size in arranged_roles(config, has_critic=has_critic):
-        way = PACKED if where == "reward_model" else way_of(_model_config(config, where), trust_remote_code=code)
+    for where, layout, model in _arranged_models(config, has_critic=has_critic):
+        way = PACKED if where == "reward_model" else way_of(model, trust_remote_code=code)
         if not way.reason:
             continue
         alone = f"for an architecture whose rows are computed one at a time ({way.reason})"
-        layout = section.layout(size, where)
         if (layout.sp, layout.tp, layout.pp) != (1, 1, 1):
             fix = "Shard the weights with fsdp_config.fsdp_size."
             raise ConfigError(
@@ -271,9 +277,11 @@ def _check_vision(config: Config, policy: Any, *, has_critic: bool) -> None:
         got = f"True, with a vision-language policy ({policy.model_type})"
         fix = "Grade with a function: custom_reward_function.path."
         raise ConfigError("reward_model.enable", got=got, expected="False: reward models read text alone", fix=fix)
-    for where, section, size in arranged_roles(config, has_critic=has_critic):
-        layout = section.layout(size, where, config.actor_rollout_ref.actor.megatron_if_chosen)
-        if where == CRITIC and not is_vision(_model_config(config, CRITIC)):
+    if any(map(is_served, config.distillation.all_teachers)):
+        got, fix = "a server, with a vision-language policy", "Let the run load the teacher."
+        raise ConfigError("distillation", got=got, expected="a model's folder: servers get no images", fix=fix)
+    for where, layout, model in _arranged_models(config, has_critic=has_critic):
+        if where == CRITIC and not is_vision(model):
             got = "a text model, with a vision-language policy"
             expected = f"a vision-language model too: {', '.join(VISION_TYPES)}"
             fix = "Leave the key out: the critic then starts from the policy's model."
@@ -293,6 +301,18 @@ def layout_tables(config: Config, *, has_critic: bool) -> Iterator[str]:
             layout = section.layout(size, where, config.actor_rollout_ref.actor.megatron_if_chosen)
             table = layout.table().replace("\n", "\n    ")
             yield f"  {where}: {layout.describe()}\n    {table}"
+
+
+def _arranged_models(config: Config, *, has_critic: bool) -> Iterator[tuple[str, Layout, Any]]:
+    """For each model that is loaded, its section, the layout of its ranks, and its config.json."""
+    for where, section, size in arranged_roles(config, has_critic=has_critic):
+        layout = section.layout(size, where, config.actor_rollout_ref.actor.megatron_if_chosen)
+        if where != DISTILLATION:
+            yield where, layout, _model_config(config, where)
+            continue
+        trusts = config.actor_rollout_ref.model.trust_remote_code
+        for path in dict.fromkeys(config.distillation.loaded.values()):
+            yield where, layout, load_config(path, trust_remote_code=trusts)
 
 
 def _model_config(config: Config, where: str) -> Any:

@@ -32,6 +32,7 @@ def configurations(folder: Path) -> dict[str, Tree]:
         **recipes,
         "over/kl_target.yaml": _kl_target(),
         "over/by_reward_model.yaml": _by_reward_model(folder),
+        "over/distilled.yaml": _distilled(folder),
     }
 
 
@@ -135,6 +136,14 @@ def _by_reward_model(folder: Path) -> Tree:
     return {
         "reward_model": {"enable": True, "model": model},
         "algorithm": {"use_kl_in_reward": True, "kl_ctrl": {"kl_coef": 0.2}},
+    }
+
+
+def _distilled(folder: Path) -> Tree:
+    """A teacher in place of the rewards: `quadriga export FOLDER/runs/sums --output FOLDER/teacher` writes one."""
+    fsdp = {"model_dtype": "float32"}
+    return {
+        "distillation": {"enable": True, "path": f"{folder}/teacher", "use_task_rewards": False, "fsdp_config": fsdp},
     }
 
 

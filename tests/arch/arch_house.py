@@ -24,26 +24,27 @@ class Size(NamedTuple):
 # The most that each package may have. Lower a row freely. Raise one only together with a reason in REASONS: what the
 # package can do now that it could not, and why no existing file, class or key could carry it.
 SIZES: dict[str, Size] = {
-    "algorithms": Size(2404, 33, 94),
+    "algorithms": Size(2433, 34, 95),
     "cli": Size(1085, 11, 44),
     "compat": Size(2177, 10, 205),
-    "config": Size(3581, 20, 152),
+    "config": Size(3740, 21, 163),
     "data": Size(3332, 14, 189),
-    "engines": Size(4283, 25, 221),
-    "models": Size(3656, 18, 203),
+    "engines": Size(4351, 25, 223),
+    "models": Size(3676, 18, 203),
     "observe": Size(1728, 14, 108),
     "protocol": Size(1558, 9, 100),
     "rewards": Size(3868, 28, 213),
-    "rollout": Size(8678, 45, 525),
+    "rollout": Size(8843, 45, 534),
     "single_controller": Size(3587, 16, 210),
-    "trainer": Size(5455, 29, 315),
-    "verl": Size(1728, 6, 122),
+    "trainer": Size(5468, 29, 315),
+    "verl": Size(1805, 6, 125),
     "weight_sync": Size(885, 6, 60),
-    "workers": Size(1889, 12, 100),
+    "workers": Size(2082, 13, 108),
     "": Size(1722, 12, 102),
 }
 REASONS: dict[str, str] = {
-    "algorithms": "losses per token or refused, an estimator's uid, verl's numbers where ours differed",
+    "algorithms": "losses per token or refused, an estimator's uid, verl's numbers where ours differed;"
+    " divergences from a teacher",
     "cli": "`quadriga data inspect`; "
     "what a command has started ends with it; `quadriga verl`, `quadriga config translate`, files of responses",
     "compat": "files that import verl run, with verl's contracts: an adapter for each of its kinds of files; the"
@@ -51,31 +52,34 @@ REASONS: dict[str, str] = {
     " and its trainer by its constructor",
     "config": "restarts, limits of stalls and phases, fallback to older checkpoints, state copies: a key"
     " each; a finished run told from another; checks before a model loads; what Megatron, experts and"
-    " routers take and refuse; asynchronous training",
+    " routers take and refuse; asynchronous training; teachers",
     "data": "a bad row is named by file, row and column; all rows are checked at the start; rows of a program; "
     "pictures inside content parts; rows that are generated between batches, a curriculum; videos.py: frames that a"
     " model is shown of a file, a list or an array, cut without torchvision; rows mapped from a cache, bad ones left"
     " out, lengths without a tokenizer",
     "engines": "copies of the state in memory that outlives a rank; Megatron-core as second engine (megatron/); weights"
-    " that go between layouts part by part; experts on their ranks; router replay",
+    " that go between layouts part by part; experts on their ranks; router replay; a teacher in the loss",
     "models": "lists of files lead nowhere outside their folder; experts' names in files and in modules;"
     " architectures that are tried before weights are read, windows, caps, sinks; a probe; routers;"
-    " gradients whose sums lie in their own memory; images and videos whose tokens are on several ranks",
+    " gradients whose sums lie in their own memory; images and videos whose tokens are on several ranks;"
+    " several targets of a token",
     "observe": "waits for users' code name its line; services get no step twice; SIGTERM says what is on the"
     " disk; the bar and the curve of a notebook's cell; a dead signal is told",
     "protocol": "files of a DataProto that cannot name code: the pickle that they take the place of was one line",
     "rewards": "an allow-list of system calls, folders in memory, raw streams, children that end, bounded"
     " prints; coroutine functions, many at a time, each with its limit; files by path, package and class",
     "rollout": "engines are made again and join; conversations have limits of time and of prints; CUDA graphs of"
-    " decode steps, a cache that fits the memory; handles of a GPU's memory to SGLang; experts in vLLM",
+    " decode steps, a cache that fits the memory; handles of a GPU's memory to SGLang; experts in vLLM;"
+    " servers that score",
     "single_controller": "heartbeat, state copies of the nodes, restart of workers and of the own cluster, sweep",
     "trainer": "lock of a run's folder, fallback to older checkpoints, recovery, engines that come and go; "
     "settings that changed, rows that are bad, models that end a run, steps one by one; files of responses"
     " that go on after a kill; asynchronous training: what starts where and when,"
     " batches that are generated ahead, in checkpoints too",
-    "verl": "verl's command lines: Hydra's words, defaults by version, what becomes of each key, shell scripts",
+    "verl": "verl's command lines: Hydra's words, defaults by version, what becomes of each key, shell scripts,"
+    " teachers",
     "weight_sync": "a meeting whose receiver died is given up",
-    "workers": "state copies; engines that are made again; generation beside training",
+    "workers": "state copies; engines that are made again; generation beside training; teachers, loaded or served",
     "": "what users' code starts ends with it (descendants.py); keys are hidden where they are printed"
     " (redact.py); `quadriga.train` and its relatives (api.py)",
 }

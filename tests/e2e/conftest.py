@@ -145,6 +145,18 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A smaller model than the policy, with other weights and the same tokenizer."""
+    folder, tokenizer = tmp_path_factory.mktemp("teacher"), build_tokenizer()
+    torch.manual_seed(5)
+    model = LlamaForCausalLM(build_config(tokenizer, hidden_size=32, intermediate_size=48, tie_word_embeddings=False))
+    torch.nn.init.normal_(model.lm_head.weight, std=0.3)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 def command_line(home: Path, folder: Path, *overrides: str, run: str = "run") -> list[str]:
     """The arguments of a quick exact run in `folder / run`; later ones win."""
     words = [

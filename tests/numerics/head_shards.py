@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from quadriga.models.heads import VocabularyShard, token_scores
 
-TOKENS, ROWS, HIDDEN, TOP = 23, 61, 16, 5
+TOKENS, ROWS, HIDDEN, TOP, TARGETS = 23, 61, 16, 5, 3
 # Rows of each rank: uneven, a rank without any, and ranks with fewer rows than the likeliest tokens asked for.
 SPLITS = ((31, 30), (61, 0), (2, 59), (21, 20, 20), (0, 58, 3), (30, 0, 31))
 
@@ -24,7 +24,7 @@ def scores(hidden, weight, bias, targets, outer, **options) -> dict[str, torch.T
     leaves = [part.detach().clone().requires_grad_() for part in (hidden, weight, bias)]
     wanted = {"with_entropy": True, "with_sum_pi_squared": True, "top_k": TOP}
     found = token_scores(*leaves, targets, chunk_tokens=7, **wanted, **options)
-    (found.log_probs @ outer[0] + found.entropy @ outer[1]).backward()
+    ((found.log_probs * outer[1:]).sum() + found.entropy @ outer[0, :, 0]).backward()
     tensors = dict(vars(found)) | dict(zip(("hidden", "weight", "bias"), (leaf.grad for leaf in leaves), strict=True))
     return {name: tensor.detach() for name, tensor in tensors.items()}
 
@@ -43,8 +43,8 @@ def compare(group: dist.ProcessGroup, sizes: tuple[int, ...], temperature: float
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(size, HIDDEN, generator=generator) for size in (TOKENS, ROWS))
     weight /= HIDDEN**0.5  # logits near 1: those of 30 are rounded by 1e-6 themselves, and so are their probabilities
-    bias, outer = torch.randn(ROWS, generator=generator), torch.randn(2, TOKENS, generator=generator)
-    targets = torch.randint(0, ROWS, (TOKENS,), generator=generator)
+    bias, outer = torch.randn(ROWS, generator=generator), torch.randn(2, TOKENS, TARGETS, generator=generator)
+    targets = torch.randint(0, ROWS, (TOKENS, TARGETS), generator=generator)
     hidden, weight, bias = (part.to(dtype) for part in (hidden, weight, bias))
     start = sum(sizes[: group.rank()])
     mine = slice(start, start + sizes[group.rank()])

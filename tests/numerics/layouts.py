@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quadriga.config import ActorConfig, CriticConfig, Layout, OptimConfig
+from quadriga.config import ActorConfig, CriticConfig, DistillationConfig, Layout, OptimConfig
 from quadriga.engines import process_group
 from quadriga.engines.batches import MicroBatching, Passes
 from quadriga.engines.checkpoint import StateWriter, load_state
@@ -102,7 +102,9 @@ def own_rows(batch: DataProto, engine: FSDPEngine) -> DataProto:
 def learn(engine: FSDPEngine, batch: DataProto, kind: str) -> list[dict[str, float]]:
     """Three optimizer steps; the metrics of each two of them, in every process."""
     config = ActorConfig(entropy_coeff=0.05)
-    objective = ValueObjective(CriticConfig()) if kind == "critic" else PolicyObjective(config)
+    # One of the policies learns from a teacher's likeliest tokens as well.
+    teacher = DistillationConfig(enable=True, loss_mode="forward_kl_topk") if "untied" in kind else None
+    objective = ValueObjective(CriticConfig()) if kind == "critic" else PolicyObjective(config, None, teacher)
     told = []
     for passes in (Passes(7, 1, MICRO), Passes(99, 1, MICRO)):
         part = update(engine, own_rows(batch, engine), objective, passes, lr=0.5, temperature=0.7)
@@ -115,7 +117,8 @@ def learn(engine: FSDPEngine, batch: DataProto, kind: str) -> list[dict[str, flo
 def ask(engine: FSDPEngine, batch: DataProto) -> dict[str, Tensor]:
     """What the engine says of all rows, in their order."""
     rows = own_rows(batch, engine)
-    scores = infer(engine, rows, MICRO, temperature=0.7, with_entropy=True, with_sum_pi_squared=True)
+    scores = infer(engine, rows, MICRO, temperature=0.7, with_entropy=True, with_sum_pi_squared=True, top_k=3)
+    scores.pop("top_ids", None)  # where two are alike by rounding, either may be the likelier one
     part = DataProto.from_dict({**scores, "row_index": rows.batch["row_index"]})
     answers = engine.world.gather(part if engine.processes.place.is_collected else None)
     whole = DataProto.concat([answer for answer in answers if answer is not None])

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from quadriga.algorithms.aggregate import LOSS_AGG_MODES, agg_loss
 from quadriga.algorithms.kl import kl_penalty
 from quadriga.algorithms.losses import vanilla
-from quadriga.config import ActorConfig, OptimConfig
+from quadriga.config import ActorConfig, DistillationConfig, OptimConfig
 from quadriga.engines.batches import MicroBatching, Passes
 from quadriga.engines.fsdp.engine import FSDPEngine, Memory, Training
 from quadriga.engines.objectives import PolicyObjective
@@ -33,12 +33,18 @@ CUTS = {
 
 
 def gradients(
-    model: PreTrainedModel, batch: DataProto, config: ActorConfig, micro: MicroBatching, **options: Any
+    model: PreTrainedModel,
+    batch: DataProto,
+    config: ActorConfig,
+    micro: MicroBatching,
+    teacher: DistillationConfig | None = None,
+    **options: Any,
 ) -> dict[str, Tensor]:
     training = Training(OptimConfig(), grad_clip=1.0, max_nonfinite_steps=3)
     device = torch.device("cpu")
     engine = Recording(PolicyScorer(model), dtype=torch.float32, device=device, training=training, **options)
-    update(engine, batch, PolicyObjective(config), Passes(len(batch), 1, micro), lr=1e-3, temperature=0.7)
+    objective = PolicyObjective(config, None, teacher)
+    update(engine, batch, objective, Passes(len(batch), 1, micro), lr=1e-3, temperature=0.7)
     return engine.recorded
 
 
@@ -102,6 +108,67 @@ def test_gradient_with_entropy_and_divergence(make_model: Callable, batch: DataP
     expected = reference_gradients(make_model("eager"), batch, config)
     for micro in (WHOLE, CUTS["three"]):
         assert largest_difference(gradients(make_model(), batch, config, micro), expected) < 1e-5
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum"])
+@pytest.mark.parametrize("loss_mode", ["k1", "k3", "k3+", "forward_kl_topk"])
+def test_gradient_from_a_teacher(make_model: Callable, batch: DataProto, mode: str, loss_mode: str) -> None:
+    """Reverse KL as a policy gradient (k1) and as a loss, and forward KL over the teacher's likeliest tokens, whatever
+    the cut; its bounds act. Does not show it on several processes, which test_layouts.py does."""
+    teacher = make_teacher(batch)
+    config, columns = ActorConfig(loss_agg_mode=mode), batch.batch
+    options = {"log_prob_min_clamp": -6.0, "loss_max_clamp": 0.9} if loss_mode == "forward_kl_topk" else {}
+    settings = {"loss_mode": loss_mode, "use_policy_gradient": loss_mode == "k1", "loss_coef": 0.3, **options}
+    distillation = DistillationConfig(enable=True, **settings)
+    model, mask = make_model("eager"), columns["response_mask"]
+    logits = model(**{name: columns[name] for name in ("input_ids", "attention_mask", "position_ids")}).logits
+    logp = (logits[:, -mask.shape[1] - 1 : -1] / 0.7).log_softmax(-1)
+    own, q = logp.gather(-1, columns["responses"][..., None])[..., 0], columns["teacher_log_prob"]
+    if loss_mode == "forward_kl_topk":
+        p, told = logp.gather(-1, columns["teacher_top_ids"].long()).clamp(min=-6.0), teacher.clamp(min=-6.0)
+        summed = (told.exp() * (told - p)).sum(-1)
+        divergence = summed.clamp(0, 0.9)
+        is_moved = ((summed > 0) & (summed < 0.9))[mask.bool()]
+        assert 0 < is_moved.sum() < len(is_moved)
+        assert (summed < 0)[mask.bool()].any() and (summed > 0.9)[mask.bool()].any()
+    else:
+        divergence = own - q if loss_mode == "k1" else kl_penalty(own, q, loss_mode)
+    advantages = columns["advantages"] - (0.3 * (own - q).detach() if loss_mode == "k1" else 0.0)
+    losses, _ = vanilla(
+        columns["old_log_probs"], own, advantages, mask, clip_ratio_low=0.2, clip_ratio_high=0.2, clip_ratio_c=3.0
+    )
+    if loss_mode != "k1":
+        losses = losses + 0.3 * divergence
+    agg_loss(losses, mask, mode).backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    for micro in (WHOLE, CUTS["three"], CUTS["by tokens"]):
+        found = gradients(make_model(), batch, config, micro, teacher=distillation)
+        assert largest_difference(found, expected) < 1e-5
+
+
+def make_teacher(batch: DataProto) -> Tensor:
+    """Adds what a teacher says of the responses; returns its three likeliest log-probs [B, T, 3]."""
+    generator, mask = torch.Generator().manual_seed(5), batch.batch["response_mask"]
+    logits = torch.randn(*mask.shape, 97, generator=generator) * 2
+    top = logits.log_softmax(-1).topk(3, -1)
+    batch.batch["teacher_log_prob"] = -4.6 + torch.randn(mask.shape, generator=generator)
+    # In some places it is sure of none of the three.
+    told = top.values - 6.0 * (torch.rand(mask.shape, generator=generator) < 0.3)[..., None]
+    batch.batch["teacher_top_log_probs"], batch.batch["teacher_top_ids"] = told, top.indices.int()
+    return told
+
+
+def test_likeliest_tokens(make_model: Callable, batch: DataProto) -> None:
+    """What a teacher is asked for is what a padded pass gives, whatever the cut."""
+    columns, mask = batch.batch, batch.batch["response_mask"].bool()
+    inputs = {name: columns[name] for name in ("input_ids", "attention_mask", "position_ids")}
+    logits = make_model("eager")(**inputs).logits[:, -mask.shape[1] - 1 : -1]
+    expected = (logits / 1.3).log_softmax(-1).topk(4, -1)
+    engine = FSDPEngine(PolicyScorer(make_model()), dtype=torch.float32, device=torch.device("cpu"))
+    for micro in (WHOLE, CUTS["three"]):
+        scores = infer(engine, batch, micro, temperature=1.3, top_k=4)
+        assert torch.equal(scores["top_ids"][mask], expected.indices[mask].int())
+        torch.testing.assert_close(scores["top_log_probs"][mask], expected.values[mask].detach(), atol=1e-5, rtol=1e-5)
 
 
 def test_gradient_checkpointing_changes_no_bit(make_model: Callable, batch: DataProto) -> None:

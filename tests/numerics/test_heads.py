@@ -103,6 +103,30 @@ def test_top_tokens_are_the_largest_of_all(temperature: float) -> None:
     assert plain.top_log_probs is None and plain.top_ids is None
 
 
+@pytest.mark.parametrize("has_cap", [False, True])
+@pytest.mark.parametrize("chunk", [4, 100])
+def test_several_targets_of_a_token(chunk: int, has_cap: bool) -> None:
+    """Log-probs [M, K] and their gradients, a target that stands twice among them. Does not show it on parts of the
+    vocabulary, which test_head_shards.py does."""
+    torch.manual_seed(0)
+    head, hidden = nn.Linear(8, 30, dtype=torch.float64), torch.randn(6, 8, dtype=torch.float64, requires_grad=True)
+    targets, outer = torch.randint(0, 30, (6, 4)), torch.randn(6, 5, dtype=torch.float64)
+    targets[2] = 7
+    rule = heads.LogitRule(softcap=3.0 if has_cap else None)
+    logits = head(hidden)
+    logp = ((3.0 * (logits / 3.0).tanh() if has_cap else logits) / 0.6).log_softmax(-1)
+    entropy = -(logp.exp() * logp).sum(-1)
+    expected = torch.autograd.grad((logp.gather(-1, targets) * outer[:, :4]).sum() + entropy @ outer[:, 4], hidden)
+    narrow, single = hidden.detach().float().requires_grad_(), head.float()
+    scores = token_scores(
+        narrow, single.weight, single.bias, targets, temperature=0.6, with_entropy=True, chunk_tokens=chunk, rule=rule
+    )
+    torch.testing.assert_close(scores.log_probs.double(), logp.gather(-1, targets), atol=1e-5, rtol=1e-5)
+    total = (scores.log_probs * outer[:, :4].float()).sum() + scores.entropy @ outer[:, 4].float()
+    (found,) = torch.autograd.grad(total, narrow)
+    torch.testing.assert_close(found.double(), expected[0], atol=1e-5, rtol=1e-4)
+
+
 def test_a_small_vocabulary_fills_its_top_with_nothing() -> None:
     scores = token_scores(torch.zeros(2, 3), torch.ones(4, 3), None, torch.tensor([0, 3]), top_k=6)
     assert scores.top_ids[0, 4:].tolist() == [-1, -1] and sorted(scores.top_ids[0, :4].tolist()) == [0, 1, 2, 3]

@@ -58,6 +58,10 @@ def results(
     batch = make_batch()
     batch.batch["values"] = batch.batch["advantages"] * 0.3
     batch.batch["returns"] = batch.batch["advantages"] + 1.0
+    generator, shape = torch.Generator().manual_seed(5), batch.batch["response_mask"].shape
+    top = (torch.randn(*shape, 97, generator=generator) * 2).log_softmax(-1).topk(3, -1)
+    batch.batch["teacher_log_prob"] = top.values[..., 0]
+    batch.batch["teacher_top_log_probs"], batch.batch["teacher_top_ids"] = top.values, top.indices.int()
     batch.save_to_disk(folder / "batch")
     run_ranks(PROGRAM, 4, folder, num_ports=2)
     found: dict[str, Any] = {}

@@ -185,7 +185,7 @@ _REVERSE: dict[_Move, _Move] = {all_to_all: all_to_all, all_gather: reduce_scatt
 
 
 class _Fill(torch.autograd.Function):
-    """One vector [size] out of the ranks' values, each at its own places; the same on all of them.
+    """One tensor [size, ...] out of the ranks' values, each at its own places; the same on all of them.
 
     All ranks compute the same of the result, so the gradient of this one's entries is what it has of them.
     """
@@ -195,7 +195,7 @@ class _Fill(torch.autograd.Function):
         ctx: Any, places: torch.Tensor, size: int, groups: Sequence[dist.ProcessGroup], values: torch.Tensor
     ) -> torch.Tensor:
         ctx.save_for_backward(places)
-        result = values.new_zeros(size)
+        result = values.new_zeros(size, *values.shape[1:])
         result[places] = values
         for group in groups:
             dist.all_reduce(result, group=group)

@@ -30,7 +30,7 @@ COMMON = (
     "critic.optim.eps=1e-3",
 )
 # 5 prompts with 3 responses each, mini-batches of 2 prompts, micro-batches of 4 rows: nothing divides anything. Every
-# model that there can be: actor, reference, critic, and a reward model with a chat template of its own.
+# model that there can be: actor, reference, critic, a reward model with a chat template of its own, and a teacher.
 RAGGED = (
     "data.train_batch_size=5",
     "actor_rollout_ref.rollout.n=3",
@@ -44,6 +44,10 @@ RAGGED = (
     "critic.ppo_mini_batch_size=3",
     "reward_model.enable=True",
     "reward_model.model.fsdp_config.model_dtype=float32",
+    "distillation.enable=True",
+    "distillation.loss_mode=forward_kl_topk",
+    "distillation.topk=5",
+    "distillation.fsdp_config.model_dtype=float32",
 )
 # What a process computes follows from the rows that it has: a prompt once for all its responses there.
 OF_THE_LAYOUT = ("balance/", "actor/packed_tokens", "critic/packed_tokens")
@@ -76,9 +80,9 @@ def assert_same_weights(ours: Path, theirs: Path) -> None:
 
 
 @pytest.fixture
-def keys(judges: Path) -> tuple[str, ...]:
+def keys(judges: Path, teacher: Path) -> tuple[str, ...]:
     """Of every run here."""
-    return (*COMMON, *RAGGED, f"reward_model.model.path={judges / 'other'}")
+    return (*COMMON, *RAGGED, f"reward_model.model.path={judges / 'other'}", f"distillation.path={teacher}")
 
 
 @pytest.mark.parametrize("placement", ["together", pytest.param("grouped", marks=pytest.mark.slow)])

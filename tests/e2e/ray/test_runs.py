@@ -26,10 +26,17 @@ Lines = Callable[[Path], list[dict[str, Any]]]
 
 
 @pytest.fixture
-def local(train: Callable[..., Path], capfd: pytest.CaptureFixture[str]) -> tuple[Path, str]:
+def words(teacher: Path) -> list[str]:
+    """Of every run here: with each role that there can be but a reward model."""
+    distillation = ["enable=True", f"path={teacher}", "fsdp_config.model_dtype=float32"]
+    return [*CRITIC_AND_REFERENCE, *(f"distillation.{word}" for word in distillation)]
+
+
+@pytest.fixture
+def local(words: list[str], train: Callable[..., Path], capfd: pytest.CaptureFixture[str]) -> tuple[Path, str]:
     """A run in this process, and what it printed."""
     capfd.readouterr()
-    return train(*CRITIC_AND_REFERENCE, run="local"), capfd.readouterr().out
+    return train(*words, run="local"), capfd.readouterr().out
 
 
 def without_numbers(text: str) -> list[str]:
@@ -41,26 +48,28 @@ def without_numbers(text: str) -> list[str]:
     return [line for line in lines if " ━" not in line and not re.match(elsewhere, line)]
 
 
-POOLS = {"together": ["all"], "grouped": ["policy", "scoring"], "apart": ["actor_rollout", "ref", "critic"]}
+POOLS = {"together": ["all"], "grouped": ["policy", "scoring"], "apart": ["actor_rollout", "ref", "critic", "teacher"]}
 
 
 @pytest.mark.parametrize("placement", ["together", pytest.param("grouped", marks=pytest.mark.slow), "apart"])
 def test_placements_give_the_numbers_of_one_process(
     placement: str,
     ray_cluster: str,
+    words: list[str],
     local: tuple[Path, str],
     train: Callable[..., Path],
     metric_lines: Lines,
     session_members: Callable[[int], list[int]],
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """Bit for bit, validation too, with reference and critic in the actor's pool, in a pool of their own, and in two.
+    """Bit for bit, validation too, with reference, critic and teacher in the actor's pool, in one of their own, and in
+    one each.
 
     The command prints what it prints of a local run, line by line, but for times and the lines about the pools.
     """
     alone, local_output = local
     capfd.readouterr()
-    run = train(*CRITIC_AND_REFERENCE, "trainer.backend=ray", f"trainer.placement={placement}")
+    run = train(*words, "trainer.backend=ray", f"trainer.placement={placement}")
     output = capfd.readouterr().out
     assert metric_lines(run) == metric_lines(alone)
     pools = [line.split()[1] for line in output.splitlines() if line.startswith("  pool ")]

@@ -64,24 +64,34 @@ def test_in_one_process_nothing_else_counts() -> None:
 
 @pytest.mark.parametrize(
     ("placement", "pool"),
-    [("together", "all"), ("grouped", "scoring"), ("apart", "reward_model"),
-     ("{actor_rollout_ref: a, critic: b, reward_model: c}", "c")],
-)  # fmt: skip
-def test_a_reward_model_has_a_pool_where_one_is_enabled(placement: str, pool: str) -> None:
+    [
+        ("together", "all"),
+        ("grouped", "scoring"),
+        ("apart", "ROLE"),
+        ("{actor_rollout_ref: a, critic: b, ROLE: c}", "c"),
+    ],
+)
+@pytest.mark.parametrize(("role", "section"), [("reward_model", "reward_model"), ("teacher", "distillation")])
+def test_a_role_that_is_asked_for_has_a_pool(placement: str, pool: str, role: str, section: str) -> None:
+    placement, pool = placement.replace("ROLE", role), pool.replace("ROLE", role)
     trainer = load_config([RAY, f"trainer.placement={placement}"]).config.trainer
     has = {"has_reference": False, "has_critic": True}
-    placed_roles = place_roles(trainer, **has, has_reward_model=True)
-    assert placed_roles.roles["reward_model"] == pool and pool in placed_roles.pools
-    assert "reward_model" not in place_roles(trainer, **has).roles
-    assert "reward model" not in explain(load_config([RAY, f"trainer.placement={placement}"]).config)
-    enabled = load_config([RAY, f"trainer.placement={placement}", "reward_model.enable=True"]).config
-    assert "reward model" in explain(enabled)
+    placed_roles = place_roles(trainer, **has, asked=[role])
+    assert placed_roles.roles[role] == pool and pool in placed_roles.pools
+    assert role not in place_roles(trainer, **has).roles
+    words = role.replace("_", " ")
+    assert words not in explain(load_config([RAY, f"trainer.placement={placement}"]).config)
+    enabled = load_config([RAY, f"trainer.placement={placement}", f"{section}.enable=True"]).config
+    assert words in explain(enabled)
 
 
 def test_a_reward_model_without_a_pool_is_refused() -> None:
     problems, _ = findings(RAY, "reward_model.enable=True", "trainer.placement={actor_rollout_ref: a, critic: b}")
     assert "no pool for reward_model" in problems["trainer.placement"]
     assert "Add trainer.placement.reward_model=NAME" in problems["trainer.placement"]
+    words = ["distillation.enable=True", "distillation.path=org/teacher", "trainer.placement={actor_rollout_ref: a}"]
+    problems, _ = findings(RAY, *words)
+    assert "no pool for teacher, with distillation.enable=True" in problems["trainer.placement"]
 
 
 @pytest.mark.parametrize(("missing", "given"), [("critic", "{actor_rollout_ref: a}"), ("ref", "{actor_rollout: a}")])

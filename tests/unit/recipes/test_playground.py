@@ -125,7 +125,7 @@ def test_each_recipe_fits_over_the_sums(folder: Path, recipe: Path) -> None:
 
 def test_what_is_laid_over_has_a_recipe_or_stands_alone(folder: Path) -> None:
     names = {file.stem for file in (folder / "over").iterdir()}
-    assert {"kl_target", "by_reward_model"} == names - {file.stem for file in RECIPES.glob("*.yaml")}
+    assert {"kl_target", "by_reward_model", "distilled"} == names - {file.stem for file in RECIPES.glob("*.yaml")}
     model = f"actor_rollout_ref.model.path={folder / 'model'}"
     held = load_config([model], [folder / "sums.yaml", folder / "over/kl_target.yaml"], for_training=True).config
     assert held.algorithm.use_kl_in_reward and held.algorithm.kl_ctrl.type == "adaptive"

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from quadriga.config import Config
+from quadriga.config.placement import asked_roles
 from quadriga.trainer.roles import Needs
 
 ONE_UPDATE = {
@@ -19,7 +20,6 @@ NOTHING = Needs(
     reference=False,
     old_log_probs=False,
     sum_pi_squared=False,
-    reward_model=False,
     larger_groups=False,
 )
 
@@ -87,7 +87,7 @@ def test_several_updates_need_old_log_probs(actor: dict) -> None:
 
 
 def test_a_reward_model_is_enabled() -> None:
-    assert Needs.of(Config(**ONE_UPDATE, reward_model={"enable": True})).reward_model
+    assert asked_roles(Config(**ONE_UPDATE, reward_model={"enable": True})) == ["reward_model"]
 
 
 def test_one_update_says_why_it_needs_none() -> None:

@@ -139,7 +139,7 @@ def test_what_megatrons_section_means() -> None:
         (SFT[0], ["optim.optimizer=SGD"], "optim.optimizer"),
         (SFT[0], ["optim.init_lr_ratio=0.1"], "optim.init_lr_ratio"),
         (SFT[0], ["model.mtp.enable=True", "model.mtp.enable_train=True"], "sft_trainer"),
-        ("main_ppo", ["distillation.enabled=True", "distillation.unheard=1"], "main_ppo"),
+        ("main_ppo", ["distillation.unheard=1"], "distillation.unheard"),
         ("main_ppo", ["actor_rollout_ref.actor.fsdp_config.qat.enable=True"], "main_ppo"),
         ("main_ppo", ["+actor_rollout_ref.rollout.quantization=fp8"], "main_ppo"),
         ("main_ppo", ["model_engine=megatron", f"{MEGATRON}.unheard=2"], f"{MEGATRON}.unheard"),
@@ -229,3 +229,51 @@ def test_verls_default_of_each_leaf_is_taken_without_a_word(program: str, versio
             continue
         found = translate(entry, [f"{key}={json.dumps(value)}"], version)
         assert (key, found.refused, found.notices) == (key, [], [])
+
+
+TEACHERS, LOSS = "distillation.teacher_models", "distillation.distillation_loss"
+OPD = ["distillation.enabled=True", f"{LOSS}.use_task_rewards=False", f"{LOSS}.loss_max_clamp=10.0"]
+
+
+def test_teachers_by_data_source() -> None:
+    """A published line with two of them on processes of their own, by reverse KL as a policy gradient."""
+    words = [
+        *OPD, "distillation.n_gpus_per_node=4", "distillation.nnodes=2", f"{LOSS}.loss_mode=k1", f"{LOSS}.topk=64",
+        f"{LOSS}.use_policy_gradient=True", f"{LOSS}.log_prob_min_clamp=-10.0", f"{LOSS}.clip_ratio_high=0.3",
+        f"+{TEACHERS}.gsm8k.key=openai/gsm8k", f"+{TEACHERS}.gsm8k.model_path=Qwen/Qwen3-32B",
+        f"+{TEACHERS}.gsm8k.inference.tensor_model_parallel_size=2", f"+{TEACHERS}.geo3k.key=hiyouga/geometry3k",
+        f"+{TEACHERS}.geo3k.model_path=Qwen/Qwen3-VL-32B-Instruct", f"+{TEACHERS}.geo3k.num_replicas=1",
+        "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=1", "actor_rollout_ref.actor.entropy_coeff=0.1",
+    ]  # fmt: skip
+    found = translate(find_entry("main_ppo"), words)
+    assert found.refused == [] and found.config is not None
+    config, actor = found.config, found.config.actor_rollout_ref.actor
+    teachers = {"openai/gsm8k": "Qwen/Qwen3-32B", "hiyouga/geometry3k": "Qwen/Qwen3-VL-32B-Instruct"}
+    assert (config.distillation.teachers, config.distillation.path) == (teachers, None)
+    loss = config.distillation
+    assert (loss.loss_mode, loss.use_policy_gradient, loss.use_task_rewards) == ("k1", True, False)
+    assert (loss.loss_max_clamp, loss.log_prob_min_clamp) == (10.0, None)
+    assert config.trainer.resource_pools == {"teacher": [4, 4]}
+    assert config.trainer.placement == {"actor_rollout_ref": "all", "critic": "all", "teacher": "teacher"}
+    assert (actor.clip_ratio_low, actor.clip_ratio_high, actor.entropy_coeff) == (0.2, 0.3, 0.0)
+    told = "\n".join(found.notices)
+    assert "entropy_coeff: verl does not read it without task rewards" in told and "sharded over its processes" in told
+
+
+def test_one_teacher_beside_the_rewards() -> None:
+    one = ["distillation.enabled=True", f"{TEACHERS}.teacher_model.model_path=Qwen/Qwen3-32B"]
+    found = translate(find_entry("main_ppo"), [*one, f"{LOSS}.distillation_loss_coef=2", f"{LOSS}.loss_mode=k3"])
+    assert found.config is not None
+    loss = found.config.distillation
+    assert (loss.path, loss.teachers, loss.loss_coef, loss.use_task_rewards) == ("Qwen/Qwen3-32B", {}, 2.0, True)
+    assert (loss.use_policy_gradient, found.config.trainer.resource_pools) == (False, {})
+    top = ["loss_mode=forward_kl_topk", "topk=64", "log_prob_min_clamp=-10.0"]
+    found = translate(find_entry("main_ppo"), [*one, *(f"{LOSS}.{word}" for word in top)])
+    assert found.config is not None
+    assert (found.config.distillation.num_top_tokens, found.config.distillation.log_prob_min_clamp) == (64, -10.0)
+    gradient = [*one, f"{LOSS}.use_policy_gradient=True", f"{LOSS}.loss_mode=k1"]
+    assert "verl clips two" in "\n".join(translate(find_entry("main_ppo"), gradient).notices)
+    refused = translate(find_entry("main_ppo"), [*gradient, f"{LOSS}.clip_ratio_low=0.4"]).refused
+    assert any("0.2, as actor_rollout_ref.actor.clip_ratio_low" in str(error) for error in refused)
+    refused = translate(find_entry("main_ppo"), [*one, f"+{TEACHERS}.second.model_path=m"]).refused
+    assert any("for each of several teachers" in str(error) for error in refused)

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`distillation`: teachers, and how the student learns from their probabilities of its own responses."""
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, NegativeFloat, PositiveFloat, model_validator
+
+from quadriga.config.actor import FSDPConfig, ParallelConfig
+from quadriga.config.base import Finding, ReadIf, filled, unused, wrong
+from quadriga.config.types import Count, KLKind, PathText
+
+_TOP_K = "forward_kl_topk"
+
+
+class DistillationConfig(ParallelConfig):
+    """On-policy distillation: a student learns from a teacher's probabilities of its own responses."""
+
+    enable: bool = False
+    """Whether a teacher says how likely the tokens of each response are, and the student learns from it."""
+    path: PathText | None = None
+    """The teacher: a folder, a hub name, or addresses of servers with vLLM's API (`http://host:8000`), with commas."""
+    teachers: dict[str, PathText] = Field(default_factory=dict)
+    """Open dictionary: data source -> its teacher, where it is not `path`."""
+    loss_mode: KLKind | Literal["forward_kl_topk"] = "k1"
+    """Reverse KL by one of these estimators of the drawn token; or forward KL on the teacher's `topk` tokens."""
+    topk: Annotated[Count, ReadIf("loss_mode", (_TOP_K,))] = 32
+    """Likeliest tokens of the teacher at each place."""
+    use_policy_gradient: bool = True
+    """Whether a token's divergence is its reward, undiscounted, and so taken off its advantage; else it is a loss. Left
+    out it is false with `forward_kl_topk`, which can only be a loss."""
+    use_task_rewards: bool = True
+    """Whether the advantages of the rewards count, too; false: the teacher alone does, and rewards are reported."""
+    loss_coef: PositiveFloat = 1.0
+    """Weight of the divergence, per nat."""
+    loss_max_clamp: PositiveFloat | None = None
+    """Largest size of a token's divergence, in nats. null: any."""
+    log_prob_min_clamp: Annotated[NegativeFloat | None, ReadIf("loss_mode", (_TOP_K,))] = None
+    """Lower log-probabilities of student and teacher count as this one, in nats. null: they count as they are."""
+    log_prob_max_token_len_per_gpu: Count = 16384
+    """Tokens in one pass of a teacher."""
+    engine_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Open dictionary: of teachers that are servers, `model` (the name they serve), `headers`, `timeout_s`, `num_tries`
+    and `max_num_seqs` (requests in flight)."""
+    fsdp_config: FSDPConfig = Field(default_factory=FSDPConfig)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _top_k_is_a_loss(cls, given: Any) -> Any:
+        is_top_k = isinstance(given, dict) and given.get("loss_mode") == _TOP_K
+        return filled(given, {"use_policy_gradient": False}) if is_top_k else given
+
+    @property
+    def num_top_tokens(self) -> int | None:
+        """Likeliest tokens that a teacher tells; None: those of the response alone."""
+        return self.topk if self.loss_mode == _TOP_K else None
+
+    def teacher_of(self, data_source: str) -> str | None:
+        """The teacher of a data source; None: there is none."""
+        return self.teachers.get(data_source, self.path)
+
+    @property
+    def named(self) -> dict[str, str]:
+        """The dotted keys that name teachers, and whom; none where there is no distillation."""
+        by_source = {f"distillation.teachers.{source}": path for source, path in self.teachers.items()}
+        found = ({"distillation.path": self.path} if self.path is not None else {}) | by_source
+        return found if self.enable else {}
+
+    @property
+    def loaded(self) -> dict[str, str]:
+        """As `named`, of those that are not behind addresses."""
+        return {key: path for key, path in self.named.items() if not is_served(path)}
+
+    @property
+    def all_teachers(self) -> list[str]:
+        """Each teacher once, in the order in which they are named."""
+        return list(dict.fromkeys(self.named.values()))
+
+    def findings(self, at: str) -> Iterator[Finding]:
+        if not self.enable:
+            yield from unused(self.changed(at), f"{at}.enable is false")
+            return
+        if not self.all_teachers:
+            fix = "Set it to a folder or a hub name, or several by data source with teachers."
+            yield wrong(f"{at}.path", f"null, with {at}.enable=True", "a teacher", fix)
+        if self.loss_mode == _TOP_K and self.use_policy_gradient:
+            fix = "Set it to false: a policy gradient moves drawn tokens alone."
+            yield wrong(f"{at}.use_policy_gradient", f"true, with loss_mode={_TOP_K}", "false", fix)
+        if self.loss_mode in ("kl", "k1") and not self.use_policy_gradient:
+            got, fix = f"{self.loss_mode}, with use_policy_gradient=False", "The gradient of k1 knows no teacher."
+            yield wrong(f"{at}.loss_mode", got, f"k2, k3, one with a +, or {_TOP_K}", fix)
+        if not any(is_served(one) for one in self.all_teachers):
+            yield from unused([f"{at}.engine_kwargs"] if self.engine_kwargs else [], "no teacher is a server")
+
+
+def is_served(teacher: str) -> bool:
+    """Whether a teacher is behind addresses."""
+    return "://" in teacher
