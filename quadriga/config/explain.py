@@ -194,7 +194,7 @@ def _run(config: Config, plan: BatchPlan, num_train_prompts: int | None) -> Iter
         yield f"{_count(total, 'step')}: {_count(batches, 'batch', 'batches')} an epoch, {passes}"
     elif steps:
         most = f"at most {_count(epochs, 'epoch')}" if epochs else "as many epochs as they take"
-        yield f"{_count(steps, 'step')}, over {most}"
+        yield f"{'at most ' if epochs else ''}{_count(steps, 'step')}, over {most}"
     else:
         yield f"{_count(epochs or 1, 'epoch')}; the number of steps depends on the data"
     when = ["before training"] if trainer.val_before_train else []

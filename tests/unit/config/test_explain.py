@@ -97,7 +97,7 @@ def test_the_number_of_steps() -> None:
     # Of both limits the first that is reached ends the run.
     both = config("data.train_batch_size=16", "trainer.total_training_steps=50", "trainer.total_epochs=3")
     assert "18 steps: 6 batches an epoch, 3 epochs" in explain(both, num_train_prompts=100)
-    assert "50 steps, over at most 3 epochs" in explain(both)
+    assert "at most 50 steps, over at most 3 epochs" in explain(both)
 
 
 def test_passes_bound_dynamic_sampling() -> None:
