@@ -125,8 +125,9 @@ def compare_filters(num_rows: int, num_processes: int, folder: Path) -> None:
     chars_a_token = len(sample) / len(tokenizer(sample)["input_ids"])
     path = folder / "prompts.parquet"
     write_prompts(path, text, num_rows, (SHORTEST * chars_a_token, LONGEST * chars_a_token))
-    print(f"{num_rows} prompts, {chars_a_token:.2f} characters a token, {num_processes} processes")
+    print(f"{num_rows} prompts, {chars_a_token:.2f} characters a token, {num_processes} processes", flush=True)
     values = {"filter_overlong_prompts": True, "filter_overlong_prompts_workers": num_processes}
+    values |= {"image_key": None, "video_key": None}  # tags in the documentation are text
 
     def filtered(limit: int, cache: str) -> tuple[float, list[int]]:
         start = time.perf_counter()
@@ -175,7 +176,8 @@ def private():
 folder, files, processes = sys.argv[1:]
 tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
 before, before_private, start = resident(), private(), time.perf_counter()
-config = DataConfig(max_prompt_length=1024, cache_dir=f"{folder}/cache", filter_overlong_prompts_workers=int(processes))
+config = DataConfig(max_prompt_length=1024, cache_dir=f"{folder}/cache", filter_overlong_prompts_workers=int(processes),
+                    image_key=None, video_key=None)
 rows = RLHFDataset(files, tokenizer, config)
 seconds = time.perf_counter() - start
 grown, grown_private = resident() - before, private() - before_private
