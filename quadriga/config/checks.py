@@ -34,6 +34,8 @@ _BY_GROUP = (
     "grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gdpo", "reinforce_plus_plus_baseline",
 )  # fmt: skip
 """Estimators that compare the responses to one prompt; that of a group of one is its bare score."""
+REPORTS_ROUTES = ("native",)
+"""Engines that say which experts each token went through."""
 _HUB_NAME = re.compile(r"[\w\-]+(?:/[\w.\-]+)?")
 
 
@@ -283,6 +285,21 @@ def check_update(config: Config) -> Iterator[Finding]:
             yield f"{key}.checkpoint: without {without} a resumed run does not equal the run that was not stopped."
 
 
+def check_replay(config: Config) -> Iterator[Finding]:
+    """Yields what keeps an update from repeating the choices of routers."""
+    actor, key, name = config.actor_rollout_ref.actor, f"{ACTOR}.router_replay", config.actor_rollout_ref.rollout.name
+    if actor.router_replay == "rollout" and name not in REPORTS_ROUTES:
+        expected = f"an engine that reports its choices: {' or '.join(REPORTS_ROUTES)}"
+        fix = f"Set {ROLLOUT}.name={REPORTS_ROUTES[0]}, or {key}=old_log_prob."
+        yield wrong(key, f"rollout, with {ROLLOUT}.name={name}", expected, fix)
+    if actor.router_replay == "old_log_prob" and actor.pipeline_model_parallel_size > 1:
+        got = f"old_log_prob, with pipeline_model_parallel_size={actor.pipeline_model_parallel_size}"
+        yield wrong(key, got, "1: only the last stage returns what was computed", "Set it to rollout.")
+    if actor.router_replay == "old_log_prob" and config.algorithm.rollout_correction.bypass_mode:
+        got, expected = "old_log_prob, with algorithm.rollout_correction.bypass_mode=True", "a pass for old log-probs"
+        yield wrong(key, got, expected, "Set it to rollout, or bypass_mode=False.")
+
+
 def _check_own(where: str, name: str, known: tuple[str, ...], files: object) -> Iterator[Finding]:
     """A name that is not among those there are needs a file that registers it."""
     if name not in known and not files:
@@ -364,6 +381,6 @@ _SUPERVISED_CHECKS: tuple[Callable[[Config], Iterator[Finding]], ...] = (
 )  # fmt: skip
 _CHECKS: tuple[Callable[[Config], Iterator[Finding]], ...] = (
     check_files, check_paths, check_sections, check_batches, check_groups, check_rollout, check_update,
-    check_multi_turn, check_placement, check_layouts, check_megatron, check_profiles, check_adapter, check_async,
-    check_distillation,
+    check_replay, check_multi_turn, check_placement, check_layouts, check_megatron, check_profiles, check_adapter,
+    check_async, check_distillation,
 )  # fmt: skip

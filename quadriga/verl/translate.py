@@ -210,6 +210,8 @@ class Line:
             self.set(key, value)
         elif section == "data" and key not in known_keys() and self.get("data.custom_cls.path"):
             self.set(f"data.custom_cls.options.{name}", value)
+        elif key in known_keys() and not self.is_changed(self.written):
+            return  # verl's own default
         elif self.written in self.given and not (value in ({}, None) and any(k.startswith(key) for k in known_keys())):
             fix = "Leave it out; what your own file reads from it has no place here."
             got = "a key that neither verl nor Quadriga has"

@@ -241,16 +241,6 @@ def _check_routers(config: Config, policy: Any) -> None:
         if way.attention != PACKED.attention:
             got = f"{value}, with {policy.model_type}, whose rows are computed one at a time"
             raise ConfigError(key, got=got, expected="a model whose rows are packed", fix=fix)
-    if actor.router_replay != "old_log_prob":
-        return
-    if actor.pipeline_model_parallel_size > 1:
-        got = f"old_log_prob, with pipeline_model_parallel_size={actor.pipeline_model_parallel_size}"
-        expected = "1: only the last stage returns what was computed"
-        raise ConfigError(ROUTER_REPLAY, got=got, expected=expected, fix="Set it to rollout, or use no pipeline.")
-    if config.algorithm.rollout_correction.bypass_mode:
-        got = "old_log_prob, with algorithm.rollout_correction.bypass_mode=True"
-        expected = "a pass for old log-probs, whose choices are repeated"
-        raise ConfigError(ROUTER_REPLAY, got=got, expected=expected, fix="Set it to rollout, or bypass_mode=False.")
 
 
 def _check_vision(config: Config, policy: Any, *, has_critic: bool) -> None:

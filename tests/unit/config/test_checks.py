@@ -11,6 +11,8 @@ import pytest
 from quadriga.config import load_config, training_findings
 from quadriga.errors import ConfigError
 
+REPLAY = "actor_rollout_ref.actor.router_replay"
+
 
 @pytest.fixture
 def ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -53,6 +55,10 @@ def test_a_sound_run_hears_nothing(ready: list[str]) -> None:
         (["actor_rollout_ref.model.path=./no/model"], "actor_rollout_ref.model.path"),
         (["actor_rollout_ref.model.path=."], "actor_rollout_ref.model.path"),
         (["critic.model.path=/no/critic"], "critic.model.path"),
+        ([f"{REPLAY}=rollout", "actor_rollout_ref.rollout.name=hf"], REPLAY),
+        ([f"{REPLAY}=old_log_prob", "algorithm.rollout_correction.bypass_mode=True"], REPLAY),
+        ([f"{REPLAY}=old_log_prob", "actor_rollout_ref.actor.pipeline_model_parallel_size=2", "trainer.backend=ray",
+          "trainer.n_gpus_per_node=2"], REPLAY),
         (["custom_reward_function.path=reward.py"], "custom_reward_function.path"),
         (["data.custom_cls.path=x.py", "data.custom_cls.name=X"], "data.custom_cls.path"),
         (["data.sampler.class_path=x.py", "data.sampler.class_name=X"], "data.sampler.class_path"),

@@ -107,7 +107,7 @@ def test_what_megatrons_section_means() -> None:
         *(f"{MEGATRON}.{one}" for one in words),
         *(f"+{FIELDS}.{one}" for one in (*fields, "apply_rope_fusion=True")),
         "actor_rollout_ref.model.enable_gradient_checkpointing=False",
-        *("algorithm.adv_estimator=gae", "critic.megatron.tensor_model_parallel_size=2", f"{MEGATRON}.{REPLAY}=R3"),
+        *("algorithm.adv_estimator=gae", "critic.megatron.tensor_model_parallel_size=2"),
         *("actor_rollout_ref.actor.optim.lr_decay_steps=50", "actor_rollout_ref.actor.optim.clip_grad=0.5"),
         *("actor_rollout_ref.actor.optim.weight_decay=0.1", "actor_rollout_ref.ref.megatron.param_offload=True"),
     )
@@ -120,7 +120,7 @@ def test_what_megatrons_section_means() -> None:
         f"{actor}.fsdp_config.grad_offload": True, f"{FIELDS}.num_layers_in_last_pipeline_stage": 3,
         "actor_rollout_ref.model.enable_gradient_checkpointing": True, f"{actor}.grad_clip": 0.5,
         "critic.tensor_model_parallel_size": 4, "critic.pipeline_model_parallel_size": 2,
-        "actor_rollout_ref.ref.fsdp_config.param_offload": True, f"{actor}.router_replay": "rollout",
+        "actor_rollout_ref.ref.fsdp_config.param_offload": True,
         f"{actor}.router_z_loss_coef": 0.001,
     }.items()  # fmt: skip
     told = "\n".join(found.notices)

@@ -77,10 +77,11 @@ def test_several_processes_mean_ray() -> None:
     assert (config.trainer.n_gpus_per_node, config.trainer.backend) == (8, "ray")
 
 
+@pytest.mark.parametrize("tree", ["ppo", "ppo_megatron"])
 @pytest.mark.parametrize("version", VERSIONS)
-def test_each_default_is_taken_without_a_notice(version: str) -> None:
-    words = [f"{key}={json.dumps(value)}" for key, value in defaults("ppo", version).items() if value != MISSING]
-    found = translated(VLLM, *words, version=version)
+def test_each_default_is_taken_without_a_notice(version: str, tree: str) -> None:
+    words = [f"{key}={json.dumps(value)}" for key, value in defaults(tree, version).items() if value != MISSING]
+    found = translated(VLLM, f"--config-name={tree}_trainer", *words, version=version)
     assert not found.refused
     assert not found.notices
 
@@ -363,10 +364,13 @@ def test_a_check_loads_no_torch() -> None:
 
 
 @pytest.mark.parametrize(("mode", "ours"), [("disabled", "off"), ("R2", "old_log_prob"), ("R3", "rollout")])
-def test_the_replay_of_routers(mode: str, ours: str) -> None:
-    section = "actor_rollout_ref.actor.router_replay"
-    line = translated(f"{section}.mode={mode}", "actor_rollout_ref.rollout.enable_rollout_routing_replay=True")
-    other = ["model_engine=veomni", f"{section.replace('actor.', 'actor.veomni.')}.mode={mode}"]
-    assert translated(*other).ours["actor_rollout_ref.actor.router_replay"] == ours
+@pytest.mark.parametrize("engine", ["", "megatron", "veomni"])
+def test_the_replay_of_routers(mode: str, ours: str, engine: str) -> None:
+    section = f"actor_rollout_ref.actor.{engine}.router_replay".replace("..", ".")
+    words = [f"{section}.mode={mode}", "actor_rollout_ref.rollout.enable_rollout_routing_replay=True"]
+    words += [f"model_engine={engine}"] if engine else []
+    line = translated(*words, "actor_rollout_ref.rollout.name=native")
     assert line.config is not None and line.config.actor_rollout_ref.actor.router_replay == ours
-    assert [one.where for one in translated(f"{section}.mode=record").refused] == [f"{section}.mode"]
+    told = [str(one) for one in translated(*words, VLLM).refused]
+    assert len(told) == (mode == "R3") and all("an engine that reports its choices: native" in one for one in told)
+    assert [one.where for one in translated(f"{section}.mode=record", *words[1:]).refused] == [f"{section}.mode"]

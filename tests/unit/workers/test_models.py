@@ -168,7 +168,6 @@ def test_a_model_that_sees_fits(folder: Path) -> None:
             {"router_aux_loss_coef": 0.1, "model": "llama"},
             "router_aux_loss_coef: got 0.1, with a model without experts",
         ),
-        ({"router_replay": "old_log_prob", "pipeline_model_parallel_size": 2}, "only the last stage returns"),
     ],
 )
 def test_routers_that_cannot_be_replayed(folder: Path, changes: dict[str, Any], told: str) -> None:
@@ -176,17 +175,6 @@ def test_routers_that_cannot_be_replayed(folder: Path, changes: dict[str, Any], 
     check_models(config(folder, "experts", router_replay="rollout", router_aux_loss_coef=0.1), has_critic=False)
     with pytest.raises(ConfigError, match=told):
         check_models(config(folder, **{"model": "experts", "processes": 2, **changes}), has_critic=False)
-
-
-def test_a_pass_that_is_not_made_is_not_replayed(folder: Path) -> None:
-    CONFIGS["qwen3_moe"].save_pretrained(folder / "experts")
-    asked = config(folder, "experts", router_replay="old_log_prob")
-    correction = asked.algorithm.rollout_correction.model_copy(update={"bypass_mode": True})
-    asked = asked.model_copy(
-        update={"algorithm": asked.algorithm.model_copy(update={"rollout_correction": correction})}
-    )
-    with pytest.raises(ConfigError, match=r"router_replay: got old_log_prob, with .*bypass_mode=True"):
-        check_models(asked, has_critic=False)
 
 
 def test_layouts_of_a_model_that_sees(folder: Path) -> None:

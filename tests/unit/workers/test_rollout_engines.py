@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from quadriga.config import Config, RolloutConfig, load_config, problem_of_several_engines
+from quadriga.config.checks import REPORTS_ROUTES
 from quadriga.errors import ConfigError
 from quadriga.models.load import load_causal_lm
 from quadriga.rollout import Balancer, Completion, SamplingParams, ScriptedEngine
@@ -244,5 +245,6 @@ def test_engines_that_report_no_routes(name: str) -> None:
     section = {"rollout": {"name": name}, "actor": {"router_replay": "rollout"}}
     with pytest.raises(ConfigError, match=f"router_replay: got rollout, with rollout.name={name}, .*: native"):
         rollout_engines.rollout_engine_class(Config(actor_rollout_ref=section))
+    assert {name for name, one in rollout_engines.ENGINES.items() if one.reports_routes} == {*REPORTS_ROUTES}
     section["actor"]["router_replay"] = "old_log_prob"
     assert rollout_engines.rollout_engine_class(Config(actor_rollout_ref=section)).name == name
