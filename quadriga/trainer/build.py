@@ -20,6 +20,7 @@ from quadriga.observe.timing import Timeline
 from quadriga.observe.tracking.services import check_services
 from quadriga.rewards import RewardManager, load_reward_manager
 from quadriga.single_controller import ClassWithInitArgs, WorkerGroups
+from quadriga.trainer.checkpoint import start_of
 from quadriga.trainer.launch import cluster_of
 from quadriga.trainer.profiler import Profiler
 from quadriga.trainer.ray_trainer import RayPPOTrainer, Workers
@@ -29,7 +30,7 @@ from quadriga.trainer.rollout_pool import RolloutPool, WeightPublisher
 from quadriga.trainer.sft import RewardModelTrainer, SFTTrainer, SupervisedTrainer
 from quadriga.workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker, RolloutWorker, TeacherWorker
 from quadriga.workers.base import UpdateInputs
-from quadriga.workers.models import check_models, layout_tables, require_text
+from quadriga.workers.models import check_checkpoint, check_models, layout_tables, require_text
 from quadriga.workers.rollout_engines import rollout_engine_class
 from quadriga.workers.sft import RewardModelTrainingWorker, SFTWorker
 from quadriga.workers.teacher import check_teachers, require_teachers
@@ -112,6 +113,7 @@ def build_run(config: Config, timeline: Timeline, parts: Parts = NO_PARTS) -> Ru
     else:
         require_text(config, "quadriga sft")
     check_models(config, has_critic=needs.critic)
+    check_checkpoint(config, start_of(config.trainer))
     with timeline.part("tokenizer"):
         tokenizer = parts.tokenizer or build_tokenizer(config)
         check_teachers(config, tokenizer)

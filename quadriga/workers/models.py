@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The models of the roles: whether they fit the ranks and the sequences, and how they are loaded."""
 
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from quadriga.config.rollout import ROLLOUT
 from quadriga.engines.fsdp.sharded import ReadWeight
 from quadriga.engines.megatron.names import require_known
 from quadriga.engines.parallel.processes import Processes
-from quadriga.errors import ConfigError, EngineError
+from quadriga.errors import CheckpointError, ConfigError, EngineError
 from quadriga.models.adapter_files import base_name, is_factor, open_model
 from quadriga.models.architecture import EXPERT_COUNTS, PACKED, choose_attention, length_limit, way_of
 from quadriga.models.load import load_causal_lm, load_config, model_folder, skeleton_causal_lm
@@ -219,6 +221,22 @@ def require_text(config: Config, what: str) -> None:
     if is_vision(kind := _model_config(config, ACTOR)):
         got, expected = f"a vision-language model ({kind.model_type})", f"a text model: {what} learns from text alone"
         raise ConfigError("model.path", got=got, expected=expected, fix="Train it with `quadriga train`.")
+
+
+def check_checkpoint(config: Config, checkpoint: Path | None) -> None:
+    """Refuse to go on from a policy with another number of experts, as its config.json says; what else differs is found
+    when it is read, and damage too. Raises CheckpointError: says both numbers."""
+    if checkpoint is None:
+        return
+    try:
+        known = json.loads((checkpoint / "actor" / "config.json").read_text())
+        theirs = _num_experts(SimpleNamespace(**known.get("text_config", known)))
+    except (OSError, ValueError, AttributeError, TypeError):
+        return
+    if theirs != (ours := _num_experts(_model_config(config, ACTOR).get_text_config())):
+        got, expected = f"a model of {theirs} experts in a layer", f"{ours}, as actor_rollout_ref.model.path has"
+        fix = "Resume with the model that the checkpoint was made of."
+        raise CheckpointError(f"{checkpoint / 'actor'}", got=got, expected=expected, fix=fix)
 
 
 def _num_experts(text: Any) -> int:

@@ -36,10 +36,10 @@ SIZES: dict[str, Size] = {
     "rewards": Size(3868, 28, 213),
     "rollout": Size(8843, 45, 534),
     "single_controller": Size(3587, 16, 210),
-    "trainer": Size(5468, 29, 315),
+    "trainer": Size(5479, 29, 316),
     "verl": Size(1809, 6, 125),
     "weight_sync": Size(885, 6, 60),
-    "workers": Size(2082, 13, 108),
+    "workers": Size(2101, 13, 109),
     "": Size(1723, 12, 102),
 }
 REASONS: dict[str, str] = {
@@ -79,7 +79,8 @@ REASONS: dict[str, str] = {
     "verl": "verl's command lines: Hydra's words, defaults by version, what becomes of each key, shell scripts,"
     " teachers",
     "weight_sync": "a meeting whose receiver died is given up",
-    "workers": "state copies; engines that are made again; generation beside training; teachers, loaded or served",
+    "workers": "state copies; engines that are made again; generation beside training; teachers, loaded or served;"
+    " experts of a checkpoint",
     "": "what users' code starts ends with it (descendants.py); keys are hidden where they are printed"
     " (redact.py); `quadriga.train` and its relatives (api.py)",
 }

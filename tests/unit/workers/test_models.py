@@ -25,9 +25,9 @@ from quadriga.config import Config
 from quadriga.config.layout import Layout
 from quadriga.engines.parallel.processes import Processes
 from quadriga.engines.process_group import ProcessGroup
-from quadriga.errors import ConfigError, EngineError
+from quadriga.errors import CheckpointError, ConfigError, EngineError
 from quadriga.models.scorers import PolicyScorer, ValueScorer
-from quadriga.workers.models import check_models, layout_tables, load_judge, load_model, require_text
+from quadriga.workers.models import check_checkpoint, check_models, layout_tables, load_judge, load_model, require_text
 from tests.architectures import config_of
 from tests.moe import CONFIGS
 from tests.tiny_vision import vision_config
@@ -93,6 +93,21 @@ def test_models_that_megatron_has_no_table_for(folder: Path) -> None:
         check_models(config(folder, "biased", strategy="megatron"), has_critic=False)
     with pytest.raises(ConfigError, match="4 heads and 2 key-value heads for tensor parallelism over 4"):
         check_models(config(folder, strategy="megatron", tensor_model_parallel_size=4), has_critic=False)
+
+
+def test_a_checkpoint_of_another_number_of_experts(folder: Path) -> None:
+    """By its config.json; one that cannot be read is left to those who say what is damaged."""
+    saved = folder / "global_step_1" / "actor"
+    CONFIGS["qwen3_moe"].save_pretrained(folder / "mixture")
+    for number in (4, 6):
+        Qwen3MoeConfig(num_experts=number).save_pretrained(saved)
+        with nullcontext() if number == 4 else pytest.raises(CheckpointError, match=r"of 6 experts.*expected 4, as"):
+            check_checkpoint(config(folder, "mixture"), saved.parent)
+    with pytest.raises(CheckpointError, match=r"of 6 experts.*expected 0"):
+        check_checkpoint(config(folder), saved.parent)
+    for text in ("{", "[]", '{"text_config": 3}'):
+        (saved / "config.json").write_text(text)
+        check_checkpoint(config(folder, "mixture"), saved.parent)
 
 
 def test_a_model_that_does_not_generate(tmp_path: Path) -> None:
