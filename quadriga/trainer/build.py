@@ -173,11 +173,11 @@ def start_workers(config: Config, tokenizer: Any, needs: Needs, given: Mapping[R
     }
     if config.task != "rl":
         classes[Role.ActorRollout], _ = SUPERVISED[config.task]
-    policy = next((given[Role(role)] for role in POLICIES if role in given), ActorRolloutRefWorker)
+    policy = next((given[Role(role)] for role in POLICIES if role in given), None)
     workers = {}
     for role in map(Role, placement.roles):
         base = classes.get(role, ActorRolloutRefWorker)
-        cls = given.get(role, policy if role in POLICIES else base)
+        cls = given.get(role) or (policy if role in POLICIES else None) or base
         if not issubclass(cls, base):
             raise ConfigError(f"the worker of {role}", got=cls.__name__, expected=f"a subclass of {base.__name__}")
         workers[role] = ClassWithInitArgs(cls, config, tokenizer, *([] if role in classes else [role]))

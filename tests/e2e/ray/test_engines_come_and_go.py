@@ -46,7 +46,7 @@ def test_a_run_goes_on_without_an_engine_and_takes_it_back(
         step = prompts.meta_info["global_steps"]
         if step == 2:
             pid = pool._rollout.processes.addresses[1].pid
-            threading.Timer(0.3, os.kill, (pid, signal.SIGKILL)).start()
+            threading.Timer(0.1, os.kill, (pid, signal.SIGKILL)).start()
         if step == 4:
             pool._restarts.wait(120)
         rows = generate(pool, prompts)
