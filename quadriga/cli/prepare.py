@@ -10,7 +10,7 @@ from types import ModuleType
 
 from quadriga.errors import DataError
 
-_DATA_HELP = "largest, gsm8k, or reasoning_gym:TASK for any task of that library"
+_DATA_HELP = "largest, gsm8k, gsm8k_tools, math, geometry3k, hellaswag, hh_rlhf, or reasoning_gym:TASK"
 _MODEL_HELP = "smollm2-135m-instruct, a .gguf file, a model folder, or a name on the Hugging Face hub"
 _NEXT = """
 Next:
@@ -27,7 +27,7 @@ def main(argv: list[str]) -> int:
     rows.add_argument("--num-train", type=int, metavar="N", help="training rows (default: the task's own number)")
     rows.add_argument("--num-val", type=int, metavar="N", help="validation rows (default: the task's own number)")
     rows.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the training rows (default: 0)")
-    rows.add_argument("--source", metavar="PATH", help="local file or folder to read instead of the hub (gsm8k)")
+    rows.add_argument("--source", metavar="PATH", help="local file or folder to read instead of the hub")
     model = kinds.add_parser("model", help="write a model folder: safetensors, tokenizer, chat template")
     model.add_argument("name", help=_MODEL_HELP)
     for command in (rows, model):

@@ -4,10 +4,11 @@
 from pathlib import Path
 
 from quadriga.errors import DataError
-from quadriga_recipes import gsm8k, largest_number, reasoning_gym
+from quadriga_recipes import largest_number, reasoning_gym
+from quadriga_recipes.published import SOURCES, published_rows
 from quadriga_recipes.rows import write_splits
 
-DATA_NAMES = ("largest", "gsm8k", f"{reasoning_gym.PREFIX}TASK")
+DATA_NAMES = ("largest", *SOURCES, f"{reasoning_gym.PREFIX}TASK")
 
 
 def prepare_data(
@@ -22,12 +23,12 @@ def prepare_data(
     """Write train.parquet and val.parquet into `output_dir`.
 
     Args:
-        name: "largest", "gsm8k" or "reasoning_gym:TASK".
+        name: "largest", "reasoning_gym:TASK", or a published data set: a key of `SOURCES`.
         output_dir: is created if need be.
-        num_train: training rows; None is the task's own number (for gsm8k: all).
+        num_train: training rows; None is the task's own number (of a published data set: all).
         num_val: validation rows; None likewise.
         seed: of the training rows. What is generated for validation does not depend on it.
-        source: for gsm8k, a local file or folder.
+        source: of a published data set, a local file or folder.
 
     Returns:
         The two paths by split, "train" and "val".
@@ -39,9 +40,10 @@ def prepare_data(
         if count is not None and count < 1:
             raise DataError(f"prepare data {name}", got=f"{option} {count}", expected="at least 1")
     output_dir = Path(output_dir).expanduser()
-    if name == "gsm8k":
-        train, val = gsm8k.problems(num_train=num_train, num_val=num_val, seed=seed, source=source)
-        return write_splits(train, val, output_dir, data_source=gsm8k.DATA_SOURCE, ability=gsm8k.ABILITY)
+    if name in SOURCES:
+        train, val = published_rows(name, num_train=num_train, num_val=num_val, seed=seed, source=source)
+        facts = SOURCES[name]
+        return write_splits(train, val, output_dir, data_source=facts.data_source, ability=facts.ability)
     if source is not None:
         raise DataError(
             f"prepare data {name}",

@@ -31,7 +31,7 @@ LAYERS: dict[str, frozenset[str]] = {
     "algorithms": frozenset({"errors", "user_file"}),
     "rewards": _CORE | {"user_file", "http_client"},
     "data": _CORE | {"user_file", "http_client"},
-    "recipes": frozenset({"errors", "config", "observe", "data"}),
+    "recipes": frozenset({"errors", "config", "observe", "data", "rewards"}),
     "models": frozenset({"errors", "partition", "config", "observe"}),
     "single_controller": _CORE,
     "engines": _CORE | {"algorithms", "models"},

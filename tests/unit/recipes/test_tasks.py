@@ -59,7 +59,7 @@ def test_held_out_even_where_training_takes_everything_else(monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("gsm9k", {}, "one of largest, gsm8k, reasoning_gym:TASK"),
+        ("gsm9k", {}, "one of largest, gsm8k, gsm8k_tools, math, .*, reasoning_gym:TASK"),
         ("largest", {"source": "x"}, "the rows are generated"),
         ("largest", {"num_val": 0}, "--num-val 0"),
     ],

@@ -3,9 +3,11 @@
 
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 from quadriga.errors import RolloutError
+from quadriga_recipes.tasks import prepare_data
 
 EXAMPLES = Path(__file__).resolve().parents[4] / "examples" / "tools"
 
@@ -59,3 +61,17 @@ def test_an_account_refuses(converse, make_prompts, recorder) -> None:
     assert output.meta_info["metrics"]["rollout/num_refused_calls"].value == 1
     with pytest.raises(RolloutError, match=r"tools_kwargs\.account: got create=1"):
         converse(recorder(["ok"]), make_prompts(["?"], tools_kwargs=[{"account": {"create": 1}}]), config)
+
+
+def test_what_checks_answers_takes_rows_as_they_are_prepared(converse, make_prompts, recorder, tmp_path) -> None:
+    """The answer of a row is in its `tools_kwargs`, under the tool's name."""
+    source = tmp_path / "rows.jsonl"
+    source.write_text('{"question": "q", "answer": "#### 1,000"}\n' * 2)
+    path = prepare_data("gsm8k_tools", tmp_path, source=str(source))["train"]
+    [row] = pq.read_table(path).to_pylist()
+    call = '<tool_call>{"name": "check_answer", "arguments": {"answer": "%s"}}</tool_call>'
+    engine = recorder([call % 999, call % 1000, "#### 1000"])
+    prompts = make_prompts(["?"], tools_kwargs=[row["extra_info"]["tools_kwargs"]], agent_name=[row["agent_name"]])
+    output = converse(engine, prompts, {"tool_config_path": str(EXAMPLES / "check_answer.yaml")}, T=900)
+    assert output.non_tensor_batch["tool_rewards"][0] == {"check_answer": 1.0}
+    assert output.non_tensor_batch["num_turns"][0] == 5
