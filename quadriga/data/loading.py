@@ -8,6 +8,7 @@ position inside an epoch and the generator of the sampler: a resumed run sees th
 import inspect
 import warnings
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -23,9 +24,12 @@ from quadriga.data.files import FileNames
 from quadriga.data.generated import DynamicGenDataset
 from quadriga.data.padding import collate_fn
 from quadriga.data.rl_dataset import RLHFDataset
+from quadriga.data.tokenizing import ChatEncoder
 from quadriga.data.vision import VisionProcessor
 from quadriga.errors import ConfigError, DataError
 from quadriga.user_file import import_file, member_of
+
+_SAMPLERS = (MixtureSampler, RandomSampler, SequentialSampler)
 
 
 class RowLoader(StatefulDataLoader):
@@ -39,6 +43,21 @@ class RowLoader(StatefulDataLoader):
         processor = getattr(self.dataset, "processor", None)
         batches = super().__iter__()
         return map(processor.add_inputs, batches) if isinstance(processor, VisionProcessor) else batches
+
+    def lets_read_ahead(self) -> bool:
+        """Whether a thread may fetch a batch before the step is over; it gets a tokenizer of its own then.
+
+        Nothing of a user's may run there, which may draw from generators of the process; nothing may learn from the
+        step; and worker processes are ahead already.
+        """
+        rows, tokenizer = self.dataset, getattr(self.dataset, "tokenizer", None)
+        own = type(rows).__getitem__ is RLHFDataset.__getitem__ and type(self.sampler) in _SAMPLERS
+        is_fast = getattr(tokenizer, "backend_tokenizer", None) is not None
+        if not own or not is_fast or hasattr(rows, "on_batch_end") or self.num_workers > 0:
+            return False
+        # Two threads must not share one: how it pads and cuts is a state of it.
+        rows.encoder = ChatEncoder(deepcopy(tokenizer), rows.config.apply_chat_template_kwargs)
+        return True
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and which rows it is a position in."""

@@ -1,20 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """The training prompts as one stream without end, pass after pass over the data, that knows where it is; their names.
 
-A step may take one batch or several; a checkpoint keeps the place after the last one that was taken.
+A step may take one batch or several; a checkpoint keeps the place after the last one that was taken. Where the loader
+allows it, a thread reads the next batch meanwhile.
 """
 
 import logging
 from collections.abc import Iterator
+from concurrent.futures import Future
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
 
+from quadriga.background import in_background
 from quadriga.errors import CheckpointError, DataError
-from quadriga.observe.watchdog import watched
+from quadriga.observe.watchdog import waiting, watched
 from quadriga.protocol import DataProto
 
 logger = logging.getLogger(__name__)
+
+_BATCH = "a batch of prompts (data set, sampler, collation)"
 
 
 class PromptStream:
@@ -31,6 +37,10 @@ class PromptStream:
         self._epoch_batches = max(1, len(loader))
         self.num_taken = 0
         self._batches: Iterator[dict[str, Any]] | None = None
+        self._reads_ahead: bool = getattr(loader, "lets_read_ahead", bool)()
+        self._next: Future[tuple[dict[str, Any], dict[str, Any]]] | None = None
+        self._place: dict[str, Any] | None = None
+        """The loader's, after the last batch that was taken, where it is further already."""
         if is_saved and self.cannot_resume:
             logger.warning("data.sampler: no run can resume from the checkpoints: got %s.", self.cannot_resume)
 
@@ -56,15 +66,28 @@ class PromptStream:
     def take(self) -> DataProto:
         """The next batch, after the last pass too: a step that has begun is completed.
         Raises DataError: two passes in a row are empty."""
+        if not self._reads_ahead:
+            batch = self._read()
+        else:
+            ahead, self._next = self._next or in_background(self._read_ahead, "reading prompts"), None
+            with waiting(_BATCH):
+                batch, self._place = ahead.result()
+            self._next = in_background(self._read_ahead, "reading prompts")
+        self.num_taken += 1
+        return DataProto.from_single_dict(batch)
+
+    def _read_ahead(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        return self._read(), deepcopy(self.loader.state_dict())
+
+    def _read(self) -> dict[str, Any]:
         # The rest of this pass may be empty, and so may one whole pass: that of a loader which goes on from the very
         # end of an epoch.
         for _ in range(3):
             if self._batches is None:
-                self._batches = watched(self.loader, "a batch of prompts (data set, sampler, collation)")
+                self._batches = watched(self.loader, _BATCH)
             batch = next(self._batches, None)
             if batch is not None:
-                self.num_taken += 1
-                return DataProto.from_single_dict(batch)
+                return batch
             self._batches = None
         raise DataError(
             "data.train_files: got two passes in a row without a batch, expected at least one batch a pass",
@@ -73,7 +96,8 @@ class PromptStream:
 
     def state_dict(self) -> dict[str, Any]:
         """The place after the last batch."""
-        return {"loader": self.loader.state_dict(), "num_taken": self.num_taken}
+        place = self.loader.state_dict() if self._place is None else self._place
+        return {"loader": place, "num_taken": self.num_taken}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a place.
@@ -89,9 +113,11 @@ class PromptStream:
                 f"the place in the training data: got entries {entries}, expected loader and num_taken",
                 fix="The checkpoint was written by another version of Quadriga: resume it with that one.",
             )
+        if self._next is not None:
+            self._next.exception()  # the loader is not in use any more
         self.loader.load_state_dict(state["loader"])
         self.num_taken = state["num_taken"]
-        self._batches = None
+        self._batches = self._next = self._place = None
 
 
 def assign_uids(prompts: DataProto, prefix: str, first: int = 0) -> DataProto:

@@ -221,7 +221,9 @@ class RayPPOTrainer(TrainingLoop):
 
     def next_prompts(self, num_before: int = 0) -> DataProto:
         """The next batch of prompts, of which this step has taken `num_before` already; a `uid` each."""
-        prompts = assign_uids(self.prompts.take(), str(self.global_steps), first=num_before)
+        with self.timer.phase("data"):
+            taken = self.prompts.take()
+        prompts = assign_uids(taken, str(self.global_steps), first=num_before)
         prompts.meta_info |= {"global_steps": self.global_steps, "total_training_steps": self.total_training_steps}
         return prompts
 

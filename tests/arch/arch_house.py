@@ -28,7 +28,7 @@ SIZES: dict[str, Size] = {
     "cli": Size(1085, 11, 44),
     "compat": Size(2177, 10, 205),
     "config": Size(3757, 21, 164),
-    "data": Size(3332, 14, 189),
+    "data": Size(3353, 14, 190),
     "engines": Size(4351, 25, 223),
     "models": Size(3676, 18, 203),
     "observe": Size(1728, 14, 108),
@@ -36,7 +36,7 @@ SIZES: dict[str, Size] = {
     "rewards": Size(3868, 28, 213),
     "rollout": Size(8843, 45, 534),
     "single_controller": Size(3587, 16, 210),
-    "trainer": Size(5479, 29, 316),
+    "trainer": Size(5507, 29, 318),
     "verl": Size(1809, 6, 125),
     "weight_sync": Size(885, 6, 60),
     "workers": Size(2101, 13, 109),
@@ -56,7 +56,7 @@ REASONS: dict[str, str] = {
     "data": "a bad row is named by file, row and column; all rows are checked at the start; rows of a program; "
     "pictures inside content parts; rows that are generated between batches, a curriculum; videos.py: frames that a"
     " model is shown of a file, a list or an array, cut without torchvision; rows mapped from a cache, bad ones left"
-    " out, lengths without a tokenizer",
+    " out, lengths without a tokenizer; batches that a thread reads",
     "engines": "copies of the state in memory that outlives a rank; Megatron-core as second engine (megatron/); weights"
     " that go between layouts part by part; experts on their ranks; router replay; a teacher in the loss",
     "models": "lists of files lead nowhere outside their folder; experts' names in files and in modules;"
@@ -75,7 +75,7 @@ REASONS: dict[str, str] = {
     "trainer": "lock of a run's folder, fallback to older checkpoints, recovery, engines that come and go; "
     "settings that changed, rows that are bad, models that end a run, steps one by one; files of responses"
     " that go on after a kill; asynchronous training: what starts where and when,"
-    " batches that are generated ahead, in checkpoints too",
+    " batches that are generated ahead, in checkpoints too; prompts that are read ahead",
     "verl": "verl's command lines: Hydra's words, defaults by version, what becomes of each key, shell scripts,"
     " teachers",
     "weight_sync": "a meeting whose receiver died is given up",

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts without end, and the place in them."""
 
+import json
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,9 +12,11 @@ import torch
 from torch.utils.data import Dataset, Sampler
 
 from quadriga.config import DataConfig
+from quadriga.data import RLHFDataset
 from quadriga.data.loading import create_dataloader, create_rl_sampler
 from quadriga.errors import CheckpointError, DataError
 from quadriga.trainer.prompts import PromptStream
+from quadriga_recipes.playground import build_tokenizer
 
 
 class Numbers(Dataset):
@@ -126,3 +131,88 @@ def test_a_sampler_that_forgets_what_it_learned_is_not_resumed(
             prompts.load_state_dict(state)
     else:
         prompts.load_state_dict(state)
+
+
+class Changed(RLHFDataset):
+    """A class of a user's: its rows are read when they are due."""
+
+    def __getitem__(self, item: int) -> dict[str, Any]:
+        return super().__getitem__(item)
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Any:
+    """A stream of batches of 2 of 5 prompts."""
+
+    def make(cls: type[RLHFDataset] = RLHFDataset, **values: Any) -> PromptStream:
+        rows = [
+            {"prompt": [{"role": "user", "content": f"{row}+1="}], "data_source": "exact_match", "reward_model": {}}
+            for row in range(5)
+        ]
+        path = tmp_path / "rows.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        config = DataConfig(shuffle=True, seed=5, max_prompt_length=32, cache_dir=str(tmp_path), **values)
+        dataset = cls(str(path), build_tokenizer(), config)
+        sampler = create_rl_sampler(config, dataset)
+        return PromptStream(create_dataloader(dataset, config, batch_size=2, sampler=sampler, drop_last=True))
+
+    return make
+
+
+def items(prompts: PromptStream, count: int) -> list[list[int]]:
+    return [prompts.take().non_tensor_batch["item"].tolist() for _ in range(count)]
+
+
+def test_a_thread_reads_the_next_batch_before_it_is_taken(read: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four rows are there after one batch of two; and nobody else uses the tokenizer that the thread has."""
+    plain, seen, is_ahead = RLHFDataset.__getitem__, list[str](), threading.Event()
+
+    def getitem(self: RLHFDataset, item: int) -> dict[str, Any]:
+        seen.append(threading.current_thread().name)
+        if len(seen) == 4:
+            is_ahead.set()
+        return plain(self, item)
+
+    monkeypatch.setattr(RLHFDataset, "__getitem__", getitem)
+    prompts = read()
+    taken = items(prompts, 1)
+    assert is_ahead.wait(60) and all(name.startswith("reading prompts") for name in seen)
+    dataset = prompts.loader.dataset
+    assert dataset.encoder.tokenizer is not dataset.tokenizer
+    monkeypatch.undo()
+    alone = read(Changed)
+    assert alone.loader.dataset.encoder.tokenizer is alone.loader.dataset.tokenizer
+    assert taken + items(prompts, 5) == items(alone, 6)
+
+
+@pytest.mark.parametrize("place", range(5))
+def test_what_is_read_ahead_is_read_again_after_a_resume(read: Any, place: int) -> None:
+    """The place is the one behind the last batch that was taken, before the first batch too; a state that is restored
+    into a stream that is ahead holds; and a stream that reads ahead goes on from one that does not."""
+    alone = read(Changed)
+    before, state = items(alone, place), alone.state_dict()
+    after = items(alone, 4)
+    prompts = read()
+    assert items(prompts, place) == before
+    kept = prompts.state_dict()
+    assert items(prompts, 4) == after
+    for stream, given in ((read(), kept), (prompts, kept), (read(), state), (read(Changed), kept)):
+        stream.load_state_dict(given)
+        assert items(stream, 4) == after and stream.num_taken == place + 4
+
+
+def test_an_error_is_raised_by_the_batch_that_has_it(read: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not while the batch before is learned from."""
+    prompts = read()
+    first, second = items(read(), 2)
+    plain = RLHFDataset.__getitem__
+
+    def getitem(self: RLHFDataset, item: int) -> dict[str, Any]:
+        if item == second[1]:
+            raise DataError("rows.jsonl row 1", got="an image that is gone", expected="it")
+        return plain(self, item)
+
+    monkeypatch.setattr(RLHFDataset, "__getitem__", getitem)
+    assert items(prompts, 1) == [first]
+    with pytest.raises(DataError, match="an image that is gone"):
+        prompts.take()
