@@ -222,6 +222,29 @@ def check_rollout(config: Config) -> Iterator[Finding]:
         yield "reward_model.enable, custom_reward_function.path: the reward is the sum of both scores."
 
 
+def check_streaming(config: Config) -> Iterator[Finding]:
+    """Yields what needs all rows, or their number, where they are read as they are needed."""
+    data, trainer, unknown = config.data, config.trainer, "How many rows there are is not known."
+    if data.streaming is None:
+        return
+    for is_wrong, key, got, expected, fix in (
+        (trainer.total_training_steps is None, "trainer.total_training_steps", "null", "a number of steps", unknown),
+        (trainer.total_epochs is not None, "trainer.total_epochs", str(trainer.total_epochs), "null", unknown),
+        (trainer.save_freq == "after_each_epoch", "trainer.save_freq", "after_each_epoch", "a number", unknown),
+        (trainer.test_freq == "after_each_epoch", "trainer.test_freq", "after_each_epoch", "a number", unknown),
+        (data.mixture, "data.mixture", str(data.mixture), "none", "Leave it out."),
+        (data.custom_cls.path, "data.custom_cls.path", str(data.custom_cls.path), "null", "Leave one of them out."),
+        (data.datagen.path, "data.datagen.path", str(data.datagen.path), "null", "Leave one of them out."),
+        (data.sampler.class_path, "data.sampler.class_path", str(data.sampler.class_path), "null",
+         "Rows come in the order of the files, data.shuffle among those that are read at a time."),
+        (data.train_max_samples != -1, "data.train_max_samples", str(data.train_max_samples), "-1", unknown),
+        (data.dataloader_num_workers > 0, "data.dataloader_num_workers", str(data.dataloader_num_workers), "0",
+         "A thread reads ahead."),
+    ):  # fmt: skip
+        if is_wrong:
+            yield wrong(key, f"{got}, with data.streaming={data.streaming}", expected, fix)
+
+
 def check_async(config: Config) -> Iterator[Finding]:
     """Yields what cannot run beside training, and what is computed otherwise on stale samples."""
     settings, rollout, trainer = config.async_training, config.actor_rollout_ref.rollout, config.trainer
@@ -382,5 +405,5 @@ _SUPERVISED_CHECKS: tuple[Callable[[Config], Iterator[Finding]], ...] = (
 _CHECKS: tuple[Callable[[Config], Iterator[Finding]], ...] = (
     check_files, check_paths, check_sections, check_batches, check_groups, check_rollout, check_update,
     check_replay, check_multi_turn, check_placement, check_layouts, check_megatron, check_profiles, check_adapter,
-    check_async, check_distillation,
+    check_async, check_streaming, check_distillation,
 )  # fmt: skip

@@ -153,6 +153,9 @@ class DataConfig(Section):
     the run does not start, or it is left out, counted and listed."""
     truncation: Literal["error", "left", "right", "middle"] = "error"
     """What happens to a longer one: the run stops, or tokens go from that side. middle: of prompts only."""
+    streaming: Count | None = None
+    """Rows of training files that are read at a time, and shuffled among each other, without a pass over the files
+    before; the run ends by trainer.total_training_steps. null: files are read and measured when a run starts."""
     shuffle: bool = True
     """Whether training rows are shuffled in each epoch, from `data.seed`."""
     validation_shuffle: bool = False

@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from quadriga.data.files import FileNames, read_table, resolve_files
+from quadriga.data.files import FileNames, RowTable, read_table, resolve_files
 from quadriga.data.tokenizing import ChatEncoder, check_tokenizer
 from quadriga.errors import DataError
 
@@ -52,7 +52,11 @@ class FileDataset(Dataset, ABC):
         # The entry of each file, for a mixture of entries.
         self._entries = [number for number, files in enumerate(entries) for _ in files]
         skipped = self.bad_rows if config.on_bad_row == "skip" else None
-        self._tables = [read_table(file, config.cache_dir, skipped) for files in entries for file in files]
+        self._tables = [self.read(file, skipped) for files in entries for file in files]
+
+    def read(self, file: Path, bad_lines: list[DataError] | None) -> RowTable:
+        """The rows of a file; what is wrong with lines of JSON is added to a list, or raised where there is none."""
+        return read_table(file, self.config.cache_dir, bad_lines)
 
     @abstractmethod
     def __len__(self) -> int:

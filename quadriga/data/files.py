@@ -51,12 +51,19 @@ _VERSION_FIELDS = ("etag", "mtime", "lastmodified", "last_modified", "last-modif
 class RowTable:
     """The rows of one file `path`, and the names of their `columns`, those of any row.
 
-    `rows` are an Arrow table: of these columns, or with `json_columns` of one column, the JSON text of each row.
+    `rows` are an Arrow table: of these columns, or with `json_columns` of one column, the JSON text of each row. The
+    first of them is row `first` of the file.
     """
 
     def __init__(
-        self, path: Path, rows: pa.Table, json_columns: Sequence[str] | None = None, digest: str | None = None
+        self,
+        path: Path,
+        rows: pa.Table,
+        json_columns: Sequence[str] | None = None,
+        digest: str | None = None,
+        first: int = 0,
     ) -> None:
+        self.first = first
         self.path, self._rows, self._is_json = path, rows, json_columns is not None
         self.columns = tuple(rows.column_names if json_columns is None else json_columns)
         self.schema = rows.schema if json_columns is None else None  # JSON has none
@@ -129,10 +136,7 @@ def read_table(path: Path, cache_dir: str | Path | None = None, bad_lines: list[
                 digest = _digest(path)
                 rows = _mapped(path, digest, cache_dir, parquet.schema_arrow, batches)[0]
         except (pa.ArrowException, OSError) as error:
-            reason, size = str(error).strip().partition("\n")[0], path.stat().st_size
-            got = f"{size} bytes that are no whole parquet file ({reason})" if size else "an empty file"
-            fix = "Write or download it again."
-            raise DataError(str(path), got=got, expected="a parquet file", fix=fix) from error
+            raise _damaged(path, error) from error
     elif suffix in _JSON:
         facts = _JsonFacts()
         batches = _json_batches(path, facts, is_lines=suffix != ".json", keeps_bad=bad_lines is not None)
@@ -142,7 +146,7 @@ def read_table(path: Path, cache_dir: str | Path | None = None, bad_lines: list[
         else:
             rows = pa.Table.from_batches(batches, _TEXTS)
         columns = list(facts.columns)
-        bad = [DataError(f"{path} {line}", got=got, expected=fit) for line, got, fit in facts.bad]
+        bad = _bad_lines(path, facts)
         if bad and bad_lines is None:
             raise bad[0]
         if bad_lines is not None:
@@ -152,6 +156,50 @@ def read_table(path: Path, cache_dir: str | Path | None = None, bad_lines: list[
     if len(rows) == 0:
         raise DataError(str(path), got="no rows", expected="at least one", fix="Write the file again or leave it out.")
     return RowTable(path, rows, columns, digest)
+
+
+def read_blocks(
+    path: Path, num_rows: int, start: int = 0, bad_lines: list[DataError] | None = None
+) -> Iterator[RowTable]:
+    """The rows of a parquet, json or jsonl file, at most so many at a time, from row `start` on, where a block begins.
+
+    A block of a parquet file ends with its row group, too. Other arguments and errors as of `read_table`.
+    """
+    suffix, first = path.suffix.lower(), 0
+    if suffix not in _PARQUET:
+        facts = _JsonFacts()
+        keeps = {"is_lines": suffix != ".json", "keeps_bad": bad_lines is not None}
+        for batch in _json_batches(path, facts, num_rows, **keeps):
+            if first >= start:
+                if bad_lines is not None:
+                    bad_lines += _bad_lines(path, facts)
+                if len(batch):
+                    yield RowTable(path, pa.Table.from_batches([batch]), list(facts.columns), first=first)
+            facts.bad.clear()
+            first += len(batch)
+        return
+    try:
+        parquet = pq.ParquetFile(path)
+        for group in range(parquet.num_row_groups):
+            if (end := first + parquet.metadata.row_group(group).num_rows) <= start:
+                first = end
+                continue
+            for batch in parquet.iter_batches(num_rows, row_groups=[group]):
+                if first >= start:
+                    yield RowTable(path, pa.Table.from_batches([batch]), first=first)
+                first += len(batch)
+    except (pa.ArrowException, OSError) as error:
+        raise _damaged(path, error) from error
+
+
+def _bad_lines(path: Path, facts: _JsonFacts) -> list[DataError]:
+    return [DataError(f"{path} {line}", got=got, expected=fit) for line, got, fit in facts.bad]
+
+
+def _damaged(path: Path, error: Exception) -> DataError:
+    reason, size = str(error).strip().partition("\n")[0], path.stat().st_size
+    got = f"{size} bytes that are no whole parquet file ({reason})" if size else "an empty file"
+    return DataError(str(path), got=got, expected="a parquet file", fix="Write or download it again.")
 
 
 def _mapped(
@@ -198,7 +246,9 @@ def _opened(entry: Path) -> tuple[pa.Table, _JsonFacts]:
     return pa.ipc.open_stream(pa.memory_map(str(entry / "rows.arrow"))).read_all(), facts
 
 
-def _json_batches(path: Path, facts: _JsonFacts, *, is_lines: bool, keeps_bad: bool) -> Iterator[pa.RecordBatch]:
+def _json_batches(
+    path: Path, facts: _JsonFacts, num_rows: int = _ROWS, *, is_lines: bool, keeps_bad: bool
+) -> Iterator[pa.RecordBatch]:
     """The rows of a JSON file as texts; `facts` are complete at its end.
     Raises DataError: a line is no row, and `keeps_bad` is false."""
     texts: list[str] = []
@@ -215,7 +265,7 @@ def _json_batches(path: Path, facts: _JsonFacts, *, is_lines: bool, keeps_bad: b
                 facts.columns.update(dict.fromkeys(row))
                 texts.append(text)
                 num_bytes += len(raw)
-                if len(texts) == _ROWS or num_bytes >= _BATCH_BYTES:
+                if len(texts) == num_rows or num_bytes >= _BATCH_BYTES:
                     yield pa.record_batch([texts], schema=_TEXTS)
                     texts, num_bytes = [], 0
                 continue

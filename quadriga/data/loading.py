@@ -24,6 +24,7 @@ from quadriga.data.files import FileNames
 from quadriga.data.generated import DynamicGenDataset
 from quadriga.data.padding import collate_fn
 from quadriga.data.rl_dataset import RLHFDataset
+from quadriga.data.streaming import StreamedDataset
 from quadriga.data.tokenizing import ChatEncoder
 from quadriga.data.vision import VisionProcessor
 from quadriga.errors import ConfigError, DataError
@@ -51,6 +52,7 @@ class RowLoader(StatefulDataLoader):
         step; and worker processes are ahead already.
         """
         rows, tokenizer = self.dataset, getattr(self.dataset, "tokenizer", None)
+        rows = rows.block if isinstance(rows, StreamedDataset) else rows
         own = type(rows).__getitem__ is RLHFDataset.__getitem__ and type(self.sampler) in _SAMPLERS
         is_fast = getattr(tokenizer, "backend_tokenizer", None) is not None
         if not own or not is_fast or hasattr(rows, "on_batch_end") or self.num_workers > 0:
@@ -86,7 +88,8 @@ def create_rl_dataset(
     is_train: bool = True,
     max_samples: int = -1,
 ) -> Dataset:
-    """`RLHFDataset`, of training with `data.datagen` `DynamicGenDataset`, or the class named by `data.custom_cls`.
+    """`RLHFDataset`; of training with `data.datagen` `DynamicGenDataset`, with `data.streaming` `StreamedDataset`; or
+    the class named by `data.custom_cls`.
 
     A class of your own derives from `torch.utils.data.Dataset` (or from `RLHFDataset`) and has
 
@@ -107,6 +110,8 @@ def create_rl_dataset(
     custom, where, cls = data_config.custom_cls, "data.custom_cls", RLHFDataset
     if is_train and data_config.datagen.path is not None:
         cls = DynamicGenDataset
+    elif is_train and data_config.streaming is not None:
+        cls = StreamedDataset
     elif custom.path is not None:
         assert custom.name is not None
         cls = member_of(import_file(custom.path, where), custom.name, where, base=Dataset)
@@ -175,6 +180,8 @@ def create_rl_sampler(data_config: DataConfig, dataset: Dataset, is_train: bool 
                 flush=True,
             )
         return cls(data_source=dataset, data_config=data_config)
+    if isinstance(dataset, StreamedDataset):
+        return SequentialSampler(dataset)
     if is_train and data_config.mixture:
         return MixtureSampler(dataset, data_config)
     if is_train and hasattr(dataset, "on_batch_end"):

@@ -61,6 +61,9 @@ class RLHFDataset(FileDataset):
         DataError: a file that is missing, empty, damaged or without a required column, or no row that is short enough.
     """
 
+    may_be_empty = False
+    """Whether it may be that no row is short enough, or good."""
+
     def __init__(
         self,
         data_files: FileNames,
@@ -124,7 +127,7 @@ class RLHFDataset(FileDataset):
         if self.config.return_full_prompt:
             row["full_prompts"] = text
         extra = row.get("extra_info") or {}
-        row["index"] = number if extra.get("index") is None else extra["index"]
+        row["index"] = table.first + number if extra.get("index") is None else extra["index"]
         row["item"], row["source_row"] = item, where
         for name in ("tools_kwargs", "interaction_kwargs"):
             row[name] = extra.get(name) or row.get(name) or {}
@@ -143,7 +146,7 @@ class RLHFDataset(FileDataset):
         """Of a row of all files: its file, its number there, and both in words."""
         position = int(np.searchsorted(self._ends, number, side="right"))
         table, own_number = self._tables[position], number - int(self._ends[position - 1]) if position else number
-        return table, own_number, f"{table.path} row {own_number}"
+        return table, own_number, f"{table.path} row {table.first + own_number}"
 
     @property
     def digest(self) -> str:
@@ -165,7 +168,7 @@ class RLHFDataset(FileDataset):
             batches = table.batches([name], BATCH_ROWS) if name in table.columns else [[{}] * len(table)]
             for number, row in enumerate(chain.from_iterable(batches)):
                 if is_used[first + number]:
-                    yield f"{table.path} row {number}", row.get(name)
+                    yield f"{table.path} row {table.first + number}", row.get(name)
             first += len(table)
 
     def _chosen(self, max_samples: int, *, is_shuffled: bool) -> np.ndarray:
@@ -181,7 +184,7 @@ class RLHFDataset(FileDataset):
             lengths = np.concatenate([self._measured(table) for table in self._tables])
             rows = rows[lengths != BAD]
             is_long = lengths[rows] > limit
-            if filters and len(rows) and is_long.all():
+            if filters and len(rows) and is_long.all() and not self.may_be_empty:
                 got = f"prompts of at least {lengths[rows].min()} tokens"
                 expected = f"at least one of at most data.max_prompt_length={limit}"
                 raise DataError(self._key, got=got, expected=expected, fix="Raise that length.")
@@ -201,7 +204,7 @@ class RLHFDataset(FileDataset):
             rows = rows[lengths[rows] != BAD]
         if self.bad_rows:
             tell_bad_rows(self._key, self.bad_rows)
-        if len(rows) == 0 and max_samples != 0:
+        if len(rows) == 0 and max_samples != 0 and not self.may_be_empty:
             raise DataError(self._key, got="bad rows only", expected="a good one", fix="Correct them.")
         if lengths is not None and (config.truncation == "error" or self.processor is not None):
             self._try_rows(rows[lengths[rows] > limit])
@@ -317,7 +320,9 @@ class PromptMeter:
         columns, schema = [name for name in names if name in table.columns], table.schema
         if schema is not None and "extra_info" in columns and pa.types.is_struct(schema.field("extra_info").type):
             columns.remove("extra_info")  # what is checked
-        return self.measure_rows(str(table.path), rows.start, next(table.batches(columns, len(rows), rows)))
+        return self.measure_rows(
+            str(table.path), table.first + rows.start, next(table.batches(columns, len(rows), rows))
+        )
 
     def measure_rows(self, path: str, start: int, rows: list[dict[str, Any]]) -> tuple[np.ndarray, list[DataError]]:
         """As `measure`; the first of these rows is row `start` of the file."""

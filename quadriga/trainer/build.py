@@ -318,7 +318,7 @@ def build_train_loader(config: Config, tokenizer: Any, parts: Parts = NO_PARTS) 
     if config.task != "rl" and len(rows) < size:
         size = len(rows)
         print(f"data.train_batch_size: there are {size} rows; a batch has all of them.")
-    elif len(rows) > size and (rest := len(rows) % size) and not data.mixture:
+    elif len(rows) > size and (rest := len(rows) % size) and not (data.mixture or data.streaming):
         print(f"data.train_batch_size: {len(rows)} rows in batches of {size}: each epoch leaves {rest} of them out.")
     sampler = parts.sampler if parts.sampler is not None else create_rl_sampler(data, rows)
     return create_dataloader(rows, data, batch_size=size, sampler=sampler, drop_last=True, collate=parts.collate)

@@ -27,8 +27,8 @@ SIZES: dict[str, Size] = {
     "algorithms": Size(2433, 34, 95),
     "cli": Size(1085, 11, 44),
     "compat": Size(2177, 10, 205),
-    "config": Size(3757, 21, 164),
-    "data": Size(3353, 14, 190),
+    "config": Size(3783, 21, 165),
+    "data": Size(3564, 15, 208),
     "engines": Size(4351, 25, 223),
     "models": Size(3676, 18, 203),
     "observe": Size(1728, 14, 108),
@@ -52,11 +52,12 @@ REASONS: dict[str, str] = {
     " and its trainer by its constructor",
     "config": "restarts, limits of stalls and phases, fallback to older checkpoints, state copies: a key"
     " each; a finished run told from another; checks before a model loads; what Megatron, experts and"
-    " routers take and refuse; asynchronous training; teachers",
+    " routers take and refuse; asynchronous training; teachers; rows whose number is not known",
     "data": "a bad row is named by file, row and column; all rows are checked at the start; rows of a program; "
     "pictures inside content parts; rows that are generated between batches, a curriculum; videos.py: frames that a"
     " model is shown of a file, a list or an array, cut without torchvision; rows mapped from a cache, bad ones left"
-    " out, lengths without a tokenizer; batches that a thread reads",
+    " out, lengths without a tokenizer; batches that a thread reads; streaming.py: rows that are read"
+    " as they are needed, a block at a time",
     "engines": "copies of the state in memory that outlives a rank; Megatron-core as second engine (megatron/); weights"
     " that go between layouts part by part; experts on their ranks; router replay; a teacher in the loss",
     "models": "lists of files lead nowhere outside their folder; experts' names in files and in modules;"

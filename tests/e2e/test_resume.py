@@ -90,7 +90,11 @@ def _num_lines(path: Path) -> int:
             1,
             id="grpo, every other step saved, rows that are generated, a curriculum",
         ),
-        pytest.param((*SEVERAL_UPDATES, "trainer.save_freq=1"), 2, id="several updates a batch, adaptive KL"),
+        pytest.param(
+            (*SEVERAL_UPDATES, "data.streaming=3", "trainer.save_freq=1"),
+            2,
+            id="several updates a batch, adaptive KL, rows that are read as they are needed",
+        ),
         pytest.param((*CRITIC, "trainer.save_freq=1"), 3, id="critic"),
     ],
 )
