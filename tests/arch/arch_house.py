@@ -34,7 +34,7 @@ SIZES: dict[str, Size] = {
     "observe": Size(1728, 14, 108),
     "protocol": Size(1558, 9, 100),
     "rewards": Size(3868, 28, 213),
-    "rollout": Size(8843, 45, 534),
+    "rollout": Size(8862, 45, 535),
     "single_controller": Size(3587, 16, 210),
     "trainer": Size(5507, 29, 318),
     "verl": Size(1809, 6, 125),
@@ -71,7 +71,7 @@ REASONS: dict[str, str] = {
     " prints; coroutine functions, many at a time, each with its limit; files by path, package and class",
     "rollout": "engines are made again and join; conversations have limits of time and of prints; CUDA graphs of"
     " decode steps, a cache that fits the memory; handles of a GPU's memory to SGLang; experts in vLLM;"
-    " servers that score",
+    " servers that score; `native` computes experts of any gate, bias and order",
     "single_controller": "heartbeat, state copies of the nodes, restart of workers and of the own cluster, sweep",
     "trainer": "lock of a run's folder, fallback to older checkpoints, recovery, engines that come and go; "
     "settings that changed, rows that are bad, models that end a run, steps one by one; files of responses"

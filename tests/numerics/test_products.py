@@ -7,7 +7,9 @@ What it does not prove: that the forms are faster, and anything on a processor w
 import pytest
 import torch
 
+from quadriga.models.experts import mixtures
 from quadriga.rollout.native.kernels import about_kernels, kernels
+from quadriga.rollout.native.network import Network, description_of
 from quadriga.rollout.native.products import (
     Forms,
     OwnWeight,
@@ -18,6 +20,7 @@ from quadriga.rollout.native.products import (
     has_fast_bfloat16,
     has_mkl,
 )
+from tests.moe import CONFIGS, moe_model
 
 IS_FAST = has_fast_bfloat16()
 needs_packing = pytest.mark.skipif(not can_pack(), reason="this build of torch packs no bfloat16 weights")
@@ -119,3 +122,25 @@ def test_weights_that_the_loop_does_not_take_have_one_form() -> None:
         assert type(layer.few) is type(head.few) is few
         assert type(layer.many) is type(head.many) is WideWeight
         assert head.multiply(torch.ones(1, 32).bfloat16()).dtype == torch.float32
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_experts_by_their_own_tokens(family: str, dtype: torch.dtype) -> None:
+    """What the family's module computes, whatever its gate, its biases and the order of its weights; an expert that no
+    token chose, too."""
+    model = moe_model(family).to(dtype)
+    if Forms(dtype, 0).many is None:
+        pytest.skip("no form of the weights is faster here")
+    assert "experts in a loop" in description_of(model)
+    products = Network(model).products
+    generator = torch.Generator().manual_seed(0)
+    for mixture in mixtures(model):
+        for num_rows in (1, 40):
+            rows = torch.randn(num_rows, model.config.hidden_size, generator=generator).to(dtype)
+            scores = torch.rand(num_rows, 2, generator=generator).to(dtype)
+            chosen = torch.rand(num_rows, 3, generator=generator).topk(2).indices
+            with torch.no_grad():
+                expected, found = (one(rows, chosen, scores) for one in (mixture.experts, products[mixture.experts]))
+            near = 0.02 if dtype == torch.bfloat16 else 1e-5
+            torch.testing.assert_close(found, expected, atol=near * float(expected.abs().max()), rtol=near)

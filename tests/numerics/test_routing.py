@@ -124,7 +124,7 @@ def test_what_is_recorded_is_replayed(family: str) -> None:
     assert metrics["actor/router_replay_differs"].value == 0.0
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"])
 def test_native_reports_its_routes(family: str) -> None:
     """Of prompts and responses, those that training chooses in float32; also where requests are preempted."""
     engine, prompts = _engine(family), [[5, 6, 7], [8], [9, 10, 11, 12, 13], [5, 6, 7]]

@@ -2,9 +2,9 @@
 """The model as generation computes it: from tokens to hidden states, and from these to logits.
 
 The decoders in `PLAIN` are computed here, layer by layer, with the arithmetic of training and about half the
-operations: query, key and value come from one product, and so do gate and up. Of a mixture of experts the tokens are
-sorted by expert, and each expert that was chosen computes its own. Other models compute by their own module, whose
-linear modules take their products from here meanwhile.
+operations: query, key and value come from one product, and so do gate and up. Other models compute by their own module,
+whose linear modules and experts take their products from here meanwhile. The tokens of a mixture of experts are sorted
+by expert, and each expert that was chosen computes its own.
 
 On a CPU the weights are copied into the forms of `products`. `Network.state` identifies the parameters that were
 copied; after an update the engine makes a new network. Elsewhere nothing is copied.
@@ -78,7 +78,7 @@ class Network:
         self.state = state_of(model)
         self.rule, self.forms = LogitRule.of(model.config), _forms_for(model)
         self.exact_head: Weight | None = None
-        self.products: dict[nn.Module, Callable[[torch.Tensor], torch.Tensor]] = {}
+        self.products: dict[nn.Module, Callable[..., torch.Tensor]] = {}
         if self.forms is not None:
             bias = getattr(self.head, "bias", None)
             biases = None if bias is None else [bias.detach()]
@@ -86,14 +86,14 @@ class Network:
             self._take_products(self.forms)
 
     def _take_products(self, forms: Forms) -> None:
-        """Of the linear modules below the head, but those that somebody else leads."""
-        for module in self.body.modules():
-            if (
-                type(module) is nn.Linear
-                and "forward" not in vars(module)
-                and (one := _Projection([module], forms)).weight is not None
-            ):
-                self.products[module] = one
+        """Of the linear modules and experts below the head, but those that somebody else leads."""
+        for module in self.body.modules() if forms.many is not None else ():
+            if "forward" in vars(module):
+                continue
+            if type(module) is nn.Linear:
+                self.products[module] = _Projection([module], forms)
+            elif getattr(module, "has_gate", False):  # so transformers marks experts
+                self.products[module] = _Experts(module, forms, cast(Any, module)._apply_gate)
 
     def hidden(
         self, tokens: torch.Tensor, positions: torch.Tensor, images: PackedImages | None = None, *, plan: AttentionPlan
@@ -237,37 +237,45 @@ class _Mixture:
         self, mlp: Any, forms: Forms | None, elementwise: TorchElementwise | Kernels, group: RolloutGroup | None = None
     ) -> None:
         assert group is None, "a group's experts are not divided"
-        self.router, self.experts, self.elementwise = mlp.gate, mlp.experts, elementwise
+        self.router, self.experts = mlp.gate, mlp.experts
         self.shared = _MLP(mlp.shared_expert, forms, elementwise) if hasattr(mlp, "shared_expert") else None
         self.share = getattr(mlp, "shared_expert_gate", None)
-        wide, narrow = (
-            [forms.make([weight], None) if forms else None for weight in weights.detach()]
-            for weights in (self.experts.gate_up_proj, self.experts.down_proj)
-        )
-        self.weights = [(first, last) for first, last in zip(wide, narrow, strict=True) if first and last]
+        if forms is not None and forms.many is not None:
+            self.experts = _Experts(mlp.experts, forms, elementwise.gate)
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         """[B, N, D] -> [B, N, D]"""
         rows = states.flatten(0, 1)
         _, scores, chosen = self.router(rows)  # [B N, k] each
-        mixed = self._mixed(rows, scores, chosen) if self.weights else self.experts(rows, chosen, scores)
-        mixed = mixed.view_as(states)
+        mixed = self.experts(rows, chosen, scores).view_as(states)
         if self.shared is None or self.share is None:
             return mixed
         return mixed + torch.sigmoid(self.share(states)) * self.shared(states)
 
-    def _mixed(self, rows: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        """[R, D] of all tokens, and [R, k] -> [R, D]."""
+
+class _Experts:
+    """The experts of a layer, as the module that transformers has them in; `gate` is theirs: [R, 2 F] -> [R, F]."""
+
+    def __init__(self, experts: Any, forms: Forms, gate: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.gate, self.sides = gate, list[list[Weight]]()
+        for name in ("gate_up_proj", "down_proj"):
+            weights, biases = getattr(experts, name).detach(), [None] * len(getattr(experts, name))
+            if experts.has_bias:
+                biases = [[one] for one in getattr(experts, f"{name}_bias").detach()]
+            pairs = zip(weights.mT if experts.is_transposed else weights, biases, strict=True)
+            self.sides.append([one for weight, bias in pairs if (one := forms.make([weight.contiguous()], bias))])
+
+    def __call__(self, rows: torch.Tensor, chosen: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """[R, D] of all tokens, and [R, k] twice -> [R, D]."""
+        wide, narrow = self.sides
         by_expert = chosen.flatten().argsort(stable=True)
+        counts = chosen.flatten().bincount(minlength=len(wide)).tolist()
         states = rows[by_expert // chosen.shape[1]]
-        outputs, start = torch.empty_like(states), 0
-        counts = chosen.flatten().bincount(minlength=len(self.weights)).tolist()
-        for (wide, narrow), count in zip(self.weights, counts, strict=True):
-            if count:
-                own = wide.multiply(states[start : start + count]).to(states.dtype)
-                outputs[start : start + count] = narrow.multiply(self.elementwise.gate(own))
-                start += count
-        outputs = torch.empty_like(outputs).index_copy_(0, by_expert, outputs)
+        for weights in (wide, narrow):
+            parts = zip(weights, states.split(counts), strict=True)
+            states = torch.cat([weight.multiply(own).to(rows.dtype) for weight, own in parts if len(own)])
+            states = self.gate(states) if weights is wide else states
+        outputs = torch.empty_like(states).index_copy_(0, by_expert, states)
         return (outputs.view(*chosen.shape, -1) * scores[..., None]).sum(1).to(rows.dtype)
 
 
@@ -304,8 +312,12 @@ def description_of(model: PreTrainedModel) -> str:
     """How a model is computed, and which copies of its weights that takes."""
     forms = _forms_for(model)
     how = "layer by layer" if is_plain(model) else "by the model's own module"
-    if any(mixtures(model)):
-        by_loop = is_plain(model) and forms is not None and forms.many is not None
+    if found := [*mixtures(model)]:
+        by_loop = (
+            forms is not None
+            and forms.many is not None
+            and all(getattr(one.experts, "has_gate", False) for one in found)
+        )
         how += ", experts in a loop over those that tokens chose" if by_loop else ", experts as the module has them"
     if forms is None:
         return how

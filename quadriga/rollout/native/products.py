@@ -21,7 +21,7 @@ import functools
 from pathlib import Path
 
 import torch
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 
 from quadriga.rollout.native.kernels import Kernels, Tensors, about_kernels, kernels
 
@@ -29,6 +29,9 @@ _MAX_WIDE_BYTES = 4 * 2**30
 # The number of rows for which a library chooses its order; others are right, too.
 _PACKED_ROWS = 16
 _WIDE_ROWS = 128
+# For each number of rows oneDNN compiles a loop, which takes longer than the product of a few, and it keeps the last 64
+# (see `quadriga.models`). So rows are filled up to multiples of this.
+_FULL_ROWS = 8
 
 
 class OwnWeight:
@@ -63,7 +66,11 @@ class PackedWeight:
 
     def multiply(self, states: torch.Tensor) -> torch.Tensor:
         """[..., D] bfloat16 -> [..., O] bfloat16"""
-        return torch.ops.mkldnn._linear_pointwise(states, self.packed, self.bias, "none", [], "")
+        rows = states.reshape(-1, states.shape[-1])
+        added = -len(rows) % _FULL_ROWS if len(rows) > 2 else 0
+        rows = pad(rows, (0, 0, 0, added)) if added else rows
+        out = torch.ops.mkldnn._linear_pointwise(rows, self.packed, self.bias, "none", [], "")
+        return out[: len(rows) - added].view(*states.shape[:-1], -1)
 
 
 class WideWeight:
