@@ -143,8 +143,8 @@ def create_rl_sampler(data_config: DataConfig, dataset: Dataset, is_train: bool 
     """The order of the training rows: the user's own sampler, a mixture by `data.mixture`, a seeded shuffle, new in
     each epoch, or file order.
 
-    Those of validation are in file order, or shuffled with `data.validation_shuffle`. Rows that come to a data set with
-    `on_batch_end` are seen from the next pass on.
+    Those of validation are in file order, or shuffled with `data.validation_shuffle`. Generated rows (`data.datagen`)
+    are seen from the next pass on.
 
     A class of your own derives from `torch.utils.data.Sampler` and has
 
@@ -184,7 +184,7 @@ def create_rl_sampler(data_config: DataConfig, dataset: Dataset, is_train: bool 
         return SequentialSampler(dataset)
     if is_train and data_config.mixture:
         return MixtureSampler(dataset, data_config)
-    if is_train and hasattr(dataset, "on_batch_end"):
+    if is_train and isinstance(dataset, DynamicGenDataset):
         return PassSampler(dataset, data_config)
     if data_config.shuffle if is_train else data_config.validation_shuffle:
         return RandomSampler(dataset, generator=torch.Generator().manual_seed(data_config.seed))

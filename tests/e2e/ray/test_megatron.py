@@ -27,13 +27,13 @@ MEGATRON = f"{ACTOR}.strategy=megatron"
 
 
 @pytest.fixture
-def keys(judges: Path) -> tuple[str, ...]:
+def keys(judges: Path, teacher: Path) -> tuple[str, ...]:
     """Of every run here."""
-    return (*COMMON, *RAGGED, f"reward_model.model.path={judges / 'other'}")
+    return (*COMMON, *RAGGED, f"reward_model.model.path={judges / 'other'}", f"distillation.path={teacher}")
 
 
 def sizes(name: str) -> list[str]:
-    return [f"{role}.{name}=2" for role in (ACTOR, "critic", "reward_model")]
+    return [f"{role}.{name}=2" for role in (ACTOR, "critic", "reward_model", "distillation")]
 
 
 @pytest.mark.parametrize(
