@@ -62,7 +62,7 @@ def test_what_is_loaded_and_saved(folder: Path, results: dict[str, Any], family:
     ("family", "layout"), [case for case in CASES if case[0] in LEARNING and case[1] != "one process"]
 )
 def test_several_processes_are_one(results: dict[str, Any], family: str, layout: str) -> None:
-    """Weights after four steps, with experts that are told and a load-balancing loss; the routers learn, and what they
+    """Weights after four steps, with experts that are told and losses of the router; the routers learn, and what they
     add to their scores does not."""
     got, expected = (results[f"{family}, {name}"]["learned"] for name in (layout, "one process"))
     for name, tensor in expected.items():
@@ -70,7 +70,7 @@ def test_several_processes_are_one(results: dict[str, Any], family: str, layout:
         is_moved = not torch.equal(tensor, results[f"{family}, one process"]["loaded"][name])
         assert is_moved == (not name.endswith("e_score_correction_bias")), name
     said, alone = (results[f"{family}, {name}"]["said"] for name in (layout, "one process"))
-    assert said == pytest.approx(alone, abs=1e-4) and len(said) == (6 if family == "qwen3_moe" else 5)
+    assert said == pytest.approx(alone, abs=1e-4) and len(said) == (7 if family == "qwen3_moe" else 6)
     if "pp" not in layout:
         rows, routes = results[f"{family}, {layout}"]["routes"]
         assert torch.equal(routes, results[f"{family}, one process"]["routes"][1][rows])
