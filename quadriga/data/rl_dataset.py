@@ -326,10 +326,10 @@ class PromptMeter:
 
     def measure_rows(self, path: str, start: int, rows: list[dict[str, Any]]) -> tuple[np.ndarray, list[DataError]]:
         """As `measure`; the first of these rows is row `start` of the file."""
-        texts, beyond, errors = list[str](), list[int](), list[DataError]()
+        texts, beyond, errors, folder = list[str](), list[int](), list[DataError](), Path(path).parent
         for number, row in enumerate(rows, start=start):
             try:
-                text, more = self._rendered(row, f"{path} row {number}", Path(path).parent)
+                text, more = self._rendered(row, f"{path} row {number}", folder)
             except DataError as error:
                 errors.append(error)
                 text, more = "", BAD
