@@ -113,7 +113,8 @@ class FSDPConfig(Section):
     """FSDP2 of one role: sharding, mixed precision, offload to the CPU."""
 
     model_dtype: Dtype = "auto"
-    """Dtype that computes (mixed precision; the master weights are float32). auto: what the machine is fast at."""
+    """Dtype that computes (mixed precision; the master weights are float32). auto: bfloat16 where the machine is fast
+    at it, else float32. In float16, which CPUs are slow at, losses are scaled: see `max_nonfinite_steps`."""
     fsdp_size: MinusOneOrCount = -1
     """Ranks that shard one copy of the weights, tensor and pipeline parallelism aside. -1: all; 1: no sharding."""
     reshard_after_forward: bool = True
@@ -221,7 +222,8 @@ class BatchingConfig(ParallelConfig):
     grad_clip: PositiveFloat = 1.0
     """Largest norm of the gradient; a longer one is scaled down to it."""
     max_nonfinite_steps: Count = 3
-    """Optimizer steps in a row with a gradient that is not finite (each is skipped) after which the run stops."""
+    """Optimizer steps in a row with a gradient that is not finite (each is skipped) after which the run stops. In
+    float16 such a step halves the loss scale, and counts once the scale is 1."""
     fsdp_config: TrainingFSDPConfig = Field(default_factory=TrainingFSDPConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
 

@@ -38,8 +38,8 @@ PathTexts = Annotated[
     BeforeValidator(lambda value: "" if value is None else _path_text(value)),
     Meaning("text, or a list, each text, or null for none"),
 ]
-_SHORT_DTYPES = BeforeValidator(partial(_renamed, fp32="float32", bf16="bfloat16"))
-Dtype = Annotated[Literal["auto", "bfloat16", "float32"], _SHORT_DTYPES]
+_SHORT_DTYPES = BeforeValidator(partial(_renamed, fp32="float32", bf16="bfloat16", fp16="float16"))
+Dtype = Annotated[Literal["auto", "bfloat16", "float16", "float32"], _SHORT_DTYPES]
 ResumeMode = Annotated[
     Literal["auto", "disable", "resume_path"], BeforeValidator(partial(_renamed, path="resume_path"))
 ]

@@ -178,7 +178,8 @@ def _optimizer_step(
     routing = None
     if routers.count:
         weight, z_weight = objective.router_aux_loss_coef / routers.count, objective.router_z_loss_coef
-        weights = {"loss_weight": weight / max(num_tokens, 1), "z_weight": z_weight / max(num_tokens, 1)}
+        share = float(engine.loss_scale[0]) / max(num_tokens, 1)
+        weights = {"loss_weight": weight * share, "z_weight": z_weight * share}
         routing = Routing(**weights, sums=routers.new_sums(engine.device))
     losses = list(_losses(engine, rows, objective, micro, counts, routing))
     engine.backward([loss.packed for loss in losses], losses, temperature=temperature)
@@ -191,11 +192,12 @@ def _optimizer_step(
     of_routers = {} if routing is None else _router_metrics(engine, routing)
     # After the look: momentum moves the weights even where no row does.
     result = engine.optimizer_step(lr)
-    prefix, merged = objective.name, merge_metrics(parts)
+    prefix, merged, is_scaled = objective.name, merge_metrics(parts), engine.dtype == torch.float16
     of_first_rank = {
         f"{prefix}/grad_norm": Metric(result.grad_norm),
         f"{prefix}/lr": Metric(lr, "last"),
         f"{prefix}/nonfinite_steps": Metric(float(not result.is_applied), "sum"),
+        **({f"{prefix}/loss_scale": Metric(float(engine.loss_scale[0]), "last")} if is_scaled else {}),
         **{f"{prefix}/router_{name}": Metric(value) for name, value in of_routers.items()},
     }
     of_this_rank = {

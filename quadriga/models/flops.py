@@ -105,9 +105,11 @@ def model_cost(model: PreTrainedModel) -> ModelCost:
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Operations a second that this device reaches on a product of square matrices, measured in a tenth of a second.
 
-    They are [4096, 4096] on CUDA and [1024, 1024] elsewhere. A data sheet's peak is that of another machine.
+    They are [4096, 4096] on CUDA and [1024, 1024] elsewhere; on a CPU [256, 256] of float16, which most are slow at. A
+    data sheet's peak is that of another machine.
     """
-    size = 4096 if device.type == "cuda" else 1024
+    is_slow = device.type == "cpu" and dtype == torch.float16
+    size = 4096 if device.type == "cuda" else 256 if is_slow else 1024
     # Not random ones: a resumed run would draw from torch's generator once more than the run left alone.
     left, right = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
     best = 0.0

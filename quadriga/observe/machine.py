@@ -17,8 +17,9 @@ from quadriga.errors import PeerLostError
 
 GIB = 1024**3
 _CPUINFO = Path("/proc/cpuinfo")
-# CPU flags (Linux names) of units that multiply bfloat16 matrices: Intel and AMD, then Arm.
+# CPU flags (Linux names) of units that multiply matrices of 16 bits: Intel and AMD, then Arm.
 BF16_CPU_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
+FP16_CPU_FLAGS = ("amx_fp16", "avx512_fp16", "asimdhp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,17 +34,18 @@ def choose_dtype(requested: str, device: torch.device | str) -> Choice:
     """The data type of the compute weights.
 
     Args:
-        requested: "auto" (bfloat16 where the hardware multiplies it), "bfloat16" or "float32".
+        requested: "auto" (bfloat16 where the hardware multiplies it), "bfloat16", "float16" or "float32".
         device: where the weights will live.
     """
     device = torch.device(device)
     if requested == "float32":
         return Choice(torch.float32, "float32: asked for")
+    units = FP16_CPU_FLAGS if requested == "float16" else BF16_CPU_FLAGS
     if device.type == "cpu":
         flags = (_field(_CPUINFO, "flags") or _field(_CPUINFO, "Features")).split()
-        unit = next((flag for flag in BF16_CPU_FLAGS if flag in flags), None)
+        unit = next((flag for flag in units if flag in flags), None)
         has_bf16, fast = unit is not None, f"this CPU multiplies it in hardware ({unit})"
-        slow = f"this CPU has none of {', '.join(BF16_CPU_FLAGS)}"
+        slow = f"this CPU has none of {', '.join(units)}"
     elif device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         # Emulated bfloat16 is slower than float32, so it does not count.
@@ -52,6 +54,9 @@ def choose_dtype(requested: str, device: torch.device | str) -> Choice:
         fast, slow = f"{name} multiplies it in hardware", f"{name} has no bfloat16 units"
     else:
         has_bf16, fast, slow = False, "", f"nothing is known about bfloat16 on {device.type} devices"
+    if requested == "float16":
+        is_slow = device.type == "cpu" and not has_bf16
+        return Choice(torch.float16, f"float16: asked for{f' (slow here: float32: {slow})' if is_slow else ''}")
     if requested == "bfloat16":
         return Choice(torch.bfloat16, f"bfloat16: asked for{'' if has_bf16 else f' (slow here: float32: {slow})'}")
     if has_bf16:

@@ -45,6 +45,7 @@ MIN_RATIO = 3e-9
 ENGINES = ("vllm", "sglang", "hf")
 _PROFILERS = ("torch", "torch_memory", "nsys")
 FLOATS = {"fp32": "float32", "float32": "float32", "float": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16"}
+_COMPUTE = FLOATS | {"fp16": "float16", "float16": "float16"}
 _SIZES = {
     "tensor_model_parallel_size": ("tp", "tensor_parallel_size", "tensor_model_parallel_size"),
     "pipeline_model_parallel_size": ("pp", "pipeline_parallel_size", "pipeline_model_parallel_size"),
@@ -209,11 +210,11 @@ def compute_dtype(line: "Line", key: str, value: Any) -> None:
     """The dtype that computes; what is not asked for is chosen for the machine."""
     if not line.is_changed(line.written) and line.written not in line.given:
         return
-    if value in FLOATS:
+    if value in _COMPUTE:
         role = key.partition(".fsdp_config")[0].removesuffix(".dtype")
-        line.set(f"{role}.fsdp_config.model_dtype", FLOATS[value])
+        line.set(f"{role}.fsdp_config.model_dtype", _COMPUTE[value])
     elif value is not None:
-        line.refuse("bfloat16 or float32", line.sentence)
+        line.refuse("bfloat16, float16 or float32", line.sentence)
 
 
 def master_dtype(line: "Line", key: str, value: Any) -> None:

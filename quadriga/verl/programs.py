@@ -253,6 +253,14 @@ def supervised_dtype(line: "Line", key: str, value: Any) -> None:
         line.set("engine.fsdp_config.model_dtype", value)
 
 
+def rollout_dtype(line: "Line", key: str, value: Any) -> None:
+    """The dtype of generation: training's. Who asks for float16 alone would get another one."""
+    names = ("megatron.dtype", "fsdp_config.dtype", "fsdp_config.mixed_precision.param_dtype")
+    is_too = any(line.get(f"actor_rollout_ref.actor.{name}") in ("fp16", "float16") for name in names)
+    if value not in ("bfloat16", "float32", "auto", None) and not (value == "float16" and is_too):
+        line.refuse("bfloat16, float32, or float16 for training too", line.sentence)
+
+
 def min_lr(line: "Line", key: str, value: Any) -> None:
     """The last learning rate, here a share of the highest."""
     highest = line.get("optim.lr")
@@ -313,5 +321,5 @@ def merger(words: Sequence[str]) -> tuple[list[str], list[ConfigError], list[str
 
 FUNCTIONS = (
     engine, engine_setting, router_replay, expert_bias, cut, supervised_dtype, min_lr, column, multiturn, option,
-    teacher_key,
+    teacher_key, rollout_dtype,
 )  # fmt: skip

@@ -138,6 +138,20 @@ def test_every_checkpoint_is_a_place_to_go_on_from(
             assert_same_weights(resumed, alone, role="critic")
 
 
+def test_float16_goes_on_with_its_loss_scale(
+    train: Callable[..., Path], metric_lines: Callable[[Path], list[dict[str, Any]]]
+) -> None:
+    """Bit for bit; and what is generated has the trainer's log-probabilities to within the dtype's rounding."""
+    saved = (*COMMON, "actor_rollout_ref.actor.fsdp_config.model_dtype=float16", "trainer.save_freq=3")
+    alone = train(*saved, run="alone")
+    source = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={alone / 'global_step_3'}")
+    resumed = train(*saved, *source, run="resumed")
+    assert metric_lines(resumed) == metric_lines(alone)[3:]
+    assert_same_weights(resumed, alone)
+    assert {(line["actor/loss_scale"], line["actor/nonfinite_steps"]) for line in metric_lines(alone)} == {(65536, 0)}
+    assert all(0 < line["rollout/log_prob_diff_max"] < 1e-2 for line in metric_lines(alone))
+
+
 @pytest.mark.parametrize(("overrides", "name"), [(GRPO, "trainer/state.pt"), (CRITIC, "critic/optimizer/.metadata")])
 def test_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(
     overrides: tuple[str, ...],

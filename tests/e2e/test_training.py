@@ -129,6 +129,13 @@ def test_hf_rollout_trains(train: Train, metric_lines: Lines) -> None:
     assert all(line["rollout/log_prob_diff_max"] < 1e-4 for line in lines)
 
 
+def test_hf_rollout_trains_in_float16(train: Train, metric_lines: Lines) -> None:
+    """Both round logits and states on their own; the weights are the trainer's."""
+    dtype = "actor_rollout_ref.actor.fsdp_config.model_dtype=float16"
+    lines = metric_lines(train("actor_rollout_ref.rollout.name=hf", "trainer.total_training_steps=2", dtype))
+    assert all(0 < line["rollout/log_prob_diff_max"] < 1e-2 and line["actor/grad_norm"] > 0 for line in lines)
+
+
 def test_scripted_rollout_is_graded_as_written(train: Train, metric_lines: Lines, tmp_path: Path) -> None:
     """Canned answers get the rewards that the function gives them."""
     script = tmp_path / "answers.jsonl"

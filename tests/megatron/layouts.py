@@ -98,7 +98,8 @@ CHAINS = {"policy": "tp 2, sequence parallel", "critic": "tp 2, sequence paralle
 """Models, and the layouts of the first engine, whose checkpoints go from engine to engine."""
 PUBLISHED = {"tp 2 x pp 2": "llama", "tp 2 x pp 2, ep 2": "mixture"}
 """Layouts that send their weights to a rollout, and the model."""
-IN_BFLOAT16 = ("one process", "tp 2, sequence parallel", "pp 2")
+NARROW = (torch.bfloat16, torch.float16)
+IN_NARROW = ("one process", "tp 2, sequence parallel", "pp 2")
 SAVED, GOES_ON = "dp 2 x tp 2, distributed optimizer", ("one process", "pp 2", "tp 2")
 PARTS = frozenset({"model", "optimizer"})
 
@@ -158,6 +159,18 @@ def run_told(engine: FSDPEngine) -> dict[str, Any]:
 
 def weights_of(engine: FSDPEngine) -> dict[str, Tensor]:
     return {name: weight.clone() for name, weight in engine.weights()}
+
+
+def overflow(engine: FSDPEngine, batch: DataProto) -> list[tuple[bool, list[float]]]:
+    """Three steps whose gradient is not finite on one rank alone. Of each rank, whether its weights are what they were,
+    and its loss scale."""
+    before = weights_of(engine)
+    if engine.world.is_first:
+        batch = batch.select(deepcopy=True)
+        batch.batch["advantages"] *= torch.inf
+    learn(engine, batch, "policy")
+    is_same = all(torch.equal(weight, before[name]) for name, weight in weights_of(engine).items())
+    return engine.world.gather((is_same, engine.loss_scale.tolist()))
 
 
 def write(engine: FSDPEngine, folder: Path) -> None:
@@ -249,9 +262,9 @@ def meet(folder: Path, place: WorkerPlace) -> None:
     for name, (layout, own) in LAYOUTS[world.size].items():
         for kind in KINDS.keys() - {"mixture"}:
             results[f"{name}, {kind}"] = run(make_engine(folder, layout, world, kind, **own), batch, kind)
-        if name in IN_BFLOAT16:
-            engine = make_engine(folder, layout, world, "policy", torch.bfloat16, **own)
-            results[f"{name}, bfloat16"] = run(engine, batch, "policy")
+        for dtype in NARROW if name in IN_NARROW else ():
+            engine = make_engine(folder, layout, world, "policy", dtype, **own)
+            results[f"{name}, {dtype}"] = run(engine, batch, "policy")
         if name in GOES_ON:
             engine = make_engine(folder, layout, world, "policy", **own)
             results[f"{name}, goes on"] = go_on(engine, batch, folder / "saved")
@@ -267,15 +280,22 @@ def meet(folder: Path, place: WorkerPlace) -> None:
 
 def of_one(folder: Path, batch: DataProto, world: ProcessGroup) -> dict[str, Any]:
     found = {f"fsdp, {kind}": run(make_engine(folder, Layout(), world, kind), batch, kind) for kind in KINDS}
-    narrow = make_engine(folder, Layout(), world, "policy", torch.bfloat16)
+    for dtype in NARROW:
+        found[f"fsdp, {dtype}"] = run(make_engine(folder, Layout(), world, "policy", dtype), batch, "policy")
     found["fsdp, told"] = run_told(make_engine(folder, Layout(), world, "mixture"))
-    return found | {"fsdp, bfloat16": run(narrow, batch, "policy"), "outside": outside()}
+    return found | {"outside": outside()}
 
 
 def of_two(folder: Path, batch: DataProto, world: ProcessGroup) -> dict[str, Any]:
     """FSDP2 goes on from Megatron's checkpoint; and from engine to engine to engine."""
     fsdp = make_engine(folder, Layout(dp_shard=2), world, "policy")
     found = {"fsdp 2, goes on": go_on(fsdp, batch, folder / "saved")}
+    for name, layout in {"fsdp 2": Layout(dp_shard=2), "fsdp, pp 2": Layout(pp=2)}.items():
+        engine = make_engine(folder, layout, world, "policy", torch.float16)
+        found[f"{name}, {torch.float16}"] = run(engine, batch, "policy")
+    of_megatron = "dp 2, distributed optimizer"
+    for name, layout in {"fsdp 2": Layout(dp_shard=2), of_megatron: LAYOUTS[2][of_megatron][0]}.items():
+        found[f"{name}, overflow"] = overflow(make_engine(folder, layout, world, "policy", torch.float16), batch)
     return found | {f"chain, {kind}": chain(folder, batch, world, kind) for kind in CHAINS}
 
 

@@ -150,13 +150,33 @@ def test_weights_reach_native_in_another_process(results: dict[str, Any], layout
     assert all(torch.equal(received[name], parameter) for name, parameter in sent.named_parameters())
 
 
+@pytest.mark.parametrize("dtype", ["torch.bfloat16", "torch.float16"])
 @pytest.mark.parametrize("layout", ["one process", "tp 2, sequence parallel", "pp 2"])
-def test_bfloat16_is_as_near_to_float32_as_the_other_engine(results: dict[str, Any], layout: str) -> None:
+def test_narrow_is_as_near_to_float32_as_the_other_engine(results: dict[str, Any], layout: str, dtype: str) -> None:
     """Log-probabilities, and what three steps have added to the weights."""
-    exact, alone, got = results["fsdp, policy"], results["fsdp, bfloat16"], results[f"{layout}, bfloat16"]
+    exact, alone, got = results["fsdp, policy"], results[f"fsdp, {dtype}"], results[f"{layout}, {dtype}"]
     for part in ("asked", "weights"):
         assert distance(got[part], exact[part]) <= 2 * distance(alone[part], exact[part])
-    assert distance(alone["asked"], exact["asked"]) > 1e-5, "it was no bfloat16"
+    assert distance(alone["asked"], exact["asked"]) > 1e-5, "it was not narrow"
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "fsdp 2", "fsdp, pp 2"])
+def test_float16_is_nearer_to_float32_than_bfloat16(results: dict[str, Any], layout: str) -> None:
+    """It has three bits more: an eighth of the distance, to within a factor of two. Its losses are scaled, its gradient
+    norms are not, and no step overflows."""
+    exact, wide, got = results["fsdp, policy"], results["fsdp, torch.bfloat16"], results[f"{layout}, torch.float16"]
+    for part in ("asked", "weights"):
+        assert distance(got[part], exact[part]) <= distance(wide[part], exact[part]) / 4
+    for each, expected in zip(got["metrics"], exact["metrics"], strict=True):
+        if each:
+            assert each["actor/grad_norm"] == pytest.approx(expected["actor/grad_norm"], rel=2e-2)
+            assert (each["actor/loss_scale"], each["actor/nonfinite_steps"]) == (65536.0, 0.0)
+
+
+@pytest.mark.parametrize("layout", ["fsdp 2", "dp 2, distributed optimizer"])
+def test_all_ranks_skip_what_overflows_on_one(results: dict[str, Any], layout: str) -> None:
+    """In float16, and halve the loss scale each time."""
+    assert results[f"{layout}, overflow"] == [(True, [8192.0, 0.0])] * 2
 
 
 def test_torch_is_as_it_was_outside_of_megatron(results: dict[str, Any]) -> None:

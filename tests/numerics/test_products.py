@@ -29,6 +29,7 @@ FORMS = [
     pytest.param(OwnWeight, torch.bfloat16, marks=needs_loops),
     pytest.param(PackedWeight, torch.bfloat16, marks=needs_packing),
     (WideWeight, torch.bfloat16),
+    (WideWeight, torch.float16),
     (WideWeight, torch.float32),
 ]
 SIZES = [(96, 40), (7, 513), (1, 1)]  # D and O; the loop takes the first ones alone

@@ -145,6 +145,19 @@ def test_native_reports_its_routes(family: str) -> None:
     assert NativeEngine(engine.model, eos_token_ids=()).generate_batch(prompts[:1], sampling[:1])[0].routes is None
 
 
+def test_a_loss_scale_changes_no_bit_in_float32() -> None:
+    """It is a power of two, which comes out of every product and sum; the losses of routers have it too."""
+    objective = PolicyObjective(ActorConfig(router_aux_loss_coef=0.3, router_z_loss_coef=0.05))
+    engines, found = [_engine("qwen3_moe", is_checkpointed=False) for _ in range(2)], []
+    for engine, scale in zip(engines, (1.0, 4096.0), strict=True):
+        engine.loss_scale[0] = scale
+        metrics = update(engine, ragged_batch(), objective, Passes(99, 1, NARROW), lr=1e-3)
+        found.append((metrics["actor/grad_norm"].value, metrics["actor/pg_loss"].value))
+    assert found[0] == found[1]
+    (_, one), (_, other) = (zip(*engine.weights(), strict=True) for engine in engines)
+    assert all(map(torch.equal, one, other))
+
+
 @pytest.mark.parametrize("is_checkpointed", [False, True])
 def test_the_losses_of_routers(is_checkpointed: bool) -> None:
     """Their gradients are those of the formulas, row by row through transformers; so are their values and the loads."""

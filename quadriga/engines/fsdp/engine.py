@@ -11,6 +11,7 @@ Legend: M predicted tokens of a packed micro-batch; [out, in] a projection, [V, 
 rank of an adapter.
 """
 
+import logging
 import math
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future
@@ -41,7 +42,11 @@ from quadriga.models.scorers import Question, Scorer
 from quadriga.models.vision import ImageTokens, unseen_image
 from quadriga.observe.machine import is_in_memory, release_free_memory
 
+logger = logging.getLogger(__name__)
+
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_FIRST_SCALE, _LARGEST_SCALE = 2.0**16, 2.0**24
+_STEPS_TO_DOUBLE = 400
 ALL_KINDS = ("weights", "masters", "optimizer")
 """All that can rest."""
 
@@ -81,6 +86,8 @@ class FSDPEngine:
         adapter: the adapter of the whole model in words; empty: there is none.
         packs_up_to: rows of at most so many tokens are computed together, longer ones alone.
         image_tokens: how images stand in prompts; None: a text model.
+        loss_scale: [2] float64: what losses are multiplied with, and gradients divided by, a power of two
+            (arXiv:1710.03740); and finite gradients since it was set. 1 but in float16, where 6e-8 is the least number.
         copying: work that reads the tensors of `state`; an optimizer step waits for it.
         resting: what leaves the device between phases, by kind: `weights`, `masters`, `optimizer`; and of what is kept
             there the kinds that are `asleep`.
@@ -113,6 +120,8 @@ class FSDPEngine:
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         self.adapter = describe_adapter(model) if adapter_of(model) else ""
         self.num_nonfinite_steps = torch.zeros((), dtype=torch.int64)
+        scale = _FIRST_SCALE if dtype == torch.float16 else 1.0
+        self.loss_scale = torch.tensor([scale, 0.0], dtype=torch.float64)
         self.copying: Future[None] | None = None
         self.resting: dict[str, MappedFile | PinnedCopy] = {}
         self.asleep: set[str] = set()
@@ -175,6 +184,8 @@ class FSDPEngine:
         """Outputs [M] with gradients, the loss of each micro-batch, and its gradients added to those already there."""
         self._require_awake("weights")
         model, question = self.scorer.model, Question(temperature, with_entropy=True)
+        if (scale := float(self.loss_scale[0])) != 1.0:
+            losses = [lambda outputs, loss=loss: loss(outputs) * scale for loss in losses]
         work = list(zip(batches, losses, strict=True))
         if not self.has_replicated_weights:
             work = self._in_step(work)
@@ -223,6 +234,8 @@ class FSDPEngine:
         self._require_awake("weights", "masters", "optimizer")
         self._is_changed = True
         weights.attach_gradients()
+        if (scale := float(self.loss_scale[0])) != 1.0:
+            torch._foreach_mul_([master.grad for master in self._masters if master.grad is not None], 1.0 / scale)
         norm = weights.grad_norm()
         if self.copying is not None:
             self.copying.result()
@@ -236,8 +249,10 @@ class FSDPEngine:
             if training.optim.master_dtype == "bfloat16":
                 self._round_masters()
             weights.refresh_compute()
-        else:
+        elif scale == 1.0:
             self.num_nonfinite_steps += 1
+        if self.dtype == torch.float16:
+            self._set_loss_scale(is_finite=is_finite)
         if not is_finite and self.num_nonfinite_steps >= training.max_nonfinite_steps:
             broken = [name for name in weights.trained if not torch.isfinite(weights.masters[name].grad).all()]
             raise EngineError(
@@ -250,6 +265,21 @@ class FSDPEngine:
             )
         weights.clear_gradients()
         return OptimizerStep(float(norm), is_finite)
+
+    def _set_loss_scale(self, *, is_finite: bool) -> None:
+        """Halve the factor of losses after a gradient that is not finite; double it after many that are."""
+        scale, num_finite = before, _ = self.loss_scale.tolist()
+        if not is_finite:
+            scale, num_finite = max(scale / 2, 1.0), 0
+            if self.world.is_first:
+                logger.warning(
+                    "optimizer of the %s: got a gradient in float16 that is not finite, with losses times %g. The step "
+                    "is skipped; from here on they are times %g.",
+                    *(self.name, before, scale),
+                )
+        elif (num_finite := num_finite + 1) == _STEPS_TO_DOUBLE:
+            scale, num_finite = min(scale * 2, _LARGEST_SCALE), 0
+        self.loss_scale.copy_(torch.tensor([scale, num_finite]))
 
     @torch.no_grad()
     def _round_masters(self) -> None:
@@ -284,9 +314,9 @@ class FSDPEngine:
 
         Args:
             contents: `model` (`model.NAME`, float32), `optimizer` (`optimizer.exp_avg.NAME`,
-                `optimizer.exp_avg_sq.NAME`, `optimizer.step.NAME`, `optimizer.nonfinite_steps`), or both. Of a model
-                with an adapter `model` is the adapter alone, and `frozen` (`frozen.NAME`, in the compute dtype) the
-                rest, under the names that it has without one.
+                `optimizer.exp_avg_sq.NAME`, `optimizer.step.NAME`, `optimizer.nonfinite_steps`, and in float16
+                `optimizer.loss_scale`), or both. Of a model with an adapter `model` is the adapter alone, and
+                `frozen` (`frozen.NAME`, in the compute dtype) the rest, under the names that it has without one.
         """
         self._require_awake("weights", "masters", "optimizer")
         weights, state, trained = self.parameters, {}, set(self.parameters.trained)
@@ -307,6 +337,8 @@ class FSDPEngine:
             state |= {f"{part}.{name}": buffer for name, buffer in weights.buffers.items()}
         if "optimizer" in contents:
             state["optimizer.nonfinite_steps"] = self.num_nonfinite_steps
+            if self.dtype == torch.float16:
+                state["optimizer.loss_scale"] = self.loss_scale
         return state
 
     def state_was_loaded(self, contents: frozenset[str]) -> None:
@@ -403,6 +435,8 @@ class FSDPEngine:
     def describe(self) -> dict[str, Any]:
         """The engine's automatic choices, each with its reason, for people to read."""
         kind = "trained" if self.training is not None else "frozen"
+        if self.training is not None and self.dtype == torch.float16:
+            kind += f", losses times {float(self.loss_scale[0]):g}"
         return {
             "parameters": self.num_parameters,
             "weights": f"{self.dtype}".removeprefix("torch.") + f", {kind}",

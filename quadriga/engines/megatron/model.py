@@ -210,6 +210,7 @@ def transformer_config(
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
+        "fp16": dtype == torch.float16,
         "use_cpu_initialization": is_cpu,
         "perform_initialization": False,
         # Losses are normalised over all rows beforehand.

@@ -8,6 +8,7 @@ a weight before each product; here that is done once.
     bfloat16    AVX-512 and a compiler    the parameters themselves, by `kernels`    float32, in MKL's order
     bfloat16    AVX-512, no compiler      bfloat16, in oneDNN's order                float32, in MKL's order
     bfloat16    faster units for it       bfloat16, in oneDNN's order                the same
+    float16     MKL                       float32, in MKL's order                    the same
     float32     MKL                       float32, in MKL's order                    the same
 
 Units for bfloat16 that are faster than those for float32 are AMX, and the AVX-512 ones of AMD. Without MKL, or where
@@ -121,7 +122,7 @@ class Forms:
         is_half, widens = dtype == torch.bfloat16, has_mkl() and 4 * num_weights <= _MAX_WIDE_BYTES
         self.few: type[OwnWeight | PackedWeight] | None = None
         self.many: type[WideWeight | PackedWeight] | None = (
-            WideWeight if widens and (is_half or dtype == torch.float32) else None
+            WideWeight if widens and dtype in (torch.bfloat16, torch.float16, torch.float32) else None
         )
         if is_half and can_pack():
             is_fast = has_fast_bfloat16()

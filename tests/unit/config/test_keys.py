@@ -69,6 +69,7 @@ def test_the_critic_has_defaults_of_its_own() -> None:
 def test_words_of_others_are_understood() -> None:
     assert FSDPConfig(model_dtype="bf16").model_dtype == "bfloat16"
     assert FSDPConfig(model_dtype="fp32").model_dtype == "float32"
+    assert FSDPConfig(model_dtype="fp16").model_dtype == "float16"
     assert TrainerConfig(resume_mode="path").resume_mode == "resume_path"
 
 

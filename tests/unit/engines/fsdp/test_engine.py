@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine's optimizer step, its masters, and its state."""
 
+import logging
+
 import pytest
 import torch
 from torch import nn
@@ -100,7 +102,35 @@ def test_no_gradient_at_all_is_a_step_with_a_zero_gradient(make_engine) -> None:
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_float16_halves_the_loss_scale_before_a_step_counts_as_broken(make_engine, caplog) -> None:
+    """Skipped and said; then doubled after 400 good gradients; at a scale of 1 the patience of every dtype."""
+    engine = make_engine(torch.float16)
+    assert engine.loss_scale.tolist() == [65536.0, 0.0]
+    before = {name: weight.clone() for name, weight in engine.weights()}
+    with caplog.at_level(logging.WARNING):
+        give_gradient(engine, 65504.0 * 4)
+        assert not engine.optimizer_step(lr=0.1).is_applied
+    assert "actor: got a gradient in float16 that is not finite, with losses times 65536" in caplog.text
+    assert "from here on they are times 32768" in caplog.text
+    assert all(torch.equal(weight, before[name]) for name, weight in engine.weights())
+    assert engine.loss_scale.tolist() == [32768.0, 0.0] and engine.num_nonfinite_steps == 0
+    engine.loss_scale[1] = 398
+    for scale in (32768.0, 65536.0):
+        give_gradient(engine, float(engine.loss_scale[0]))
+        result = engine.optimizer_step(lr=0.1)
+        assert result.grad_norm == pytest.approx(sum(map(torch.numel, before.values())) ** 0.5, rel=1e-3)
+        assert engine.loss_scale[0] == scale
+    engine.loss_scale.copy_(torch.tensor([2.0, 5.0]))
+    for _ in range(2):
+        give_gradient(engine, float("nan"))
+        engine.optimizer_step(lr=0.1)
+    assert engine.loss_scale.tolist() == [1.0, 0.0] and engine.num_nonfinite_steps == 1
+    give_gradient(engine, float("nan"))
+    with pytest.raises(EngineError, match="2 gradients in a row that are not finite"):
+        engine.optimizer_step(lr=0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("scorer", [PolicyScorer, ValueScorer])
 def test_saved_and_loaded_goes_on_bit_for_bit(make_engine, dtype, scorer) -> None:
     """Two steps, their state written into an engine with other weights, a third step: equal to three steps."""
@@ -108,6 +138,7 @@ def test_saved_and_loaded_goes_on_bit_for_bit(make_engine, dtype, scorer) -> Non
     for value in (1.0, -0.5):
         give_gradient(engine, value)
         engine.optimizer_step(lr=0.01)
+    engine.loss_scale /= 2
     saved = {name: tensor.clone() for name, tensor in engine.state(ALL).items()}
     for name, tensor in other.state(ALL).items():
         tensor.copy_(saved.pop(name))
