@@ -55,7 +55,8 @@ class Process(WorkerExtension):
         }
         model = nn.ModuleList(self.layers.values())
         model.load_weights = self.take
-        self.model_runner, self.model_config = SimpleNamespace(get_model=lambda: model), None
+        self.model_runner = SimpleNamespace(get_model=lambda: model)
+        self.model_config = SimpleNamespace(hf_text_config=SimpleNamespace(model_type="llama"))
         self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=1), lora_config=None)
 
     def take(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
