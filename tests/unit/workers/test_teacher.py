@@ -6,6 +6,7 @@ What it does not prove: that vLLM's server replies as the one here does.
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,8 @@ from tests.unit.workers.conftest import VOCABULARY
 TEMPERATURE, TOP = 0.7, 3
 FLOAT32 = {"model_dtype": "float32"}
 Make = Callable[..., str]
+# Transformers patches its classes while it loads: two threads would leave them patched.
+ONE_AT_A_TIME = Lock()
 
 
 @pytest.fixture
@@ -80,7 +83,8 @@ def start(config: Config, tokenizer: PreTrainedTokenizerFast) -> TeacherWorker:
 
 def distributions(folder: str, tokens: list[int], temperature: float = TEMPERATURE) -> torch.Tensor:
     """Transformers' log-probs [L, V] of each token but the first; the first row is nothing."""
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with ONE_AT_A_TIME:
+        model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.no_grad():
         logp = (model(input_ids=torch.tensor([tokens])).logits[0] / temperature).log_softmax(-1)
     return torch.cat([torch.zeros(1, logp.shape[1]), logp[:-1]])
