@@ -125,6 +125,7 @@ def test_what_is_chosen_for_the_device(stand_in: StandIn) -> None:
     assert choose_device("cuda") == CUDA and stand_in.counts["set_device"] == 3
     with pytest.raises(ConfigError, match=r"'cuda:9' \(CUDA error: invalid device ordinal"):
         choose_device("cuda:9")
+    assert choose_dtype("float16", "cuda").reason == "float16: asked for"
     assert choose_dtype("auto", CUDA).reason == "bfloat16: stand-in for a GPU multiplies it in hardware"
     assert "2 x stand-in with 80 GiB" in describe_machine()
     assert any("dtype on cuda" in line for line in _machine_lines())
