@@ -80,7 +80,6 @@ def test_three_pools_compute_at_the_same_time(
 def test_the_first_role_that_fails_is_named_and_nothing_goes_on(
     ray_cluster: str,
     arguments: Callable[..., list[str]],
-    session_members: Callable[[int], list[int]],
     tmp_path: Path,
 ) -> None:
     """The two others would compute for ever, and the actor is waited for first."""
@@ -88,4 +87,4 @@ def test_the_first_role_that_fails_is_named_and_nothing_goes_on(
     config = load_config(arguments(*passes, patched(tmp_path, fails=True))).config
     with pytest.raises(WorkerError, match=r"^ref\[rank 0/1 .*compute_ref_log_prob.*the reference has no opinion"):
         TaskRunner().run(config)
-    assert_nothing_left(session_members)
+    assert_nothing_left()

@@ -24,23 +24,16 @@ COMMON = (
     "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
 )
 # Kills every worker a moment after each of the steps 2 and 5: in the midst of the next, and before and after there is
-# a checkpoint to go on from. The driver, in whose process it runs, has started the cluster: one session for both.
+# a checkpoint to go on from. It runs in the driver's process, which has started the cluster.
 ROWS = """
 import os, signal, threading
 from pathlib import Path
 from quadriga.data import RLHFDataset
+from watching import own_workers
 
 def kill_workers():
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            title = (entry / "cmdline").read_bytes()
-            session = (entry / "stat").read_text().rpartition(")")[2].split()[3]
-        except OSError:
-            continue
-        if title.startswith(b"ray::WorkerProcess") and int(session) == os.getsid(0):
-            os.kill(int(entry.name), signal.SIGKILL)
+    for pid in own_workers():
+        os.kill(pid, signal.SIGKILL)
 
 class Rows(RLHFDataset):
     def on_batch_end(self, batch):

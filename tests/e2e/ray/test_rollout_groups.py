@@ -64,31 +64,20 @@ def test_groups_learn_what_one_process_does(
     require_equal(metric_lines(run), metric_lines(one))
 
 
-# Kills one rank, the youngest process, a moment after the second step, in the midst of the next generation. The driver,
-# in whose process it runs, has started the cluster: one session for both.
+# Kills one rank, the youngest process, a moment after the second step, in the midst of the next generation. It runs in
+# the driver's process, which has started the cluster.
 ROWS = """
 import os, signal, threading
 from pathlib import Path
 from quadriga.data import RLHFDataset
-
-def kill_a_rank():
-    workers = []
-    for entry in Path("/proc").iterdir():
-        try:
-            title = (entry / "cmdline").read_bytes()
-            session = (entry / "stat").read_text().rpartition(")")[2].split()[3]
-        except OSError:
-            continue
-        if title.startswith(b"ray::WorkerProcess") and int(session) == os.getsid(0):
-            workers.append(int(entry.name))
-    os.kill(max(workers), signal.SIGKILL)
+from watching import own_workers
 
 class Rows(RLHFDataset):
     def on_batch_end(self, batch):
         mark = Path(__file__).with_name("killed")
         if batch.meta_info["global_steps"] == 2 and not mark.exists():
             mark.touch()
-            threading.Timer(0.02, kill_a_rank).start()
+            threading.Timer(0.02, lambda: os.kill(max(own_workers()), signal.SIGKILL)).start()
 """
 
 

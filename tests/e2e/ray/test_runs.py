@@ -59,7 +59,6 @@ def test_placements_give_the_numbers_of_one_process(
     local: tuple[Path, str],
     train: Callable[..., Path],
     metric_lines: Lines,
-    session_members: Callable[[int], list[int]],
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """Bit for bit, validation too, with reference, critic and teacher in the actor's pool, in one of their own, and in
@@ -76,14 +75,12 @@ def test_placements_give_the_numbers_of_one_process(
     assert pools == POOLS[placement]
     if placement == "together":
         assert without_numbers(output) == without_numbers(local_output)
-    assert_nothing_left(session_members)
+    assert_nothing_left()
 
 
-def test_pool_that_the_cluster_has_not(
-    ray_cluster: str, arguments: Callable[..., list[str]], session_members: Callable[[int], list[int]]
-) -> None:
+def test_pool_that_the_cluster_has_not(ray_cluster: str, arguments: Callable[..., list[str]]) -> None:
     """It is said at once, what is there and what is missing, and nothing was started."""
     config = load_config(arguments("trainer.backend=ray", "trainer.n_gpus_per_node=10")).config
     with pytest.raises(WorkerError, match=r"resource pool all \[10\]: got .* has 9 of 9 CPU free.*: 1 CPU missing"):
         TaskRunner().run(config)
-    assert_nothing_left(session_members)
+    assert_nothing_left()

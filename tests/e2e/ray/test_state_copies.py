@@ -28,24 +28,13 @@ COMMON = (
     "actor_rollout_ref.actor.ppo_mini_batch_size=2",
     "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
 )
-# Kills a worker when the steps 3 and 5 are over, before there are copies of them. The driver, in whose process it
-# runs, has started the cluster: one session for both.
+# Kills a worker when the steps 3 and 5 are over, before there are copies of them. It runs in the driver's
+# process, which has started the cluster.
 ROWS = """
 import os, signal
 from pathlib import Path
 from quadriga.data import RLHFDataset
-
-def kill_worker():
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            title = (entry / "cmdline").read_bytes()
-            session = (entry / "stat").read_text().rpartition(")")[2].split()[3]
-        except OSError:
-            continue
-        if title.startswith(b"ray::WorkerProcess") and int(session) == os.getsid(0):
-            return os.kill(int(entry.name), signal.SIGKILL)
+from watching import own_workers
 
 class Rows(RLHFDataset):
     def on_batch_end(self, batch):
@@ -53,7 +42,7 @@ class Rows(RLHFDataset):
         mark = Path(__file__).with_name("killed_after_" + str(step))
         if step in (3, 5) and not mark.exists():
             mark.touch()
-            kill_worker()
+            os.kill(min(own_workers()), signal.SIGKILL)
 """
 
 

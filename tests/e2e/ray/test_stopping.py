@@ -23,7 +23,6 @@ ENDLESS = ("trainer.save_freq=1", "trainer.total_training_steps=5000")
 def test_sigterm_saves_the_step_in_work(
     ray_cluster: str,
     start_on: Callable[..., subprocess.Popen[str]],
-    session_members: Callable[[int], list[int]],
     train: Callable[..., Path],
     metric_lines: Callable[[Path], list[dict[str, Any]]],
     tmp_path: Path,
@@ -39,7 +38,7 @@ def test_sigterm_saves_the_step_in_work(
     assert "SIGTERM: the run ends after this step" in output
     assert "pid=" not in output, "Ray puts that before what a worker prints"
     assert f"The same command goes on from the checkpoint of step {last}." in output
-    assert_nothing_left(session_members)
+    assert_nothing_left()
     checkpoints = Checkpoints(tmp_path / "run")
     assert checkpoints.steps() == [last] == [checkpoints.newest()]
     verify(checkpoints.path(last))
@@ -51,7 +50,6 @@ def test_interrupt(
     ray_cluster: str,
     start_on: Start,
     interrupt: Callable[[subprocess.Popen[str]], str],
-    session_members: Callable[[int], list[int]],
     tmp_path: Path,
 ) -> None:
     """Ctrl-C, to the whole process group as a terminal sends it: one line says how to go on, nothing stays."""
@@ -61,7 +59,7 @@ def test_interrupt(
     wait_for(lambda: Checkpoints(tmp_path / "run").newest() is not None, lambda: "no checkpoint")
     output = interrupt(process)
     assert output.rstrip().endswith("quadriga train: interrupted")
-    assert_nothing_left(session_members)
+    assert_nothing_left()
     for checkpoint in (tmp_path / "run").glob("global_step_*"):
         verify(checkpoint)
 

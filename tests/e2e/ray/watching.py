@@ -10,6 +10,8 @@ from pathlib import Path
 import ray
 from ray.util.placement_group import placement_group_table
 
+from quadriga.descendants import descendants
+
 WAIT_S = 300.0
 
 
@@ -43,17 +45,18 @@ def titles(pids: list[int]) -> dict[int, str]:
     return found
 
 
-def assert_nothing_left(members: Callable[[int], list[int]]) -> None:
-    """The tests' cluster, which is in their session, is as if there had been no run."""
+def own_workers() -> list[int]:
+    """The worker processes of this process's cluster: the tests may run beside others, with clusters of their own."""
+    found = titles(descendants(os.getpid()))
+    return [pid for pid, title in found.items() if title.startswith("ray::WorkerProcess")]
 
-    def processes() -> dict[int, str]:
-        own = titles(members(os.getsid(0)))
-        return {pid: title for pid, title in own.items() if title.startswith("ray::WorkerProcess")}
 
+def assert_nothing_left() -> None:
+    """The tests' cluster is as if there had been no run."""
     groups = placement_group_table
     wait_for(
-        lambda: not processes() and all(one["state"] == "REMOVED" for one in groups().values()),
-        lambda: f"left: {processes()}, {groups()}",
+        lambda: not own_workers() and all(one["state"] == "REMOVED" for one in groups().values()),
+        lambda: f"left: {titles(own_workers())}, {groups()}",
     )
     wait_for(
         lambda: ray.available_resources().get("CPU") == ray.cluster_resources()["CPU"],
