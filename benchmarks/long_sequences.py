@@ -91,6 +91,7 @@ def main() -> None:
             pipe, other = context.Pipe()
             process = context.Process(target=measure, args=(other, number, length, Path(folder)), daemon=True)
             process.start()
+            other.close()  # so that the end of the process is heard
             taken, seconds = pipe.recv()
             process.join()
             print(f"| {number} | {length} | {taken / 2**20:.1f} | {taken / length:.0f} | {seconds:.1f} |", flush=True)

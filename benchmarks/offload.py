@@ -79,6 +79,7 @@ def main() -> None:
             given = SimpleNamespace(**vars(args), scratch=str(own), reward="equal")
             process = context.Process(target=take_steps, args=(other, given, extra), daemon=True)
             process.start()
+            other.close()  # so that the end of the process is heard
             sides.append((pipe, process))
             assert pipe.recv() == "ready"
         for step in range(args.steps):
