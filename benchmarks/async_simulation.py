@@ -183,8 +183,8 @@ class Simulation:
                         version: [one for one in ones if one != worker] for version, ones in self.awaited.items()
                     }
                     self.go_on(worker)
-                case HandOver(step, groups):
-                    self.train(step, groups)
+                case HandOver():
+                    self.train(decision)
                 case Drop(group, _, running):
                     for number, sample in running:
                         self.workers[number].advance(self.now)
@@ -247,16 +247,17 @@ class Simulation:
         worker.versions.append((worker.position, version))
         self.schedule.loaded(number, version)
 
-    def train(self, step: int, groups: Sequence[int]) -> None:
-        """A training step on these groups begins."""
-        total, version = 0.0, self.rules.version_at(step)
-        for group in groups:
+    def train(self, batch: HandOver) -> None:
+        """A training step on these groups begins, or goes on with them."""
+        total, version = 0.0, self.rules.version_at(batch.step)
+        for group in batch.groups:
             for own, tokens in self.tokens.pop(group).items():
                 self.ages[version - own] += tokens
                 total += tokens
-        seconds = self.costs.step_s + total * self.costs.token_s / self.train_gpus
+        share = len(batch.groups) / self.rules.num_groups
+        seconds = self.costs.step_s * share + total * self.costs.token_s / self.train_gpus
         self.train_s += seconds
-        self.after(seconds, partial(self.trained, step))
+        self.after(seconds, partial(self.trained, batch.step) if batch.is_last else self.schedule.wants_batch)
 
     def trained(self, step: int) -> None:
         """A step is done: its weights leave, and the next batch is wanted."""
@@ -398,6 +399,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--prompts", type=int, default=256, help="of a step")
     parser.add_argument("--responses", type=int, default=8, help="to a prompt")
+    parser.add_argument(
+        "--mini-batch", type=int, default=0, help="prompts of an update that begins once it is complete"
+    )
     parser.add_argument("--median", type=float, default=1000.0, help="tokens of a response")
     parser.add_argument("--longest", type=int, default=8_000)
     parser.add_argument("--sigma", type=float, default=1.0, help="of the logarithms of lengths and of reward times")
@@ -419,7 +423,7 @@ def main() -> None:
         else:
             workload = long_tailed(args.steps, args.prompts, args.responses, args)
         _, prompts, responses = workload.lengths.shape
-        ways = {"in_flight": args.in_flight, "on_stale": args.on_stale}
+        ways = {"in_flight": args.in_flight, "on_stale": args.on_stale, "part_size": args.mini_batch}
         rules = Rules(num_groups=prompts, group_size=responses, num_steps=args.steps, **ways)
         print(table(gpus, rules, workload, costs, args), flush=True)
 

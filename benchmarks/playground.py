@@ -19,6 +19,8 @@ but where to write: all settings stand in these files. `grpo` has no recipe, it 
                   with the right ones here, the run itself never sees these
     distilled     GRPO's model as the teacher of the supervised model of the next seed, whose weights are others, with
                   over/distilled.yaml: by its log-probs alone, without rewards
+    stale_0, 1, 4 GRPO with async_training.max_staleness=0, 1, 4; deterministic, so that samples are as stale as may be
+                  and a run can be repeated; _plain without the off-policy correction
 
 Seconds of training are the sum of the steps' own `timing_s/step`: generation, rewards, update, new weights; start-up
 and validation are left out. `others` is how many cores other processes used meanwhile. A run that is complete below
@@ -43,6 +45,8 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 RECIPES = REPOSITORY / "configs" / "recipes"
 ALGORITHMS = ("grpo", *sorted(file.stem for file in RECIPES.glob("*.yaml")))
 OTHERS = ("largest", "kl_target", "kl_fixed", "by_reward_model", "distilled")
+STALE = ("stale_0", "stale_1", "stale_4", "stale_1_plain", "stale_4_plain")
+NAMES = (*ALGORITHMS, *OTHERS, *STALE)
 SUPERVISED = ("sft", "reward_model")
 LAYERS = {"kl_fixed": ("kl_target",), "by_reward_model": ("ppo", "by_reward_model")}
 """What lies over sums.yaml, where it is not what has the name of the run."""
@@ -122,6 +126,7 @@ def trained(name: str, seed: int, args: Namespace) -> Course:
         "trainer.resume_mode=disable",
     ]
     words += ["algorithm.kl_ctrl.type=fixed"] if name == "kl_fixed" else []
+    words += asynchronous(name) if name in STALE else []
     if name == "distilled":
         student = (seed + 1) % 3
         measure("sft", student, args)
@@ -130,6 +135,14 @@ def trained(name: str, seed: int, args: Namespace) -> Course:
         run(export, home / "export.log", args.threads)
     others = run([*words, *args.overrides], home / f"{name}.log", args.threads)
     return read_course(name, seed, directory, others)
+
+
+def asynchronous(name: str) -> list[str]:
+    """The keys of a run that generates and trains at the same time."""
+    bound = name.split("_")[1]
+    keys = ["enable=True", "preset=bounded", "deterministic=True", f"max_staleness={bound}"]
+    words = [f"async_training.{key}" for key in keys]
+    return [*words, "algorithm.rollout_correction.preset=disabled"] if name.endswith("plain") else words
 
 
 def measure(name: str, seed: int, args: Namespace) -> Course:
@@ -148,7 +161,7 @@ def measure(name: str, seed: int, args: Namespace) -> Course:
 def read_arguments() -> Namespace:
     """The command line."""
     parser = ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--algorithms", nargs="+", choices=(*ALGORITHMS, *OTHERS), default=[*ALGORITHMS, *OTHERS])
+    parser.add_argument("--algorithms", nargs="+", choices=NAMES, default=NAMES)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--threads", type=int, default=1, help="of each run")
     parser.add_argument("--output", type=Path, default=Path("outputs/benchmarks/playground"))
@@ -168,7 +181,7 @@ def main() -> None:
     everything = [
         Course(**json.loads(file.read_text(encoding="utf-8"))) for file in sorted(args.output.glob("seed*/*.json"))
     ]
-    print(report(everything, [*ALGORITHMS, *OTHERS], args.output))
+    print(report(everything, NAMES, args.output))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 from PIL import Image
@@ -23,10 +24,12 @@ SERIES = {
     "kl": "actor/reward_kl_penalty",
     "coefficient": "actor/reward_kl_penalty_coeff",
     "rm_score": "reward/rm_score/mean",
+    "staleness": "async/staleness_mean",
 }
 COLORS = (REWARD, VALIDATION, SPEED, LENGTH)
 KL_RUNS = ("kl_target", "kl_fixed")
 KL_EVERY = 20
+STALE, COMPARED_BELOW = "stale_", 0.97
 NUM_COLUMNS, NUM_COLORS = 4, 48
 
 
@@ -114,6 +117,8 @@ def report(courses: Sequence[Course], order: Sequence[str], folder: Path) -> str
     kl_runs = [course for name in KL_RUNS for course in runs.get(name, [])]
     parts = [learning_table(runs), validation_lines(runs)]
     parts += [kl_table(kl_runs)] if kl_runs else []
+    stale = {name: courses for name, courses in runs.items() if name.startswith(STALE)}
+    parts += [staleness_table(stale)] if stale else []
     parts += [supervised_table([course for course in courses if course.name in ("sft", "reward_model")])]
     text = "\n\n".join(parts) + "\n"
     (folder / "playground.md").write_text(text, encoding="utf-8")
@@ -176,6 +181,29 @@ def kl_table(courses: Sequence[Course]) -> str:
             values = course.series[name]
             means = [sum(values[end - KL_EVERY : end]) / KL_EVERY for end in ends if end <= len(values)]
             lines.append(f"| {course.name}, {course.seed} | {name} | {' | '.join(f'{mean:.3f}' for mean in means)} |")
+    return "\n".join(lines)
+
+
+def staleness_table(runs: dict[str, list[Course]]) -> str:
+    """Mean accuracy of the seeds, at the last validation before any run has reached COMPARED_BELOW and at the end; how
+    far from the first run's; and how stale tokens were, on average over all steps."""
+    courses = [course for own in runs.values() for course in own]
+    steps = min((course.steps for course in courses), key=len)
+    reached = [
+        step for place, step in enumerate(steps) if max(one.accuracy[place] for one in courses) >= COMPARED_BELOW
+    ]
+    place = steps.index(reached[0]) - 1 if reached else len(steps) - 1
+    lines = [
+        f"| run | versions behind | accuracy at step {steps[place]} | mean | to the first | mean at step {steps[-1]} |",
+        "|---|---|---|---|---|---|",
+    ]
+    first = float(np.mean([course.accuracy[place] for course in next(iter(runs.values()))]))
+    for name, own in runs.items():
+        here = [course.accuracy[place] for course in own]
+        behind = np.mean([np.mean(course.series["staleness"]) for course in own])
+        last = np.mean([course.accuracy[len(steps) - 1] for course in own])
+        told = f"{_joined(f'{value:.2f}' for value in here)} | {np.mean(here):.3f} | {np.mean(here) - first:+.3f}"
+        lines.append(f"| {name} | {behind:.2f} | {told} | {last:.3f} |")
     return "\n".join(lines)
 
 

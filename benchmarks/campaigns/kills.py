@@ -135,7 +135,7 @@ def prepare_once(files: Path, campaign: str, run_alone: Callable[[Path], None]) 
 def _run_alone(files: Path) -> None:
     for variant in VARIANTS:
         (files / variant).mkdir()
-        attempt = Attempt(variant, files / variant, files, is_real_start=True)
+        attempt = Attempt(words(variant, files), files / variant, is_real_start=True)
         if status := attempt.wait():
             raise SystemExit(f"the run of {variant} left alone ended with {status}: {files / variant / 'log'}")
 
@@ -143,7 +143,7 @@ def _run_alone(files: Path) -> None:
 # ---- in the process that is killed --------------------------------------------------------------
 
 
-def run_marked(variant: str, files: Path) -> int:
+def run_marked(arguments: list[str]) -> int:
     """A run in the working directory; the file `marks` holds its phase and whether a checkpoint is being written."""
     with open("marks", "r+b") as file:
         marks = mmap.mmap(file.fileno(), 2)
@@ -151,7 +151,7 @@ def run_marked(variant: str, files: Path) -> int:
     TrainingLoop.load_checkpoint = _marked_load(TrainingLoop.load_checkpoint, marks)  # type: ignore[method-assign]
     CheckpointSaver.start = _marked_writing(CheckpointSaver.start, marks)  # type: ignore[method-assign]
     CheckpointSaver.poll = _marked_writing(CheckpointSaver.poll, marks)  # type: ignore[method-assign]
-    return main(words(variant, files))
+    return main(arguments)
 
 
 def _marked_phase(phase: Callable[..., Any], marks: mmap.mmap) -> Callable[..., Any]:
@@ -197,9 +197,17 @@ def _marked_writing(method: Callable[..., Any], marks: mmap.mmap) -> Callable[..
 
 
 class Attempt:
-    """A start of the run in a folder: a fork of this process, or an interpreter of its own; its output is in `log`."""
+    """A start of the run in a folder: a fork of this process, which calls `first` before, or an interpreter of its own;
+    its output is in `log`."""
 
-    def __init__(self, variant: str, folder: Path, files: Path, *, is_real_start: bool) -> None:
+    def __init__(
+        self,
+        arguments: list[str],
+        folder: Path,
+        *,
+        is_real_start: bool = False,
+        first: Callable[[], None] | None = None,
+    ) -> None:
         (folder / "marks").write_bytes(bytes(2))
         (folder / "tmp").mkdir(exist_ok=True)
         with open(folder / "marks", "r+b") as file:
@@ -208,7 +216,7 @@ class Attempt:
         own = {"TMPDIR": str(folder / "tmp")}
         with open(folder / "log", "ab") as log:
             if is_real_start:
-                line = [sys.executable, __file__, variant, str(files)]
+                line = [sys.executable, __file__, *arguments]
                 self.pid = subprocess.Popen(
                     line, cwd=folder, env=os.environ | own, stdout=log, stderr=log, start_new_session=True
                 ).pid
@@ -226,7 +234,9 @@ class Attempt:
                 os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
                 os.dup2(log.fileno(), 1)
                 os.dup2(log.fileno(), 2)
-                status = run_marked(variant, files)
+                if first is not None:
+                    first()
+                status = run_marked(arguments)
                 sys.stdout.flush()
             finally:
                 os._exit(status)
@@ -275,7 +285,7 @@ def run(number: int, folder: Path, files: Path) -> Outcome:
     events, sessions = Counter[str](), []
     for attempt_number in range(MAX_KILLS + 1):
         is_real_start = (number * MAX_KILLS + attempt_number) % 5 == 0
-        attempt = Attempt(variant, folder, files, is_real_start=is_real_start)
+        attempt = Attempt(words(variant, files), folder, is_real_start=is_real_start)
         sessions.append(attempt.pid)
         if attempt_number == MAX_KILLS:
             break
@@ -336,4 +346,4 @@ CAMPAIGN = Campaign(
 )
 
 if __name__ == "__main__":
-    sys.exit(run_marked(sys.argv[1], Path(sys.argv[2])))
+    sys.exit(run_marked(sys.argv[1:]))

@@ -12,6 +12,7 @@ from quadriga.config.types import Count, PathText
 PRESETS: dict[str, dict[str, Any]] = {
     "one_step_off": {"max_staleness": 1, "in_flight": "finish"},
     "bounded": {"max_staleness": 1, "in_flight": "continue"},
+    "streaming": {"max_staleness": 1, "in_flight": "continue", "by_mini_batch": True},
 }
 CORRECTION = "decoupled_token_is"
 """The off-policy correction of a run on stale samples that names none."""
@@ -22,14 +23,17 @@ class AsyncTrainingConfig(Section):
 
     enable: bool = False
     """Whether generation and training run at the same time, each with weights of its own."""
-    preset: Literal["one_step_off", "bounded"] | None = None
-    """Names a choice of the keys below, which hold where given: one_step_off (1, finish), bounded (1, continue)."""
+    preset: Literal["one_step_off", "bounded", "streaming"] | None = None
+    """Names a choice of the keys below, which hold where given: one_step_off (1, finish), bounded (1, continue),
+    streaming (1, continue, by_mini_batch)."""
     max_staleness: NonNegativeInt = 1
     """Versions by which the oldest token of a sample may be behind the weights that a step begins with. 0: lockstep."""
     in_flight: Literal["continue", "finish"] = "continue"
     """Sequences under way at new weights: `continue` with them, or `finish` with theirs, until which none starts."""
     on_stale: Literal["wait", "drop"] = "wait"
     """A step waits for the samples that were started for it, or takes what is there, and what is too old is dropped."""
+    by_mini_batch: bool = False
+    """Whether an update starts with each mini-batch that is complete, instead of with the whole batch."""
     sync_every: Count = 1
     """Training steps between two publications of weights; each publication is a version."""
     deterministic: bool = False
@@ -49,6 +53,8 @@ class AsyncTrainingConfig(Section):
     def _consistent(self) -> "AsyncTrainingConfig":
         if self.on_stale == "drop" and self.deterministic:
             raise refuse("on_stale=wait with deterministic=True", "What is dropped depends on what is slow.")
+        if self.by_mini_batch and (self.on_stale == "drop" or not self.max_staleness):
+            raise refuse("on_stale=wait and max_staleness of at least 1 with by_mini_batch=True")
         return self
 
     @property

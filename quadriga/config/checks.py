@@ -252,6 +252,7 @@ def check_async(config: Config) -> Iterator[Finding]:
         return
     at, stale, groups = "async_training", settings.is_stale, config.algorithm.filter_groups.enable
     has_conversations, filtered = rollout.mode == "async", "algorithm.filter_groups.enable=True"
+    streams = settings.by_mini_batch
     in_files = f"Rounds under way are not in a checkpoint: leave it out, or set {at}.max_staleness=0."
     for is_wrong, key, got, expected, fix in (
         (trainer.backend != "local", "trainer.backend", trainer.backend, "local", "Only there generation goes on."),
@@ -263,6 +264,9 @@ def check_async(config: Config) -> Iterator[Finding]:
          f"{at}.replay", str(settings.replay), f"null with {ROLLOUT}.mode=async, on_stale=drop or trainer.save_freq",
          "A record says when sequences start and weights change, and no more."),
         (groups and settings.on_stale == "drop", f"{at}.on_stale", f"drop, with {filtered}", "wait", ""),
+        (groups and streams, f"{at}.by_mini_batch", f"true, with {filtered}", "false", "A batch is filled in rounds."),
+        (streams and config.actor_rollout_ref.actor.shuffle, f"{ACTOR}.shuffle", f"true, with {at}.by_mini_batch=True",
+         "false", "Mini-batches are learned from as they come."),
         (groups and trainer.total_training_steps is None, "trainer.total_training_steps", f"null, with {filtered}",
          "a number of steps", "Prompts are taken ahead of the steps."),
         (groups and stale and trainer.save_freq != -1, "trainer.save_freq", f"{trainer.save_freq}, with {filtered}",

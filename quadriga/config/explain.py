@@ -150,6 +150,9 @@ def _overlap(config: Config) -> Iterator[str]:
     yield f"a step learns from samples whose oldest token is up to {versions} behind the weights that it begins with"
     most = _count((settings.max_staleness + 1) * settings.sync_every, "batch", "batches")
     late = {"wait": "a step waits for its own", "drop": "what is too old is dropped"}[settings.on_stale]
+    if settings.by_mini_batch:
+        prompts = _count(BatchPlan(config).mini_batch_prompts, "prompt")
+        yield f"an update starts as soon as the responses to {prompts} are complete"
     yield f"up to {most} are under way or wait for their step; {late}"
     kept = {"recompute": "whose KV cache is computed anew", "keep": "which keep their KV cache"}[settings.kv_on_update]
     taken = {"continue": f"by sequences under way, {kept}", "finish": "once the sequences under way have ended"}

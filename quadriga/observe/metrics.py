@@ -6,6 +6,7 @@ with the way it is reduced and with the weight it stands for, from the place whe
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -53,13 +54,19 @@ def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
     return {name: _combine(name, metrics) for name, metrics in collected.items()}
 
 
-def reduce_metrics(metrics: Mapping[str, Metric | Sequence[Metric]]) -> dict[str, float]:
-    """The plain numbers to log: one float per name, lists (from concatenated results) combined first.
+def reduce_metrics(*parts: Mapping[str, Metric | Sequence[Metric]]) -> dict[str, float]:
+    """The plain numbers to log: one float per name, lists (from concatenated results) and parts combined first.
 
-    A name whose list is empty was measured nowhere and is left out.
+    A name whose lists are empty was measured nowhere and is left out.
     """
+    found: Mapping[str, Metric | Sequence[Metric]] = parts[0]
+    if len(parts) > 1:
+        found = lists = defaultdict[str, list[Metric]](list)
+        for part in parts:
+            for name, metric in part.items():
+                lists[name] += [metric] if isinstance(metric, Metric) else metric
     reduced: dict[str, float] = {}
-    for name, metric in metrics.items():
+    for name, metric in found.items():
         if isinstance(metric, Metric):
             reduced[name] = metric.value
         elif metric:

@@ -88,6 +88,7 @@ class AsyncBatches(WeightPublisher):
             deterministic=self._settings.deterministic,
             warmup_steps=config.trainer.critic_warmup,
             round_size=(data.gen_batch_size or data.train_batch_size) if filters else 0,
+            part_size=config.actor_rollout_ref.actor.ppo_mini_batch_size if self._settings.by_mini_batch else 0,
         )
         learners = [getattr(prompts.loader, name, None) for name in ("sampler", "dataset")]
         if self.rules.max_staleness and any(map(hasattr, learners, ("update", "on_batch_end"))):
@@ -130,9 +131,10 @@ class AsyncBatches(WeightPublisher):
                 self._act()
             self._changed.notify_all()
 
-    def take(self, step: int) -> DataProto:
-        """The batch of a step: `data.train_batch_size` groups, with `token_staleness` [B, T] beside what
-        `generate_sequences` gives. Raises what failed in the rollout; RolloutError: a token is older than allowed."""
+    def take(self, step: int) -> tuple[DataProto, bool]:
+        """The batch of a step, `data.train_batch_size` groups, or its next mini-batch; with `token_staleness` [B, T]
+        beside what `generate_sequences` gives. And whether the step has all of its groups with it.
+        Raises what failed in the rollout; RolloutError: a token is older than allowed."""
         started = time.perf_counter()
         with self._changed:
             schedule = self._begin(step) if self.schedule is None else self.schedule
@@ -154,9 +156,10 @@ class AsyncBatches(WeightPublisher):
             self._file.add_step(step, handed.groups, versions, self.rules.group_size)
         batch = groups.batch() if groups is not None else DataProto.concat(parts)
         batch.meta_info |= {"global_steps": step, "total_training_steps": self.rules.num_steps}
-        measured = {"depth": depth, "wait_s": time.perf_counter() - started}
-        self._count_staleness(batch, step, measured)
-        return batch
+        measured = {"depth": Metric(depth, "last"), "wait_s": Metric(time.perf_counter() - started, "sum")}
+        measured |= self._measure_staleness(batch, step)
+        batch.meta_info["metrics"] |= {f"async/{name}": metric for name, metric in measured.items()}
+        return batch, handed.is_last
 
     def state_dict(self) -> dict[str, Any]:
         """After a step: what was generated ahead. It waits until what is under way has ended, in the run that goes on
@@ -199,7 +202,8 @@ class AsyncBatches(WeightPublisher):
     def _begin(self, step: int) -> Schedule:
         """The first step that is taken here begins: the rollout gets the weights that there are."""
         path, own = self._settings.replay, self._config.trainer.directory / RECORD
-        schedule = Schedule(self.rules, step=step - 1) if path is None else RecordedSchedule(self.rules, Path(path))
+        kind = Schedule if path is None else partial(RecordedSchedule, path=Path(path))
+        schedule = kind(self.rules, step=step - 1)
         if step > 1:
             own = own.with_name(own.name.replace(".", f"_from_step_{step}.", 1))
         self._file = ScheduleRecord(own)
@@ -372,8 +376,8 @@ class AsyncBatches(WeightPublisher):
         if rows is not None:
             self._counts["discarded_tokens"] += int(rows.batch["response_mask"].sum())
 
-    def _count_staleness(self, batch: DataProto, step: int, measured: dict[str, float]) -> None:
-        """Add `token_staleness` [B, T], check the bound on it, and count."""
+    def _measure_staleness(self, batch: DataProto, step: int) -> dict[str, Metric]:
+        """Add `token_staleness` [B, T], check the bound on it, and measure it."""
         mask = batch.batch["response_mask"].bool()
         versions = token_versions(batch)
         staleness = (self.rules.version_at(step) - versions).masked_fill(~mask, 0)
@@ -382,14 +386,14 @@ class AsyncBatches(WeightPublisher):
         if len(drawn) and not 0 <= int(drawn.min()) <= int(drawn.max()) <= self.rules.max_staleness:
             got = f"step {step}: tokens {int(drawn.min())} to {int(drawn.max())} versions old"
             raise RolloutError("async_training", got=got, expected=f"0 to {self.rules.max_staleness}")
-        with self._changed:
-            self._counts |= measured
-            spread = versions.amax(-1) - versions.masked_fill(~mask, int(versions.max())).amin(-1)
-            self._counts["interruptions"] = int((spread > 0).sum())
-            if len(drawn):
-                self._counts |= {"staleness_mean": float(drawn.double().mean()), "staleness_max": int(drawn.max())}
-                lags = torch.bincount(drawn, minlength=self.rules.max_staleness + 1) / len(drawn)
-                self._counts |= {f"lag_{lag}_share": float(share) for lag, share in enumerate(lags)}
+        spread = versions.amax(-1) - versions.masked_fill(~mask, int(versions.max())).amin(-1)
+        measured = {"interruptions": Metric((spread > 0).sum(), "sum")}
+        if not len(drawn):
+            return measured
+        measured["staleness_mean"] = Metric(drawn.double().mean(), weight=len(drawn))
+        measured["staleness_max"] = Metric(drawn.max(), "max")
+        lags = torch.bincount(drawn, minlength=self.rules.max_staleness + 1) / len(drawn)
+        return measured | {f"lag_{lag}_share": Metric(share, weight=len(drawn)) for lag, share in enumerate(lags)}
 
     def _state(self) -> str:
         """What a long wait waits for."""

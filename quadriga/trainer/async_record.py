@@ -6,15 +6,15 @@ DIRECTORY/async_schedule.jsonl, a line for each event, by the number of steps th
     {"at": 31, "start": [[8, 3, 0], [9, 3, 1]]}     groups that begin with the next step: number, batch, row
     {"at": 57, "load": 2}                           from the next step on tokens are of this version
     {"step": 3, "groups": {"8": [[[1, 0], [2, 14]], ...]}}
-                                                    what a training step learned from: of each sample of a group, each
-                                                    version and its first token
+                                                    what a training step, or a mini-batch of it, learned from: of each
+                                                    sample of a group, each version and its first token
 
 Of the native engine, in float32 on a CPU, a run that starts and loads at the same steps draws the same tokens, whatever
 took how long.
 """
 
 import json
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -57,10 +57,10 @@ class ScheduleRecord:
 class RecordedSchedule(Schedule):
     """Starts and loads when a record says, and hands over what it says."""
 
-    def __init__(self, rules: Rules, path: Path) -> None:
-        super().__init__(rules)
+    def __init__(self, rules: Rules, path: Path, *, step: int = 0) -> None:
+        super().__init__(rules, step=step)
         self._events: deque[dict[str, Any]] = deque()
-        self._steps: dict[int, list[int]] = {}
+        self._parts: dict[int, deque[list[int]]] = defaultdict(deque)  # of each step
         try:
             lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         except (OSError, ValueError) as error:
@@ -68,7 +68,7 @@ class RecordedSchedule(Schedule):
             raise DataError(where, got=str(error), expected=expected) from error
         for event in lines:
             if "step" in event:
-                self._steps[event["step"]] = [int(group) for group in event["groups"]]
+                self._parts[event["step"]].append([int(group) for group in event["groups"]])
             else:
                 self._events.append(event)
 
@@ -94,6 +94,6 @@ class RecordedSchedule(Schedule):
         """Only `at` loads anything."""
 
     def _ready(self) -> Sequence[int] | None:
-        numbers = self._steps.get(self.step + 1, [])
-        groups = [self.groups.get(number) for number in numbers]
-        return numbers if numbers and all(group is not None and group.is_kept for group in groups) else None
+        parts = self._parts[self.step + 1]
+        groups = [self.groups.get(number) for number in parts[0]] if parts else [None]
+        return parts.popleft() if all(group is not None and group.is_kept for group in groups) else None

@@ -5,7 +5,7 @@ at the same time: decided without a tensor, a thread or a clock.
     events in                                          decisions out
     joined, lost (a worker)                            Start     samples of a group, on a worker
     has_published, loaded (weights)              ──>   Load      newer weights, by a worker; Resume without them
-    ended (a sample), graded (a group)                 HandOver  the groups of a training step
+    ended (a sample), graded (a group)                 HandOver  the groups of a training step, or a mini-batch of them
     wants_batch (the trainer), hold, release           Drop      a group, with the reason
 
 The weights have a *version*, the number of publications before them; there is one after every `sync_every` steps. Step
@@ -25,11 +25,13 @@ generates has ended, until which nothing starts on it ("finish"). `deterministic
 time: a worker pauses for version w + 1 once every batch that version w may begin has been generated, or with "continue"
 every batch that version w - 1 may begin. What is generated with which weights then follows from the rules.
 
+With `part_size` a step gets its batch in parts: each is handed over once it is complete, in the order of the prompts
+where it is `deterministic`, else the first that are there.
+
 Dynamic sampling: a batch starts in rounds of `round_size` groups, until enough of its groups are kept.
 """
 
 from bisect import insort
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -51,6 +53,7 @@ class Rules:
         max_staleness, in_flight, on_stale, sync_every, deterministic: as in `async_training`.
         warmup_steps: first steps, in which the policy does not learn and nothing is published.
         round_size: with dynamic sampling, prompts of a round; 0: all groups are kept.
+        part_size: groups of each part of a batch, the last may have fewer; 0: it is handed over as a whole.
     """
 
     num_groups: int
@@ -63,6 +66,7 @@ class Rules:
     deterministic: bool = False
     warmup_steps: int = 0
     round_size: int = 0
+    part_size: int = 0
 
     def version_at(self, step: int) -> int:
         """V(step): publications before this step."""
@@ -107,10 +111,11 @@ class Resume:
 
 @dataclass(frozen=True)
 class HandOver:
-    """The groups that a step learns from, in the order of their prompts."""
+    """The groups that a step learns from, in the order of their prompts; whether they are the last of its batch."""
 
     step: int
     groups: tuple[int, ...]
+    is_last: bool = True
 
 
 @dataclass(frozen=True)
@@ -151,11 +156,13 @@ class Group:
 
 @dataclass
 class Batch:
-    """Groups that were started for one step: how many are wanted, have a row, are open (not graded), are kept."""
+    """Groups that were started for one step: how many are wanted, have a row, are open (not graded), were handed over;
+    which are kept."""
 
     num_wanted: int
     num_rows: int = 0
     num_open: int = 0
+    num_handed: int = 0
     kept: list[int] = field(default_factory=list)
 
 
@@ -175,8 +182,6 @@ class Schedule:
         published: the newest version that workers can take.
         groups: those that are started and neither handed over nor dropped, by number.
         hold_after: batches up to this one may start groups; None: all.
-        record: the decisions so far.
-        counts: groups by what became of them: handed_over and the reasons of drops.
     """
 
     def __init__(self, rules: Rules, *, step: int = 0) -> None:
@@ -186,8 +191,6 @@ class Schedule:
         self.num_groups = 0
         self.workers: dict[int, _Worker] = {}
         self.hold_after: int | None = None
-        self.record: list[Decision] = []
-        self.counts = Counter[str]()
         self._batches: dict[int, Batch] = {}
         self._kept: list[int] = []  # with on_stale="drop", of all batches
         self._to_start: set[int] = set()  # groups with samples that have no worker
@@ -278,7 +281,6 @@ class Schedule:
         self._load()
         self._start()
         decisions, self._pending = self._pending, []
-        self.record += decisions
         return decisions
 
     @property
@@ -432,7 +434,6 @@ class Schedule:
         for worker, sample in running:
             self.workers[worker].running.remove((group.number, sample))
             self._refresh(worker)
-        self.counts[reason] += 1
         self._pending.append(Drop(group.number, reason, running))
 
     def _hand_over(self) -> None:
@@ -440,21 +441,27 @@ class Schedule:
             return
         self._wants, step = False, self.step + 1
         self._check_bound(step, numbers)
-        self.step = step
         for number in numbers:
             del self.groups[number]
-        self.counts["handed_over"] += len(numbers)
-        self._pending.append(HandOver(step, tuple(numbers)))
+        is_last = True
         if not self._drops:
-            for number in self._batches.pop(step).kept[self.rules.num_groups :]:
-                self._drop(self.groups[number], "surplus")
+            batch = self._batches[step]
+            batch.num_handed += len(numbers)
+            batch.kept = [number for number in batch.kept if number in self.groups]
+            is_last = batch.num_handed == self.rules.num_groups
+        self._pending.append(HandOver(step, tuple(numbers), is_last))
+        if not is_last:
+            return
+        self.step = step
+        for number in () if self._drops else self._batches.pop(step).kept:
+            self._drop(self.groups[number], "surplus")
         oldest = self.rules.version_at(step + 1) - self.rules.max_staleness
         for group in list(self.groups.values()) if self.is_over or self._drops else ():
             if self.is_over or group.oldest < oldest:
                 self._drop(group, "end" if self.is_over else "stale")
 
     def _ready(self) -> Sequence[int] | None:
-        """The groups of the next step, if they are there."""
+        """The groups of the next step or of its next part, if they are there."""
         batch, size = self._batches.get(self.step + 1), self.rules.num_groups
         if self._drops:
             chosen, rest = self._kept[:size], self._kept[size:]
@@ -462,9 +469,17 @@ class Schedule:
                 return None
             self._kept = rest
             return chosen
-        if batch is None or batch.num_open or batch.num_rows < batch.num_wanted or len(batch.kept) < size:
+        if batch is None:
             return None
-        return batch.kept[:size]
+        part = min(self.rules.part_size or size, size - batch.num_handed)
+        chosen = batch.kept[:part]
+        if len(chosen) < part:
+            return None
+        if not self.rules.part_size:
+            return None if batch.num_open or batch.num_rows < batch.num_wanted else chosen
+        of_batch = [group for group in self.groups.values() if group.batch == self.step + 1]
+        is_next = all(group.is_kept for group in of_batch if group.number < chosen[-1])
+        return chosen if is_next or not self.rules.deterministic else None
 
     def _check_bound(self, step: int, numbers: Iterable[int]) -> None:
         """The invariant, at each hand-over. Raises RolloutError: a group is too old."""

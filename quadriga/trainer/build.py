@@ -99,6 +99,18 @@ class Run:
                 self.trainer.weights.close()
 
 
+def check_overlap(config: Config, needs: Needs) -> None:
+    """Raises ConfigError: what the estimator needs cannot be computed while responses are generated."""
+    settings, critic = config.async_training, config.critic.ppo_mini_batch_size
+    actor = config.actor_rollout_ref.actor.ppo_mini_batch_size
+    if needs.greedy_baseline and settings.enable:
+        got, fix = "an estimator with a greedy response as baseline", "Take another estimator, such as rloo."
+        raise ConfigError("async_training.enable", got=got, expected="one without", fix=fix)
+    if needs.critic and settings.by_mini_batch and critic > actor:
+        got = f"{critic}, with async_training.by_mini_batch=True"
+        raise ConfigError("critic.ppo_mini_batch_size", got=got, expected=f"at most the actor's, {actor}")
+
+
 def build_run(config: Config, timeline: Timeline, parts: Parts = NO_PARTS) -> Run:
     """Everything a run needs, loaded and checked, whatever its `task`. Workers that are other processes load their
     models while this one prepares the data."""
@@ -107,9 +119,7 @@ def build_run(config: Config, timeline: Timeline, parts: Parts = NO_PARTS) -> Ru
     if config.task == "rl":
         UpdateInputs(config)  # refuses a loss or an option that does not exist, before a process starts
         rollout_engine_class(config)  # likewise an engine
-        if needs.greedy_baseline and config.async_training.enable:
-            got, fix = "an estimator with a greedy response as baseline", "Take another estimator, such as rloo."
-            raise ConfigError("async_training.enable", got=got, expected="one without", fix=fix)
+        check_overlap(config, needs)
     else:
         require_text(config, "quadriga sft")
     check_models(config, has_critic=needs.critic)

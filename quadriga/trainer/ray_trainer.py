@@ -16,7 +16,7 @@ that no branch here names an algorithm, an engine or a backend.
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +30,7 @@ from quadriga.algorithms.pf_ppo import pf_ppo_rows
 from quadriga.algorithms.registry import choose_estimator, estimate_advantages
 from quadriga.algorithms.rollout_correction import correct_rollout
 from quadriga.config import Config, learns_from_rewards
-from quadriga.observe.metrics import reduce_metrics
+from quadriga.observe.metrics import Metric, reduce_metrics
 from quadriga.observe.watchdog import waiting
 from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.protocol.operations import get_all
@@ -79,6 +79,7 @@ class RayPPOTrainer(TrainingLoop):
 
     Attributes:
         asynchronous: where batches come from that are generated meanwhile; None: they are generated in their step.
+        batch_metrics: those of the batch that is learned from, or of its mini-batch.
     """
 
     asynchronous: AsyncBatches | None = None
@@ -117,6 +118,7 @@ class RayPPOTrainer(TrainingLoop):
         if config.actor_rollout_ref.rollout.skip.enable:
             self.respond = RolloutCache(self.respond, config)
         self.filters_groups = algorithm.filter_groups.enable
+        self.batch_metrics: dict[str, Metric | Sequence[Metric]] = {}
         if config.async_training.enable:
             given = (self.weights, self.actor, self.prompts, reward, config, total_training_steps)
             self.weights = self.asynchronous = AsyncBatches(*given)
@@ -163,9 +165,22 @@ class RayPPOTrainer(TrainingLoop):
 
     def step(self) -> DataProto:
         """From prompts over responses to new weights. Returns the batch with all that was computed."""
-        batch = self.next_batch()
+        parts, measured = [], []
+        for batch in self.batches():
+            self.batch_metrics = {}
+            parts.append(self.learn(batch))
+            measured.append(self.batch_metrics)
+        self.metrics |= reduce_metrics(*measured)
+        if self.global_steps > self.config.trainer.critic_warmup:
+            with self.timer.phase("publish_weights"):
+                self.weights.publish(self.global_steps)
+        self.metrics |= check_log_probs(self.metrics, self.config.actor_rollout_ref.rollout, self.global_steps)
+        return parts[0] if len(parts) == 1 else joined(parts)
+
+    def learn(self, batch: DataProto) -> DataProto:
+        """From responses to an update of the models. Returns the batch with all that was computed."""
         policy = self.config.actor_rollout_ref
-        self.metrics |= order_for_ranks(batch, self.num_ranks, policy.rollout.n, policy.actor, self.cost)
+        self.note(order_for_ranks(batch, self.num_ranks, policy.rollout.n, policy.actor, self.cost))
         with self.rewards_and(batch) as begin:
             inputs = model_inputs(batch)
             if self.needs.old_log_probs:
@@ -188,9 +203,6 @@ class RayPPOTrainer(TrainingLoop):
         if self.global_steps > self.config.trainer.critic_warmup:
             with self.timer.phase("update_actor"):
                 self.record(self.actor.update_actor(self.inputs.select(learned, "actor")))
-            with self.timer.phase("publish_weights"):
-                self.weights.publish(self.global_steps)
-        self.metrics |= check_log_probs(self.metrics, policy.rollout, self.global_steps)
         return batch
 
     def finish_step(self, batch: DataProto) -> None:
@@ -212,12 +224,17 @@ class RayPPOTrainer(TrainingLoop):
                 self.train_dataloader.dataset.on_batch_end(batch=batch)
         self.save_where_due()
 
-    def next_batch(self) -> DataProto:
-        """Responses to learn from: generated here and now, or meanwhile, with `async_training`."""
-        if self.asynchronous is not None:
+    def batches(self) -> Iterator[DataProto]:
+        """Responses to learn from: generated here and now, or meanwhile, with `async_training`; with its
+        `by_mini_batch` one mini-batch after another."""
+        if self.asynchronous is None:
+            yield self.sample_groups() if self.filters_groups else self.generate(self.next_prompts())
+            return
+        is_last = False
+        while not is_last:
             with self.timer.phase("gen"):
-                return self.asynchronous.take(self.global_steps)
-        return self.sample_groups() if self.filters_groups else self.generate(self.next_prompts())
+                batch, is_last = self.asynchronous.take(self.global_steps)
+            yield batch
 
     def next_prompts(self, num_before: int = 0) -> DataProto:
         """The next batch of prompts, of which this step has taken `num_before` already; a `uid` each."""
@@ -283,12 +300,12 @@ class RayPPOTrainer(TrainingLoop):
         if not self.needs.old_log_probs:
             return
         mask, entropy = batch.batch["response_mask"], batch.batch.pop("entropys")
-        self.metrics["actor/entropy"] = float((entropy * mask).sum() / mask.sum().clamp(min=1))
+        self.note({"actor/entropy": float((entropy * mask).sum() / mask.sum().clamp(min=1))})
         if "token_staleness" in batch.batch.keys():
             mask = mask * (batch.batch["token_staleness"] == 0)  # others are of other weights
         if mask.any():
             mismatch = log_prob_mismatch(batch.batch["old_log_probs"], batch.batch["rollout_log_probs"], mask)
-            self.metrics |= {f"rollout/{name}": value for name, value in mismatch.items()}
+            self.note({f"rollout/{name}": value for name, value in mismatch.items()})
 
     def charge_divergence(self, batch: DataProto) -> None:
         """`token_level_rewards` [B, T]: the scores, less a KL penalty with `use_kl_in_reward`.
@@ -307,7 +324,7 @@ class RayPPOTrainer(TrainingLoop):
                     self.kl_controller,
                     self.config.algorithm.kl_penalty,
                 )
-                self.metrics |= kl_metrics
+                self.note(kl_metrics)
 
     def correct_rollout(self, batch: DataProto) -> None:
         """Off-policy correction: `rollout_is_weights` and `response_mask` [B, T]."""
@@ -316,7 +333,7 @@ class RayPPOTrainer(TrainingLoop):
             changed, metrics = correct_rollout(dict(batch.batch.items()), correction)
             for name, column in changed.items():
                 batch.batch[name] = column
-            self.metrics |= metrics
+            self.note(metrics)
 
     def compute_advantages(self, batch: DataProto) -> None:
         """`advantages` and `returns` [B, T], here on the driver; 0 where no reward is learned from."""
@@ -348,7 +365,11 @@ class RayPPOTrainer(TrainingLoop):
 
     def record(self, result: DataProto) -> None:
         """Take the metrics out of what a worker group returned."""
-        self.metrics |= reduce_metrics(result.meta_info.pop("metrics", {}))
+        self.batch_metrics |= result.meta_info.pop("metrics", {})
+
+    def note(self, numbers: Mapping[str, float]) -> None:
+        """Take metrics that were computed here; a step's are the means of its mini-batches."""
+        self.batch_metrics |= {name: Metric(value) for name, value in numbers.items()}
 
     def close(self) -> None:
         """Stop the graders too."""
@@ -358,3 +379,12 @@ class RayPPOTrainer(TrainingLoop):
         self.reward.close()
         if self.validator.reward is not self.reward:
             self.validator.reward.close()
+
+
+def joined(parts: Sequence[DataProto]) -> DataProto:
+    """The batch of a step whose mini-batches were learned from one by one; `row_index` goes on from part to part."""
+    num_before = 0
+    for part in parts:
+        part.batch["row_index"] = part.batch["row_index"] + num_before
+        num_before += len(part)
+    return DataProto.concat(parts)

@@ -27,16 +27,16 @@ SIZES: dict[str, Size] = {
     "algorithms": Size(2433, 34, 95),
     "cli": Size(1085, 11, 44),
     "compat": Size(2177, 10, 205),
-    "config": Size(3785, 21, 165),
+    "config": Size(3798, 21, 165),
     "data": Size(3564, 15, 208),
     "engines": Size(4388, 25, 224),
     "models": Size(3678, 18, 203),
-    "observe": Size(1733, 14, 108),
+    "observe": Size(1740, 14, 108),
     "protocol": Size(1558, 9, 100),
     "rewards": Size(3868, 28, 213),
     "rollout": Size(8863, 45, 535),
     "single_controller": Size(3587, 16, 210),
-    "trainer": Size(5507, 29, 318),
+    "trainer": Size(5566, 29, 322),
     "verl": Size(1818, 6, 126),
     "weight_sync": Size(885, 6, 60),
     "workers": Size(2101, 13, 109),
@@ -52,7 +52,7 @@ REASONS: dict[str, str] = {
     " and its trainer by its constructor",
     "config": "restarts, limits of stalls and phases, fallback to older checkpoints, state copies: a key"
     " each; a finished run told from another; checks before a model loads; what Megatron, experts and"
-    " routers take and refuse; asynchronous training; teachers; rows whose number is not known; float16",
+    " routers take and refuse; asynchronous training, by mini-batch; teachers; rows whose number is not known; float16",
     "data": "a bad row is named by file, row and column; all rows are checked at the start; rows of a program; "
     "pictures inside content parts; rows that are generated between batches, a curriculum; videos.py: frames that a"
     " model is shown of a file, a list or an array, cut without torchvision; rows mapped from a cache, bad ones left"
@@ -65,7 +65,8 @@ REASONS: dict[str, str] = {
     " architectures that are tried before weights are read, windows, caps, sinks; a probe; routers;"
     " gradients whose sums lie in their own memory; images and videos whose tokens are on several ranks;"
     " several targets of a token; float16",
-    "observe": "waits for users' code name its line; services get no step twice; SIGTERM says what is on the"
+    "observe": "metrics of a step in parts;"
+    " waits for users' code name its line; services get no step twice; SIGTERM says what is on the"
     " disk; the bar and the curve of a notebook's cell; a dead signal is told; which CPUs multiply float16",
     "protocol": "files of a DataProto that cannot name code: the pickle that they take the place of was one line",
     "rewards": "an allow-list of system calls, folders in memory, raw streams, children that end, bounded"
@@ -77,7 +78,7 @@ REASONS: dict[str, str] = {
     "trainer": "lock of a run's folder, fallback to older checkpoints, recovery, engines that come and go; "
     "settings that changed, rows that are bad, models that end a run, steps one by one; files of responses"
     " that go on after a kill; asynchronous training: what starts where and when,"
-    " batches that are generated ahead, in checkpoints too; prompts that are read ahead",
+    " batches that are generated ahead, in checkpoints too, updates by mini-batch; prompts that are read ahead",
     "verl": "verl's command lines: Hydra's words, defaults by version, what becomes of each key, shell scripts,"
     " teachers; float16",
     "weight_sync": "a meeting whose receiver died is given up",

@@ -15,9 +15,10 @@ import pytest
 
 from quadriga.cli.main import main
 from quadriga.errors import WeightSyncError
+from quadriga.protocol import DataProto
 from quadriga.rollout.native.engine import NativeEngine
 from quadriga.rollout.native.generation import Generation
-from quadriga.trainer.async_schedule import Schedule
+from quadriga.trainer.async_schedule import Decision, HandOver, Schedule
 from quadriga.trainer.ray_trainer import RayPPOTrainer
 
 ON = "async_training.enable=True"
@@ -69,6 +70,7 @@ SIDES = {
     "keep": ("async_training.kv_on_update=keep", "async_training.max_staleness=3", "async_training.sync_every=2"),
     "drop": ("async_training.on_stale=drop", "async_training.max_staleness=2"),
     "conversations": ("actor_rollout_ref.rollout.mode=async",),
+    "streaming": ("async_training.preset=streaming", "actor_rollout_ref.actor.ppo_mini_batch_size=3"),
     "dynamic sampling": ("algorithm.filter_groups.enable=True",),
 }
 
@@ -90,21 +92,21 @@ def test_the_bound_holds_in_a_run(
     assert lines[0]["async/staleness_max"] == 0
 
 
-@pytest.mark.parametrize("in_flight", ["finish", "continue"])
+@pytest.mark.parametrize("key", ["in_flight=finish", "in_flight=continue", "by_mini_batch=True"])
 def test_a_deterministic_run_gives_the_same_numbers_on_any_timing(
-    in_flight: str, train: Callable[..., Path], metric_lines: Callable[..., Lines], delays: Callable[[int], None]
+    key: str, train: Callable[..., Path], metric_lines: Callable[..., Lines], delays: Callable[[int], None]
 ) -> None:
-    few = "actor_rollout_ref.rollout.max_num_seqs=6"  # so that they start and end one after the other
-    options = (*LONG, ON, few, "async_training.deterministic=True", "async_training.max_staleness=2")
+    few = ("actor_rollout_ref.rollout.max_num_seqs=6", "actor_rollout_ref.actor.ppo_mini_batch_size=2")
+    options = (*LONG, ON, *few, "async_training.deterministic=True", "async_training.max_staleness=2")
     runs = []
     for seed in range(3):
         delays(seed)
-        lines = metric_lines(train(*options, f"async_training.in_flight={in_flight}", run=f"run {seed}"))
+        lines = metric_lines(train(*options, f"async_training.{key}", run=f"run {seed}"))
         runs.append([{name: value for name, value in line.items() if name not in BY_TIME} for line in lines])
     for first, second in zip(runs[0] * 2, runs[1] + runs[2], strict=True):
         assert {name: (value, second[name]) for name, value in first.items() if second[name] != value} == {}
     assert len(runs[0]) == 8
-    assert sum(line.get("async/interruptions", 0) for line in runs[0]) > 0 or in_flight == "finish"
+    assert sum(line.get("async/interruptions", 0) for line in runs[0]) > 0 or key == "in_flight=finish"
 
 
 RESUMED = {
@@ -142,7 +144,14 @@ def differs(name: str, value: float, line: dict[str, Any]) -> bool:
     return name not in BY_TIME and line[name] != value
 
 
-@pytest.mark.parametrize("keys", [(), ("async_training.kv_on_update=keep", "actor_rollout_ref.rollout.max_num_seqs=6")])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        (),
+        ("async_training.kv_on_update=keep", "actor_rollout_ref.rollout.max_num_seqs=6"),
+        ("async_training.by_mini_batch=True", "actor_rollout_ref.actor.ppo_mini_batch_size=1"),
+    ],
+)
 def test_a_record_replays_on_any_timing(
     keys: tuple[str, ...], train: Callable[..., Path], metric_lines: Callable[..., Lines], delays: Callable[[int], None]
 ) -> None:
@@ -161,7 +170,27 @@ def test_a_record_replays_on_any_timing(
         steps = [
             [line for line in run.read_text().splitlines() if "step" in line] for run in (record, again / record.name)
         ]
-        assert steps[0] == steps[1] and len(steps[0]) == 8
+        assert steps[0] == steps[1] and len(steps[0]) == (32 if "async_training.by_mini_batch=True" in keys else 8)
+
+
+def test_a_resumed_run_is_repeated_from_its_record(
+    train: Callable[..., Path], metric_lines: Callable[..., Lines], delays: Callable[[int], None]
+) -> None:
+    """And from the checkpoint that it began with; in random time, which decides what begins and loads when."""
+    options = (*LONG, ON, "async_training.max_staleness=2")
+    delays(1)
+    first = train(*options, "trainer.save_freq=2", run="first")
+    resumed, again = (first.parent / name for name in ("resumed", "again"))
+    for run in (resumed, again):
+        shutil.copytree(first / "global_step_4", run / "global_step_4")
+    delays(2)
+    expected = metric_lines(train(*options, "trainer.save_freq=2", "trainer.resume_mode=auto", run=resumed.name))
+    delays(3)
+    record = f"async_training.replay={resumed}/async_schedule_from_step_5.jsonl"
+    lines = metric_lines(train(*options, record, "trainer.resume_mode=auto", run=again.name))
+    assert [line["step"] for line in lines] == [5, 6, 7, 8]
+    for line, earlier in zip(lines, expected, strict=True):
+        assert {name: (value, line[name]) for name, value in earlier.items() if differs(name, value, line)} == {}
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
@@ -185,6 +214,36 @@ def test_a_run_that_is_ended_goes_on_as_if_it_was_not(
     for expected in metric_lines(train(*options, run="whole")):
         line = lines[expected["step"]]
         assert {name: value for name, value in expected.items() if differs(name, value, line)} == {}
+
+
+def test_an_update_starts_with_each_mini_batch(
+    train: Callable[..., Path], metric_lines: Callable[..., Lines], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one before the others are complete, of its rows alone; a step's metrics are those of all rows."""
+    learned, left = [], []
+    learn, decide = RayPPOTrainer.learn, Schedule.decide
+
+    def decided(self: Schedule) -> list[Decision]:
+        decisions = decide(self)
+        for one in decisions:
+            if isinstance(one, HandOver):
+                left.append(sum(group.batch == one.step and not group.is_complete for group in self.groups.values()))
+        return decisions
+
+    def noted(self: RayPPOTrainer, batch: DataProto) -> DataProto:
+        learned.append(learn(self, batch))
+        return learned[-1]
+
+    monkeypatch.setattr(Schedule, "decide", decided)
+    monkeypatch.setattr(RayPPOTrainer, "learn", noted)
+    one_by_one = ("actor_rollout_ref.rollout.max_num_seqs=2", "actor_rollout_ref.actor.ppo_mini_batch_size=3")
+    lines = metric_lines(train(*LONG, *one_by_one, ON, "async_training.preset=streaming"))
+    assert [len(part) for part in learned] == [6, 2] * 8
+    assert left[0] == 1 and not any(left[1::2]) and len(left) == 16
+    for step, line in enumerate(lines):
+        masks = [part.batch["response_mask"] for part in learned[2 * step : 2 * step + 2]]
+        assert line["rollout/num_response_tokens"] == sum(int(mask.sum()) for mask in masks)
+        assert sum(line[f"async/lag_{lag}_share"] for lag in (0, 1)) == pytest.approx(1)
 
 
 def test_losses_and_estimators_get_the_staleness_of_tokens_by_name(

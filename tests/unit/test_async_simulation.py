@@ -69,6 +69,14 @@ def test_the_bound_holds_and_all_is_learned_from(ways: dict) -> None:
     assert seconds[0] > 1.2 * seconds[1] >= seconds[2]
 
 
+def test_an_update_by_mini_batch_begins_before_the_batch_is_complete() -> None:
+    """Lockstep of a response of 10 s and one of 20 s: the first is learned from, 5 s, while the second is generated."""
+    workload = Workload(np.tile(np.array([[[100.0], [200.0]]]), (STEPS, 1, 1)), np.zeros((STEPS, 2)))
+    for part_size, step_s in ((0, 30), (1, 25)):
+        rules = Rules(num_groups=2, group_size=1, num_steps=STEPS, part_size=part_size)
+        assert Simulation(rules, workload, EVEN, 1, 1).run().seconds == pytest.approx(STEPS * step_s)
+
+
 def test_colocated_uses_all_for_both() -> None:
     workload = Workload(np.full((STEPS, 2, 1), 100.0), np.zeros((STEPS, 2)))
     rules = Rules(num_groups=2, group_size=1, num_steps=STEPS, max_staleness=1)

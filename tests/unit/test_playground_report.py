@@ -80,6 +80,20 @@ def test_divergence_and_coefficient_are_means_of_twenty_steps(directory: Path) -
     )
 
 
+def test_staleness_is_compared_before_any_run_is_done(directory: Path) -> None:
+    """At step 10, for at 15 one run has 0.97."""
+    values = {"stale_0": ([0.2, 0.6, 0.8, 0.9], [0.4, 0.7, 0.9, 0.97]), "stale_4": ([0.2, 0.5, 0.7, 0.8],) * 2}
+    runs = {
+        name: [REPORT.Course(name, 0, [0, 5, 10, 15], own, [0.0] * 4, 15, 1.0, 0.0, {"staleness": [behind] * 15})
+               for own in courses]
+        for (name, courses), behind in zip(values.items(), (0.0, 3.5), strict=True)
+    }  # fmt: skip
+    head, _, first, second = REPORT.staleness_table(runs).splitlines()
+    assert "accuracy at step 10 | mean | to the first | mean at step 15" in head
+    assert first == "| stale_0 | 0.00 | 0.80 / 0.90 | 0.850 | +0.000 | 0.935 |"
+    assert second == "| stale_4 | 3.50 | 0.70 / 0.70 | 0.700 | -0.150 | 0.800 |"
+
+
 def test_the_report_is_written_with_its_picture(directory: Path, tmp_path: Path) -> None:
     courses = [REPORT.read_course(name, 0, directory, 0.0) for name in ("kl_target", "grpo")]
     text = REPORT.report(courses, ("grpo", "opo", "kl_target"), tmp_path)

@@ -49,6 +49,11 @@ def test_stale_samples_are_corrected_for_unless_a_correction_is_named() -> None:
         ),
         (["async_training.replay=a.jsonl", "trainer.save_freq=5"], "async_training.replay"),
         (["async_training.on_stale=drop", "algorithm.filter_groups.enable=True"], "async_training.on_stale"),
+        (["async_training.preset=streaming", "algorithm.filter_groups.enable=True"], "async_training.by_mini_batch"),
+        (
+            ["async_training.preset=streaming", "actor_rollout_ref.actor.shuffle=True"],
+            "actor_rollout_ref.actor.shuffle",
+        ),
         (["algorithm.filter_groups.enable=True"], "trainer.total_training_steps"),
         (["trainer.save_freq=5", "algorithm.filter_groups.enable=True"], "trainer.save_freq"),
     ],
@@ -66,6 +71,9 @@ def test_there_are_checkpoints(change: str) -> None:
 def test_what_is_dropped_is_no_function_of_the_configuration() -> None:
     with pytest.raises(ConfigError, match="What is dropped depends on what is slow"):
         config("async_training.on_stale=drop", "async_training.deterministic=True")
+    for other in ("on_stale=drop", "max_staleness=0"):
+        with pytest.raises(ConfigError, match="expected on_stale=wait and max_staleness of at least 1"):
+            config("async_training.preset=streaming", f"async_training.{other}")
 
 
 def test_a_critic_reads_tokens_of_several_versions() -> None:
@@ -75,4 +83,5 @@ def test_a_critic_reads_tokens_of_several_versions() -> None:
 def test_explain_says_what_overlaps() -> None:
     text = explain(config("async_training.max_staleness=2", "async_training.sync_every=3"))
     assert "up to 2 versions behind" in text and "up to 9 batches are under way" in text
+    assert "the responses to 256 prompts are complete" in explain(config("async_training.preset=streaming"))
     assert "Overlap" not in explain(load_config([]).config)

@@ -37,7 +37,7 @@ class World:
         self.grading: set[int] = set()
         self.batch_of: dict[int, int] = {}
         self.over: dict[int, str] = {}  # what became of each group
-        self.step, self.num_events, self.num_workers = 0, 0, 0
+        self.step, self.num_events, self.num_workers, self.num_handed = 0, 0, 0, 0
         self.is_training, self.is_saving, self.on_the_way = False, False, list[int]()
         for _ in range(dice.randint(1, 3)):
             self.join()
@@ -93,6 +93,9 @@ class World:
 
     def train(self) -> None:
         self.is_training = False
+        if self.num_handed < self.rules.num_groups:
+            self.schedule.wants_batch()
+            return
         if self.rules.publishes(self.step):
             self.on_the_way.append(self.rules.version_at(self.step + 1))
         if self.step < self.rules.num_steps and self.dice.random() < 0.2:
@@ -128,8 +131,9 @@ class World:
                     self.loading[worker] = version
                 case Resume(worker):
                     assert self.loading.pop(worker) > self.schedule.published
-                case HandOver(step, groups):
+                case HandOver(step, groups, is_last):
                     self.hand_over(step, groups)
+                    assert is_last == (self.num_handed == self.rules.num_groups)
                 case Drop(group, reason, running):
                     assert reason != "stale" or self.rules.on_stale == "drop"
                     self.finish(group, reason)
@@ -154,7 +158,10 @@ class World:
 
     def hand_over(self, step: int, groups: tuple[int, ...]) -> None:
         rules = self.rules
-        assert not self.is_training and step == self.step + 1 and len(set(groups)) == rules.num_groups
+        self.num_handed %= rules.num_groups
+        part = min(rules.part_size or rules.num_groups, rules.num_groups - self.num_handed)
+        assert not self.is_training and step == self.step + (not self.num_handed) and len(set(groups)) == part
+        self.num_handed += part
         for group in groups:
             assert self.done[group] == set(range(rules.group_size)) and group not in self.grading
             ages = [rules.version_at(step) - self.first[group, sample] for sample in range(rules.group_size)]
@@ -187,7 +194,8 @@ def some_rules(dice: random.Random) -> Rules:
         sync_every=dice.randint(1, 3),
         deterministic=not drops and dice.random() < 0.3,
         warmup_steps=dice.choice([0, 0, 2]),
-        round_size=dice.choice([0, 0, 3]),
+        round_size=0 if (part_size := 0 if drops else dice.choice([0, 0, 1, 2])) else dice.choice([0, 0, 3]),
+        part_size=part_size,
     )
 
 
@@ -229,7 +237,13 @@ def test_a_deterministic_schedule_does_not_depend_on_time(in_flight: Any) -> Non
 def starts_of(rules: Rules, seed: int) -> list[tuple[int, int, int]]:
     """The starts of a run with one worker that is never lost, and no failing grader, in random time."""
 
+    found: list[tuple[int, int, int]] = []
+
     class Calm(World):
+        def start(self, worker: int, group: int, batch: int, samples: tuple[int, ...], version: int) -> None:
+            found.append((group, batch, version))
+            super().start(worker, group, batch, samples, version)
+
         def grade(self) -> None:
             self.schedule.graded(self.grading.pop())
 
@@ -241,9 +255,8 @@ def starts_of(rules: Rules, seed: int) -> list[tuple[int, int, int]]:
         def lose(self) -> None:
             pass
 
-    world = Calm(rules, random.Random(seed))
-    world.run()
-    return [(one.group, one.batch, one.version) for one in world.schedule.record if isinstance(one, Start)]
+    Calm(rules, random.Random(seed)).run()
+    return found
 
 
 def test_one_step_off_generates_a_batch_while_the_one_before_is_learned_from() -> None:
@@ -264,6 +277,25 @@ def test_one_step_off_generates_a_batch_while_the_one_before_is_learned_from() -
     assert schedule.decide() == [Load(0, 1)]
     schedule.loaded(0, 1)
     assert schedule.decide() == [Start(0, 2, 3, 0, (0,), 1)]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_part_of_a_batch_is_handed_over_once_it_is_complete(deterministic: bool) -> None:
+    """The first that are there; in the order of the prompts where time must not matter."""
+    rules = Rules(num_groups=3, group_size=1, num_steps=2, max_staleness=1, part_size=2, deterministic=deterministic)
+    schedule, handed = Schedule(rules), []
+    schedule.joined(0, 0)
+    schedule.wants_batch()
+    schedule.decide()
+    for group in (2, 1, 3, 0):
+        assert schedule.ended(0, group, 0, oldest=0)
+        schedule.graded(group)
+        handed.append([one for one in schedule.decide() if isinstance(one, HandOver)])
+    early, late = HandOver(1, (1, 2), is_last=False), HandOver(1, (0, 1), is_last=False)
+    assert handed == ([[], [], [], [late]] if deterministic else [[], [early], [], []])
+    schedule.wants_batch()
+    assert HandOver(1, (2,) if deterministic else (0,)) in schedule.decide()
+    assert schedule.step == 1
 
 
 def test_a_hold_waits_for_what_is_under_way() -> None:
