@@ -34,7 +34,7 @@ SIZES: dict[str, Size] = {
     "observe": Size(1740, 14, 108),
     "protocol": Size(1558, 9, 100),
     "rewards": Size(3868, 28, 213),
-    "rollout": Size(8863, 45, 535),
+    "rollout": Size(8866, 45, 535),
     "single_controller": Size(3587, 16, 210),
     "trainer": Size(5566, 29, 322),
     "verl": Size(1818, 6, 126),
@@ -73,7 +73,8 @@ REASONS: dict[str, str] = {
     " prints; coroutine functions, many at a time, each with its limit; files by path, package and class",
     "rollout": "engines are made again and join; conversations have limits of time and of prints; CUDA graphs of"
     " decode steps, a cache that fits the memory; handles of a GPU's memory to SGLang; experts in vLLM;"
-    " servers that score; `native` computes experts of any gate, bias and order; float16",
+    " servers that score; `native` computes experts of any gate, bias and order; float16;"
+    " weights in profiles",
     "single_controller": "heartbeat, state copies of the nodes, restart of workers and of the own cluster, sweep",
     "trainer": "lock of a run's folder, fallback to older checkpoints, recovery, engines that come and go; "
     "settings that changed, rows that are bad, models that end a run, steps one by one; files of responses"

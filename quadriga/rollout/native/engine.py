@@ -36,6 +36,7 @@ from quadriga.models.attention import ATTENTION_NAME
 from quadriga.models.experts import RouteRecorder, mixtures
 from quadriga.models.lora import adapter_of, add_adapter
 from quadriga.models.vision import ImageTokens
+from quadriga.observe.timing import PhaseTimer
 from quadriga.rollout.causal_model import CausalModelEngine, cache_bytes_per_token
 from quadriga.rollout.group import RolloutGroup
 from quadriga.rollout.interface import BatchImages, Completion, Images, Prompt, Prompts, Sampling, SamplingParams
@@ -334,7 +335,8 @@ class NativeEngine(CausalModelEngine):
             before = self.weight_version
             try:
                 self._is_between_steps = True
-                work()
+                with PhaseTimer.mark("new weights"):
+                    work()
                 if self.weight_version != before:
                     generation.renew(self._packed_network(), self.weight_version, keeps_cache=keeps_cache)
             except BaseException as error:
@@ -396,7 +398,8 @@ class NativeEngine(CausalModelEngine):
                         continue
                     if self.group is not None:
                         self._tell(added, given_up, scheduler.max_cache_tokens)
-                    generation.advance(given_up)
+                    with PhaseTimer.mark(f"step of version {self.weight_version}"):
+                        generation.advance(given_up)
                     self.num_steps += 1
                     if self.group is not None and scheduler.is_done:
                         self._sum_up()
