@@ -63,6 +63,9 @@ class AsyncBatches(WeightPublisher):
         actor: of whose weights the rollout gets copies.
         prompts: of training; batches of them are taken here only.
         num_steps: the last training step.
+
+    Attributes:
+        is_current: whether the actor has learned nothing between the newest version and the batch taken last.
     """
 
     def __init__(
@@ -106,10 +109,11 @@ class AsyncBatches(WeightPublisher):
         self._handed: HandOver | None = None
         self._error: BaseException | None = None
         self._is_ended = False
-        self._file: ScheduleRecord | None = None
         self._resumed: dict[str, Any] = {}
         self._pause: dict[str, bool] = {}  # of the load that was decided last: whether it is given up
         self._counts: dict[str, float] = defaultdict(float)
+        self.is_current = True
+        self._taken = 0  # the step of the batch that was taken last
         self._idle_since: float | None = None
 
     # What the loop calls.
@@ -151,11 +155,12 @@ class AsyncBatches(WeightPublisher):
             depth = sum(group.is_kept for group in schedule.groups.values())
             parts = [self._complete.pop(group) for group in handed.groups]
             groups = self._filters.pop(step, None)
-            assert self._file is not None
             versions = torch.cat([part.batch["token_versions"] for part in parts])
             self._file.add_step(step, handed.groups, versions, self.rules.group_size)
         batch = groups.batch() if groups is not None else DataProto.concat(parts)
         batch.meta_info |= {"global_steps": step, "total_training_steps": self.rules.num_steps}
+        is_newest = self.rules.publishes(step - 1) or step - 1 <= self.rules.warmup_steps
+        self.is_current, self._taken = is_newest and step != self._taken, step
         measured = {"depth": Metric(depth, "last"), "wait_s": Metric(time.perf_counter() - started, "sum")}
         measured |= self._measure_staleness(batch, step)
         batch.meta_info["metrics"] |= {f"async/{name}": metric for name, metric in measured.items()}
@@ -194,7 +199,7 @@ class AsyncBatches(WeightPublisher):
 
     def close(self) -> None:
         self._validation.close()
-        if self._file is not None:
+        if self.schedule is not None:
             self._file.close()
 
     # What happens.
@@ -318,10 +323,6 @@ class AsyncBatches(WeightPublisher):
             assert isinstance(self.schedule, RecordedSchedule)
             self._carry_out(self.schedule.at(num_steps, _WORKER))
 
-    def _record(self, **event: Any) -> None:
-        if self._file is not None:
-            self._file.add(**event)
-
     def _start(self, starts: Sequence[Start]) -> None:
         begun = {}
         for start in starts:
@@ -337,7 +338,7 @@ class AsyncBatches(WeightPublisher):
                 self._counts["rollout_wait_s"] += time.perf_counter() - self._idle_since
                 self._idle_since = None
             groups = [(start.group, start.batch, start.row) for start in starts]
-            self._stream.start(begun, lambda number: self._record(at=number, start=groups))
+            self._stream.start(begun, lambda number: self._file.add(at=number, start=groups))
 
     def _next_row(self) -> DataProto:
         if not self._rows:
@@ -364,7 +365,7 @@ class AsyncBatches(WeightPublisher):
         with self._deciding(), self._changed:
             number = done.result()
             if self._stream.engine.weight_version == version and self.schedule is not None:
-                self._record(at=number, load=version)
+                self._file.add(at=number, load=version)
                 self._weights = {number: own for number, own in self._weights.items() if number > version}
                 self.schedule.loaded(_WORKER, version)
 

@@ -301,8 +301,8 @@ class RayPPOTrainer(TrainingLoop):
             return
         mask, entropy = batch.batch["response_mask"], batch.batch.pop("entropys")
         self.note({"actor/entropy": float((entropy * mask).sum() / mask.sum().clamp(min=1))})
-        if "token_staleness" in batch.batch.keys():
-            mask = mask * (batch.batch["token_staleness"] == 0)  # others are of other weights
+        if self.asynchronous is not None:  # others are of other weights
+            mask = mask * (batch.batch["token_staleness"] == 0) * self.asynchronous.is_current
         if mask.any():
             mismatch = log_prob_mismatch(batch.batch["old_log_probs"], batch.batch["rollout_log_probs"], mask)
             self.note({f"rollout/{name}": value for name, value in mismatch.items()})

@@ -247,6 +247,9 @@ def test_an_update_starts_with_each_mini_batch(
         masks = [part.batch["response_mask"] for part in learned[2 * step : 2 * step + 2]]
         assert line["rollout/num_response_tokens"] == sum(int(mask.sum()) for mask in masks)
         assert sum(line[f"async/lag_{lag}_share"] for lag in (0, 1)) == pytest.approx(1)
+        # Of the first part alone: the others are no more of the weights that the actor has.
+        assert line.get("rollout/log_prob_diff_max", 0) < 1e-5
+    assert "rollout/log_prob_diff_max" in lines[0]
 
 
 def test_a_profile_shows_which_weights_generate(train: Callable[..., Path], tmp_path: Path) -> None:
