@@ -130,8 +130,9 @@ def replayed(folder: Path, files: Path, keys: tuple[str, ...], seed: str) -> str
 def killed(folder: Path, files: Path, keys: tuple[str, ...], draw: random.Random) -> int:
     """A run that is killed. Returns how often: 1, or 0 where it ended before."""
     attempt = Attempt(words(files, *keys), folder, first=partial(slow, f"{draw.random()}"))
-    phase = draw.choice(("generation", "grading", "update", "writing", "publishing", "other"))
-    num_before = draw.randrange(NUM_STEPS if phase != "writing" else NUM_STEPS // SAVE_FREQ)
+    phase = draw.choice(("generation", "grading", "update", "writing", "publishing"))
+    # Late enough for a checkpoint in most cases.
+    num_before = draw.randrange(*((0, NUM_STEPS // SAVE_FREQ) if phase == "writing" else (SAVE_FREQ, NUM_STEPS)))
     return int(attempt.kill_in(phase, draw.uniform(0, 0.05), num_before))
 
 
