@@ -17,11 +17,9 @@ import numpy as np
 from quadriga.cli.config import add_config_arguments, load_from
 from quadriga.config import Config
 from quadriga.data.files import RowTable, read_table, resolve_files
-from quadriga.data.pictures import as_list
-from quadriga.data.rl_dataset import BAD, BATCH_ROWS, PromptMeter, read_media
+from quadriga.data.rl_dataset import BAD, BATCH_ROWS, PromptMeter, prompt_lengths, read_media, read_prompt
 from quadriga.data.sft_dataset import MultiTurnSFTDataset
-from quadriga.data.tokenizing import ChatEncoder, as_messages
-from quadriga.data.vision import with_parts
+from quadriga.data.tokenizing import ChatEncoder
 from quadriga.errors import DataError
 from quadriga.trainer.build import build_processor, build_tokenizer
 from quadriga.trainer.checkpoint import model_folder
@@ -84,12 +82,11 @@ def _print_prompts(config: Config, table: RowTable, row: int, errors: list[DataE
     """How long prompts are, which would be left out, and one as the model gets it."""
     data, processor = config.data, build_processor(config) if config.actor_rollout_ref.model.path else None
     encoder = ChatEncoder(build_tokenizer(config), data.apply_chat_template_kwargs)
+    workers = data.filter_overlong_prompts_workers
     meter = PromptMeter(encoder, processor, data)
-    batches = (range(one, min(one + BATCH_ROWS, len(table))) for one in range(0, len(table), BATCH_ROWS))
-    measured = [meter.measure(table, rows) for rows in batches]
-    lengths = np.concatenate([counts for counts, _ in measured])
+    lengths, found = prompt_lengths(table, meter, cache_dir=data.cache_dir, num_workers=workers)
     print(*_histogram(lengths[lengths != BAD], "tokens"), sep="\n")
-    _print_left_out(lengths, data.max_prompt_length, [*errors, *(one for _, found in measured for one in found)])
+    _print_left_out(lengths, data.max_prompt_length, [*errors, *found])
     if lengths[row] != BAD:
         _print_prompt(config, table, row, encoder, processor)
 
@@ -136,11 +133,8 @@ def _print_left_out(lengths: np.ndarray, limit: int, errors: list[DataError]) ->
 
 def _print_prompt(config: Config, table: RowTable, row: int, encoder: ChatEncoder, processor: Any) -> None:
     data, where, values = config.data, f"{table.path} row {row}", table[row]
-    messages, pictures = as_messages(values[data.prompt_key], where=where), []
-    if processor is not None:
-        media = [as_list(values.get(key)) if key else None for key in (data.image_key, data.video_key)]
-        messages, *given = with_parts(messages, media[0] or (), media[1], where=where)
-        pictures, _ = read_media(given, processor, data, folder=table.path.parent, where=where)
+    messages, media = read_prompt(values, processor, data, where=where)
+    pictures, _ = read_media(media, processor, data, folder=table.path.parent, where=where)
     text = encoder.render(messages, where=where)
     print(f"row {row} as the model gets it:\n{text}")
     _print_tokens(encoder, encoder.encode([text])[0], None)
@@ -165,8 +159,9 @@ def _drawn(picture: Any) -> str | None:
     if not sys.stdout.isatty() or not any(name in kind for name in ("iTerm", "WezTerm", "kitty", "ghostty")):
         return None
     content = io.BytesIO()
-    picture.thumbnail((640, 640))
-    picture.save(content, "PNG")
+    small = picture.copy()
+    small.thumbnail((640, 640))
+    small.save(content, "PNG")
     data = base64.b64encode(content.getvalue()).decode()
     if "iTerm" in kind or "WezTerm" in kind:
         return f"\x1b]1337;File=inline=1:{data}\a"

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeAlias
 from urllib.parse import urlsplit
@@ -28,7 +29,9 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 from fsspec.core import url_to_fs
+from fsspec.implementations.arrow import ArrowFSWrapper
 from fsspec.implementations.local import LocalFileSystem
+from pyarrow.fs import FileSystem
 
 from quadriga.errors import DataError
 from quadriga.http_client import ServerLostError, document
@@ -121,41 +124,35 @@ def read_table(path: Path, cache_dir: str | Path | None = None, bad_lines: list[
         cache_dir: the rows of a large file are kept in `rows/` inside it. None: in memory.
         bad_lines: what is wrong with a line of JSON is added to it, and the line left out. None: it is raised.
     """
-    suffix, columns, digest = path.suffix.lower(), None, None
-    is_large = cache_dir is not None and path.stat().st_size >= MAPPED_BYTES
-    if suffix in _PARQUET:
-        try:
+    suffix, digest, facts = path.suffix.lower(), None, _JsonFacts()
+    if suffix not in TABLE_SUFFIXES:
+        raise DataError(str(path), got=f"a {suffix or 'missing'} suffix", expected=".parquet, .json or .jsonl")
+    try:
+        if suffix in _PARQUET:
             # One file is read as one file: a folder name such as `split=train` above it adds no column.
             parquet = pq.ParquetFile(path)
             groups = map(parquet.metadata.row_group, range(parquet.num_row_groups))
             num_bytes, num_rows = sum(group.total_byte_size for group in groups), parquet.metadata.num_rows
-            if cache_dir is None or num_bytes < MAPPED_BYTES:
-                rows = parquet.read()
-            else:
-                batches = parquet.iter_batches(max(1, min(_ROWS, _BATCH_BYTES * num_rows // num_bytes)))
-                digest = _digest(path)
-                rows = _mapped(path, digest, cache_dir, parquet.schema_arrow, batches)[0]
-        except (pa.ArrowException, OSError) as error:
-            raise _damaged(path, error) from error
-    elif suffix in _JSON:
-        facts = _JsonFacts()
-        batches = _json_batches(path, facts, is_lines=suffix != ".json", keeps_bad=bad_lines is not None)
-        if is_large and cache_dir is not None:
-            digest = _digest(path)
-            rows, facts = _mapped(path, digest, cache_dir, _TEXTS, batches, facts)
+            schema = parquet.schema_arrow
+            batches = parquet.iter_batches(max(1, min(_ROWS, _BATCH_BYTES * num_rows // max(num_bytes, 1))))
         else:
-            rows = pa.Table.from_batches(batches, _TEXTS)
-        columns = list(facts.columns)
-        bad = _bad_lines(path, facts)
-        if bad and bad_lines is None:
-            raise bad[0]
-        if bad_lines is not None:
-            bad_lines += bad
-    else:
-        raise DataError(str(path), got=f"a {suffix or 'missing'} suffix", expected=".parquet, .json or .jsonl")
+            num_bytes, schema = path.stat().st_size, _TEXTS
+            batches = _json_batches(path, facts, is_lines=suffix != ".json", keeps_bad=bad_lines is not None)
+        if cache_dir is None or num_bytes < MAPPED_BYTES:
+            rows = pa.Table.from_batches(batches, schema)
+        else:
+            digest = _digest(path)
+            rows, facts = _mapped(path, digest, cache_dir, schema, batches, facts)
+    except (pa.ArrowException, OSError) as error:
+        raise _damaged(path, error) from error
+    bad = _bad_lines(path, facts)
+    if bad and bad_lines is None:
+        raise bad[0]
+    if bad_lines is not None:
+        bad_lines += bad
     if len(rows) == 0:
         raise DataError(str(path), got="no rows", expected="at least one", fix="Write the file again or leave it out.")
-    return RowTable(path, rows, columns, digest)
+    return RowTable(path, rows, [*facts.columns] if suffix in _JSON else None, digest)
 
 
 def read_blocks(
@@ -198,8 +195,9 @@ def _bad_lines(path: Path, facts: _JsonFacts) -> list[DataError]:
 
 def _damaged(path: Path, error: Exception) -> DataError:
     reason, size = str(error).strip().partition("\n")[0], path.stat().st_size
-    got = f"{size} bytes that are no whole parquet file ({reason})" if size else "an empty file"
-    return DataError(str(path), got=got, expected="a parquet file", fix="Write or download it again.")
+    kind = "parquet" if path.suffix.lower() in _PARQUET else "JSON"
+    got = f"{size} bytes that are no whole {kind} file ({reason})" if size else "an empty file"
+    return DataError(str(path), got=got, expected=f"a {kind} file", fix="Write or download it again.")
 
 
 def _mapped(
@@ -208,37 +206,32 @@ def _mapped(
     cache_dir: str | Path,
     schema: pa.Schema,
     batches: Iterable[pa.RecordBatch],
-    facts: _JsonFacts | None = None,
+    facts: _JsonFacts,
 ) -> tuple[pa.Table, _JsonFacts]:
     """The batches of a file out of the cache, which they are written to where they are not there yet."""
     key = hashlib.sha256(f"{digest} {path.suffix} {pa.__version__}".encode()).hexdigest()[:32]
-    entry = Path(cache_dir).expanduser() / "rows" / key
+    entry, num_rows = Path(cache_dir).expanduser() / "rows" / key, 0
     make_directory(entry.parent, where="data.cache_dir")
     with entry.with_suffix(".lock").open("w") as lock, waiting(f"another process to write {entry}"):
         fcntl.flock(lock, fcntl.LOCK_EX)
-        return _written(path, entry, schema, batches, facts)
-
-
-def _written(
-    path: Path, entry: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch], facts: _JsonFacts | None
-) -> tuple[pa.Table, _JsonFacts]:
-    if entry.is_dir():
-        try:
-            return _opened(entry)
-        except (pa.ArrowException, OSError, ValueError, TypeError) as error:
-            print(f"data.cache_dir: {entry} is damaged ({error}); the rows of {path} are written again.", flush=True)
-    num_rows = 0
-    with (
-        waiting(f"the rows of {path} to be written to {entry}", lambda: f"{num_rows} are there"),
-        written_aside(entry, where="data.cache_dir") as draft,
-    ):
-        draft.mkdir()
-        with pa.ipc.new_stream(draft / "rows.arrow", schema) as writer:
-            for batch in batches:
-                writer.write_batch(batch)
-                num_rows += len(batch)
-        (draft / "facts.json").write_text(json.dumps(asdict(facts or _JsonFacts())))
-    return _opened(entry)
+        if entry.is_dir():
+            try:
+                return _opened(entry)
+            except (pa.ArrowException, OSError, ValueError, TypeError) as error:
+                print(
+                    f"data.cache_dir: {entry} is damaged ({error}); the rows of {path} are written again.", flush=True
+                )
+        with (
+            waiting(f"the rows of {path} to be written to {entry}", lambda: f"{num_rows} are there"),
+            written_aside(entry, where="data.cache_dir") as draft,
+        ):
+            draft.mkdir()
+            with pa.ipc.new_stream(draft / "rows.arrow", schema) as writer:
+                for batch in batches:
+                    writer.write_batch(batch)
+                    num_rows += len(batch)
+            (draft / "facts.json").write_text(json.dumps(asdict(facts)))
+        return _opened(entry)
 
 
 def _opened(entry: Path) -> tuple[pa.Table, _JsonFacts]:
@@ -321,7 +314,7 @@ def _resolve(name: str, cache: Path, where: str) -> list[Path]:
     if name.startswith(("http://", "https://")) and not is_pattern:
         return [_from_web(name, cache, where)]
     try:
-        filesystem, root = url_to_fs(name if is_url else str(Path(name).expanduser()))
+        filesystem, root = _store_of(name, is_url=is_url)
         found = sorted(filesystem.glob(root)) if is_pattern else [root]
         if not found:
             raise DataError(where, got=f"{name!r}, which matches no file", expected="at least one file")
@@ -341,6 +334,15 @@ def _resolve(name: str, cache: Path, where: str) -> list[Path]:
         if not path.is_file():
             raise DataError(where, got=f"{path}, which does not exist", expected="a file", fix="Check the path.")
     return [Path(path) for path in found]
+
+
+def _store_of(name: str, *, is_url: bool) -> tuple[Any, str]:
+    """Where a file lies, for fsspec, and its path there."""
+    if not is_url:
+        return url_to_fs(str(Path(name).expanduser()))
+    if name.startswith("s3://") and find_spec("s3fs") is None:  # pyarrow has a client of its own
+        return ArrowFSWrapper(FileSystem.from_uri(f"s3://{urlsplit(name).netloc}")[0]), name.removeprefix("s3://")
+    return url_to_fs(name)
 
 
 def _from_web(url: str, cache: Path, where: str) -> Path:

@@ -24,9 +24,8 @@ from torch.utils.data import Dataset
 
 from quadriga.config import DataConfig
 from quadriga.data.files import FileNames, written_aside
-from quadriga.data.rl_dataset import PromptMeter, RLHFDataset
+from quadriga.data.rl_dataset import RLHFDataset
 from quadriga.data.tokenizing import shortened
-from quadriga.data.vision import as_vision
 from quadriga.errors import DataError
 from quadriga.protocol import DataProto
 from quadriga.user_file import import_file, member_of
@@ -52,11 +51,15 @@ class AbstractDataGenerator(ABC):
         """
 
 
+class _Generated(RLHFDataset):
+    may_be_empty = True
+
+
 class DynamicGenDataset(Dataset):
     """The rows of files, and behind them those that the class of `data.datagen` generates after each training step.
 
     Args:
-        data_files, tokenizer, config, processor, is_train, max_samples: as of `RLHFDataset`, which reads the files.
+        data_files, tokenizer, config, processor, max_samples, options: as of `RLHFDataset`, which reads the files.
 
     Attributes:
         batch: the batch of the last step with rewards and advantages; None before the first.
@@ -73,18 +76,16 @@ class DynamicGenDataset(Dataset):
         config: DataConfig,
         processor: Any = None,
         *,
-        is_train: bool = True,
         max_samples: int = -1,
+        **options: Any,
     ) -> None:
         self.config, datagen, base = config, config.datagen, AbstractDataGenerator
         self.batch: DataProto | None = None
         cls = member_of(import_file(str(datagen.path), _WHERE), str(datagen.name), _WHERE, base=base)
         self.data_generator = cls(datagen)
-        options = {"tokenizer": tokenizer, "config": config, "processor": processor, "is_train": is_train}
-        self._make_part = partial(RLHFDataset, **options)
-        self.parts = [self._make_part(data_files, max_samples=max_samples)]
-        self.processor = self.parts[0].processor
-        self._meter = PromptMeter(self.parts[0].encoder, as_vision(processor), config)
+        options |= {"tokenizer": tokenizer, "config": config, "processor": processor}
+        self.parts = [RLHFDataset(data_files, max_samples=max_samples, **options)]
+        self._make_part, self.processor = partial(_Generated, **options), self.parts[0].processor
         self._ends, self._contents = [len(self.parts[0])], list[bytes]()
 
     def __len__(self) -> int:
@@ -109,18 +110,10 @@ class DynamicGenDataset(Dataset):
     def append_dataframe(self, new_dataframe: Iterable[Mapping[str, Any]]) -> None:
         """Add rows; with `data.filter_overlong_prompts` those that are short enough, and the others are counted.
         Raises DataError: they are no rows, or wrong ones."""
-        config, where = self.config, f"{_WHERE} {type(self.data_generator).__name__}.generate"
+        where = f"{_WHERE} {type(self.data_generator).__name__}.generate"
         rows = list(new_dataframe) if isinstance(new_dataframe, Iterable) else [new_dataframe]
         if wrong := [row for row in rows if not isinstance(row, Mapping)]:
             raise DataError(where, got=shortened(wrong[0]), expected="rows, each a dictionary of columns")
-        if config.filter_overlong_prompts and rows:
-            lengths, errors = self._meter.measure_rows(where, 0, [dict(row) for row in rows])
-            if errors and config.on_bad_row == "error":
-                raise errors[0]
-            num_rows, limit = len(rows), config.max_prompt_length
-            rows = [row for row, length in zip(rows, lengths, strict=True) if length <= limit]
-            if left_out := num_rows - len(rows):
-                print(f"{where}: {left_out} of {num_rows} prompts are over {limit} tokens and left out.", flush=True)
         if not rows:
             return
         content, columns = BytesIO(), dict.fromkeys(key for row in rows for key in row)

@@ -91,31 +91,25 @@ def create_rl_dataset(
     """`RLHFDataset`; of training with `data.datagen` `DynamicGenDataset`, with `data.streaming` `StreamedDataset`; or
     the class named by `data.custom_cls`.
 
-    A class of your own derives from `torch.utils.data.Dataset` (or from `RLHFDataset`) and has
-
-        __init__(data_files, tokenizer, config, processor)    and, if it takes them, `is_train` and `max_samples`
-        __len__()                                             number of rows
-        __getitem__(item)                                     a row with the keys of `RLHFDataset.__getitem__`
-        on_batch_end(batch)                                   optional: gets the `DataProto` of each training step, with
-                                                              rewards and advantages, after its update
-        state_dict(), load_state_dict(state)                  optional: saved and restored with each checkpoint
-
-    `on_batch_end` runs in the trainer's process: with `data.dataloader_num_workers` above 0, copies of the data set in
-    worker processes do not see what it changes.
+    A class of your own derives from `torch.utils.data.Dataset` (or from `RLHFDataset`) and has `__init__(data_files,
+    tokenizer, config, processor)`, with `is_train` and `max_samples` if it takes them, `__len__()`, and
+    `__getitem__(item)`, which returns a row with the keys of `RLHFDataset.__getitem__`. It may have
+    `on_batch_end(batch)`, which gets the `DataProto` of each training step after its update, in the trainer's process,
+    and `state_dict()` and `load_state_dict(state)`, which are called with each checkpoint.
 
     Raises:
         ConfigError: the class cannot be loaded.
         DataError: it cannot honour `max_samples`, or the data are wrong.
     """
-    custom, where, cls = data_config.custom_cls, "data.custom_cls", RLHFDataset
+    custom, custom_key, cls = data_config.custom_cls, "data.custom_cls", RLHFDataset
     if is_train and data_config.datagen.path is not None:
         cls = DynamicGenDataset
     elif is_train and data_config.streaming is not None:
         cls = StreamedDataset
     elif custom.path is not None:
         assert custom.name is not None
-        cls = member_of(import_file(custom.path, where), custom.name, where, base=Dataset)
-        _check_hooks(cls, where)
+        cls = member_of(import_file(custom.path, custom_key), custom.name, custom_key, base=Dataset)
+        _check_hooks(cls, custom_key)
     optional = {"is_train": is_train, "max_samples": max_samples}
     parameters = inspect.signature(cls).parameters
     takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
@@ -124,11 +118,22 @@ def create_rl_dataset(
         where, expected = f"data.{'train' if is_train else 'val'}_max_samples", "-1 with this class"
         fix = f"Give {cls.__name__}.__init__ a parameter max_samples, or leave the key out."
         raise DataError(where, got=f"{max_samples}, which {cls.__name__} does not take", expected=expected, fix=fix)
-    return cls(data_files=data_paths, tokenizer=tokenizer, config=data_config, processor=processor, **taken)
+    given = {"data_files": data_paths, "tokenizer": tokenizer, "config": data_config, "processor": processor, **taken}
+    try:
+        inspect.signature(cls).bind(**given)
+    except TypeError as error:
+        expected = "parameters data_files, tokenizer, config and processor"
+        raise ConfigError(custom_key, got=f"{cls.__name__}.__init__ ({error})", expected=expected) from error
+    return cls(**given)
 
 
 def _check_hooks(cls: type, where: str) -> None:
-    """Refuse what a subclass of `RLHFDataset` overrides of verl's class of that name, which is not called here."""
+    """Refuse a class without rows, and what a subclass of `RLHFDataset` overrides of verl's class of that name, which
+    is not called here."""
+    methods = ("__len__", "__getitem__")
+    if missing := [name for name in methods if getattr(cls, name, None) is getattr(Dataset, name, None)]:
+        got, expected = f"{cls.__name__} without {' and '.join(missing)}", f"a class with {' and '.join(methods)}"
+        raise ConfigError(where, got=got, expected=expected, fix="Return rows by their number there.")
     if not issubclass(cls, RLHFDataset):
         return
     own = [one for one in cls.__mro__ if not one.__module__.startswith("quadriga.")]
@@ -146,15 +151,10 @@ def create_rl_sampler(data_config: DataConfig, dataset: Dataset, is_train: bool 
     Those of validation are in file order, or shuffled with `data.validation_shuffle`. Generated rows (`data.datagen`)
     are seen from the next pass on.
 
-    A class of your own derives from `torch.utils.data.Sampler` and has
-
-        __init__(data_source, data_config)      the data set and the section `data`
-        __iter__(), __len__()                   row numbers of an epoch, and how many
-        update(batch)                           optional: gets the `DataProto` of each training step, with rewards and
-                                                advantages, after its update and before the next batch is drawn
-        state_dict(), load_state_dict(state)    optional, saved and restored with each checkpoint. With them `__iter__`
-                                                goes on from the state, which holds the position; without them a
-                                                resumed run iterates from the start and skips as many rows as were drawn
+    A class of your own derives from `torch.utils.data.Sampler` and has `__init__(data_source, data_config)`,
+    `__iter__()` and `__len__()`. It may have `update(batch)`, which gets the `DataProto` of each training step after
+    its update and before the next batch is drawn; and `state_dict()` and `load_state_dict(state)`: with them `__iter__`
+    goes on from the state, without them a resumed run iterates from the start and skips what was drawn.
 
     Raises:
         ConfigError: the class cannot be loaded.

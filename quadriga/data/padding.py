@@ -88,6 +88,8 @@ def collate_fn(data_list: Sequence[Mapping[str, Any]]) -> dict[str, Tensor | np.
     """
     if not data_list:
         raise DataError("collate_fn", got="no rows", expected="at least one")
+    if wrong := [row for row in data_list if not isinstance(row, Mapping)]:
+        raise DataError("collate_fn", got=f"a {type(wrong[0]).__name__}", expected="rows, each a dictionary of columns")
     keys = list(data_list[0])
     for position, row in enumerate(data_list):
         if set(row) != set(keys):

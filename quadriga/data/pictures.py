@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Images of a row: from a path, the bytes of a file, or an image that is decoded already, to `PIL.Image.Image`s."""
 
+import hashlib
 import io
+import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,11 +19,43 @@ except ImportError:  # `require_pillow` reports it, where images are used
 from quadriga.data.tokenizing import shortened
 from quadriga.errors import DataError
 
-_FILE_URL = "file://"
+_FORMS = 'a path, the bytes of an image file, {"bytes": ...}, {"path": ...}, {"image": ...} or a PIL image'
 _TURNED = (5, 6, 7, 8)
 """Orientations of a camera that exchange height and width."""
 _ANIMATED = ("GIF", "WEBP", "PNG")
 """Formats whose frames follow each other; those of others are one picture in several sizes or depths."""
+
+
+class Decoded:
+    """What was decoded of files, up to `max_bytes` of it, those that were asked for last: the same object again."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes, self.num_bytes, self._lock = max_bytes, 0, threading.Lock()
+        self._found = OrderedDict[Any, tuple[Any, int]]()
+
+    def get(self, source: Any, how: Any, decode: Callable[[], Any], size: Callable[[Any], int]) -> Any:
+        """What `decode()` makes of a file, or of its bytes, in the way that `how` names; its `size` is in bytes."""
+        if isinstance(source, Path):
+            key: Any = (source, source.stat().st_mtime_ns, source.stat().st_size, how)
+        elif isinstance(source, io.BytesIO):
+            key = (hashlib.sha256(source.getbuffer()).digest(), how)
+        else:
+            return decode()
+        with self._lock:
+            value, num_bytes = self._found.pop(key, (None, 0))
+            self.num_bytes -= num_bytes
+        value = decode() if value is None else value
+        with self._lock:
+            if key not in self._found and size(value) <= self.max_bytes:
+                self._found[key] = value, size(value)
+                self.num_bytes += size(value)
+            while self.num_bytes > self.max_bytes:
+                self.num_bytes -= self._found.popitem(last=False)[1][1]
+        return value
+
+
+DECODED = Decoded(256 << 20)
+"""Of this process."""
 
 
 def require_pillow(where: str) -> None:
@@ -48,27 +83,30 @@ def read_picture(value: Any, *, folder: Path, where: str) -> Any:
     Raises:
         DataError: it is none of these, is not there, is no image, or has too many pixels for Pillow.
     """
-    with _opened(value, folder, where) as picture:
-        upright = ImageOps.exif_transpose(picture)
-        if upright.has_transparency_data:
-            upright = upright.convert("RGBA")
-            ground = Image.new("RGBA", upright.size, "white")
-            upright = Image.alpha_composite(ground, upright)
-        return upright.convert("RGB")
+    source = source_of(value, folder, where, "image", _FORMS)
+
+    def decode() -> Any:
+        with _opened(source, where) as picture:
+            upright = ImageOps.exif_transpose(picture)
+            if upright.has_transparency_data:
+                upright = upright.convert("RGBA")
+                ground = Image.new("RGBA", upright.size, "white")
+                upright = Image.alpha_composite(ground, upright)
+            return upright.convert("RGB")
+
+    return DECODED.get(source, "RGB", decode, lambda picture: 3 * picture.width * picture.height)
 
 
 def picture_size(value: Any, *, folder: Path, where: str) -> tuple[int, int]:
     """Height and width in pixels, from the header of the file; arguments and errors as for `read_picture`."""
-    with _opened(value, folder, where) as picture:
+    with _opened(source_of(value, folder, where, "image", _FORMS), where) as picture:
         width, height = picture.size
         is_turned = picture.getexif().get(ExifTags.Base.Orientation) in _TURNED
     return (width, height) if is_turned else (height, width)
 
 
 @contextmanager
-def _opened(value: Any, folder: Path, where: str) -> Iterator[Any]:
-    expected = 'a path, the bytes of an image file, {"bytes": ...}, {"path": ...}, {"image": ...} or a PIL image'
-    source = source_of(value, folder, where, "image", expected)
+def _opened(source: Any, where: str) -> Iterator[Any]:
     try:
         if not isinstance(source, Path | io.BytesIO):
             yield source
@@ -116,7 +154,7 @@ def source_of(value: Any, folder: Path, where: str, what: str, expected: str) ->
         fix = f"Correct the row, or set data.{what}_key to the column that holds the {what}s."
         raise DataError(where, got=f"the {what} {shortened(value)}", expected=expected, fix=fix)
     text = str(value)
-    plain = text.removeprefix(_FILE_URL)
+    plain = text.removeprefix("file://")
     if "://" in plain or plain.startswith("data:"):
         fix = f"Fetch the {what}s first: a run reads no {what} from elsewhere."
         raise DataError(where, got=f"the URL {shortened(text)}", expected="a path, or the bytes of the file", fix=fix)

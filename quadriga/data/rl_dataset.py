@@ -33,7 +33,7 @@ from quadriga.data.file_dataset import FileDataset, tell_bad_rows
 from quadriga.data.files import FileNames, RowTable, written_aside
 from quadriga.data.padding import compute_position_id_with_mask, pad_left, postprocess_data, truncate
 from quadriga.data.pictures import as_list, picture_size, read_picture
-from quadriga.data.tokenizing import ChatEncoder, as_messages, shortened
+from quadriga.data.tokenizing import ChatEncoder, Messages, as_messages, shortened
 from quadriga.data.videos import Clip, open_video
 from quadriga.data.vision import VisionProcessor, as_vision, refuse_media, with_parts
 from quadriga.errors import DataError
@@ -61,8 +61,8 @@ class RLHFDataset(FileDataset):
         DataError: a file that is missing, empty, damaged or without a required column, or no row that is short enough.
     """
 
-    may_be_empty = False
-    """Whether it may be that no row is short enough, or good."""
+    may_be_empty, keeps_lengths = False, True
+    """Whether it may be that no row is short enough, or good; whether what was measured is kept in the cache."""
 
     def __init__(
         self,
@@ -107,18 +107,13 @@ class RLHFDataset(FileDataset):
         number = int(self._rows[item])
         table, own_number, where = self._place(number)
         row = dict.fromkeys(self._columns) | table[own_number]
-        at_prompt = f"{where}, column {self.config.prompt_key!r}"
-        messages = as_messages(row.pop(self.config.prompt_key), where=at_prompt)
-        keys = {"image": self.config.image_key, "video": self.config.video_key}
-        media = {what: as_list(row.get(key)) for what, key in keys.items() if key is not None}
-        pictures, clips = [], []
-        if self.processor is None:
-            refuse_media(messages, media, self.config, where=where)
-        else:
-            row = {name: value for name, value in row.items() if name not in keys.values()}
-            messages, *given = with_parts(messages, media.get("image", ()), media.get("video"), where=where)
-            pictures, clips = read_media(given, self.processor, self.config, folder=table.path.parent, where=where)
-        text = self.encoder.render(messages, where=at_prompt)
+        messages, media = read_prompt(row, self.processor, self.config, where=where)
+        used = [self.config.prompt_key]
+        if self.processor is not None:
+            used += [self.config.image_key, self.config.video_key]
+        row = {name: value for name, value in row.items() if name not in used}
+        pictures, clips = read_media(media, self.processor, self.config, folder=table.path.parent, where=where)
+        text = self.encoder.render(messages, where=f"{where}, column {self.config.prompt_key!r}")
         row |= prompt_columns(text, pictures, clips, self.encoder, self.processor, self.config, where=where)
         if not self.config.return_multi_modal_inputs:
             row.pop("multi_modal_inputs", None)
@@ -207,32 +202,51 @@ class RLHFDataset(FileDataset):
         if len(rows) == 0 and max_samples != 0 and not self.may_be_empty:
             raise DataError(self._key, got="bad rows only", expected="a good one", fix="Correct them.")
         if lengths is not None and (config.truncation == "error" or self.processor is not None):
-            self._try_rows(rows[lengths[rows] > limit])
+            self._rows = rows[lengths[rows] > limit]
+            with waiting(f"{len(self)} rows of {self._key} to be tried"):
+                for item in range(len(self)):
+                    self[item]
         return rows
-
-    def _try_rows(self, rows: np.ndarray) -> None:
-        """Fetch rows that may be too long: DataError."""
-        self._rows = rows
-        with waiting(f"{len(rows)} rows of {self._key} to be tried"):
-            for item in range(len(rows)):
-                self[item]
 
     def _measured(self, table: RowTable, rows: range | None = None) -> np.ndarray:
         """Tokens of every prompt of a file, or of those of some rows, as `PromptMeter` counts them."""
         config = self.config
         meter = PromptMeter(self.encoder, self.processor, config, config.max_prompt_length)
-        options = {"cache_dir": config.cache_dir, "num_workers": config.filter_overlong_prompts_workers}
-        lengths, errors = prompt_lengths(table, meter, **options) if rows is None else meter.measure(table, rows)
+        if rows is None and self.keeps_lengths:
+            workers = config.filter_overlong_prompts_workers
+            lengths, errors = prompt_lengths(table, meter, cache_dir=config.cache_dir, num_workers=workers)
+        else:
+            lengths, errors = meter.measure(table, range(len(table)) if rows is None else rows)
         if errors and config.on_bad_row == "error":
             raise errors[0]
         self.bad_rows += errors
         return lengths
 
 
+def read_prompt(
+    row: Mapping[str, Any], processor: VisionProcessor | None, config: DataConfig, *, where: str
+) -> tuple[Messages, list[list[Any]]]:
+    """The messages of a row, and its images and its videos, in the order of their places in these.
+
+    Raises:
+        DataError: it has no chat, other images or videos than places for them, or some for a text-only model.
+    """
+    at_prompt = f"{where}, column {config.prompt_key!r}"
+    messages = as_messages(row.get(config.prompt_key), where=at_prompt)
+    keys = {"image": config.image_key, "video": config.video_key}
+    media = {what: as_list(row.get(key)) for what, key in keys.items() if key is not None}
+    if processor is None:
+        refuse_media(messages, media, config, where=where)
+        return messages, [[], []]
+    messages, *given = with_parts(messages, media.get("image", ()), media.get("video"), where=at_prompt)
+    return messages, given
+
+
 def read_media(
-    given: Sequence[Sequence[Any]], processor: VisionProcessor, config: DataConfig, *, folder: Path, where: str
+    given: Sequence[Sequence[Any]], processor: VisionProcessor | None, config: DataConfig, *, folder: Path, where: str
 ) -> tuple[list[Any], list[Clip]]:
-    """The images of a row in RGB, and the frames that are taken of its videos; `given` are both.
+    """The images of a row in RGB, and the frames that are taken of its videos; `given` are both, none without a
+    processor.
 
     Raises:
         DataError: one of them is wrong; it names its column and number.
@@ -244,6 +258,7 @@ def read_media(
     pictures = [read_picture(one, folder=folder, where=place) for one, place in named]
     clips = []
     for number, one in enumerate(videos):
+        assert processor is not None
         place = f"{where}, column {config.video_key!r} or a message, video {number}"
         rules = processor.frame_rules(place)
         clips.append(rules.read(open_video(one, folder=folder, where=place), where=place))
@@ -320,16 +335,10 @@ class PromptMeter:
         columns, schema = [name for name in names if name in table.columns], table.schema
         if schema is not None and "extra_info" in columns and pa.types.is_struct(schema.field("extra_info").type):
             columns.remove("extra_info")  # what is checked
-        return self.measure_rows(
-            str(table.path), table.first + rows.start, next(table.batches(columns, len(rows), rows))
-        )
-
-    def measure_rows(self, path: str, start: int, rows: list[dict[str, Any]]) -> tuple[np.ndarray, list[DataError]]:
-        """As `measure`; the first of these rows is row `start` of the file."""
-        texts, beyond, errors, folder = list[str](), list[int](), list[DataError](), Path(path).parent
-        for number, row in enumerate(rows, start=start):
+        texts, beyond, errors = list[str](), list[int](), list[DataError]()
+        for number, row in enumerate(next(table.batches(columns, len(rows), rows)), start=table.first + rows.start):
             try:
-                text, more = self._rendered(row, f"{path} row {number}", folder)
+                text, more = self._rendered(row, f"{table.path} row {number}", table.path.parent)
             except DataError as error:
                 errors.append(error)
                 text, more = "", BAD
@@ -341,33 +350,23 @@ class PromptMeter:
         return np.where(more == BAD, BAD, counts + more), errors
 
     def _rendered(self, row: dict[str, Any], where: str, folder: Path) -> tuple[str, int]:
-        """The prompt, and how many tokens its media have beyond the one of each that stands in it."""
+        """The rendered prompt, and how many tokens its images and videos have beyond the one of each that is in it."""
         if (extra := row.get("extra_info")) and not isinstance(extra, Mapping):
             got, fix = shortened(extra), "Correct the row: other facts about it stand there, by name."
             raise DataError(f"{where}, column 'extra_info'", got=got, expected="a dictionary", fix=fix)
-        config, beyond = self.config, 0
-        at_prompt = f"{where}, column {config.prompt_key!r}"
-        messages = as_messages(row.get(config.prompt_key), where=at_prompt)
-        keys = {"image": config.image_key, "video": config.video_key}
-        media = {what: as_list(row.get(key)) for what, key in keys.items() if key is not None}
-        if self.processor is None:
-            refuse_media(messages, media, config, where=where)
-        else:
-            messages, *given = with_parts(messages, media.get("image", ()), media.get("video"), where=where)
-            beyond = self._num_beyond(self.processor, given, folder, where)
-        return self.encoder.render(messages, where=at_prompt), beyond
-
-    def _num_beyond(self, processor: VisionProcessor, media: list[list[Any]], folder: Path, where: str) -> int:
-        """Tokens of images and videos, beyond the one for each that stands in the rendered text."""
-        count, (images, videos) = 0, media
-        for number, image in enumerate(images):
-            place = f"{where}, column {self.config.image_key!r} or a message, image {number}"
-            count += processor.num_tokens(*picture_size(image, folder=folder, where=place), where=place) - 1
-        for number, video in enumerate(videos):
-            place = f"{where}, column {self.config.video_key!r} or a message, video {number}"
-            clip = processor.frame_rules(place).clip(open_video(video, folder=folder, where=place), where=place)
-            count += len(processor.video_ids(clip, self.encoder.encode)) - 1
-        return count
+        config, processor, beyond = self.config, self.processor, 0
+        messages, media = read_prompt(row, processor, config, where=where)
+        if processor is not None:
+            if config.on_bad_row == "skip":  # what is damaged behind its header is left out, too
+                read_media(media, processor, config, folder=folder, where=where)
+            for number, image in enumerate(media[0]):
+                place = f"{where}, column {config.image_key!r} or a message, image {number}"
+                beyond += processor.num_tokens(*picture_size(image, folder=folder, where=place), where=place) - 1
+            for number, video in enumerate(media[1]):
+                place = f"{where}, column {config.video_key!r} or a message, video {number}"
+                clip = processor.frame_rules(place).clip(open_video(video, folder=folder, where=place), where=place)
+                beyond += len(processor.video_ids(clip, self.encoder.encode)) - 1
+        return self.encoder.render(messages, where=f"{where}, column {config.prompt_key!r}"), beyond
 
 
 def prompt_lengths(

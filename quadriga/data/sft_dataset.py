@@ -213,7 +213,7 @@ class MultiTurnSFTDataset(TokenizedRows[Conversation]):
         return {**columns, "loss_mask": F.pad(is_learned, (0, self.config.max_length - len(row.ids)))}
 
     def parts_of(self, row: dict[str, Any], where: str) -> list[TextPart]:
-        messages = chat_of_row(row[self.config.messages_key], where=where)
+        messages = as_messages(row[self.config.messages_key], where=where, key="messages_key")
         thinks = row.get(THINKING)
         options = {} if thinks is None else {THINKING: bool(thinks)}
         key = self.config.tools_key
@@ -319,15 +319,6 @@ def conversation(parts: Sequence[Sequence[int]], is_response: Sequence[bool], eo
     return Conversation(np.array(ids, dtype=np.int32), np.array(learned, dtype=bool))
 
 
-def chat_of_row(value: Any, *, where: str) -> Messages:
-    """The messages of a row; DataError where there are none, or they are no chat."""
-    if value is None or (isinstance(value, Sequence) and len(value) == 0):
-        expected = 'a list such as [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]'
-        fix = "Correct the row, or name the column that holds the chats with data.messages_key."
-        raise DataError(where, got="no messages", expected=expected, fix=fix)
-    return as_messages(value, where=where)
-
-
 def tools_of_row(value: Any, *, where: str) -> list[Any] | None:
     """The tool schemas of a row: a list, or the JSON text of one, or of each; DataError where they are none."""
     try:
@@ -380,8 +371,9 @@ class RMDataset(TokenizedRows[Pair]):
 
     def parts_of(self, row: dict[str, Any], where: str) -> list[TextPart]:
         parts: list[TextPart] = []
-        for key in (self.config.chosen_key, self.config.rejected_key):
-            place, prompt, response = f"{where}, {key}", row.get(self.config.prompt_key), row[key]
+        for key in self.columns:
+            column = getattr(self.config, key)
+            place, prompt, response = f"{where}, {column}", row.get(self.config.prompt_key), row[column]
             before = [] if prompt is None else as_messages(prompt, where=place)
             if isinstance(response, str):
                 if not before:
@@ -390,7 +382,7 @@ class RMDataset(TokenizedRows[Pair]):
                     raise DataError(place, got=got, expected="a prompt in the same row, or a whole chat", fix=fix)
                 messages = [*before, {"role": ASSISTANT, "content": response}]
             else:
-                chat = chat_of_row(response, where=place)
+                chat = as_messages(response, where=place, key=key)
                 # Some data sets repeat the prompt in front of each response.
                 messages = chat if chat[: len(before)] == before else [*before, *chat]
             parts += prompt_and_response(messages, self.encoder, where=place)

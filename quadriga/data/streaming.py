@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 from quadriga.config import DataConfig
 from quadriga.data.files import FileNames, RowTable, read_blocks
-from quadriga.data.rl_dataset import PromptMeter, RLHFDataset
+from quadriga.data.rl_dataset import RLHFDataset
 from quadriga.errors import DataError
 
 
@@ -25,7 +25,7 @@ class _Block(RLHFDataset):
     """The rows of a block that are right and short enough; before one is opened, what the first block of each file
     has of columns."""
 
-    may_be_empty = True
+    may_be_empty, keeps_lengths = True, False
     _is_open = False
 
     def read(self, file: Path, bad_lines: list[DataError] | None) -> RowTable:
@@ -45,14 +45,6 @@ class _Block(RLHFDataset):
     def _chosen(self, max_samples: int, *, is_shuffled: bool) -> np.ndarray:
         return super()._chosen(max_samples, is_shuffled=is_shuffled) if self._is_open else np.arange(0)
 
-    def _measured(self, table: RowTable, rows: range | None = None) -> np.ndarray:
-        meter = PromptMeter(self.encoder, self.processor, self.config, self.config.max_prompt_length)
-        lengths, errors = meter.measure(table, range(len(table)) if rows is None else rows)
-        if errors and self.config.on_bad_row == "error":
-            raise errors[0]
-        self.bad_rows += errors
-        return lengths
-
 
 class StreamedDataset(Dataset):
     """Rows as `RLHFDataset` returns them, without end; they are asked for in order.
@@ -68,17 +60,10 @@ class StreamedDataset(Dataset):
     """
 
     def __init__(
-        self,
-        data_files: FileNames,
-        tokenizer: Any,
-        config: DataConfig,
-        processor: Any = None,
-        *,
-        is_train: bool = True,
+        self, data_files: FileNames, tokenizer: Any, config: DataConfig, processor: Any = None, *, is_train: bool = True
     ) -> None:
-        self.config, self.tokenizer = config, tokenizer
         self.block = _Block(data_files, tokenizer, config, processor, is_train=is_train)
-        self.processor = self.block.processor
+        self.config, self.tokenizer, self.processor = config, tokenizer, self.block.processor
         self._files = [table.path for table in self.block._tables]
         order = f"shuffled among {config.streaming} at a time" if config.shuffle else "in the order of the files"
         print(f"data.streaming: rows are read as they are needed, {order}.", flush=True)
@@ -101,15 +86,16 @@ class StreamedDataset(Dataset):
 
     def _begin(self, passes: int, file: int, row: int, first: int) -> None:
         """Read on from a row of a file; the first that is read is item `first`."""
-        self._bad_lines: list[DataError] | None = [] if self.config.on_bad_row == "skip" else None
+        self._bad_lines = list[DataError]()
         self._blocks = self._read_on(passes, file, row)
         self._first, self._order, self._used = first, np.arange(0), passes
         self._advance(is_next=False)
 
     def _read_on(self, passes: int, file: int, row: int) -> Iterator[tuple[int, int, RowTable]]:
+        bad = self._bad_lines if self.config.on_bad_row == "skip" else None
         while True:
             for number in range(file, len(self._files)):
-                for table in read_blocks(self._files[number], self.config.streaming, row, self._bad_lines):
+                for table in read_blocks(self._files[number], self.config.streaming, row, bad):
                     yield passes, number, table
                 row = 0
             passes, file = passes + 1, 0
@@ -121,16 +107,13 @@ class StreamedDataset(Dataset):
         if passes > self._used + 1:
             got, fix = "a pass over the files without a row that can be used", "Raise data.max_prompt_length."
             raise DataError("data.train_files", got=got, expected="at least one", fix=fix)
-        bad = list(self._bad_lines or ())
-        if self._bad_lines is not None:
-            self._bad_lines.clear()
-        self.block.open(table, bad)
+        self.block.open(table, [*self._bad_lines])
+        self._bad_lines.clear()
         self._place = {"passes": passes, "file": number, "row": table.first}
         self._used = passes if len(self.block) else self._used
-        order = np.arange(len(self.block))
+        self._order = np.arange(len(self.block))
         if self.config.shuffle:
-            order = np.random.default_rng([self.config.seed, *self._place.values()]).permutation(order)
-        self._order = order
+            self._order = np.random.default_rng([self.config.seed, *self._place.values()]).permutation(self._order)
 
     def state_dict(self) -> dict[str, Any]:
         """The block, the number of its first row, and which files these are."""

@@ -92,8 +92,9 @@ def _ignores_messages(tokenizer: PreTrainedTokenizerBase) -> bool:
     return True
 
 
-def as_messages(prompt: Any, *, where: str) -> Messages:
-    """The chat messages of a prompt; a string is one message of the user, anything else a DataError.
+def as_messages(prompt: Any, *, where: str, key: str = "prompt_key") -> Messages:
+    """The chat messages of a prompt; a string is one message of the user, anything else a DataError. `data.key` names
+    the column.
 
     Content parts that are all text become one text: templates of language models know no parts, and some would write
     them out as Python does.
@@ -103,15 +104,16 @@ def as_messages(prompt: Any, *, where: str) -> Messages:
     roles = [isinstance(one, Mapping) and one.get("role") for one in prompt] if isinstance(prompt, Sequence) else []
     if not roles or not all(isinstance(role, str) for role in roles):
         expected = 'text, or a list of messages such as [{"role": "user", "content": "..."}]'
-        fix = "Correct the row, or set data.prompt_key to the column that holds the chat."
-        raise DataError(where, got=f"the prompt {shortened(prompt)}", expected=expected, fix=fix)
+        fix = f"Correct the row, or set data.{key} to the column that holds the chat."
+        raise DataError(where, got=f"the {key[:-4]} {shortened(prompt)}", expected=expected, fix=fix)
     # A column of a parquet file gives each message the keys of all; those without a value were never meant.
     messages = [{key: value for key, value in message.items() if value is not None} for message in prompt]
     for number, message in enumerate(messages):
         parts = message.get("content")
-        if parts is None and not message.get("tool_calls"):
+        if not isinstance(parts, Sequence) and (parts is not None or not message.get("tool_calls")):
+            got, expected = shortened(message), "a content that is text, or a list of parts"
             fix = 'Give it a text, "" if need be.'
-            raise DataError(f"{where}, message {number}", got=shortened(message), expected="a content", fix=fix)
+            raise DataError(f"{where}, message {number}", got=got, expected=expected, fix=fix)
         if isinstance(parts, list) and all(isinstance(one, Mapping) and one.get("type") == "text" for one in parts):
             message["content"] = "".join(str(one.get("text") or "") for one in parts)
     return messages

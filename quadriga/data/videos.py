@@ -23,7 +23,7 @@ import torch
 from torch.nn.functional import interpolate
 from transformers.utils import cached_file
 
-from quadriga.data.pictures import picture_size, read_picture, source_of
+from quadriga.data.pictures import DECODED, picture_size, read_picture, source_of
 from quadriga.data.tokenizing import shortened
 from quadriga.errors import DataError
 
@@ -49,6 +49,7 @@ class Video:
         fps: frames for each second; None: not known, they are taken as they are.
         height, width: in pixels.
         read: the frames with these numbers, which rise, [H, W, 3] uint8 each.
+        source: the file, or its bytes; None: it came as frames.
     """
 
     num_frames: int
@@ -56,6 +57,7 @@ class Video:
     height: int
     width: int
     read: Callable[[Sequence[int]], Iterator[np.ndarray]]
+    source: Path | io.BytesIO | None = None
 
 
 @dataclass(frozen=True)
@@ -152,8 +154,12 @@ class FrameRules:
     def read(self, video: Video, *, where: str) -> Clip:
         """The clip with its frames; raises DataError for a video that breaks off or is damaged."""
         clip = self.clip(video, where=where)
-        frames = [self._resized(frame, clip.size) for frame in video.read(clip.indices)]
-        return replace(clip, frames=torch.cat(frames))
+
+        def decode() -> torch.Tensor:
+            return torch.cat([self._resized(frame, clip.size) for frame in video.read(clip.indices)])
+
+        how = (clip.indices, clip.size)
+        return replace(clip, frames=DECODED.get(video.source, how, decode, lambda frames: frames.nbytes))
 
     def grid(self, clip: Clip) -> tuple[int, int, int]:
         """Patches along time, height and width."""
@@ -315,7 +321,7 @@ def _from_file(source: Path | io.BytesIO, where: str) -> Video:
             got = f"a video without frames ({_named(source)})"
             raise DataError(where, got=got, expected="at least one frame", fix="Leave it out.")
         height, width, _ = _upright(first).shape
-    return Video(count, fps, height, width, lambda indices: _frames(source, fps, indices, where))
+    return Video(count, fps, height, width, lambda indices: _frames(source, fps, indices, where), source)
 
 
 def _frames(source: Path | io.BytesIO, fps: float, indices: Sequence[int], where: str) -> Iterator[np.ndarray]:

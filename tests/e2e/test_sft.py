@@ -160,7 +160,7 @@ def test_a_reward_model_learns_the_order_and_its_pairs_need_not_stay_together(sf
 @pytest.mark.parametrize(
     ("rows", "overrides", "said"),
     [
-        ([*CHATS, {"messages": []}], [], "rows.jsonl row 8: got no messages"),
+        ([*CHATS, {"messages": []}], [], "rows.jsonl row 8: got the messages []"),
         ([*CHATS, chat("say a", "")], [], "row 8, message 1: got an empty turn of the assistant"),
         ([*CHATS, chat("say a" * 20, "a")], [], "expected at most data.max_length=48"),
         ([PAIRS[0] | {"rejected": "aaa"}], ["objective=reward_model"], "row 0: got two equal responses"),

@@ -130,7 +130,7 @@ def tokenize_and_postprocess_data(prompt: str, tokenizer: Any, **options: Any) -
 
 def process_image(image: Any) -> Any:
     """A picture of PIL, in RGB."""
-    return read_picture(image, folder=Path.cwd(), where="process_image")
+    return read_picture(image, folder=Path.cwd(), where="process_image").copy()
 
 
 def process_video(

@@ -17,6 +17,7 @@ BAD = {
     "a null in a chat": {"prompt": [USER, None]},
     "a null for a role": {"prompt": [{"role": None, "content": "w1"}]},
     "a null for a content": {"prompt": [USER, {"role": "assistant", "content": None}]},
+    "a dictionary for a content": {"prompt": [{"role": "user", "content": {"text": "w1"}}]},
     "a role that is unknown": {"prompt": [USER, {"role": "robot", "content": "w1"}]},
     "a number": {"prompt": 5},
     "half of a character": {"prompt": [{"role": "user", "content": "\ud83d"}]},

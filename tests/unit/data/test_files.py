@@ -164,6 +164,58 @@ def test_what_is_no_file_on_the_web(web, tmp_path: Path, monkeypatch: pytest.Mon
     assert not [*tmp_path.rglob("*.jsonl*")]
 
 
+class Bucket(Handler, BaseHTTPRequestHandler):
+    """As much of an S3 server as it takes to list and to read the objects of one bucket, `files` by path."""
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        path, _, query = self.path.partition("?")
+        assert "Credential=key/" in self.headers["Authorization"]
+        time.sleep(self.server.delay_s)
+        if (content := self.server.files.get(path)) is not None:
+            first, last = self.headers.get("Range", f"bytes=0-{len(content) - 1}").removeprefix("bytes=").split("-")
+            content, size = content[int(first) : int(last) + 1], len(content)
+            changed = {"Last-Modified": self.server.changed, "Content-Range": f"bytes {first}-{last}/{size}"}
+            self.reply(206 if "Range" in self.headers else 200, content, changed)
+        elif "list-type=2" in query:
+            listed = (
+                f"<Contents><Key>{name.split('/', 2)[2]}</Key><Size>{len(content)}</Size><LastModified>"
+                f"2026-01-02T03:04:05.000Z</LastModified></Contents>"
+                for name, content in self.server.files.items()
+            )
+            self.reply(200, f"<ListBucketResult>{''.join(listed)}</ListBucketResult>".encode())
+        else:
+            self.reply(404, b"")
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch):
+    names = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_EC2_METADATA_DISABLED": "true"}
+    objects = {f"/bucket/{name}.jsonl": b'{"a": 1}\n' * 20_000 for name in ("a", "b")}
+    changed = "Fri, 02 Jan 2026 03:04:05 GMT"
+    with serving(Bucket, files=objects, delay_s=0.05, changed=changed) as server:
+        for name, value in {**names, "AWS_ENDPOINT_URL": server.url}.items():
+            monkeypatch.setenv(name, value)
+        yield server
+
+
+def test_files_of_an_s3_server(bucket, tmp_path: Path):
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        assert pool.starmap(_rows_of, [("s3://bucket/a.jsonl", tmp_path)] * 4, chunksize=1) == [20_000] * 4
+    assert len([*tmp_path.glob("files/*")]) == len([*tmp_path.glob("rows/*/rows.arrow")]) == 1
+    bucket.delay_s = 0
+    both = resolve_files("s3://bucket/*.jsonl", tmp_path, where="k")
+    assert [len(read_table(file)) for file in both] == [20_000, 20_000]
+    assert both[:1] == resolve_files("s3://bucket/a.jsonl", tmp_path, where="k") == [*tmp_path.glob("files/*a.jsonl")]
+    bucket.files["/bucket/b.jsonl"] = b'{"a": 2}'
+    [changed] = resolve_files("s3://bucket/b.jsonl", tmp_path, where="k")
+    assert changed != both[1] and changed.read_bytes() == b'{"a": 2}'
+    with pytest.raises(DataError, match=r"k: got 's3://bucket/none.jsonl': FileNotFoundError"):
+        resolve_files("s3://bucket/none.jsonl", tmp_path, where="k")
+
+
 def _rows_of(url: str, folder: Path) -> int:
     files.MAPPED_BYTES = 0
     return len(read_table(resolve_files(url, folder, where="k")[0], folder))

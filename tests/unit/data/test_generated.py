@@ -132,7 +132,7 @@ def test_new_rows_come_with_the_next_pass(make, capsys: pytest.CaptureFixture[st
     assert [next(steps) for _ in range(6)] == [[0, 1], [2, 3], [4, 5], [0, 1], [2, 3], [4, 5]]
     assert next(steps) == [100, 101]
     assert len(rows) == len(rows.dataframe) == 6 + 2 * 7 and rows[7]["index"] == 101 and rows[7]["item"] == 7
-    assert "Harder.generate: 1 of 3 prompts are over" in capsys.readouterr().out
+    assert ": 1 of 3 prompts are over" in capsys.readouterr().out
 
 
 def test_what_is_generated_is_checked(make, tokenizer, config) -> None:

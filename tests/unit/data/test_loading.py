@@ -138,6 +138,14 @@ class Sized(Plain):
 class NotADataset:
     pass
 
+class Endless(Dataset):
+    def __getitem__(self, item):
+        return {}
+
+class Alone(Plain):
+    def __init__(self, data_files):
+        pass
+
 class Backwards(Sampler):
     def __init__(self, data_source, data_config):
         self.length = len(data_source)
@@ -185,6 +193,8 @@ def test_a_sampler_class_from_a_file(user_file: str, path: Path, tokenizer, conf
     [
         ("NotADataset", USER_FILE, "a subclass of object, expected a subclass of .*Dataset"),
         ("Missing", USER_FILE, "no class 'Missing'"),
+        ("Endless", USER_FILE, "got Endless without __len__, expected a class with __len__ and __getitem__"),
+        ("Alone", USER_FILE, r"got Alone.__init__ \(got an unexpected keyword argument 'tokenizer'\), expected param"),
         ("Plain", "raise RuntimeError('broken file')", "RuntimeError: broken file"),
     ],
 )

@@ -143,3 +143,5 @@ def test_tensors_of_different_shapes_name_their_key():
 def test_no_rows():
     with pytest.raises(DataError, match="no rows"):
         collate_fn([])
+    with pytest.raises(DataError, match="collate_fn: got a list, expected rows, each a dictionary"):
+        collate_fn([[1]])

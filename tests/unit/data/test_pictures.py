@@ -12,6 +12,8 @@ from quadriga.data.pictures import as_list, picture_size, read_picture, require_
 from quadriga.errors import DataError
 from tests.vision_folder import noise
 
+original = pictures._opened
+
 
 def as_bytes(picture: Image.Image, kind: str = "PNG", **options) -> bytes:
     file = io.BytesIO()
@@ -40,6 +42,23 @@ def test_every_form_gives_the_same_picture(path: Path, tmp_path: Path, monkeypat
         assert picture_size(form, folder=tmp_path, where="") == (8, 12)
     monkeypatch.chdir(tmp_path)
     assert read("images/a.png").size == (12, 8), "not beside the data file, so from the working directory"
+
+
+def test_what_was_decoded_is_kept_up_to_a_bound(path: Path, tmp_path: Path, monkeypatch):
+    decoded, opened = pictures.Decoded(2 * 3 * 12 * 8 + 1), []
+    monkeypatch.setattr(pictures, "DECODED", decoded)
+    monkeypatch.setattr(pictures, "_opened", lambda source, where: opened.append(source) or original(source, where))
+    first = read(str(path))
+    assert read("images/a.png", tmp_path) is first and len(opened) == 1
+    content = path.read_bytes()
+    by_bytes = read(content)
+    assert by_bytes is read({"bytes": content}) is not first and len(opened) == 2
+    noise(12, 8, seed=1).save(path)
+    assert read(str(path)).tobytes() == noise(12, 8, seed=1).tobytes() != first.tobytes(), "the file has changed"
+    assert (decoded.num_bytes, len(decoded._found), len(opened)) == (2 * 3 * 12 * 8, 2, 3)
+    read(as_bytes(noise(100, 100)))
+    assert decoded.num_bytes == 2 * 3 * 12 * 8, "more than the bound is not kept"
+    assert read(content) is by_bytes, "the other one was not asked for longest"
 
 
 def test_transparency_is_white_and_gray_has_three_channels():

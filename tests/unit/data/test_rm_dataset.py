@@ -53,7 +53,7 @@ def test_every_form_is_the_same_pair(pairs, tokenizer, row) -> None:
     [
         ({"prompt": "w1", "chosen": "w2", "rejected": "w2"}, "row 0: got two equal responses, ' w2 '"),
         ({"prompt": "w1", "chosen": "w2", "rejected": ""}, "rejected, message 1: got an empty turn"),
-        ({"prompt": "w1", "chosen": None, "rejected": "w2"}, "chosen: got no messages"),
+        ({"prompt": "w1", "chosen": None, "rejected": "w2"}, "chosen: got the chosen None"),
         ({"chosen": "w1", "rejected": "w2"}, "without a prompt"),
         (
             {

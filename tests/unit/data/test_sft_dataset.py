@@ -7,8 +7,8 @@ import pytest
 
 from quadriga.config import DataConfig
 from quadriga.data import MultiTurnSFTDataset, SFTDataset
-from quadriga.data.sft_dataset import chat_of_row, conversation, text_parts
-from quadriga.data.tokenizing import ChatEncoder
+from quadriga.data.sft_dataset import conversation, text_parts
+from quadriga.data.tokenizing import ChatEncoder, as_messages
 from quadriga.errors import DataError
 
 # Turns end as in ChatML, with a line break behind the end of sequence.
@@ -113,13 +113,13 @@ def test_a_template_that_changes_earlier_turns_is_refused_with_what_changed(toke
 
 @pytest.mark.parametrize("value", [None, []])
 def test_a_row_without_messages_is_refused(value) -> None:
-    with pytest.raises(DataError, match=r"x.jsonl row 2: got no messages.*data.messages_key"):
-        chat_of_row(value, where="x.jsonl row 2")
+    with pytest.raises(DataError, match=r"x.jsonl row 2: got the messages .*data.messages_key"):
+        as_messages(value, where="x.jsonl row 2", key="messages_key")
 
 
 def test_a_row_that_is_no_chat_is_refused() -> None:
     with pytest.raises(DataError, match="a list of messages"):
-        chat_of_row([{"text": "w1"}], where="x.jsonl row 2")
+        as_messages([{"text": "w1"}], where="x.jsonl row 2")
 
 
 def chat_dataset(*contents: str) -> dict[str, Any]:
@@ -195,7 +195,7 @@ def test_too_long_is_cut_at_the_side_that_is_named(write, data, tokenizer, side:
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"messages": None, "id": 1}, "row 1: got no messages"),
+        ({"messages": None, "id": 1}, "row 1: got the messages None"),
         ({"messages": [{"role": "user", "content": "w1"}]}, "none of them by the assistant"),
         (chat_dataset("w1", ""), "row 1, message 1: got an empty turn"),
     ],

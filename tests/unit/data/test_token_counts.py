@@ -22,6 +22,8 @@ PATTERNS = {
         r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     ],
     "built in": [],
+    "a letter and a point": [r"\p{L}+[.,]?|\p{N}{2}|[^\s\p{L}\p{N}]|\s+(?!\S)|\s+"],  # a single digit is in no match
+    "words alone": [r" ?\p{L}+|\s+(?!\S)|\s+"],
 }
 WORDS = [
     "the",
@@ -40,7 +42,23 @@ WORDS = [
     "def",
     "f(x):",
 ]
-WORDS += ["\n", "\t", "\u00a0", "\u2028", "<|end|>", "\x1c", "...", "🙂"]
+WORDS += [
+    "\n",
+    "\t",
+    "\u00a0",
+    "\u2028",
+    "<|end|>",
+    "<|end",
+    "d|>",
+    "<",
+    "\x1c",
+    "\0",
+    "...",
+    "'s'",
+    "x.y",
+    "a1b",
+    "🙂",
+]
 CORPUS = ["the the and what is what is the 2 + 37 isn't 一二 def f(x):\n    return x and the 123 4567"] * 3
 
 
@@ -80,11 +98,20 @@ def test_a_text_has_as_many_tokens_as_its_pieces(name: str, texts: list, limit: 
         assert ((least == most) | (most <= limit) | (least > limit)).all()
 
 
-def test_lines_are_cut_where_that_is_the_same():
-    found = {name: counter.cuts for name, counter in COUNTERS.items()}
-    assert all(cuts.at_spaces for cuts in found.values())
-    # The built-in expression leaves the last of several line breaks alone; that of upper and lower takes "\n/".
-    assert [name for name, cuts in found.items() if not cuts.behind_lines] == ["upper and lower", "built in"]
+def test_texts_are_cut_where_that_is_the_same():
+    pairs = [b"a.", b".a", b"a ", b"a1", b"1a", b"12", b"aB", b"a'", b"'l", b". ", b"..", b"a\n", b".\n"]
+    found = {
+        name: [one.decode() for one in pairs if counter.cuts[256 * one[0] + one[1]]]
+        for name, counter in COUNTERS.items()
+    }
+    assert found["digits one by one"] == ["a.", "a ", "a1", "1a", "12", "a'", ". ", "a\n"]
+    assert found["digits in threes"] == ["a.", "a ", "a1", "1a", "a'", ". ", "a\n"]
+    # That of upper and lower takes contractions with the word before them.
+    assert found["upper and lower"] == ["a.", "a ", "a1", "1a", "aB", ". ", "a\n"]
+    # In the built-in one "'l" begins a contraction.
+    assert found["built in"] == ["a.", ".a", "a ", "a1", "1a", "a'", ". ", "a\n", ".\n"]
+    assert found["a letter and a point"] == [".a", "a ", "a'", "'l", ". ", "..", "a\n", ".\n"]
+    assert found["words alone"] == ["a ", "a\n"]
 
 
 def test_what_is_known_is_not_tokenized_again(monkeypatch: pytest.MonkeyPatch):
@@ -94,17 +121,21 @@ def test_what_is_known_is_not_tokenized_again(monkeypatch: pytest.MonkeyPatch):
     expected = [len(tokenizer.encode(text).ids) for text in texts]
     for _ in range(2):
         assert counter.bounds(texts[:3], None)[:, 0].tolist() == expected[:3]
-        assert set(counter._known) == {"\0what", "\0the", "is", "the", "what"} - {"the\n"} | {"the\n"}
+        assert set(counter._known) == {b"what", b" is", b" the", b"\nwhat", b"the", b" what"}
     assert counter.bounds(texts, None)[:, 0].tolist() == expected
     monkeypatch.setattr(token_counts, "MAX_PIECES", 1)
     assert counter.bounds(["what"], None).tolist() == [[1, 1]]
-    assert set(counter._known) == {"\0what"}
+    assert set(counter._known) == {b"what"}
 
 
 def test_few_bytes_and_many_words_need_no_tokenizer():
     counter = TokenCounter(wrapped(TOKENIZERS["digits one by one"]))
-    assert counter.bounds(["what", "é", "a b c d e f g h"], 6).tolist() == [[0, 4], [0, 6], [7, 15]]
+    assert counter.bounds(["what", "é", "a b c d e f g h"], 6).tolist() == [[0, 4], [0, 6], [8, 15]]
     assert not counter._known
+    # What is known of one of them is enough for the other.
+    assert counter.bounds(["the the the the"], 4).tolist() == [[4, 4]]
+    assert counter.bounds(["the the the the and"], 11).tolist() == [[5, 8]]
+    assert set(counter._known) == {b"the", b" the"}
 
 
 @pytest.mark.parametrize(
@@ -124,6 +155,8 @@ def test_few_bytes_and_many_words_need_no_tokenizer():
         lambda one: setattr(one, "pre_tokenizer", pre_tokenizers.Metaspace()),
         lambda one: setattr(one, "model", models.BPE(dropout=0.1)),
         lambda one: setattr(one, "model", models.WordLevel({"a": 0}, unk_token="a")),
+        lambda one: setattr(one, "model", models.BPE({"a": 0, "\u0120": 1}, [])),  # other bytes have no token
+        lambda one: one.add_tokens([AddedToken("<é>", normalized=True)]),
         *(
             lambda one, pattern=pattern: setattr(
                 one,
@@ -151,5 +184,5 @@ def test_where_a_word_may_hold_a_space_the_tokenizer_counts(change):
     tokenizer = build([])
     change(tokenizer)
     counter = TokenCounter(wrapped(tokenizer))
-    assert not counter.cuts.at_spaces
+    assert counter.cuts is None
     assert counter.bounds(["a a"], 1)[0].tolist() == [len(tokenizer.encode("a a", add_special_tokens=False).ids)] * 2

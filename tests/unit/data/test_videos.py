@@ -255,7 +255,7 @@ def test_tags_and_videos_that_differ(dataset):
     ]:
         with pytest.raises(DataError) as raised:
             dataset({"prompt": prompt, "videos": videos})[0]
-        assert f"v.jsonl row 0: {told}" in str(raised.value)
+        assert f"v.jsonl row 0, column 'prompt': {told}" in str(raised.value)
     text = dataset({"prompt": "the <video> of w1", "videos": [clip]}, video_key=None)[0]
     assert "videos" in text and text["multi_modal_data"] == {}
 

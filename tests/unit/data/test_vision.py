@@ -185,7 +185,8 @@ def test_places_and_images_must_agree(dataset):
         name = "t.jsonl" if not images else "t.parquet"
         with pytest.raises(DataError) as raised:
             dataset((prompt, images), name=name)[0]
-        assert f"{name} row 0: {told}" in str(raised.value)
+        column = "" if "rendered" in told else ", column 'prompt'"
+        assert f"{name} row 0{column}: {told}" in str(raised.value)
 
 
 def test_errors_name_row_and_image(dataset):
@@ -199,6 +200,18 @@ def test_errors_name_row_and_image(dataset):
         match=r"row 0, column 'images' or a message, image 0: got an image that the processor of tiny refus",
     ):
         dataset(("<image> ?", [png(picture("red", 500, 2))]))[0]
+
+
+def test_an_image_that_breaks_off_behind_its_header(dataset, capsys):
+    broken = png(noise(32, 32))
+    broken["bytes"] = broken["bytes"][:-1000]
+    rows = [("<image> ?", [one]) for one in (png(noise(8, 8)), broken, png(noise(16, 16)))]
+    data = dataset(*rows, on_bad_row="skip")
+    assert [data[item]["index"] for item in range(len(data))] == [0, 2]
+    assert "1 bad rows are left out" in (said := capsys.readouterr().out)
+    assert "row 1, column 'images' or a message, image 0: got" in said
+    with pytest.raises(DataError, match=r"row 1, column 'images' or a message, image 0: got"):
+        dataset(*rows)[1]
 
 
 def test_too_long(dataset):
